@@ -1,4 +1,6 @@
-"""`medflare site ...` from a checkout, also where medflare is not installed: python party.py setup KIT --bring-code
+"""`medflare site ...` from a checkout, also where medflare is not installed.
+
+For example: python party.py setup KIT --bring-code
 
 The processes that it starts do not see the checkout: a job that brings its code runs that code.
 """

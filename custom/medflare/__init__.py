@@ -1,7 +1,8 @@
-"""Personalized and generalizing federated learning for medical imaging, as NVIDIA FLARE applications.
+"""Personalized and generalizing federated learning for medical images, under NVIDIA FLARE.
 
-`medflare.run_local` runs a federation in one process; the job folders, recipes and the `medflare` command run the same algorithms
-under FLARE. `medflare.load_model` reads a final model, `medflare.predict` predicts images with it.
+`medflare.run_local` runs a federation in one process; the job folders, recipes and the `medflare`
+command run the same algorithms under FLARE. `medflare.load_model` reads a final model,
+`medflare.predict` predicts images with it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ __all__ = ["__version__", "load_model", "predict", "run_local"]
 
 
 def load_model(folder: Path | str) -> Any:
-    """Read a final model, a `medflare.inference.deployed.StoredModel` with its task and card; nothing is unpickled.
+    """Read a final model; nothing is unpickled.
+
+    It is a `medflare.inference.deployed.StoredModel` with its task and card.
 
     Raises:
         StateError: a file is missing, damaged or was changed.
@@ -26,8 +29,12 @@ def load_model(folder: Path | str) -> Any:
     return import_module("medflare.inference.deployed").load_model(folder)
 
 
-def predict(model: Any, inputs: Path | str | Sequence[Path | str], out: Path | str, **options: Any) -> Any:
-    """Predict images with a final model: masks, or a table of probabilities, as `medflare predict` writes them.
+def predict(
+    model: Any, inputs: Path | str | Sequence[Path | str], out: Path | str, **options: Any
+) -> Any:
+    """Predict images with a final model, as `medflare predict` does.
+
+    It writes masks, or a table of probabilities.
 
     Args:
         model: its folder, or what `load_model` returns.
@@ -36,16 +43,23 @@ def predict(model: Any, inputs: Path | str | Sequence[Path | str], out: Path | s
         options: adapt, device, strict, ... of `medflare.inference.predict.predict`.
 
     Returns:
-        A `medflare.inference.predict.Summary`; its `render()` is the summary in lines, `failed` a line for each image without a prediction.
+        A `medflare.inference.predict.Summary`; its `render()` is the summary in lines, `failed` a
+        line for each image without a prediction.
     """
-    stored = load_model(model) if isinstance(model, str | Path) else model
-    paths = [inputs] if isinstance(inputs, str | Path) else inputs
+    if isinstance(model, str | Path):
+        model = load_model(model)
+    if isinstance(inputs, str | Path):
+        inputs = [inputs]
+    paths = [Path(path) for path in inputs]
     options = {"builder": import_module("medflare.methods.catalogue").build_deployed, **options}
-    return import_module("medflare.inference.predict").predict(stored, [Path(path) for path in paths], Path(out), **options)
+    return import_module("medflare.inference.predict").predict(model, paths, Path(out), **options)
 
 
 def __getattr__(name: str) -> Any:
-    """`run_local` on first use: importing the package must stay cheap, FLARE does it in every process of every site."""
+    """Import `run_local` on first use.
+
+    Importing the package must stay cheap: FLARE does it in every process of every site.
+    """
     if name == "run_local":
         from medflare.federation.local.loop import run_local
 

@@ -1,4 +1,5 @@
-"""DSBN: BatchNorm statistics re-estimated from a site's unlabelled images (after Chang et al., CVPR 2019; GRACE paper, Table 3).
+"""DSBN: BatchNorm statistics re-estimated from a site's unlabelled images (after Chang et al., CVPR
+2019; GRACE paper, Table 3).
 
 Works on any trained model with BatchNorm; the weights do not change.
 """
@@ -16,9 +17,10 @@ from medflare.core.states import StateDict, copy_state, misfit
 
 
 class TestTimeNorm(nn.Module):
-    """A BatchNorm layer that normalises by the current test batch instead of its running statistics.
+    """A BatchNorm layer that normalises by the test batch instead of its running statistics.
 
-    A channel with a single value (one image, 1x1 features) has no variance: it uses the running statistics.
+    A channel with a single value (one image, 1x1 features) has no variance: it uses the running
+    statistics.
     """
 
     __test__ = False  # not a test, in spite of its name
@@ -31,15 +33,25 @@ class TestTimeNorm(nn.Module):
         """Inputs (N, C, ...) normalised per channel, over the batch."""
         if inputs.numel() == inputs.shape[1]:
             return self.layer(inputs)
-        return F.batch_norm(inputs, None, None, self.layer.weight, self.layer.bias, training=True, eps=self.layer.eps)
+        layer = self.layer
+        return F.batch_norm(
+            inputs, None, None, layer.weight, layer.bias, training=True, eps=layer.eps
+        )
 
 
 def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The model's BatchNorm layers by name, found by type; a layer used in two places has two names. ConfigError if there are none."""
-    layers = {name: layer for name, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, _BatchNorm)}
+    """The model's BatchNorm layers by name, found by type; a layer used in two places has two
+    names. ConfigError if there are none.
+    """
+    layers = {
+        name: layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, _BatchNorm)
+    }
     if not layers:
         raise ConfigError(
-            f"{type(model).__name__} has no BatchNorm, which Tent and DSBN adapt; use a network with BatchNorm or test-time adaptation none"
+            f"{type(model).__name__} has no BatchNorm, which Tent and DSBN adapt; "
+            "use a network with BatchNorm or test-time adaptation none"
         )
     return layers
 
@@ -51,7 +63,9 @@ def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def with_batch_statistics(model: nn.Module) -> tuple[nn.Module, dict[str, TestTimeNorm]]:
-    """A copy of the model that normalises by the current batch, and its replaced BatchNorm layers by name (`batch_norm_layers`)."""
+    """A copy of the model that normalises by the current batch, and its replaced BatchNorm layers
+    by name (`batch_norm_layers`).
+    """
     model = copy.deepcopy(model).eval()
     replaced: dict[_BatchNorm, TestTimeNorm] = {}
     by_name: dict[str, TestTimeNorm] = {}
@@ -63,10 +77,12 @@ def with_batch_statistics(model: nn.Module) -> tuple[nn.Module, dict[str, TestTi
 
 @torch.no_grad()
 def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
-    """Replace, in place, the running statistics of every BatchNorm layer by those of all these images (N, C, H, W) together.
+    """Replace, in place, the running statistics of every BatchNorm layer by those of all these
+    images (N, C, H, W) together.
 
-    Meanwhile every layer normalises by the current batch, so that deep layers get nearly the inputs that they will get afterwards. A layer
-    with a single value per channel (one image, 1x1 features) keeps its statistics.
+    Meanwhile every layer normalises by the current batch, so that deep layers get nearly the inputs
+    that they will get afterwards. A layer with a single value per channel (one image, 1x1 features)
+    keeps its statistics.
 
     Raises:
         ConfigError: the model has no BatchNorm.
@@ -77,11 +93,15 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
 
     def add(name: str, inputs: Tensor) -> None:
         values = inputs.detach().transpose(0, 1).flatten(1).to(torch.float64)  # (C, N * pixels)
-        total, squares = values.sum(dim=1), values.square().sum(dim=1)
-        sums[name] = sums.get(name, 0) + torch.stack([torch.full_like(total, values.shape[1]), total, squares])
+        total = values.sum(dim=1)
+        squares = values.square().sum(dim=1)
+        count = torch.full_like(total, values.shape[1])
+        sums[name] = sums.get(name, 0) + torch.stack([count, total, squares])
 
     for name, replacement in layers.items():
-        replacement.register_forward_pre_hook(lambda _layer, inputs, name=name: add(name, inputs[0]))
+        replacement.register_forward_pre_hook(
+            lambda _layer, inputs, name=name: add(name, inputs[0])
+        )
     images = 0
     for batch in batches:
         working(batch)
@@ -92,12 +112,15 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
         count, total, squares = sums[name]
         if count[0] > 1 and layer.running_mean is not None and layer.running_var is not None:
             mean = total / count
+            variance = (squares - total * mean) / (count - 1)  # unbiased, as in BatchNorm
             layer.running_mean.copy_(mean)
-            layer.running_var.copy_(((squares - total * mean) / (count - 1)).clamp(min=0))  # unbiased, as in BatchNorm
+            layer.running_var.copy_(variance.clamp(min=0))
 
 
 class TargetStatistics(nn.Module):
-    """A model, images to probabilities, that `adapt` gives the BatchNorm statistics of a site; before, it has the trained ones."""
+    """A model, images to probabilities, that `adapt` gives the BatchNorm statistics of a site;
+    before, it has the trained ones.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -112,12 +135,19 @@ class TargetStatistics(nn.Module):
 
     def statistics(self) -> StateDict:
         """Mean and variance of every layer with running statistics, by name."""
-        layers = [name for name, layer in batch_norm_layers(self.model).items() if layer.track_running_stats]
-        names = {f"{layer}.{statistic}" for layer in layers for statistic in ("running_mean", "running_var")}
-        return copy_state({name: tensor for name, tensor in self.model.state_dict().items() if name in names})
+        names: set[str] = set()
+        for name, layer in batch_norm_layers(self.model).items():
+            if layer.track_running_stats:
+                names |= {f"{name}.running_mean", f"{name}.running_var"}
+        state = self.model.state_dict()
+        return copy_state({name: tensor for name, tensor in state.items() if name in names})
 
     def load_statistics(self, state: StateDict) -> None:
         """Restore what `statistics` returned; raises StateError if it came from another network."""
-        if reason := misfit(state, self.statistics()):
-            raise StateError(f"these BatchNorm statistics belong to another network: {reason}; adapt the model anew")
+        reason = misfit(state, self.statistics())
+        if reason:
+            raise StateError(
+                f"these BatchNorm statistics belong to another network: {reason}; "
+                "adapt the model anew"
+            )
         self.model.load_state_dict(state, strict=False)

@@ -1,6 +1,8 @@
-"""Test-time adaptation of any final model (GRACE paper, Table 3): `ADAPTATIONS` by name, and the messages that carry them.
+"""Test-time adaptation of any final model (GRACE paper, Table 3): `ADAPTATIONS` by name, and the
+messages that carry them.
 
-A message of kind "dsbn" or "tent" holds the model that it adapts, whose own kind is its item "base".
+A message of kind "dsbn" or "tent" holds the model that it adapts, whose own kind is its item
+"base".
 """
 
 from collections.abc import Callable
@@ -32,23 +34,44 @@ def _tent(model: nn.Module, task: TaskConfig, message: Message) -> Tent:
 
 
 # kind -> (built model, task, message) -> module, images to probabilities
-ADAPTATIONS: Final[dict[str, Callable[[nn.Module, TaskConfig, Message], nn.Module]]] = {"dsbn": _dsbn, "tent": _tent}
+ADAPTATIONS: Final[dict[str, Callable[[nn.Module, TaskConfig, Message], nn.Module]]] = {
+    "dsbn": _dsbn,
+    "tent": _tent,
+}
 
 
 def check_adaptable(task: TaskConfig) -> None:
-    """Raises ConfigError if the task's network has no BatchNorm, which test-time adaptation needs."""
+    """Raises ConfigError if the task's network has no BatchNorm, which the adaptations need."""
     batch_norm_layers(meta_network(task))
 
 
-def with_tent(message: Message, task: TaskConfig, *, rate: float = 1e-3, steps: int = 1, episodic: bool = False) -> Message:
+def with_tent(
+    message: Message,
+    task: TaskConfig,
+    *,
+    rate: float = 1e-3,
+    steps: int = 1,
+    episodic: bool = False,
+) -> Message:
     """The final model with Tent around it; the settings are those of `Tent`."""
-    settings = {"rate": rate, "steps": steps, "episodic": episodic, "batch_size": task.batch_size}
-    return Message(dict(message.states), {**message.meta, "kind": "tent", "base": message.meta["kind"], "tent": settings})
+    adapted = _around(message, "tent")
+    adapted.meta["tent"] = {
+        "rate": rate,
+        "steps": steps,
+        "episodic": episodic,
+        "batch_size": task.batch_size,
+    }
+    return adapted
 
 
 def with_dsbn(message: Message) -> Message:
     """The final model with DSBN around it, whose statistics are not estimated yet."""
-    return Message(dict(message.states), {**message.meta, "kind": "dsbn", "base": message.meta["kind"]})
+    return _around(message, "dsbn")
+
+
+def _around(message: Message, kind: str) -> Message:
+    meta = {**message.meta, "kind": kind, "base": message.meta["kind"]}
+    return Message(dict(message.states), meta)
 
 
 def dsbn_for(site: Site, message: Message, build: Build) -> Message:
@@ -62,7 +85,9 @@ def dsbn_for(site: Site, message: Message, build: Build) -> Message:
 
 
 def adapted_model(task: TaskConfig, message: Message, build: Build) -> nn.Module:
-    """The module of a final model of one of the kinds of `ADAPTATIONS`; `build` makes the module of the model that is adapted."""
+    """The module of a final model of one of the kinds of `ADAPTATIONS`; `build` makes the module of
+    the model that is adapted.
+    """
     return ADAPTATIONS[message.meta["kind"]](build(_base(message)), task, message)
 
 

@@ -21,7 +21,9 @@ from medflare.data.progress import print_lines
 _UsageError: Any = typer.BadParameter.__bases__[0]
 _REMEDIES: Final = {
     errno.ENOENT: "correct the path",
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is where a folder is needed; correct the path"),
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EEXIST), "a file is where a folder is needed; correct the path"
+    ),
     errno.EISDIR: "a folder is where a file is needed; correct the path",
     **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or use another place"),
     errno.ENOSPC: "free space on the disk, or use another one",
@@ -30,10 +32,12 @@ _REMEDIES: Final = {
 
 app = typer.Typer(
     name="medflare",
-    help="Federated learning for medical images: personal models for participating hospitals, general models for all others.",
-    epilog="Start with: medflare run fedsm --sites 4    (synthetic images, a few minutes on two cores). With your images: "
-    "medflare data init FOLDER, then medflare task init FOLDER --out task.json (docs/tutorial.md). Hospitals: medflare provision (project "
-    "admin), medflare site setup and doctor (each hospital), medflare job create and submit (lead)",
+    help="Federated learning for medical images: personal models for participating hospitals, "
+    "general models for all others.",
+    epilog="Start with: medflare run fedsm --sites 4    (synthetic images, a few minutes on two "
+    "cores). With your images: medflare data init FOLDER, then medflare task init FOLDER "
+    "--out task.json (docs/tutorial.md). Hospitals: medflare provision (project admin), "
+    "medflare site setup and doctor (each hospital), medflare job create and submit (lead)",
     **AUTO_HELP | {"add_completion": True},
 )
 for group in (data, run, job, methods, models, site, studies, clean, provision):
@@ -47,7 +51,11 @@ def _version(show: bool) -> None:
 
 
 @app.callback()
-def _top(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version.")) -> None:
+def _top(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version."
+    ),
+) -> None:
     pass
 
 
@@ -57,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SystemExit: after --help (status 0), or for an unknown command or option (2).
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # the terminal's encoding may lack letters of names
-            stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # its encoding may lack letters of names
     end_quickly()
     print_lines()
     try:
@@ -71,13 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EOFError:
         problem = "no input; answer the question by an option, or with --yes"
     except BrokenPipeError:  # the reader (head, less) has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports an error when it flushes at exit
+        # Otherwise Python reports an error when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except shutil.Error as error:  # its first argument lists the files that could not be copied
-        first = error.args[0][0] if error.args and isinstance(error.args[0], list) and error.args[0] else ("", error, "")
-        problem = f"{first[1]}: {first[2]}"
+    except shutil.Error as error:
+        problem = _copy_problem(error)
     except OSError as error:
-        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a bug or a network error: keep the traceback
+        disk_is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if error.filename is None and not disk_is_full:  # a bug or a network error
             raise
         remedy = _REMEDIES.get(error.errno or 0, "use another place")
         problem = f"{error.filename or 'output'}: {error.strerror}; {remedy}"
@@ -85,8 +94,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1
 
 
+def _copy_problem(error: shutil.Error) -> str:
+    """The first file that could not be copied, and why; the error's first argument lists them."""
+    if error.args and isinstance(error.args[0], list) and error.args[0]:
+        first = error.args[0][0]
+        return f"{first[1]}: {first[2]}"
+    return f"{error}: "
+
+
 def _invoke(arguments: list[str]) -> int:
-    """The exit status of the subcommand; an unknown command or option is reported in one line, without the usage."""
+    """The exit status of the subcommand.
+
+    An unknown command or option is reported in one line, without the usage.
+    """
     if "_MEDFLARE_COMPLETE" in os.environ:  # the shell asks for the words that fit
         app(prog_name="medflare")
     command: Any = get_command(app)
@@ -100,5 +120,6 @@ def _invoke(arguments: list[str]) -> int:
             print(error.ctx.get_help())
             raise SystemExit(2) from None
         path = error.ctx.command_path if error.ctx else "medflare"
-        print(f"{path}: {' '.join(error.format_message().split())} ({path} --help shows what it takes)", file=sys.stderr)
+        problem = " ".join(error.format_message().split())
+        print(f"{path}: {problem} ({path} --help shows what it takes)", file=sys.stderr)
         raise SystemExit(2) from None

@@ -1,4 +1,4 @@
-"""`medflare site doctor`: checks of a party that contact no running federation as a participant and start nothing."""
+"""`medflare site doctor`: checks of a party; it starts nothing and joins no federation."""
 
 import os
 import shutil
@@ -10,10 +10,27 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from medflare.cli.startup_kit import MALFORMED, VALIDATOR, Kit, certificate_end, check_root, read_object, server_problem, template
+from medflare.cli.startup_kit import (
+    MALFORMED,
+    VALIDATOR,
+    Kit,
+    certificate_end,
+    check_root,
+    read_object,
+    server_problem,
+    template,
+)
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.data.loading import site_folder
-from medflare.data.local import CACHE, LOCAL_FILE, PLACE, LocalSettings, cache_with_folder, local_settings, read_local
+from medflare.data.local import (
+    CACHE,
+    LOCAL_FILE,
+    PLACE,
+    LocalSettings,
+    cache_with_folder,
+    local_settings,
+    read_local,
+)
 from medflare.tasks.config import TaskConfig
 from medflare.training.check import check_site
 from medflare.training.computing import usable_device
@@ -23,7 +40,7 @@ _EXPIRES_SOON: Final = timedelta(days=30)
 
 
 class Finding(NamedTuple):
-    """The result of a check: "ok", "warning" or "FAILED", and the reason, with the remedy unless it is ok."""
+    """The result of a check: "ok", "warning" or "FAILED", and the reason (with the remedy)."""
 
     check: str
     verdict: str
@@ -35,84 +52,121 @@ class _Warning(Exception):
 
 
 def examine(kit: Kit, task: TaskConfig | None = None) -> Iterator[Finding]:
-    """Every check of a kit, one after the other; at a site its data for the task, None: only the datalist."""
+    """Every check of a kit, one after the other.
+
+    `task`: a site's images are read for it; None: only the datalist is read.
+    """
     local: LocalSettings | None = None
     with suppress(MedflareError, OSError):  # the check "settings" reports it
         local = local_settings(read_local(kit.local / LOCAL_FILE))
-    checks: dict[str, Callable[[], str]] = {
-        "policies": lambda: _policies(kit),
-        "keys": lambda: _keys(kit),
-        "certificate": lambda: _certificate(kit),
-        "server": lambda: _port(kit) if kit.kind == "server" else _connection(kit),
-        "settings": lambda: _settings(kit),
-        "disk": lambda: _disk(kit, local),
+    checks: dict[str, Callable[[Kit], str]] = {
+        "policies": _policies,
+        "keys": _keys,
+        "certificate": _certificate,
+        "server": _connection,
+        "settings": _settings,
+        "disk": lambda kit: _disk(kit, local),
     }
     if kit.kind == "server":
-        checks["storage"] = lambda: _storage(kit)
+        checks["server"] = _port
+        checks["storage"] = _storage
     elif local is not None:
-        checks["device"] = lambda: f"{usable_device(local.chosen_device(), PLACE)} can be used"
-        checks["data"] = lambda: _data(kit, local, task)
+        checks["device"] = lambda _: f"{usable_device(local.chosen_device(), PLACE)} can be used"
+        checks["data"] = lambda kit: _data(kit, local, task)
     for name, check in checks.items():
         try:
-            yield Finding(name, "ok", check())
+            yield Finding(name, "ok", check(kit))
         except _Warning as warning:
             yield Finding(name, "warning", str(warning))
         except MedflareError as error:
             yield Finding(name, "FAILED", str(error))
         except OSError as error:
-            yield Finding(name, "FAILED", f"{error}; run the command as the account that owns the kit")
+            remedy = "run the command as the account that owns the kit"
+            yield Finding(name, "FAILED", f"{error}; {remedy}")
 
 
-# -- each check returns its text, or raises _Warning or ConfigError ------------------------------------------------------------------
+# -- each check returns its text, or raises _Warning or ConfigError --------------------------------
 
 
 def _policies(kit: Kit) -> str:
     """Whether the policies admit medflare's components, and nothing else that runs code."""
-    checks = {"resources.json": _classes, "authorization.json": _code, **({"privacy.json": _guard} if kit.kind == "site" else {})}
+    checks = {"resources.json": _classes, "authorization.json": _code}
+    if kit.kind == "site":
+        checks["privacy.json"] = _guard
     for name, check in checks.items():
-        if not (path := kit.local / name).exists():
+        path = kit.local / name
+        if not path.exists():
             raise ConfigError(f"{path} is missing; run medflare site setup {kit.folder}")
         try:
             check(kit, read_object(path))
         except MALFORMED as error:
-            raise ConfigError(f"{path}: not in the format of FLARE 2.9 ({error!r}); correct it") from error
+            raise ConfigError(
+                f"{path}: not in the format of FLARE 2.9 ({error!r}); correct it"
+            ) from error
     return "jobs may name medflare's components and bring no code"
 
 
 def _code(kit: Kit, authorization: dict[str, Any]) -> None:
-    rights = authorization.get("permissions", {}).values()
-    if any(right == "any" or (isinstance(right, dict) and right.get("byoc", "none") != "none") for right in rights):
-        raise _Warning("a lead's jobs may bring code, which then runs here; medflare's policies say byoc none")
+    for right in authorization.get("permissions", {}).values():
+        brings_code = isinstance(right, dict) and right.get("byoc", "none") != "none"
+        if right == "any" or brings_code:
+            raise _Warning(
+                "a lead's jobs may bring code, which then runs here; "
+                "medflare's policies say byoc none"
+            )
 
 
 def _classes(kit: Kit, resources: dict[str, Any]) -> None:
-    file, remedy = kit.local / "resources.json", f"medflare site setup {kit.folder} --replace-policies"
-    allowed, usual = [str(name) for name in resources.get("class_allow_list", [])], template(kit.kind, "resources.json")
-    if prefixes := [name for name in allowed if name.endswith((".", "*"))]:
-        raise ConfigError(f'class_allow_list in {file} has "{prefixes[0]}", which admits every function below it; {remedy}')
-    if missing := [name for name in usual["class_allow_list"] if name not in allowed]:
-        raise ConfigError(f'class_allow_list in {file} lacks "{missing[0]}", so jobs of medflare are rejected; {remedy}')
+    file = kit.local / "resources.json"
+    remedy = f"medflare site setup {kit.folder} --replace-policies"
+    allowed = [str(name) for name in resources.get("class_allow_list", [])]
+    usual = template(kit.kind, "resources.json")
+    prefixes = [name for name in allowed if name.endswith((".", "*"))]
+    if prefixes:
+        raise ConfigError(
+            f'class_allow_list in {file} has "{prefixes[0]}", '
+            f"which admits every function below it; {remedy}"
+        )
+    missing = [name for name in usual["class_allow_list"] if name not in allowed]
+    if missing:
+        raise ConfigError(
+            f'class_allow_list in {file} lacks "{missing[0]}", so jobs of medflare are rejected; '
+            f"{remedy}"
+        )
     if (resources.get(VALIDATOR) or {}).get("path") != usual[VALIDATOR]["path"]:
-        raise ConfigError(f"{VALIDATOR} in {file} is not {usual[VALIDATOR]['path']}: FLARE calls anything below a listed class; {remedy}")
+        raise ConfigError(
+            f"{VALIDATOR} in {file} is not {usual[VALIDATOR]['path']}: "
+            f"FLARE calls anything below a listed class; {remedy}"
+        )
     if kit.kind == "site" and resources.get("allow_log_streaming", True):  # FLARE's default
-        raise _Warning(f"logs of jobs go to the server; medflare site setup {kit.folder} --no-stream-logs keeps them here")
+        raise _Warning(
+            f"logs of jobs go to the server; medflare site setup {kit.folder} --no-stream-logs "
+            "keeps them here"
+        )
 
 
 def _guard(kit: Kit, privacy: dict[str, Any]) -> None:
     if not _result_filters(template("site", "privacy.json")) <= _result_filters(privacy):
-        raise _Warning("no OutboundGuard in privacy.json: nothing compares what leaves the site with the method's declaration")
+        raise _Warning(
+            "no OutboundGuard in privacy.json: nothing compares what leaves the site with the "
+            "method's declaration"
+        )
 
 
 def _result_filters(privacy: dict[str, Any]) -> set[str]:
     """Class paths of the result filters in the default scope."""
     scopes = {scope.get("name"): scope for scope in privacy.get("scopes", ())}
-    return {str(item.get("path")) for item in scopes.get(privacy.get("default_scope"), {}).get("task_result_filters", ())}
+    default = scopes.get(privacy.get("default_scope"), {})
+    return {str(item.get("path")) for item in default.get("task_result_filters", ())}
 
 
 def _keys(kit: Kit) -> str:
     if stat.S_IMODE(kit.key.stat().st_mode) & 0o077:
-        raise ConfigError(f"other accounts can read {kit.key} and act as {kit.name}; chmod 600 {kit.key}")
-    if stat.S_IMODE((startup := kit.folder / "startup").stat().st_mode) & 0o022:
+        raise ConfigError(
+            f"other accounts can read {kit.key} and act as {kit.name}; chmod 600 {kit.key}"
+        )
+    startup = kit.folder / "startup"
+    if stat.S_IMODE(startup.stat().st_mode) & 0o022:
         raise ConfigError(f"other accounts can change {startup}; chmod 700 {startup}")
     return "only this account can read the private key"
 
@@ -126,7 +180,8 @@ def _certificate(kit: Kit) -> str:
 
 
 def _connection(kit: Kit) -> str:
-    if problem := server_problem(kit):
+    problem = server_problem(kit)
+    if problem:
         raise ConfigError(problem)
     return f"{kit.host} port {kit.port} replies and accepts this kit's certificate"
 
@@ -138,21 +193,30 @@ def _port(kit: Kit) -> str:
     except OSError as error:
         if server_problem(kit):
             listeners = f"ss -ltnp 'sport = :{kit.port}'"
-            raise ConfigError(f"port {kit.port} is not available ({error.strerror}); see who listens: {listeners}") from error
+            raise ConfigError(
+                f"port {kit.port} is not available ({error.strerror}); see who listens: {listeners}"
+            ) from error
         return f"the server runs and replies at {kit.host} port {kit.port}"
 
 
 def _settings(kit: Kit) -> str:
     local = local_settings(read_local(kit.local / LOCAL_FILE))
-    if kit.kind == "site" and not local.minimum_patients:
-        raise _Warning(f"minimum_patients is not set in {kit.local / LOCAL_FILE}: metrics of single patients may leave the site")
-    return f"metrics of at least {local.minimum_patients} patients leave the site" if kit.kind == "site" else "settings are valid"
+    if kit.kind == "server":
+        return "settings are valid"
+    if not local.minimum_patients:
+        raise _Warning(
+            f"minimum_patients is not set in {kit.local / LOCAL_FILE}: "
+            "metrics of single patients may leave the site"
+        )
+    return f"metrics of at least {local.minimum_patients} patients leave the site"
 
 
 def _disk(kit: Kit, local: LocalSettings | None) -> str:
     folders = [kit.folder]
-    if kit.kind == "site" and local is not None and (cache := cache_with_folder(local.cache, kit.folder / CACHE)) is not None:
-        folders.append(_existing(Path(cache.folder)))
+    if kit.kind == "site" and local is not None:
+        cache = cache_with_folder(local.cache, kit.folder / CACHE)
+        if cache is not None:
+            folders.append(_existing(Path(cache.folder)))
     free, folder = min((shutil.disk_usage(folder).free / _GB, folder) for folder in folders)
     text = f"{free:.1f} GB free at {folder}"
     if free < 1:
@@ -164,30 +228,43 @@ def _disk(kit: Kit, local: LocalSettings | None) -> str:
 
 def _storage(kit: Kit) -> str:
     """Whether the server can write where it keeps jobs and results."""
-    file, remedy = kit.local / "resources.json", f"medflare site setup {kit.folder} --storage FOLDER"
+    file = kit.local / "resources.json"
     try:
         resources = read_object(file)
         manager = next(item for item in resources["components"] if item.get("id") == "job_manager")
-        folders = manager["args"]["uri_root"], resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"]
+        jobs = manager["args"]["uri_root"]
+        snapshots = resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"]
     except (*MALFORMED, StopIteration) as error:
-        raise ConfigError(f"{file}: names no folders for jobs and snapshots ({error!r}); see {file.name}.default") from error
-    for folder in map(Path, folders):
+        raise ConfigError(
+            f"{file}: names no folders for jobs and snapshots ({error!r}); see {file.name}.default"
+        ) from error
+    for folder in (Path(jobs), Path(snapshots)):
         if not os.access(_existing(folder), os.W_OK | os.X_OK):
+            remedy = f"medflare site setup {kit.folder} --storage FOLDER"
             raise ConfigError(f"{folder} is not writable; {remedy}")
-    return f"jobs are kept in {folders[0]}, snapshots in {folders[1]}"
+    return f"jobs are kept in {jobs}, snapshots in {snapshots}"
 
 
 def _data(kit: Kit, local: LocalSettings, task: TaskConfig | None) -> str:
     root = site_folder(kit.name, local.data_root)
     if root is None:
-        raise _Warning(f"no data_root, so only tasks with embedded images run; medflare site setup {kit.folder} --data-root FOLDER")
+        raise _Warning(
+            "no data_root, so only tasks with embedded images run; "
+            f"medflare site setup {kit.folder} --data-root FOLDER"
+        )
     if task is None:
         return f"{root} has a datalist; --task TASK reads every image"
     report = check_site(root, task, local=local)
-    if problems := [problem for site in report.sites.values() for problem in site.problems]:
-        raise ConfigError(f"{len(problems)} problems, the first: {problems[0]}; see medflare data check {root} --task {task.name}")
-    splits = ", ".join(f"{name} {images}" for site in report.sites.values() for name, (images, _) in site.splits.items())
-    return f"every image can be read: {splits}"
+    problems = [problem for site in report.sites.values() for problem in site.problems]
+    if problems:
+        raise ConfigError(
+            f"{len(problems)} problems, the first: {problems[0]}; "
+            f"see medflare data check {root} --task {task.name}"
+        )
+    splits: list[str] = []
+    for site in report.sites.values():
+        splits += [f"{name} {images}" for name, (images, _) in site.splits.items()]
+    return f"every image can be read: {', '.join(splits)}"
 
 
 def _existing(folder: Path) -> Path:

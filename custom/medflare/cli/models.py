@@ -9,7 +9,12 @@ import typer
 from medflare.cli.options import add_command
 
 Model = Annotated[Path, typer.Argument(help="Folder with model.safetensors and card.json")]
-Unsigned = Annotated[bool, typer.Option("--unsigned", help="Accept a model whose card has no signature (medflare before 0.3)")]
+Unsigned = Annotated[
+    bool,
+    typer.Option(
+        "--unsigned", help="Accept a model whose card has no signature (medflare before 0.3)"
+    ),
+]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -23,31 +28,58 @@ def add_commands(app: typer.Typer) -> None:
         "medflare predict MODEL scans/*.nii.gz --adapt none --device cuda --out masks",
     )
     add_command(
-        app, "export", export, "medflare export MODEL --format onnx --out exported", "medflare export MODEL --format monai --out bundle"
+        app,
+        "export",
+        export,
+        "medflare export MODEL --format onnx --out exported",
+        "medflare export MODEL --format monai --out bundle",
     )
 
 
 def predict(
     model: Model,
-    images: Annotated[list[Path], typer.Argument(help="PNG, JPEG, TIFF, NIfTI or DICOM files, or folders of them")],
+    images: Annotated[
+        list[Path], typer.Argument(help="PNG, JPEG, TIFF, NIfTI or DICOM files, or folders of them")
+    ],
     out: Annotated[Path, typer.Option(help="Folder for masks and predictions.csv")],
     adapt: Annotated[
         Literal["auto", "none", "tent", "dsbn"],
-        typer.Option(help="Test-time adaptation to these images; auto: that of the model's method; none: as delivered"),
+        typer.Option(
+            help="Test-time adaptation to these images; auto: that of the model's method; none: "
+            "as delivered"
+        ),
     ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     max_pixels: Annotated[
-        int | None, typer.Option(help="Maximum pixels of an image, checked before decoding (default: 8192 x 8192)")
+        int | None,
+        typer.Option(
+            help="Maximum pixels of an image, checked before decoding (default: 8192 x 8192)"
+        ),
     ] = None,
-    max_voxels: Annotated[int | None, typer.Option(help="Maximum voxels of a volume (default: 512 x 512 x 1024)")] = None,
+    max_voxels: Annotated[
+        int | None, typer.Option(help="Maximum voxels of a volume (default: 512 x 512 x 1024)")
+    ] = None,
     unsigned: Unsigned = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Images outside the range of the training images fail")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Also predict grey volumes with a model of pictures in colour")] = False,
-    dicom_seg: Annotated[bool, typer.Option("--dicom-seg", help="Masks of DICOM series as DICOM segmentations; needs highdicom")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Images outside the range of the training images fail")
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Also predict grey volumes with a model of pictures in colour"
+        ),
+    ] = False,
+    dicom_seg: Annotated[
+        bool,
+        typer.Option(
+            "--dicom-seg", help="Masks of DICOM series as DICOM segmentations; needs highdicom"
+        ),
+    ] = False,
 ) -> int:
     """Predict images with a delivered model: masks, or a table of probabilities.
 
-    Writes masks in the images' own geometry (PNG; NIfTI for volumes) and predictions.csv with a row for every picture.
+    Writes masks in the images' own geometry (PNG; NIfTI for volumes) and predictions.csv with a row
+    for every picture.
     """
     from medflare.core.settings import checked
     from medflare.data.local import ImageBounds
@@ -56,7 +88,8 @@ def predict(
     from medflare.methods.catalogue import build_deployed
 
     limits = {"pixels": max_pixels, "voxels": max_voxels}
-    bounds = checked(ImageBounds, {unit: limit for unit, limit in limits.items() if limit is not None}, "--max-pixels, --max-voxels")
+    used = {unit: limit for unit, limit in limits.items() if limit is not None}
+    bounds = checked(ImageBounds, used, "--max-pixels, --max-voxels")
     summary = predict(
         load_model(model, unsigned=unsigned, bounds=bounds),
         images,
@@ -76,17 +109,22 @@ def predict(
 
 def export(
     model: Model,
-    format: Annotated[Literal["torchscript", "onnx", "monai"], typer.Option(help="onnx needs: pip install 'medflare[export]'")],
+    format: Annotated[
+        Literal["torchscript", "onnx", "monai"],
+        typer.Option(help="onnx needs: pip install 'medflare[export]'"),
+    ],
     out: Annotated[Path, typer.Option(help="Folder to write")],
     unsigned: Unsigned = False,
 ) -> int:
     """Write a delivered model as TorchScript, ONNX or a MONAI bundle.
 
-    The exported model maps prepared images to probabilities. It is written only if it gives the numbers of the delivered model.
+    The exported model maps prepared images to probabilities. It is written only if it gives the
+    numbers of the delivered model.
     """
     from medflare.inference.deployed import load_model
     from medflare.inference.export import export
     from medflare.methods.catalogue import build_deployed
 
-    print(export(load_model(model, unsigned=unsigned), format, out, builder=build_deployed).render())
+    stored = load_model(model, unsigned=unsigned)
+    print(export(stored, format, out, builder=build_deployed).render())
     return 0

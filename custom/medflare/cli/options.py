@@ -1,4 +1,4 @@
-"""What several subcommands share: options made from dataclasses, --set NAME=VALUE, and the data folders of the sites."""
+"""What several subcommands share: options made from dataclasses, --set NAME=VALUE, sites."""
 
 import dataclasses
 import inspect
@@ -21,7 +21,11 @@ from medflare.core.text import read_json
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
-AUTO_HELP: Final[dict[str, Any]] = {"rich_markup_mode": None, "add_completion": False, "no_args_is_help": True}
+AUTO_HELP: Final[dict[str, Any]] = {
+    "rich_markup_mode": None,
+    "add_completion": False,
+    "no_args_is_help": True,
+}
 DEFAULT_ROUNDS: Final = 10
 PHANTOM: Final = "phantom"
 TASK: Final = "task."  # prefix of a task's setting in --set
@@ -29,33 +33,62 @@ SET_HELP: Final = "a setting of the task (task.batch_size=8); may be repeated"
 
 DataRoot = Annotated[
     Path | None,
-    typer.Option(help="Folder with a subfolder per site (default: MEDFLARE_DATA_ROOT, else images embedded in the task)", metavar="DATA"),
+    typer.Option(
+        help="Folder with a subfolder per site (default: MEDFLARE_DATA_ROOT, "
+        "else images embedded in the task)",
+        metavar="DATA",
+    ),
 ]
-Device = Annotated[str | None, typer.Option(help="Of the networks: cpu, cuda, cuda:1, ... (default: MEDFLARE_DEVICE, else cpu)")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Of the networks: cpu, cuda, cuda:1, ... (default: MEDFLARE_DEVICE, else cpu)"
+    ),
+]
+LearningRate = Annotated[
+    float | None, typer.Option(help="Learning rate, short for --set task.optimizer.lr=")
+]
+Network = Annotated[
+    str | None,
+    typer.Option(
+        help="Another network for the task, with its defaults and its usual learning rate"
+    ),
+]
 Track = Annotated[
     str | None,
     typer.Option(
-        help="Where the run's curves, test metrics and settings go (default: TensorBoard files beside results.json)",
+        help="Where the run's curves, test metrics and settings go (default: "
+        "TensorBoard files beside results.json)",
         metavar="tensorboard|mlflow[=URI]|wandb[=PROJECT]|none",
     ),
 ]
 CsvFile = Annotated[
     Path | None,
-    typer.Option(help="Write the test metrics into this file: a row per site, model, structure or class, and metric, with intervals"),
+    typer.Option(
+        help="Write the test metrics into this file: a row per site, model, structure or class, "
+        "and metric, with intervals"
+    ),
 ]
 _Command = Callable[..., Any]
 
 
 def _take_file(context: typer.Context, file: Path | None) -> Path | None:
-    """Make the values of a JSON file the defaults of a command's options; ConfigError: not a file of them."""
+    """Make the values of a JSON file the defaults of a command's options.
+
+    ConfigError: not a file of options.
+    """
     if file is None or context.resilient_parsing:
         return file
     try:
         content = read_json(file)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--options {file}: not valid JSON ({error}); correct the file") from error
+        raise ConfigError(
+            f"--options {file}: not valid JSON ({error}); correct the file"
+        ) from error
     if not isinstance(content, dict):
-        raise ConfigError(f'--options {file}: one JSON object is needed, for example {{"rounds": 20}}')
+        raise ConfigError(
+            f'--options {file}: one JSON object is needed, for example {{"rounds": 20}}'
+        )
     names: dict[str, Any] = {}  # name of an option, as it is written -> its parameter
     for parameter in context.command.params:
         for written in (parameter.name or "", *parameter.opts):
@@ -69,7 +102,10 @@ def _take_file(context: typer.Context, file: Path | None) -> Path | None:
             remedy = f"did you mean {nearest[0]}?" if nearest else "see medflare run --help"
             raise ConfigError(f"--options {file}: {name!r} is no option of this command; {remedy}")
         if isinstance(value, dict):
-            raise ConfigError(f"--options {file}: {name} is an object; write it as the option has it on the command line")
+            raise ConfigError(
+                f"--options {file}: {name} is an object; "
+                "write it as the option has it on the command line"
+            )
         if isinstance(value, list) and not getattr(option, "multiple", False):
             value = ",".join(map(str, value))
         values[option.name] = value
@@ -84,13 +120,17 @@ OptionsFile = Annotated[
         metavar="FILE",
         is_eager=True,
         callback=_take_file,
-        help='JSON file with options by name, {"rounds": 20, "set": ["lam=0.3"]}; the command line has priority over it',
+        help='JSON file with options by name, {"rounds": 20, "set": ["lam=0.3"]}; '
+        "the command line has priority over it",
     ),
 ]
 
 
 class DefaultGroup(TyperGroup):
-    """A group whose first command may be omitted: `medflare job fedsm` is `medflare job create fedsm`."""
+    """A group whose first command may be omitted.
+
+    `medflare job fedsm` is `medflare job create fedsm`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert the name of the first command if the arguments begin with none."""
@@ -100,41 +140,54 @@ class DefaultGroup(TyperGroup):
 
 
 def add_command(group: typer.Typer, name: str, function: _Command, *examples: str) -> None:
-    """Add a command; its help is the function's docstring, followed by the examples, a line each."""
-    group.command(name, epilog="\n".join(["\b", "examples:", *(f"  {example}" for example in examples)]))(function)
+    """Add a command; its help is the function's docstring and the examples, a line each."""
+    lines = ["\b", "examples:", *(f"  {example}" for example in examples)]
+    group.command(name, epilog="\n".join(lines))(function)
 
 
 def takes(name: str, settings: type, skip: Sequence[str] = ()) -> Callable[[_Command], _Command]:
     """Give a command an option for every field of a dataclass.
 
-    If the docstring has a section `Attributes:`, it gives the help texts, and the command receives a mapping of the options that were
-    used. Otherwise the fields are annotated with typer's options, and the command receives an instance. `name`: the command's parameter
-    that receives them; `skip`: fields without an option.
+    If the docstring has a section `Attributes:`, it gives the help texts, and the command receives
+    a mapping of the options that were used. Otherwise the fields are annotated with typer's
+    options, and the command receives an instance. `name`: the command's parameter that receives
+    them; `skip`: fields without an option.
     """
     fields = [field for field in dataclasses.fields(settings) if field.name not in skip]
-    hints, help_texts = typing.get_type_hints(settings, include_extras=True), _attributes(settings)
-    kinds = {field.name: _plain_type(typing.get_type_hints(settings)[field.name]) for field in fields}
-    kind, empty = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+    hints = typing.get_type_hints(settings, include_extras=True)
+    help_texts = _attributes(settings)
+    plain_hints = typing.get_type_hints(settings)
+    keyword = inspect.Parameter.KEYWORD_ONLY
     added = []
     for field in fields:
-        default, annotation = (empty if field.default is dataclasses.MISSING else field.default), hints[field.name]
+        default: Any = field.default
+        annotation = hints[field.name]
+        if default is dataclasses.MISSING:
+            default = inspect.Parameter.empty
         if help_texts:
-            text = help_texts.get(field.name, "") + ("" if default in (empty, None, "", (), False) else f" (default: {default})")
-            default, annotation = None, _option(kinds[field.name], text)
-        added.append(inspect.Parameter(field.name, kind, default=default, annotation=annotation))
+            text = help_texts.get(field.name, "")
+            if default not in (inspect.Parameter.empty, None, "", (), False):
+                text += f" (default: {default})"
+            default = None
+            annotation = _option(_plain_type(plain_hints[field.name]), text)
+        added.append(inspect.Parameter(field.name, keyword, default=default, annotation=annotation))
 
     def decorate(function: _Command) -> _Command:
         def command(**values: Any) -> Any:
             options = {field.name: values.pop(field.name) for field in fields}
             if not help_texts:
                 return function(**values, **{name: settings(**options)})
-            used = {key: names_in(value) if kinds[key] is list else value for key, value in options.items() if value is not None}
+            used = {key: value for key, value in options.items() if value is not None}
             return function(**values, **{name: used})
 
-        rest = [item.replace(kind=kind) for item in inspect.signature(function).parameters.values() if item.name != name]
-        command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
-        command.__signature__ = inspect.Signature([*added, *rest])  # type: ignore[attr-defined]
-        command.__annotations__ = {item.name: item.annotation for item in [*added, *rest]}
+        original = inspect.signature(function).parameters.values()
+        rest = [item.replace(kind=keyword) for item in original if item.name != name]
+        parameters = [*added, *rest]
+        command.__name__ = function.__name__
+        command.__doc__ = function.__doc__
+        command.__module__ = function.__module__
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {item.name: item.annotation for item in parameters}
         return command
 
     return decorate
@@ -144,14 +197,21 @@ def _plain_type(hint: Any) -> Any:
     """The type of a field without None; `list` for several names."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (hint,) = (item for item in typing.get_args(hint) if item is not type(None))
-    return list if typing.get_origin(hint) in (tuple, list) else hint
+    if typing.get_origin(hint) in (tuple, list):
+        return list
+    return hint
 
 
 def _option(kind: Any, text: str) -> Any:
+    parser: Callable[[str], Any] | None = None
+    metavar = None
     if kind is Path:
-        return Annotated[Path | None, typer.Option(help=text, show_default=False, parser=_path)]
-    kind, metavar = (str, "NAMES") if kind is list else (kind, None)
-    return Annotated[kind | None, typer.Option(help=text, show_default=False, metavar=metavar)]
+        parser = _path
+    elif kind is list:
+        parser = names_in
+        metavar = "NAMES"
+    option = typer.Option(help=text, show_default=False, parser=parser, metavar=metavar)
+    return Annotated[kind | None, option]
 
 
 def _path(text: str) -> Path:
@@ -161,37 +221,52 @@ def _path(text: str) -> Path:
 
 
 def _attributes(settings: type) -> dict[str, str]:
-    """Attribute -> its text in the section `Attributes:` of the docstrings of a class and its bases."""
-    sections = [inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2] for cls in reversed(settings.__mro__)]
-    texts = [item for section in sections for item in re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)]
-    plain = {name: re.sub(r"[ ,(]*see `[^`]*`\)?", "", " ".join(text.split())) for name, text in texts}
-    return {name: re.sub(r"\bNone: ", "default: ", text).rstrip(".") for name, text in plain.items()}
+    """Attribute -> its text in the section `Attributes:` of a class's docstring or of a base's."""
+    texts: dict[str, str] = {}
+    for cls in reversed(settings.__mro__):
+        section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+        entries = re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
+        for name, text in entries:
+            text = re.sub(r"[ ,(]*see `[^`]*`\)?", "", " ".join(text.split()))
+            texts[name] = re.sub(r"\bNone: ", "default: ", text).rstrip(".")
+    return texts
 
 
 def set_values(settings: Iterable[str]) -> dict[str, Any]:
-    """Name -> value of every --set NAME=VALUE, the last one of a name; ConfigError if it is not of that form."""
+    """Name -> value of every --set NAME=VALUE, the last one of a name.
+
+    ConfigError: a setting that is not of that form.
+    """
     from medflare.core.hyper import parsed_value
 
     values = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:
-            raise ConfigError(f"--set {setting!r} is not NAME=VALUE; write for example lam=0.3 or task.batch_size=8")
+            raise ConfigError(
+                f"--set {setting!r} is not NAME=VALUE; "
+                "write for example lam=0.3 or task.batch_size=8"
+            )
         values[name] = parsed_value(value)
     return values
 
 
 def task_with(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -> "TaskConfig":
-    """The task of a preset name, JSON file or mapping with some settings changed; ConfigError for an unknown one or an invalid value.
+    """The task of a preset name, JSON file or mapping with some settings changed.
 
     `changes`: "task.NAME" -> value; "task.optimizer.lr" reaches into the mapping `optimizer`.
+    ConfigError: an unknown task or setting, or an invalid value.
     """
     from medflare.tasks.config import load_task, presets
 
-    if isinstance(source, str) and Path(source).suffix and source not in presets() and not Path(source).is_file():
-        nearest = get_close_matches(source, map(str, Path(source).parent.glob("*.json")), n=1)
-        remedy = f"did you mean {nearest[0]}?" if nearest else "correct the path, or write the file with medflare task init"
-        raise ConfigError(f"--task {source}: no such file; {remedy}")
+    if isinstance(source, str) and source not in presets():
+        file = Path(source)
+        if file.suffix and not file.is_file():
+            nearest = get_close_matches(source, map(str, file.parent.glob("*.json")), n=1)
+            remedy = "correct the path, or write the file with medflare task init"
+            if nearest:
+                remedy = f"did you mean {nearest[0]}?"
+            raise ConfigError(f"--task {source}: no such file; {remedy}")
     content = load_task(source).to_dict()
     for name, value in changes.items():
         if not name.startswith(TASK):
@@ -201,7 +276,10 @@ def task_with(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -> "T
         for part in path:
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
-                raise ConfigError(f"--set {name}: {part} of task {content['name']} is a value without settings; set {part} itself")
+                raise ConfigError(
+                    f"--set {name}: {part} of task {content['name']} is a value without settings; "
+                    f"set {part} itself"
+                )
         target[last] = value
     return load_task(content)
 
@@ -212,24 +290,38 @@ def names_in(text: str) -> list[str]:
 
 
 def site_names(text: str) -> list[str]:
-    """Names of sites, from their names or their number: "2" -> site-1, site-2; ConfigError if there is none, or a name twice."""
-    names = [f"site-{index + 1}" for index in range(int(text))] if text.isdecimal() else names_in(text)
+    """Names of sites, from their names or their number: "2" -> site-1, site-2.
+
+    ConfigError: there is none, or a name is there twice.
+    """
+    if text.isdecimal():
+        names = [f"site-{index + 1}" for index in range(int(text))]
+    else:
+        names = names_in(text)
     if not names or len(set(names)) < len(names):
-        raise ConfigError(f"--sites {text!r}: give a number of sites, 1 or more, or different names separated by commas")
+        raise ConfigError(
+            f"--sites {text!r}: give a number of sites, 1 or more, "
+            "or different names separated by commas"
+        )
     return names
 
 
 def default_sites(data_root: Path | None) -> list[str]:
-    """Names of the sites with a folder in the data root, DataError if it has none; without a data root, four with embedded images."""
+    """Names of the sites with a folder in the data root, DataError if it has none.
+
+    Without a data root, four sites with embedded images.
+    """
     from medflare.data.datalist import site_folders, site_name
     from medflare.data.loading import ENVIRONMENT
 
     root = data_root or os.environ.get(ENVIRONMENT)
-    return [site_name(folder) for folder in site_folders(Path(root).expanduser())] if root else site_names("4")
+    if not root:
+        return site_names("4")
+    return [site_name(folder) for folder in site_folders(Path(root).expanduser())]
 
 
 def check_sites(sites: Iterable[str], task: "TaskConfig") -> None:
-    """Raise DataError if a site has no data for a task; call it inside `environment(data_root=...)`."""
+    """Raise DataError if a site has no data for a task; call it inside `environment(...)`."""
     from medflare.data.loading import resolve_data_root
 
     for site in sites:
@@ -237,17 +329,22 @@ def check_sites(sites: Iterable[str], task: "TaskConfig") -> None:
 
 
 @contextmanager
-def environment(data_root: Path | None = None, weights: Path | None = None, device: str | None = None) -> Iterator[None]:
-    """Set MEDFLARE_DATA_ROOT, MEDFLARE_WEIGHTS and MEDFLARE_DEVICE for the block; None leaves a variable as it is.
+def environment(
+    data_root: Path | None = None, weights: Path | None = None, device: str | None = None
+) -> Iterator[None]:
+    """Set MEDFLARE_DATA_ROOT, MEDFLARE_WEIGHTS and MEDFLARE_DEVICE for the block.
 
-    They reach the parties of every engine: FLARE's simulator starts a process for each. ConfigError: this machine has no such device.
+    None leaves a variable as it is. They reach the parties of every engine: FLARE's simulator
+    starts a process for each. ConfigError: this machine has no such device.
     """
     from medflare.data.loading import ENVIRONMENT as DATA_ROOT
     from medflare.data.local import DEVICE_VARIABLE
     from medflare.networks.weights import ENVIRONMENT as WEIGHTS
 
-    paths = {DATA_ROOT: data_root, WEIGHTS: weights}
-    values = {name: str(path.expanduser().resolve()) for name, path in paths.items() if path is not None}
+    values: dict[str, str] = {}
+    for name, path in ((DATA_ROOT, data_root), (WEIGHTS, weights)):
+        if path is not None:
+            values[name] = str(path.expanduser().resolve())
     if device is not None:
         from medflare.training.computing import usable_device
 

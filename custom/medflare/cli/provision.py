@@ -1,4 +1,4 @@
-"""`medflare provision`: the startup kits of a federation, by FLARE's provisioning, with medflare's policies in them."""
+"""`medflare provision`: a federation's startup kits by FLARE, with medflare's policies."""
 
 import getpass
 import os
@@ -17,7 +17,8 @@ from medflare.cli.options import add_command
 from medflare.cli.startup_kit import KitSettings, make_private, open_kit, set_up
 from medflare.core.errors import ConfigError, one_line
 
-_KIT_FILES: Final = ("fed_server.json", "fed_client.json")  # in startup/ of a server's and a site's kit; people have none of them
+# In startup/ of a server's and a site's kit; people have none of them.
+_KIT_FILES: Final = ("fed_server.json", "fed_client.json")
 # The same federation as poc_workspace/project.yml.
 _EXAMPLE: Final = """\
 # A federation: one server, four hospitals, four people, mutual TLS. Set the names of the server, sites, organizations and people.
@@ -55,24 +56,39 @@ def add_commands(app: typer.Typer) -> None:
         app,
         "provision",
         provision,
-        "medflare provision project.yml --new                        # write an example project file, and edit it",
-        "medflare provision project.yml --workspace federation       # then: medflare site setup KIT",
+        "medflare provision project.yml --new                        "
+        "# write an example project file, and edit it",
+        "medflare provision project.yml --workspace federation       "
+        "# then: medflare site setup KIT",
         "medflare provision project.yml --add-client site-5.yml      # a kit for one more site",
     )
 
 
 def provision(
-    project: Annotated[Path, typer.Argument(metavar="PROJECT", help="FLARE's project file: server, sites and people")],
-    workspace: Annotated[Path, typer.Option(help="Folder for the startup kits and the root key")] = Path("federation"),
-    add_client: Annotated[Path | None, typer.Option(help="YAML file of a site to add: name, type, org")] = None,
-    add_user: Annotated[Path | None, typer.Option(help="YAML file of a person to add: name, type, org, role")] = None,
-    leave_root_key: Annotated[bool, typer.Option("--leave-root-key", help="No passphrase: for trials on one machine")] = False,
-    new: Annotated[bool, typer.Option("--new", help="Only write an example of the file PROJECT")] = False,
+    project: Annotated[
+        Path,
+        typer.Argument(metavar="PROJECT", help="FLARE's project file: server, sites and people"),
+    ],
+    workspace: Annotated[
+        Path, typer.Option(help="Folder for the startup kits and the root key")
+    ] = Path("federation"),
+    add_client: Annotated[
+        Path | None, typer.Option(help="YAML file of a site to add: name, type, org")
+    ] = None,
+    add_user: Annotated[
+        Path | None, typer.Option(help="YAML file of a person to add: name, type, org, role")
+    ] = None,
+    leave_root_key: Annotated[
+        bool, typer.Option("--leave-root-key", help="No passphrase: for trials on one machine")
+    ] = False,
+    new: Annotated[
+        bool, typer.Option("--new", help="Only write an example of the file PROJECT")
+    ] = False,
 ) -> int:
     """Write a startup kit for each party of a federation, with medflare's policies.
 
-    The project admin runs it: the root key and all private keys are made here. It locks the root key with a passphrase
-    (MEDFLARE_ROOT_PASSPHRASE, else it asks).
+    The project admin runs it: the root key and all private keys are made here. It locks the root
+    key with a passphrase (MEDFLARE_ROOT_PASSPHRASE, else it asks).
     """
     if new:
         return _write_example(project)
@@ -80,24 +96,36 @@ def provision(
     state = workspace / name / "state"
     _check_root_key(state, leave_root_key)
     passphrase = "" if leave_root_key else _passphrase()
-    command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", str(project), "-w", str(workspace), "--force"]
-    for option, file in (("--add-client", add_client), ("--add-user", add_user)):
-        command += [option, str(file)] if file is not None else []
+    command = [sys.executable, "-m", "nvflare.cli", "provision"]
+    command += ["-p", str(project), "-w", str(workspace), "--force"]
+    if add_client is not None:
+        command += ["--add-client", str(add_client)]
+    if add_user is not None:
+        command += ["--add-user", str(add_user)]
     with _root_key_opened(state, passphrase):
         ended = subprocess.run(command, umask=0o077, check=False)
     if ended.returncode:
-        raise ConfigError(f"{project}: nvflare provision failed with status {ended.returncode}; see its message above")
+        raise ConfigError(
+            f"{project}: nvflare provision failed with status {ended.returncode}; "
+            "see its message above"
+        )
     kits = _set_up_newest(workspace / name)
     print(f"startup kits: {kits}")
     if kits.name != "prod_00":
-        print("Send only the kits of new parties and delete the others: kits of earlier generations stay in use.")
-    print("next: medflare site doctor KIT    (not nvflare preflight-check, which disturbs a party that runs)")
+        print(
+            "Send only the kits of new parties and delete the others: "
+            "kits of earlier generations stay in use."
+        )
+    print(
+        "next: medflare site doctor KIT    (not nvflare preflight-check, "
+        "which disturbs a party that runs)"
+    )
     return 0
 
 
 @contextmanager
 def _root_key_opened(state: Path, passphrase: str) -> Iterator[None]:
-    """Unlock the root key, and lock it at the end, also where the process or its terminal is ended."""
+    """Unlock the root key, and lock it at the end, also if the process or its terminal is ended."""
     stops = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(stop, signal.default_int_handler) for stop in stops]  # as Ctrl-C
     try:
@@ -126,30 +154,43 @@ def _project_name(project: Path) -> str:
     import yaml
 
     if not project.is_file():
-        raise ConfigError(f"{project}: no such file; correct the path, or write an example with: medflare provision {project} --new")
+        raise ConfigError(
+            f"{project}: no such file; correct the path, or write an example with: "
+            f"medflare provision {project} --new"
+        )
     try:
         content: Any = yaml.safe_load(project.read_text(encoding="utf-8"))
         return str(content["name"])
     except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{project}: not a project file of FLARE ({one_line(error)}); correct it") from error
+        raise ConfigError(
+            f"{project}: not a project file of FLARE ({one_line(error)}); correct it"
+        ) from error
 
 
 def _check_root_key(state: Path, leave_root_key: bool) -> None:
-    """Raise ConfigError where FLARE would make another root, whose kits can never join those in use."""
+    """Raise ConfigError where FLARE would make another root: its kits cannot join those in use."""
     locked = (state / root_key.LOCKED).exists()
     has_kits = any(state.parent.glob("prod_*"))
     if has_kits and not locked and not (state / root_key.OPEN).exists():
-        raise ConfigError(f"{state.parent} has startup kits and no root key; put {root_key.LOCKED} back into {state}")
+        raise ConfigError(
+            f"{state.parent} has startup kits and no root key; "
+            f"put {root_key.LOCKED} back into {state}"
+        )
     if locked and leave_root_key:
         raise ConfigError(f"the root key in {state} is locked; leave out --leave-root-key")
 
 
 def _passphrase() -> str:
     passphrase = os.environ.get(root_key.VARIABLE, "")
-    if not passphrase and not sys.stdin.isatty():
-        raise ConfigError(f"no passphrase for the root key; set {root_key.VARIABLE} ({root_key.SHORTEST} characters or more)")
     if not passphrase:
-        passphrase = getpass.getpass(f"passphrase of the root key ({root_key.SHORTEST} characters or more): ")
+        if not sys.stdin.isatty():
+            raise ConfigError(
+                f"no passphrase for the root key; set {root_key.VARIABLE} ({root_key.SHORTEST} "
+                "characters or more)"
+            )
+        passphrase = getpass.getpass(
+            f"passphrase of the root key ({root_key.SHORTEST} characters or more): "
+        )
         if passphrase != getpass.getpass("once more: "):
             raise ConfigError("these are two passphrases; start again")
     root_key.check_passphrase(passphrase)
@@ -158,9 +199,10 @@ def _passphrase() -> str:
 
 def _set_up_newest(federation: Path) -> Path:
     """Write medflare's policies into the kits that were just made; their folder."""
-    newest = max(federation.glob("prod_*"), key=lambda path: path.stat().st_mtime)  # by name prod_100 comes before prod_99
+    # By name, prod_100 comes before prod_99.
+    newest = max(federation.glob("prod_*"), key=lambda path: path.stat().st_mtime)
     for kit in sorted(newest.iterdir()):
         if any((kit / "startup" / name).is_file() for name in _KIT_FILES):
             set_up(open_kit(kit), KitSettings())
-    make_private(newest)  # FLARE lets all accounts read its scripts, those in the kits of people too
+    make_private(newest)  # FLARE lets all accounts read its scripts, also those of people
     return newest

@@ -1,4 +1,5 @@
-"""A federation's root key under a passphrase: whoever has the key can let anybody in, so it is not left in the clear.
+"""A federation's root key under a passphrase: whoever has the key can let anybody in, so it is not
+left in the clear.
 
 The file is encrypted with Fernet (AES and HMAC) under a key that scrypt makes of the passphrase.
 """
@@ -20,13 +21,17 @@ LOCKED: Final = "cert.json.locked"
 VARIABLE: Final = "MEDFLARE_ROOT_PASSPHRASE"
 SHORTEST: Final = 12  # characters of a passphrase
 _COST: Final = {"n": 2**16, "r": 8, "p": 1}  # 64 MiB and a fraction of a second for every guess
-_DAMAGED: Final = (ValueError, KeyError, TypeError, AttributeError)  # raised for half a JSON file, or another one
+# Raised for half a JSON file, or another one.
+_DAMAGED: Final = (ValueError, KeyError, TypeError, AttributeError)
 
 
 def check_passphrase(passphrase: str) -> None:
     """Raise ConfigError for a passphrase that is too short."""
     if len(passphrase) < SHORTEST:
-        raise ConfigError(f"the passphrase of the root key has fewer than {SHORTEST} characters; set {VARIABLE} to a longer one")
+        raise ConfigError(
+            f"the passphrase of the root key has fewer than {SHORTEST} characters; "
+            f"set {VARIABLE} to a longer one"
+        )
 
 
 def lock(state: Path, passphrase: str) -> None:
@@ -42,7 +47,11 @@ def lock(state: Path, passphrase: str) -> None:
     _root_key(file, content)
     salt = secrets.token_bytes(16)
     token = _cipher(passphrase, salt).encrypt(content)
-    locked = {"format": "medflare root key 1", "salt": base64.b64encode(salt).decode(), "token": token.decode()}
+    locked = {
+        "format": "medflare root key 1",
+        "salt": base64.b64encode(salt).decode(),
+        "token": token.decode(),
+    }
     write_atomically(state / LOCKED, json.dumps(locked).encode())
     with file.open("r+b") as old:  # a disk with snapshots may keep it all the same
         old.write(bytes(len(content)))
@@ -52,25 +61,35 @@ def lock(state: Path, passphrase: str) -> None:
 
 
 def unlock(state: Path, passphrase: str) -> None:
-    """Write the open file beside the encrypted one, which stays. An open file of an interrupted run is newer, and stays.
+    """Write the open file beside the encrypted one, which stays.
+
+    An open file of an interrupted run is newer, and stays.
 
     Raises:
-        ConfigError: a wrong passphrase, a damaged file, or an open file with another root key; nothing was changed.
+        ConfigError: a wrong passphrase, a damaged file, or an open file with another root key;
+            nothing was changed.
     """
     from medflare.core.store import write_atomically
 
-    file, opened = state / LOCKED, state / OPEN
+    file = state / LOCKED
+    opened = state / OPEN
     try:
         locked: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        content = _cipher(passphrase, base64.b64decode(locked["salt"])).decrypt(locked["token"].encode())
+        cipher = _cipher(passphrase, base64.b64decode(locked["salt"]))
+        content = cipher.decrypt(locked["token"].encode())
     except InvalidToken:
-        raise ConfigError(f"{file}: wrong passphrase, or a damaged file; correct {VARIABLE}, or restore the file") from None
+        raise ConfigError(
+            f"{file}: wrong passphrase, or a damaged file; correct {VARIABLE}, or restore the file"
+        ) from None
     except _DAMAGED as error:
         raise ConfigError(f"{file}: damaged; restore it from a backup") from error
     if not opened.exists():
         write_atomically(opened, content)
     elif _root_key(opened, opened.read_bytes()) != _root_key(file, content):
-        raise ConfigError(f"{opened} and {file.name} hold different root keys; move away the one that no startup kit in use comes from")
+        raise ConfigError(
+            f"{opened} and {file.name} hold different root keys; "
+            "move away the one that no startup kit in use comes from"
+        )
 
 
 def _root_key(file: Path, content: bytes) -> str:
@@ -81,4 +100,5 @@ def _root_key(file: Path, content: bytes) -> str:
 
 
 def _cipher(passphrase: str, salt: bytes) -> Fernet:
-    return Fernet(base64.urlsafe_b64encode(Scrypt(salt=salt, length=32, **_COST).derive(passphrase.encode())))
+    key = Scrypt(salt=salt, length=32, **_COST).derive(passphrase.encode())
+    return Fernet(base64.urlsafe_b64encode(key))

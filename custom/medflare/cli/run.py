@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -30,13 +29,23 @@ _SHORT: Final = {  # option -> the setting of the task that it is short for
     "epochs": f"{options.TASK}local_epochs",
     "batch_size": f"{options.TASK}batch_size",
 }
-_OTHER_OPTIONS: Final = ("sites", "data_root", "resplit", "site_algorithm", "server_algorithm", "out", *_SHORT)
-_NAMED_OTHERWISE: Final = {f"{options.TASK}{name}": name for name in ("lr", "epochs")}  # no settings of a task
+_OTHER_OPTIONS: Final = (
+    "sites",
+    "data_root",
+    "resplit",
+    "site_algorithm",
+    "server_algorithm",
+    "out",
+    *_SHORT,
+)
+# No settings of a task -> the option that is meant.
+_NAMED_OTHERWISE: Final = {f"{options.TASK}{name}": name for name in ("lr", "epochs")}
 Workers = Annotated[
     int | None,
     typer.Option(
-        help="Sites that train at the same time in the plain loop, each in a process with OMP_NUM_THREADS threads (or one); the models do "
-        "not depend on it (default: one site after the other, on all cores)"
+        help="Sites that train at the same time in the plain loop, each in a process with "
+        "OMP_NUM_THREADS threads (or one); the models do not depend on it "
+        "(default: one site after the other, on all cores)"
     ),
 ]
 
@@ -47,22 +56,31 @@ def add_commands(app: typer.Typer) -> None:
         app,
         "run",
         run,
-        "medflare run fedsm --sites 4                                      # synthetic images, FLARE's simulator",
-        "medflare run fedsm --sites 4 --outside site-4 --engine local      # one process; site-4 never trains",
-        "medflare run fedsm --sites 4 --dry-run                            # checks, and trains nothing",
-        "medflare run fedsm --set lam=0.3 --set task.batch_size=8          # a hyper-parameter, a setting of the task",
-        "medflare run moon --server-algorithm grace --rounds 20                 # GRACE's aggregation of MOON's sites",
+        "medflare run fedsm --sites 4                                      "
+        "# synthetic images, FLARE's simulator",
+        "medflare run fedsm --sites 4 --outside site-4 --engine local      "
+        "# one process; site-4 never trains",
+        "medflare run fedsm --sites 4 --dry-run                            "
+        "# checks, and trains nothing",
+        "medflare run fedsm --set lam=0.3 --set task.batch_size=8          "
+        "# a hyper-parameter, a setting of the task",
+        "medflare run moon --server-algorithm grace --rounds 20                 "
+        "# GRACE's aggregation of MOON's sites",
         "medflare run fedavg --task brain_lgg --sites CS,DU,FG,HT --data-root DATA",
-        "medflare run ditto --from runs/fedavg-phantom-seed0/models/global  # continue from a final model",
-        "medflare run evaluate --model runs/fedsm-phantom-seed0/models/deployed  # every site evaluates it, no site trains",
-        "medflare run fingerprint --task brain_lgg_3d --sites CS,DU,FG,HT --data-root DATA  # for medflare task plan",
+        "medflare run ditto --from runs/fedavg-phantom-seed0/models/global  "
+        "# continue from a final model",
+        "medflare run evaluate --model runs/fedsm-phantom-seed0/models/deployed  "
+        "# every site evaluates it, no site trains",
+        "medflare run fingerprint --task brain_lgg_3d --sites CS,DU,FG,HT --data-root DATA  "
+        "# for medflare task plan",
     )
     options.add_command(
         app,
         "resume",
         resume,
         "medflare resume runs/fedsm-phantom-seed0",
-        "medflare resume jobs/fedsm --job 0b9e31c5-6a0c-4d3c-8f0e-0c6b5b0d8a55 --out jobs/fedsm-resumed",
+        "medflare resume jobs/fedsm --job 0b9e31c5-6a0c-4d3c-8f0e-0c6b5b0d8a55 "
+        "--out jobs/fedsm-resumed",
     )
     options.add_command(
         app,
@@ -79,79 +97,137 @@ class Federation:
     """The method with its algorithms and hyper-parameters, and the task."""
 
     method: Annotated[
-        str, typer.Argument(help="fedavg, fedsm, ... (see `medflare methods`), or without training: evaluate (with --model), fingerprint")
+        str,
+        typer.Argument(
+            help="fedavg, fedsm, ... (see `medflare methods`), or without training: "
+            "evaluate (with --model), fingerprint"
+        ),
     ]
-    site_algorithm: Annotated[str | None, typer.Option(help="Use the site algorithm of another method", metavar="METHOD")] = None
-    server_algorithm: Annotated[str | None, typer.Option(help="Use the server algorithm of another method", metavar="METHOD")] = None
+    site_algorithm: Annotated[
+        str | None, typer.Option(help="Use the site algorithm of another method", metavar="METHOD")
+    ] = None
+    server_algorithm: Annotated[
+        str | None,
+        typer.Option(help="Use the server algorithm of another method", metavar="METHOD"),
+    ] = None
     task: Annotated[
         str | None,
-        typer.Option(help=f"Preset name or a JSON file, see app_configs/ (default: that of MODEL, else {options.PHANTOM}, synthetic)"),
+        typer.Option(
+            help="Preset name or a JSON file, see app_configs/ (default: that of MODEL, "
+            f"else {options.PHANTOM}, synthetic)"
+        ),
     ] = None
     set: Annotated[
         list[str],
         typer.Option(
-            help=f"A hyper-parameter (lam=0.3; site.beta=1 or server.beta=1 if both algorithms have it) or {options.SET_HELP}",
+            help="A hyper-parameter (lam=0.3; site.beta=1 or server.beta=1 if both algorithms "
+            f"have it) or {options.SET_HELP}",
             metavar="NAME=VALUE",
         ),
     ] = ()  # type: ignore[assignment]
-    lr: Annotated[float | None, typer.Option(help="Learning rate, short for --set task.optimizer.lr=")] = None
-    epochs: Annotated[int | None, typer.Option(help="Local epochs of a round, short for --set task.local_epochs=")] = None
-    batch_size: Annotated[int | None, typer.Option(help="Images of a training step, short for --set task.batch_size=")] = None
-    network: Annotated[str | None, typer.Option(help="Another network for the task, with its defaults and its usual learning rate")] = None
+    lr: options.LearningRate = None
+    epochs: Annotated[
+        int | None, typer.Option(help="Local epochs of a round, short for --set task.local_epochs=")
+    ] = None
+    batch_size: Annotated[
+        int | None, typer.Option(help="Images of a training step, short for --set task.batch_size=")
+    ] = None
+    network: options.Network = None
     pretrained: Annotated[
-        bool, typer.Option("--pretrained", help="Start from pretrained weights of an installed package (efficientnet_lite0)")
+        bool,
+        typer.Option(
+            "--pretrained",
+            help="Start from pretrained weights of an installed package (efficientnet_lite0)",
+        ),
     ] = False
     model: Annotated[
-        Path | None, typer.Option("--from", "--model", help="Start from a final model (its folder), with its task if --task is missing")
+        Path | None,
+        typer.Option(
+            "--from",
+            "--model",
+            help="Start from a final model (its folder), with its task if --task is missing",
+        ),
     ] = None
-    resplit: Annotated[int | None, typer.Option(help="Draw a new training / validation / test split by patient", metavar="SEED")] = None
+    resplit: Annotated[
+        int | None,
+        typer.Option(
+            help="Draw a new training / validation / test split by patient", metavar="SEED"
+        ),
+    ] = None
 
 
-def chosen(federation: Federation, settings: Mapping[str, Any]) -> "tuple[Method, TaskConfig, dict[str, Any], dict[str, Any]]":
-    """The method, the task, the hyper-parameters of each algorithm, and arguments of `run_local`, `MedflareRecipe` and `build_job`.
+def chosen(
+    federation: Federation, settings: Mapping[str, Any]
+) -> "tuple[Method, TaskConfig, dict[str, Any], dict[str, Any]]":
+    """The method, the task, the hyper-parameters of each algorithm, and arguments of `run_local`,
+    `MedflareRecipe` and `build_job`.
 
-    ConfigError: an unknown method, hyper-parameter or setting, an invalid value, or a model that does not fit the task.
+    ConfigError: an unknown method, hyper-parameter or setting, an invalid value, or a model that
+        does not fit the task.
     """
     from medflare.methods.catalogue import SURVEYS, get_method
 
     name = federation.method
     rounds = 0 if name in SURVEYS else settings.get("rounds", options.DEFAULT_ROUNDS)
     if name == EVALUATE and federation.model is None:
-        raise ConfigError("evaluate: name the model with --model FOLDER, for example runs/fedavg-phantom-seed0/models/global")
-    algorithms = {"site_algorithm": federation.site_algorithm, "server_algorithm": federation.server_algorithm}
+        raise ConfigError(
+            "evaluate: name the model with --model FOLDER, "
+            "for example runs/fedavg-phantom-seed0/models/global"
+        )
     method = get_method(name, site=federation.site_algorithm, server=federation.server_algorithm)
     hyper, task = hyper_and_task(federation, method)
-    return method, task, hyper, {"seed": 0, **settings, "method": name, "rounds": rounds, **algorithms}
+    arguments = {
+        "seed": 0,
+        **settings,
+        "method": name,
+        "rounds": rounds,
+        "site_algorithm": federation.site_algorithm,
+        "server_algorithm": federation.server_algorithm,
+    }
+    return method, task, hyper, arguments
 
 
 def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str, Any], TaskConfig]":
-    """The hyper-parameters of each algorithm and the task, from the options; errors as of `chosen`."""
+    """The hyper-parameters of each algorithm and the task; errors as of `chosen`."""
     from medflare.core.hyper import described, split_hyper
     from medflare.inference.deployed import WEIGHTS_FILE, load_model
     from medflare.methods.catalogue import build_deployed
     from medflare.networks.weights import pretrained_settings, starting_state
 
     values = options.set_values(federation.set)
-    changes = task_changes(values, network=federation.network, lr=federation.lr, epochs=federation.epochs, batch_size=federation.batch_size)
+    changes = task_changes(
+        values,
+        network=federation.network,
+        lr=federation.lr,
+        epochs=federation.epochs,
+        batch_size=federation.batch_size,
+    )
     hyper = {name: value for name, value in values.items() if not name.startswith(options.TASK)}
     owned = {name for owner in method.hyper_classes.values() for name in described(owner)}
     for name in hyper:
         if name not in owned and name in (*RUN_SETTINGS, *_OTHER_OPTIONS):
-            raise ConfigError(f"{name} is not a hyper-parameter of {method.name} but an option: --{name.replace('_', '-')}")
+            raise ConfigError(
+                f"{name} is not a hyper-parameter of {method.name} but an option: "
+                f"--{name.replace('_', '-')}"
+            )
     if federation.resplit is not None:
         changes[f"{options.TASK}resplit"] = federation.resplit
     source: str | Mapping[str, Any] = federation.task or options.PHANTOM
-    model, evaluates = None, method.name == EVALUATE
+    evaluates = method.name == EVALUATE
+    model = None
     if federation.model is not None:
         if federation.pretrained:
-            raise ConfigError("--pretrained and --from name two initial models; leave one of them out")
+            raise ConfigError(
+                "--pretrained and --from name two initial models; leave one of them out"
+            )
         model = load_model(federation.model)
         file = {"file": WEIGHTS_FILE, "sha256": model.card["sha256"]}
         source = federation.task or model.task.to_dict()
         if evaluates:
             hyper |= file
             whole = options.task_with(source, {}).to_dict()
-            source = {**whole, "network": {name: value for name, value in whole["network"].items() if name != "weights"}}
+            network = {name: value for name, value in whole["network"].items() if name != "weights"}
+            source = {**whole, "network": network}
         else:
             changes[f"{options.TASK}network.weights"] = {**file, "format": "medflare"}
     task = options.task_with(source, changes)
@@ -167,22 +243,31 @@ def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str,
 
 
 def task_changes(values: Mapping[str, Any], **short: Any) -> dict[str, Any]:
-    """The changes of the task, see `options.task_with`: the short options that are used, then those of --set, which are more specific.
+    """The changes of the task, see `options.task_with`.
 
+    First the short options that are used, then those of --set, which are more specific.
     `values`: of `options.set_values`; `short`: network, lr, ... -> value, or None.
     """
     for name, option in _NAMED_OTHERWISE.items():
         if name in values:
-            raise ConfigError(f"--set {name} is no setting of the task; use --{option}, or --set {_SHORT[option]}")
-    used = {option: value for option, value in short.items() if value is not None}
-    if "network" in used:
-        used["network"] = {"name": used["network"]}
-    changes = {_SHORT[option]: value for option, value in used.items()}
-    return changes | {name: value for name, value in values.items() if name.startswith(options.TASK)}
+            raise ConfigError(
+                f"--set {name} is no setting of the task; use --{option}, or --set {_SHORT[option]}"
+            )
+    changes = {_SHORT[option]: value for option, value in short.items() if value is not None}
+    network = _SHORT["network"]
+    if network in changes:
+        changes[network] = {"name": changes[network]}
+    for name, value in values.items():
+        if name.startswith(options.TASK):
+            changes[name] = value
+    return changes
 
 
 def with_usual_rate(task: "TaskConfig", changes: Mapping[str, Any]) -> "TaskConfig":
-    """A task with another network and this network's usual learning rate, which is printed, unless `changes` set the optimizer."""
+    """A task with the usual learning rate of its network, unless `changes` set the optimizer.
+
+    The learning rate is printed.
+    """
     from medflare.training.learning_rate import usual_rate
 
     if any(name.startswith(_OPTIMIZER) for name in changes):
@@ -198,43 +283,63 @@ def run(
     federation: Federation,
     settings: dict[str, Any],
     sites: Annotated[
-        str | None, typer.Option(help="Number of sites (site-1, ...) or comma-separated names (default: the data root's folders, else 4)")
+        str | None,
+        typer.Option(
+            help="Number of sites (site-1, ...) or comma-separated names (default: "
+            "the data root's folders, else 4)"
+        ),
     ] = None,
-    engine: Annotated[Literal["flare", "local"], typer.Option(help="FLARE's simulator or a plain loop")] = "flare",
+    engine: Annotated[
+        Literal["flare", "local"], typer.Option(help="FLARE's simulator or a plain loop")
+    ] = "flare",
     data_root: options.DataRoot = None,
-    weights: Annotated[Path | None, typer.Option(help="File or folder of the task's network.weights (default: MEDFLARE_WEIGHTS)")] = None,
-    threads: Annotated[int | None, typer.Option(help="Sites that train at the same time under FLARE (default: all)")] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            help="File or folder of the task's network.weights (default: MEDFLARE_WEIGHTS)"
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="Sites that train at the same time under FLARE (default: all)"),
+    ] = None,
     workers: Workers = None,
     device: options.Device = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print what would run, and write nothing")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check everything, print what would run, and write nothing"),
+    ] = False,
     track: options.Track = None,
     out: Annotated[Path, typer.Option(help="Folder for the results")] = Path("runs"),
     options_file: options.OptionsFile = None,
 ) -> int:
     """Run a federation on this machine and print its results.
 
-    The folder METHOD-TASK-seedSEED below --out receives results.json, report.html, the models and each site's files. An earlier run keeps
-    this name; the new one is then METHOD-TASK-seedSEED.1, .2, ... After Ctrl-C in the plain loop, medflare resume continues the run.
+    The folder METHOD-TASK-seedSEED below --out receives results.json, report.html, the models and
+    each site's files. An earlier run keeps this name; the new one is then METHOD-TASK-seedSEED.1,
+    .2, ... After Ctrl-C in the plain loop, medflare resume continues the run.
     """
     from medflare.evaluation.console import show_results
     from medflare.federation.tracking import check_track
 
     method, task, hyper, arguments = chosen(federation, settings)
     outside = arguments.get("outside", [])
-    names = list(dict.fromkeys([*(options.site_names(sites) if sites else options.default_sites(data_root)), *outside]))
-    inside, minimum = len(names) - len(outside), settings.get("min_sites")
-    if not inside:
-        raise ConfigError("--outside: no site is left to train; name one more with --sites")
-    if minimum is not None and minimum > inside:
-        raise ConfigError(f"--min-sites {minimum}: {inside} of the sites train; name more with --sites, or lower it")
-    drawn = settings.get("sites_per_round")
-    if drawn is not None and drawn > inside:
-        raise ConfigError(f"--sites-per-round {drawn}: {inside} of the sites train; name more with --sites, or lower it")
+    names = options.site_names(sites) if sites else options.default_sites(data_root)
+    names = list(dict.fromkeys([*names, *outside]))
+    _check_number(len(names) - len(outside), settings)
     if weights is not None and not task.network.get("weights"):
-        raise ConfigError(f"--weights: task {task.name} has no network.weights; see docs/task.md, or --from")
-    other = {"workers": workers} if engine == "flare" else {"threads": threads, **{name: settings.get(name) for name in WAITS}}
-    for option in (name for name, value in other.items() if value is not None):
-        raise ConfigError(f"--{option.replace('_', '-')} has no effect with --engine {engine}; leave it out")
+        raise ConfigError(
+            f"--weights: task {task.name} has no network.weights; see docs/task.md, or --from"
+        )
+    if engine == "flare":
+        other = {"workers": workers}
+    else:
+        other = {"threads": threads, **{name: settings.get(name) for name in WAITS}}
+    for option, value in other.items():
+        if value is not None:
+            raise ConfigError(
+                f"--{option.replace('_', '-')} has no effect with --engine {engine}; leave it out"
+            )
     if track is not None:
         check_track(track)
         arguments["track"] = track
@@ -242,7 +347,8 @@ def run(
     with options.environment(data_root=data_root, device=device):
         options.check_sites(names, task)
         if dry_run:
-            print(_planned(method, task, hyper, [name for name in names if name not in outside], outside, arguments))
+            inside = [name for name in names if name not in outside]
+            print(_planned(method, task, hyper, inside, outside, arguments))
             print(f"nothing was written; without --dry-run the results come to {_free(place)}")
             return 0
         with _new_folder(place) as folder, options.environment(weights=weights or federation.model):
@@ -250,7 +356,15 @@ def run(
                 from medflare.federation.local.loop import run_local
 
                 with _resume_hint(folder, data_root, device):
-                    run_local(task=task, sites=names, out=folder, say=print, workers=workers, **arguments, **hyper)
+                    run_local(
+                        task=task,
+                        sites=names,
+                        out=folder,
+                        say=print,
+                        workers=workers,
+                        **arguments,
+                        **hyper,
+                    )
             else:
                 from medflare.flare.recipes import MedflareRecipe
 
@@ -258,21 +372,51 @@ def run(
     return 0 if show_results(folder) else 1
 
 
+def _check_number(inside: int, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError if fewer sites train than the settings need; `inside`: sites that train."""
+    if not inside:
+        raise ConfigError("--outside: no site is left to train; name one more with --sites")
+    for name in ("min_sites", "sites_per_round"):
+        needed = settings.get(name)
+        if needed is not None and needed > inside:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {needed}: {inside} of the sites train; "
+                "name more with --sites, or lower it"
+            )
+
+
 def _planned(
-    method: "Method", task: "TaskConfig", hyper: Mapping[str, Any], inside: list[str], outside: list[str], arguments: Mapping[str, Any]
+    method: "Method",
+    task: "TaskConfig",
+    hyper: Mapping[str, Any],
+    inside: list[str],
+    outside: list[str],
+    arguments: Mapping[str, Any],
 ) -> str:
     """What a run would do, a line each; raises ConfigError if it cannot."""
     from medflare.core.states import state_bytes
     from medflare.evaluation.presentation import format_bytes
     from medflare.federation.preflight import check_run
 
-    check_run(method, task, hyper, rounds=arguments["rounds"], outside=outside, cross_site=arguments.get("cross_site", False))
+    check_run(
+        method,
+        task,
+        hyper,
+        rounds=arguments["rounds"],
+        outside=outside,
+        cross_site=arguments.get("cross_site", False),
+    )
     sent = state_bytes(method.plan(task, tuple(sorted(inside)), hyper).template())
+    sites = f"sites that train: {', '.join(inside)}"
+    if outside:
+        sites += f"; outside sites: {', '.join(outside)}"
+    size = " x ".join(map(str, task.size))
+    steps = f"images of a step: {task.batch_size}; local epochs of a round: {task.local_epochs}"
     lines = [
         f"{method.name} on {task.name}, {arguments['rounds']} rounds, seed {arguments['seed']}",
-        f"sites that train: {', '.join(inside)}" + (f"; outside sites: {', '.join(outside)}" if outside else ""),
-        f"task: {task.kind} of {', '.join(task.labels)}; images {' x '.join(map(str, task.size))}; metric {task.metric}",
-        f"network: {task.network['name']}; images of a step: {task.batch_size}; local epochs of a round: {task.local_epochs}",
+        sites,
+        f"task: {task.kind} of {', '.join(task.labels)}; images {size}; metric {task.metric}",
+        f"network: {task.network['name']}; {steps}",
         f"optimizer: {task.optimizer['name']} with lr {task.optimizer['lr']}",
         f"a round sends {format_bytes(sent)} to each site",
     ]
@@ -280,7 +424,10 @@ def _planned(
 
 
 def _simulate(recipe: Any, names: list[str], folder: Path, threads: int | None) -> None:
-    """Run FLARE's simulator in a folder and link results, report and models from its workspace to where the plain loop writes them."""
+    """Run FLARE's simulator in a folder.
+
+    Results, report and models of its workspace are linked to where the plain loop writes them.
+    """
     from medflare.evaluation.results import RESULTS_FILE, find_results
     from medflare.federation.checkpoint import CHECKPOINT
 
@@ -297,8 +444,12 @@ def _simulate(recipe: Any, names: list[str], folder: Path, threads: int | None) 
 
 def _free(folder: Path) -> Path:
     """The folder, or the first of FOLDER.1, FOLDER.2, ... without a run in it."""
-    numbered = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
-    return next(path for path in chain([folder], numbered) if not path.is_dir() or not any(path.iterdir()))
+    free = folder
+    number = 0
+    while free.is_dir() and any(free.iterdir()):
+        number += 1
+        free = folder.with_name(f"{folder.name}.{number}")
+    return free
 
 
 @contextmanager
@@ -332,7 +483,9 @@ def locked(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ConfigError(f"{folder}: another run writes there; wait for its end, or choose another --out") from None
+                raise ConfigError(
+                    f"{folder}: another run writes there; wait for its end, or choose another --out"
+                ) from None
         yield
     finally:
         os.close(descriptor)  # unlocks
@@ -348,16 +501,31 @@ def _resume_hint(folder: Path, root: Path | None, device: str | None) -> Iterato
         yield
     except KeyboardInterrupt:
         if not StateStore(folder).path(CHECKPOINT).exists():
-            raise KeyboardInterrupt("no step is complete, so that nothing can be resumed; start the run again") from None
-        used = [option for option in (("--data-root", root), ("--device", device)) if option[1]]
-        words = ["medflare", "resume", folder, *chain.from_iterable(used)]
-        raise KeyboardInterrupt(f"continue with: {shlex.join(map(str, words))}") from None
+            raise KeyboardInterrupt(
+                "no step is complete, so that nothing can be resumed; start the run again"
+            ) from None
+        words = ["medflare", "resume", str(folder)]
+        if root is not None:
+            words += ["--data-root", str(root)]
+        if device:
+            words += ["--device", device]
+        raise KeyboardInterrupt(f"continue with: {shlex.join(words)}") from None
 
 
 def resume(
-    path: Annotated[Path, typer.Argument(help="Folder of the interrupted run, or the job folder that was submitted")],
-    job: Annotated[str | None, typer.Option(help="FLARE's id of the interrupted job: writes a job that resumes it", metavar="ID")] = None,
-    out: Annotated[Path | None, typer.Option(help="With --job: job folder to write (default: PATH-resumed)")] = None,
+    path: Annotated[
+        Path,
+        typer.Argument(help="Folder of the interrupted run, or the job folder that was submitted"),
+    ],
+    job: Annotated[
+        str | None,
+        typer.Option(
+            help="FLARE's id of the interrupted job: writes a job that resumes it", metavar="ID"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --job: job folder to write (default: PATH-resumed)")
+    ] = None,
     workers: Workers = None,
     device: options.Device = None,
     track: options.Track = None,
@@ -365,20 +533,32 @@ def resume(
 ) -> int:
     """Continue an interrupted run after its last complete step.
 
-    On this machine (a folder of `medflare run --engine local`), or as a job for the federation whose server was interrupted (a job folder
-    and --job).
+    On this machine (a folder of `medflare run --engine local`), or as a job for the federation
+    whose server was interrupted (a job folder and --job).
     """
     if job is not None:
-        for name, value in (("--workers", workers), ("--device", device), ("--track", track), ("--data-root", data_root)):
+        of_a_local_run = {
+            "--workers": workers,
+            "--device": device,
+            "--track": track,
+            "--data-root": data_root,
+        }
+        for name, value in of_a_local_run.items():
             if value is not None:
                 raise ConfigError(f"{name} is for a run on this machine; leave it out with --job")
         from medflare.flare.jobs.building import resumed_job
 
         folder = resumed_job(path, job, out or path.with_name(f"{path.name}-resumed"))
-        print(f"job folder: {folder}\nsubmit it to the federation of job {job}: medflare job submit {folder} --kit KIT")
+        print(
+            f"job folder: {folder}\nsubmit it to the federation of job {job}: "
+            f"medflare job submit {folder} --kit KIT"
+        )
         return 0
     if out is not None:
-        raise ConfigError("--out is for the job that --job ID writes; a run of the plain loop continues in its own folder")
+        raise ConfigError(
+            "--out is for the job that --job ID writes; "
+            "a run of the plain loop continues in its own folder"
+        )
     from medflare.evaluation.console import show_results
     from medflare.federation.local.loop import resume_local
 
@@ -390,9 +570,10 @@ def resume(
 
 
 def _check_resumable(path: Path) -> None:
-    """Raise ConfigError for a complete run, DataError for a site without data, StateError if no run of the plain loop was interrupted.
+    """Raise an error for a run that cannot be resumed: the attempt would replace the results.
 
-    An attempt that fails would replace the results.
+    ConfigError: a complete run. DataError: a site without data. StateError: no run of the plain
+    loop was interrupted.
     """
     from medflare.core.store import StateStore
     from medflare.evaluation.results import COMPLETED, FOLDER, RESULTS_FILE, load_results
@@ -400,11 +581,16 @@ def _check_resumable(path: Path) -> None:
     from medflare.tasks.config import load_task
 
     if (path / RESULTS_FILE).is_file() and load_results(path / RESULTS_FILE)["status"] == COMPLETED:
-        raise ConfigError(f"{path}: this run is complete; see medflare results {shlex.quote(str(path))}")
+        raise ConfigError(
+            f"{path}: this run is complete; see medflare results {shlex.quote(str(path))}"
+        )
     if not path.is_dir():
         raise StateError(f"{path}: no such folder; give the folder of a run")
     if not StateStore(path).path(CHECKPOINT).exists() and any(path.glob(f"*/server/**/{FOLDER}")):
-        raise StateError(f"{path}: a run in FLARE's simulator cannot be resumed; run it again, or use --engine local")
+        raise StateError(
+            f"{path}: a run in FLARE's simulator cannot be resumed; run it again, "
+            "or use --engine local"
+        )
     plan = stored_plan(path)
     options.check_sites([*plan["sites"], *plan["outside"]], load_task(plan["task"]))
 
@@ -413,14 +599,17 @@ def results(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            help="results.json, or a folder above it (a simulator workspace, a downloaded job); several: compare them", metavar="RUN..."
+            help="results.json, or a folder above it (a simulator workspace, a downloaded job); "
+            "several: compare them",
+            metavar="RUN...",
         ),
     ],
     csv: options.CsvFile = None,
 ) -> int:
     """Show the results of a finished run; exits non-zero if it failed.
 
-    Of several runs: the settings that differ, and the deployed models' test metric by site with differences to the first run.
+    Of several runs: the settings that differ, and the deployed models' test metric by site with
+    differences to the first run.
     """
     from medflare.core.store import csv_cell
     from medflare.evaluation.console import show_results
@@ -434,8 +623,10 @@ def results(
 
         from medflare.studies.compared_runs import comparison, read_run
 
-        different = len({path.resolve().name for path in paths}) == len(paths)
-        runs = {path.resolve().name if different else str(path): read_run(path) for path in paths}
+        names = [path.resolve().name for path in paths]
+        if len(set(names)) < len(names):
+            names = [str(path) for path in paths]
+        runs = {name: read_run(path) for name, path in zip(names, paths, strict=True)}
         if len(runs) < len(paths):
             raise ConfigError("results: a run is named twice; name each run once")
         print(comparison(runs))

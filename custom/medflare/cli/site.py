@@ -1,9 +1,13 @@
-"""`medflare site ...`: what an administrator does with the startup kit of a site or the server; FLARE's own start.sh starts it."""
+"""`medflare site ...`: what an administrator does with the startup kit of a site or the server.
+
+FLARE's own start.sh starts it.
+"""
 
 import csv
 import dataclasses
 import json
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -17,12 +21,17 @@ from medflare.flare.names import REFUSED
 _KIT: Final = "Startup kit of a site or the server: the folder with startup/ and local/"
 KitFolder = Annotated[Path, typer.Argument(metavar="KIT", help=_KIT)]
 _JOB_ID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # FLARE's
-_REFUSED: Final = re.compile(rf"\[R:([0-9a-f-]{{36}})\].*\[A:{re.escape(REFUSED)}\](.*)$", re.MULTILINE)  # in audit.log
+# A refused job in audit.log.
+_REFUSED: Final = re.compile(
+    rf"\[R:([0-9a-f-]{{36}})\].*\[A:{re.escape(REFUSED)}\](.*)$", re.MULTILINE
+)
 
 
 def add_commands(app: typer.Typer) -> None:
     """Add `site` with its actions."""
-    site = typer.Typer(help="A startup kit: set up, check, status (FLARE's own start.sh starts it).", **AUTO_HELP)
+    site = typer.Typer(
+        help="A startup kit: set up, check, status (FLARE's own start.sh starts it).", **AUTO_HELP
+    )
     add_command(
         site,
         "setup",
@@ -30,14 +39,27 @@ def add_commands(app: typer.Typer) -> None:
         "medflare site setup site-1 --data-root /data/site-1 --device cuda:0",
         "medflare site setup server.example.org --storage /var/lib/medflare",
     )
-    add_command(site, "doctor", doctor, "medflare site doctor site-1", "medflare site doctor site-1 --task app_configs/brain_lgg.json")
-    add_command(site, "status", status, "medflare site status site-1", "medflare site status site-1 --json")
+    add_command(
+        site,
+        "doctor",
+        doctor,
+        "medflare site doctor site-1",
+        "medflare site doctor site-1 --task app_configs/brain_lgg.json",
+    )
+    add_command(
+        site, "status", status, "medflare site status site-1", "medflare site status site-1 --json"
+    )
     app.add_typer(site, name="site")
 
 
 @takes("settings", KitSettings)
-def setup(kits: Annotated[list[Path], typer.Argument(metavar="KIT...", help=_KIT)], settings: dict[str, Any]) -> int:
-    """Write policies and settings to a kit's local/ folder: add what is missing, change what is named, print every change."""
+def setup(
+    kits: Annotated[list[Path], typer.Argument(metavar="KIT...", help=_KIT)],
+    settings: dict[str, Any],
+) -> int:
+    """Write policies and settings to a kit's local/ folder: add what is missing, change what is
+    named, print every change.
+    """
     for kit in [open_kit(folder) for folder in kits]:
         for change in set_up(kit, KitSettings(**settings)):
             print("\n         ".join([f"{change.verdict:8} {change.file}", *change.settings]))
@@ -47,19 +69,30 @@ def setup(kits: Annotated[list[Path], typer.Argument(metavar="KIT...", help=_KIT
 def doctor(
     kit: KitFolder,
     task: Annotated[
-        str | None, typer.Option(help="Read every image for it, as medflare data check does (default: only look for the datalist)")
+        str | None,
+        typer.Option(
+            help="Read every image for it, as medflare data check does (default: "
+            "only look for the datalist)"
+        ),
     ] = None,
 ) -> int:
-    """Check data, kit, certificate, clock, server, disk and device, without joining the federation."""
+    """Check data, kit, certificate, clock, server, disk and device, without joining the
+    federation.
+    """
     from medflare.cli.doctor import examine
     from medflare.tasks.config import load_task
 
-    party, failed = open_kit(kit), 0
-    for finding in examine(party, None if task is None else load_task(task)):
+    party = open_kit(kit)
+    config = None if task is None else load_task(task)
+    failed = 0
+    for finding in examine(party, config):
         print(f"{finding.verdict:8} {finding.check:12} {finding.text}", flush=True)
         failed += finding.verdict == "FAILED"
-    print(f"{party.name}: {failed} of these must be fixed before it can take part" if failed else f"{party.name}: ready")
-    return 1 if failed else 0
+    if failed:
+        print(f"{party.name}: {failed} of these must be fixed before it can take part")
+        return 1
+    print(f"{party.name}: ready")
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +103,8 @@ class JobState:
         step: the phase that was begun last, at `begun`; "" if none was.
         round: 0-based, of `rounds`; None if no phase was begun.
         working: whether the site has not replied to that phase yet.
-        left: number of entries that left the site, their bytes, and the number of entries that the outbound guard withheld.
+        left: number of entries that left the site, their bytes, and the number of entries that the
+            outbound guard withheld.
         models: roles of the final models.
         refused: why the party refused the job, each reason once.
         folder: where the site keeps the job's models, report, scores and state; "" if it has none.
@@ -89,14 +123,19 @@ class JobState:
     folder: str
 
 
-def status(kit: KitFolder, as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False) -> int:
+def status(
+    kit: KitFolder, as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False
+) -> int:
     """Jobs here: why one was refused, round and phase, what left the site, where the models are."""
     party = open_kit(kit)
-    header, jobs = {"name": party.name, "kind": party.kind, "server": f"{party.host}:{party.port}"}, job_states(party)
+    server = f"{party.host}:{party.port}"
+    jobs = job_states(party)
     if as_json:
-        print(json.dumps({**header, "jobs": [dataclasses.asdict(job) for job in jobs]}, indent=2))
+        listed = [dataclasses.asdict(job) for job in jobs]
+        content = {"name": party.name, "kind": party.kind, "server": server, "jobs": listed}
+        print(json.dumps(content, indent=2))
         return 0
-    print(f"{party.name}, {party.kind}; server {header['server']}")
+    print(f"{party.name}, {party.kind}; server {server}")
     for job in jobs:
         print("\n    ".join([f"\n  job {job.id} {job.name}".rstrip(), *_job_lines(job)]))
     if not jobs:
@@ -113,29 +152,39 @@ def _job_lines(job: JobState) -> list[str]:
         lines.append(f"{'working on' if job.working else 'last step:'} {step}, since {job.begun}")
     if job.folder:
         lines.append(f"files of this site: {job.folder}")
-    if job.left["entries"] or job.left["withheld"]:
-        lines.append(f"sent: {format_bytes(job.left['bytes'])} in {job.left['entries']} entries; {job.left['withheld']} withheld")
-    return [*lines, *([f"models: {', '.join(job.models)}"] if job.models else [])]
+    left = job.left
+    if left["entries"] or left["withheld"]:
+        size = format_bytes(left["bytes"])
+        lines.append(f"sent: {size} in {left['entries']} entries; {left['withheld']} withheld")
+    if job.models:
+        lines.append(f"models: {', '.join(job.models)}")
+    return lines
 
 
 def job_states(kit: Kit) -> list[JobState]:
     """All jobs of a kit: first those that were refused at once, then the others, newest first."""
     refused: dict[str, dict[str, None]] = {}  # job -> reasons in the party's audit.log, each once
     with suppress(OSError):
-        for job, reason in _REFUSED.findall((kit.folder / "audit.log").read_text(encoding="utf-8", errors="replace")):
+        log = (kit.folder / "audit.log").read_text(encoding="utf-8", errors="replace")
+        for job, reason in _REFUSED.findall(log):
             refused.setdefault(job, {})[reason] = None
     folders = [path for path in kit.folder.glob("*-*-*-*-*") if _JOB_ID.fullmatch(path.name)]
     folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    removed = [folder for job in reversed(refused) if not (folder := kit.folder / job).exists()]  # FLARE removes a refused job
-    return [_job_state(kit, folder, tuple(refused.get(folder.name, ()))) for folder in [*removed, *folders]]
+    at_once = [kit.folder / job for job in reversed(refused)]
+    removed = [folder for folder in at_once if not folder.exists()]  # FLARE removes such a job
+    folders = [*removed, *folders]
+    return [_job_state(kit, folder, refused.get(folder.name, ())) for folder in folders]
 
 
-def _job_state(kit: Kit, folder: Path, refused: tuple[str, ...]) -> JobState:
+def _job_state(kit: Kit, folder: Path, refused: Iterable[str]) -> JobState:
     from medflare.data.local import FOLDER, OUTBOUND, PROGRESS, private_folder
 
     private = private_folder(folder) if kit.kind == "site" else folder / FOLDER
-    progress, guarded = _read_json(private / PROGRESS), private / OUTBOUND
-    rows = list(csv.DictReader(guarded.read_text(encoding="utf-8").splitlines())) if guarded.exists() else []
+    progress = _read_json(private / PROGRESS)
+    outbound = private / OUTBOUND
+    rows: list[dict[str, str]] = []
+    if outbound.exists():
+        rows = list(csv.DictReader(outbound.read_text(encoding="utf-8").splitlines()))
     sent = [row for row in rows if row["sent"] == "yes"]
     return JobState(
         id=folder.name,
@@ -145,9 +194,13 @@ def _job_state(kit: Kit, folder: Path, refused: tuple[str, ...]) -> JobState:
         rounds=progress.get("rounds"),
         working=bool(progress.get("working")),
         begun=str(progress.get("time", "")),
-        left={"entries": len(sent), "bytes": sum(int(row["bytes"] or 0) for row in sent), "withheld": len(rows) - len(sent)},
+        left={
+            "entries": len(sent),
+            "bytes": sum(int(row["bytes"] or 0) for row in sent),
+            "withheld": len(rows) - len(sent),
+        },
         models=tuple(sorted(card.parent.name for card in private.glob("*/card.json"))),
-        refused=refused,
+        refused=tuple(refused),
         folder=str(private) if kit.kind == "site" and private.exists() else "",
     )
 

@@ -1,6 +1,7 @@
-"""A party's startup kit: what it says, whether its certificate works, and the policies and settings that `medflare site setup` writes.
+"""A party's startup kit: its content, its certificate, and what `medflare site setup` writes.
 
-resources.json is made from FLARE's resources.json.default, so that a kit for Docker or Kubernetes keeps its launcher.
+resources.json is made from FLARE's resources.json.default, so that a kit for Docker or Kubernetes
+keeps its launcher.
 """
 
 import copy
@@ -22,13 +23,24 @@ from medflare.core.errors import ConfigError
 
 LOCAL_FILE: Final = "medflare.json"  # as in data/local.py, whose import takes a second
 TEMPLATES: Final = Path(__file__).parent / "templates"
-VALIDATOR: Final = "app_validator"  # FLARE's name for the component that inspects a job when it arrives
+VALIDATOR: Final = "app_validator"  # FLARE's name: the component that inspects a job on arrival
 PREFIX: Final = "medflare."
-MALFORMED: Final = (AttributeError, IndexError, KeyError, TypeError)  # raised when FLARE's JSON has another structure
-SITE_SETTINGS: Final = ("data_root", "device", "batch_size", "cache", "minimum_patients", "stream_logs")
-_DEFAULT_LAUNCHER: Final = "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
+# Raised when FLARE's JSON has another structure.
+MALFORMED: Final = (AttributeError, IndexError, KeyError, TypeError)
+SITE_SETTINGS: Final = (
+    "data_root",
+    "device",
+    "batch_size",
+    "cache",
+    "minimum_patients",
+    "stream_logs",
+)
+_DEFAULT_LAUNCHER: Final = (
+    "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
+)
 _RESTARTING_LAUNCHER: Final = "medflare.flare.launcher.RestartingLauncher"
-_DEFAULT_STORAGE: Final = "/tmp/nvflare/"  # FLARE's default, shared by all federations of a machine and deleted at a reboot
+# FLARE's default, shared by all federations of a machine and deleted at a reboot.
+_DEFAULT_STORAGE: Final = "/tmp/nvflare/"
 _HEARTBEAT_TIMEOUT: Final = 120  # seconds; FLARE's default is ten minutes
 _HANDSHAKE_WAIT: Final = 0.5  # seconds in which a server rejects a certificate after the handshake
 _Json = dict[str, Any]
@@ -54,22 +66,34 @@ class Kit:
 
 
 def open_kit(folder: Path | str) -> Kit:
-    """The kit in a folder with startup/ and local/; raises ConfigError if it is none of a server or a site, or unreadable."""
+    """The kit in a folder with startup/ and local/.
+
+    ConfigError: it is no kit of a server or a site, or it cannot be read.
+    """
     folder = Path(folder).expanduser().resolve()
-    server_file, site_file = (folder / "startup" / name for name in ("fed_server.json", "fed_client.json"))
-    file = server_file if server_file.is_file() else site_file
+    startup = folder / "startup"
+    file = startup / "fed_server.json"
+    is_server = file.is_file()
+    if not is_server:
+        file = startup / "fed_client.json"
     if not file.is_file():
-        raise ConfigError(f"{folder}: not a startup kit of a server or a site (no startup/fed_server.json or startup/fed_client.json)")
+        raise ConfigError(
+            f"{folder}: not a startup kit of a server or a site (no startup/fed_server.json or "
+            "startup/fed_client.json)"
+        )
     content = read_object(file)
     try:
         server = content["servers"][0]
         host, _, port = server["service"]["target"].rpartition(":")
-        party = server if file == server_file else content["client"]
-        name = host if file == server_file else party["fqsn"]
-        paths = [folder / "startup" / party[field] for field in ("ssl_cert", "ssl_private_key", "ssl_root_cert")]
-        return Kit(folder, "server" if file == server_file else "site", name, host, int(port), *paths)
+        party = server if is_server else content["client"]
+        name = host if is_server else party["fqsn"]
+        fields = ("ssl_cert", "ssl_private_key", "ssl_root_cert")
+        paths = [startup / party[field] for field in fields]
+        return Kit(folder, "server" if is_server else "site", name, host, int(port), *paths)
     except (*MALFORMED, ValueError) as error:
-        raise ConfigError(f"{file}: not in the format of FLARE 2.9 ({error!r}); provision the kit again") from error
+        raise ConfigError(
+            f"{file}: not in the format of FLARE 2.9 ({error!r}); provision the kit again"
+        ) from error
 
 
 def read_object(path: Path) -> _Json:
@@ -77,7 +101,10 @@ def read_object(path: Path) -> _Json:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); run the command as the account that owns the kit") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); "
+            "run the command as the account that owns the kit"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error}); correct it") from error
     if not isinstance(content, dict):
@@ -85,57 +112,91 @@ def read_object(path: Path) -> _Json:
     return content
 
 
-# -- certificates ----------------------------------------------------------------------------------------------------------
+# -- certificates ----------------------------------------------------------------------------------
 
 
 def certificate_end(name: str, root: Path, certificate: Path) -> datetime:
-    """The end of a party's certificate; raises ConfigError if a file is unreadable or not valid now: FLARE may wait without a message."""
+    """The end of a party's certificate; FLARE may wait for an invalid one without a message.
+
+    ConfigError: a file cannot be read, or is not valid now.
+    """
     now = datetime.now(timezone.utc)
     for file in (root, certificate):
         content = _read_certificate(file)
-        begin, end = content.not_valid_before_utc, content.not_valid_after_utc
+        begin = content.not_valid_before_utc
+        end = content.not_valid_after_utc
         if not begin <= now <= end:
             validity = f"is valid from {begin:%F %R} to {end:%F %R} UTC"
-            raise ConfigError(f"{name}: {file.name} {validity}, and the clock says {now:%F %R}; set the clock or provision a new kit")
+            raise ConfigError(
+                f"{name}: {file.name} {validity}, and the clock says {now:%F %R}; "
+                "set the clock or provision a new kit"
+            )
     return end
 
 
 def check_root(kit: Kit) -> None:
-    """Raise ConfigError if the kit's root did not sign the certificate, as in a kit made of parts of two."""
+    """Raise ConfigError if the kit's root did not sign the certificate, as in a kit of two kits."""
     try:
         _read_certificate(kit.certificate).verify_directly_issued_by(_read_certificate(kit.root))
     except (ValueError, TypeError, InvalidSignature):
-        raise ConfigError(f"{kit.certificate.name} is not signed by {kit.root.name}; take all of startup/ from one kit") from None
+        raise ConfigError(
+            f"{kit.certificate.name} is not signed by {kit.root.name}; "
+            "take all of startup/ from one kit"
+        ) from None
 
 
 def server_problem(kit: Kit, timeout: float = 5.0) -> str:
-    """Why a TLS handshake with the kit's certificate fails in `timeout` seconds, "" if it succeeds. It registers no party."""
+    """Why a TLS handshake with the kit's certificate fails in `timeout` seconds, "" if it succeeds.
+
+    It registers no party.
+    """
     address = f"{kit.host} port {kit.port}"
     try:
         context = ssl.create_default_context(cafile=str(kit.root))
         context.load_cert_chain(kit.certificate, kit.key)
         context.set_alpn_protocols(["h2", "http/1.1"])  # those of FLARE's drivers
-        with socket.create_connection((kit.host, kit.port), timeout) as plain, context.wrap_socket(plain, server_hostname=kit.host) as tls:
+        with (
+            socket.create_connection((kit.host, kit.port), timeout) as plain,
+            context.wrap_socket(plain, server_hostname=kit.host) as tls,
+        ):
             tls.settimeout(_HANDSHAKE_WAIT)
             if _closed_by_server(tls):
-                return f"{address} rejects this kit's certificate: it is expired or of another federation; provision a new kit"
+                return (
+                    f"{address} rejects this kit's certificate: "
+                    "it is expired or of another federation; provision a new kit"
+                )
     except ssl.SSLCertVerificationError as error:
-        return f"{address} has a certificate of another root ({error.verify_message}): a TLS proxy, or a kit of another federation"
+        return (
+            f"{address} has a certificate of another root ({error.verify_message}): "
+            "a TLS proxy, or a kit of another federation"
+        )
     except ssl.SSLError as error:
-        return f"{address} rejects the handshake ({error.reason or error}); see the server's log, or provision a new kit"
+        return (
+            f"{address} rejects the handshake ({error.reason or error}); see the server's log, "
+            "or provision a new kit"
+        )
     except socket.gaierror:
-        return f"the host name {kit.host} is unknown here; ask your network's administrators, or add it to /etc/hosts"
+        return (
+            f"the host name {kit.host} is unknown here; ask your network's administrators, "
+            "or add it to /etc/hosts"
+        )
     except ConnectionRefusedError:
         return f"nothing listens at {address}; ask the project admin whether the server is up"
     except TimeoutError:
-        return f"no reply from {address} in {timeout:g} s; a firewall must let this machine open a connection to it"
+        return (
+            f"no reply from {address} in {timeout:g} s; "
+            "a firewall must let this machine open a connection to it"
+        )
     except OSError as error:
         return f"{address}: {error.strerror or error}; check this machine's network"
     return ""
 
 
 def _closed_by_server(tls: ssl.SSLSocket) -> bool:
-    """Whether the server closes the connection after the handshake: FLARE's gRPC rejects a certificate so, without an alert."""
+    """Whether the server closes the connection after the handshake.
+
+    FLARE's gRPC rejects a certificate so, without an alert.
+    """
     try:
         return tls.recv(1) == b""
     except TimeoutError:  # accepted: the server waits for a request
@@ -148,15 +209,19 @@ def _read_certificate(file: Path) -> Certificate:
     try:
         return load_pem_x509_certificate(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: no readable certificate ({error}); take startup/ again from the project admin") from error
+        raise ConfigError(
+            f"{file}: no readable certificate ({error}); take startup/ again from the project admin"
+        ) from error
 
 
-# -- setup -------------------------------------------------------------------------------------------------------------------
+# -- setup -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class KitSettings:
-    """Settings of `medflare site setup`; None and False change nothing. The first six are a site's, `storage` is the server's.
+    """Settings of `medflare site setup`; None and False change nothing.
+
+    The first six are a site's, `storage` is the server's.
 
     Attributes:
         data_root: folder with datalist.json; without it only tasks with embedded images run
@@ -165,9 +230,11 @@ class KitSettings:
         cache: folder for decoded images, or off (default: medflare-cache beside local/)
         minimum_patients: no metric of fewer patients leaves the site (a new site: 5)
         stream_logs: FLARE sends the site's error log of a job to the server (a new site: no)
-        packages: installed packages, separated by commas, whose networks and methods a job may name (default: none)
+        packages: installed packages, separated by commas, whose networks and methods a job may name
+            (default: none)
         storage: folder for submitted jobs and results (default: storage in the kit)
-        bring_code: medflare is not installed here: a lead's jobs may bring it (--embed-code); no OutboundGuard, no restarts
+        bring_code: medflare is not installed here: a lead's jobs may bring it (--embed-code); no
+            OutboundGuard, no restarts
         replace_policies: write new policies over those that exist
     """
 
@@ -184,7 +251,7 @@ class KitSettings:
 
 
 class Change(NamedTuple):
-    """What setup did with a file: "kept", "added", "changed" or "removed", and the settings that differ."""
+    """What setup did with a file: "kept", "added", "changed" or "removed"; settings that differ."""
 
     file: Path
     verdict: str
@@ -192,47 +259,77 @@ class Change(NamedTuple):
 
 
 def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
-    """Add missing files to a kit's local/ folder and change the named settings; all content is checked before a file is written.
+    """Add missing files to a kit's local/ folder and change the named settings.
 
-    Afterwards only the account that owns the kit can read it. ConfigError: a setting of the other kind of kit, an invalid value, a
-    malformed file, or a kit of another account; OSError: the storage cannot be made.
+    All content is checked before a file is written. Afterwards only the account that owns the kit
+    can read it.
+
+    Raises:
+        ConfigError: a setting of the other kind of kit, an invalid value, a malformed file, or a
+            kit of another account.
+        OSError: the storage cannot be made.
     """
-    from medflare.core.store import write_json
-
-    for name in ("storage",) if kit.kind == "site" else SITE_SETTINGS:
+    foreign = ("storage",) if kit.kind == "site" else SITE_SETTINGS
+    for name in foreign:
         if getattr(settings, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} is not a setting of a {kit.kind}; {kit.folder} is the kit of one")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is not a setting of a {kit.kind}; "
+                f"{kit.folder} is the kit of one"
+            )
     if os.geteuid() not in (0, kit.folder.stat().st_uid):
-        raise ConfigError(f"{kit.folder} belongs to {owner(kit.folder)}; run the command as {owner(kit.folder)}")
-    makers = {"authorization.json": _authorization, LOCAL_FILE: _local_settings, "privacy.json": _privacy, "resources.json": _resources}
+        raise ConfigError(
+            f"{kit.folder} belongs to {owner(kit.folder)}; run the command as {owner(kit.folder)}"
+        )
+    makers = {
+        "authorization.json": _authorization,
+        LOCAL_FILE: _local_settings,
+        "privacy.json": _privacy,
+        "resources.json": _resources,
+    }
     if kit.kind == "server":
         del makers["privacy.json"]
     contents = {}
-    for path, make in ((kit.local / name, make) for name, make in makers.items()):
+    for name, make in makers.items():
+        path = kit.local / name
         old = read_object(path) if path.exists() else None
         try:
             contents[path] = old, make(kit, settings, copy.deepcopy(old))
         except MALFORMED as error:
-            raise ConfigError(f"{path}: not in the format of FLARE 2.9 ({error!r}); correct it") from error
+            raise ConfigError(
+                f"{path}: not in the format of FLARE 2.9 ({error!r}); correct it"
+            ) from error
     if settings.storage is not None:
         _make_storage(settings.storage.expanduser().resolve(), kit)
-    changes = []
+    changes: list[Change] = []
     for path, (old, new) in contents.items():
-        if old == new:
-            changes += [] if old is None else [Change(path, "kept")]
-        elif new is None:
-            path.unlink()
-            changes.append(Change(path, "removed", ("it named only classes of medflare, which is not installed here",)))
-        else:
-            write_json(path, new)
-            _give_to_owner(path, kit)
-            changes.append(Change(path, "added") if old is None else Change(path, "changed", tuple(differences(old, new))))
+        if old is not None or new is not None:
+            changes.append(_write(kit, path, old, new))
     make_private(kit.folder)
     return changes
 
 
+def _write(kit: Kit, path: Path, old: _Json | None, new: _Json | None) -> Change:
+    """Write the new content of a file; None: remove the file."""
+    from medflare.core.store import write_json
+
+    if old == new:
+        return Change(path, "kept")
+    if new is None:
+        path.unlink()
+        reason = "it named only classes of medflare, which is not installed here"
+        return Change(path, "removed", (reason,))
+    write_json(path, new)
+    _give_to_owner(path, kit)
+    if old is None:
+        return Change(path, "added")
+    return Change(path, "changed", tuple(differences(old, new)))
+
+
 def make_private(folder: Path) -> None:
-    """Take the rights of other accounts from a folder and all below it; a file behind a link keeps its own."""
+    """Take the rights of other accounts from a folder and all below it.
+
+    A file behind a link keeps its own.
+    """
     for path in (folder, *folder.rglob("*")):
         mode = stat.S_IMODE(path.lstat().st_mode)
         if mode & 0o077 and not path.is_symlink():
@@ -264,15 +361,17 @@ def owner(path: Path) -> str:
 
 
 def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
-    """The settings in which two JSON objects differ; for lists, the items that were added and removed.
+    """The settings in which two JSON objects differ; for lists, the items added and removed.
 
     Examples:
-        >>> list(differences({"device": "cpu", "names": ["a"]}, {"device": "cuda", "names": ["a", "b"], "keep": True}))
+        >>> old = {"device": "cpu", "names": ["a"]}
+        >>> list(differences(old, {"device": "cuda", "names": ["a", "b"], "keep": True}))
         ['device: "cpu" -> "cuda"', 'names: "b" added', 'keep: not set -> true']
     """
     if isinstance(old, dict) and isinstance(new, dict):
         for name in dict.fromkeys([*old, *new]):
-            yield from differences(old.get(name), new.get(name), f"{place}.{name}" if place else name)
+            below = f"{place}.{name}" if place else name
+            yield from differences(old.get(name), new.get(name), below)
     elif isinstance(old, list) and isinstance(new, list):
         yield from (f"{place}: {json.dumps(item)} removed" for item in old if item not in new)
         yield from (f"{place}: {json.dumps(item)} added" for item in new if item not in old)
@@ -286,7 +385,7 @@ def template(kind: str, name: str) -> _Json:
     return read_object(TEMPLATES / kind / name)
 
 
-# -- a function for each file: its content, or None if it does not exist -> its new content, or None to remove it ------------------------
+# -- a function for each file: its content, None if there is none -> its new content, None: no file
 
 
 def _local_settings(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json | None:
@@ -298,13 +397,16 @@ def _local_settings(kit: Kit, settings: KitSettings, content: _Json | None) -> _
         content = {}
     elif content is None:
         usual = template(kit.kind, LOCAL_FILE)
-        content = {name: usual[name] for name in ("device", "minimum_patients", "bounds")}  # the rest of the template is an example
+        # The rest of the template is an example.
+        content = {name: usual[name] for name in ("device", "minimum_patients", "bounds")}
     if settings.data_root is not None:
-        content["data_root"] = str(settings.data_root.expanduser().absolute())  # not resolved: mounts move
+        data_root = settings.data_root.expanduser().absolute()  # not resolved: mounts move
+        content["data_root"] = str(data_root)
     if settings.cache == "off":
         content["cache"] = False
     elif settings.cache is not None:
-        folder, cache = str(Path(settings.cache).expanduser().absolute()), content.get("cache")
+        folder = str(Path(settings.cache).expanduser().absolute())
+        cache = content.get("cache")
         content["cache"] = {**cache, "folder": folder} if isinstance(cache, dict) else folder
     for name in ("device", "batch_size", "minimum_patients", "packages"):
         if getattr(settings, name) is not None:
@@ -323,7 +425,9 @@ def _authorization(kit: Kit, settings: KitSettings, content: _Json | None) -> _J
 
 def _privacy(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json | None:
     if not settings.bring_code:
-        return template(kit.kind, "privacy.json") if content is None or settings.replace_policies else content
+        if content is None or settings.replace_policies:
+            return template(kit.kind, "privacy.json")
+        return content
     filters = []
     for scope in (content or {}).get("scopes", []):
         for name in ("task_result_filters", "task_data_filters"):
@@ -342,7 +446,9 @@ def _resources(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json:
         content["allow_log_streaming"] = settings.stream_logs
     if settings.bring_code:
         _replace_launcher(content, _RESTARTING_LAUNCHER, _DEFAULT_LAUNCHER)
-        content["class_allow_list"] = [name for name in content["class_allow_list"] if not name.startswith(PREFIX)]
+        content["class_allow_list"] = [
+            name for name in content["class_allow_list"] if not name.startswith(PREFIX)
+        ]
         content["components"] = _without_medflare(content.get("components", []))
         if not _without_medflare([content.get(VALIDATOR) or {}]):
             del content[VALIDATOR]
@@ -350,7 +456,10 @@ def _resources(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json:
 
 
 def _new_resources(kit: Kit, content: _Json, storage: Path) -> _Json:
-    """FLARE's resources.json with medflare's classes by their full names, its validator and launcher, and a storage of its own."""
+    """FLARE's resources.json with medflare's classes, validator and launcher, and with a storage.
+
+    Classes are listed by their full names.
+    """
     usual = template(kit.kind, "resources.json")
     content |= {"class_allow_list": usual["class_allow_list"], VALIDATOR: usual[VALIDATOR]}
     if kit.kind == "site":
@@ -359,7 +468,9 @@ def _new_resources(kit: Kit, content: _Json, storage: Path) -> _Json:
     for server in content.get("servers", ()):
         server["heart_beat_timeout"] = _HEARTBEAT_TIMEOUT
     if "job_manager" in _components(content):
-        content["components"] += [item for item in usual["components"] if item["path"].startswith(PREFIX)]
+        content["components"] += [
+            item for item in usual["components"] if item["path"].startswith(PREFIX)
+        ]
         if _storage_of(content) is None:
             _set_storage(content, storage)
     return content
@@ -378,14 +489,19 @@ def _replace_launcher(resources: _Json, old: str, new: str) -> None:
 def _set_storage(resources: _Json, storage: Path) -> None:
     storage = storage.expanduser().resolve()
     _components(resources)["job_manager"]["args"]["uri_root"] = str(storage / "jobs")
-    resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(storage / "snapshots")
+    persistor = resources["snapshot_persistor"]["args"]["storage"]
+    persistor["args"]["root_dir"] = str(storage / "snapshots")
 
 
 def _storage_of(resources: _Json) -> Path | None:
     """The server's storage; None if it is FLARE's default or not set."""
     manager = _components(resources).get("job_manager")
-    root = _DEFAULT_STORAGE if manager is None else str(manager["args"]["uri_root"])
-    return None if root.startswith(_DEFAULT_STORAGE) else Path(root).parent
+    if manager is None:
+        return None
+    root = str(manager["args"]["uri_root"])
+    if root.startswith(_DEFAULT_STORAGE):
+        return None
+    return Path(root).parent
 
 
 def _components(resources: _Json) -> dict[str, _Json]:

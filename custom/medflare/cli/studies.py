@@ -1,6 +1,7 @@
 """`medflare study`: methods side by side over seeds and splits."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 
 _SEEDS: Final = "0,1,2"
 Html = Annotated[Path | None, typer.Option(help="Write the study's page into this file")]
-Figures = Annotated[Path | None, typer.Option(help="Write the learning curves into this folder as an SVG file")]
+Figures = Annotated[
+    Path | None, typer.Option(help="Write the learning curves into this folder as an SVG file")
+]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -28,75 +31,122 @@ def add_commands(app: typer.Typer) -> None:
         run_study,
         "medflare study fedavg fedsm --reference all --sites 3 --rounds 5 --out study",
         "medflare study fedsm fedsm:lam=0.3 fedsm:selection=last,gamma=0.9 --sites 4 --out study",
-        "medflare study single-site prr single-site:method=prr --task phantom_grades --sites 4 --out study_alone",
-        "medflare study fedavg moon:server_algorithm=grace --sites CS,DU,FG,HT --leave-one-out --task brain_lgg --out study",
+        "medflare study single-site prr single-site:method=prr --task phantom_grades --sites 4 "
+        "--out study_alone",
+        "medflare study fedavg moon:server_algorithm=grace --sites CS,DU,FG,HT "
+        "--leave-one-out --task brain_lgg --out study",
         "medflare study fedavg fedsm --selection last --sites 4 --out study_last",
         "medflare study --suite prr_table3 --data-root DATA --out prr_table3",
-        "medflare study moon --suite fedsm_table3 --reference equal-compute --data-root DATA --out fedsm_table3",
+        "medflare study moon --suite fedsm_table3 --reference equal-compute --data-root DATA "
+        "--out fedsm_table3",
     )
-    options.add_command(study, "table", show_tables, "medflare study table study --figures study/figures --csv study.csv")
+    options.add_command(
+        study,
+        "table",
+        show_tables,
+        "medflare study table study --figures study/figures --csv study.csv",
+    )
     app.add_typer(study, name="study")
 
 
 def run_study(
-    out: Annotated[Path, typer.Option(help="Folder for table.md, study.html and study.zip (all results, and scores of single patients)")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for table.md, study.html and study.zip (all results, "
+            "and scores of single patients)"
+        ),
+    ],
     candidates: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="METHOD[:NAME=VALUE,...]",
-            help="A method with its hyper-parameters (and site_algorithm=METHOD, server_algorithm=METHOD), or a reference (below)",
+            help="A method with its hyper-parameters (and site_algorithm=METHOD, "
+            "server_algorithm=METHOD), or a reference (below)",
         ),
     ] = None,
     reference: Annotated[
         str,
         typer.Option(
             metavar="NAMES",
-            help="Comma-separated rows that a method has to beat, or all that the task can have. constant: the best answer that ignores "
-            "the image; single-site: every site alone (as a row, single-site:method=prr, with another method's loss); batch-statistics: "
-            "FedAvg normalized by the test images (networks with BatchNorm); centralised: the images of all sites in one place; "
-            "uniform: FedAvg with every site counted once; augmentation: FedAvg with more augmentation (contrast, intensity, noise); "
-            "equal-compute: FedAvg with twice the local epochs. A method with personal models always gets the row oracle: the better of "
-            "global and personal model at each site, chosen on test images",
+            help="Comma-separated rows that a method has to beat, or all that the task can have. "
+            "constant: the best answer that ignores the image; single-site: every site alone (as "
+            "a row, single-site:method=prr, with another method's loss); batch-statistics: FedAvg "
+            "normalized by the test images (networks with BatchNorm); centralised: the images of "
+            "all sites in one place; uniform: FedAvg with every site counted once; augmentation: "
+            "FedAvg with more augmentation (contrast, intensity, noise); equal-compute: FedAvg "
+            "with twice the local epochs. A method with personal models always gets the row "
+            "oracle: the better of global and personal model at each site, chosen on test images",
         ),
     ] = "",
     suite: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Run a table of a paper and show the paper's numbers beside ours, or test a mechanism on generated images "
-            "(mechanisms/NAME): a name or a JSON file, see app_configs/suites/; methods and --reference add rows; --task, --set, "
-            "--sites, --rounds and --seeds change it, and the output beside a paper's numbers lists what differs",
+            help="Run a table of a paper and show the paper's numbers beside ours, or test a "
+            "mechanism on generated images (mechanisms/NAME): a name or a JSON file, see "
+            "app_configs/suites/; methods and --reference add rows; --task, --set, --sites, "
+            "--rounds and --seeds change it, and the output beside a paper's numbers lists what "
+            "differs",
         ),
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(help=f"Preset name or a JSON file, see app_configs/ (default: the suite's, else {options.PHANTOM}, synthetic)"),
+        typer.Option(
+            help="Preset name or a JSON file, see app_configs/ (default: the suite's, "
+            f"else {options.PHANTOM}, synthetic)"
+        ),
     ] = None,
-    set: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help=options.SET_HELP.capitalize())] = (),  # type: ignore[assignment]
-    lr: Annotated[float | None, typer.Option(help="Learning rate, short for --set task.optimizer.lr=")] = None,
-    network: Annotated[str | None, typer.Option(help="Another network for the task, with its defaults and its usual learning rate")] = None,
+    set: Annotated[
+        list[str], typer.Option(metavar="NAME=VALUE", help=options.SET_HELP.capitalize())
+    ] = (),  # type: ignore[assignment]
+    lr: options.LearningRate = None,
+    network: options.Network = None,
     sites: Annotated[
         str | None,
         typer.Option(
-            help="Number of sites (site-1, ...) or comma-separated names (default: the suite's, else the data root's folders, else 4)"
+            help="Number of sites (site-1, ...) or comma-separated names (default: the suite's, "
+            "else the data root's folders, else 4)"
         ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help=f"Federation rounds (default: the suite's, else {options.DEFAULT_ROUNDS})")] = None,
-    seeds: Annotated[str | None, typer.Option(help=f"Each also draws the split by patient (default: the suite's, else {_SEEDS})")] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Federation rounds (default: the suite's, else {options.DEFAULT_ROUNDS})"
+        ),
+    ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Each also draws the split by patient (default: the suite's, else {_SEEDS})"
+        ),
+    ] = None,
     leave_one_out: Annotated[
-        bool, typer.Option("--leave-one-out", help="Each site in turn is outside: it does not train and gets the final models")
+        bool,
+        typer.Option(
+            "--leave-one-out",
+            help="Each site in turn is outside: it does not train and gets the final models",
+        ),
     ] = False,
-    leave_out: Annotated[str, typer.Option(metavar="SITES", help="The same with these sites only, each in its turn")] = "",
+    leave_out: Annotated[
+        str, typer.Option(metavar="SITES", help="The same with these sites only, each in its turn")
+    ] = "",
     selection: Annotated[
         str | None,
         typer.Option(
             metavar="best|last|METRIC",
-            help="How rows without a selection of their own select the deployed round: the best by the task's metric on validation images "
+            help="How rows without a selection of their own select the deployed round: "
+            "the best by the task's metric on validation images "
             "(best), the last, or the best by another metric, which becomes the task's",
         ),
     ] = None,
     cross_site: Annotated[
-        bool, typer.Option("--cross-site", help="Also test every site's model (personal, else deployed) on every site's test images")
+        bool,
+        typer.Option(
+            "--cross-site",
+            help="Also test every site's model (personal, "
+            "else deployed) on every site's test images",
+        ),
     ] = False,
     data_root: options.DataRoot = None,
     processes: Annotated[int, typer.Option(help="Runs at the same time")] = 1,
@@ -105,12 +155,18 @@ def run_study(
 ) -> int:
     """Compare methods over seeds and splits; prints and writes Markdown tables.
 
-    --reference all adds the rows that a method has to beat. Tables show how each row's round was selected, and warn of rows that still rise
-    or that equal the constant answer. Differences to the first row, and to training alone, have 95 % intervals over seeds and over
-    patients. Completed runs are kept and failed ones repeated when the study is run again; --out with runs of other settings is an error.
+    --reference all adds the rows that a method has to beat. Tables show how each row's round was
+    selected, and warn of rows that still rise or that equal the constant answer. Differences to the
+    first row, and to training alone, have 95 % intervals over seeds and over patients. Completed
+    runs are kept and failed ones repeated when the study is run again; --out with runs of other
+    settings is an error.
     """
-    if suite is None and not (candidates or options.names_in(reference)):  # before torch and MONAI are imported
-        raise ConfigError("study: name at least one method or --reference, or a --suite; medflare methods lists the methods")
+    rows_are_named = candidates or options.names_in(reference)
+    if suite is None and not rows_are_named:  # before torch and MONAI are imported
+        raise ConfigError(
+            "study: name at least one method or --reference, or a --suite; "
+            "medflare methods lists the methods"
+        )
     values = options.set_values(set)
     if suite is None and sites is None:
         sites = ",".join(options.default_sites(data_root))
@@ -122,42 +178,50 @@ def run_study(
     from medflare.studies.suites import BESIDE_FILE, beside_the_paper, load_suite
     from medflare.studies.tables import TABLE_FILE
 
-    paper = None if suite is None else load_suite(suite)
-    if paper is not None:
-        fixed = {"--leave-one-out": leave_one_out, "--leave-out": leave_out, "--selection": selection}
+    methods = candidates or []
+    left_out = options.names_in(leave_out)
+    names: Sequence[str] = ()
+    paper = None
+    if suite is not None:
+        paper = load_suite(suite)
+        fixed = {"leave-one-out": leave_one_out, "leave-out": leave_out, "selection": selection}
         for name, value in fixed.items():
             if value:
-                raise ConfigError(f"--suite {suite} sets {name}; leave it out, or run a study without --suite")
-        methods = list(dict.fromkeys(paper.methods.values()))
-        methods += [text for text in candidates or [] if text not in methods]
-        leave_one_out, left_out = paper.settings.leave_one_out, list(paper.settings.leave_out)
-    else:
-        methods, left_out = candidates or [], options.names_in(leave_out)
-        if leave_one_out and left_out:
-            raise ConfigError("study: --leave-one-out and --leave-out exclude each other")
-    unknown_settings = [name for name in values if not name.startswith(options.TASK)]
-    if unknown_settings:
-        name = unknown_settings[0]
-        remedy = f"use --{name}" if name in ("lr", "network") else f"write {options.TASK}NAME=VALUE"
-        raise ConfigError(f"--set {name} is not a setting of the task; {remedy}")
-    changes = task_changes(values, network=network, lr=lr)
-    config = options.task_with(task or (paper.task if paper else options.PHANTOM), changes)
-    if network is not None:
-        config = with_usual_rate(config, changes)
+                raise ConfigError(
+                    f"--suite {suite} sets --{name}; leave it out, or run a study without --suite"
+                )
+        of_the_paper = list(dict.fromkeys(paper.methods.values()))
+        methods = of_the_paper + [text for text in methods if text not in of_the_paper]
+        leave_one_out = paper.settings.leave_one_out
+        left_out = list(paper.settings.leave_out)
+        names = paper.sites
+        task = task or paper.task
+        rounds = paper.settings.rounds if rounds is None else rounds
+        seeds = seeds or ",".join(map(str, paper.seeds))
+    elif leave_one_out and left_out:
+        raise ConfigError("study: --leave-one-out and --leave-out exclude each other")
+    config = _changed_task(task or options.PHANTOM, values, network, lr)
     config, selection = _selected(config, selection)
-    names = options.site_names(sites) if sites is not None else paper.sites if paper else ()
-    default_rounds = paper.settings.rounds if paper else options.DEFAULT_ROUNDS
-    setting = Setting(config, tuple(names), default_rounds if rounds is None else rounds, cross_site=cross_site)
-    if unknown := [site for site in left_out if site not in setting.sites]:
-        raise ConfigError(f"--leave-out {unknown[0]!r} is no site of this study; there are {', '.join(setting.sites)}")
+    if sites is not None:
+        names = options.site_names(sites)
+    rounds = options.DEFAULT_ROUNDS if rounds is None else rounds
+    setting = Setting(config, tuple(names), rounds, cross_site=cross_site)
+    for site in left_out:
+        if site not in setting.sites:
+            raise ConfigError(
+                f"--leave-out {site!r} is no site of this study; "
+                f"there are {', '.join(setting.sites)}"
+            )
     rows = rows_of(methods, options.names_in(reference), config, selection)
-    draws = _seeds(seeds or (",".join(map(str, paper.seeds)) if paper else _SEEDS))
+    draws = _seeds(seeds or _SEEDS)
     with options.environment(data_root=data_root, device=device):
         options.check_sites(setting.sites, config)
         if figures is not None:
             make_folder(figures, public=True)  # fails before anything is trained
         left_out = list(setting.sites) if leave_one_out else left_out
-        groups = grid.run_study(rows, setting, draws, out, left_out=left_out, processes=processes, say=print)
+        groups = grid.run_study(
+            rows, setting, draws, out, left_out=left_out, processes=processes, say=print
+        )
     if paper is None or not paper.numbers:
         print((out / TABLE_FILE).read_text(encoding="utf-8"))
         print(f"page: {out / 'study.html'}")
@@ -166,11 +230,29 @@ def run_study(
         write_atomically(out / BESIDE_FILE, text.encode(), public=True)
         print(text)
     _write_curves(figures, groups)
-    return 0 if all(run["status"] == COMPLETED for runs in groups.values() for run in runs) else 1
+    completed = all(run["status"] == COMPLETED for runs in groups.values() for run in runs)
+    return 0 if completed else 1
+
+
+def _changed_task(
+    source: str, values: Mapping[str, Any], network: str | None, lr: float | None
+) -> "TaskConfig":
+    """The task with the settings of --set, --network and --lr; `values`: of --set."""
+    for name in values:
+        if not name.startswith(options.TASK):
+            is_option = name in ("lr", "network")
+            remedy = f"use --{name}" if is_option else f"write {options.TASK}NAME=VALUE"
+            raise ConfigError(f"--set {name} is not a setting of the task; {remedy}")
+    changes = task_changes(values, network=network, lr=lr)
+    task = options.task_with(source, changes)
+    return task if network is None else with_usual_rate(task, changes)
 
 
 def show_tables(
-    folder: Annotated[Path, typer.Argument(help="Of a study")], figures: Figures = None, csv: options.CsvFile = None, html: Html = None
+    folder: Annotated[Path, typer.Argument(help="Of a study")],
+    figures: Figures = None,
+    csv: options.CsvFile = None,
+    html: Html = None,
 ) -> int:
     """Print the tables of a study's folder again; trains nothing."""
     import pandas as pd
@@ -187,8 +269,10 @@ def show_tables(
         print(f"page: {html}")
     _write_curves(figures, groups)
     if csv is not None:
-        rows = [results_frame(run).assign(method=row, seed=run["seed"]) for row, runs in groups.items() for run in runs]
-        pd.concat(rows).map(csv_cell).to_csv(csv, index=False)
+        frames: list[Any] = []
+        for row, runs in groups.items():
+            frames += [results_frame(run).assign(method=row, seed=run["seed"]) for run in runs]
+        pd.concat(frames).map(csv_cell).to_csv(csv, index=False)
         print(f"table: {csv}")
     return 0
 
@@ -197,19 +281,26 @@ def _write_curves(folder: Path | None, groups: Any) -> None:
     from medflare.core.store import write_atomically
     from medflare.studies.tables import learning_curves
 
-    if folder is not None and (svg := learning_curves(groups)):
-        write_atomically(folder / "curves.svg", svg.encode(), public=True)
-        print(f"figure: {folder / 'curves.svg'}")
+    if folder is None:
+        return
+    svg = learning_curves(groups)
+    if svg:
+        file = folder / "curves.svg"
+        write_atomically(file, svg.encode(), public=True)
+        print(f"figure: {file}")
 
 
 def _selected(task: "TaskConfig", selection: str | None) -> "tuple[TaskConfig, str | None]":
-    """The task with the metric that selects rounds, and the hyper-parameter `selection` of rows that do not set it."""
+    """The task with the metric that selects rounds, and `selection` of rows that do not set it."""
     from medflare.tasks.metrics_table import selection_metrics
 
     if selection in (None, "best", "last"):
         return task, selection
     if selection not in selection_metrics(task.kind):
-        raise ConfigError(f"--selection {selection!r}: choose best, last, {', '.join(selection_metrics(task.kind))}")
+        raise ConfigError(
+            f"--selection {selection!r}: choose best, last, "
+            f"{', '.join(selection_metrics(task.kind))}"
+        )
     return dataclasses.replace(task, metric=selection), "best"
 
 
@@ -217,4 +308,6 @@ def _seeds(text: str) -> list[int]:
     try:
         return [int(seed) for seed in options.names_in(text)] or [int(text)]
     except ValueError:
-        raise ConfigError(f"--seeds {text!r}: give whole numbers separated by commas, for example {_SEEDS}") from None
+        raise ConfigError(
+            f"--seeds {text!r}: give whole numbers separated by commas, for example {_SEEDS}"
+        ) from None

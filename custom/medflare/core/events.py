@@ -1,7 +1,7 @@
 """Events of a run: the list `events` of results.json.
 
-An event is a dict {"round", "site", "kind", "message"}, so that a site can send its events as metadata. `round` and `site` are None if
-the event belongs to no round or to the whole federation.
+An event is a dict {"round", "site", "kind", "message"}, so that a site can send its events as
+metadata. `round` and `site` are None if the event belongs to no round or to the whole federation.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,10 +12,10 @@ from medflare.core.text import printable
 Event = dict[str, Any]
 
 KINDS: Final = (
-    "rejected",  # an update was not used: not finite, wrong shape, missing or unknown entry, no samples
+    "rejected",  # an update was not used: not finite, wrong shape, wrong entries, no samples
     "late",  # an update came after its step was closed
     "missing",  # a site sent no reply
-    "suspicious",  # an update was used although it is against all others: an error, an attack, or different patients
+    "suspicious",  # used although it is against all others: an error, attack or different patients
     "undefined",  # a metric has no value, for example AUC of an absent class
     "failed",  # a site's task, or the run, ended with an error
     "reverted",  # a deployed model reverted its adaptation
@@ -25,14 +25,16 @@ KINDS: Final = (
     "resumed",  # a run or a site continued from its stored state
     "stopped_early",  # training ended before its last round: no validated model became better
     "aborted",  # stopped from outside
-    "constant_output",  # the deployed model predicts the same for every test image: one class, no pixel, or no pixel of a structure
+    "constant_output",  # the deployed model always predicts one class, or no pixel of a structure
     "at_chance",  # the deployed model is not above the constant prediction by the task's metric
     "few_validation_images",  # the deployed model was chosen on fewer than ten validation images
     "rare_class",  # a site has fewer than three training images of a class
     "warning",  # everything else
 )
-DOUBTS: Final = ("constant_output", "at_chance", "few_validation_images", "rare_class")  # of the deployed model: shown before its metrics
-OF_SITES: Final = ("undefined", "reverted", "left_out", *DOUBTS, "warning")  # a site may send these; the others are the server's
+# Of the deployed model: shown before its metrics.
+DOUBTS: Final = ("constant_output", "at_chance", "few_validation_images", "rare_class")
+# A site may send these; the others are the server's.
+OF_SITES: Final = ("undefined", "reverted", "left_out", *DOUBTS, "warning")
 
 
 class EventLog:
@@ -42,19 +44,33 @@ class EventLog:
         self._events: list[Event] = []
         self.extend(events)
 
-    def add(self, kind: str, message: str, *, site: str | None = None, round: int | None = None) -> Event:
-        """Add and return an event; `message` becomes one printable line, `round` is 0-based. ValueError: `kind` is not in `KINDS`."""
+    def add(
+        self, kind: str, message: str, *, site: str | None = None, round: int | None = None
+    ) -> Event:
+        """Add and return an event; `message` becomes one printable line, `round` is 0-based.
+
+        ValueError: `kind` is not in `KINDS`.
+        """
         if kind not in KINDS:
             raise ValueError(f"unknown kind of event {kind!r}; allowed are {', '.join(KINDS)}")
         event = {"round": round, "site": site, "kind": kind, "message": printable(str(message))}
         self._events.append(event)
         return event
 
-    def extend(self, events: Iterable[Mapping[str, Any]], *, site: str | None = None, round: int | None = None) -> None:
+    def extend(
+        self,
+        events: Iterable[Mapping[str, Any]],
+        *,
+        site: str | None = None,
+        round: int | None = None,
+    ) -> None:
         """Add events as mappings; `site` and `round` are used for those without."""
         for event in events:
-            place = {name: event[name] for name in ("site", "round") if event.get(name) is not None}
-            self.add(event["kind"], event["message"], **{"site": site, "round": round, **place})
+            context: dict[str, Any] = {"site": site, "round": round}
+            for name in context:
+                if event.get(name) is not None:
+                    context[name] = event[name]
+            self.add(event["kind"], event["message"], **context)
 
     def replace(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Replace all events; a resumed run continues those of the interrupted one."""
@@ -63,7 +79,13 @@ class EventLog:
 
     def of(self, *kinds: str, site: str | None = None) -> list[Event]:
         """The events of these kinds and of this site, by default of all."""
-        return [event for event in self if (not kinds or event["kind"] in kinds) and site in (None, event["site"])]
+        events: list[Event] = []
+        for event in self:
+            if kinds and event["kind"] not in kinds:
+                continue
+            if site in (None, event["site"]):
+                events.append(event)
+        return events
 
     def to_list(self) -> list[Event]:
         """A copy."""

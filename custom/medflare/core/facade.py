@@ -10,4 +10,6 @@ def public(package: str, names: Mapping[str, str], name: str) -> Any:
     if name not in names:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     module = names[name]
-    return getattr(importlib.import_module(module if module.startswith("medflare.") else f"{package}.{module}"), name)
+    if not module.startswith("medflare."):
+        module = f"{package}.{module}"
+    return getattr(importlib.import_module(module), name)

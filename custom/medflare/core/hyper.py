@@ -1,6 +1,8 @@
-"""Hyper-parameters: frozen pydantic dataclasses whose fields have the paper's symbol, source and range.
+"""Hyper-parameters: frozen pydantic dataclasses whose fields have the paper's symbol, source and
+range.
 
-Each belongs to the site algorithm or the server algorithm: `site.beta`, `server.beta`. The bare name is enough if only one has it.
+Each belongs to the site algorithm or the server algorithm: `site.beta`, `server.beta`. The bare
+name is enough if only one has it.
 """
 
 import dataclasses
@@ -20,7 +22,15 @@ ALGORITHMS: Final = ("site", "server")
 SplitHyper = dict[str, dict[str, Any]]  # {"site": {name: value}, "server": {name: value}}
 
 
-def param(default: Any, text: str, *, symbol: str = "", source: str = "", low: float | None = None, high: float | None = None) -> Any:
+def param(
+    default: Any,
+    text: str,
+    *,
+    symbol: str = "",
+    source: str = "",
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
     """A hyper-parameter field of a pydantic dataclass declared with `core.settings.STRICT`.
 
     Args:
@@ -28,15 +38,24 @@ def param(default: Any, text: str, *, symbol: str = "", source: str = "", low: f
         text: what it does, one line.
         symbol: the paper's symbol ("λ").
         source: its equation, table or section in the paper.
-        low: smallest allowed number; None: no bound. Allowed texts are a `Literal` in the annotation.
+        low: smallest allowed number; None: no bound. Allowed texts are a `Literal` in the
+            annotation.
         high: largest allowed number.
     """
-    return Field(default=default, ge=low, le=high, description=text, json_schema_extra={"symbol": symbol, "source": source})
+    return Field(
+        default=default,
+        ge=low,
+        le=high,
+        description=text,
+        json_schema_extra={"symbol": symbol, "source": source},
+    )
 
 
 @dataclass(frozen=True)
 class Described:
-    """The description of a hyper-parameter: allowed texts are `choices`, allowed numbers are from `low` to `high` (None: no bound)."""
+    """The description of a hyper-parameter: allowed texts are `choices`, allowed numbers are from
+    `low` to `high` (None: no bound).
+    """
 
     name: str
     default: Any
@@ -53,14 +72,34 @@ def described(cls: type) -> dict[str, Described]:
     descriptions = {}
     for name, field in getattr(cls, "__pydantic_fields__", {}).items():
         extra = field.json_schema_extra or {}
-        options = _options(field.annotation)
-        bounds = [*field.metadata, *(bound for option in options for bound in getattr(option, "__metadata__", ()))]
-        limits = [*bounds, *(inner for bound in bounds for inner in getattr(bound, "metadata", ()))]
-        low, high = (next((getattr(limit, end) for limit in limits if hasattr(limit, end)), None) for end in ("ge", "le"))
-        choices = tuple(choice for option in options if get_origin(option) is Literal for choice in get_args(option))
-        text = (field.description or "", extra.get("symbol", ""), extra.get("source", ""))
-        descriptions[name] = Described(name, field.default, *text, choices, low, high)
+        bounds: list[Any] = list(field.metadata)
+        choices: list[Any] = []
+        for option in _options(field.annotation):
+            bounds += getattr(option, "__metadata__", ())
+            if get_origin(option) is Literal:
+                choices += get_args(option)
+        limits = list(bounds)
+        for bound in bounds:
+            limits += getattr(bound, "metadata", ())
+        descriptions[name] = Described(
+            name,
+            field.default,
+            field.description or "",
+            extra.get("symbol", ""),
+            extra.get("source", ""),
+            tuple(choices),
+            _first_limit(limits, "ge"),
+            _first_limit(limits, "le"),
+        )
     return descriptions
+
+
+def _first_limit(limits: list[Any], end: str) -> float | None:
+    """The first smallest ("ge") or largest ("le") allowed number; None if there is none."""
+    for limit in limits:
+        if hasattr(limit, end):
+            return getattr(limit, end)
+    return None
 
 
 def build_hyper(cls: type[H], values: Mapping[str, Any], place: str = "hyper-parameters") -> H:
@@ -69,8 +108,10 @@ def build_hyper(cls: type[H], values: Mapping[str, Any], place: str = "hyper-par
     Raises:
         ConfigError: an unknown name, or a value of the wrong type or outside its range.
     """
-    annotations = {name: field.annotation for name, field in getattr(cls, "__pydantic_fields__", {}).items()}
-    read = {name: _read(value, annotations[name]) if name in annotations else value for name, value in values.items()}
+    read = dict(values)
+    for name, field in getattr(cls, "__pydantic_fields__", {}).items():
+        if name in values:
+            read[name] = _read(values[name], field.annotation)
     return checked(cls, read, place)
 
 
@@ -78,15 +119,17 @@ def split_hyper(values: Mapping[str, Any], owners: Mapping[str, type], method: s
     """Every value by the algorithm that owns it, not yet checked.
 
     Args:
-        values: bare names, names with their algorithm ("site.beta"), or whole algorithms ({"site": {"beta": 1}}).
+        values: bare names, names with their algorithm ("site.beta"), or whole algorithms ({"site":
+            {"beta": 1}}).
         owners: algorithm -> class of its hyper-parameters.
         method: for the messages.
 
     Raises:
-        ConfigError: a name that no algorithm has, with the nearest one, or a bare name that both have.
+        ConfigError: a name that no algorithm has, with the nearest one, or a bare name that both
+            have.
     """
     fields = {algorithm: described(owners[algorithm]) for algorithm in ALGORITHMS}
-    split: SplitHyper = {algorithm: {} for algorithm in ALGORITHMS}
+    split: SplitHyper = {"site": {}, "server": {}}
     for name, value in values.items():
         algorithm, dot, bare = name.partition(".")
         having = [algorithm for algorithm in ALGORITHMS if name in fields[algorithm]]
@@ -97,24 +140,32 @@ def split_hyper(values: Mapping[str, Any], owners: Mapping[str, type], method: s
         elif len(having) == 1:
             split[having[0]][name] = value
         elif not having:
-            raise unknown("hyper-parameter", name, {*fields["site"], *fields["server"]}, f"method {method}")
+            raise unknown(
+                "hyper-parameter", name, {*fields["site"], *fields["server"]}, f"method {method}"
+            )
         else:
-            meanings = " and ".join(f"{algorithm}.{name} ({fields[algorithm][name].text})" for algorithm in having)
+            meanings = " and ".join(
+                f"{algorithm}.{name} ({fields[algorithm][name].text})" for algorithm in having
+            )
             raise ConfigError(
-                f"hyper-parameter {name!r} of method {method!r} has two meanings, {meanings}; write site.{name} or server.{name}"
+                f"hyper-parameter {name!r} of method {method!r} has two meanings, {meanings}; "
+                f"write site.{name} or server.{name}"
             )
     for algorithm in ALGORITHMS:
-        if strange := [name for name in split[algorithm] if name not in fields[algorithm]]:
-            names = [f"{algorithm}.{field}" for field in fields[algorithm]]
-            raise unknown("hyper-parameter", f"{algorithm}.{strange[0]}", names, f"method {method}")
+        for name in split[algorithm]:
+            if name not in fields[algorithm]:
+                names = [f"{algorithm}.{field}" for field in fields[algorithm]]
+                raise unknown("hyper-parameter", f"{algorithm}.{name}", names, f"method {method}")
     return split
 
 
 def parsed_value(text: str) -> Any:
     """A value of a command line: JSON, true, false, none, parts separated by commas, or text.
 
-    >>> parsed_value("0.3"), parsed_value("true"), parsed_value("none"), parsed_value("1,2"), parsed_value("adam")
-    (0.3, True, None, (1, 2), 'adam')
+    >>> parsed_value("0.3"), parsed_value("true"), parsed_value("none")
+    (0.3, True, None)
+    >>> parsed_value("1,2"), parsed_value("adam")
+    ((1, 2), 'adam')
     """
     lowered = {"true": True, "false": False, "none": None}
     if text.lower() in lowered:
@@ -122,7 +173,9 @@ def parsed_value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return tuple(parsed_value(part) for part in text.split(",")) if "," in text else text
+        if "," not in text:
+            return text
+        return tuple(parsed_value(part) for part in text.split(","))
 
 
 def plain(hyper: Any) -> dict[str, Any]:
@@ -132,16 +185,24 @@ def plain(hyper: Any) -> dict[str, Any]:
 
 def _options(annotation: Any) -> tuple[Any, ...]:
     """The alternatives of a union, or the annotation alone."""
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
 
 
 def _read(value: Any, annotation: Any) -> Any:
     """Text as the number or boolean that it stands for, unless the field accepts this text."""
     if not isinstance(value, str):
         return value
-    parsed, options = parsed_value(value), _options(annotation)
-    if any(get_origin(option) is Literal and value in get_args(option) for option in options):
-        return value
-    takes_text = any(option is str for option in options)
-    takes_numbers = any((get_args(option)[0] if get_origin(option) is Annotated else option) in (int, float) for option in options)
-    return parsed if not takes_text or (takes_numbers and isinstance(parsed, int | float)) else value
+    takes_text = False
+    takes_numbers = False
+    for option in _options(annotation):
+        if get_origin(option) is Literal and value in get_args(option):
+            return value
+        kind = get_args(option)[0] if get_origin(option) is Annotated else option
+        takes_text |= option is str
+        takes_numbers |= kind in (int, float)
+    parsed = parsed_value(value)
+    if not takes_text or (takes_numbers and isinstance(parsed, int | float)):
+        return parsed
+    return value

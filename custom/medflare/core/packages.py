@@ -11,10 +11,13 @@ from importlib.util import find_spec
 
 from medflare.core.errors import ConfigError, MedflareError
 
-_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}  # names for pip that differ from the import names
+# Names for pip that differ from the import names.
+_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 _LONGEST = 200  # characters of a module's name
 # Packages from which a job, a task or a model's card may not name code, even if a site trusts it.
-NEVER_TRUSTED = frozenset({"__main__", "medflare", "monai", "nvflare", "torch", *sys.stdlib_module_names})
+NEVER_TRUSTED = frozenset(
+    {"__main__", "medflare", "monai", "nvflare", "torch", *sys.stdlib_module_names}
+)
 
 
 def installed(module: str) -> bool:
@@ -29,7 +32,9 @@ def require(module: str, purpose: str, error: type[MedflareError] = ConfigError)
     """
     if not installed(module):
         name = _DISTRIBUTIONS.get(module, module)
-        raise error(f"{purpose} needs the package {name}, which is not installed here: pip install {name}")
+        raise error(
+            f"{purpose} needs the package {name}, which is not installed here: pip install {name}"
+        )
 
 
 def untrusted(module: str, packages: Iterable[str]) -> str:
@@ -39,13 +44,15 @@ def untrusted(module: str, packages: Iterable[str]) -> str:
         >>> untrusted("lab_nets.small", ["lab_nets"]), untrusted("os", ["os"])
         ('', 'code of os is never imported by name')
     """
-    package = module.split(".")[0]
-    if len(module) > _LONGEST or not all(part.isidentifier() for part in module.split(".")):
+    parts = module.split(".")
+    package = parts[0]
+    if len(module) > _LONGEST or not all(part.isidentifier() for part in parts):
         return "this is not the name of a module"
     if package in NEVER_TRUSTED:
         return f"code of {package} is never imported by name"
-    if any(module == name or module.startswith(f"{name}.") for name in packages):
-        return ""
+    for name in packages:
+        if module == name or module.startswith(f"{name}."):
+            return ""
     return f'to trust it, add "{package}" to packages in local/medflare.json'
 
 
@@ -56,13 +63,21 @@ def end_quickly() -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Package -> version, of Python and the packages that a result depends on, if they are installed."""
-    return {"python": platform.python_version()} | versions(["medflare", "nvflare", "torch", "monai", "numpy"])
+    """Package -> version, of Python and the packages that a result depends on, if they are
+    installed.
+    """
+    packages = ["medflare", "nvflare", "torch", "monai", "numpy"]
+    return {"python": platform.python_version(), **versions(packages)}
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Package -> version, of those that are installed."""
-    return {package: number for package in packages if (number := _version(package))}
+    version_of: dict[str, str] = {}
+    for package in packages:
+        number = _version(package)
+        if number:
+            version_of[package] = number
+    return version_of
 
 
 @cache  # reads a file

@@ -2,8 +2,18 @@
 
 from typing import Final
 
-# Distinguishable with any colour vision, and on white as on near-black (after Okabe and Ito, 2008, without yellow and black).
-COLOURS: Final = ("#0f7fc4", "#dd8a00", "#0a9b74", "#d4590a", "#c26a9c", "#4aa8d8", "#8a7a2f", "#7a6fd0")
+# Distinguishable with any colour vision, and on white as on near-black (after Okabe and Ito, 2008,
+# without yellow and black).
+COLOURS: Final = (
+    "#0f7fc4",
+    "#dd8a00",
+    "#0a9b74",
+    "#d4590a",
+    "#c26a9c",
+    "#4aa8d8",
+    "#8a7a2f",
+    "#7a6fd0",
+)
 
 # Truth and prediction of a single structure: orange and sky blue of Okabe and Ito, light enough
 # for dark images.

@@ -1,4 +1,6 @@
-"""Random generators keyed by (seed, site, round, purpose): the same keys give the same numbers in every process and after a restart."""
+"""Random generators keyed by (seed, site, round, purpose): the same keys give the same numbers in
+every process and after a restart.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -11,14 +13,20 @@ Key = str | int
 
 
 def derived_seed(seed: int, *keys: Key) -> int:
-    """A 63-bit seed from a hash of the keys, the same in every process; integers of any type are equal keys, and never equal to a text."""
-    named = (f"str:{key}" if isinstance(key, str) else f"int:{int(key)}" for key in keys)
-    text = "\x1f".join([str(int(seed)), *named])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    """A 63-bit seed from a hash of the keys, the same in every process; integers of any type are
+    equal keys, and never equal to a text.
+    """
+    parts = [str(int(seed))]
+    for key in keys:
+        parts.append(f"str:{key}" if isinstance(key, str) else f"int:{int(key)}")
+    digest = hashlib.blake2b("\x1f".join(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def torch_generator(seed: int, *keys: Key) -> torch.Generator:
-    """A CPU generator; draw on the CPU and move the result, so that a GPU site sees the same numbers."""
+    """A CPU generator; draw on the CPU and move the result, so that a GPU site sees the same
+    numbers.
+    """
     return torch.Generator().manual_seed(derived_seed(seed, *keys))
 
 
@@ -38,9 +46,15 @@ def seeded(seed: int, *keys: Key) -> Iterator[None]:
 
     For code that can only draw from the global generator: module initialisation and dropout.
     """
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    # torch.manual_seed would store the seed, with a stack trace, for GPUs that are initialized later.
-    everywhere = torch.manual_seed if devices else torch.default_generator.manual_seed
+    devices: list[int] = []
+    if torch.cuda.is_initialized():
+        devices = list(range(torch.cuda.device_count()))
+    number = derived_seed(seed, *keys)
     with torch.random.fork_rng(devices=devices):
-        everywhere(derived_seed(seed, *keys))
+        if devices:
+            torch.manual_seed(number)
+        else:
+            # torch.manual_seed would store the seed, with a stack trace, for GPUs that are
+            # initialized later.
+            torch.default_generator.manual_seed(number)
         yield

@@ -1,4 +1,6 @@
-"""Settings as strict pydantic dataclasses, and their errors as one line that names the place and the setting."""
+"""Settings as strict pydantic dataclasses, and their errors as one line that names the place and
+the setting.
+"""
 
 import dataclasses
 import inspect
@@ -11,13 +13,22 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationErro
 from medflare.core.errors import ConfigError, MedflareError
 
 # For `@dataclass(frozen=True, config=STRICT)`: no conversion between numbers, texts and booleans.
-STRICT: Final = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True)
+STRICT: Final = ConfigDict(
+    strict=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True
+)
 _SHOWN: Final = 80  # characters of a wrong value
 
 S = TypeVar("S")
 
 
-def checked(kind: type[S], values: Mapping[str, Any], place: str, *, error: type[MedflareError] = ConfigError, remedy: str = "") -> S:
+def checked(
+    kind: type[S],
+    values: Mapping[str, Any],
+    place: str,
+    *,
+    error: type[MedflareError] = ConfigError,
+    remedy: str = "",
+) -> S:
     """An instance of the pydantic dataclass `kind` from JSON values.
 
     Args:
@@ -28,39 +39,63 @@ def checked(kind: type[S], values: Mapping[str, Any], place: str, *, error: type
         remedy: the end of the error if a setting is missing.
 
     Raises:
-        error: a setting is unknown (with the nearest names), missing, of another type or outside its range.
+        error: a setting is unknown (with the nearest names), missing, of another type or outside
+            its range.
     """
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    if unknown_names := [name for name in values if name not in names]:
-        raise error(no_such("setting", unknown_names[0], names, place))
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]  # a dataclass
+    names = [field.name for field in fields]
+    for name in values:
+        if name not in names:
+            raise error(no_such("setting", name, names, place))
     try:
         return _built(kind, values)
     except ValidationError as problem:
-        end = f"; {remedy}" if remedy and problem.errors()[0]["type"] == "missing" else ""
-        raise error(f"{place}: {first_problem(problem)}{end}") from None
+        text = f"{place}: {first_problem(problem)}"
+        if remedy and problem.errors()[0]["type"] == "missing":
+            text += f"; {remedy}"
+        raise error(text) from None
 
 
 def first_problem(problem: ValidationError) -> str:
-    """The first wrong setting of a pydantic error, on one line: "optimizer.lr: Input should be greater than 0, got -1"."""
+    """The first wrong setting of a pydantic error, on one line: "optimizer.lr: Input should be
+    greater than 0, got -1".
+    """
     errors = problem.errors(include_url=False)
-    first = [item for item in errors if item["loc"][:1] == errors[0]["loc"][:1]]  # a union has one for each member
-    path = ".".join(str(part) for part in max((item["loc"] for item in first), key=len) if not str(part).startswith("function-"))
-    words = " or ".join(dict.fromkeys(item["msg"].removeprefix("Value error, ") for item in first))
-    value = errors[0]["input"]
-    text = f"{path}: {words}" if path else words
-    if errors[0]["type"] == "missing" or not (path or isinstance(value, str | int | float | None)):
+    first = errors[0]
+    location: tuple[int | str, ...] = ()
+    messages: list[str] = []
+    for item in errors:
+        if item["loc"][:1] == first["loc"][:1]:  # a union has one for each member
+            location = max(location, item["loc"], key=len)
+            messages.append(item["msg"].removeprefix("Value error, "))
+    text = " or ".join(dict.fromkeys(messages))
+    path = ".".join(str(part) for part in location if not str(part).startswith("function-"))
+    if path:
+        text = f"{path}: {text}"
+    value = first["input"]
+    if first["type"] == "missing" or not (path or isinstance(value, str | int | float | None)):
         return text
     shown = repr(value)
-    return f"{text}, got {shown if len(shown) <= _SHOWN else f'{shown[: _SHOWN - 3]}...'}"
+    if len(shown) > _SHOWN:
+        shown = f"{shown[: _SHOWN - 3]}..."
+    return f"{text}, got {shown}"
 
 
 def nested(kind: type) -> BeforeValidator:
-    """For `limit: Annotated[Limit, nested(Limit)]`: a setting that is itself an object with strict settings."""
-    return BeforeValidator(lambda value: _built(kind, value) if isinstance(value, Mapping) else value)
+    """For `limit: Annotated[Limit, nested(Limit)]`: a setting that is itself an object with strict
+    settings.
+    """
+
+    def build(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _built(kind, value)
+        return value
+
+    return BeforeValidator(build)
 
 
 def one_of(*choices: Any) -> AfterValidator:
-    """For `Annotated[int, one_of(1, 3)]`: the allowed values; a `Literal` would accept true for 1."""
+    """For `Annotated[int, one_of(1, 3)]`: allowed values; a `Literal` would accept true for 1."""
 
     def check(value: Any) -> Any:
         if value not in choices:
@@ -71,7 +106,9 @@ def one_of(*choices: Any) -> AfterValidator:
 
 
 def takes(words: str) -> WrapValidator:
-    """For `Annotated[tuple[int, int], takes("[height, width]")]`: one error text, whatever is wrong with the value."""
+    """For `Annotated[tuple[int, int], takes("[height, width]")]`: one error text, whatever is wrong
+    with the value.
+    """
 
     def check(value: Any, inner: Callable[[Any], Any]) -> Any:
         try:
@@ -96,13 +133,18 @@ def no_such(kind: str, value: str, names: Iterable[str], place: str = "") -> str
     """
     choices = sorted(names)
     close = get_close_matches(str(value), choices, n=2, cutoff=0.5)
+    start = f"{place}: " if place else ""
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{place + ': ' if place else ''}unknown {kind} {value!r}; {hint}known: {', '.join(choices)}"
+    return f"{start}unknown {kind} {value!r}; {hint}known: {', '.join(choices)}"
 
 
-def refuse_arguments(build: Callable[..., Any], arguments: Iterable[str], place: str, *, reserved: Iterable[str] = ()) -> None:
-    """Raise ConfigError for an argument that the signature of `build` does not have, or that is `reserved`: it is not a setting."""
-    accepted = [name for name in inspect.signature(build).parameters if name not in reserved]
+def refuse_arguments(
+    build: Callable[..., Any], arguments: Iterable[str], place: str, *, reserved: Iterable[str] = ()
+) -> None:
+    """Raise ConfigError for an argument that the signature of `build` does not have, or that is
+    `reserved`: it is not a setting.
+    """
+    accepted = set(inspect.signature(build).parameters) - set(reserved)
     for name in arguments:
         if name not in accepted:
             raise unknown("argument", name, accepted, place)
@@ -114,4 +156,6 @@ def _built(kind: type[S], values: Mapping[str, Any]) -> S:
 
 def _with_tuples(value: Any) -> Any:
     """Lists of JSON as tuples; mappings are not changed."""
-    return tuple(_with_tuples(item) for item in value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(_with_tuples(item) for item in value)
+    return value

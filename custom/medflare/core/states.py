@@ -1,4 +1,5 @@
-"""Arithmetic on state dicts: pure functions, float64 accumulation, sorted order, integer buffers copied and never averaged.
+"""Arithmetic on state dicts: pure functions, float64 accumulation, sorted order, integer buffers
+copied and never averaged.
 
 Tensors of one name are processed in chunks, so that no float64 copy of a whole model is made.
 """
@@ -9,43 +10,53 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 StateDict = dict[str, Tensor]
-CHUNK: Final = 2**15  # values of each tensor at a time, so that intermediate results stay in the processor's cache
-LONG_CHUNK: Final = 2**19  # the same for sums that decide about weights: most tensors fit, so that their sums are not split
+# Values of each tensor at a time, so that intermediate results stay in the processor's cache.
+CHUNK: Final = 2**15
+# The same for sums that decide about weights: most tensors fit, so that their sums are not split.
+LONG_CHUNK: Final = 2**19
 
 
 def iter_chunks(tensors: Sequence[Tensor], size: int = CHUNK) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape, flattened and split into chunks of `size` values; chunks of a contiguous tensor share its memory."""
+    """Tensors of one shape, flattened and split into chunks of `size` values; chunks of a
+    contiguous tensor share its memory.
+    """
     return zip(*(tensor.detach().reshape(-1).split(size) for tensor in tensors), strict=True)
 
 
 def copy_state(state: Mapping[str, Tensor]) -> StateDict:
     """A detached copy on the CPU that shares no memory with `state`."""
-    return {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()) for name, tensor in state.items()}
+    return {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        for name, tensor in state.items()
+    }
 
 
 def check_same_shapes(states: Mapping[str, StateDict]) -> None:
-    """Raises ValueError, with the sites and the first names, if states differ in names or shapes."""
+    """Raises ValueError, with the sites and the first names, if names or shapes differ."""
     sites = sorted(states)
     for site in sites[1:]:
-        if names := _different(states[sites[0]], states[site]):
+        names = _different(states[sites[0]], states[site])
+        if names:
             raise ValueError(f"states of {sites[0]} and {site} differ in {names[:3]}")
 
 
 def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float]) -> StateDict:
     """sum_k weights_k states_k / sum_k weights_k, by site.
 
-    Floating tensors are summed in float64 in sorted site order and returned in their dtype. Integer tensors (BatchNorm's
-    `num_batches_tracked`) take the largest value of the sites with a weight above 0.
+    Floating tensors are summed in float64 in sorted site order and returned in their dtype. Integer
+    tensors (BatchNorm's `num_batches_tracked`) take the largest value of the sites with a weight
+    above 0.
 
     Args:
         states: site -> state; all with the same names and shapes.
         weights: site -> weight, >= 0; only the ratios matter. A state with weight 0 may hold NaN.
 
     Raises:
-        ValueError: no state; a weight that is missing, negative or not finite; weights that sum to 0; names or shapes that differ.
+        ValueError: no state; a weight that is missing, negative or not finite; weights that sum to
+            0; names or shapes that differ.
     """
     sites = sorted(states)
     if not sites:
@@ -53,11 +64,16 @@ def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float])
     by_site = {site: float(weights.get(site, math.nan)) for site in sites}
     total = sum(by_site.values())
     if not 0 < total < math.inf or min(by_site.values()) < 0:
-        raise ValueError(f"weights must be finite, >= 0 and not all zero, one for each state, got {by_site}")
+        raise ValueError(
+            f"weights must be finite, >= 0 and not all zero, one for each state, got {by_site}"
+        )
     check_same_shapes(states)
     counting = [site for site in sites if by_site[site]]  # 0 times NaN would be NaN
     shares = [by_site[site] / total for site in counting]
-    return {name: _mean_tensor([states[site][name] for site in counting], shares) for name in states[sites[0]]}
+    mean: StateDict = {}
+    for name in states[sites[0]]:
+        mean[name] = _mean_tensor([states[site][name] for site in counting], shares)
+    return mean
 
 
 def _mean_tensor(tensors: list[Tensor], shares: list[float]) -> Tensor:
@@ -75,7 +91,8 @@ def _mean_tensor(tensors: list[Tensor], shares: list[float]) -> Tensor:
 def gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
     """(K, K) inner products <w_j - w, w_k - w> in float64."""
     total = torch.zeros(len(tensors), len(tensors), dtype=torch.float64)
-    buffer = torch.empty(len(tensors) * min(LONG_CHUNK, origin.numel()), dtype=torch.float64)  # allocated once
+    longest = min(LONG_CHUNK, origin.numel())
+    buffer = torch.empty(len(tensors) * longest, dtype=torch.float64)  # allocated once
     for start, *chunks in iter_chunks([origin, *tensors], LONG_CHUNK):
         deltas = buffer[: len(chunks) * start.numel()].view(len(chunks), -1)
         for chunk, delta in zip(chunks, deltas, strict=True):
@@ -85,7 +102,7 @@ def gram(tensors: Sequence[Tensor], origin: Tensor) -> Tensor:
 
 
 def cosines(gram: Tensor) -> Tensor:
-    """cos(u_j, u_k), (..., K, K), from the inner products <u_j, u_k>; 0 if a vector has length 0."""
+    """cos(u_j, u_k), (..., K, K), from inner products <u_j, u_k>; 0 if a vector has length 0."""
     norms = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     scale = norms.unsqueeze(-1) * norms.unsqueeze(-2)
     return torch.where(scale > 0, gram / scale, torch.zeros_like(gram))
@@ -93,51 +110,85 @@ def cosines(gram: Tensor) -> Tensor:
 
 def difference(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> StateDict:
     """new - old for floating entries; integer entries keep the new value."""
-    return {name: tensor - old[name] if tensor.is_floating_point() else tensor.clone() for name, tensor in new.items()}
+    delta: StateDict = {}
+    for name, tensor in new.items():
+        delta[name] = tensor - old[name] if tensor.is_floating_point() else tensor.clone()
+    return delta
 
 
-def moved(state: Mapping[str, Tensor], delta: Mapping[str, Tensor], scale: float = 1.0) -> StateDict:
-    """state + scale * delta for floating entries; integer entries take delta's value (see `difference`)."""
-    return {
-        name: tensor + scale * delta[name].to(tensor.dtype) if tensor.is_floating_point() else delta[name].clone()
-        for name, tensor in state.items()
-    }
+def moved(
+    state: Mapping[str, Tensor], delta: Mapping[str, Tensor], scale: float = 1.0
+) -> StateDict:
+    """state + scale * delta for floating entries; integer entries take delta's value (see
+    `difference`).
+    """
+    result: StateDict = {}
+    for name, tensor in state.items():
+        if tensor.is_floating_point():
+            result[name] = tensor + scale * delta[name].to(tensor.dtype)
+        else:
+            result[name] = delta[name].clone()
+    return result
 
 
 def blend(first: Mapping[str, Tensor], second: Mapping[str, Tensor], share: float) -> StateDict:
-    """(1 - share) * first + share * second in the dtypes of `first`; integer entries are those of `second`."""
-    return {
-        name: torch.lerp(tensor, second[name].to(tensor.dtype), share) if tensor.is_floating_point() else second[name].clone()
-        for name, tensor in first.items()
-    }
+    """(1 - share) * first + share * second in the dtypes of `first`; integer entries are those of
+    `second`.
+    """
+    result: StateDict = {}
+    for name, tensor in first.items():
+        if tensor.is_floating_point():
+            result[name] = torch.lerp(tensor, second[name].to(tensor.dtype), share)
+        else:
+            result[name] = second[name].clone()
+    return result
 
 
 def batch_norm_entries(module: nn.Module) -> frozenset[str]:
-    """Names of all state entries that belong to batch-normalisation layers, selected by module type, never by name.
+    """Names of all state entries that belong to batch-normalisation layers, selected by module
+    type, never by name.
 
-    Any normalisation that keeps running statistics counts (BatchNorm, SyncBatchNorm, InstanceNorm with tracking).
+    Any normalisation that keeps running statistics counts (BatchNorm, SyncBatchNorm, InstanceNorm
+    with tracking).
     """
     names: set[str] = set()
-    for prefix, layer in module.named_modules(remove_duplicate=False):  # a layer in two places has two names in the state
-        if isinstance(layer, _NormBase) and (isinstance(layer, nn.modules.batchnorm._BatchNorm) or layer.track_running_stats):
-            names.update(f"{prefix}.{name}" if prefix else name for name in layer.state_dict())
+    # A layer in two places has two names in the state.
+    for prefix, layer in module.named_modules(remove_duplicate=False):
+        if not isinstance(layer, _NormBase):
+            continue
+        if isinstance(layer, _BatchNorm) or layer.track_running_stats:
+            start = f"{prefix}." if prefix else ""
+            for name in layer.state_dict():
+                names.add(start + name)
     return frozenset(names)
 
 
 def split_state(state: Mapping[str, Tensor], chosen: frozenset[str]) -> tuple[StateDict, StateDict]:
     """(entries in `chosen`, all others)."""
-    return {n: t for n, t in state.items() if n in chosen}, {n: t for n, t in state.items() if n not in chosen}
+    selected: StateDict = {}
+    others: StateDict = {}
+    for name, tensor in state.items():
+        if name in chosen:
+            selected[name] = tensor
+        else:
+            others[name] = tensor
+    return selected, others
 
 
 def misfit(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
     """Why `state` cannot be loaded in place of `like`, naming up to three tensors; "" if it can."""
     names = _different(state, like)
-    return f"{', '.join(names[:3])} missing, unexpected or of another shape" if names else ""
+    if not names:
+        return ""
+    return f"{', '.join(names[:3])} missing, unexpected or of another shape"
 
 
 def _different(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
-    """Names that only one of two states has, sorted; if there are none, names whose shapes differ."""
-    return sorted(first.keys() ^ second.keys()) or sorted(name for name in first if first[name].shape != second[name].shape)
+    """Names that only one of two states has, sorted; if there are none, those of unequal shapes."""
+    unmatched = first.keys() ^ second.keys()
+    if unmatched:
+        return sorted(unmatched)
+    return sorted(name for name in first if first[name].shape != second[name].shape)
 
 
 def state_bytes(state: Mapping[str, Tensor]) -> int:

@@ -1,4 +1,7 @@
-"""Files: written atomically; messages as safetensors with metadata in the header and a checksum. Nothing is unpickled."""
+"""Files: written atomically; messages as safetensors with metadata in the header and a checksum.
+
+Nothing is unpickled.
+"""
 
 import csv
 import errno
@@ -31,9 +34,11 @@ _HEADER = "medflare"  # the field of the safetensors header with metadata, entry
 
 
 def write_atomically(path: Path, content: bytes, *, public: bool = False) -> None:
-    """Replace a file in one step, so that a reader, or a crash, sees the old content or the new one; its folders are made if needed.
+    """Replace a file in one step, so that a reader, or a crash, sees the old content or the new
+    one; its folders are made if needed.
 
-    A `public` file and its folders get the permissions of the umask. Only this account can read others: most come from patients' images.
+    A `public` file and its folders get the permissions of the umask. Only this account can read
+    others: most come from patients' images.
     """
     with replacing(path, public=public) as temporary:
         temporary.write_bytes(content)
@@ -41,7 +46,9 @@ def write_atomically(path: Path, content: bytes, *, public: bool = False) -> Non
 
 @contextmanager
 def replacing(path: Path, *, public: bool = False) -> Iterator[Path]:
-    """An empty temporary file to write, which replaces `path` after the block; see `write_atomically`."""
+    """An empty temporary file to write, which replaces `path` after the block; see
+    `write_atomically`.
+    """
     make_folder(path.parent, public=public)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -51,7 +58,8 @@ def replacing(path: Path, *, public: bool = False) -> Iterator[Path]:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # a failed write has no name
+        # The error of a failed write does not name the file.
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
 
@@ -89,31 +97,42 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def make_folder(folder: Path, *, public: bool = False) -> None:
-    """Make a folder and those above it; the permissions of existing folders do not change. OSError if one is a file."""
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
-    for place in reversed(missing):
-        place.mkdir(mode=0o777 if public else 0o700, exist_ok=True)
+    """Make a folder and those above it; the permissions of existing folders do not change.
+
+    OSError if one is a file.
+    """
+    mode = 0o777 if public else 0o700
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=mode, exist_ok=True)
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 def write_json(path: Path, content: Any, *, public: bool = False) -> None:
-    """Write indented JSON atomically; ValueError for NaN and infinity. `public` as for `write_atomically`."""
-    write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode(), public=public)
+    """Write indented JSON atomically; ValueError for NaN and infinity. `public` as for
+    `write_atomically`.
+    """
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    write_atomically(path, text.encode(), public=public)
 
 
-def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool = True) -> str:
+def csv_text(
+    rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool = True
+) -> str:
     """Rows (column -> value) as CSV of `csv_cell`; a missing column is empty."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     if header:
         writer.writerow({name: csv_cell(name) for name in columns})
-    writer.writerows({name: csv_cell(value) for name, value in row.items()} for row in rows)
+    for row in rows:
+        writer.writerow({name: csv_cell(value) for name, value in row.items()})
     return text.getvalue()
 
 
 def csv_cell(value: Any) -> Any:
-    """A value for a CSV file: text without control characters that no spreadsheet takes for a formula.
+    """A value for a CSV file: text without control characters that no spreadsheet takes for a
+    formula.
 
     Examples:
         >>> csv_cell("=1+1"), csv_cell("-3.5e-2"), csv_cell("-"), csv_cell("A"), csv_cell(-3.5)
@@ -121,17 +140,23 @@ def csv_cell(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    return ("'" if _FORMULA.match(value) else "") + escaped(value)
+    if _FORMULA.match(value):
+        return "'" + escaped(value)
+    return escaped(value)
 
 
 def write_message(path: Path, message: Message) -> None:
-    """Write a message atomically; equal messages give equal files. After an OSError the old file is intact."""
+    """Write a message atomically; equal messages give equal files.
+
+    After an OSError the old file is intact.
+    """
     tensors = flat(message)
     content = {"meta": message.meta, "entries": sorted(message.states)}
     header = json.dumps({**content, "digest": _digest(tensors, content)}, sort_keys=True)
     with replacing(path) as temporary:
         try:
-            save_file(tensors, temporary, metadata={_HEADER: header})  # safetensors writes several fields in any order
+            # One field: safetensors writes several in any order.
+            save_file(tensors, temporary, metadata={_HEADER: header})
         except SafetensorError as error:
             code = _OS_ERROR.search(str(error))
             if code:
@@ -140,12 +165,13 @@ def write_message(path: Path, message: Message) -> None:
 
 
 def flat(message: Message) -> StateDict:
-    """All tensors by entry and name for safetensors: on the CPU, contiguous, and without shared memory."""
-    named = {
-        f"{entry}{SEPARATOR}{name}": tensor.detach().to("cpu").contiguous()
-        for entry, state in message.states.items()
-        for name, tensor in state.items()
-    }
+    """All tensors by entry and name for safetensors: on the CPU, contiguous, and without shared
+    memory.
+    """
+    named: StateDict = {}
+    for entry, state in message.states.items():
+        for name, tensor in state.items():
+            named[f"{entry}{SEPARATOR}{name}"] = tensor.detach().to("cpu").contiguous()
     end = 0
     for key, tensor in sorted(named.items(), key=lambda item: item[1].data_ptr()):
         if tensor.data_ptr() < end:
@@ -168,13 +194,20 @@ def read_message(path: Path) -> Message:
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {})[_HEADER])
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+            names = file.keys()
+            tensors = {key: file.get_tensor(key) for key in names}
         content = {"meta": header["meta"], "entries": header["entries"]}
         intact = header["digest"] == _digest(tensors, content)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise StateError(f"{path}: not a readable state file ({error}); restore it from a backup or delete it to start again") from error
+        raise StateError(
+            f"{path}: not a readable state file ({error}); "
+            "restore it from a backup or delete it to start again"
+        ) from error
     if not intact:
-        raise StateError(f"{path}: content does not match its checksum; restore it from a backup or delete it to start again")
+        raise StateError(
+            f"{path}: content does not match its checksum; "
+            "restore it from a backup or delete it to start again"
+        )
     states: dict[str, StateDict] = {entry: {} for entry in content["entries"]}
     for key, tensor in tensors.items():
         entry, name = key.rsplit(SEPARATOR, 1)
@@ -183,18 +216,21 @@ def read_message(path: Path) -> Message:
 
 
 def _digest(tensors: StateDict, content: dict[str, Any]) -> str:
-    """A checksum of names, dtypes, shapes and values of all tensors, of metadata and entry names."""
+    """A checksum of tensors (names, dtypes, shapes, values), of metadata and of entry names."""
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16)
     for key, tensor in sorted(tensors.items()):
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat_tensor = tensor.detach().cpu().contiguous()
-        flat_tensor = flat_tensor.as_strided((flat_tensor.numel(),), (1,))  # the stride of a single value may be 0, which `view` rejects
-        digest.update(flat_tensor.view(torch.uint8).numpy().data if tensor.numel() else b"")
+        if tensor.numel():
+            # The stride of a single value may be 0, which `view` rejects.
+            values = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
+            digest.update(values.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 class MemoryStore:
-    """Messages by name as long as the process lives; they are copied, since training changes tensors in place."""
+    """Messages by name as long as the process lives; they are copied, since training changes
+    tensors in place.
+    """
 
     def __init__(self) -> None:
         self._messages: dict[str, Message] = {}
@@ -203,7 +239,9 @@ class MemoryStore:
         self._messages[name] = message.copied()
 
     def load(self, name: str) -> Message | None:
-        return self._messages[name].copied() if name in self._messages else None
+        if name not in self._messages:
+            return None
+        return self._messages[name].copied()
 
     def names(self) -> list[str]:
         return sorted(self._messages)
@@ -213,7 +251,9 @@ class MemoryStore:
 
 
 class StateStore:
-    """Messages by name in one folder; `load` returns None for an unknown name and raises StateError if the file is damaged."""
+    """Messages by name in one folder; `load` returns None for an unknown name and raises StateError
+    if the file is damaged.
+    """
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
@@ -226,10 +266,14 @@ class StateStore:
         write_message(self.path(name), message)
 
     def load(self, name: str) -> Message | None:
-        return read_message(self.path(name)) if self.path(name).exists() else None
+        path = self.path(name)
+        if not path.exists():
+            return None
+        return read_message(path)
 
     def names(self) -> list[str]:
-        return sorted(path.stem for path in self.folder.glob("*.safetensors") if not path.name.startswith("."))
+        paths = self.folder.glob("*.safetensors")
+        return sorted(path.stem for path in paths if not path.name.startswith("."))
 
     def delete(self, name: str) -> None:
         self.path(name).unlink(missing_ok=True)

@@ -1,4 +1,6 @@
-"""Text for a log, a terminal and a table: that of another party made safe, and shapes; text files that people write."""
+"""Text for a log, a terminal and a table: that of another party made safe, and shapes; text files
+that people write.
+"""
 
 import codecs
 import json
@@ -10,13 +12,16 @@ NAME: Final = 100  # maximum characters of a name
 
 
 def printable(text: str) -> str:
-    """Text on one line, without control characters, terminal escapes, invisible characters and marks of the writing direction.
+    """Text on one line, without control characters, terminal escapes, invisible characters and
+    marks of the writing direction.
 
     They are written as Python escapes; invalid Unicode becomes a question mark.
 
     Examples:
-        >>> printable("two\\n lines"), printable("\\x1b[2Jgone \\u202etxt.exe"), printable("Müller 腦")
-        ('two lines', '\\\\x1b[2Jgone \\\\u202etxt.exe', 'Müller 腦')
+        >>> printable("two\\n lines"), printable("\\x1b[2Jgone \\u202etxt.exe")
+        ('two lines', '\\\\x1b[2Jgone \\\\u202etxt.exe')
+        >>> printable("Müller 腦")
+        'Müller 腦'
     """
     return escaped(" ".join(text.split()))
 
@@ -25,29 +30,44 @@ def escaped(text: str) -> str:
     """The same, with line feeds and tabs as they are."""
     if text.isprintable():
         return text
-    letters = text.encode(errors="replace").decode()
-    return "".join(letter if letter.isprintable() or letter in "\t\n" else letter.encode("unicode_escape").decode() for letter in letters)
+    letters: list[str] = []
+    for letter in text.encode(errors="replace").decode():
+        if letter.isprintable() or letter in "\t\n":
+            letters.append(letter)
+        else:
+            letters.append(letter.encode("unicode_escape").decode())
+    return "".join(letters)
 
 
 def printable_json(value: Any, depth: int = 32) -> Any:
-    """A JSON value with every text and name printable; ValueError if it is nested deeper than `depth`."""
+    """A JSON value with every text and name printable; ValueError if it is nested deeper than
+    `depth`.
+    """
     if depth < 0:
         raise ValueError("nested too deep")
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
-        return {printable(str(name)): printable_json(inner, depth - 1) for name, inner in value.items()}
-    return [printable_json(inner, depth - 1) for inner in value] if isinstance(value, list | tuple) else value
+        table: dict[str, Any] = {}
+        for name, inner in value.items():
+            table[printable(str(name))] = printable_json(inner, depth - 1)
+        return table
+    if isinstance(value, list | tuple):
+        return [printable_json(inner, depth - 1) for inner in value]
+    return value
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can name a task, a label, a site or a model, in a table, a figure and a file name.
+    """Whether a text can name a task, a label, a site or a model, in a table, a figure and a file
+    name.
 
     Examples:
         >>> is_name("optic cup"), is_name(".."), is_name("a\\x1b[2Jb"), is_name("x" * 101)
         (True, False, False, False)
     """
-    return bool(text.strip()) and text.isprintable() and len(text) <= NAME and text not in (".", "..")
+    if not text.strip() or not text.isprintable():
+        return False
+    return len(text) <= NAME and text not in (".", "..")
 
 
 def format_shape(sides: Iterable[Any]) -> str:

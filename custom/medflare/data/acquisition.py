@@ -1,5 +1,7 @@
-"""How images were acquired, in numbers: size, spacing and intensities as stored. The range over the training images, and whether a new
-image is outside of it."""
+"""How images were acquired, in numbers: size, spacing and intensities as stored.
+
+Also the range over the training images, and whether a new image is outside of it.
+"""
 
 import json
 import math
@@ -19,30 +21,37 @@ from medflare.data.reading import Image, is_coloured
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
-TRAINED_ON: Final = "trained_on"  # in a card, and in the server's last message: the range over all training sites
+# In a card, and in the server's last message: the range over all training sites.
+TRAINED_ON: Final = "trained_on"
 _MILLIMETRES: Final = 1.5  # factor beyond the range that a field of view or a spacing may have
 _PIXELS: Final = 2.0  # the same for sizes in pixels
 _CONTRAST: Final = 3.0  # the same for the span of intensities
-_MEDIAN: Final = 0.5  # how far a median may leave the range, as a fraction of the largest span of intensities
+# How far a median may leave the range, as a fraction of the largest span of intensities.
+_MEDIAN: Final = 0.5
 _SAMPLED: Final = 10_000  # intensities of a channel, evenly spaced
 _MAX_CHANNELS: Final = 64  # images with more are features and have no intensities
-_OUTER, _INNER = (5, 95), (10, 90)  # percentiles over the images; neither is the value of a single image
+# Percentiles over the images; neither is the value of a single image.
+_OUTER: Final = (5, 95)
+_INNER: Final = (10, 90)
 
 
 @plain_dataclass(frozen=True)
 class Acquisition:
     """One image."""
 
-    sides: tuple[float, ...]  # pixels, the shorter side first, since pictures are turned; voxels along the task's axes
+    # pixels, the shorter side first, since pictures are turned; voxels along the task's axes
+    sides: tuple[float, ...]
     spacing: Spacing | None  # millimetres between voxels; None for pictures, or if unknown
     medians: tuple[float, ...]  # of every channel
-    contrasts: tuple[float, ...]  # of every channel, the difference of the 95th and the 5th percentile
+    contrasts: tuple[float, ...]  # of every channel: its 95th less its 5th percentile
     coloured: bool  # whether its colours differ; False if the channels are not colours
 
     @property
     def extent(self) -> Spacing | None:
         """The field of view in millimetres."""
-        return None if self.spacing is None else tuple(side * gap for side, gap in zip(self.sides, self.spacing, strict=True))
+        if self.spacing is None:
+            return None
+        return tuple(side * gap for side, gap in zip(self.sides, self.spacing, strict=True))
 
     def row(self) -> list[float]:
         """Sides, spacing (NaN if unknown), medians, contrasts and colour as one list."""
@@ -56,18 +65,33 @@ def acquisition_of(image: Image, task: TaskConfig) -> Acquisition:
     sides: tuple[int, ...] = array.shape[1:]
     spacing: Spacing | None = None
     if task.spatial_dims == 3 and image.stored_grid is not None:
-        here = image.stored_grid.turned(task.orientation)
-        sides, spacing = here.shape, here.spacing
+        grid = image.stored_grid.turned(task.orientation)
+        sides = grid.shape
+        spacing = grid.spacing
     elif task.spatial_dims == 2:
-        sides = tuple(sorted(side for axis, side in enumerate(sides) if array.ndim == 3 or axis != task.slices.axis))
+        if array.ndim == 4:
+            axis = task.slices.axis
+            sides = sides[:axis] + sides[axis + 1 :]
+        sides = tuple(sorted(sides))
     flat = array.reshape(len(array), -1)
-    sampled = flat[:, np.linspace(0, flat.shape[1] - 1, min(flat.shape[1], _SAMPLED)).astype(int)].astype(np.float64)
-    low, median, high = np.percentile(sampled, (5, 50, 95), axis=1) if len(array) <= _MAX_CHANNELS else np.zeros((3, 0))
-    coloured = is_coloured(sampled) if len(array) == 3 and not task.channel_names and not task.pick else image.coloured
-    return Acquisition(tuple(map(float, sides)), spacing, tuple(median.tolist()), tuple((high - low).tolist()), coloured)
+    columns = np.linspace(0, flat.shape[1] - 1, min(flat.shape[1], _SAMPLED)).astype(int)
+    sampled = flat[:, columns].astype(np.float64)
+    low = median = high = np.zeros(0)
+    if len(array) <= _MAX_CHANNELS:
+        low, median, high = np.percentile(sampled, (5, 50, 95), axis=1)
+    coloured = image.coloured
+    if len(array) == 3 and not task.channel_names and not task.pick:
+        coloured = is_coloured(sampled)
+    return Acquisition(
+        tuple(map(float, sides)),
+        spacing,
+        tuple(median.tolist()),
+        tuple((high - low).tolist()),
+        coloured,
+    )
 
 
-# -- the range of training images ------------------------------------------------------------------------------------------
+# -- the range of training images ------------------------------------------------------------------
 
 
 Axes = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=2, max_length=3)]
@@ -84,28 +108,36 @@ class TrainedOn:
     extent: tuple[Axes, Axes] | None
     medians: tuple[Values, Values]
     contrasts: tuple[Values, Values]
-    coloured: Annotated[tuple[bool, ...], Field(min_length=1, max_length=2)]  # which of False and True there are
+    # which of False and True there are
+    coloured: Annotated[tuple[bool, ...], Field(min_length=1, max_length=2)]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, with six digits."""
-        rounded: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_float=lambda digits: float(f"{float(digits):.6g}"))
+        text = json.dumps(asdict(self))
+        rounded: dict[str, Any] = json.loads(
+            text, parse_float=lambda digits: float(f"{float(digits):.6g}")
+        )
         return rounded
 
     def misfit(self, task: TaskConfig) -> str:
         """Why it cannot be of a task's images, or ""."""
-        axes = {len(end) for pair in (self.sides, self.spacing, self.extent) if pair is not None for end in pair}
+        axes = {len(end) for pair in (self.sides, self.spacing, self.extent) for end in pair or ()}
         channels = {len(end) for pair in (self.medians, self.contrasts) for end in pair}
         expected = task.image_channels if task.image_channels <= _MAX_CHANNELS else 0
-        return "" if axes == {task.spatial_dims} and channels == {expected} else f"{TRAINED_ON} has other axes or channels than the task"
+        if axes == {task.spatial_dims} and channels == {expected}:
+            return ""
+        return f"{TRAINED_ON} has other axes or channels than the task"
 
 
 def range_of(rows: Any, patients: int, axes: int, minimum: int = 0) -> TrainedOn | None:
-    """The range of a site's training images, by percentiles, so that no number is of a single image.
+    """The range of a site's training images, by percentiles, so that no number is of a single
+    image.
 
     Args:
         rows: `Acquisition.row` of the images, (N, ...).
         patients: number of their patients.
-        minimum: small-cell suppression: of fewer patients there is no range; from 2 on, percentiles are 10 and 90, not 5 and 95.
+        minimum: small-cell suppression: of fewer patients there is no range; from 2 on, percentiles
+            are 10 and 90, not 5 and 95.
     """
     if not len(rows) or patients < minimum:
         return None
@@ -115,17 +147,23 @@ def range_of(rows: Any, patients: int, axes: int, minimum: int = 0) -> TrainedOn
     def ends(columns: np.ndarray) -> Any:
         return tuple(tuple(map(float, end)) for end in np.percentile(columns, percentiles, axis=0))
 
-    sides, spacing = table[:, :axes], table[:, axes : 2 * axes]
+    sides = table[:, :axes]
+    spacing = table[:, axes : 2 * axes]
     medians, contrasts = np.split(table[:, 2 * axes : -1], 2, axis=1)
-    with_spacing = ~np.isnan(spacing).any(axis=1)
+    known = ~np.isnan(spacing).any(axis=1)
+    spacing_ends = extent_ends = None
+    if known.any():
+        spacing_ends = ends(spacing[known])
+        extent_ends = ends(sides[known] * spacing[known])
+    coloured = np.percentile(table[:, -1], percentiles) > 0.5
     return TrainedOn(
         images=len(table),
         sides=ends(sides),
-        spacing=ends(spacing[with_spacing]) if with_spacing.any() else None,
-        extent=ends(sides[with_spacing] * spacing[with_spacing]) if with_spacing.any() else None,
+        spacing=spacing_ends,
+        extent=extent_ends,
         medians=ends(medians),
         contrasts=ends(contrasts),
-        coloured=tuple(sorted({bool(end > 0.5) for end in np.percentile(table[:, -1], percentiles)})),
+        coloured=tuple(sorted(set(coloured.tolist()))),
     )
 
 
@@ -135,7 +173,7 @@ def read_range(value: object) -> TrainedOn:
 
 
 def check_range(value: object) -> object:
-    """For a pydantic `AfterValidator`: raise ValueError if `read_range` does not accept the value."""
+    """For a pydantic `AfterValidator`: ValueError if `read_range` does not accept the value."""
     try:
         read_range(value)
     except ConfigError as error:
@@ -148,60 +186,87 @@ def joined_range(ranges: Iterable[TrainedOn]) -> TrainedOn | None:
     sites = list(ranges)
     if not sites:
         return None
-
-    def widest(name: str) -> Any:
-        pairs = np.array([pair for site in sites if (pair := getattr(site, name)) is not None])
-        return (tuple(pairs[:, 0].min(axis=0).tolist()), tuple(pairs[:, 1].max(axis=0).tolist())) if len(pairs) else None
-
+    ends: dict[str, Any] = {}
+    for name in ("sides", "spacing", "extent", "medians", "contrasts"):
+        pairs = [getattr(site, name) for site in sites]
+        table = np.array([pair for pair in pairs if pair is not None])  # (sites, 2, numbers)
+        ends[name] = None
+        if len(table):
+            lowest = table[:, 0].min(axis=0)
+            highest = table[:, 1].max(axis=0)
+            ends[name] = (tuple(lowest.tolist()), tuple(highest.tolist()))
     coloured = tuple(sorted({value for site in sites for value in site.coloured}))
-    ends = {name: widest(name) for name in ("sides", "spacing", "extent", "medians", "contrasts")}
     return TrainedOn(images=sum(site.images for site in sites), coloured=coloured, **ends)
 
 
-# -- a new image -----------------------------------------------------------------------------------------------------------
+# -- a new image -----------------------------------------------------------------------------------
 
 
 def outside(image: Acquisition, trained: TrainedOn, channels: Sequence[str] = ()) -> dict[str, str]:
     """How an image differs from the training images; empty if it is within their range.
 
-    Limits are wide: millimetres 1.5 times, pixels twice, the span of intensities three times beyond the range, a median half the largest
-    span. Spacings are compared only if both are known.
+    Limits are wide: millimetres 1.5 times, pixels twice, the span of intensities three times beyond
+    the range, a median half the largest span. Spacings are compared only if both are known.
 
     Returns:
         "field of view", "size", "spacing", "intensities" or "colour" -> the value and the range.
 
     Examples:
-        >>> trained = TrainedOn(9, ((30, 30), (60, 60)), ((1, 1), (1, 1)), ((30, 30), (60, 60)), ((10,), (40,)), ((80,), (100,)), (False,))
+        >>> millimetres = ((30, 30), (60, 60))
+        >>> trained = TrainedOn(9, millimetres, ((1, 1), (1, 1)), millimetres, ((10,), (40,)),
+        ...                     ((80,), (100,)), (False,))
         >>> outside(Acquisition((240, 250), (1, 1), (25,), (90,), False), trained)
         {'field of view': '240 x 250 mm, trained on 30 x 30 to 60 x 60 mm'}
         >>> outside(Acquisition((40, 40), (1, 1), (250,), (9,), False), trained)
         {'intensities': 'median 250, trained on 10 to 40; span 9, trained on 80 to 100'}
     """
     differences: dict[str, str] = {}
-    if image.spacing is not None and image.extent is not None and trained.spacing is not None and trained.extent is not None:
-        for name, values, ends in (("field of view", image.extent, trained.extent), ("spacing", image.spacing, trained.spacing)):
-            if _beyond(values, ends, _MILLIMETRES):
-                differences[name] = f"{_sides(values)} mm, trained on {_range(ends)} mm"
+    if image.spacing and image.extent and trained.spacing and trained.extent:
+        if _beyond(image.extent, trained.extent, _MILLIMETRES):
+            view = f"{_sides(image.extent)} mm, trained on {_range(trained.extent)} mm"
+            differences["field of view"] = view
+        if _beyond(image.spacing, trained.spacing, _MILLIMETRES):
+            spacing = f"{_sides(image.spacing)} mm, trained on {_range(trained.spacing)} mm"
+            differences["spacing"] = spacing
     elif _beyond(image.sides, trained.sides, _PIXELS):
         differences["size"] = f"{_sides(image.sides)}, trained on {_range(trained.sides)}"
-    several, lines = len(image.medians) > 1, []
+    intensities = _intensities_outside(image, trained, channels)
+    if intensities:
+        differences["intensities"] = "; ".join(intensities)
+    may_be_coloured = image.coloured or len(image.medians) > 1  # a single channel is grey anyway
+    if may_be_coloured and image.coloured not in trained.coloured:
+        if image.coloured:
+            differences["colour"] = "in colour, trained on grey images"
+        else:
+            differences["colour"] = "grey, trained on images in colour"
+    return differences
+
+
+def _intensities_outside(
+    image: Acquisition, trained: TrainedOn, channels: Sequence[str]
+) -> list[str]:
+    lines: list[str] = []
     slack = _MEDIAN * max((*trained.contrasts[1], 0.0))
     for number, (median, contrast) in enumerate(zip(image.medians, image.contrasts, strict=True)):
-        (low, high), (least, most) = ([end[number] for end in pair] for pair in (trained.medians, trained.contrasts))
-        of = f"of channel {channels[number] if channels else number} " if several else ""
+        low = trained.medians[0][number]
+        high = trained.medians[1][number]
+        least = trained.contrasts[0][number]
+        most = trained.contrasts[1][number]
+        of = ""
+        if len(image.medians) > 1:
+            of = f"of channel {channels[number] if channels else number} "
         if not low - slack <= median <= high + slack:
             lines.append(f"median {of}{median:.4g}, trained on {low:.4g} to {high:.4g}")
         if _beyond([contrast], ([least], [most]), _CONTRAST):
             lines.append(f"span {of}{contrast:.4g}, trained on {least:.4g} to {most:.4g}")
-    if lines:
-        differences["intensities"] = "; ".join(lines)
-    if image.coloured not in trained.coloured and (image.coloured or several):  # a single channel is grey anyway
-        differences["colour"] = "in colour, trained on grey images" if image.coloured else "grey, trained on images in colour"
-    return differences
+    return lines
 
 
 def _beyond(values: Sequence[float], ends: Sequence[Sequence[float]], factor: float) -> bool:
-    return any(not low / factor <= value <= high * factor for value, low, high in zip(values, *ends, strict=True))
+    for value, low, high in zip(values, *ends, strict=True):
+        if not low / factor <= value <= high * factor:
+            return True
+    return False
 
 
 def _sides(values: Sequence[float]) -> str:
@@ -210,4 +275,6 @@ def _sides(values: Sequence[float]) -> str:
 
 def _range(ends: Sequence[Sequence[float]]) -> str:
     low, high = map(_sides, ends)
-    return low if low == high else f"{low} to {high}"
+    if low == high:
+        return low
+    return f"{low} to {high}"

@@ -1,4 +1,7 @@
-"""A site's `datalist.json` (MONAI / Decathlon layout) and its splits. All images of a patient are in one split."""
+"""A site's `datalist.json` (MONAI / Decathlon layout) and its splits.
+
+All images of a patient are in one split.
+"""
 
 import json
 import re
@@ -6,10 +9,9 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -18,12 +20,16 @@ from medflare.core.errors import DataError
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT, checked, takes
 from medflare.core.text import printable, read_json
+from medflare.data.attributes import Attributes, parse_attributes
 from medflare.data.local import FOLDERS, PLACE, allowed_folders
 
 FILE = "datalist.json"
 SPLITS = ("training", "validation", "test")
-SHARES = {"training": 7, "validation": 1, "test": 2}  # of the patients, where splits are drawn by default
+# Of the patients, where splits are drawn by default.
+SHARES = {"training": 7, "validation": 1, "test": 2}
 _REMEDY = 'an entry is an object {"image": FILE, "label": ...}; complete it or take it out'
+
+_TextOrNull: TypeAlias = Annotated[str | int | float | None, takes("a text, or null")]
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -36,13 +42,20 @@ class _Listed:
     ]
     label: Any  # see `targets.encode_label`
     patient: str | int | float = ""
+    # See `attributes`; null where it is unknown.
+    sex: _TextOrNull = None
+    age: Annotated[str | int | float | None, takes("a number of years, or null")] = None
+    scanner: _TextOrNull = None
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class _ListedWithMasks(_Listed):
     """An entry of the file for segmentation."""
 
-    label: Annotated[str | Annotated[tuple[str, ...], Field(min_length=1)], takes("a mask file or a list of them, as the task segments")]
+    label: Annotated[
+        str | Annotated[tuple[str, ...], Field(min_length=1)],
+        takes("a mask file or a list of them, as the task segments"),
+    ]
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,9 @@ class DatalistItem:
     patient: str  # the image's file name where the datalist names no patient
     split: str  # the list that it is in, or the split that `assign_splits` has drawn
     place: str  # "DIR/datalist.json training[3]", for messages
-    channels: tuple[Path | None, ...] = ()  # a file for every channel, None for one that is missing; empty where one file holds all
+    # a file for every channel, None for one that is missing; empty where one file holds all
+    channels: tuple[Path | None, ...] = ()
+    attributes: Attributes = Attributes()  # for results by group
 
     @property
     def name(self) -> str:
@@ -69,29 +84,42 @@ class DatalistItem:
     @property
     def masks(self) -> list[Path]:
         """Its mask files (segmentation)."""
-        return self.label if isinstance(self.label, list) else [self.label]
+        if isinstance(self.label, list):
+            return self.label
+        return [self.label]
 
 
-# -- folders ---------------------------------------------------------------------------------------------------------------
+# -- folders ---------------------------------------------------------------------------------------
 
 
 def site_folders(root: Path) -> list[Path]:
-    """The sites' folders: `root` if it holds a datalist.json, else its subfolders that do, sorted; DataError if there is none."""
-    folders = [root] if (root / FILE).is_file() else sorted(path.parent for path in root.glob(f"*/{FILE}"))
+    """The sites' folders: `root` if it holds a datalist.json, else its subfolders that do, sorted;
+    DataError if there is none.
+    """
     if not root.is_dir():
-        raise DataError(f"{root}: not a folder; give a site's folder or the folder of several sites")
+        raise DataError(
+            f"{root}: not a folder; give a site's folder or the folder of several sites"
+        )
+    if (root / FILE).is_file():
+        return [root]
+    folders = sorted(path.parent for path in root.glob(f"*/{FILE}"))
     if not folders:
-        remedy = f"give a site's folder or the folder of several sites, or write a {FILE} with: medflare data init {shlex.quote(str(root))}"
-        raise DataError(f"{root}: neither a {FILE} nor folders that hold one; {remedy}")
+        raise DataError(
+            f"{root}: neither a {FILE} nor folders that hold one; "
+            f"give a site's folder or the folder of several sites, or write a {FILE} with: "
+            f"medflare data init {shlex.quote(str(root))}"
+        )
     return folders
 
 
 def site_name(folder: Path) -> str:
     """A site's name: that of its folder. A link keeps its own name; "." and ".." are resolved."""
-    return folder.resolve().name if folder.name in ("", "..") else folder.name
+    if folder.name in ("", ".."):
+        return folder.resolve().name
+    return folder.name
 
 
-# -- the file --------------------------------------------------------------------------------------------------------------
+# -- the file --------------------------------------------------------------------------------------
 
 
 def read_content(folder: Path) -> Mapping[str, Any]:
@@ -104,59 +132,83 @@ def read_content(folder: Path) -> Mapping[str, Any]:
     try:
         content = read_json(path)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; a site's folder needs a datalist.json that the site's account may read") from error
+        raise DataError(
+            f"{path}: {error.strerror}; "
+            "a site's folder needs a datalist.json that the site's account may read"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON ({error}); write it again") from error
-    if not isinstance(content, Mapping) or not any(split in content for split in SPLITS):
-        raise DataError(f"{path}: no list named training, validation or test; use the MONAI / Decathlon layout")
+    if not isinstance(content, Mapping) or content.keys().isdisjoint(SPLITS):
+        raise DataError(
+            f"{path}: no list named training, validation or test; use the MONAI / Decathlon layout"
+        )
     return content
 
 
-def read_datalist(folder: Path, kind: str, folders: Sequence[Path] | None = None) -> list[DatalistItem]:
+def read_datalist(
+    folder: Path, kind: str, folders: Sequence[Path] | None = None
+) -> list[DatalistItem]:
     """All items, in the order of the file.
 
     Args:
         kind: of the task, "segmentation" or "classification".
-        folders: further folders in which files may be, None for those of MEDFLARE_DATA_FOLDERS. Links are resolved first.
+        folders: further folders in which files may be, None for those of MEDFLARE_DATA_FOLDERS.
+            Links are resolved first.
 
     Raises:
-        DataError: see `read_content`; or an entry lacks its image or label, is listed twice, or names a file in another folder.
+        DataError: see `read_content`; or an entry lacks its image or label, is listed twice, or
+            names a file in another folder.
     """
-    content, allowed = read_content(folder), [folder, *(allowed_folders() if folders is None else folders)]
+    path = folder / FILE
+    content = read_content(folder)
+    if folders is None:
+        folders = allowed_folders()
     entries: dict[Path, DatalistItem] = {}
     for split in SPLITS:
-        listed = [] if content.get(split) is None else content[split]
+        listed = content.get(split)
+        if listed is None:
+            continue
         if not isinstance(listed, list):
-            raise DataError(f"{folder / FILE}: {split!r} must be a list of entries, found {type(listed).__name__}")
+            raise DataError(
+                f"{path}: {split!r} must be a list of entries, found {type(listed).__name__}"
+            )
         for number, item in enumerate(listed):
-            entry = _entry(folder, item, split, f"{folder / FILE} {split}[{number}]", kind)
-            if (first := entries.setdefault(entry.image, entry)) is not entry:
-                raise _listed_twice(entry, first)
+            entry = _entry(folder, item, split, f"{path} {split}[{number}]", kind)
+            if entry.image in entries:
+                raise _listed_twice(entry, entries[entry.image])
+            entries[entry.image] = entry
     places: dict[Path, str] = {}
     for entry in entries.values():
-        for file in filter(None, (*entry.files, *(entry.masks if kind == "segmentation" else []))):
-            places.setdefault(file, entry.place)
-    resolved = [path.resolve() for path in allowed]
+        masks = entry.masks if kind == "segmentation" else []
+        for file in (*entry.files, *masks):
+            if file is not None:
+                places.setdefault(file, entry.place)
+    allowed = [allowed_folder.resolve() for allowed_folder in (folder, *folders)]
     for file, place in places.items():
-        check_folder(file, resolved, place)
+        check_folder(file, allowed, place)
     return list(entries.values())
 
 
-def check_folder(file: Path, allowed: Sequence[Path], place: str, remedy: str = "move it there") -> None:
+def check_folder(
+    file: Path, allowed: Sequence[Path], place: str, remedy: str = "move it there"
+) -> None:
     """Raise DataError for a file, or the file that a link names, in no `allowed` folder (resolved).
 
     A datalist that another party wrote must not read other files that the account can read.
     """
     try:
         resolved = file.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # no permission, no valid name, or a circle of links
+    except (OSError, RuntimeError, ValueError) as error:
+        # No permission, no valid name, or a circle of links.
         reason = getattr(error, "strerror", None) or error
+        problem = f"{str(file)!r:.300} cannot be opened ({reason})"
         readable = "correct the path, or let the site's account read it"
-        raise DataError(f"{place}: {str(file)!r:.300} cannot be opened ({reason}); {readable}") from error
-    if not any(resolved.is_relative_to(folder) for folder in allowed):
-        linked = f"is a link to {resolved}," if file.is_symlink() else "lies"
-        allow = f"allow its folder in data_folders of {PLACE} (without one: in {FOLDERS})"
-        raise DataError(f"{place}: {file} {linked} outside the site's folder; {remedy}, or {allow}")
+        raise DataError(f"{place}: {problem}; {readable}") from error
+    if any(resolved.is_relative_to(folder) for folder in allowed):
+        return
+    linked = f"is a link to {resolved}," if file.is_symlink() else "lies"
+    allow = f"allow its folder in data_folders of {PLACE} (without one: in {FOLDERS})"
+    raise DataError(f"{place}: {file} {linked} outside the site's folder; {remedy}, or {allow}")
 
 
 def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> DatalistItem:
@@ -167,54 +219,79 @@ def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> Datali
     if values.get("label") is None:
         values.pop("label", None)
     listed = checked(layout, values, place, error=DataError, remedy=_REMEDY)
-    label, place_of = item["label"], partial(_file, folder)
+    label = item["label"]
     if kind == "segmentation":
-        label = list(map(place_of, label)) if isinstance(label, list) else place_of(label)
-    names = (listed.image,) if isinstance(listed.image, str) else listed.image
-    first = next((name for name in names if name is not None), None)
-    if first is None:
-        raise DataError(f"{place}: every channel of the image is null; {_REMEDY}")
-    files = (None if name is None else place_of(name) for name in names)
-    channels = () if isinstance(listed.image, str) else tuple(files)
+        if isinstance(label, list):
+            label = [_file(folder, name) for name in label]
+        else:
+            label = _file(folder, label)
+    channels: tuple[Path | None, ...] = ()
+    if isinstance(listed.image, str):
+        first = listed.image
+    else:
+        present = [name for name in listed.image if name is not None]
+        if not present:
+            raise DataError(f"{place}: every channel of the image is null; {_REMEDY}")
+        first = present[0]
+        channels = tuple(None if name is None else _file(folder, name) for name in listed.image)
     patient = str(patient_id(listed.patient)) if "patient" in item else printable(first)
-    return DatalistItem(place_of(first), label, patient, split, place, channels)
+    try:
+        attributes = parse_attributes(listed.sex, listed.age, listed.scanner)
+    except ValueError as error:
+        raise DataError(f"{place}: {error}; correct it or take it out") from None
+    return DatalistItem(_file(folder, first), label, patient, split, place, channels, attributes)
 
 
 def _file(folder: Path, name: str) -> Path:
     """A file of the datalist, also with the "\\" of Windows, unless a file has it in its name."""
     file = folder / name
-    return folder / name.replace("\\", "/") if "\\" in name and not file.exists() else file
+    if "\\" in name and not file.exists():
+        return folder / name.replace("\\", "/")
+    return file
 
 
 def patient_id(value: Any) -> Any:
-    """A patient's id without what programs add to it: spaces around it, and the ".0" of whole numbers that pandas reads beside empty cells.
+    """A patient's id without what programs add to it: spaces around it, and the ".0" of whole
+    numbers that pandas reads beside empty cells.
 
     Examples:
-        >>> patient_id(7.0), patient_id(" 7"), patient_id("7.0"), patient_id("v7.0"), patient_id(7.5)
-        (7, '7', '7', 'v7.0', 7.5)
+        >>> [patient_id(value) for value in (7.0, " 7", "7.0", "v7.0", 7.5)]
+        [7, '7', '7', 'v7.0', 7.5]
     """
     if isinstance(value, str):
         text = printable(value)
-        return text.removesuffix(".0") if re.fullmatch(r"\d+\.0", text) else text
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+        if re.fullmatch(r"\d+\.0", text):
+            return text.removesuffix(".0")
+        return text
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def class_numbers(labels: Any) -> dict[str, list[int]]:
     """Name -> numbers of the classes or structures, by "labels" of a datalist.
 
     Args:
-        labels: {"1": "liver"} (Decathlon) or {"liver": 1, "organ": [1, 2]} (nnU-Net); anything else is ignored.
+        labels: {"1": "liver"} (Decathlon) or {"liver": 1, "organ": [1, 2]} (nnU-Net); anything else
+            is ignored.
 
     Examples:
-        >>> class_numbers({"0": "background", "1": "liver"}), class_numbers({"liver": 1, "organ": [1, 2]}), class_numbers(None)
-        ({'background': [0], 'liver': [1]}, {'liver': [1], 'organ': [1, 2]}, {})
+        >>> class_numbers({"0": "background", "1": "liver"})
+        {'background': [0], 'liver': [1]}
+        >>> class_numbers({"liver": 1, "organ": [1, 2]})
+        {'liver': [1], 'organ': [1, 2]}
+        >>> class_numbers(None)
+        {}
     """
+    if not isinstance(labels, Mapping):
+        return {}
     names: defaultdict[str, list[int]] = defaultdict(list)
-    for key, value in labels.items() if isinstance(labels, Mapping) else ():
-        if isinstance(value, str) and key.isdecimal():
+    for key, value in labels.items():
+        if not isinstance(value, str):
+            numbers = value if isinstance(value, list) else [value]
+            names[printable(key)] += [number for number in numbers if type(number) is int]
+        elif key.isdecimal():
             names[printable(value)].append(int(key))
-        elif not isinstance(value, str):
-            names[printable(key)] += [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
     return {name: numbers for name, numbers in names.items() if numbers}
 
 
@@ -225,11 +302,13 @@ def mask_names(names: Mapping[str, Sequence[int]]) -> list[str]:
         >>> mask_names({"cup": [2], "disc": [1], "background": [0]})
         ['disc', 'cup']
     """
-    return [name for name in sorted(names, key=lambda name: min(names[name])) if name.lower() != "background"]
+    by_number = sorted(names, key=lambda name: min(names[name]))
+    return [name for name in by_number if name.lower() != "background"]
 
 
 def annotated_names(content: Mapping[str, Any], folder: Path) -> tuple[str, ...] | None:
-    """ "annotated" of a datalist: the structures that the site annotated, by the task's names; None where it is left out.
+    """The structures that the site annotated, by the task's names: "annotated" of its datalist;
+    None where it is left out.
 
     Raises:
         DataError: it is no list of names.
@@ -237,25 +316,33 @@ def annotated_names(content: Mapping[str, Any], folder: Path) -> tuple[str, ...]
     if "annotated" not in content:
         return None
     names = content["annotated"]
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        remedy = "list the structures that were annotated here, or leave it out"
-        raise DataError(f'{folder / FILE}: "annotated" must be a list of names, got {json.dumps(names)[:80]}; {remedy}')
-    return tuple(names)
+    if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
+        return tuple(names)
+    problem = f'"annotated" must be a list of names, got {json.dumps(names)[:80]}'
+    raise DataError(
+        f"{folder / FILE}: {problem}; list the structures that were annotated here, or leave it out"
+    )
 
 
-# -- splits ----------------------------------------------------------------------------------------------------------------
+# -- splits ----------------------------------------------------------------------------------------
 
 
 def check_patients(entries: Iterable[DatalistItem]) -> None:
-    """Raise DataError for a patient in two splits and an image that is listed twice: test patients would leak into training."""
+    """Raise DataError for a patient in two splits and an image that is listed twice: test patients
+    would leak into training.
+    """
     patients: dict[str, DatalistItem] = {}
     images: dict[Path, DatalistItem] = {}
     for entry in entries:
-        first = patients.setdefault(entry.patient, entry)
-        if first.split != entry.split:
-            raise DataError(f"{entry.place}: patient {entry.patient} is also in {first.place}; keep all of a patient's images in one split")
-        if (other := images.setdefault(entry.image.resolve(), entry)) is not entry:
-            raise _listed_twice(entry, other)
+        same_patient = patients.setdefault(entry.patient, entry)
+        if same_patient.split != entry.split:
+            raise DataError(
+                f"{entry.place}: patient {entry.patient} is also in {same_patient.place}; "
+                "keep all of a patient's images in one split"
+            )
+        same_image = images.setdefault(entry.image.resolve(), entry)
+        if same_image is not entry:
+            raise _listed_twice(entry, same_image)
 
 
 def _listed_twice(entry: DatalistItem, other: DatalistItem) -> DataError:
@@ -263,13 +350,18 @@ def _listed_twice(entry: DatalistItem, other: DatalistItem) -> DataError:
 
 
 def assign_splits(
-    entries: list[DatalistItem], listed: tuple[str, ...], site: str, *, outside: bool = False, resplit: int | None = None
+    entries: list[DatalistItem],
+    listed: tuple[str, ...],
+    site: str,
+    *,
+    outside: bool = False,
+    resplit: int | None = None,
 ) -> list[DatalistItem]:
     """The items with the splits that they are used for.
 
-    A missing list is drawn from the training patients, 70 / 10 / 20 % or what of these shares is missing. `resplit` draws all lists again
-    with as many patients in each as before. An outside site, which never trains, needs a test list only; without one it is tested on all
-    its images.
+    A missing list is drawn from the training patients, 70 / 10 / 20 % or what of these shares is
+    missing. `resplit` draws all lists again with as many patients in each as before. An outside
+    site, which never trains, needs a test list only; without one it is tested on all its images.
 
     Raises:
         DataError: a patient in two splits, no training list, or too few patients to draw from.
@@ -280,26 +372,43 @@ def assign_splits(
     missing = [split for split in SPLITS if split not in listed]
     if missing and not outside:
         if "training" in missing:
-            raise DataError(f"site {site}: datalist.json has no list 'training'; add it, or give the site the role outside")
+            raise DataError(
+                f"site {site}: datalist.json has no list 'training'; "
+                "add it, or give the site the role outside"
+            )
         entries = _draw_missing(entries, missing, site, resplit or 0)
     if resplit is None:
         return entries
-    splits = {entry.patient: entry.split for entry in entries}
-    patients = sorted(splits)
+    split_of = {entry.patient: entry.split for entry in entries}
+    patients = sorted(split_of)
+    splits = sorted(split_of.values(), key=SPLITS.index)
     order = numpy_generator(resplit, site, "resplit").permutation(len(patients))
-    drawn = {patients[index]: split for index, split in zip(order, sorted(splits.values(), key=SPLITS.index), strict=True)}
-    return [replace(entry, split=drawn[entry.patient]) for entry in entries]
+    for row, split in zip(order, splits, strict=True):
+        split_of[patients[row]] = split
+    return [replace(entry, split=split_of[entry.patient]) for entry in entries]
 
 
-def _draw_missing(entries: list[DatalistItem], missing: list[str], site: str, seed: int) -> list[DatalistItem]:
+def _draw_missing(
+    entries: list[DatalistItem], missing: list[str], site: str, seed: int
+) -> list[DatalistItem]:
+    """The items of the training list, some of whose patients become the missing lists."""
     drawn = ["training", *missing]
     patients = sorted({entry.patient for entry in entries if entry.split == "training"})
     if len(patients) < len(drawn):
+        problem = f"{len(patients)} patient(s) in 'training' cannot be split in {', '.join(drawn)}"
         remedy = f"list {' and '.join(missing)} in datalist.json or add patients"
-        raise DataError(f"site {site}: {len(patients)} patient(s) in 'training' cannot be split in {', '.join(drawn)}; {remedy}")
+        raise DataError(f"site {site}: {problem}; {remedy}")
     total = sum(SHARES[split] for split in drawn)
-    order = [patients[index] for index in numpy_generator(seed, site, "splits").permutation(len(patients))]
-    splits, rest = dict.fromkeys(order, "training"), iter(order)
+    order = numpy_generator(seed, site, "splits").permutation(len(patients))
+    rest = iter(order)
+    split_of = dict.fromkeys(patients, "training")
     for split in missing:
-        splits |= dict.fromkeys(islice(rest, max(1, round(len(patients) * SHARES[split] / total))), split)
-    return [replace(entry, split=splits[entry.patient]) if entry.split == "training" else entry for entry in entries]
+        count = max(1, round(len(patients) * SHARES[split] / total))
+        for row in islice(rest, count):
+            split_of[patients[row]] = split
+    items: list[DatalistItem] = []
+    for entry in entries:
+        if entry.split == "training":
+            entry = replace(entry, split=split_of[entry.patient])
+        items.append(entry)
+    return items

@@ -1,7 +1,18 @@
-"""Images of a site as tensors of the network's size: read, checked and resized once, then kept in memory or in a cache folder.
+"""A site's images as tensors of the network's size: the stages from a file to a `DecodedRow`.
 
-The cache has one safetensors file for each image, named by a hash of everything that its tensors depend on. Files are written atomically
-and never changed. They may be deleted at any time: an image without a file is decoded again.
+`loading.load_site_data` calls `decoded_once`. It takes each item of the datalist through these
+stages, in the order of this file:
+
+1. reading: `Source` reads the item's image and masks at their stored size (`data.reading`).
+2. decoding: `decoded_rows` checks them and cuts and resizes them; every picture, volume or slice of
+   a volume is one `DecodedRow`.
+3. caching: `decoded_once` keeps the rows in memory or in a cache folder.
+
+`loading` then asks `Decoded.tensors` for the rows of each split.
+
+The cache has one safetensors file for each image, named by a hash of everything that its tensors
+depend on. Files are written atomically and never changed. They may be deleted at any time: an image
+without a file is decoded again.
 """
 
 import errno
@@ -29,11 +40,26 @@ from medflare.core.store import write_atomically
 from medflare.core.text import format_shape
 from medflare.data import mechanisms, phantom
 from medflare.data.acquisition import acquisition_of
-from medflare.data.datalist import SPLITS, DatalistItem, annotated_names, class_numbers, read_content, read_datalist
+from medflare.data.datalist import (
+    SPLITS,
+    DatalistItem,
+    annotated_names,
+    class_numbers,
+    read_content,
+    read_datalist,
+)
 from medflare.data.local import CacheSettings, ImageBounds
 from medflare.data.progress import counted
 from medflare.data.reading import Image, channel_files, read_image, read_mask
-from medflare.data.targets import LazyTensors, annotation_of, class_counts, encode_label, encode_mask, stored_values, with_empty_masks
+from medflare.data.targets import (
+    LazyTensors,
+    annotation_of,
+    class_counts,
+    encode_label,
+    encode_mask,
+    stored_values,
+    with_empty_masks,
+)
 from medflare.data.transforms import Preprocessing
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Spacing
@@ -42,26 +68,52 @@ _FORMAT: Final = 11  # increase when the meaning of cached tensors or the checks
 _KEPT_SITES: Final = 16  # sites whose decoded images one process keeps
 _GB: Final = 10**9
 _ENDING: Final = ".safetensors"
-_ROWS: Final = "rows"  # metadata of a cache file: name, spacing, acquisition, class counts and bytes of each row
-_DECODERS: Final = ("torch", "monai", "numpy", "pillow", "pydicom", "nibabel")  # another release may read a file differently
+# Metadata of a cache file: name, spacing, acquisition, class counts and bytes of each row.
+_ROWS: Final = "rows"
+# Another release of these may read a file differently.
+_DECODERS: Final = ("torch", "monai", "numpy", "pillow", "pydicom", "nibabel")
+# Settings of a task that its decoded images depend on.
 _SETTINGS: Final = (
-    *("kind", "target", "labels", "channels", "size", "intensity", "slices", "label_values", "unlisted_labels", "spatial_dims"),
-    *("image_mode", "orientation", "spacing", "missing_channels", "pick"),
+    "kind",
+    "target",
+    "labels",
+    "channels",
+    "size",
+    "intensity",
+    "slices",
+    "label_values",
+    "unlisted_labels",
+    "spatial_dims",
+    "image_mode",
+    "orientation",
+    "spacing",
+    "missing_channels",
+    "pick",
 )
 _log = logging.getLogger(__name__)
 
 
-# -- where images come from ------------------------------------------------------------------------------------------------
+# -- 1. reading ------------------------------------------------------------------------------------
 
 
 class Source:
-    """A site's images and masks at their stored size: its folder with datalist.json, which may name files in further `folders`."""
+    """A site's images and masks at their stored size: its folder with datalist.json, which may name
+    files in further `folders`.
+    """
 
     splits_are_fixed = False  # True: the task's `resplit` does not draw splits of these images
 
-    def __init__(self, root: Path, task: TaskConfig, folders: Sequence[Path] | None = None, bounds: ImageBounds = ImageBounds()):
-        self._root, self._task = root, task
-        self._folders, self._bounds = folders, bounds
+    def __init__(
+        self,
+        root: Path,
+        task: TaskConfig,
+        folders: Sequence[Path] | None = None,
+        bounds: ImageBounds = ImageBounds(),
+    ):
+        self._root = root
+        self._task = task
+        self._folders = folders
+        self._bounds = bounds
 
     @cached_property
     def _content(self) -> Mapping[str, Any]:
@@ -86,38 +138,70 @@ class Source:
     def image(self, entry: DatalistItem) -> Image:
         """The item's image, see `reading.read_image`; DataError for a constant one, too."""
         task = self._task
-        image = read_image(channel_files(entry.channels, task, entry.place) if entry.channels else entry.files, task, self._bounds)
-        single_slice = image.array.ndim == 3 and task.kind == "segmentation"  # may be empty, for example above the head
-        if not single_slice and all(channel.min() == channel.max() for channel in image.array):
-            raise DataError(f"{entry.image}: empty, all pixels have one value; export the image again or leave it out")
+        files = entry.files
+        if entry.channels:
+            files = channel_files(entry.channels, task, entry.place)
+        image = read_image(files, task, self._bounds)
+        # One slice may be empty, for example above the head.
+        may_be_constant = image.array.ndim == 3 and task.kind == "segmentation"
+        if may_be_constant:
+            return image
+        if all(channel.min() == channel.max() for channel in image.array):
+            raise DataError(
+                f"{entry.image}: empty, all pixels have one value; "
+                "export the image again or leave it out"
+            )
         return image
 
     def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
-        """The item's mask or masks, see `reading.read_mask`; DataError for masks of different sizes, too."""
-        mask_per_label = self._task.target == "multilabel" and not self._task.label_values
-        several = mask_per_label and len(entry.masks) == 1 < len(self._task.labels)
-        masks = []
+        """The item's mask or masks, see `reading.read_mask`; DataError for masks of different
+        sizes, too.
+        """
+        task = self._task
+        mask_per_label = task.target == "multilabel" and not task.label_values
+        # All structures are channels of one file.
+        several = mask_per_label and len(entry.masks) == 1 < len(task.labels)
+        masks: list[np.ndarray] = []
         for file in entry.masks:
-            mask, segments = read_mask(file, entry.image, image, self._task, self._bounds, several=several)
-            masks.append(self._single_mask(mask, segments, file) if segments and not mask_per_label else mask)
-            if mask.shape[1:] != masks[0].shape[1:]:
-                first = f"{entry.masks[0].name} is {format_shape(masks[0].shape[1:])}"
-                raise DataError(f"{file}: the mask is {format_shape(mask.shape[1:])}, {first}; store masks of one size")
+            mask, segments = read_mask(
+                file, entry.image, image, task, self._bounds, several=several
+            )
+            if segments and not mask_per_label:
+                mask = self._single_mask(mask, segments, file)
+            masks.append(mask)
+            sides = mask.shape[1:]
+            first_sides = masks[0].shape[1:]
+            if sides != first_sides:
+                first = f"{entry.masks[0].name} is {format_shape(first_sides)}"
+                raise DataError(
+                    f"{file}: the mask is {format_shape(sides)}, {first}; store masks of one size"
+                )
         return np.concatenate(masks)
 
-    def _single_mask(self, masks: np.ndarray, segments: list[tuple[str, int]], path: Path) -> np.ndarray:
-        """Segments as one mask of label values: a segment named like a label has that label's value, others their number."""
+    def _single_mask(
+        self, masks: np.ndarray, segments: list[tuple[str, int]], path: Path
+    ) -> np.ndarray:
+        """Segments as one mask of label values: a segment named like a label has that label's
+        value, others their number.
+        """
         task = self._task
         if (masks.sum(axis=0) > 1).any():
-            raise DataError(f"{path}: segments overlap, a {task.target} task has one label a voxel; separate them, or make it multilabel")
-        values = {label: stored[0] for label, stored in zip(task.labels, stored_values(task), strict=True)}
-        return np.einsum("m...,m->...", masks, np.array([values.get(label, number) for label, number in segments]))[None]
+            raise DataError(
+                f"{path}: segments overlap, a {task.target} task has one label a voxel; "
+                "separate them, or make it multilabel"
+            )
+        stored = dict(zip(task.labels, stored_values(task), strict=True))
+        values = [stored.get(label, [number])[0] for label, number in segments]
+        return np.einsum("m...,m->...", masks, np.array(values))[None]
 
     def state(self, entry: DatalistItem) -> Any:
-        """The bounds of an image, and name, size and modification time of every file of the item."""
-        masks = entry.masks if self._task.kind == "segmentation" else []
-        bounds = [getattr(self._bounds, field.name) for field in fields(ImageBounds)]  # without those of `local.Bounds`
-        return [bounds, [[_file_state(file) for file in [*filter(None, entry.files), *masks]]]]
+        """The bounds of an image, and name, size and modification time of each of its files."""
+        # Without those of `local.Bounds`, which do not concern an image.
+        bounds = [getattr(self._bounds, field.name) for field in fields(ImageBounds)]
+        files = list(filter(None, entry.files))
+        if self._task.kind == "segmentation":
+            files += entry.masks
+        return [bounds, [[_file_state(file) for file in files]]]
 
 
 class EmbeddedSource(Source):
@@ -135,17 +219,21 @@ class EmbeddedSource(Source):
 
     def entries(self) -> list[DatalistItem]:
         """The site's generated images, with their label for classification."""
-        labels, place = self._task.kind == "classification", f"{self._task.embedded} {self._root}"
-        return [
-            DatalistItem(Path(item.name), item.grade if labels else Path(item.name), item.patient, item.split, place)
-            for item in _generated(*self._key).values()
-        ]
+        place = f"{self._task.embedded} {self._root}"
+        items: list[DatalistItem] = []
+        for picture in _generated(*self._key).values():
+            path = Path(picture.name)
+            label = picture.grade if self._task.kind == "classification" else path
+            items.append(DatalistItem(path, label, picture.patient, picture.split, place))
+        return items
 
     def image(self, entry: DatalistItem) -> Image:
-        """float32 (channels, height, width); the mean of the colours for a task with one channel."""
+        """float32 (channels, height, width); the mean of the colours for one channel."""
         picture = _generated(*self._key)[entry.name].image.astype(np.float32)
-        array = picture.transpose(2, 0, 1) if self._task.image_channels == 3 else picture.mean(axis=2)[None]
-        return Image(array, coloured=picture.shape[2] == 3)
+        coloured = picture.shape[2] == 3
+        if self._task.image_channels == 3:
+            return Image(picture.transpose(2, 0, 1), coloured=coloured)
+        return Image(picture.mean(axis=2)[None], coloured=coloured)
 
     def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
         """int64 (1, height, width)."""
@@ -159,20 +247,31 @@ class EmbeddedSource(Source):
 @lru_cache(maxsize=_KEPT_SITES)
 def _generated(embedded: str, site: str, draw: int) -> dict[str, phantom.Photograph]:
     """A site's images by name; they take up to half a second and a megabyte."""
-    images = phantom.photographs(site) if embedded == "phantom" else mechanisms.photographs(embedded, site, draw)
+    is_phantom = embedded == "phantom"
+    images = (
+        phantom.photographs(site) if is_phantom else mechanisms.photographs(embedded, site, draw)
+    )
     return {image.name: image for image in images}
 
 
 def _file_state(file: Path) -> list[Any]:
-    """Name, size and modification time of a file; of a folder those of its slices too, which change without the folder."""
+    """Name, size and modification time of a file; of a folder those of its slices too, which change
+    without the folder.
+    """
+    states: list[Any] = []
     try:
-        files = [(path, path.stat()) for path in (file, *(sorted(file.iterdir()) if file.is_dir() else ()))]
+        paths = [file]
+        if file.is_dir():
+            paths += sorted(file.iterdir())
+        for path in paths:
+            status = path.stat()
+            states.append([str(path), status.st_size, status.st_mtime_ns])
     except OSError:
         return [str(file), None, None]
-    return [[str(path), status.st_size, status.st_mtime_ns] for path, status in files]
+    return states
 
 
-# -- from images to tensors ------------------------------------------------------------------------------------------------
+# -- 2. decoding -----------------------------------------------------------------------------------
 
 
 class DecodedRow(NamedTuple):
@@ -195,32 +294,37 @@ class Decoded:
 
     rows: list[DecodedRow]  # see `DecodedRow`
     failed: dict[int, str]  # index of an item that cannot be used -> why
-    read: Callable[[DecodedRow, str], Tensor] | None = None  # reads "image" or "target" of a row whose tensors stay on the disk
+    # Reads "image" or "target" of a row whose tensors stay on the disk.
+    read: Callable[[DecodedRow, str], Tensor] | None = None
 
     def tensors(self, rows: Sequence[DecodedRow], name: str, task: TaskConfig) -> Images:
-        """Field "image" or "target" of some of the rows: one tensor if all images of the task have one size, else a sequence."""
-        values = [getattr(row, name) for row in rows]
+        """Field "image" or "target" of some of the rows: one tensor if all images of the task have
+        one size, else a sequence.
+        """
         if any(getattr(row, name) is None for row in self.rows):
-            read, counts = self.read, None
-            assert read is not None
-            if name == "target":
-                counts = torch.tensor([row.counts for row in rows], dtype=torch.int64)
-                counts = counts.reshape(len(rows), len(task.classes))  # of no rows, too
-            return LazyTensors(len(rows), lambda index: read(rows[index], name), counts)
+            return self._lazy_tensors(rows, name, task)
+        values = [getattr(row, name) for row in rows]
         one_size = task.spatial_dims == 2 and task.image_mode == "resize"
         if one_size or (name == "target" and task.kind == "classification"):
+            # Of no rows: the size of the first image.
             return torch.stack(values or [getattr(self.rows[0], name)])[: len(values)]
         return tuple(values)
 
+    def _lazy_tensors(self, rows: Sequence[DecodedRow], name: str, task: TaskConfig) -> LazyTensors:
+        read = self.read
+        assert read is not None
+        counts = None
+        if name == "target":
+            counts = torch.tensor([row.counts for row in rows], dtype=torch.int64)
+            counts = counts.reshape(len(rows), len(task.classes))  # of no rows, too
+        return LazyTensors(len(rows), lambda index: read(rows[index], name), counts)
 
-def decode(task: TaskConfig, source: Source, entries: Iterable[DatalistItem]) -> Decoded:
-    """Every picture or volume, and every used slice of volumes that are cut, read, checked and resized, in memory."""
-    failed: dict[int, str] = {}
-    return Decoded(list(decoded_rows(task, source, entries, failed)), failed)
 
-
-def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistItem], failed: dict[int, str]) -> Iterator[DecodedRow]:
-    """The rows of `decode` one by one; no more than one file is in memory.
+def decoded_rows(
+    task: TaskConfig, source: Source, entries: Iterable[DatalistItem], failed: dict[int, str]
+) -> Iterator[DecodedRow]:
+    """Every picture or volume, and every used slice of volumes that are cut, read, checked and
+    resized, one by one; no more than one file is in memory.
 
     Args:
         failed: receives the index of every item that cannot be used, and why.
@@ -230,6 +334,7 @@ def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistIte
     """
     preprocessing = Preprocessing(task)
     for number, entry in enumerate(entries):
+        # Reading: the item's files at their stored size.
         try:
             image = source.image(entry)
             target = target_of(task, source, entry, image)
@@ -238,20 +343,48 @@ def decoded_rows(task: TaskConfig, source: Source, entries: Iterable[DatalistIte
                 raise
             failed[number] = str(error)
             continue
+        # Decoding: pictures at the network's size.
         acquired = acquisition_of(image, task).row()
-        for place, (name, picture, label) in enumerate(pictures_of(task, entry, image.array, target)):
+        pictures = pictures_of(task, entry, image.array, target)
+        for place, (name, picture, label) in enumerate(pictures):
             resized = preprocessing.image(picture)
-            encoded = preprocessing.mask(label) if task.kind == "segmentation" else torch.as_tensor(label)
-            if task.target == "multilabel":  # a float channel for each label, as losses take them
-                encoded = encoded.to(torch.float32)
-            elif task.kind == "segmentation":
-                encoded = encoded[0]
-            spacing = image.grid.cell if task.spatial_dims == 3 and image.grid else None
-            if spacing is not None:
-                sides = zip(spacing[:3], picture.shape[1:], resized.shape[1:], strict=True)
-                spacing = (*(side * old / new for side, old, new in sides), *spacing[3:])
-            counts = class_counts(encoded[None], task).tolist()
-            yield DecodedRow(resized, encoded, number, place, name, spacing, acquired, counts, resized.nbytes + encoded.nbytes)
+            encoded = _target_tensor(label, task, preprocessing)
+            yield DecodedRow(
+                resized,
+                encoded,
+                number,
+                place,
+                name,
+                spacing=_resized_spacing(image, task, picture.shape[1:], resized.shape[1:]),
+                acquired=acquired,
+                counts=class_counts(encoded[None], task).tolist(),
+                nbytes=resized.nbytes + encoded.nbytes,
+            )
+
+
+def _target_tensor(label: np.ndarray, task: TaskConfig, preprocessing: Preprocessing) -> Tensor:
+    """The target of one picture, see `target_of`, as losses take it: float32 for multilabel."""
+    target = torch.as_tensor(label)
+    if task.kind == "segmentation":
+        target = preprocessing.mask(label)
+        if task.target != "multilabel":
+            return target[0]
+    if task.target == "multilabel":  # a channel for each label
+        return target.to(torch.float32)
+    return target
+
+
+def _resized_spacing(
+    image: Image, task: TaskConfig, stored: Sequence[int], resized: Sequence[int]
+) -> Spacing | None:
+    """The spacing of a volume whose sides of `stored` voxels have become `resized` ones."""
+    if task.spatial_dims != 3 or image.grid is None:
+        return None
+    cell = image.grid.cell
+    if cell is None:
+        return None
+    sides = zip(cell[:3], stored, resized, strict=True)
+    return (*(side * old / new for side, old, new in sides), *cell[3:])
 
 
 def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Image) -> np.ndarray:
@@ -264,49 +397,69 @@ def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Imag
         target = encode_label(entry.label, task, entry.place)
         assert target is not None  # items without a target were left out before
         return target
-    mask, place = source.mask(entry, image), str(entry.masks[0])
-    if task.target == "multilabel" and not task.label_values and (annotation := annotation_of(source.annotated(), task, entry.place)):
-        mask = with_empty_masks(mask, annotation)
+    mask = source.mask(entry, image)
+    place = str(entry.masks[0])
+    if task.target == "multilabel" and not task.label_values:
+        annotation = annotation_of(source.annotated(), task, entry.place)
+        if annotation is not None:
+            mask = with_empty_masks(mask, annotation)
     if mask.shape[1:] != image.array.shape[1:]:
+        mask_sides = format_shape(mask.shape[1:])
         sides = format_shape(image.array.shape[1:])
-        raise DataError(f"{place}: the mask is {format_shape(mask.shape[1:])}, its image {entry.image} is {sides}; store both at one size")
+        raise DataError(
+            f"{place}: the mask is {mask_sides}, its image {entry.image} is {sides}; "
+            "store both at one size"
+        )
     return encode_mask(mask, task, place, [str(file) for file in entry.masks])
 
 
 def pictures_of(
     task: TaskConfig, entry: DatalistItem, image: np.ndarray, target: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Name, picture (C, ...) and target, see `target_of`, of the picture or volume itself, or of each used slice of a volume.
+    """Name, picture (C, ...) and target, see `target_of`, of the picture or volume itself, or of
+    each used slice of a volume.
 
-    Slices without foreground are left out of training alone: predictions on them count where a model is measured.
+    Slices without foreground are left out of training alone: predictions on them count where a
+    model is measured.
     """
     if image.ndim == task.spatial_dims + 1:
         yield entry.name, image, target
         return
     axis = task.slices.axis + 1
-    segmentation, use_all = task.kind == "segmentation", task.slices.keep == "all" or entry.split != "training"
+    use_all = task.slices.keep == "all" or entry.split != "training"
     for position in range(image.shape[axis]):
-        label = np.take(target, position, axis=axis) if segmentation else target
+        label = target
+        if task.kind == "segmentation":
+            label = np.take(target, position, axis=axis)
         if use_all or label.any():
             yield f"{entry.name}[{position}]", np.take(image, position, axis=axis), label
 
 
-# -- decoded once ----------------------------------------------------------------------------------------------------------
+# -- 3. caching ------------------------------------------------------------------------------------
 
 _decoded_sites: OrderedDict[tuple[str, CacheSettings | None], Decoded] = OrderedDict()
 
 
-def decoded_once(site: str, task: TaskConfig, source: Source, entries: list[DatalistItem], cache: CacheSettings | None) -> Decoded:
-    """The decoded images of `entries`: from this process, else from the cache folder, else from the source.
+def decoded_once(
+    site: str,
+    task: TaskConfig,
+    source: Source,
+    entries: list[DatalistItem],
+    cache: CacheSettings | None,
+) -> Decoded:
+    """The decoded images of `entries`: from this process, else from the cache folder, else from the
+    source.
 
     Args:
         cache: the folder, and how much of it comes into memory; None decodes into memory.
 
     Raises:
-        DataError: an image cannot be used, or the images fit neither into memory nor into the cache.
+        DataError: an image cannot be used, or the images fit neither into memory nor into the
+            cache.
     """
     keys = _keys(task, source, entries)
-    key = hashlib.blake2b("".join([*keys, task.unreadable]).encode(), digest_size=16).hexdigest(), cache
+    digest = hashlib.blake2b("".join([*keys, task.unreadable]).encode(), digest_size=16)
+    key = (digest.hexdigest(), cache)
     decoded = _decoded_sites.pop(key, None)
     if decoded is None:
         numbers = counted(range(len(entries)), len(entries), f"site {site}, images read")
@@ -320,15 +473,49 @@ def decoded_once(site: str, task: TaskConfig, source: Source, entries: list[Data
     return decoded
 
 
+def decode(task: TaskConfig, source: Source, entries: Iterable[DatalistItem]) -> Decoded:
+    """All `decoded_rows`, in memory."""
+    failed: dict[int, str] = {}
+    return Decoded(list(decoded_rows(task, source, entries, failed)), failed)
+
+
+def decoded_when_used(
+    site: str, task: TaskConfig, source: Source, entries: list[DatalistItem]
+) -> Decoded:
+    """Every image is decoded and checked, none stays in memory; of those that are used again the
+    last file's stay.
+    """
+    failed: dict[int, str] = {}
+    items = counted(entries, len(entries), f"site {site}, images read")
+    rows = [_on_disk(row, task) for row in decoded_rows(task, source, items, failed)]
+
+    @lru_cache(maxsize=1)
+    def rows_of(entry: int) -> list[DecodedRow]:
+        return list(decoded_rows(task, source, [entries[entry]], {}))
+
+    return Decoded(rows, failed, lambda row, name: getattr(rows_of(row.entry)[row.place], name))
+
+
+def _on_disk(row: DecodedRow, task: TaskConfig) -> DecodedRow:
+    """The row without the tensors that are read again when they are used; labels stay."""
+    if task.kind == "classification":
+        return row._replace(image=None)
+    return row._replace(image=None, target=None)
+
+
 def _keys(task: TaskConfig, source: Source, entries: list[DatalistItem]) -> list[str]:
+    """For each item a hash of everything that its tensors depend on."""
     settings = task.to_dict()
-    shared = [_FORMAT, versions(_DECODERS), {name: settings[name] for name in _SETTINGS}, source.annotated()]
+    used_settings = {name: settings[name] for name in _SETTINGS}
+    shared = [_FORMAT, versions(_DECODERS), used_settings, source.annotated()]
     common = hashlib.blake2b(json.dumps(shared).encode(), digest_size=16)
-    keys = []
+    keys: list[str] = []
     for entry in entries:
-        split = [entry.split] if task.slices.keep == "foreground" else []  # slices are chosen for training alone
+        parts = [source.state(entry), str(entry.label), entry.name]
+        if task.slices.keep == "foreground":  # slices are chosen for training alone
+            parts.append(entry.split)
         digest = common.copy()
-        digest.update(json.dumps([source.state(entry), str(entry.label), entry.name, *split]).encode())
+        digest.update(json.dumps(parts).encode())
         keys.append(digest.hexdigest())
     return keys
 
@@ -336,8 +523,18 @@ def _keys(task: TaskConfig, source: Source, entries: list[DatalistItem]) -> list
 class _CachedImages:
     """The cached images of a site."""
 
-    def __init__(self, task: TaskConfig, source: Source, entries: list[DatalistItem], keys: list[str], cache: CacheSettings):
-        self._task, self._source, self._entries, self._cache = task, source, entries, cache
+    def __init__(
+        self,
+        task: TaskConfig,
+        source: Source,
+        entries: list[DatalistItem],
+        keys: list[str],
+        cache: CacheSettings,
+    ):
+        self._task = task
+        self._source = source
+        self._entries = entries
+        self._cache = cache
         self._paths = [Path(cache.folder) / f"{key}{_ENDING}" for key in keys]
         self._write_error = ""
         self._bytes_left: int | None = None  # that may still be written; None: not yet known
@@ -345,45 +542,61 @@ class _CachedImages:
 
     def decoded(self, site: str, numbers: Iterable[int]) -> Decoded:
         """All images: in memory if they fit, else read when they are used."""
-        task, limit = self._task, self._cache.memory_gb * _GB
+        task = self._task
         failed: dict[int, str] = {}
         rows: list[DecodedRow] = []
-        nbytes, fits = 0, True
+        nbytes = 0
+        fits = True
         for number in numbers:
             try:
-                new = self._rows(number, images=fits)
+                item_rows = self._rows(number, images=fits)
             except DataError as error:
                 if task.unreadable == "error":
                     raise
                 failed[number] = str(error)
                 continue
-            rows += new if fits else map(self._on_disk, new)
-            nbytes += sum(row.nbytes for row in new)
-            if fits and nbytes > limit:
-                fits, rows = False, [self._on_disk(row) for row in rows]
+            if not fits:
+                item_rows = [_on_disk(row, task) for row in item_rows]
+            rows += item_rows
+            nbytes += sum(row.nbytes for row in item_rows)
+            if fits and nbytes > self._cache.memory_gb * _GB:
+                fits = False
+                rows = [_on_disk(row, task) for row in rows]
             if not fits and self._write_error:
                 full = f"its decoded images take more than memory_gb = {self._cache.memory_gb:g}"
                 reason = f"the cache {self._cache.folder} cannot take them ({self._write_error})"
-                raise DataError(f"site {site}: {full}, and {reason}; give it room in local/medflare.json, or raise memory_gb")
+                raise DataError(
+                    f"site {site}: {full}, and {reason}; "
+                    "give it room in local/medflare.json, or raise memory_gb"
+                )
         return Decoded(rows, failed, None if fits else self._read)
 
-    def _on_disk(self, row: DecodedRow) -> DecodedRow:
-        return row._replace(image=None, target=row.target if self._task.kind == "classification" else None)
-
     def _rows(self, number: int, *, images: bool) -> list[DecodedRow]:
-        """The rows of an item: with their tensors if `images`, else with labels alone. An image without a file is decoded and cached."""
-        names = ["image", "target"] if images else ["target"] if self._task.kind == "classification" else []
+        """The rows of an item: with their tensors if `images`, else with labels alone.
+
+        An image without a file is decoded and cached.
+        """
+        names: tuple[str, ...] = ()
+        if images:
+            names = ("image", "target")
+        elif self._task.kind == "classification":
+            names = ("target",)
         try:
             with safe_open(self._paths[number], "pt") as file:
                 described = json.loads(file.metadata()[_ROWS])
                 tensors = {name: file.get_tensor(name).clone() for name in names if described}
             with suppress(OSError):
                 os.utime(self._paths[number])
-            pictures, targets = (tensors.get(name, [None] * len(described)) for name in ("image", "target"))
-            return [
-                DecodedRow(picture, self._unpacked(target), number, place, name, tuple(spacing) if spacing else None, *others)
-                for place, (picture, target, (name, spacing, *others)) in enumerate(zip(pictures, targets, described, strict=True))
-            ]
+            nothing = [None] * len(described)
+            pictures = tensors.get("image", nothing)
+            targets = tensors.get("target", nothing)
+            rows: list[DecodedRow] = []
+            for picture, target, values in zip(pictures, targets, described, strict=True):
+                name, spacing, *others = values
+                spacing = tuple(spacing) if spacing else None
+                label = self._unpacked(target)
+                rows.append(DecodedRow(picture, label, number, len(rows), name, spacing, *others))
+            return rows
         except (OSError, SafetensorError, KeyError, TypeError, ValueError):
             return self._decode(number)
 
@@ -393,37 +606,54 @@ class _CachedImages:
                 tensor = file.get_slice(name)[row.place].clone()
         except (OSError, SafetensorError):
             tensor = getattr(self._decode(row.entry)[row.place], name)
-        return tensor if name == "image" else self._unpacked(tensor)
+        if name == "image":
+            return tensor
+        return self._unpacked(tensor)
 
     def _decode(self, number: int) -> list[DecodedRow]:
         failed: dict[int, str] = {}
-        rows = [row._replace(entry=number) for row in decoded_rows(self._task, self._source, [self._entries[number]], failed)]
+        decoded = decoded_rows(self._task, self._source, [self._entries[number]], failed)
+        rows = [row._replace(entry=number) for row in decoded]
         if failed:
             raise DataError(failed[0])
-        if not self._write_error:
-            try:
-                self._write(self._paths[number], rows)
-            except OSError as error:
-                self._write_error = error.strerror or str(error)
-                _log.warning("cache %s cannot be written (%s); the next process decodes again", self._cache.folder, self._write_error)
+        if self._write_error:
+            return rows
+        try:
+            self._write(self._paths[number], rows)
+        except OSError as error:
+            self._write_error = error.strerror or str(error)
+            _log.warning(
+                "cache %s cannot be written (%s); the next process decodes again",
+                self._cache.folder,
+                self._write_error,
+            )
         return rows
 
     def _write(self, path: Path, rows: Sequence[DecodedRow]) -> None:
-        stacked = {name: torch.stack([getattr(row, name) for row in rows]) for name in ("image", "target")} if rows else {}
+        tensors: dict[str, Tensor] = {}
         if rows:
-            small = stacked["target"].to(torch.uint8)  # one byte for a label, where that loses nothing
-            stacked["target"] = small if torch.equal(small.to(stacked["target"].dtype), stacked["target"]) else stacked["target"]
-        content = save(stacked, {_ROWS: json.dumps([[row.name, row.spacing, row.acquired, row.counts, row.nbytes] for row in rows])})
+            tensors["image"] = torch.stack([row.image for row in rows])
+            targets = torch.stack([row.target for row in rows])
+            small = targets.to(torch.uint8)  # one byte for a label, where that loses nothing
+            if torch.equal(small.to(targets.dtype), targets):
+                targets = small
+            tensors["target"] = targets
+        described = [[row.name, row.spacing, row.acquired, row.counts, row.nbytes] for row in rows]
+        content = save(tensors, {_ROWS: json.dumps(described)})
         self._make_room(len(content))
         write_atomically(path, content)
 
     def _make_room(self, count: int) -> None:
-        """Delete the least recently used files of other sites and tasks until `count` more bytes fit."""
+        """Delete the least recently used files of other sites and tasks until `count` more bytes
+        fit.
+        """
         if self._bytes_left is None:
-            used = {path.name for path in self._paths}
-            files = [(path.stat(), path) for path in Path(self._cache.folder).glob(f"*{_ENDING}")]
-            self._unused = [path for _, path in sorted(files, key=lambda item: item[0].st_mtime) if path.name not in used]
-            self._bytes_left = int(self._cache.limit_gb * _GB) - sum(stat.st_size for stat, _ in files)
+            used = set(self._paths)
+            files = {path: path.stat() for path in Path(self._cache.folder).glob(f"*{_ENDING}")}
+            by_age = sorted(files, key=lambda path: files[path].st_mtime)
+            self._unused = [path for path in by_age if path not in used]
+            used_bytes = sum(status.st_size for status in files.values())
+            self._bytes_left = int(self._cache.limit_gb * _GB) - used_bytes
         self._bytes_left -= count
         while self._bytes_left < 0:
             if not self._unused:
@@ -435,4 +665,8 @@ class _CachedImages:
                 self._bytes_left += size
 
     def _unpacked(self, target: Tensor | None) -> Any:
-        return None if target is None else target.to(torch.float32 if self._task.target == "multilabel" else torch.int64)
+        if target is None:
+            return None
+        if self._task.target == "multilabel":
+            return target.to(torch.float32)
+        return target.to(torch.int64)

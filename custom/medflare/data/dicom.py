@@ -1,4 +1,6 @@
-"""DICOM files and series as arrays of pixel values, in the order of their slices; DICOM segmentations as masks."""
+"""DICOM files and series as arrays of pixel values, in the order of their slices; DICOM
+segmentations as masks.
+"""
 
 import warnings
 from collections.abc import Sequence
@@ -11,17 +13,31 @@ from medflare.core.errors import DataError
 from medflare.data.geometry import Grid
 
 _PIXELS: Final = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
-_NEEDED: Final = ("BitsAllocated", "BitsStored", "PixelRepresentation", "SamplesPerPixel", "PhotometricInterpretation")
+_NEEDED: Final = (
+    "BitsAllocated",
+    "BitsStored",
+    "PixelRepresentation",
+    "SamplesPerPixel",
+    "PhotometricInterpretation",
+)
 SEGMENTATION: Final = "1.2.840.10008.5.1.4.1.1.66.4"  # SOP class (PS3.4, Sec. B.5)
-_UNEVEN: Final = 0.1  # tolerance of slice distances and of offsets from the line through the slices, as a fraction of the distance
+# Tolerance of slice distances and of offsets from the line through the slices, as a fraction of the
+# distance.
+_UNEVEN: Final = 0.1
 _CLOSE: Final = 1e-3  # tolerance of equal numbers in two slices: devices round them
 _ONE: Final = {"PatientID": "patients", "SeriesInstanceUID": "series"}
-_SAME: Final = {"ImageOrientationPatient": "orientations", "PixelSpacing": "pixel spacings", "Rows": "rows", "Columns": "columns"}
+_SAME: Final = {
+    "ImageOrientationPatient": "orientations",
+    "PixelSpacing": "pixel spacings",
+    "Rows": "rows",
+    "Columns": "columns",
+}
+# In the functional groups of a frame (PS3.3, Sec. C.7.6.16.2).
 _PLANE: Final = {
     "ImagePositionPatient": "PlanePositionSequence",
     "ImageOrientationPatient": "PlaneOrientationSequence",
     "PixelSpacing": "PixelMeasuresSequence",
-}  # in the functional groups of a frame (PS3.3, Sec. C.7.6.16.2)
+}
 _GROUPS: Final = ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
 # Tags that order and positions of slices and frames depend on.
 HEADER: Final = (*_SAME, "ImagePositionPatient", "InstanceNumber", "NumberOfFrames", *_GROUPS)
@@ -37,9 +53,10 @@ def read(path: Path, **options: Any) -> Any:
     try:
         return dcmread(path, **options)
     except InvalidDicomError as error:
-        problem = "no DICOM file, since the mark DICM is not at byte 128"
-        remedy = "convert it (dcmconv of DCMTK writes the mark), or leave it out"
-        raise DataError(f"{path}: {problem}; {remedy}") from error
+        raise DataError(
+            f"{path}: no DICOM file, since the mark DICM is not at byte 128; "
+            "convert it (dcmconv of DCMTK writes the mark), or leave it out"
+        ) from error
 
 
 def tags_of(path: Path, *tags: str) -> Any:
@@ -48,51 +65,66 @@ def tags_of(path: Path, *tags: str) -> Any:
 
 
 def is_other_object(path: Path) -> bool:
-    """Whether a file, also one without DICOM's mark, is a DICOM object without an image, as a report."""
+    """Whether a file, also one without DICOM's mark, is a DICOM object without an image, as a
+    report.
+    """
+    names = ["SOPClassUID", "Rows"]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of what pydicom guesses
-            tags = read(path, force=True, stop_before_pixels=True, specific_tags=["SOPClassUID", "Rows"])
+            tags = read(path, force=True, stop_before_pixels=True, specific_tags=names)
     except Exception:  # of a damaged file; the reader reports it
         return False
     return "SOPClassUID" in tags and "Rows" not in tags
 
 
 def check_image(dataset: Any, path: Path) -> None:
-    """Raise DataError for an object that is no image, and for pixels that need a package which is not installed."""
+    """Raise DataError for an object that is no image, and for pixels that need a package which is
+    not installed.
+    """
     from pydicom.pixels import get_decoder
     from pydicom.uid import JPEGExtended12Bit
 
-    if "Rows" not in dataset or "Columns" not in dataset or not any(name in dataset for name in _PIXELS):
+    has_sides = "Rows" in dataset and "Columns" in dataset
+    if not has_sides or not any(name in dataset for name in _PIXELS):
         kind = getattr(dataset.get("SOPClassUID"), "name", "") or "unknown kind"
         raise DataError(f"{path}: a DICOM object without pixels ({kind}); leave it out")
     syntax = getattr(dataset, "file_meta", {}).get("TransferSyntaxUID")
     if syntax is None or syntax.is_private or not syntax.is_encapsulated:
         return
     try:
-        decoder = get_decoder(syntax)
+        available = list(get_decoder(syntax).available_plugins)
     except NotImplementedError:
-        raise DataError(f"{path}: its pixels are compressed as {syntax.name}; export it uncompressed") from None
-    deep = syntax == JPEGExtended12Bit and dataset.get("BitsStored", 8) > 8  # Pillow has 8 bits alone
-    available = [name for name in decoder.available_plugins if not (deep and name == "pillow")]
+        raise DataError(
+            f"{path}: its pixels are compressed as {syntax.name}; export it uncompressed"
+        ) from None
+    # Pillow has 8 bits alone.
+    if syntax == JPEGExtended12Bit and dataset.get("BitsStored", 8) > 8 and "pillow" in available:
+        available.remove("pillow")
     if not available:
+        problem = f"no installed package reads its compression ({syntax.name})"
         package = "pylibjpeg-openjpeg" if "2000" in syntax.name else "pylibjpeg-libjpeg"
-        remedy = f"pip install pylibjpeg {package}, or export it uncompressed"
-        raise DataError(f"{path}: no installed package reads its compression ({syntax.name}); {remedy}")
+        raise DataError(
+            f"{path}: {problem}; pip install pylibjpeg {package}, or export it uncompressed"
+        )
 
 
 def pixels(dataset: Any, *, mask: bool = False) -> tuple[np.ndarray, bool]:
-    """The pixel values of a file: (i, j), i along the columns, or (i, j, frames), then colours if any; and whether there are colours.
+    """The pixel values of a file: (i, j), i along the columns, or (i, j, frames), then colours if
+    any; and whether there are colours.
 
-    Modality tables, slopes and palettes are applied. Windows are not: images stay comparable. MONOCHROME1 images, whose lowest number is
-    white, are inverted within the range of the stored numbers (PS3.3, Sec. C.7.6.3.1.2). A mask's palette and inversion are ignored.
+    Modality tables, slopes and palettes are applied. Windows are not: images stay comparable.
+    MONOCHROME1 images, whose lowest number is white, are inverted within the range of the stored
+    numbers (PS3.3, Sec. C.7.6.3.1.2). A mask's palette and inversion are ignored.
     """
     from pydicom.pixels import apply_color_lut
 
-    array, kind = _decoded(dataset), str(dataset.get("PhotometricInterpretation", ""))
+    array = _decoded(dataset)
+    kind = str(dataset.get("PhotometricInterpretation", ""))
     colours = int(dataset.get("SamplesPerPixel", 1)) > 1
     if kind == "PALETTE COLOR" and not mask:
-        array, colours = apply_color_lut(array, dataset)[..., :3], True
+        array = apply_color_lut(array, dataset)[..., :3]
+        colours = True
         if dataset.RedPaletteColorLookupTableDescriptor[2] == 16:
             array = array >> 8  # to the range of other colours
     else:
@@ -107,25 +139,32 @@ def pixels(dataset: Any, *, mask: bool = False) -> tuple[np.ndarray, bool]:
 
 
 def _decoded(dataset: Any) -> np.ndarray:
-    """The stored numbers; ValueError with a text of our own for pixels that are damaged or cut off."""
+    """The stored numbers; ValueError with a text of our own for damaged or cut-off pixels."""
     try:
         return dataset.pixel_array
     except Exception as error:
-        if missing := [name for name in _NEEDED if name not in dataset]:
-            raise ValueError(f"its header lacks {missing[0]}") from error
+        for name in _NEEDED:
+            if name not in dataset:
+                raise ValueError(f"its header lacks {name}") from error
         syntax = getattr(dataset, "file_meta", {}).get("TransferSyntaxUID")
         if syntax is not None and syntax.is_encapsulated:
-            raise ValueError(f"its compressed pixels, {syntax.name}, are damaged or of a rare kind") from error
+            problem = f"its compressed pixels, {syntax.name}, are damaged or of a rare kind"
+            raise ValueError(problem) from error
         raise ValueError("its pixels are cut off, or do not fit its header") from error
 
 
 def _rescaled(array: np.ndarray, dataset: Any) -> np.ndarray:
-    """Values after slope and intercept or table. pydicom does not read those of the frames of enhanced objects."""
+    """Values after slope and intercept or table. pydicom does not read those of the frames of
+    enhanced objects.
+    """
     from pydicom.pixels import apply_modality_lut
 
-    groups = [*(dataset.get("SharedFunctionalGroupsSequence") or ()), *(dataset.get("PerFrameFunctionalGroupsSequence") or ())]
-    items = [item for group in groups for item in group.get("PixelValueTransformationSequence") or ()]  # PS3.3, Sec. C.7.6.16
-    slopes = {(float(item.RescaleSlope), float(item.RescaleIntercept)) for item in items}
+    slopes: set[tuple[float, float]] = set()
+    for name in _GROUPS:
+        for group in dataset.get(name) or ():
+            # PS3.3, Sec. C.7.6.16
+            for item in group.get("PixelValueTransformationSequence") or ():
+                slopes.add((float(item.RescaleSlope), float(item.RescaleIntercept)))
     if len(slopes) > 1:
         raise ValueError("its frames have different rescale slopes; convert it to NIfTI")
     for slope, intercept in slopes:
@@ -133,41 +172,53 @@ def _rescaled(array: np.ndarray, dataset: Any) -> np.ndarray:
     return apply_modality_lut(array, dataset)
 
 
-# -- series ----------------------------------------------------------------------------------------------------------------
+# -- series ----------------------------------------------------------------------------------------
 
 
 def frames_of(dataset: Any) -> list[Any]:
-    """The frames of an enhanced object (PS3.3, A.36 and A.38) as headers of slices, numbered from 1; ValueError if it lacks some.
+    """The frames of an enhanced object (PS3.3, A.36 and A.38) as headers of slices, numbered from
+    1; ValueError if it lacks some.
 
     Empty for other objects, and for frames of one position, as in time: they are no volume.
     """
     from pydicom import Dataset
 
-    if int(dataset.get("NumberOfFrames") or 1) < 2 or any(not dataset.get(name) for name in _GROUPS):
+    count = int(dataset.get("NumberOfFrames") or 1)
+    if count < 2 or not all(dataset.get(name) for name in _GROUPS):
         return []
-    if len(dataset.PerFrameFunctionalGroupsSequence) != int(dataset.NumberOfFrames):
+    if len(dataset.PerFrameFunctionalGroupsSequence) != count:
         raise ValueError("some of its frames have no functional groups")
-    frames = []
+    frames: list[Any] = []
     for number, groups in enumerate(dataset.PerFrameFunctionalGroupsSequence, start=1):
         header = Dataset()
-        header.Rows, header.Columns, header.InstanceNumber = dataset.Rows, dataset.Columns, number
+        header.Rows = dataset.Rows
+        header.Columns = dataset.Columns
+        header.InstanceNumber = number
         for keyword, name in _PLANE.items():
-            if (group := _group(dataset, groups, name)) is not None and keyword in group:
+            group = _group(dataset, groups, name)
+            if group is not None and keyword in group:
                 header[keyword] = group[keyword]
         frames.append(header)
     positions = {tuple(map(float, header.get("ImagePositionPatient", ()))) for header in frames}
-    return frames if len(positions) > 1 else []
+    if len(positions) < 2:
+        return []
+    return frames
 
 
 def _group(dataset: Any, groups: Any, name: str) -> Any:
     """A functional group of a frame: its own, or the one of all frames; None if there is none."""
-    return next((part[name][0] for part in (groups, dataset.SharedFunctionalGroupsSequence[0]) if part.get(name)), None)
+    for part in (groups, dataset.SharedFunctionalGroupsSequence[0]):
+        if part.get(name):
+            return part[name][0]
+    return None
 
 
 def in_order(slices: Sequence[Any], path: Path) -> list[Any]:
-    """The slices (datasets, or `frames_of` one file) of a series in their order: by number if the positions agree, else by position.
+    """The slices (datasets, or `frames_of` one file) of a series in their order: by number if the
+    positions agree, else by position.
 
-    DataError for several patients or series, different orientations, spacings or sizes, no order, or uneven distances.
+    DataError for several patients or series, different orientations, spacings or sizes, no order,
+    or uneven distances.
     """
     if len(slices) == 1:
         slices = frames_of(slices[0]) or slices
@@ -175,44 +226,73 @@ def in_order(slices: Sequence[Any], path: Path) -> list[Any]:
         return list(slices)
     _check_one_series(slices, path)
     numbers = [dataset.get("InstanceNumber") for dataset in slices]
-    by_number = None if None in numbers or len(set(numbers)) < len(numbers) else np.argsort(np.array(numbers, np.int64))
+    by_number: np.ndarray | None = None
+    if None not in numbers and len(set(numbers)) == len(numbers):
+        by_number = np.argsort(np.array(numbers, np.int64))
     if not _has_positions(slices):
         if by_number is None:
-            raise DataError(f"{path}: its slices have neither ImagePositionPatient nor InstanceNumber; export the series again")
+            raise DataError(
+                f"{path}: its slices have neither ImagePositionPatient nor InstanceNumber; "
+                "export the series again"
+            )
         return [slices[row] for row in by_number]
     corners = np.array([dataset.ImagePositionPatient for dataset in slices], np.float64)
     right, down = np.split(np.array(slices[0].ImageOrientationPatient, np.float64), 2)
     positions = corners @ np.cross(right, down)
     order = np.argsort(positions, kind="stable")
-    if by_number is not None and ((gaps := np.diff(positions[by_number])) > 0).all() | (gaps < 0).all():
-        order = by_number
+    if by_number is not None:
+        gaps = np.diff(positions[by_number])
+        if (gaps > 0).all() or (gaps < 0).all():
+            order = by_number
     _check_even(corners[order], np.abs(np.diff(positions[order])), path)
     return [slices[row] for row in order]
 
 
 def _has_positions(slices: Sequence[Any]) -> bool:
-    return all("ImagePositionPatient" in dataset and "ImageOrientationPatient" in dataset for dataset in slices)
+    tags = ("ImagePositionPatient", "ImageOrientationPatient")
+    return all(tag in dataset for dataset in slices for tag in tags)
 
 
 def _check_one_series(slices: Sequence[Any], path: Path) -> None:
     for tag, several in _ONE.items():
-        if len(ids := {str(dataset.get(tag)) for dataset in slices if dataset.get(tag) is not None}) > 1:
-            raise DataError(f"{path}: slices of {len(ids)} {several} lie in one folder; give every series a folder of its own")
+        ids = {str(dataset.get(tag)) for dataset in slices if dataset.get(tag) is not None}
+        if len(ids) > 1:
+            raise DataError(
+                f"{path}: slices of {len(ids)} {several} lie in one folder; "
+                "give every series a folder of its own"
+            )
     for tag, several in _SAME.items():
-        values = [np.array(dataset.get(tag), np.float64) for dataset in slices if dataset.get(tag) is not None]
-        if any(value.shape != values[0].shape or np.abs(value - values[0]).max() > _CLOSE for value in values[1:]):
-            raise DataError(f"{path}: the slices have different {several}; take those that do not belong there out of the folder")
+        values: list[np.ndarray] = []
+        for dataset in slices:
+            if dataset.get(tag) is not None:
+                values.append(np.array(dataset.get(tag), np.float64))
+        for value in values[1:]:
+            if value.shape != values[0].shape or np.abs(value - values[0]).max() > _CLOSE:
+                raise DataError(
+                    f"{path}: the slices have different {several}; "
+                    "take those that do not belong there out of the folder"
+                )
 
 
 def _check_even(corners: np.ndarray, gaps: np.ndarray, path: Path) -> None:
-    """Refuse lost slices, and slices beside the line through the others; `corners` (N, 3) in order, mm."""
-    if np.ptp(gaps) > _UNEVEN * np.median(gaps):
-        remedy = "restore what is missing, export echoes and times as series of their own, or resample the volume"
-        raise DataError(f"{path}: slices lie {gaps.min():g} to {gaps.max():g} mm apart; {remedy}")
+    """Refuse lost slices, and slices beside the line through the others; `corners` (N, 3) in order,
+    mm.
+    """
+    tolerance = _UNEVEN * np.median(gaps)
+    if np.ptp(gaps) > tolerance:
+        problem = f"slices lie {gaps.min():g} to {gaps.max():g} mm apart"
+        raise DataError(
+            f"{path}: {problem}; "
+            "restore what is missing, export echoes and times as series of their own, "
+            "or resample the volume"
+        )
     line = corners[0] + np.linspace(0, 1, len(corners))[:, None] * (corners[-1] - corners[0])
     offset = np.linalg.norm(corners - line, axis=1).max()
-    if offset > _UNEVEN * np.median(gaps):
-        raise DataError(f"{path}: a slice lies {offset:.3g} mm beside the line through the others; take it out, or resample the volume")
+    if offset > tolerance:
+        raise DataError(
+            f"{path}: a slice lies {offset:.3g} mm beside the line through the others; "
+            "take it out, or resample the volume"
+        )
 
 
 def grid_of(slices: Sequence[Any]) -> Grid:
@@ -220,14 +300,15 @@ def grid_of(slices: Sequence[Any]) -> Grid:
 
     Not known if a slice has no position. Without a pixel spacing only the directions are known.
     """
-    first, last = slices[0], slices[-1]
+    first = slices[0]
     shape = (int(first.Columns), int(first.Rows), len(slices))
     if not _has_positions(slices):
         return Grid(shape, np.eye(4), has_affine=False)
     right, down = np.split(np.array(first.ImageOrientationPatient, np.float64), 2)
     spacing = _pixel_spacing(first)
     between_rows, between_columns = spacing or (1.0, 1.0)
-    start, end = np.array([first.ImagePositionPatient, last.ImagePositionPatient], np.float64)
+    corners = [first.ImagePositionPatient, slices[-1].ImagePositionPatient]
+    start, end = np.array(corners, np.float64)
     affine = np.eye(4)
     affine[:3] = np.column_stack([right * between_columns, down * between_rows, [0, 0, 1], start])
     if len(slices) > 1:
@@ -243,58 +324,88 @@ def _pixel_spacing(header: Any) -> tuple[float, float] | None:
     return float(lengths[0]), float(lengths[1])
 
 
-# -- segmentations ---------------------------------------------------------------------------------------------------------
+# -- segmentations ---------------------------------------------------------------------------------
 
 
 def segment_codes(dataset: Any) -> dict[str, dict[str, Any]]:
-    """Label of a segment -> its type, as in `TaskConfig.codes`; types of private schemes (99...) are left out."""
-    codes = {}
+    """Label of a segment -> its type, as in `TaskConfig.codes`; types of private schemes (99...)
+    are left out.
+    """
+    codes: dict[str, dict[str, Any]] = {}
     for segment in dataset.SegmentSequence:
-        kind, category = (_code(segment.get(f"SegmentedProperty{part}CodeSequence")) for part in ("Type", "Category"))
-        if kind is not None:
-            codes[str(segment.SegmentLabel)] = kind | ({} if category is None else {"category": category})
+        kind = _code(segment.get("SegmentedPropertyTypeCodeSequence"))
+        category = _code(segment.get("SegmentedPropertyCategoryCodeSequence"))
+        if kind is None:
+            continue
+        if category is not None:
+            kind["category"] = category
+        codes[str(segment.SegmentLabel)] = kind
     return codes
 
 
-def _code(sequence: Any) -> dict[str, str] | None:
+def _code(sequence: Any) -> dict[str, Any] | None:
     """The first coded concept of a sequence; None for a private one, or without a code."""
     item = sequence[0] if sequence else {}
-    value, scheme, meaning = (str(item.get(name, "")) for name in ("CodeValue", "CodingSchemeDesignator", "CodeMeaning"))
+    value = str(item.get("CodeValue", ""))
+    scheme = str(item.get("CodingSchemeDesignator", ""))
+    meaning = str(item.get("CodeMeaning", ""))
     if not (value and scheme and meaning) or scheme.startswith("99"):
         return None
     return {"value": value, "scheme": scheme, "meaning": meaning}
 
 
-def segments(dataset: Any, path: Path, series: str, grid: Grid) -> tuple[np.ndarray, list[tuple[str, int]]]:
-    """The masks of a segmentation object (PS3.3, A.51) on the grid of its `series` (a UID): int64 (M, i, j, k); label and number of each.
+def segments(
+    dataset: Any, path: Path, series: str, grid: Grid
+) -> tuple[np.ndarray, list[tuple[str, int]]]:
+    """The masks of a segmentation object (PS3.3, A.51) on the grid of its `series` (a UID): int64
+    (M, i, j, k); label and number of each.
 
-    An object has frames for slices with foreground alone, in any order, each with its position. DataError if it refers to another series,
-    or a frame lies elsewhere.
+    An object has frames for slices with foreground alone, in any order, each with its position.
+    DataError if it refers to another series, or a frame lies elsewhere.
     """
-    referenced = {str(item.SeriesInstanceUID) for item in dataset.get("ReferencedSeriesSequence", ())}
+    references = dataset.get("ReferencedSeriesSequence", ())
+    referenced = {str(item.SeriesInstanceUID) for item in references}
     if referenced and series not in referenced:
-        raise DataError(f"{path}: segments the series {', '.join(sorted(referenced))}, its image is {series}; correct the datalist")
-    labels = [(str(item.SegmentLabel), int(item.SegmentNumber)) for item in dataset.SegmentSequence]
-    rows = {number: row for row, (_, number) in enumerate(labels)}
+        raise DataError(
+            f"{path}: segments the series {', '.join(sorted(referenced))}, its image is {series}; "
+            "correct the datalist"
+        )
+    labels: list[tuple[str, int]] = []
+    rows: dict[int, int] = {}  # of the masks, by number of the segment
+    for segment in dataset.SegmentSequence:
+        number = int(segment.SegmentNumber)
+        rows[number] = len(labels)
+        labels.append((str(segment.SegmentLabel), number))
     masks = np.zeros((len(labels), *grid.shape), np.int64)
     frames = _decoded(dataset).reshape(-1, int(dataset.Rows), int(dataset.Columns))
     threshold = int(dataset.get("MaximumFractionalValue", 1)) / 2
     for frame, groups in zip(frames, dataset.PerFrameFunctionalGroupsSequence, strict=True):
-        number = int(_group(dataset, groups, "SegmentIdentificationSequence").ReferencedSegmentNumber)
-        masks[rows[number]][_voxels(dataset, groups, grid, path)] |= (frame > threshold).astype(np.int64)
+        segment = _group(dataset, groups, "SegmentIdentificationSequence")
+        mask = masks[rows[int(segment.ReferencedSegmentNumber)]]
+        mask[_voxels(dataset, groups, grid, path)] |= (frame > threshold).astype(np.int64)
     return masks, labels
 
 
 def _voxels(dataset: Any, groups: Any, grid: Grid, path: Path) -> tuple[np.ndarray, ...]:
     """Voxel indices along the grid's three axes of every pixel of a frame, each (rows, columns)."""
-    start, orientation, spacing = (np.array(_group(dataset, groups, name)[tag].value, np.float64) for tag, name in _PLANE.items())
+    start, orientation, spacing = (
+        np.array(_group(dataset, groups, name)[tag].value, np.float64)
+        for tag, name in _PLANE.items()
+    )
     right, down = np.split(orientation, 2)
     between_rows, between_columns = spacing
-    rows, columns = np.mgrid[: int(dataset.Rows), : int(dataset.Columns)][..., None].astype(np.float64)
-    positions = (start + columns * between_columns * right + rows * between_rows * down) @ _RAS[:3, :3]
+    pixel_grid = np.mgrid[: int(dataset.Rows), : int(dataset.Columns)]
+    rows, columns = pixel_grid[..., None].astype(np.float64)
+    # The position of a pixel (PS3.3, Eq. C.7.6.2.1-1).
+    positions = start + columns * between_columns * right + rows * between_rows * down
+    positions = positions @ _RAS[:3, :3]
     inverse = np.linalg.inv(grid.affine)
     exact = positions @ inverse[:3, :3].T + inverse[:3, 3]
     voxels = exact.round().astype(int)
-    if np.abs(exact - voxels).max() > _OFFSET or (voxels < 0).any() or (voxels >= grid.shape).any():
-        raise DataError(f"{path}: a frame lies beside the slices of its series; give the series that was segmented")
+    outside = (voxels < 0).any() or (voxels >= grid.shape).any()
+    if outside or np.abs(exact - voxels).max() > _OFFSET:
+        raise DataError(
+            f"{path}: a frame lies beside the slices of its series; "
+            "give the series that was segmented"
+        )
     return tuple(np.moveaxis(voxels, -1, 0))

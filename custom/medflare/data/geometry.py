@@ -1,4 +1,7 @@
-"""The grid of a volume's voxels. An affine maps voxel indices (i, j, k) to millimetres in RAS, as in NIfTI."""
+"""The grid of a volume's voxels.
+
+An affine maps voxel indices (i, j, k) to millimetres in RAS, as in NIfTI.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,7 +14,8 @@ from medflare.core.errors import DataError
 from medflare.core.text import format_shape
 from medflare.tasks.config import TaskConfig
 
-_OBLIQUE: Final = 30.0  # degrees between an axis and the nearest axis of the patient; tilted scans have up to that
+# Degrees between an axis and the nearest axis of the patient; tilted scans have up to that.
+_OBLIQUE: Final = 30.0
 _SHEARED: Final = 1e-3  # cosine between two axes; below it, headers are rounded
 _SAME: Final = 0.5  # of the shortest side of a voxel: grids whose corners are closer count as equal
 
@@ -30,7 +34,7 @@ class Grid:
         """Millimetres between voxels along each axis; None where the file gives none."""
         if not (self.has_affine and self.has_spacing):
             return None
-        return tuple(float(side) for side in self._sides)
+        return tuple(map(float, self._sides))
 
     @property
     def cell(self) -> tuple[float, ...] | None:
@@ -46,7 +50,9 @@ class Grid:
     @property
     def voxel_volume(self) -> float | None:
         """Cubic millimetres of a voxel; None where the spacing is unknown."""
-        return None if self.spacing is None else float(abs(np.linalg.det(self.affine[:3, :3])))
+        if self.spacing is None:
+            return None
+        return float(abs(np.linalg.det(self.affine[:3, :3])))
 
     @property
     def codes(self) -> str:
@@ -60,13 +66,14 @@ class Grid:
         return np.sqrt(np.square(self.affine[:3, :3]).sum(axis=0))
 
     def turn(self, orientation: str) -> Any:
-        """The permutation and flips of axes to an orientation, for nibabel's `apply_orientation`."""
+        """The permutation and flips of axes to an orientation, for `apply_orientation`."""
         from nibabel import orientations
 
-        return orientations.ornt_transform(orientations.io_orientation(self.affine), orientations.axcodes2ornt(tuple(orientation)))
+        present = orientations.io_orientation(self.affine)
+        return orientations.ornt_transform(present, orientations.axcodes2ornt(tuple(orientation)))
 
     def turned(self, orientation: str) -> "Grid":
-        """The same positions with axes along an orientation; unchanged if the file gives no affine."""
+        """The same positions with axes along an orientation; unchanged without an affine."""
         from nibabel import orientations
 
         if not self.has_affine:
@@ -82,26 +89,46 @@ class Grid:
             return f"{format_shape(other.shape)} voxels, not {format_shape(self.shape)}"
         if self.has_affine != other.has_affine:
             return "only one of them has an affine"
-        corners = np.array([[*np.multiply(place, np.subtract(self.shape, 1)), 1] for place in np.ndindex(2, 2, 2)])
+        last_voxel = np.subtract(self.shape, 1)
+        corners = np.array([[*np.multiply(ends, last_voxel), 1] for ends in np.ndindex(2, 2, 2)])
         distance = np.abs(corners @ (self.affine - other.affine).T).max()
-        return f"up to {distance:.3g} mm away" if distance > _SAME * self._sides.min() else ""
+        if distance > _SAME * self._sides.min():
+            return f"up to {distance:.3g} mm away"
+        return ""
 
     def check(self, path: Path) -> None:
-        """Raise DataError for an axis without length, with NaN, or more than 30 degrees away from each of the patient's."""
+        """Raise DataError for an axis without length, with NaN, or more than 30 degrees away from
+        each of the patient's.
+        """
         sides = self._sides
         if not (np.isfinite(self.affine).all() and (sides > 0).all()):
-            raise DataError(f"{path}: spacing {format_shape(sides)} mm, each must be above 0; correct the file's header")
+            raise DataError(
+                f"{path}: spacing {format_shape(sides)} mm, each must be above 0; "
+                "correct the file's header"
+            )
         cosines = np.abs(self.affine[:3, :3] / sides)
         angle = math.degrees(float(np.arccos(cosines.max(axis=0).clip(max=1)).max()))
         if angle > _OBLIQUE or len(set(cosines.argmax(axis=0))) < 3:
-            remedy = "resample the volume along the patient's axes, for example with nibabel.processing.conform"
-            raise DataError(f"{path}: oblique affine, an axis leans {angle:.0f} degrees away from the patient's; {remedy}")
+            problem = f"an axis leans {angle:.0f} degrees away from the patient's"
+            raise DataError(
+                f"{path}: oblique affine, {problem}; "
+                "resample the volume along the patient's axes, for example with "
+                "nibabel.processing.conform"
+            )
 
 
 def check_same_grid(file: Path, grid: Grid | None, other: Path, other_grid: Grid | None) -> None:
-    """Raise DataError for a mask or channel that lies on another grid than its image; files without a grid pass."""
-    if grid is not None and other_grid is not None and (difference := other_grid.difference(grid)):
-        raise DataError(f"{file}: lies on another grid than {other.name} ({difference}); resample one to the other")
+    """Raise DataError for a mask or channel that lies on another grid than its image; files without
+    a grid pass.
+    """
+    if grid is None or other_grid is None:
+        return
+    difference = other_grid.difference(grid)
+    if difference:
+        raise DataError(
+            f"{file}: lies on another grid than {other.name} ({difference}); "
+            "resample one to the other"
+        )
 
 
 def apply_turn(array: np.ndarray, turn: Any) -> np.ndarray:
@@ -111,28 +138,37 @@ def apply_turn(array: np.ndarray, turn: Any) -> np.ndarray:
     return np.stack([orientations.apply_orientation(channel, turn) for channel in array])
 
 
-def to_task_grid(array: np.ndarray, grid: Grid, task: TaskConfig, *, labels: bool = False) -> tuple[np.ndarray, Grid]:
+def to_task_grid(
+    array: np.ndarray, grid: Grid, task: TaskConfig, *, labels: bool = False
+) -> tuple[np.ndarray, Grid]:
     """A stored volume (C, i, j, k) in the task's orientation and spacing, and its new grid.
 
     Labels are resampled by the nearest voxel and keep their dtype, intensities linearly.
     """
     if not grid.has_affine:
         return array, grid
-    array, grid = np.ascontiguousarray(apply_turn(array, grid.turn(task.orientation))), grid.turned(task.orientation)
+    array = np.ascontiguousarray(apply_turn(array, grid.turn(task.orientation)))
+    grid = grid.turned(task.orientation)
     if task.spacing is None:
         return array, grid
     import torch
     from monai.data.meta_tensor import MetaTensor
     from monai.transforms.spatial.array import Spacing
 
-    volume: Any = MetaTensor(torch.as_tensor(array, dtype=torch.float32), affine=torch.as_tensor(grid.affine))
-    volume = Spacing(task.spacing, mode="nearest" if labels else "bilinear", padding_mode="border")(volume)
-    values = volume.numpy().round().astype(array.dtype) if labels else volume.numpy()
+    affine = torch.as_tensor(grid.affine)
+    volume: Any = MetaTensor(torch.as_tensor(array, dtype=torch.float32), affine=affine)
+    mode = "nearest" if labels else "bilinear"
+    volume = Spacing(task.spacing, mode=mode, padding_mode="border")(volume)
+    values = volume.numpy()
+    if labels:
+        values = values.round().astype(array.dtype)
     return values, Grid(tuple(values.shape[1:]), volume.affine.numpy().astype(np.float64))
 
 
 def restore_grid(values: Any, grid: Grid, stored: Grid, task: TaskConfig) -> Any:
-    """The inverse of `to_task_grid`, exact but for resampling: a float32 Tensor (C, ...) on `grid` to (C, i, j, k) on the stored grid."""
+    """The inverse of `to_task_grid`, exact but for resampling: a float32 Tensor (C, ...) on `grid`
+    to (C, i, j, k) on the stored grid.
+    """
     import torch
     from monai.data.meta_tensor import MetaTensor
     from monai.transforms.spatial.array import SpatialResample
@@ -142,7 +178,8 @@ def restore_grid(values: Any, grid: Grid, stored: Grid, task: TaskConfig) -> Any
     turned = stored.turned(task.orientation)
     if task.spacing is not None:
         volume = MetaTensor(values, affine=torch.as_tensor(grid.affine))
+        affine = torch.as_tensor(turned.affine)
         resample = SpatialResample(mode="bilinear", padding_mode="border")
-        resampled = resample(volume, dst_affine=torch.as_tensor(turned.affine), spatial_size=turned.shape)
+        resampled = resample(volume, dst_affine=affine, spatial_size=turned.shape)
         values = torch.as_tensor(resampled).as_subclass(torch.Tensor)
     return torch.as_tensor(apply_turn(values.cpu().numpy(), turned.turn(stored.codes)))

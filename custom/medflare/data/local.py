@@ -1,4 +1,7 @@
-"""The settings that a site makes in its own local/medflare.json, and its folders. Imported without torch."""
+"""The settings that a site makes in its own local/medflare.json, and its folders.
+
+Imported without torch.
+"""
 
 import math
 import os
@@ -23,7 +26,8 @@ _PILLOW: Final = 178_956_970  # pixels beyond which Pillow opens no picture
 _RAISE: Final = "raise bounds.{0} in local/medflare.json, or --max-{0} of predict"
 LOCAL_FILE: Final = "medflare.json"  # in the site's local/ folder
 PLACE: Final = f"local/{LOCAL_FILE}"
-FOLDER: Final = "medflare"  # see `private_folder`; at the server also the results' folder in the job's folder
+# See `private_folder`; at the server also the results' folder in the job's folder.
+FOLDER: Final = "medflare"
 CACHE: Final = "medflare-cache"  # folder beside local/: decoded images, for all jobs of the site
 OUTBOUND: Final = "outbound.csv"  # in the site's folder of the job: what left, entry by entry
 PROGRESS: Final = "status.json"  # in the same folder: the current step, or the last one
@@ -32,30 +36,39 @@ DEVICE_VARIABLE: Final = "MEDFLARE_DEVICE"
 FOLDERS: Final = "MEDFLARE_DATA_FOLDERS"  # separated as in PATH
 
 
-# -- folders ---------------------------------------------------------------------------------------------------------------
+# -- folders ---------------------------------------------------------------------------------------
 
 
 def private_folder(run_folder: Path) -> Path:
-    """A party's own files of a job, for example site-1/medflare/4711: outside the job's folder, which FLARE gives to the job's components.
+    """A party's own files of a job, for example site-1/medflare/4711: outside the job's folder,
+    which FLARE gives to the job's components.
 
-    In a job's container only the job's folder is mounted and outlives the job; there the files are in that folder.
+    In a job's container only the job's folder is mounted and outlives the job; there the files are
+    in that folder.
     """
-    return run_folder / FOLDER if run_folder.is_mount() else run_folder.parent / FOLDER / run_folder.name
+    if run_folder.is_mount():
+        return run_folder / FOLDER
+    return run_folder.parent / FOLDER / run_folder.name
 
 
 def find_private_folder(run_folder: Path) -> Path:
     """`private_folder` of a job that ran here or in a container."""
-    folder, in_job = private_folder(run_folder), run_folder / FOLDER
-    return in_job if in_job.exists() and not folder.exists() else folder
+    folder = private_folder(run_folder)
+    in_job = run_folder / FOLDER
+    if in_job.exists() and not folder.exists():
+        return in_job
+    return folder
 
 
 def allowed_folders(local: Sequence[str] = ()) -> tuple[Path, ...]:
-    """Further folders of a site's files: `local` ("data_folders" of local/medflare.json), else those of MEDFLARE_DATA_FOLDERS."""
+    """Further folders of a site's files: `local` ("data_folders" of local/medflare.json), else
+    those of MEDFLARE_DATA_FOLDERS.
+    """
     folders = local or filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))
     return tuple(Path(folder).expanduser() for folder in folders)
 
 
-# -- settings --------------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -63,38 +76,53 @@ class CacheSettings:
     """The cache of decoded images."""
 
     folder: str = ""  # of the cache; "" for MEDFLARE_CACHE, else the engine's folder
-    limit_gb: Annotated[float, Field(gt=0)] = 100.0  # most that all files take on disk, in gigabytes; the least recently used are deleted
-    memory_gb: Annotated[float, Field(ge=0)] = 4.0  # gigabytes; images of a site that take more stay on disk and are read batch by batch
+    # most gigabytes that all files take on disk; the least recently used are deleted
+    limit_gb: Annotated[float, Field(gt=0)] = 100.0
+    # gigabytes; images of a site that take more stay on disk and are read batch by batch
+    memory_gb: Annotated[float, Field(ge=0)] = 4.0
 
 
-def cache_with_folder(cache: CacheSettings | None, default: Path | None = None) -> CacheSettings | None:
-    """The settings with the folder that is used: the site's, else MEDFLARE_CACHE, else `default`; None for no cache on disk."""
+def cache_with_folder(
+    cache: CacheSettings | None, default: Path | None = None
+) -> CacheSettings | None:
+    """The settings with the folder that is used: the site's, else MEDFLARE_CACHE, else `default`;
+    None for no cache on disk.
+    """
     if cache is None:
         return None
     folder = cache.folder or os.environ.get(_CACHE_VARIABLE) or default
-    return replace(cache, folder=str(Path(folder).expanduser())) if folder else None
+    if not folder:
+        return None
+    return replace(cache, folder=str(Path(folder).expanduser()))
 
 
 def _importable(packages: tuple[str, ...]) -> tuple[str, ...]:
     for name in packages:
-        if reason := untrusted(name, packages):
+        reason = untrusted(name, packages)
+        if reason:
             raise ValueError(f"names of packages with networks or methods: {reason}")
     return packages
 
 
 def _spelt_out(cache: Any) -> Any:
     """Shorthands: true for the engine's folder, a text for another folder, false for no cache."""
-    if isinstance(cache, bool):
-        return CacheSettings() if cache else None
-    return CacheSettings(folder=cache) if isinstance(cache, str) else cache
+    if cache is True:
+        return CacheSettings()
+    if cache is False:
+        return None
+    if isinstance(cache, str):
+        return CacheSettings(folder=cache)
+    return cache
 
 
 @dataclass(frozen=True, config=STRICT)
 class OutboundLimits:
     """Limits of what may leave the site, beyond what the method declares."""
 
-    entries: tuple[str, ...] | None = None  # names of a message's entries that may leave; None: all that the method declares
-    bytes: Annotated[int, Field(ge=0)] | None = None  # most bytes of tensors in one reply; None: no limit
+    # names of a message's entries that may leave; None: all that the method declares
+    entries: tuple[str, ...] | None = None
+    # most bytes of tensors in one reply; None: no limit
+    bytes: Annotated[int, Field(ge=0)] | None = None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -111,69 +139,97 @@ class ImageBounds:
     """The largest image that is read: a file of a megabyte can hold many gigabytes."""
 
     pixels: Annotated[int, Field(ge=1, le=_PILLOW)] = 2**26  # of a picture: 8192 x 8192
-    voxels: Annotated[int, Field(ge=1)] = 2**28  # of a volume with all its channels: 512 x 512 x 1024
+    # of a volume with all its channels: 512 x 512 x 1024
+    voxels: Annotated[int, Field(ge=1)] = 2**28
 
     def check(self, path: Path, shape: Sequence[int], *, volume: bool) -> None:
-        """Raise DataError for an image whose size in its header is larger; to be called before its pixels are read."""
+        """Raise DataError for an image whose size in its header is larger; to be called before its
+        pixels are read.
+        """
         unit, limit = ("voxels", self.voxels) if volume else ("pixels", self.pixels)
         if math.prod(shape) > limit:
-            size = f"{format_shape(shape)} {unit}, {math.prod(shape) * 4 / 2**30:.3g} GiB once unpacked"  # as float32
-            raise DataError(f"{path}: {size}, above the bound of {limit}; store the image smaller, or {_RAISE.format(unit)}")
+            unpacked = math.prod(shape) * 4 / 2**30  # as float32
+            size = f"{format_shape(shape)} {unit}, {unpacked:.3g} GiB once unpacked"
+            remedy = f"store the image smaller, or {_RAISE.format(unit)}"
+            raise DataError(f"{path}: {size}, above the bound of {limit}; {remedy}")
 
     def check_task(self, task: "TaskConfig", place: str) -> None:
         """Raise ConfigError for a task whose images are larger."""
-        unit, limit = ("pixels", self.pixels) if task.spatial_dims == 2 else ("voxels", self.voxels)
+        volume = task.spatial_dims == 3
+        unit, limit = ("voxels", self.voxels) if volume else ("pixels", self.pixels)
         if math.prod(task.size) > limit:
-            size = format_shape(task.size)
-            raise ConfigError(f"{place}: task {task.name} has size {size}, more than {limit} {unit}; {_RAISE.format(unit)}")
+            size = f"{format_shape(task.size)}, more than {limit} {unit}"
+            raise ConfigError(f"{place}: task {task.name} has size {size}; {_RAISE.format(unit)}")
 
     def check_resampled(self, path: Path, grid: "Grid", task: "TaskConfig") -> None:
-        """Raise DataError for a volume that is larger at the task's spacing, as where the header's millimetres are wrong."""
-        spacing = grid.turned(task.orientation).spacing
-        if task.spacing is None or spacing is None:
+        """Raise DataError for a volume that is larger at the task's spacing, as where the header's
+        millimetres are wrong.
+        """
+        turned = grid.turned(task.orientation)
+        if task.spacing is None or turned.spacing is None:
             return
-        sides = zip(spacing, grid.turned(task.orientation).shape, task.spacing, strict=True)
+        sides = zip(turned.spacing, turned.shape, task.spacing, strict=True)
         shape = [math.floor(old * (count - 1) / new + 0.5) + 1 for old, count, new in sides]
         if task.image_channels * math.prod(shape) > self.voxels:
-            stored = f"with the task's spacing it has {format_shape(shape)} voxels; its header says {format_shape(grid.spacing or ())} mm"
-            raise DataError(f"{path}: {stored}; correct one of them, or {_RAISE.format('voxels')}")
+            resampled = f"with the task's spacing it has {format_shape(shape)} voxels"
+            header = f"its header says {format_shape(grid.spacing or ())} mm"
+            remedy = f"correct one of them, or {_RAISE.format('voxels')}"
+            raise DataError(f"{path}: {resampled}; {header}; {remedy}")
 
 
 @dataclass(frozen=True, config=STRICT)
 class Bounds(ImageBounds):
     """Limits of what a job may demand of the site, and of the size of images."""
 
-    drop_share: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the site's images that a task may leave out, by its labels or unread
+    # of the site's images that a task may leave out, by its labels or unread
+    drop_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     epochs: Annotated[int, Field(ge=1)] = 1000  # passes over the training images in a round
-    evaluations: Annotated[int, Field(ge=1)] = 1000  # of models on test images, over all jobs on one data folder
-    hours: Annotated[float, Field(gt=0)] = 720.0  # of work on one job, without waits; then the site only receives the final models
-    inside_sites: Annotated[int, Field(ge=1)] = 1  # that a job must have, this site included, for the site to train
-    memory: Annotated[float, Field(gt=0)] = 64.0  # GiB that a training step needs at least; a transform of one image may take a quarter
+    # of models on test images, over all jobs on one data folder
+    evaluations: Annotated[int, Field(ge=1)] = 1000
+    # of work on one job, without waits; then the site only receives the final models
+    hours: Annotated[float, Field(gt=0)] = 720.0
+    # that a job must have, this site included, for the site to train
+    inside_sites: Annotated[int, Field(ge=1)] = 1
+    # GiB that a training step needs at least; a transform of one image may take a quarter
+    memory: Annotated[float, Field(gt=0)] = 64.0
     minutes: Annotated[float, Field(gt=0)] = 1440.0  # of one step of the federation; a day
     model_bytes: Annotated[int, Field(ge=1)] = 2**33  # of the task's network
     rounds: Annotated[int, Field(ge=0)] = 10_000  # of one job
-    batch: Annotated[int, Field(ge=1)] = 2**16  # largest `batch_size`, `accumulate` and `patches_per_image` of a task
+    # largest `batch_size`, `accumulate` and `patches_per_image` of a task
+    batch: Annotated[int, Field(ge=1)] = 2**16
 
 
 @dataclass(frozen=True, config=STRICT)
 class LocalSettings:
     """The content of local/medflare.json; every setting may be left out."""
 
-    batch_size: Annotated[int, Field(ge=2)] | None = None  # most images in a network at once (2 for batch normalization); None: the task's
+    # most images in a network at once (2 for batch normalization); None: the task's
+    batch_size: Annotated[int, Field(ge=2)] | None = None
     bounds: Annotated[Bounds, nested(Bounds)] = Bounds()
-    cache: Annotated[CacheSettings | None, nested(CacheSettings), BeforeValidator(_spelt_out)] = CacheSettings()  # of decoded images
-    channels_last: bool = False  # whether networks use torch's channels-last memory format, faster on most GPUs
-    compile: bool = False  # whether torch compiles networks at their first use; needs a C++ compiler
+    # of decoded images
+    cache: Annotated[CacheSettings | None, nested(CacheSettings), BeforeValidator(_spelt_out)] = (
+        CacheSettings()
+    )
+    # whether networks use torch's channels-last memory format, faster on most GPUs
+    channels_last: bool = False
+    # whether torch compiles networks at their first use; needs a C++ compiler
+    compile: bool = False
     data_folders: tuple[str, ...] = ()  # further folders in which a datalist may name files
     data_root: str = ""  # folder of the data, see `data.loading.site_folder`
     device: str = ""  # torch device; "" for MEDFLARE_DEVICE, else cpu
-    keep: Literal["global", "personal"] | None = None  # the model that is deployed here in the end; None: the method's choice
-    minimum_patients: Annotated[int, Field(ge=0)] = 0  # numbers of fewer patients do not leave the site, nor a model trained on fewer
+    # the model that is deployed here in the end; None: the method's choice
+    keep: Literal["global", "personal"] | None = None
+    # numbers of fewer patients do not leave the site, nor a model trained on fewer
+    minimum_patients: Annotated[int, Field(ge=0)] = 0
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
-    packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()  # installed, whose networks and methods a job may name
+    # installed, whose networks and methods a job may name
+    packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()
     privacy: Annotated[PrivacyLimit | None, nested(PrivacyLimit)] = None
-    share_model: bool = False  # whether the site's personal model may leave it, to be tested at the other sites (`cross_site` of a run)
-    weights: str = ""  # at the server: file of initial weights, or the folder of such files; "" for MEDFLARE_WEIGHTS
+    # whether the site's personal model may leave it, to be tested at the other sites (`cross_site`
+    # of a run)
+    share_model: bool = False
+    # at the server: file of initial weights, or the folder of such files; "" for MEDFLARE_WEIGHTS
+    weights: str = ""
 
     def chosen_device(self) -> str:
         """The site's device, else MEDFLARE_DEVICE, else cpu."""
@@ -181,7 +237,9 @@ class LocalSettings:
 
 
 def read_local(path: Path) -> dict[str, Any]:
-    """The content of a site's local/medflare.json, empty where the file does not exist; ConfigError if it is no JSON object."""
+    """The content of a site's local/medflare.json, empty where the file does not exist; ConfigError
+    if it is no JSON object.
+    """
     try:
         settings = read_json(path) if path.exists() else {}
     except (ValueError, RecursionError) as error:

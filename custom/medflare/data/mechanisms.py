@@ -1,7 +1,8 @@
-"""Generated federations in which one mechanism of a paper has to pay, 32 x 32 pixels, one channel. Synthetic, no patient data.
+"""Generated federations in which one mechanism of a paper has to pay, 32 x 32 pixels, one channel.
 
-`medflare study --suite mechanisms/NAME` compares methods in them. A federation's name, a site's name and a draw decide a site's images.
-Labels of validation and test images are always right.
+Synthetic, no patient data. `medflare study --suite mechanisms/NAME` compares methods in them. A
+federation's name, a site's name and a draw decide a site's images. Labels of validation and test
+images are always right.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +19,10 @@ from medflare.data.phantom import Photograph
 
 SIDE: Final = 32
 _ROWS, _COLUMNS = np.mgrid[0:SIDE, 0:SIDE].astype(np.float32)
-_MARGINS: Final = {"A": -1.8, "B": -0.6, "C": 0.6, "D": 1.8}  # pixels by which a site draws outside of the edge
-_SHARES: Final = {"A": (0.5, 0.25, 0.25), "B": (0.25, 0.5, 0.25), "C": (0.25, 0.25, 0.5)}  # of the classes at a site
+# Pixels by which a site draws outside of the edge.
+_MARGINS: Final = {"A": -1.8, "B": -0.6, "C": 0.6, "D": 1.8}
+# Of the classes at a site.
+_SHARES: Final = {"A": (0.5, 0.25, 0.25), "B": (0.25, 0.5, 0.25), "C": (0.25, 0.25, 0.5)}
 _NO_IMAGE = np.zeros((0, 0), np.uint8)  # the mask of an image for classification
 Rng = np.random.Generator
 
@@ -27,16 +30,19 @@ Rng = np.random.Generator
 def conventions(site: str, rng: Rng) -> list[Photograph]:
     """A blurred disk, the target, and a small square in noise, few images to train with.
 
-    All sites can learn together which of the two is the disk; by how much to draw outside of its edge each site must learn alone. Light
-    and stripes tell the site, the edge does not tell its margin.
+    All sites can learn together which of the two is the disk; by how much to draw outside of its
+    edge each site must learn alone. Light and stripes tell the site, the edge does not tell its
+    margin.
     """
-    place = sorted(_MARGINS).index(_known(site, _MARGINS))
+    _check_site(site, _MARGINS)
+    place = sorted(_MARGINS).index(site)
     angle = np.pi * place / len(_MARGINS)
     style = 0.3 * place + 0.15 * np.sin(_ROWS * np.cos(angle) + _COLUMNS * np.sin(angle))
     images: list[Photograph] = []
     for split, name in _names(training=6, validation=16, test=40):
         distance, square, radius = _disk_and_square(rng)
-        image = _blurred(distance - radius) + _blurred(square - 2.5) + style + rng.normal(0, 0.3, (SIDE, SIDE))
+        objects = _blurred(distance - radius) + _blurred(square - 2.5)
+        image = objects + style + rng.normal(0, 0.3, (SIDE, SIDE))
         images.append(_photograph(name, split, image, mask=distance < radius + _MARGINS[site]))
     return images
 
@@ -44,10 +50,10 @@ def conventions(site: str, rng: Rng) -> list[Photograph]:
 def two_disks(site: str, rng: Rng) -> list[Photograph]:
     """A bright and a dark disk on grey. The target is the bright one at A and C, the dark one at B.
 
-    Outside: W is like A and C in other light; X is like B; the images of Y are half like A, half like B; at Z the target is a third,
-    striped disk, which no site has learnt.
+    Outside: W is like A and C in other light; X is like B; the images of Y are half like A, half
+    like B; at Z the target is a third, striped disk, which no site has learnt.
     """
-    _known(site, "ABCWXYZ")
+    _check_site(site, "ABCWXYZ")
     images: list[Photograph] = []
     for split, name in _names(training=24, validation=8, test=40):
         like = {"X": "B", "Y": "AB"[len(images) % 2]}.get(site, site)
@@ -55,13 +61,13 @@ def two_disks(site: str, rng: Rng) -> list[Photograph]:
         bright, dark = disks[:2]
         image = 0.5 + 0.4 * bright - 0.4 * dark + rng.normal(0, 0.08, (SIDE, SIDE))
         if like == "C":
-            image = image + 0.3 * (_COLUMNS / (SIDE - 1) - 0.5)
+            image += 0.3 * (_COLUMNS / (SIDE - 1) - 0.5)
         if like == "W":
-            image = image + 0.3 * (_ROWS / (SIDE - 1) - 0.5)
+            image += 0.3 * (_ROWS / (SIDE - 1) - 0.5)
         if like == "B":
-            image = image + 0.15 * np.sin(_ROWS)
+            image += 0.15 * np.sin(_ROWS)
         if like == "Z":
-            image = image + 0.4 * disks[2] * np.sin(2 * _COLUMNS)
+            image += 0.4 * disks[2] * np.sin(2 * _COLUMNS)
         target = {"B": 1, "Z": 2}.get(like, 0)
         images.append(_photograph(name, split, image, mask=disks[target]))
     return images
@@ -78,8 +84,11 @@ def wrong_labels(site: str, rng: Rng) -> list[Photograph]:
 
 
 def clean_labels(site: str, rng: Rng) -> list[Photograph]:
-    """Gratings of three directions in noise; each site has its light, and one class more often than the others."""
-    light = {"A": 0.2, "B": 0.5, "C": 0.8}[_known(site, _SHARES)]
+    """Gratings of three directions in noise; each site has its light, and one class more often than
+    the others.
+    """
+    _check_site(site, _SHARES)
+    light = {"A": 0.2, "B": 0.5, "C": 0.8}[site]
     images: list[Photograph] = []
     for split, name in _names(training=32, validation=18, test=60):
         label = int(rng.choice(3, p=_SHARES[site]))
@@ -89,7 +98,7 @@ def clean_labels(site: str, rng: Rng) -> list[Photograph]:
 
 def noisy_sites(site: str, rng: Rng) -> list[Photograph]:
     """Gratings of three directions; training labels of D and E are random."""
-    _known(site, "ABCDEX")
+    _check_site(site, "ABCDEX")
     images: list[Photograph] = []
     for split, name in _names(training=48, validation=18, test=60):
         label = int(rng.integers(3))
@@ -101,8 +110,19 @@ def noisy_sites(site: str, rng: Rng) -> list[Photograph]:
 
 
 def shifted_contrast(site: str, rng: Rng) -> list[Photograph]:
-    """Gratings of three directions. X has another contrast and light, within reach of intensity changes; at Y they hide in texture."""
-    contrast, light, texture = {"X": (0.5, 0.8, 0.0), "Y": (1.0, 0.5, 0.6)}.get(_known(site, "ABCXY"), (1.0, 0.5, 0.0))
+    """Gratings of three directions.
+
+    X has another contrast and light, within reach of intensity changes; at Y they hide in texture.
+    """
+    _check_site(site, "ABCXY")
+    contrast = 1.0
+    light = 0.5
+    texture = 0.0
+    if site == "X":
+        contrast = 0.5
+        light = 0.8
+    if site == "Y":
+        texture = 0.6
     images: list[Photograph] = []
     for split, name in _names(training=48, validation=18, test=60):
         label = int(rng.integers(3))
@@ -123,14 +143,16 @@ FEDERATIONS: Final[dict[str, Callable[[str, Rng], list[Photograph]]]] = {
 
 
 def photographs(federation: str, site: str, draw: int = 0) -> list[Photograph]:
-    """All images of a site; another `draw` gives other images of the same kind. Raises DataError for a site that there is not."""
+    """All images of a site; another `draw` gives other images of the same kind.
+
+    Raises DataError for a site that there is not.
+    """
     return FEDERATIONS[federation](site, numpy_generator(draw, "mechanisms", federation, site))
 
 
-def _known(site: str, sites: Iterable[str]) -> str:
+def _check_site(site: str, sites: Iterable[str]) -> None:
     if site not in [*sites]:
         raise DataError(no_such("site", site, sites, "generated federation"))
-    return site
 
 
 def _names(**counts: int) -> Iterator[tuple[str, str]]:
@@ -140,32 +162,45 @@ def _names(**counts: int) -> Iterator[tuple[str, str]]:
             yield split, f"{split}-{number:03d}"
 
 
-def _photograph(name: str, split: str, image: np.ndarray, label: int = 0, mask: np.ndarray = _NO_IMAGE) -> Photograph:
+def _photograph(
+    name: str, split: str, image: np.ndarray, label: int = 0, mask: np.ndarray = _NO_IMAGE
+) -> Photograph:
     """Every image is a patient of its own."""
-    return Photograph(image.astype(np.float32)[..., None], mask.astype(np.uint8), label, name, name, split)
+    pixels = image.astype(np.float32)[..., None]
+    return Photograph(pixels, mask.astype(np.uint8), label, name, name, split)
 
 
 def _disks(rng: Rng, count: int) -> list[np.ndarray]:
     """Disks that do not touch, as masks."""
     while True:
-        centres, radii = rng.uniform(5, 27, (count, 2)), rng.uniform(3, 5, count)
-        apart = [
-            np.hypot(*(centres[first] - centres[second])) > radii[first] + radii[second] + 1
-            for first, second in combinations(range(count), 2)
-        ]
-        if all(apart):
+        centres = rng.uniform(5, 27, (count, 2))
+        radii = rng.uniform(3, 5, count)
+        apart = True
+        for first, second in combinations(range(count), 2):
+            distance = np.hypot(*(centres[first] - centres[second]))
+            if distance <= radii[first] + radii[second] + 1:
+                apart = False
+        if apart:
             break
-    return [np.hypot(_ROWS - row, _COLUMNS - column) < radius for (row, column), radius in zip(centres, radii, strict=True)]
+    disks: list[np.ndarray] = []
+    for (row, column), radius in zip(centres, radii, strict=True):
+        disks.append(np.hypot(_ROWS - row, _COLUMNS - column) < radius)
+    return disks
 
 
 def _disk_and_square(rng: Rng) -> tuple[np.ndarray, np.ndarray, float]:
-    """Distances to the centre of a disk and, by the longer side, of a turned square; radius of the disk."""
-    centre, radius = rng.uniform(10, 22, 2), rng.uniform(4, 7)
+    """Distances to the centre of a disk and, by the longer side, of a turned square; radius of the
+    disk.
+    """
+    centre = rng.uniform(10, 22, 2)
+    radius = rng.uniform(4, 7)
     while True:
-        other, angle = rng.uniform(6, 26, 2), rng.uniform(0, np.pi)
+        other = rng.uniform(6, 26, 2)
+        angle = rng.uniform(0, np.pi)
         if np.hypot(*(other - centre)) > radius + 6:
             break
-    rows, columns = _ROWS - other[0], _COLUMNS - other[1]
+    rows = _ROWS - other[0]
+    columns = _COLUMNS - other[1]
     along = np.abs(rows * np.cos(angle) + columns * np.sin(angle))
     across = np.abs(columns * np.cos(angle) - rows * np.sin(angle))
     return np.hypot(_ROWS - centre[0], _COLUMNS - centre[1]), np.maximum(along, across), radius
@@ -177,7 +212,9 @@ def _blurred(outside: np.ndarray) -> np.ndarray:
 
 
 def _grating(rng: Rng, label: int, noise: float) -> np.ndarray:
-    """Stripes in the direction of a class, 60 degrees apart, of any phase and of 5 to 9 pixels, in noise."""
+    """Stripes in the direction of a class, 60 degrees apart, of any phase and of 5 to 9 pixels, in
+    noise.
+    """
     angle = np.pi * label / 3 + rng.normal(0, 0.1)
     along = _ROWS * np.cos(angle) + _COLUMNS * np.sin(angle)
     wave = np.sin(2 * np.pi * along / rng.uniform(5, 9) + rng.uniform(0, 2 * np.pi))

@@ -1,7 +1,8 @@
-"""The embedded default federation: generated colour photographs of the optic disc and its cup. Synthetic, no patient data.
+"""The embedded default federation: generated colour photographs of the optic disc and its cup.
 
-A site's name decides its camera (colour cast, gamma, vignetting, blur, noise, field of view, framing of the disc) and its annotator's
-bias in drawing boundaries. So sites differ as hospitals do, and a name always gives the same images. The two images of a patient, one of
+Synthetic, no patient data. A site's name decides its camera (colour cast, gamma, vignetting, blur,
+noise, field of view, framing of the disc) and its annotator's bias in drawing boundaries. So sites
+differ as hospitals do, and a name always gives the same images. The two images of a patient, one of
 each eye, share the optic disc's anatomy and the pigmentation.
 """
 
@@ -76,7 +77,8 @@ class _Eye:
 def camera(site: str) -> Camera:
     """The camera and the annotator of a site: a function of the site's name alone."""
     rng = numpy_generator(0, "phantom", site, "camera")
-    warm, tint = rng.uniform(-1, 1), rng.uniform(-1, 1)
+    warm = rng.uniform(-1, 1)
+    tint = rng.uniform(-1, 1)
     return Camera(
         gains=(1.0 + 0.22 * warm, 1.0 + 0.25 * tint, 1.0 - 0.45 * warm),
         gamma=float(np.exp(rng.uniform(-0.45, 0.45))),
@@ -97,11 +99,12 @@ def photographs(site: str) -> list[Photograph]:
     """All images of a site, about 88 from 44 patients; splits by patient, 55 / 18 / 27 %."""
     device = camera(site)
     order = numpy_generator(0, "phantom", site, "splits").permutation(device.patients)
-    validation, test = round(0.18 * device.patients), round(0.27 * device.patients)
+    validation = round(0.18 * device.patients)
+    test = round(0.27 * device.patients)
     splits = np.full(device.patients, "training", dtype="U10")
     splits[order[:validation]] = "validation"
     splits[order[validation : validation + test]] = "test"
-    images = []
+    images: list[Photograph] = []
     for number in range(device.patients):
         patient = f"synthetic-{number:03d}"
         rng = numpy_generator(0, "phantom", site, patient)
@@ -111,9 +114,11 @@ def photographs(site: str) -> list[Photograph]:
             "cup_ratio": float(np.clip(rng.normal(device.cup_ratio, 0.13), 0.25, 0.82)),
             "pigment": rng.uniform(0.8, 1.15),
         }
-        for eye, temporal in (("left", 1), ("right", -1)):
+        for side, temporal in (("left", 1), ("right", -1)):
             picture, mask, grade = _photograph(rng, device, anatomy, temporal)
-            images.append(Photograph(picture, mask, grade, patient, f"{patient}-{eye}", str(splits[number])))
+            name = f"{patient}-{side}"
+            split = str(splits[number])
+            images.append(Photograph(picture, mask, grade, patient, name, split))
     return images
 
 
@@ -121,28 +126,41 @@ def write_photographs(folder: Path, kind: str, layout: str = "png") -> int:
     """Write images of one site, or with the layout "csv" of three hospitals; returns their number.
 
     Args:
-        folder: receives images/ and masks/ ("segmentation"; mask values 1 disc rim, 2 cup) or a folder per grade ("classification").
-        layout: "png" files; "dicom": the images as DICOM files with PatientID; "csv": PNG files in images/ (and masks/), and images.csv
-            with the columns image, grade or mask, patient and hospital.
+        folder: receives images/ and masks/ ("segmentation"; mask values 1 disc rim, 2 cup) or a
+            folder per grade ("classification").
+        layout: "png" files; "dicom": the images as DICOM files with PatientID; "csv": PNG files in
+            images/ (and masks/), and images.csv with the columns image, grade or mask, patient and
+            hospital.
     """
-    hospitals = _HOSPITALS if layout == "csv" else _HOSPITALS[:1]
-    rows = [("image", "mask" if kind == "segmentation" else "grade", "patient", "hospital")]
+    csv = layout == "csv"
+    segmentation = kind == "segmentation"
+    hospitals = _HOSPITALS if csv else _HOSPITALS[:1]
+    suffix = "dcm" if layout == "dicom" else "png"
+    rows = [("image", "mask" if segmentation else "grade", "patient", "hospital")]
     for number, hospital in enumerate(hospitals, 1):
+        prefix = f"{hospital}-" if csv else ""
         for picture in photographs(f"site-{number}"):
-            prefix, suffix = f"{hospital}-" if layout == "csv" else "", "dcm" if layout == "dicom" else "png"
-            name, patient, grade = prefix + picture.name, prefix + picture.patient, GRADES[picture.grade]
-            image = f"{'images' if kind == 'segmentation' or layout == 'csv' else grade}/{name}.{suffix}"
+            name = prefix + picture.name
+            patient = prefix + picture.patient
+            label = GRADES[picture.grade]
+            image = f"images/{name}.{suffix}"
+            if not segmentation and not csv:
+                image = f"{label}/{name}.{suffix}"
             _write_image(folder / image, picture.image, patient)
-            if kind == "segmentation":
-                _write_image(folder / f"masks/{name}.png", picture.mask, patient)
-            rows.append((image, f"masks/{name}.png" if kind == "segmentation" else grade, patient, hospital))
-    if layout == "csv":
-        (folder / "images.csv").write_text("".join(",".join(row) + "\n" for row in rows), encoding="utf-8")
+            if segmentation:
+                label = f"masks/{name}.png"
+                _write_image(folder / label, picture.mask, patient)
+            rows.append((image, label, patient, hospital))
+    if csv:
+        text = "".join(",".join(row) + "\n" for row in rows)
+        (folder / "images.csv").write_text(text, encoding="utf-8")
     return len(rows) - 1
 
 
 def _write_image(path: Path, pixels: np.ndarray, patient: str) -> None:
-    """Write uint8 pixels (H, W) or (H, W, 3) as PNG, or (H, W, 3) as DICOM of a photograph, by the suffix."""
+    """Write uint8 pixels (H, W) or (H, W, 3) as PNG, or (H, W, 3) as DICOM of a photograph, by the
+    suffix.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".png":
         from PIL import Image  # a job that brings its code needs torch, MONAI and FLARE only
@@ -157,17 +175,27 @@ def _write_image(path: Path, pixels: np.ndarray, patient: str) -> None:
     file.file_meta = FileMetaDataset()
     file.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
     file.SOPClassUID = SecondaryCaptureImageStorage
-    file.SOPInstanceUID, file.SeriesInstanceUID, file.StudyInstanceUID = (
-        generate_uid(entropy_srcs=[part, str(path.stem)]) for part in ("image", "series", "study")
-    )
-    file.PatientID, file.PatientName, file.Modality, file.SeriesNumber, file.InstanceNumber = patient, "synthetic", "XC", 1, 1
+    file.SOPInstanceUID = generate_uid(entropy_srcs=["image", path.stem])
+    file.SeriesInstanceUID = generate_uid(entropy_srcs=["series", path.stem])
+    file.StudyInstanceUID = generate_uid(entropy_srcs=["study", path.stem])
+    file.PatientID = patient
+    file.PatientName = "synthetic"
+    file.Modality = "XC"
+    file.SeriesNumber = 1
+    file.InstanceNumber = 1
     set_pixel_data(file, pixels, "RGB", 8)
     file.save_as(path, enforce_file_format=True)
 
 
-def _photograph(rng: np.random.Generator, device: Camera, anatomy: dict[str, float], temporal: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _photograph(
+    rng: np.random.Generator, device: Camera, anatomy: dict[str, float], temporal: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Image, mask and grade of one eye."""
     eye = _Eye(
-        centre=(SIDE / 2 + device.offset[0] + rng.normal(0, 1.5), SIDE / 2 - temporal * device.offset[1] + rng.normal(0, 1.5)),
+        centre=(
+            SIDE / 2 + device.offset[0] + rng.normal(0, 1.5),
+            SIDE / 2 - temporal * device.offset[1] + rng.normal(0, 1.5),
+        ),
         radius=anatomy["radius"] * rng.uniform(0.96, 1.04),
         stretch=anatomy["stretch"],
         cup_ratio=float(np.clip(anatomy["cup_ratio"] + rng.normal(0, 0.04), 0.2, 0.85)),
@@ -175,32 +203,42 @@ def _photograph(rng: np.random.Generator, device: Camera, anatomy: dict[str, flo
         temporal=temporal,
     )
     scene = _scene(rng, eye, anatomy["pigment"])
-    return _expose(rng, device, scene), _annotate(rng, device, eye), int(np.searchsorted([0.45, 0.65], eye.cup_ratio))
+    image = _expose(rng, device, scene)
+    mask = _annotate(rng, device, eye)
+    return image, mask, int(np.searchsorted([0.45, 0.65], eye.cup_ratio))
 
 
 def _distance(eye: _Eye, ratio: float = 1.0, shift: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-    """Elliptic radius of every canvas pixel around the disc (ratio 1) or the cup inside it: 1 on the boundary."""
+    """Elliptic radius of every canvas pixel around the disc (ratio 1) or the cup inside it: 1 on
+    the boundary.
+    """
     rows = (_ROWS - eye.centre[0] - shift[0] * eye.radius) / (eye.radius * eye.stretch * ratio)
     columns = (_COLUMNS - eye.centre[1] - shift[1] * eye.radius) / (eye.radius * ratio)
     return np.sqrt(rows**2 + columns**2)
 
 
 def _edge(distance: np.ndarray, softness: float) -> np.ndarray:
-    """1 inside, 0 outside, with a smooth step of relative width `softness` at distance 1; shape (H, W, 1)."""
-    return (1 / (1 + np.exp(np.clip((distance - 1) / softness, -30, 30))))[..., None].astype(np.float32)
+    """1 inside, 0 outside, with a smooth step of relative width `softness` at distance 1.
+
+    Shape (H, W, 1).
+    """
+    step = 1 / (1 + np.exp(np.clip((distance - 1) / softness, -30, 30)))
+    return step[..., None].astype(np.float32)
 
 
 def _scene(rng: np.random.Generator, eye: _Eye, pigment: float) -> np.ndarray:
     """Linear light of the retina, float32 (canvas, canvas, 3)."""
     texture = _smooth_noise(rng, cells=9) * 0.10 + _smooth_noise(rng, cells=28) * 0.05
     scene = _RETINA * pigment * (1 + texture[..., None])
-    macula = (eye.centre[0] + 2, eye.centre[1] + eye.temporal * 2.6 * eye.radius)
-    spread = np.exp(-((_ROWS - macula[0]) ** 2 + (_COLUMNS - macula[1]) ** 2) / (2 * (0.9 * eye.radius) ** 2))[..., None]
-    scene = scene + spread * (_MACULA - _RETINA) * 0.8
+    down = _ROWS - (eye.centre[0] + 2)
+    right = _COLUMNS - (eye.centre[1] + eye.temporal * 2.6 * eye.radius)
+    macula = np.exp(-(down**2 + right**2) / (2 * (0.9 * eye.radius) ** 2))[..., None]
+    scene = scene + macula * (_MACULA - _RETINA) * 0.8
     halo = np.exp(-((_distance(eye) - 1).clip(0) ** 2) / 0.08)[..., None]
     scene = scene + halo * 0.10 * (_DISC - _RETINA)
     scene = _over(scene, _DISC * rng.uniform(0.92, 1.05), _edge(_distance(eye), 0.05))
-    scene = _over(scene, _CUP * rng.uniform(0.94, 1.04), 0.9 * _edge(_distance(eye, eye.cup_ratio, eye.cup_shift), 0.12))
+    cup = _edge(_distance(eye, eye.cup_ratio, eye.cup_shift), 0.12)
+    scene = _over(scene, _CUP * rng.uniform(0.94, 1.04), 0.9 * cup)
     return _over(scene, _VESSEL, _vessels(rng, eye)[..., None] * 0.8)
 
 
@@ -209,26 +247,38 @@ def _over(below: np.ndarray, colour: np.ndarray, opacity: np.ndarray) -> np.ndar
 
 
 def _smooth_noise(rng: np.random.Generator, cells: int) -> np.ndarray:
-    """Choroidal texture: random values on a coarse grid, interpolated; (canvas, canvas), roughly standard normal."""
+    """Choroidal texture: random values on a coarse grid, interpolated; (canvas, canvas), roughly
+    standard normal.
+    """
     coarse = torch.from_numpy(rng.normal(0, 1, (1, 1, cells, cells)).astype(np.float32))
     return F.interpolate(coarse, (_CANVAS, _CANVAS), mode="bicubic")[0, 0].numpy()
 
 
 def _vessels(rng: np.random.Generator, eye: _Eye) -> np.ndarray:
-    """Opacity (canvas, canvas) of arteries and veins that leave the disc up and down and arch around the macula."""
+    """Opacity (canvas, canvas) of arteries and veins that leave the disc up and down and arch
+    around the macula.
+    """
+    step = eye.radius / 4
     pieces: list[tuple[float, ...]] = []
     for vertical in (-1, 1):
         for side, reach in ((eye.temporal, 1.0), (-eye.temporal, 0.75)):
             for width, bend in ((2.6, rng.uniform(0.7, 1.1)), (1.7, rng.uniform(0.3, 0.6))):
                 heading = vertical * math.pi / 2 + rng.normal(0, 0.12)
-                pieces += _vessel(rng, eye.centre, heading, side * vertical * -bend * reach, width, eye.radius / 4)
-    return _blurred(_painted(np.array(pieces), eye.radius / 4), 0.5 * _OVERSAMPLING)
+                turn = side * vertical * -bend * reach
+                pieces += _vessel(rng, eye.centre, heading, turn, width, step)
+    return _blurred(_painted(np.array(pieces), step), 0.5 * _OVERSAMPLING)
 
 
 def _vessel(
-    rng: np.random.Generator, start: tuple[float, float], heading: float, bend: float, width: float, step: float
+    rng: np.random.Generator,
+    start: tuple[float, float],
+    heading: float,
+    bend: float,
+    width: float,
+    step: float,
 ) -> Iterator[tuple[float, float, float, float, float]]:
-    """One vessel as straight pieces of length `step`: row and column of the start, steps down and right, width.
+    """One vessel as straight pieces of length `step`: row and column of the start, steps down and
+    right, width.
 
     It turns by `bend` radians in all, becomes thinner and may branch once.
     """
@@ -236,22 +286,29 @@ def _vessel(
     branch_at = int(rng.integers(4, 9)) if width > 1 else -1
     for number in range(16):
         heading += bend / 12 * (number < 12) + rng.normal(0, 0.07)
-        down, right = math.sin(heading), math.cos(heading)
+        down = math.sin(heading)
+        right = math.cos(heading)
         yield row, column, down, right, width
-        row, column, width = row + step * down, column + step * right, width * 0.96
+        row += step * down
+        column += step * right
+        width *= 0.96
         if number == branch_at:
             turned = heading + rng.choice([-1, 1]) * rng.uniform(0.4, 0.8)
             yield from _vessel(rng, (row, column), turned, bend / 2, width * 0.6, step)
 
 
 def _painted(pieces: np.ndarray, step: float) -> np.ndarray:
-    """Opacity (canvas, canvas) of pieces (m, 5), see `_vessel`, painted with round dabs half a pixel apart; wide vessels are darker."""
+    """Opacity (canvas, canvas) of pieces (m, 5), see `_vessel`, painted with round dabs half a
+    pixel apart; wide vessels are darker.
+    """
     row, column, down, right, width = pieces.T[..., None]
     along = np.arange(0, step, 0.5)
-    dabs = np.stack(np.broadcast_arrays(row + along * down, column + along * right, width), axis=-1).reshape(-1, 3)
+    dabs = np.broadcast_arrays(row + along * down, column + along * right, width)
+    rows, columns, widths = np.stack(dabs).reshape(3, -1)
     canvas = np.zeros((_CANVAS, _CANVAS), np.float32)
-    centres, radii = _OVERSAMPLING * dabs[:, :2], np.maximum(1, _OVERSAMPLING * dabs[:, 2] / 2) / 2
-    opacity = 0.6 + 0.15 * dabs[:, 2].clip(max=2.6)
+    centres = _OVERSAMPLING * np.stack([rows, columns], axis=-1)
+    radii = np.maximum(1, _OVERSAMPLING * widths / 2) / 2
+    opacity = 0.6 + 0.15 * widths.clip(max=2.6)
     offsets = np.array(list(np.ndindex(4, 4)))  # as far as the widest brush reaches
     pixels = np.floor(centres).astype(int) + offsets[:, None] - 1
     cover = (radii + 0.5 - np.hypot(*np.moveaxis(pixels - centres, -1, 0))).clip(0, 1)
@@ -261,20 +318,25 @@ def _painted(pieces: np.ndarray, step: float) -> np.ndarray:
 
 
 def _blurred(picture: np.ndarray, sigma: float) -> np.ndarray:
-    """Gaussian blur of standard deviation `sigma` pixels, (H, W) or (H, W, C) float32; borders are replicated."""
+    """Gaussian blur of standard deviation `sigma` pixels, (H, W) or (H, W, C) float32; borders are
+    replicated.
+    """
     from monai.networks.layers.simplelayers import GaussianFilter
 
     planes = torch.from_numpy(np.atleast_3d(picture).astype(np.float32)).permute(2, 0, 1)[None]
     reach = math.ceil(4 * sigma)
-    smooth = GaussianFilter(2, sigma)(F.pad(planes, (reach,) * 4, mode="replicate"))[0, :, reach:-reach, reach:-reach]
+    padded = F.pad(planes, (reach,) * 4, mode="replicate")
+    smooth = GaussianFilter(2, sigma)(padded)[0, :, reach:-reach, reach:-reach]
     return smooth.permute(1, 2, 0).numpy().reshape(picture.shape)
 
 
 def _expose(rng: np.random.Generator, device: Camera, scene: np.ndarray) -> np.ndarray:
     """What the camera stores: uint8 (64, 64, 3)."""
     radius = np.hypot(_ROWS - SIDE / 2, _COLUMNS - SIDE / 2)
-    light = (1 - device.vignetting * (radius / (SIDE / 2)) ** 2 / 2) / (1 + np.exp(np.clip((radius - device.field) * 2.5, -30, 30)))
-    exposed = scene * np.array(device.gains, np.float32) * light[..., None] * rng.uniform(0.88, 1.12)
+    vignette = 1 - device.vignetting * (radius / (SIDE / 2)) ** 2 / 2
+    light = vignette / (1 + np.exp(np.clip((radius - device.field) * 2.5, -30, 30)))
+    gains = np.array(device.gains, np.float32)
+    exposed = scene * gains * light[..., None] * rng.uniform(0.88, 1.12)
     focused = _blurred(255 * exposed.clip(0, 1) ** device.gamma, device.blur * _OVERSAMPLING)
     stored = focused.reshape(SIDE, _OVERSAMPLING, SIDE, _OVERSAMPLING, 3).mean(axis=(1, 3))
     noisy = stored + 255 * device.noise * rng.normal(0, 1, (SIDE, SIDE, 3))

@@ -1,4 +1,4 @@
-"""How far long work is: a line in the log of FLARE's processes, and on the console of every command."""
+"""How far long work is: a line in the log of FLARE's processes, and on every command's console."""
 
 import logging
 import sys
@@ -15,7 +15,9 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def counted(items: Iterable[T], total: int, what: str, size: Callable[[T], int] = lambda item: 1) -> Iterator[T]:
+def counted(
+    items: Iterable[T], total: int, what: str, size: Callable[[T], int] = lambda item: 1
+) -> Iterator[T]:
     """The items, while the log tells how many of them are done.
 
     Args:
@@ -24,12 +26,15 @@ def counted(items: Iterable[T], total: int, what: str, size: Callable[[T], int] 
         what: the items, for the log: "site A, images read".
         size: how many an item counts for, for example the images of a batch.
     """
-    start, done = time.monotonic(), 0
+    start = time.monotonic()
     due = start + _FIRST
+    done = 0
     for item in items:
         now = time.monotonic()
         if now > due:
-            _log.info("%s: %d of %d after %.0f s%s", what, done, total, now - start, _left(now - start, done, total))
+            seconds = now - start
+            left = _left(seconds, done, total)
+            _log.info("%s: %d of %d after %.0f s%s", what, done, total, seconds, left)
             due = now + _EVERY
         yield item
         done += size(item)
@@ -43,24 +48,29 @@ def _left(seconds: float, done: int, total: int) -> str:
 
 
 class RoundsLeft:
-    """The time that the rest of a run takes, if its rounds go on as fast; "" within a round and when little is left."""
+    """The time that the rest of a run takes, if its rounds go on as fast; "" within a round and
+    when little is left.
+    """
 
     def __init__(self, rounds: int):
         self._rounds = rounds
-        self._first: tuple[int, float] | None = None
+        self._first: tuple[int, float] | None = None  # round and its time
         self._last = 0
 
     def after(self, round: int) -> str:
         """ "about 5 min left", once a round; `round` counts from 0."""
         now = time.monotonic()
         if self._first is None:
-            self._first, self._last = (round, now), round
+            self._first = (round, now)
+            self._last = round
         if round == self._last:
             return ""
         self._last = round
         first, start = self._first
         seconds = (now - start) / (round - first) * (self._rounds - round)
-        return f"about {about(seconds)} left" if seconds > _LITTLE else ""
+        if seconds <= _LITTLE:
+            return ""
+        return f"about {about(seconds)} left"
 
 
 class _StandardError(logging.Handler):

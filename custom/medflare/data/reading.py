@@ -1,8 +1,9 @@
 """Image files as arrays: pictures by Pillow, NIfTI by nibabel, DICOM files and series by pydicom.
 
-A stored image is (C, i, j) or (C, i, j, k), i along the columns of a picture or DICOM slice, or along the first axis of a NIfTI file.
-3-D tasks take it in their orientation and spacing, 2-D tasks as slices (C, rows, columns, slices). NIfTI volumes that are cut into slices
-are turned to LPS first: rows run to posterior and columns to the patient's left, as in DICOM slices of the same scan.
+A stored image is (C, i, j) or (C, i, j, k), i along the columns of a picture or DICOM slice, or
+along the first axis of a NIfTI file. 3-D tasks take it in their orientation and spacing, 2-D tasks
+as slices (C, rows, columns, slices). NIfTI volumes that are cut into slices are turned to LPS
+first: rows run to posterior and columns to the patient's left, as in DICOM slices of the same scan.
 """
 
 import gzip
@@ -25,11 +26,14 @@ from medflare.tasks.config import TaskConfig
 PICTURES: Final = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 NIFTI: Final = (".nii", ".nii.gz")
 DICOM: Final = (".dcm", ".dicom", ".ima")
-GREY: Final = ("1", "L", "I", "F")  # Pillow's modes, I;16 too, that are read without conversion; every other becomes RGB
+# Pillow's modes, I;16 too, that are read without conversion; every other becomes RGB.
+GREY: Final = ("1", "L", "I", "F")
 LUMA: Final = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 _SLICES: Final = "LPS"  # orientation of volumes that are cut into slices
-_COLOURED: Final = 0.02  # mean difference of the channels of a coloured picture, as a fraction of the brightest value
-_OTHER_UNITS: Final = {1: "metres", 3: "micrometres"}  # NIfTI's codes of lengths that are not millimetres
+# Mean difference of the channels of a coloured picture, as a fraction of the brightest value.
+_COLOURED: Final = 0.02
+# NIfTI's codes of lengths that are not millimetres.
+_OTHER_UNITS: Final = {1: "metres", 3: "micrometres"}
 # Pillow's formats, by content: of others it may read 8 bits a channel where more are stored.
 _FORMATS: Final = ("PNG", "JPEG", "BMP", "TIFF", "GIF", "WEBP")
 _TIFF: Final = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # first bytes of a TIFF and a BigTIFF
@@ -50,7 +54,9 @@ class Image(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The content of a file or series: (C, i, j[, k]), its grid, and whether channels are red, green and blue."""
+    """The content of a file or series: (C, i, j[, k]), its grid, and whether channels are red,
+    green and blue.
+    """
 
     array: np.ndarray
     grid: Grid | None = None
@@ -62,7 +68,9 @@ class Stored(NamedTuple):
         """The grid of the slices of a 2-D task; a DICOM series keeps its own axes."""
         if self.grid is None or not self.grid.has_affine:
             return None
-        return self.grid.turned(_SLICES) if self.nifti else self.grid
+        if self.nifti:
+            return self.grid.turned(_SLICES)
+        return self.grid
 
     def as_slices(self, array: np.ndarray) -> np.ndarray:
         """(C, i, j[, k]) on this grid as pictures (C, rows, columns[, slices])."""
@@ -71,12 +79,14 @@ class Stored(NamedTuple):
         return array.swapaxes(1, 2)
 
 
-# -- files -----------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def suffix(path: PurePath) -> str:
     """A file's suffix in lower case; ".nii.gz" is one suffix."""
-    return ".nii.gz" if path.name.lower().endswith(".nii.gz") else path.suffix.lower()
+    if path.name.lower().endswith(".nii.gz"):
+        return ".nii.gz"
+    return path.suffix.lower()
 
 
 def stem(path: PurePath) -> str:
@@ -86,7 +96,10 @@ def stem(path: PurePath) -> str:
         >>> stem(Path("a/scan.1.NII.gz")), stem(Path("1.2.840.10008")), stem(Path(".png"))
         ('scan.1', '1.2.840.10008', '.png')
     """
-    return path.name[: len(path.name) - len(suffix(path))] if suffix(path) in (*PICTURES, *NIFTI, *DICOM) else path.name
+    ending = suffix(path)
+    if ending not in (*PICTURES, *NIFTI, *DICOM):
+        return path.name
+    return path.name[: len(path.name) - len(ending)]
 
 
 def is_dicom(path: Path) -> bool:
@@ -100,32 +113,48 @@ def is_dicom(path: Path) -> bool:
 
 
 def dicom_images(files: Iterable[Path], *, segmentations: bool = True) -> Iterator[Path]:
-    """Those that are DICOM images, with or without segmentation objects: directories, reports and presentation states have no rows."""
-    return (file for file in files if file.is_file() and is_dicom(file) and _is_image(file, segmentations))
+    """Those that are DICOM images, with or without segmentation objects: directories, reports and
+    presentation states have no rows.
+    """
+    for file in files:
+        if file.is_file() and is_dicom(file) and _is_image(file, segmentations):
+            yield file
 
 
 def dicom_files(path: Path) -> list[Path]:
-    """The DICOM images of a folder without segmentation objects, by name (DataError if there is none); or the file itself."""
-    files = sorted(dicom_images(path.iterdir(), segmentations=False)) if path.is_dir() else [path]
+    """The DICOM images of a folder without segmentation objects, by name (DataError if there is
+    none); or the file itself.
+    """
+    if not path.is_dir():
+        return [path]
+    files = sorted(dicom_images(path.iterdir(), segmentations=False))
     if not files:
-        raise DataError(f"{path}: a folder without DICOM images; name the image's own file, or the folder of one series")
+        raise DataError(
+            f"{path}: a folder without DICOM images; "
+            "name the image's own file, or the folder of one series"
+        )
     return files
 
 
 def _is_image(path: Path, segmentations: bool) -> bool:
     try:
         header = dicom.tags_of(path, "Rows", "SOPClassUID")
-        return "Rows" in header and (segmentations or header.get("SOPClassUID") != dicom.SEGMENTATION)
+        is_segmentation = header.get("SOPClassUID") == dicom.SEGMENTATION
+        return "Rows" in header and (segmentations or not is_segmentation)
     except Exception:  # `read_stored` will raise the error
         return not dicom.is_other_object(path)
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Errors while a file is read as a DataError of one line that names the file; pipes and devices are not opened."""
+    """Errors while a file is read as a DataError of one line that names the file; pipes and devices
+    are not opened.
+    """
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise DataError(f"{path}: neither a regular file nor a folder; replace it or leave it out")
+            raise DataError(
+                f"{path}: neither a regular file nor a folder; replace it or leave it out"
+            )
         yield
     except DataError:
         raise
@@ -138,14 +167,17 @@ def explained(path: Path) -> Iterator[None]:
         problem = one_line(error)
         if isinstance(error, AttributeError) and error.name and is_dicom(path):
             problem = f"its attribute {error.name} is missing"
-        raise DataError(f"{path}: cannot be read as an image ({problem}); replace the file or leave it out") from error
+        raise DataError(
+            f"{path}: cannot be read as an image ({problem}); replace the file or leave it out"
+        ) from error
 
 
-# -- what a file holds -----------------------------------------------------------------------------------------------------
+# -- what a file holds -----------------------------------------------------------------------------
 
 
 def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool = False) -> Stored:
-    """The content of a file, or of a folder with one DICOM series. Its size is checked before its pixels are read.
+    """The content of a file, or of a folder with one DICOM series. Its size is checked before its
+    pixels are read.
 
     A `mask`'s numbers are labels, to which no palette and no inversion applies.
 
@@ -156,7 +188,8 @@ def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool =
         if path.is_dir() or is_dicom(path):
             require("pydicom", f"{path}: a DICOM image", DataError)
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", module="pydicom")  # of what it repairs in a header
+                # Of what pydicom repairs in a header.
+                warnings.filterwarnings("ignore", module="pydicom")
                 stored = _read_dicom(path, bounds, mask)
         elif suffix(path) in NIFTI:
             require("nibabel", f"{path}: a NIfTI image", DataError)
@@ -167,12 +200,20 @@ def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool =
         else:
             path.stat()
             formats = ", ".join((*PICTURES, *NIFTI, *DICOM))
-            raise DataError(f"{path}: unknown image format {suffix(path)!r}; known are {formats} and folders with a DICOM series")
+            raise DataError(
+                f"{path}: unknown image format {suffix(path)!r}; "
+                f"known are {formats} and folders with a DICOM series"
+            )
     array = stored.array
     if array.ndim not in (3, 4) or not array.size:
-        raise DataError(f"{path}: expected a picture or a volume, found an array of shape {array.shape}")
+        raise DataError(
+            f"{path}: expected a picture or a volume, found an array of shape {array.shape}"
+        )
     if array.dtype.fields or np.iscomplexobj(array):
-        raise DataError(f"{path}: its voxels are colours or complex numbers, not one number each; store each part as a channel")
+        raise DataError(
+            f"{path}: its voxels are colours or complex numbers, not one number each; "
+            "store each part as a channel"
+        )
     return stored
 
 
@@ -184,8 +225,12 @@ def _read_picture(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
         warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # `bounds` decides
         with _opened(path) as image:
             bounds.check(path, (image.height, image.width), volume=False)
-            if getattr(image, "n_frames", 1) > 1:
-                raise DataError(f"{path}: the file holds {image.n_frames} pages or frames; store pages as files or as a NIfTI volume")
+            pages = getattr(image, "n_frames", 1)
+            if pages > 1:
+                raise DataError(
+                    f"{path}: the file holds {pages} pages or frames; "
+                    "store pages as files or as a NIfTI volume"
+                )
             tags = image.tag_v2 if image.format == "TIFF" else {}
             _check_channels(image, tags, path, mask)
             image = ImageOps.exif_transpose(image)
@@ -229,8 +274,10 @@ def _check_channels(image: Any, tags: Mapping[int, Any], path: Path, mask: bool)
         with path.open("rb") as file:
             bits = file.read(25)[-1]  # of the header, the first chunk (PNG, Sec. 11.2.2)
     if bits > 8 and len(image.getbands()) > 1:
-        problem = f"colours or transparency with {bits} bits, only 8 can be read"
-        raise DataError(f"{path}: {problem}; save it in grey without transparency, or with 8 bits")
+        raise DataError(
+            f"{path}: colours or transparency with {bits} bits, only 8 can be read; "
+            "save it in grey without transparency, or with 8 bits"
+        )
     if mask and 0 in tags.get(_EXTRA_SAMPLES, ()):
         raise DataError(f"{path}: the mask has a channel beside its colours; save it in grey")
 
@@ -240,12 +287,15 @@ def _check_alpha(array: np.ndarray, path: Path) -> None:
 
     Alpha may repeat the colours: transparent where they are 0, and only there.
     """
-    colours, alpha = array[..., :-1], array[..., -1]
+    colours = array[..., :-1]
+    alpha = array[..., -1]
     constant = (colours == colours[0, 0]).all()
     same = ((alpha > 0) == colours.any(axis=-1)).all()
     if alpha.min() < alpha.max() and (constant or not same):
-        problem = "the mask's transparency (alpha) shows other structures than its colours"
-        raise DataError(f"{path}: {problem}; save the structures in grey, without transparency")
+        raise DataError(
+            f"{path}: the mask's transparency (alpha) shows other structures than its colours; "
+            "save the structures in grey, without transparency"
+        )
 
 
 def _as_tagged(array: np.ndarray, tags: Any, path: Path, mask: bool) -> np.ndarray:
@@ -253,18 +303,25 @@ def _as_tagged(array: np.ndarray, tags: Any, path: Path, mask: bool) -> np.ndarr
 
     Where the lowest number is white, images are inverted; Pillow does so up to 8 bits.
     """
-    bits, sign = max(tags.get(_BITS, (1,))), max(tags.get(_SAMPLE_FORMAT, (1,)))
-    if array.dtype.itemsize > 2 and tags.prefix == b"MM" and tags.get(_COMPRESSION, 1) != 1:
-        problem = "a compressed big-endian TIFF, whose bytes Pillow exchanges"
-        raise DataError(f"{path}: {problem}; save it little-endian, or uncompressed")
-    if tags.get(_WHITE) == 0 and (bits > 16 or (mask and bits > 1)):
-        problem = "its tags say that the lowest number is white"
-        raise DataError(f"{path}: {problem}; save it with the lowest number as black")
-    if tags.get(_WHITE) == 0 and bits == 16:
+    bits = max(tags.get(_BITS, (1,)))
+    sample_format = max(tags.get(_SAMPLE_FORMAT, (1,)))
+    compressed = tags.get(_COMPRESSION, 1) != 1
+    inverted = tags.get(_WHITE) == 0
+    if array.dtype.itemsize > 2 and tags.prefix == b"MM" and compressed:
+        raise DataError(
+            f"{path}: a compressed big-endian TIFF, whose bytes Pillow exchanges; "
+            "save it little-endian, or uncompressed"
+        )
+    if inverted and (bits > 16 or (mask and bits > 1)):
+        raise DataError(
+            f"{path}: its tags say that the lowest number is white; "
+            "save it with the lowest number as black"
+        )
+    if inverted and bits == 16:
         return np.iinfo(np.uint16).max - array
-    if (bits, sign) == (8, 2):
+    if bits == 8 and sample_format == 2:  # signed
         return array.view(np.int8)
-    if (bits, sign) == (32, 1):
+    if bits == 32 and sample_format == 1:  # unsigned
         return array.view(np.uint32)
     return array
 
@@ -275,22 +332,29 @@ def _read_nifti(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
 
     with LoggingOutputSuppressor():  # of what nibabel repairs in a header
         image: Any = nibabel.load(path)
-        if unit := _OTHER_UNITS.get(int(image.header["xyzt_units"]) & 7):  # the three lowest bits: the unit of length
-            raise DataError(f"{path}: the header gives lengths in {unit}, expected mm; convert spacing and affine to mm and set xyzt_units")
+        # The three lowest bits are the unit of length.
+        unit = _OTHER_UNITS.get(int(image.header["xyzt_units"]) & 7)
+        if unit:
+            raise DataError(
+                f"{path}: the header gives lengths in {unit}, expected mm; "
+                "convert spacing and affine to mm and set xyzt_units"
+            )
         bounds.check(path, image.shape, volume=True)
         array, raw = _nifti_content(path, image)
     if mask and image.get_data_dtype().kind in "iu" and abs(image.dataobj.slope) <= _COARSE:
         # A step of the stored integers is a slope: the nearest to a label is half a step away.
         whole = array.round()
         array = np.where(np.abs(array - whole) <= abs(image.dataobj.slope) / 2, whole, array)
-    array = array.squeeze(axis=tuple(axis for axis in range(3, array.ndim) if array.shape[axis] == 1))
+    empty_axes = tuple(axis for axis in range(3, array.ndim) if array.shape[axis] == 1)
+    array = array.squeeze(axis=empty_axes)
     if array.ndim == 2:
         return Stored(array[None], nifti=True)
     # Without an sform the lengths are pixdim's, where nibabel reads 0 as 1 mm.
     lengths = bool(raw["sform_code"] > 0 or (raw["pixdim"][1:4] != 0).all())
     grid = Grid(array.shape[:3], np.asarray(image.affine, np.float64), has_spacing=lengths)
     grid.check(path)
-    return Stored(np.moveaxis(array, -1, 0) if array.ndim == 4 else array[None], grid, nifti=True)
+    channels = np.moveaxis(array, -1, 0) if array.ndim == 4 else array[None]
+    return Stored(channels, grid, nifti=True)
 
 
 def _nifti_content(path: Path, image: Any) -> tuple[np.ndarray, Any]:
@@ -311,68 +375,116 @@ def _nifti_content(path: Path, image: Any) -> tuple[np.ndarray, Any]:
 
 
 def _read_dicom(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
-    slices = []
+    datasets: list[Any] = []
     for file in dicom_files(path):
         with explained(file):
-            slices.append(dicom.read(file))
-            dicom.check_image(slices[-1], file)
-    frames = max(int(dataset.get("NumberOfFrames") or 1) for dataset in slices)
-    if len(slices) > 1 and frames > 1:
-        raise DataError(f"{path}: {len(slices)} files lie in the folder, of several frames each; name the one that is meant")
-    shape = (len(slices) * frames, int(slices[0].Rows), int(slices[0].Columns))
-    bounds.check(path, shape if shape[0] > 1 else shape[1:], volume=shape[0] > 1)
-    ordered = dicom.in_order(slices, path)
-    arrays, colours = zip(*(dicom.pixels(dataset, mask=mask) for dataset in (ordered if len(slices) > 1 else slices)), strict=True)
-    array = arrays[0] if len(slices) == 1 else np.stack(arrays, axis=2)
-    if len(ordered) > len(slices):  # the frames of an enhanced object
-        array = array[:, :, [int(frame.InstanceNumber) - 1 for frame in ordered]]
+            datasets.append(dicom.read(file))
+            dicom.check_image(datasets[-1], file)
+    first = datasets[0]
+    one_file = len(datasets) == 1
+    frames = max(int(dataset.get("NumberOfFrames") or 1) for dataset in datasets)
+    if not one_file and frames > 1:
+        raise DataError(
+            f"{path}: {len(datasets)} files lie in the folder, of several frames each; "
+            "name the one that is meant"
+        )
+    sides = (int(first.Rows), int(first.Columns))
+    slices = len(datasets) * frames
+    if slices > 1:
+        bounds.check(path, (slices, *sides), volume=True)
+    else:
+        bounds.check(path, sides, volume=False)
+    ordered = dicom.in_order(datasets, path)
+    if one_file:
+        array, colours = dicom.pixels(first, mask=mask)
+        if len(ordered) > 1:  # the frames of an enhanced object
+            array = array[:, :, [int(frame.InstanceNumber) - 1 for frame in ordered]]
+    else:
+        pixels = [dicom.pixels(dataset, mask=mask) for dataset in ordered]
+        array = np.stack([values for values, _ in pixels], axis=2)
+        colours = pixels[0][1]
     grid = dicom.grid_of(ordered) if len(ordered) > 1 else None
-    return Stored(np.moveaxis(array, -1, 0) if colours[0] else array[None], grid, colours=colours[0])
+    channels = np.moveaxis(array, -1, 0) if colours else array[None]
+    return Stored(channels, grid, colours=colours)
 
 
 def series_grid(path: Path) -> Grid:
-    """The grid of the voxels (column, row, slice) of a DICOM file or series, by its headers alone; DataError as of `dicom.in_order`."""
+    """The grid of the voxels (column, row, slice) of a DICOM file or series, by its headers alone;
+    DataError as of `dicom.in_order`.
+    """
     with explained(path):
-        return dicom.grid_of(dicom.in_order([dicom.tags_of(file, *dicom.HEADER) for file in dicom_files(path)], path))
+        headers = [dicom.tags_of(file, *dicom.HEADER) for file in dicom_files(path)]
+        return dicom.grid_of(dicom.in_order(headers, path))
 
 
-# -- images ----------------------------------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------
 
 
-def channel_files(listed: Sequence[Path | None], task: TaskConfig, place: str) -> tuple[Path | None, ...]:
-    """The files of an image's channels, None for a channel of zeros: one that is missing, where `listed` has None or no file exists.
+def channel_files(
+    listed: Sequence[Path | None], task: TaskConfig, place: str
+) -> tuple[Path | None, ...]:
+    """The files of an image's channels, None for a channel of zeros: one that is missing, where
+    `listed` has None or no file exists.
 
     Raises:
-        DataError: the number of channels differs from the task's, a channel is missing, or two channels are one file.
+        DataError: the number of channels differs from the task's, a channel is missing, or two
+            channels are one file.
     """
-    names, zeros = task.channel_names or tuple(map(str, range(task.image_channels))), task.missing_channels == "zeros"
+    names = task.channel_names or tuple(map(str, range(task.image_channels)))
     if len(listed) != len(names):
-        raise DataError(f"{place}: {len(listed)} files for {len(names)} channels ({', '.join(names)}); list one for each")
-    files = tuple(file if file is not None and (file.exists() or not zeros) else None for file in listed)
-    if None in files and not zeros:
+        raise DataError(
+            f"{place}: {len(listed)} files for {len(names)} channels ({', '.join(names)}); "
+            "list one for each"
+        )
+    files = list(listed)
+    if task.missing_channels == "zeros":
+        for number, file in enumerate(listed):
+            if file is not None and not file.exists():
+                files[number] = None
+    elif None in files:
         missing = names[files.index(None)]
-        raise DataError(f"{place}: channel {missing} is missing; add its file, or say missing_channels 'zeros' in the task")
+        raise DataError(
+            f"{place}: channel {missing} is missing; "
+            "add its file, or say missing_channels 'zeros' in the task"
+        )
     resolved = [file.resolve() for file in files if file is not None]
     if not resolved:
-        raise DataError(f"{place}: none of the image's files exists; correct the paths or restore the files")
-    if double := next((file for file in resolved if resolved.count(file) > 1), None):
-        raise DataError(f"{place}: two channels are one file, {double}; list each channel's own, or null for one that is missing")
-    return files
+        raise DataError(
+            f"{place}: none of the image's files exists; correct the paths or restore the files"
+        )
+    for path in resolved:
+        if resolved.count(path) > 1:
+            raise DataError(
+                f"{place}: two channels are one file, {path}; "
+                "list each channel's own, or null for one that is missing"
+            )
+    return tuple(files)
 
 
-def read_image(files: Sequence[Path | None], task: TaskConfig, bounds: ImageBounds = ImageBounds()) -> Image:
-    """An image of one file, or of a file for each channel, in the task's channels, orientation and spacing.
+def read_image(
+    files: Sequence[Path | None], task: TaskConfig, bounds: ImageBounds = ImageBounds()
+) -> Image:
+    """An image of one file, or of a file for each channel, in the task's channels, orientation and
+    spacing.
 
-    In 2-D tasks colours become luminance for one channel, and grey is repeated for three. The volumes of a 4-D file are channels.
+    In 2-D tasks colours become luminance for one channel, and grey is repeated for three. The
+    volumes of a 4-D file are channels.
 
     Args:
-        files: None stands for zeros. The other channels are turned to the orientation of the first one.
+        files: None stands for zeros. The other channels are turned to the orientation of the first
+            one.
 
     Raises:
-        DataError: a file cannot be read, is too large, contains NaN, or has other channels than the task; channels on different grids.
+        DataError: a file cannot be read, is too large, contains NaN, or has other channels than the
+            task; channels on different grids.
     """
     arrays: list[np.ndarray | None] = []
-    path, first, coloured = Path(), Stored(np.zeros(0)), False
+    coloured = False
+    count = 1 if len(files) > 1 else task.image_channels
+    # Of the first channel that has a file: its path, content and array.
+    path = Path()
+    first = Stored(np.zeros(0))
+    like = first.array
     for file in files:
         if file is None:
             arrays.append(None)
@@ -380,24 +492,30 @@ def read_image(files: Sequence[Path | None], task: TaskConfig, bounds: ImageBoun
         stored = read_stored(file, bounds)
         if task.spatial_dims == 3:
             _check_volume(stored, file, task)
-        array, has_colours = _channels(stored, task, 1 if len(files) > 1 else task.image_channels, file)
+        array, has_colours = _channels(stored, task, count, file)
         if task.spatial_dims == 2:
             array = stored.as_slices(array)
         coloured = coloured or has_colours
         if not first.array.size:
-            path, first = file, stored
+            path = file
+            first = stored
+            like = array
         elif task.spatial_dims == 3 and first.grid is not None and stored.grid is not None:
             check_same_grid(file, stored.grid.turned(first.grid.codes), path, first.grid)
             array = apply_turn(array, stored.grid.turn(first.grid.codes))
         else:
             check_same_grid(file, stored.slice_grid, path, first.slice_grid)
-        like = next((other for other in arrays if other is not None), array)
         if array.shape[1:] != like.shape[1:]:
-            sides, others = format_shape(array.shape[1:]), format_shape(like.shape[1:])
-            raise DataError(f"{file}: {sides}, {path.name} is {others}; store all channels at one size")
+            sides = format_shape(array.shape[1:])
+            raise DataError(
+                f"{file}: {sides}, {path.name} is {format_shape(like.shape[1:])}; "
+                "store all channels at one size"
+            )
         arrays.append(array)
-    like = next(array for array in arrays if array is not None)
-    array = like if len(arrays) == 1 else np.concatenate([np.zeros_like(like[:1]) if other is None else other for other in arrays])
+    array = like
+    if len(arrays) > 1:
+        zeros = np.zeros_like(like[:1])
+        array = np.concatenate([zeros if channel is None else channel for channel in arrays])
     if task.spatial_dims == 2:
         return Image(array, first.grid, first.slice_grid, coloured)
     assert first.grid is not None
@@ -408,11 +526,16 @@ def read_image(files: Sequence[Path | None], task: TaskConfig, bounds: ImageBoun
 
 def _check_volume(stored: Stored, path: Path, task: TaskConfig) -> None:
     if stored.grid is None:
-        raise DataError(f"{path}: no volume, the task has spatial_dims 3; give NIfTI files, or DICOM series with positions")
+        raise DataError(
+            f"{path}: no volume, the task has spatial_dims 3; "
+            "give NIfTI files, or DICOM series with positions"
+        )
     stored.grid.check(path)
     if task.spacing is not None and stored.grid.spacing is None:
-        problem = f"its voxel spacing is unknown, the task's is {format_shape(task.spacing)} mm"
-        raise DataError(f"{path}: {problem}; correct the file's header")
+        raise DataError(
+            f"{path}: its voxel spacing is unknown, the task's is {format_shape(task.spacing)} mm; "
+            "correct the file's header"
+        )
 
 
 def _channels(stored: Stored, task: TaskConfig, count: int, path: Path) -> tuple[np.ndarray, bool]:
@@ -420,20 +543,30 @@ def _channels(stored: Stored, task: TaskConfig, count: int, path: Path) -> tuple
     with np.errstate(over="ignore"):  # beyond float32: infinite
         array = stored.array.astype(np.float32)
     if not np.isfinite(array).all():
-        raise DataError(f"{path}: the image holds NaN or infinite values; repair it or leave it out")
-    coloured = stored.colours and count == 1 and is_coloured(array.reshape(len(array), -1))
+        raise DataError(
+            f"{path}: the image holds NaN or infinite values; repair it or leave it out"
+        )
+    one_of_colours = stored.colours and count == 1
+    coloured = one_of_colours and is_coloured(array.reshape(len(array), -1))
     if task.pick and count == task.image_channels and stored.nifti:
         if max(task.pick) >= len(array):
-            raise DataError(f"{path}: the image has {len(array)} channels, the task picks number {max(task.pick)} (from 0)")
+            raise DataError(
+                f"{path}: the image has {len(array)} channels, "
+                f"the task picks number {max(task.pick)} (from 0)"
+            )
         array = array[list(task.pick)]
-    elif task.spatial_dims == 2 and stored.colours and count == 1:
-        array = np.tensordot(np.array(LUMA, np.float32), array.swapaxes(1, 2), axes=1)[None].astype(np.float32).swapaxes(1, 2)
+    elif task.spatial_dims == 2 and one_of_colours:
+        luma = np.array(LUMA, np.float32)
+        luminance = np.tensordot(luma, array.swapaxes(1, 2), axes=1)[None]
+        array = luminance.astype(np.float32).swapaxes(1, 2)
     elif task.spatial_dims == 2 and len(array) == 1 and count == 3:
         array = np.repeat(array, 3, axis=0)
     if len(array) != count:
-        more = ", or say in the task which of them it means (pick)" if len(array) > count else ""
-        found = f"the image has {len(array)} channels, the task takes {count}"
-        raise DataError(f"{path}: {found}; correct the file or the task's channels{more}")
+        remedy = "correct the file or the task's channels"
+        if len(array) > count:
+            remedy += ", or say in the task which of them it means (pick)"
+        problem = f"the image has {len(array)} channels, the task takes {count}"
+        raise DataError(f"{path}: {problem}; {remedy}")
     return array, coloured
 
 
@@ -441,36 +574,52 @@ def is_coloured(channels: np.ndarray) -> bool:
     """Whether colour channels (C, P) differ by more than what compression does to a grey picture.
 
     Examples:
-        >>> is_coloured(np.array([[0, 100], [0, 100], [0, 101]])), is_coloured(np.array([[0, 100], [0, 50], [0, 0]]))
-        (False, True)
+        >>> is_coloured(np.array([[0, 100], [0, 100], [0, 101]]))
+        False
+        >>> is_coloured(np.array([[0, 100], [0, 50], [0, 0]]))
+        True
     """
     span = channels.max(axis=0) - channels.min(axis=0)
     return bool(span.mean() > _COLOURED * np.abs(channels).max())
 
 
-# -- masks -----------------------------------------------------------------------------------------------------------------
+# -- masks -----------------------------------------------------------------------------------------
 
 
 def read_mask(
-    path: Path, image_path: Path, image: Image | None, task: TaskConfig, bounds: ImageBounds = ImageBounds(), *, several: bool = False
+    path: Path,
+    image_path: Path,
+    image: Image | None,
+    task: TaskConfig,
+    bounds: ImageBounds = ImageBounds(),
+    *,
+    several: bool = False,
 ) -> tuple[np.ndarray, list[tuple[str, int]]]:
-    """Label values laid out as their image, int64 (M, ...); and label and number of every segment of a DICOM segmentation.
+    """Label values laid out as their image, int64 (M, ...); and label and number of every segment
+    of a DICOM segmentation.
 
     Args:
         image: gives the grid to compare with; None: grids are not compared.
-        several: whether each channel is a structure's own mask; else equal channels are one mask, saved in colours.
+        several: whether each channel is a structure's own mask; else equal channels are one mask,
+            saved in colours.
 
     Raises:
-        DataError: as `read_image`, or values that are not whole numbers, or a mask on another grid than its image.
+        DataError: as `read_image`, or values that are not whole numbers, or a mask on another grid
+            than its image.
     """
+    image_grid = None if image is None else image.stored_grid
     segments: list[tuple[str, int]] = []
     if is_segmentation(path):
-        if image is None or image.stored_grid is None or not (image_path.is_dir() or is_dicom(image_path)):
-            raise DataError(f"{path}: a DICOM segmentation, whose image must be a folder with its series, or the series in one file")
+        if image_grid is None or not (image_path.is_dir() or is_dicom(image_path)):
+            raise DataError(
+                f"{path}: a DICOM segmentation, "
+                "whose image must be a folder with its series, or the series in one file"
+            )
         with explained(path):
-            series = dicom.tags_of(dicom_files(image_path)[0], "SeriesInstanceUID")
-            array, segments = dicom.segments(dicom.read(path), path, str(series.SeriesInstanceUID), image.stored_grid)
-        stored = Stored(array, image.stored_grid)
+            header = dicom.tags_of(dicom_files(image_path)[0], "SeriesInstanceUID")
+            series = str(header.SeriesInstanceUID)
+            array, segments = dicom.segments(dicom.read(path), path, series, image_grid)
+        stored = Stored(array, image_grid)
     else:
         stored = read_stored(path, bounds, mask=True)
     masks = label_values(stored.array, path, several=several or bool(segments))
@@ -480,8 +629,9 @@ def read_mask(
         return stored.as_slices(masks), segments
     _check_volume(stored, path, task)
     assert stored.grid is not None
-    if image is not None and image.stored_grid is not None:
-        check_same_grid(path, stored.grid.turned(task.orientation), image_path, image.stored_grid.turned(task.orientation))
+    if image_grid is not None:
+        turned = stored.grid.turned(task.orientation)
+        check_same_grid(path, turned, image_path, image_grid.turned(task.orientation))
     return to_task_grid(masks, stored.grid, task, labels=True)[0], segments
 
 
@@ -496,12 +646,19 @@ def label_values(array: np.ndarray, path: Path, *, several: bool = False) -> np.
     masks = np.nan_to_num(array, nan=0.5, posinf=0.5, neginf=0.5).round().astype(np.int64)
     near = np.abs(array - masks) <= _WHOLE
     if not near.all():
-        value = f"{array[~near][0]:.6g}"
-        raise DataError(f"{path}: the mask holds {value}; store whole numbers, label values 0, 1, ...")
-    return masks[:1] if not several and (masks == masks[:1]).all() else masks
+        raise DataError(
+            f"{path}: the mask holds {array[~near][0]:.6g}; "
+            "store whole numbers, label values 0, 1, ..."
+        )
+    if several or not (masks == masks[:1]).all():
+        return masks
+    return masks[:1]
 
 
 def is_segmentation(path: Path) -> bool:
     """Whether a file is a DICOM segmentation object."""
     with explained(path):
-        return path.is_file() and is_dicom(path) and bool(dicom.tags_of(path, "SOPClassUID").get("SOPClassUID") == dicom.SEGMENTATION)
+        if not path.is_file() or not is_dicom(path):
+            return False
+        header = dicom.tags_of(path, "SOPClassUID")
+        return bool(header.get("SOPClassUID") == dicom.SEGMENTATION)

@@ -1,4 +1,7 @@
-"""MONAI transforms by configuration: resizing and intensity scaling once per image, random augmentation per training batch."""
+"""MONAI transforms by configuration.
+
+Resizing and intensity scaling once per image, random augmentation per training batch.
+"""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -20,7 +23,9 @@ _DRAWS: Final = 8  # tries of an augmentation that may change the size of an ima
 
 
 class Preprocessing:
-    """The deterministic transforms, from stored intensities of any size to the network's images; used in inference too."""
+    """The deterministic transforms, from stored intensities of any size to the network's images;
+    used in inference too.
+    """
 
     def __init__(self, task: TaskConfig):
         self._size = task.size
@@ -28,7 +33,8 @@ class Preprocessing:
         self._intensity = _construct("intensity", "", task.intensity)
 
     def image(self, array: np.ndarray) -> Tensor:
-        """float32 (C, h, w) to (C, H, W): intensity transform, then area averaging (shrinking) or linear interpolation.
+        """float32 (C, h, w) to (C, H, W): intensity transform, then area averaging (shrinking) or
+        linear interpolation.
 
         With `image_mode` "patch" the size is kept.
         """
@@ -40,65 +46,86 @@ class Preprocessing:
             return self._intensity(torch.as_tensor(array, dtype=torch.float32))
 
     def mask(self, array: np.ndarray) -> Tensor:
-        """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel; with `image_mode` "patch" unchanged."""
+        """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel; with `image_mode` "patch"
+        unchanged.
+        """
         return self._resize(torch.as_tensor(array), mask=True)
 
     def _resize(self, image: Tensor, mask: bool) -> Tensor:
         from monai.transforms.spatial.array import Resize
 
-        if not self._resizes or tuple(image.shape[1:]) == self._size:
+        sides = tuple(image.shape[1:])
+        if not self._resizes or sides == self._size:
             return image
-        shrinks = all(side >= new for side, new in zip(image.shape[1:], self._size, strict=True))
-        linear = "bilinear" if len(self._size) == 2 else "trilinear"
-        mode = "nearest-exact" if mask else "area" if shrinks else linear
+        if mask:
+            mode = "nearest-exact"
+        elif all(side >= new for side, new in zip(sides, self._size, strict=True)):
+            mode = "area"
+        else:
+            mode = "bilinear" if len(self._size) == 2 else "trilinear"
         with plain_tensors():
-            return Resize(self._size, mode=mode)(image.to(torch.float32)).to(torch.int64 if mask else torch.float32)
+            resized = Resize(self._size, mode=mode)(image.to(torch.float32))
+            return resized.to(torch.int64 if mask else torch.float32)
 
 
 class Augmentation:
     """The random transforms, MONAI's dictionary forms: spatial ones move image and mask alike.
 
     Raises:
-        ConfigError: an argument that MONAI refuses, or an augmentation that changes the size of images.
+        ConfigError: an argument that MONAI refuses, or an augmentation that changes the size of
+            images.
     """
 
     def __init__(self, task: TaskConfig):
-        self._masks, self._size = task.kind == "segmentation", task.size
+        self._masks = task.kind == "segmentation"
+        self._size = task.size
         self._transforms = [(settings["name"], self._build(settings)) for settings in task.augment]
         for settings in task.augment:
-            if settings["name"] == "RandRotate90" or (SIZING & set(settings) and settings["name"] in spatial_augmentations()):
+            name = settings["name"]
+            resizes = name in spatial_augmentations() and SIZING & set(settings)
+            if resizes or name == "RandRotate90":
                 self._check_sizes(settings)
 
     def _build(self, settings: Mapping[str, Any]) -> Any:
         name = settings["name"]
         spatial = name in spatial_augmentations() and self._masks
         extra: dict[str, Any] = {"keys": ["image", "target"] if spatial else ["image"]}
-        if name in smooth_augmentations():  # the generators and the deformation's grid are on the CPU
+        if name in smooth_augmentations():
+            # The generators and the deformation's grid are on the CPU.
             extra |= {"spatial_size": self._size, "device": torch.device("cpu")}
         if spatial and name == "RandSmoothDeform":
             extra["grid_mode"] = [_image_mode(settings.get("grid_mode", "nearest")), "nearest"]
         if spatial and "mode" in inspect.signature(_transform_class(f"{name}d")).parameters:
-            nearest = "nearest-exact" if name == "RandZoom" else "nearest"  # the other transforms sample a grid
+            # The other transforms sample a grid.
+            nearest = "nearest-exact" if name == "RandZoom" else "nearest"
             extra["mode"] = [_image_mode(settings.get("mode", "bilinear")), nearest]
         return _construct("augment", "d", {**settings, **extra})
 
     def _check_sizes(self, settings: Mapping[str, Any]) -> None:
-        transform, blank = self._build({**settings, "prob": 1.0}), torch.zeros(1, *self._size)
+        name = settings["name"]
+        transform = self._build({**settings, "prob": 1.0})
+        blank = torch.zeros(1, *self._size)
         try:
             with plain_tensors():
                 for seed in range(_DRAWS):
                     transform.set_random_state(seed)
-                    _check_size(settings["name"], blank, transform({"image": blank, "target": blank})["image"])
+                    transformed = transform({"image": blank, "target": blank})
+                    _check_size(name, blank, transformed["image"])
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
-            size = format_shape(self._size)
-            raise ConfigError(f"augment {settings['name']}: {one_line(error)}; check its arguments for {size} images") from error
+            raise ConfigError(
+                f"augment {name}: {one_line(error)}; "
+                f"check its arguments for {format_shape(self._size)} images"
+            ) from error
 
-    def __call__(self, images: Tensor, targets: Tensor, random: np.random.RandomState) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, images: Tensor, targets: Tensor, random: np.random.RandomState
+    ) -> tuple[Tensor, Tensor]:
         """A batch, image by image.
 
         Args:
             images: float32 (N, C, ...).
-            targets: long (N, ...), or float (N, C, ...) (multilabel); classification targets are returned unchanged.
+            targets: long (N, ...), or float (N, C, ...) (multilabel); classification targets are
+                returned unchanged.
             random: the generator of all random numbers.
         """
         if not self._transforms:
@@ -106,10 +133,12 @@ class Augmentation:
         for _, transform in self._transforms:
             transform.set_random_state(state=random)
         with plain_tensors():
-            samples = [self._sample(image, target) for image, target in zip(images, targets, strict=True)]
+            pairs = zip(images, targets, strict=True)
+            samples = [self._sample(image, target) for image, target in pairs]
         images = torch.stack([sample["image"] for sample in samples]).to(images.dtype)
         if self._masks:
-            targets = torch.stack([sample["target"] for sample in samples]).reshape(targets.shape).to(targets.dtype)
+            masks = torch.stack([sample["target"] for sample in samples])
+            targets = masks.reshape(targets.shape).to(targets.dtype)
         return images, targets
 
     def _sample(self, image: Tensor, target: Tensor) -> dict[str, Tensor]:
@@ -123,10 +152,13 @@ class Augmentation:
 
 
 def _check_size(name: str, before: Tensor, after: Tensor) -> None:
-    if after.shape != before.shape:
-        sizes = f"{format_shape(after.shape[1:])} images of {format_shape(before.shape[1:])} ones"
-        remedy = "the images of a task have one size; leave it out, or take other arguments or equal sides"
-        raise ConfigError(f"augment {name}: it makes {sizes}; {remedy}")
+    if after.shape == before.shape:
+        return
+    sizes = f"{format_shape(after.shape[1:])} images of {format_shape(before.shape[1:])} ones"
+    raise ConfigError(
+        f"augment {name}: it makes {sizes}; "
+        "the images of a task have one size; leave it out, or take other arguments or equal sides"
+    )
 
 
 def _image_mode(mode: Any) -> str:
@@ -136,14 +168,17 @@ def _image_mode(mode: Any) -> str:
 
 def _construct(setting: str, ending: str, settings: Mapping[str, Any]) -> Any:
     """The transform that `settings` names, with its arguments checked against MONAI's signature."""
-    name = settings["name"]
+    arguments = dict(settings)
+    name = arguments.pop("name")
     transform = _transform_class(name + ending)
-    arguments = {key: value for key, value in settings.items() if key != "name"}
-    refuse_arguments(transform, [key for key in arguments if key != "keys"], f"{setting} {name}", reserved=["keys"])
+    names = [key for key in arguments if key != "keys"]
+    refuse_arguments(transform, names, f"{setting} {name}", reserved=["keys"])
     try:
         return transform(**arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{setting} {name}: {one_line(error)}; see MONAI's documentation of {name}") from error
+        raise ConfigError(
+            f"{setting} {name}: {one_line(error)}; see MONAI's documentation of {name}"
+        ) from error
 
 
 @cache
@@ -155,7 +190,9 @@ def _transform_class(name: str) -> Any:
 
 @contextmanager
 def plain_tensors() -> Iterator[None]:
-    """MONAI's transforms without its metadata tracking, which takes five times as long as the transform on small images."""
+    """MONAI's transforms without its metadata tracking, which takes five times as long as the
+    transform on small images.
+    """
     from monai.data.meta_obj import get_track_meta, set_track_meta
 
     before = get_track_meta()
@@ -167,5 +204,9 @@ def plain_tensors() -> Iterator[None]:
 
 
 def middle_slice(image: Tensor) -> Tensor:
-    """A picture (..., H, W): the image itself (C, H, W), or the middle of the third axis of a volume (C, X, Y, Z)."""
-    return image if image.ndim == 3 else image[..., image.shape[-1] // 2]
+    """A picture (..., H, W): the image itself (C, H, W), or the middle of the third axis of a
+    volume (C, X, Y, Z).
+    """
+    if image.ndim == 3:
+        return image
+    return image[..., image.shape[-1] // 2]

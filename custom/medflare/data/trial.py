@@ -1,7 +1,8 @@
 """A task's network and transforms, tried in a process with limited time and memory.
 
-How much work an argument makes depends on MONAI (a number of blocks, a width, a number of cells, a factor). So the network is
-built on the meta device, and one image of the task's size goes through each transform.
+How much work an argument makes depends on MONAI (a number of blocks, a width, a number of cells, a
+factor). So the network is built on the meta device, and one image of the task's size goes through
+each transform.
 """
 
 import json
@@ -45,31 +46,51 @@ def try_task(task: TaskConfig, memory: float, place: str, setting: str = "") -> 
         return
     if own_module(task.network):
         imported(task.network["name"])  # refused here if this process does not trust its package
-    if problem := _problem(json.dumps(task.to_dict(), sort_keys=True), memory, _SECONDS):
-        remedy = "make its arguments smaller" + (f", or raise {setting} where it needs more than {memory:.3g} GiB" if setting else "")
+    problem = _problem(json.dumps(task.to_dict(), sort_keys=True), memory, _SECONDS)
+    if problem:
+        remedy = "make its arguments smaller"
+        if setting:
+            remedy += f", or raise {setting} where it needs more than {memory:.3g} GiB"
         raise ConfigError(f"{place}: {problem} (one image of {format_shape(task.size)}); {remedy}")
 
 
 @cache
 def _problem(task: str, memory: float, seconds: int) -> str:
     """The network or the transform that failed, and why; "" if none did."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
-    if module := own_module(json.loads(task)["network"]):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    module = own_module(json.loads(task)["network"])
+    if module:
         environment[VARIABLE] = module
     command = [sys.executable, "-u", "-m", "medflare.data.trial", str(memory), str(seconds)]
     try:
-        ended = subprocess.run(command, input=task, capture_output=True, text=True, env=environment, timeout=_START + seconds, check=False)
+        ended = subprocess.run(
+            command,
+            input=task,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=_START + seconds,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return f"network and transforms: more than {_START + seconds} s"
     if ended.returncode == 0:
         return ""
-    error = f"exit status {ended.returncode}, {ended.stderr.strip().rpartition(chr(10))[2]:.200}"
-    name = (ended.stdout.splitlines() or ["network and transforms"])[-1]
-    return f"{name}: {f'more than {seconds} s of computing' if ended.returncode == -signal.SIGPROF else error}"
+    tried = ended.stdout.splitlines() or ["network and transforms"]
+    if ended.returncode == -signal.SIGPROF:
+        return f"{tried[-1]}: more than {seconds} s of computing"
+    last_line = ended.stderr.strip().rpartition("\n")[2]
+    return f"{tried[-1]}: exit status {ended.returncode}, {last_line:.200}"
 
 
 def main(memory: float, seconds: int) -> None:
-    """Try the task in the standard input; what is tried is printed before, since it may end this process."""
+    """Try the task in the standard input; what is tried is printed before, since it may end this
+    process.
+    """
     task = load_task(json.load(sys.stdin))
     import monai.networks.nets  # not part of the measured time
     import monai.transforms  # noqa: F401
@@ -82,7 +103,8 @@ def main(memory: float, seconds: int) -> None:
         meta_network(task)
     except ConfigError as error:
         sys.exit(str(error))
-    image = np.random.RandomState(0).random_sample((task.image_channels, *task.size)).astype(np.float32)
+    shape = (task.image_channels, *task.size)
+    image = np.random.RandomState(0).random_sample(shape).astype(np.float32)
     sys.stdout.write(f"intensity {task.intensity['name']}\n")
     Preprocessing(task).intensities(image)
     for settings in task.augment:
@@ -91,7 +113,8 @@ def main(memory: float, seconds: int) -> None:
             augmentation = Augmentation(replace(task, augment=({**settings, "prob": 1.0},)))
         except ConfigError:  # some have no such argument
             augmentation = Augmentation(replace(task, augment=(settings,)))
-        random, target = np.random.RandomState(0), torch.zeros(1, *task.size, dtype=torch.long)
+        random = np.random.RandomState(0)
+        target = torch.zeros(1, *task.size, dtype=torch.long)
         for _ in range(_DRAWS):
             augmentation(torch.from_numpy(image)[None], target, random)
 
@@ -104,7 +127,9 @@ def _limit(memory: float) -> None:
 
         limit = int(usage.read_text().split()[0]) * resource.getpagesize() + int(memory * 2**30)
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Figures as SVG: text has the page's own font and colour, so that they fit a light and a dark page."""
+"""Figures as SVG: text has the page's own font and colour, so that they fit a light and a dark
+page.
+"""
 
 import io
 import re
@@ -38,17 +40,21 @@ class Panel:
     y: str = ""
     at: float | None = None  # x of a dotted vertical line
     bounds: tuple[float, float] | None = None  # the axis y shows at least these
-    notes: Mapping[str, str] = field(default_factory=dict)  # label -> its text in the legend, if that is another
+    notes: Mapping[str, str] = field(default_factory=dict)  # label -> another text in the legend
 
 
 def line_panels(panels: Sequence[Panel], name: str, *, unit_square: bool = False) -> str | None:
-    """Line plots, each an SVG with its legend, so that a narrow page has them below each other; None if there are none.
+    """Line plots, each an SVG with its legend, so that a narrow page has them below each other;
+    None if there are none.
 
-    `name` is unique in its page; `unit_square`: axes from 0 to 1 with the diagonal, as for ROC curves.
+    `name` is unique in its page; `unit_square`: axes from 0 to 1 with the diagonal, as for ROC
+    curves.
     """
     labels = sorted({label for panel in panels for label in panel.lines})
-    drawings = [_line_panel(panel, labels, f"{name}-{number}", unit_square) for number, panel in enumerate(panels)]
-    return "".join(drawing or "" for drawing in drawings) or None
+    drawings = ""
+    for number, panel in enumerate(panels):
+        drawings += _line_panel(panel, labels, f"{name}-{number}", unit_square) or ""
+    return drawings or None
 
 
 def _line_panel(panel: Panel, labels: Sequence[str], name: str, unit_square: bool) -> str | None:
@@ -61,9 +67,16 @@ def _line_panel(panel: Panel, labels: Sequence[str], name: str, unit_square: boo
     def draw(figure: "Figure") -> None:
         axis = figure.subplots()
         for label, points in panel.lines.items():
-            place = labels.index(label)
-            style: dict[str, Any] = {"color": COLOURS[place % 8], "marker": _MARKERS[place % 8], "linestyle": _LINES[place // 8 % 4]}
-            axis.plot(*zip(*points, strict=True), label=texts[label], linewidth=1.6, markersize=3.5 if len(points) < 40 else 0, **style)
+            number = labels.index(label)
+            axis.plot(
+                *zip(*points, strict=True),
+                label=texts[label],
+                linewidth=1.6,
+                color=COLOURS[number % 8],
+                marker=_MARKERS[number % 8],
+                markersize=3.5 if len(points) < 40 else 0,
+                linestyle=_LINES[number // 8 % 4],
+            )
         if panel.at is not None:
             axis.axvline(panel.at, color=INK, alpha=0.4, linewidth=1, linestyle=":")
         axis.set_title(panel.title, fontsize=10, loc="left")
@@ -79,26 +92,35 @@ def _line_panel(panel: Panel, labels: Sequence[str], name: str, unit_square: boo
             axis.set_ylim(min(low, panel.bounds[0] - margin), max(high, panel.bounds[1] + margin))
         _plain_axis(axis)
         # Fixed margins: matplotlib's own layout takes more than twice the time.
-        figure.subplots_adjust(left=0.6 / _WIDTH, right=1 - 0.1 / _WIDTH, bottom=(0.55 + legend) / height, top=1 - 0.35 / height)
+        figure.subplots_adjust(
+            left=0.6 / _WIDTH,
+            right=1 - 0.1 / _WIDTH,
+            bottom=(0.55 + legend) / height,
+            top=1 - 0.35 / height,
+        )
         figure.legend(loc="lower center", ncols=columns, frameon=False)
 
     return as_svg(draw, _WIDTH, height, name)
 
 
 def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Loss, validation metric and aggregation numbers of every site over the rounds as SVG; None without a finished step.
+    """Loss, validation metric and aggregation numbers of every site over the rounds as SVG; None
+    without a finished step.
 
-    A validation metric at round r belongs to the models after r rounds of training. A dotted line marks the selected round.
+    A validation metric at round r belongs to the models after r rounds of training. A dotted line
+    marks the selected round.
     """
-    lines: dict[str, dict[str, list[tuple[float, float]]]] = {}  # title of a panel -> site -> points
-    metric = metric_label(results["configuration"]["task"].get("metric", "metric"))
+    lines: dict[str, dict[str, list[tuple[float, float]]]] = {}  # title -> site -> points
+    metric = results["configuration"]["task"].get("metric", "metric")
 
     def add(title: str, site: str, round: int, value: object) -> None:
         if isinstance(value, int | float):
             lines.setdefault(title, {}).setdefault(site, []).append((round, float(value)))
 
     def validation(model: str) -> str:
-        return f"Validation {metric}, {model}" if model in MODELS else f"Validation, {model}"  # a selector has an accuracy of its own
+        if model not in MODELS:  # a selector has an accuracy of its own
+            return f"Validation, {model}"
+        return f"Validation {metric_label(metric)}, {model}"
 
     for step in history:
         for site, meta in step["sites"].items():
@@ -108,39 +130,54 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
         for site, numbers in step.get("aggregation", {}).items():
             for name, value in numbers.items():
                 add(f"Aggregation {name}", site, step["round"] + 1, value)
-    selected = {validation(model): selection["round"] for model, selection in results.get("model_selection", {}).items()}
-    bounds = unit_bounds(results["configuration"]["task"].get("metric", ""))
-    panels = []
+    selected: dict[str, float | None] = {}
+    for model, selection in results.get("model_selection", {}).items():
+        selected[validation(model)] = selection["round"]
+    panels: list[Panel] = []
     for title, sites in lines.items():
-        panels.append(Panel(title, sites, "round", at=selected.get(title), bounds=bounds if title.startswith("Validation") else None))
+        bounds = unit_bounds(metric) if title.startswith("Validation") else None
+        panels.append(Panel(title, sites, "round", at=selected.get(title), bounds=bounds))
     return line_panels(panels, "training")
 
 
 def unit_bounds(metric: str) -> tuple[float, float] | None:
-    """0 and 1 for a metric that cannot exceed 1, so that a small difference looks small; None for all others.
+    """0 and 1 for a metric that cannot exceed 1, so that a small difference looks small; None for
+    all others.
 
     Examples:
         >>> unit_bounds("dice"), unit_bounds("hd95")
         ((0.0, 1.0), None)
     """
     known = metric_table().get(metric)
-    return (0.0, 1.0) if known is not None and known.bounds[1] == 1 else None
+    if known is None or known.bounds[1] != 1:
+        return None
+    return (0.0, 1.0)
 
 
-def roc_curves(curves: Mapping[str, Mapping[str, Points]], areas: Mapping[str, Mapping[str, float]], name: str) -> str | None:
-    """ROC curves as SVG, one for each class, with the areas in the legend; None if there are none. `name` is unique in its page.
+def roc_curves(
+    curves: Mapping[str, Mapping[str, Points]], areas: Mapping[str, Mapping[str, float]], name: str
+) -> str | None:
+    """ROC curves as SVG, one for each class, with the areas in the legend; None if there are none.
+    `name` is unique in its page.
 
-    `curves`: class -> label of a line -> points (1 - specificity, sensitivity); `areas`: class -> label of a line -> area.
+    `curves`: class -> label of a line -> points (1 - specificity, sensitivity); `areas`: class ->
+    label of a line -> area.
     """
-    panels = [
-        Panel(title, lines, "1 - specificity", "sensitivity", notes={line: f"{line}, AUC {areas[title][line]:.3f}" for line in lines})
-        for title, lines in curves.items()
-    ]
+    panels: list[Panel] = []
+    for title, lines in curves.items():
+        notes = {line: f"{line}, AUC {areas[title][line]:.3f}" for line in lines}
+        panels.append(Panel(title, lines, "1 - specificity", "sensitivity", notes=notes))
     return line_panels(panels, name, unit_square=True)
 
 
-def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[str, tuple[float, float] | None], label: str) -> str | None:
-    """A mark for every patient, a row for every model, with the mean and its interval if it has one, as SVG; None if there is no value."""
+def patients_plot(
+    values: Mapping[str, Mapping[str, float]],
+    intervals: Mapping[str, tuple[float, float] | None],
+    label: str,
+) -> str | None:
+    """A mark for every patient, a row for every model, with the mean and its interval if it has
+    one, as SVG; None if there is no value.
+    """
     if not values:
         return None
 
@@ -148,11 +185,23 @@ def patients_plot(values: Mapping[str, Mapping[str, float]], intervals: Mapping[
         figure.set_layout_engine("constrained")
         axis = figure.subplots()
         for row, (model, of_model) in enumerate(values.items()):
-            points = [of_model[patient] for patient in sorted(of_model)]
-            heights = [row + 0.4 * ((place * _GOLDEN) % 1 - 0.5) for place in range(len(points))]
-            style: dict[str, Any] = {"marker": "o", "markersize": 4, "alpha": 0.5, "color": COLOURS[row % len(COLOURS)]}
-            axis.plot(points, heights, linestyle="none", rasterized=len(points) > _RASTERIZED, **style)
-            if interval := intervals.get(model):
+            points = []
+            heights = []
+            for number, patient in enumerate(sorted(of_model)):
+                points.append(of_model[patient])
+                heights.append(row + 0.4 * ((number * _GOLDEN) % 1 - 0.5))
+            axis.plot(
+                points,
+                heights,
+                linestyle="none",
+                marker="o",
+                markersize=4,
+                alpha=0.5,
+                color=COLOURS[row % len(COLOURS)],
+                rasterized=len(points) > _RASTERIZED,
+            )
+            interval = intervals.get(model)
+            if interval:
                 axis.plot(interval, [row, row], color=INK, linewidth=2)
             axis.plot([sum(points) / len(points)], [row], marker="D", markersize=7, color=INK)
         axis.set_yticks(range(len(values)), [fill(model, _ROW_NAME) for model in values])
@@ -173,7 +222,8 @@ def _plain_axis(axis: "Axes", grid: Literal["x", "y"] = "y") -> None:
 
 
 def as_svg(draw: Callable[["Figure"], None], width: float, height: float, name: str) -> str | None:
-    """Call `draw` on a figure of `width` x `height` inches; an SVG element without a fixed size, or None without matplotlib.
+    """Call `draw` on a figure of `width` x `height` inches; an SVG element without a fixed size, or
+    None without matplotlib.
 
     Ids in it depend on `name`, so that figures of one page share none.
     """
@@ -182,15 +232,29 @@ def as_svg(draw: Callable[["Figure"], None], width: float, height: float, name: 
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
-    style = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10, "axes.facecolor": "none", "path.simplify": True}
+    ink = dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
+    )
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,
+        "font.size": 10,
+        "axes.facecolor": "none",
+        "path.simplify": True,
+    }
     with rc_context({**ink, **style}):
         figure = Figure(figsize=(width, height))
         draw(figure)
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
-    svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", svg)
+
+    def only_used(match: re.Match[str]) -> str:
+        return match[0] if match[1] in used else ""
+
+    svg = re.sub(r' id="([^"]*)"', only_used, svg)
     return re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)

@@ -1,18 +1,29 @@
-"""The metrics of a model in a results dict: those of the model, and those of its structures or classes."""
+"""The metrics of a model in a results dict: those of the model, and those of its structures or
+classes.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-STRUCTURES, CLASSES = "structures", "classes"  # beside a model's metrics: label -> metric -> value
+# Beside a model's metrics: label -> metric -> value.
+STRUCTURES = "structures"
+CLASSES = "classes"
 
 
 def named_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     """The metrics of a model, without those of its structures and classes."""
-    return {metric: value for metric, value in metrics.items() if metric not in (STRUCTURES, CLASSES)}
+    named = dict(metrics)
+    named.pop(STRUCTURES, None)
+    named.pop(CLASSES, None)
+    return named
 
 
-def labels_of(site: Mapping[str, Any], model: str) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+def labels_of(
+    site: Mapping[str, Any], model: str
+) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
     """Every structure or class of a model at a site, its metrics and their intervals."""
+    metrics = site["metrics"].get(model, {})
+    intervals = site.get("intervals", {}).get(model, {})
     for kind in (STRUCTURES, CLASSES):
-        for label, values in site["metrics"].get(model, {}).get(kind, {}).items():
-            yield label, values, site.get("intervals", {}).get(model, {}).get(kind, {}).get(label, {})
+        for label, values in metrics.get(kind, {}).items():
+            yield label, values, intervals.get(kind, {}).get(label, {})

@@ -1,4 +1,6 @@
-"""Numbers and names of a results dict as text: the same on the console, in reports and in the tables of studies."""
+"""Numbers and names of a results dict as text: the same on the console, in reports and in the
+tables of studies.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,14 +10,21 @@ from medflare.evaluation.labels import labels_of, named_metrics
 from medflare.tasks.metrics_table import metric_table
 
 UNDEFINED: Final = "–"
-_WORDS: Final = {"ppv": "positive predictive value", "f1": "F1", "auc": "AUC", "auprc": "AUPRC"}  # of a class
+_WORDS: Final = {  # of a class
+    "ppv": "positive predictive value",
+    "f1": "F1",
+    "auc": "AUC",
+    "auprc": "AUPRC",
+}
 _MOST: Final = 5  # sites that one line names
 
 
 def metric_label(metric: str) -> str:
     """The metric's name in words."""
     known = metric_table().get(metric)
-    return known.words if known else _WORDS.get(metric, metric.replace("_", " "))
+    if known is not None:
+        return known.words
+    return _WORDS.get(metric, metric.replace("_", " "))
 
 
 def lower_is_better(metric: str) -> bool:
@@ -25,17 +34,24 @@ def lower_is_better(metric: str) -> bool:
 
 
 def format_metric(metric: str, value: float | None, interval: Sequence[float] | None = None) -> str:
-    """Three decimals, one for distances, a dash for an undefined value; the interval is on a second line.
+    """Three decimals, one for distances, a dash for an undefined value; the interval is on a second
+    line.
 
     Examples:
-        >>> format_metric("dice", 0.9123, (0.84, 0.984)), format_metric("hd95_mm", 3.14), format_metric("dice", None)
-        ('0.912\\n0.840 to 0.984', '3.1', '–')
+        >>> format_metric("dice", 0.9123, (0.84, 0.984)), format_metric("hd95_mm", 3.14)
+        ('0.912\\n0.840 to 0.984', '3.1')
+        >>> format_metric("dice", None)
+        '–'
     """
     if value is None:
         return UNDEFINED
     known = metric_table().get(metric)
-    number, *bounds = (f"{part:.{known.digits if known else 3}f}" for part in (value, *(interval or ())))
-    return f"{number}\n{bounds[0]} to {bounds[1]}" if bounds else number
+    digits = known.digits if known else 3
+    number = f"{value:.{digits}f}"
+    if not interval:
+        return number
+    low, high = interval
+    return f"{number}\n{low:.{digits}f} to {high:.{digits}f}"
 
 
 def format_values(metric: str, values: Iterable[float]) -> str:
@@ -46,24 +62,32 @@ def format_values(metric: str, values: Iterable[float]) -> str:
         'each: 0.070, 0.102'
     """
     defined = sorted(value for value in values if value == value)
-    return f"each: {', '.join(format_metric(metric, value) for value in defined)}" if defined else ""
+    if not defined:
+        return ""
+    return f"each: {', '.join(format_metric(metric, value) for value in defined)}"
 
 
 def format_bytes(count: float) -> str:
     """Bytes with binary prefixes: 1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
         count /= 1024
-    return f"{count:.1f} TiB"
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
 
 
 def format_seconds(seconds: float) -> str:
     """A duration: "0.43 s", "12.1 s", "3 min 20 s", "2 h 05 min"."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
     if seconds < 60:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+        return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def counted(number: int, noun: str) -> str:
@@ -72,10 +96,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def format_setting(value: Any) -> str:
-    """A setting as `--set` takes it: true, false and none in lower case, list items separated by commas."""
+    """A setting as `--set` takes it: true, false and none in lower case, list items separated by
+    commas.
+    """
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    return ",".join(map(format_setting, value)) if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return ",".join(map(format_setting, value))
+    return str(value)
 
 
 def best_value(metric: str, values: Iterable[float | None]) -> float | None:
@@ -83,30 +111,39 @@ def best_value(metric: str, values: Iterable[float | None]) -> float | None:
     defined = {value for value in values if value is not None}
     if len(defined) < 2:
         return None
-    return min(defined) if lower_is_better(metric) else max(defined)
+    if lower_is_better(metric):
+        return min(defined)
+    return max(defined)
 
 
 def is_best(models: Mapping[str, Mapping[str, float | None]], model: str, metric: str) -> bool:
     """Whether a model is the best of a site's (or the mean's) models by a metric.
 
     Examples:
-        >>> models = {"global": {"dice": 0.5}, "personal": {"dice": 0.6}, "deployed": {"dice": None}}
+        >>> models = {"global": {"dice": 0.5}, "personal": {"dice": 0.6}, "other": {"dice": None}}
         >>> [is_best(models, model, "dice") for model in models]
         [False, True, False]
     """
     value = models[model][metric]
-    return value is not None and value == best_value(metric, (other[metric] for other in models.values()))
+    best = best_value(metric, (metrics[metric] for metrics in models.values()))
+    return value is not None and value == best
 
 
-# -- parts of a results dict -------------------------------------------------------------------------------------------------
+# -- parts of a results dict -----------------------------------------------------------------------
 
 
 def metric_names(results: Mapping[str, Any]) -> tuple[str, ...]:
-    """The metrics that have a value anywhere, the task's own metric (the one that selects models) first."""
-    models = [model for site in results["sites"].values() for model in site["metrics"].values()]
-    names = tuple(dict.fromkeys(metric for model in models for metric, value in named_metrics(model).items() if value is not None))
+    """The metrics that have a value anywhere, the task's own metric (the one that selects models)
+    first.
+    """
+    names: list[str] = []
+    for site in results["sites"].values():
+        for metrics in site["metrics"].values():
+            for metric, value in named_metrics(metrics).items():
+                if value is not None and metric not in names:
+                    names.append(metric)
     key = results["configuration"]["task"].get("metric")
-    return (key, *(metric for metric in names if metric != key)) if key in names else names
+    return tuple(sorted(names, key=lambda metric: metric != key))
 
 
 def label_metric(metric: str) -> str:
@@ -114,58 +151,78 @@ def label_metric(metric: str) -> str:
     return {"balanced_accuracy": "sensitivity"}.get(metric, metric.removesuffix("_macro"))
 
 
-def label_tables(results: Mapping[str, Any], *, intervals: bool = False) -> dict[str, dict[str, dict[str, str]]]:
-    """Tables of the deployed model by structure or class: title -> site -> label -> value as text; first that of the task's own metric.
+def label_tables(
+    results: Mapping[str, Any], *, intervals: bool = False
+) -> dict[str, dict[str, dict[str, str]]]:
+    """Tables of the deployed model by structure or class: title -> site -> label -> value as text;
+    first that of the task's own metric.
 
-    A table of a single label is left out: its values are those of the site. `intervals`: with those over patients, 95 %.
+    A table of a single label is left out: its values are those of the site. `intervals`: with those
+    over patients, 95 %.
     """
     task = results["configuration"]["task"]
-    first, word = label_metric(task.get("metric", "")), "structure" if task.get("kind") == "segmentation" else "class"
+    first = label_metric(task.get("metric", ""))
+    word = "structure" if task.get("kind") == "segmentation" else "class"
     tables: dict[str, dict[str, dict[str, str]]] = {}
     for site, content in ordered_sites(results).items():
         for label, values, bounds in labels_of(content, "deployed"):
             for metric in sorted(values, key=lambda metric: metric != first):
-                table = tables.setdefault(f"{metric_label(metric)} by {word}, deployed model", {})
-                table.setdefault(site, {})[label] = format_metric(metric, values[metric], bounds.get(metric) if intervals else None)
+                title = f"{metric_label(metric)} by {word}, deployed model"
+                row = tables.setdefault(title, {}).setdefault(site, {})
+                interval = bounds.get(metric) if intervals else None
+                row[label] = format_metric(metric, values[metric], interval)
     return {title: table for title, table in tables.items() if max(map(len, table.values())) > 1}
 
 
 def method_tables(results: Mapping[str, Any]) -> dict[str, Mapping[str, Mapping[str, Any]]]:
-    """The cross-site matrix, if there is one, and the tables that the method reports: title -> row -> column -> number or text."""
+    """The cross-site matrix, if there is one, and the tables that the method reports: title -> row
+    -> column -> number or text.
+    """
     metric = results["configuration"]["task"].get("metric", "")
-    matrix = {
-        owner: {f"images of {site}": format_metric(metric, value) for site, value in row.items()}
-        for owner, row in results.get("cross_site", {}).items()
-    }
-    title = f"{metric_label(metric)} of personal models"
-    return {**({title: matrix} if matrix else {}), **results.get("tables", {})}
+    matrix: dict[str, dict[str, str]] = {}
+    for model, row in results.get("cross_site", {}).items():
+        matrix[model] = {}
+        for site, value in row.items():
+            matrix[model][f"images of {site}"] = format_metric(metric, value)
+    tables: dict[str, Mapping[str, Mapping[str, Any]]] = {}
+    if matrix:
+        tables[f"{metric_label(metric)} of personal models"] = matrix
+    return tables | results.get("tables", {})
 
 
 def model_columns(results: Mapping[str, Any]) -> dict[str, str]:
-    """Heading ("global = deployed") of a column -> the model whose numbers it shows; the heading of a single column is "model".
+    """Heading ("global = deployed") of a column -> the model whose numbers it shows; the heading of
+    a single column is "model".
 
     Models with the same numbers at every site share a column, models without any number do not.
     """
-    metrics = [site["metrics"] for site in results["sites"].values()]
+    metrics: dict[str, list[Any]] = {}  # model -> its metrics at every site
+    for site in results["sites"].values():
+        for model, of_site in site["metrics"].items():
+            metrics.setdefault(model, []).append(of_site)
     groups: list[list[str]] = []
-    for model in dict.fromkeys(name for of_site in metrics for name in of_site):
-        defined = any(value is not None for of_site in metrics for value in of_site[model].values())
-        equal = [group for group in groups if defined and all(of_site[group[0]] == of_site[model] for of_site in metrics)]
-        if equal:
+    for model, of_sites in metrics.items():
+        defined = any(value is not None for of_site in of_sites for value in of_site.values())
+        equal = [group for group in groups if metrics[group[0]] == of_sites]
+        if defined and equal:
             equal[0].append(model)
         else:
             groups.append([model])
-    return {"model": groups[0][0]} if len(groups) == 1 else {" = ".join(group): group[0] for group in groups}
+    if len(groups) == 1:
+        return {"model": groups[0][0]}
+    return {" = ".join(group): group[0] for group in groups}
 
 
 def deployed_first(columns: Mapping[str, str]) -> dict[str, str]:
-    """The columns of `model_columns` with the deployed model's first: its numbers are the answer of a page.
+    """The columns of `model_columns` with the deployed model's first: its numbers are the answer of
+    a page.
 
     Examples:
         >>> deployed_first({"global": "global", "personal = deployed": "personal"})
         {'deployed = personal': 'personal', 'global': 'global'}
     """
-    first, others = {}, {}
+    first = {}
+    others = {}
     for heading, model in columns.items():
         names = heading.split(" = ")
         if "deployed" in names:
@@ -177,25 +234,33 @@ def deployed_first(columns: Mapping[str, str]) -> dict[str, str]:
 
 
 def spread_over_sites(results: Mapping[str, Any], metric: str) -> dict[str, dict[str, str]]:
-    """Rows of the worst inside site and of the disparity (best minus worst): heading -> model -> text; empty below two inside sites.
+    """Rows of the worst inside site and of the disparity (best minus worst): heading -> model ->
+    text; empty below two inside sites.
 
     A model with values at fewer than two of them has dashes.
     """
-    inside = {name: site["metrics"] for name, site in ordered_sites(results).items() if site["role"] == "inside"}
-    if len(inside) < 2:
+    inside = 0
+    values: dict[str, list[tuple[float, str]]] = {}  # model -> (value, site)
+    for name, site in ordered_sites(results).items():
+        if site["role"] != "inside":
+            continue
+        inside += 1
+        for model, metrics in site["metrics"].items():
+            of_model = values.setdefault(model, [])
+            if metrics.get(metric) is not None:
+                of_model.append((metrics[metric], name))
+    if inside < 2:
         return {}
-    lower = lower_is_better(metric)
-    worst_row, gap_row = {}, {}
-    for model in dict.fromkeys(model for metrics in inside.values() for model in metrics):
-        values = {name: metrics[model].get(metric) for name, metrics in inside.items()}
-        defined = {name: value for name, value in values.items() if value is not None}
-        if len(defined) < 2:
+    worst_row = {}
+    gap_row = {}
+    for model, of_model in values.items():
+        if len(of_model) < 2:
             worst_row[model] = gap_row[model] = UNDEFINED
             continue
-        order = sorted(defined, key=lambda name: (defined[name], name), reverse=lower)
-        worst, best = order[0], order[-1]
-        worst_row[model] = f"{format_metric(metric, defined[worst])}\n{worst}"
-        gap_row[model] = format_metric(metric, abs(defined[best] - defined[worst]))
+        of_model.sort(reverse=lower_is_better(metric))
+        worst, name = of_model[0]
+        worst_row[model] = f"{format_metric(metric, worst)}\n{name}"
+        gap_row[model] = format_metric(metric, abs(of_model[-1][0] - worst))
     return {"worst inside site": worst_row, "disparity (best minus worst)": gap_row}
 
 
@@ -203,20 +268,25 @@ def task_description(task: Mapping[str, Any]) -> str:
     """What a task is, in one sentence; "" for no task.
 
     Examples:
-        >>> task_description({"name": "eyes", "kind": "segmentation", "labels": ["disc", "cup"], "spatial_dims": 2, "source": "A, 2020"})
+        >>> eyes = {"name": "eyes", "kind": "segmentation", "labels": ["disc", "cup"]}
+        >>> task_description(eyes | {"spatial_dims": 2, "source": "A, 2020"})
         'eyes: segmentation of disc, cup in images. Source: A, 2020.'
     """
     if not task:
         return ""
     images = "volumes" if task.get("spatial_dims") == 3 else "images"
-    kind = task["kind"]
-    join = "of" if kind == "segmentation" else "by"
-    source = str(task.get("source") or "").rstrip(".")
     labels = list(task.get("labels", ()))
-    if kind == "segmentation" and task.get("target") == "multiclass":
-        labels = labels[1:]  # the first is the background
-    subject = f"{join} {', '.join(labels)} in {images}" if kind == "segmentation" else f"of {images} {join} {', '.join(labels)}"
-    return f"{task['name']}: {kind} {subject}." + (f" Source: {source}." if source else "")
+    if task["kind"] == "segmentation":
+        if task.get("target") == "multiclass":
+            labels = labels[1:]  # the first is the background
+        subject = f"of {', '.join(labels)} in {images}"
+    else:
+        subject = f"of {images} by {', '.join(labels)}"
+    description = f"{task['name']}: {task['kind']} {subject}."
+    source = str(task.get("source") or "").rstrip(".")
+    if source:
+        description += f" Source: {source}."
+    return description
 
 
 def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,44 +297,79 @@ def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
         >>> list(ordered_sites({"sites": sites}))
         ['A', 'C', 'B']
     """
-    return dict(sorted(results["sites"].items(), key=lambda site: (site[1]["role"] != "inside", site[0])))
+    by_name = sorted(results["sites"].items())
+    return dict(sorted(by_name, key=lambda item: item[1]["role"] != "inside"))
+
+
+def table_rows(results: Mapping[str, Any]) -> list[tuple[str, str, Any, Any]]:
+    """(name, role, images of each split, model -> metrics) of the sites, then of the mean of each
+    role with several of them.
+    """
+    rows: list[tuple[str, str, Any, Any]] = []
+    sites: Counter[str] = Counter()
+    for name, site in ordered_sites(results).items():
+        rows.append((name, site["role"], site["n"], site["metrics"]))
+        sites[site["role"]] += 1
+    for role, models in results["mean"].items():
+        if sites[role] > 1:
+            rows.append(("mean", role, {}, models))
+    return rows
 
 
 def event_counts(events: Iterable[Mapping[str, Any]]) -> str:
     """The number of events by kind and site in words; more than five sites are counted, not named.
 
     Examples:
-        >>> event_counts([{"kind": "rejected", "site": "B"}, {"kind": "at_chance", "site": None}, {"kind": "rejected", "site": "B"}])
+        >>> rejected = {"kind": "rejected", "site": "B"}
+        >>> event_counts([rejected, {"kind": "at_chance", "site": None}, rejected])
         'rejected at B (2); at chance'
         >>> event_counts({"kind": "undefined", "site": f"site-{number}"} for number in range(6))
         'undefined at 6 sites'
     """
     kinds: dict[str, Counter[str]] = {}
     for event in events:
-        kinds.setdefault(event["kind"].replace("_", " "), Counter())[event["site"] or ""] += 1
+        kind = event["kind"].replace("_", " ")
+        kinds.setdefault(kind, Counter())[event["site"] or ""] += 1
+    return "; ".join(f"{kind}{_at_sites(counts)}" for kind, counts in kinds.items())
 
-    def counted(sites: Counter[str]) -> str:
-        if len(sites) > _MOST:
-            return f" at {len(sites)} sites" + (f" ({sites.total()})" if sites.total() > len(sites) else "")
-        names = ", ".join(f"{site} ({count})" if count > 1 else site for site, count in sorted(sites.items())).strip()
-        return f" at {names}" if names else ""
 
-    return "; ".join(f"{kind}{counted(sites)}" for kind, sites in kinds.items())
+def _at_sites(counts: Counter[str]) -> str:
+    if len(counts) > _MOST:
+        total = f" ({counts.total()})" if counts.total() > len(counts) else ""
+        return f" at {len(counts)} sites{total}"
+    names = []
+    for site, count in sorted(counts.items()):
+        names.append(f"{site} ({count})" if count > 1 else site)
+    sites = ", ".join(names).strip()
+    return f" at {sites}" if sites else ""
 
 
 def selector_line(results: Mapping[str, Any]) -> str:
-    """How a model that selects one of several networks does so, in one line; "" for all other models."""
+    """How a model that selects one of several networks does so, in one line; "" for all other
+    models.
+    """
     selector = results.get("selector")
     if not selector:
         return ""
-    gain, rows, count = selector["mean_gain"], selector["confusion"], len(selector["candidates"])
-    source = f"{count} candidates" + ("" if gain is None else f"; mean paired gain {gain:+.3f} over the global model")
-    correct, images = sum(row.get(site, 0) for site, row in rows.items()), sum(sum(row.values()) for row in rows.values())
-    line = f"gamma {selector['gamma']:.2f} ({source if count else 'as set'})"
-    return line + (f"; the selector recognizes the site of {correct} of {images} test images" if images else "")
+    source = "as set"
+    if selector["candidates"]:
+        source = f"{len(selector['candidates'])} candidates"
+        if selector["mean_gain"] is not None:
+            source += f"; mean paired gain {selector['mean_gain']:+.3f} over the global model"
+    line = f"gamma {selector['gamma']:.2f} ({source})"
+    correct = 0
+    images = 0
+    for site, row in selector["confusion"].items():
+        correct += row.get(site, 0)
+        images += sum(row.values())
+    if images:
+        line += f"; the selector recognizes the site of {correct} of {images} test images"
+    return line
 
 
 def synthetic_source(results: Mapping[str, Any]) -> str:
     """The task's description of its images if they are synthetic, else ""."""
     source = str(results["configuration"]["task"].get("source", ""))
-    return source if "synthetic" in source.lower() else ""
+    if "synthetic" not in source.lower():
+        return ""
+    return source

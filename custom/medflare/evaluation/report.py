@@ -1,9 +1,12 @@
-"""report.html: a self-contained page about a run, written at the server, and one about its patients, written at each site."""
+"""report.html: a self-contained page about a run, written at the server, and one about its
+patients, written at each site.
+"""
 
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +18,14 @@ from medflare.core.palette import structure_colours
 from medflare.core.rng import numpy_generator
 from medflare.core.store import write_atomically, write_json
 from medflare.evaluation import presentation as text
-from medflare.evaluation.figures import Panel, line_panels, patients_plot, roc_curves, training_curves
+from medflare.evaluation.figures import (
+    Panel,
+    line_panels,
+    patients_plot,
+    roc_curves,
+    training_curves,
+)
+from medflare.evaluation.groups import FEWEST_OF_GROUP, group_rows
 from medflare.evaluation.labels import labels_of
 from medflare.evaluation.results import (
     REPORT_FILE,
@@ -36,9 +46,12 @@ from medflare.tasks.summaries import Summary
 if TYPE_CHECKING:
     from jinja2 import Template
 
-_CANDIDATES: Final = 200  # of a model selection in the page; long runs of many sites would make it too large to open
+# Of a model selection in the page; long runs of many sites would make it too large to open.
+_CANDIDATES: Final = 200
 _RESAMPLES: Final = 999
 _LISTED: Final = 10  # patients by name, those with the lowest values
+
+_Curves = dict[str, dict[str, list[tuple[float, float]]]]  # class -> site or model -> points
 
 
 @cache
@@ -46,19 +59,33 @@ def template(name: str) -> "Template":
     """A page of `templates/`, with HTML escaping; an unknown name in it is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    loader = PackageLoader("medflare.evaluation")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(label=text.metric_label, setting=text.format_setting, bytes=text.format_bytes, seconds=text.format_seconds)
-    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
-    environment.globals.update(zip=zip, shown=text.format_metric, best=text.is_best, lower_is_better=text.lower_is_better)
+    environment = Environment(
+        loader=PackageLoader("medflare.evaluation"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        label=text.metric_label,
+        setting=text.format_setting,
+        bytes=text.format_bytes,
+        seconds=text.format_seconds,
+        base64=lambda content: base64.b64encode(content).decode(),
+    )
+    environment.globals.update(
+        zip=zip, shown=text.format_metric, best=text.is_best, lower_is_better=text.lower_is_better
+    )
     return environment.get_template(name)
 
 
-# -- the server's report -----------------------------------------------------------------------------------------------------
+# -- the server's report ---------------------------------------------------------------------------
 
 
 def write_results(folder: Path, record: RunRecord) -> dict[str, Any]:
-    """Write results.json and then report.html into `folder`; returns the results dict, see `build_results`."""
+    """Write results.json and then report.html into `folder`; returns the results dict, see
+    `build_results`.
+    """
     results = build_results(record)
     write_json(folder / RESULTS_FILE, results, public=True)
     page = render_report(results, json_ready(record.history), record.pictures)
@@ -67,25 +94,29 @@ def write_results(folder: Path, record: RunRecord) -> dict[str, Any]:
 
 
 def render_report(
-    results: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = (), pictures: Mapping[str, bytes] | None = None
+    results: Mapping[str, Any],
+    history: Sequence[Mapping[str, Any]] = (),
+    pictures: Mapping[str, bytes] | None = None,
 ) -> str:
-    """The server's page as HTML, from `build_results`, the steps of `read_rounds`, and PNG files by title."""
+    """The server's page as HTML, from `build_results`, the steps of `read_rounds`, and PNG files by
+    title.
+    """
     sites = text.ordered_sites(results)
-    reports: dict[str, dict[str, Any]] = {}
-    for name, site in sites.items():
-        for model, content in site.get("reports", {}).items():
-            shown = {key: value for key, value in content.items() if key != "selector"}  # the table of the selector has it
-            reports.setdefault(model, {})[name] = _flattened(shown)
-    inside = [name for name, site in sites.items() if site["role"] == "inside"]
+    metrics = text.metric_names(results)
     columns = text.deployed_first(text.model_columns(results))
     found = findings_of(results)
-    selector = results.get("selector")
-    counts = selector["confusion"] if selector else {}
+    selections: dict[str, Any] = {}
+    for model, selection in results.get("model_selection", {}).items():
+        selections[model] = _shown_selection(selection)
+    class_figures = []
+    for number, table in enumerate(class_tables(results)):
+        curves = roc_curves(table["points"], table["auc"], f"roc-{number}")
+        class_figures.append((table, curves))
     return template("report.html").render(
         results=results,
-        metrics=text.metric_names(results),
+        metrics=metrics,
         constants=_mean_constants(sites),
-        spread={metric: text.spread_over_sites(results, metric) for metric in text.metric_names(results)},
+        spread={metric: text.spread_over_sites(results, metric) for metric in metrics},
         description=text.task_description(results["configuration"]["task"]),
         unusable=any(finding.kind in UNUSABLE for finding in found),
         best_model=_usable_folder(columns),
@@ -93,141 +124,228 @@ def render_report(
         citation=results.get("citation", ""),
         columns=columns,
         sites=sites,
-        roles=[role for role in ROLES if any(site["role"] == role for site in sites.values())],
+        roles=list(dict.fromkeys(site["role"] for site in sites.values())),
         splits=SPLITS,
         synthetic=text.synthetic_source(results),
         findings=found,
         tiles=_tiles(results),
         curves=training_curves(results, history),
         drawable=installed("matplotlib"),
-        model_selection={model: _shown_selection(selection) for model, selection in results.get("model_selection", {}).items()},
-        selector=selector,
+        model_selection=selections,
+        selector=results.get("selector"),
         selector_line=text.selector_line(results),
-        confusion=_by_site({site: {other: row.get(other, 0) for other in inside} for site, row in counts.items()}),
-        reports={model: _by_site(rows) for model, rows in reports.items()},
-        labels={title: _by_site(rows) for title, rows in text.label_tables(results, intervals=True).items()},
-        tables={title: _by_site(rows) for title, rows in text.method_tables(results).items()},
+        confusion=_by_site(_confusion(results)),
+        reports=_tables_by_site(_reports(sites)),
+        labels=_tables_by_site(text.label_tables(results, intervals=True)),
+        tables=_tables_by_site(text.method_tables(results)),
         pictures=pictures or {},
-        classes=[(each, roc_curves(each["points"], each["auc"], f"roc-{place}")) for place, each in enumerate(class_tables(results))],
+        classes=class_figures,
     )
 
 
+def _confusion(results: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Site -> site predicted by the selector -> number of test images; empty without a selector."""
+    rows: dict[str, dict[str, int]] = {}
+    if results.get("selector"):
+        sites = text.ordered_sites(results)
+        inside = [name for name, site in sites.items() if site["role"] == "inside"]
+        for site, row in results["selector"]["confusion"].items():
+            rows[site] = {predicted: row.get(predicted, 0) for predicted in inside}
+    return rows
+
+
+def _reports(sites: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Model -> site -> what the model reports of its predictions there."""
+    reports: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, site in sites.items():
+        for model, content in site.get("reports", {}).items():
+            numbers = dict(content)
+            numbers.pop("selector", None)  # the table of the selector has it
+            reports.setdefault(model, {})[name] = _flattened(numbers)
+    return reports
+
+
 def _mean_constants(sites: Mapping[str, Any]) -> dict[str, float | None]:
-    """Role -> mean of the constant answer over its sites that have one; empty if no site has one."""
-    means: dict[str, float | None] = {}
-    for role in ROLES:
-        values = [site["constant"] for site in sites.values() if site["role"] == role and site.get("constant") is not None]
-        means[role] = fmean(values) if values else None
-    return means if any(value is not None for value in means.values()) else {}
+    """Role -> mean of the constant answer over its sites that have one; empty if no site has it."""
+    constants: dict[str, list[float]] = {}
+    for site in sites.values():
+        if site.get("constant") is not None:
+            constants.setdefault(site["role"], []).append(site["constant"])
+    if not constants:
+        return {}
+    means: dict[str, float | None] = dict.fromkeys(ROLES)
+    for role, values in constants.items():
+        means[role] = fmean(values)
+    return means
 
 
 def _usable_folder(columns: Mapping[str, str]) -> str:
     """The model that the next steps use: the deployed one if it differs from the global one."""
     same = any({"global", "deployed"} <= set(heading.split(" = ")) for heading in columns)
-    return "global" if same or len(columns) < 2 else "deployed"
+    if same or len(columns) < 2:
+        return "global"
+    return "deployed"
 
 
 def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(heading, number, explanation) of the numbers that a reader looks for first."""
     tiles = []
+    sites = results["sites"].values()
     for metric in text.metric_names(results)[:1]:
         for role in ROLES:
-            values = [site["metrics"]["deployed"][metric] for site in results["sites"].values() if site["role"] == role]
-            value, defined = results["mean"][role]["deployed"][metric], sum(value is not None for value in values)
-            if value is not None:
-                some = f"{defined} of " if defined < len(values) else ""
-                where = f"mean over {some}{text.counted(len(values), f'{role} site')}, deployed model"
-                tiles.append((f"{text.metric_label(metric)}, {role}", text.format_metric(metric, value), where))
+            mean = results["mean"][role]["deployed"][metric]
+            if mean is None:
+                continue
+            of_role = [site["metrics"]["deployed"] for site in sites if site["role"] == role]
+            defined = sum(values[metric] is not None for values in of_role)
+            some = f"{defined} of " if defined < len(of_role) else ""
+            where = f"mean over {some}{text.counted(len(of_role), f'{role} site')}, deployed model"
+            heading = f"{text.metric_label(metric)}, {role}"
+            tiles.append((heading, text.format_metric(metric, mean), where))
     for model, selection in results.get("model_selection", {}).items():
         if selection["round"] is not None:
-            voters = text.counted(len({site for candidate in selection["candidates"] for site in candidate["votes"]}), "site")
+            voters = text.counted(len(_voters(selection)), "site")
             where = f"of training, {model} model, by the validation of {voters}"
             tiles.append(("Selected round", f"{selection['round']} of {results['rounds']}", where))
-    down, up = results["traffic"]["down_bytes"], results["traffic"]["up_bytes"]
-    tiles.append(("Traffic", text.format_bytes(down + up), f"{text.format_bytes(down)} to the sites, {text.format_bytes(up)} from them"))
-    if (total := results["seconds"].get("total")) is not None:
-        tiles.append(("Time", text.format_seconds(total), f"{text.counted(results['rounds'], 'round')}, start to finish"))
+    down = results["traffic"]["down_bytes"]
+    up = results["traffic"]["up_bytes"]
+    parts = f"{text.format_bytes(down)} to the sites, {text.format_bytes(up)} from them"
+    tiles.append(("Traffic", text.format_bytes(down + up), parts))
+    total = results["seconds"].get("total")
+    if total is not None:
+        rounds = text.counted(results["rounds"], "round")
+        tiles.append(("Time", text.format_seconds(total), f"{rounds}, start to finish"))
     return tiles
 
 
 def _shown_selection(selection: Mapping[str, Any]) -> dict[str, Any]:
-    """A model selection with its latest candidates and the selected one, and "sites" and "cut" (whether there were more)."""
+    """A model selection with its latest candidates and the selected one, and "sites" and "cut"
+    (whether there were more).
+    """
     candidates = selection["candidates"]
-    earlier = [candidate for candidate in candidates[:-_CANDIDATES] if candidate["round"] == selection["round"]]
-    sites = sorted({site for candidate in candidates for site in candidate["votes"]})
-    return {**selection, "candidates": earlier + candidates[-_CANDIDATES:], "sites": sites, "cut": len(candidates) > _CANDIDATES}
+    selected = selection["round"]
+    earlier: list[Any] = []
+    for candidate in candidates[:-_CANDIDATES]:
+        if candidate["round"] == selected:
+            earlier.append(candidate)
+    return {
+        **selection,
+        "candidates": earlier + candidates[-_CANDIDATES:],
+        "sites": sorted(_voters(selection)),
+        "cut": len(candidates) > _CANDIDATES,
+    }
+
+
+def _voters(selection: Mapping[str, Any]) -> set[str]:
+    voters: set[str] = set()
+    for candidate in selection["candidates"]:
+        voters.update(candidate["votes"])
+    return voters
 
 
 def _by_site(rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """(headings, rows) of a table from site -> column -> value; a missing value is an empty cell."""
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    return ["site", *columns], [[site, *(row.get(column, "") for column in columns)] for site, row in rows.items()]
+    """(headings, rows) of a table from site -> column -> value; an empty cell without a value."""
+    columns = list(dict.fromkeys(chain.from_iterable(rows.values())))
+    cells = []
+    for site, row in rows.items():
+        cells.append([site, *(row.get(column, "") for column in columns)])
+    return ["site", *columns], cells
+
+
+def _tables_by_site(tables: Mapping[str, Any]) -> dict[str, Any]:
+    return {title: _by_site(rows) for title, rows in tables.items()}
 
 
 def _flattened(content: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one, keys joined by spaces; lists as text."""
     if isinstance(content, Mapping):
-        parts = (_flattened(value, f"{prefix} {key}".strip()) for key, value in content.items())
-        return {key: value for part in parts for key, value in part.items()}
-    value = f"{content:.4g}" if isinstance(content, float) else ", ".join(map(str, content)) if isinstance(content, list) else content
-    return {prefix or "value": value}
+        flat: dict[str, Any] = {}
+        for key, value in content.items():
+            flat |= _flattened(value, f"{prefix} {key}".strip())
+        return flat
+    if isinstance(content, float):
+        content = f"{content:.4g}"
+    elif isinstance(content, list):
+        content = ", ".join(map(str, content))
+    return {prefix or "value": content}
 
 
 def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Confusion matrices and ROC areas of every model that differs from the others, the deployed one first.
+    """Confusion matrices and ROC areas of every model that differs from the others, the deployed
+    one first.
 
     A site without counts (it keeps them back), or with counts of other classes, is left out.
 
     Returns:
-        "model": heading; "pooled", "single": (title, classes, counts) of all sites of a role, and of each site; "curves": classes with a
-            ROC curve; "areas": rows of site, then the area of each curve as text; "points", "auc": class -> site -> points of the
-            ROC curve, and its area.
+        "model": heading;
+        "pooled", "single": (title, classes, counts) of all sites of a role, and of each site;
+        "curves": classes with a ROC curve;
+        "areas": rows of site, then the area of each curve as text;
+        "points", "auc": class -> site -> points of the ROC curve, and its area.
     """
-    task, sites = results["configuration"]["task"], text.ordered_sites(results)
+    task = results["configuration"]["task"]
     if task.get("kind") != "classification":
         return []
-    names, curves = classes.matrix_names(task["target"], task["labels"]), classes.curve_names(task["target"], task["labels"])
-    sizes = [len(labels) for labels in names.values()]
+    sites = text.ordered_sites(results)
+    matrices = classes.matrix_names(task["target"], task["labels"])
+    curves = classes.curve_names(task["target"], task["labels"])
+    sizes = [len(curves), *map(len, matrices.values())]
     tables = []
     for heading, model in text.model_columns(results).items():
-        by_site = {site: content["classes"][model] for site, content in sites.items() if model in content.get("classes", {})}
-        fits = {site: (len(of["roc"]), *map(len, of["confusion"])) == (len(curves), *sizes) for site, of in by_site.items()}
-        reports = {site: report for site, report in by_site.items() if fits[site]}
+        reports: dict[str, Any] = {}
+        for site, content in sites.items():
+            report = content.get("classes", {}).get(model)
+            if report and [len(report["roc"]), *map(len, report["confusion"])] == sizes:
+                reports[site] = report
         if not reports:
             continue
-        together, single = [], []
-        for place, (name, labels) in enumerate(names.items()):
+        pooled = []
+        single = []
+        for number, (name, labels) in enumerate(matrices.items()):
             suffix = f", {name}" if name else ""
-            for role in ROLES:
-                counts = [report["confusion"][place] for site, report in reports.items() if sites[site]["role"] == role]
-                if len(counts) > 1:
-                    together.append((f"{len(counts)} {role} sites together{suffix}", labels, classes.pooled(counts)))
-            single += [(f"{site}{suffix}", labels, report["confusion"][place]) for site, report in reports.items()]
-        areas: list[list[str]] = []
-        points: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        auc: dict[str, dict[str, float]] = {}
-        for site, report in reports.items():
-            areas.append([site])
-            for curve, content in zip(curves, report["roc"], strict=True):
-                bounds = None if content["low"] is None else (content["low"], content["high"])
-                areas[-1].append(text.format_metric("auc", content["auc"], bounds))
-                if content["sensitivity"]:
-                    points.setdefault(curve, {})[site] = list(zip(classes.FALSE_ALARMS, content["sensitivity"], strict=True))
-                    auc.setdefault(curve, {})[site] = content["auc"]
-        parts = {"pooled": together, "single": single, "curves": curves, "areas": areas, "points": points, "auc": auc}
-        tables.append({"model": heading, **parts})
+            by_role: dict[str, list[Any]] = {}
+            for site, report in reports.items():
+                counts = report["confusion"][number]
+                single.append((f"{site}{suffix}", labels, counts))
+                by_role.setdefault(sites[site]["role"], []).append(counts)
+            for role, of_sites in by_role.items():
+                if len(of_sites) > 1:
+                    title = f"{len(of_sites)} {role} sites together{suffix}"
+                    pooled.append((title, labels, classes.pooled(of_sites)))
+        table = {"model": heading, "pooled": pooled, "single": single, "curves": curves}
+        tables.append(table | _roc_parts(reports, curves))
     return sorted(tables, key=lambda table: "deployed" not in table["model"].split(" = "))
 
 
-# -- a site's own report -----------------------------------------------------------------------------------------------------
+def _roc_parts(reports: Mapping[str, Any], curves: Sequence[str]) -> dict[str, Any]:
+    """ "areas", "points" and "auc" of `class_tables`."""
+    areas = []
+    points: _Curves = {}
+    auc: dict[str, dict[str, float]] = {}
+    for site, report in reports.items():
+        row = [site]
+        for name, curve in zip(curves, report["roc"], strict=True):
+            bounds = None if curve["low"] is None else (curve["low"], curve["high"])
+            row.append(text.format_metric("auc", curve["auc"], bounds))
+            if curve["sensitivity"]:
+                corners = zip(classes.FALSE_ALARMS, curve["sensitivity"], strict=True)
+                points.setdefault(name, {})[site] = list(corners)
+                auc.setdefault(name, {})[site] = curve["auc"]
+        areas.append(row)
+    return {"areas": areas, "points": points, "auc": auc}
+
+
+# -- a site's own report ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """What a site knows of its final models: images of each split, test results by model, and PNG files by title.
+    """What a site knows of its final models: images of each split, test results by model, and PNG
+    files by title.
 
     `constant`: the task's metric of the constant answer, None if it is suppressed.
     `of_training`: see `verdicts.kinds_of_training`.
+    `groups`: see `SiteData.test_groups`; `minimum_patients`: of the site's settings.
     """
 
     method: str
@@ -240,38 +358,58 @@ class SiteReport:
     events: Sequence[Mapping[str, Any]] = ()
     constant: float | None = None
     of_training: Sequence[str] = ()
+    groups: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    minimum_patients: int = 0
 
 
 def render_site_report(report: SiteReport) -> str:
     """The site's page as HTML. It names patients and stays at the site."""
-    task, models = report.task, report.models
+    task = report.task
+    cases: dict[str, classes.Cases] = {}
+    few: dict[str, dict[str, str]] = {}
+    metrics: dict[str, Any] = {}
+    counts: dict[str, Any] = {}
+    by_label: dict[str, Any] = {}
+    intervals: dict[str, Any] = {}
+    for model, summary in report.models.items():
+        cases[model] = summary.cases
+        few[model] = _values_of_few(summary.cases.values)
+        metrics[model] = summary.metrics
+        by_label[model] = summary.by_label
+        intervals[model] = summary.intervals
+        of_classes = classes.class_report(summary.cases, task.target, task.labels)
+        if of_classes:
+            counts[model] = of_classes
     record = SiteRecord(
         report.role,
         report.n,
-        {model: summary.metrics for model, summary in models.items()},
-        classes={name: content for name, each in models.items() if (content := classes.class_report(each.cases, task.target, task.labels))},
-        by_label={model: summary.by_label for model, summary in models.items()},
-        intervals={model: summary.intervals for model, summary in models.items()},
+        metrics,
+        classes=counts,
+        by_label=by_label,
+        intervals=intervals,
         constant=report.constant,
     )
-    site = site_results(record, tuple(models), task)
-    results = {"sites": {report.site: site}, "configuration": {"task": task.to_dict()}, "events": report.events}
+    site = site_results(record, tuple(metrics), task)
+    results = {
+        "sites": {report.site: site},
+        "configuration": {"task": task.to_dict()},
+        "events": report.events,
+    }
     columns = text.deployed_first(text.model_columns(results))
-    values_of_patients = {model: summary.cases.values for model, summary in models.items()}
-    values = {heading: of_model for heading, model in columns.items() if (of_model := patient_values(models[model].cases, task))}
-    deployed = patient_values(models["deployed"].cases, task) if "deployed" in models else {}
-    lowest = sorted(deployed, key=lambda name: (deployed[name], name))[:_LISTED]
-    intervals = {heading: mean_interval(of_model) for heading, of_model in values.items()}
-    points: dict[str, dict[str, list[tuple[float, float]]]] = {}  # class -> model -> its ROC curve
-    areas: dict[str, dict[str, float]] = {}
-    calibration: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    values: dict[str, dict[str, float]] = {}
     for heading, model in columns.items():
-        for name, (scores, truth) in classes.one_against_rest(models[model].cases, task.target, task.labels).items():
-            if corners := classes.curve_points(scores, truth):
-                points.setdefault(name, {})[heading] = corners
-                areas.setdefault(name, {})[heading] = classes.area_interval(scores, truth).value
-            calibration.setdefault(name, {})[heading] = classes.reliability_points(scores, truth)
-    reliability = [Panel(name, lines, "predicted probability", "frequency of the class") for name, lines in calibration.items()]
+        of_patients = patient_values(cases[model], task)
+        if of_patients:
+            values[heading] = of_patients
+    means = {heading: mean_interval(of_patients) for heading, of_patients in values.items()}
+    deployed = cases.get("deployed", classes.Cases())
+    of_deployed = patient_values(deployed, task)
+    lowest = []
+    for name in sorted(of_deployed, key=lambda name: (of_deployed[name], name))[:_LISTED]:
+        row = [name]
+        for of_patients in values.values():
+            row.append(text.format_metric("", of_patients.get(name)))
+        lowest.append(row)
     return template("site.html").render(
         report=report,
         description=text.task_description(task.to_dict()),
@@ -282,82 +420,148 @@ def render_site_report(report: SiteReport) -> str:
         site=site,
         value_label=value_label(task),
         headings=list(values),
-        lowest=[[name, *(text.format_metric("", of_model.get(name)) for of_model in values.values())] for name in lowest],
-        plot=patients_plot(values, intervals, value_label(task)),
-        few={model: _values_of_few(metrics) for model, metrics in values_of_patients.items()},
-        labels=_by_label(site, task, models["deployed"].cases.structures if "deployed" in models else {}),
+        lowest=lowest,
+        plot=patients_plot(values, means, value_label(task)),
+        few=few,
+        labels=_by_label(site, task, deployed.structures),
+        groups=_by_group(report, deployed),
+        fewest_of_group=max(report.minimum_patients, FEWEST_OF_GROUP),
         structure_colours=_structure_colours(task),
         classes=class_tables(results),
-        curves=roc_curves(points, areas, "roc"),
-        reliability=line_panels(reliability, "reliability", unit_square=True),
+        **_curves(columns, cases, task),
         pictures=report.pictures,
     )
 
 
+def _curves(
+    columns: Mapping[str, str], cases: Mapping[str, classes.Cases], task: TaskConfig
+) -> dict[str, str | None]:
+    """The ROC and reliability curves of a site's page as SVG, a panel for each class."""
+    points: _Curves = {}
+    areas: dict[str, dict[str, float]] = {}
+    calibration: _Curves = {}
+    for heading, model in columns.items():
+        curves = classes.one_against_rest(cases[model], task.target, task.labels)
+        for name, (scores, truth) in curves.items():
+            corners = classes.curve_points(scores, truth)
+            if corners:
+                points.setdefault(name, {})[heading] = corners
+                areas.setdefault(name, {})[heading] = classes.area_interval(scores, truth).value
+            calibration.setdefault(name, {})[heading] = classes.reliability_points(scores, truth)
+    panels = []
+    for name, lines in calibration.items():
+        panels.append(Panel(name, lines, "predicted probability", "frequency of the class"))
+    return {
+        "curves": roc_curves(points, areas, "roc"),
+        "reliability": line_panels(panels, "reliability", unit_square=True),
+    }
+
+
 def _structure_colours(task: TaskConfig) -> list[tuple[str, str, str]]:
     """(name, colour of the truth, colour of the prediction) of every structure in the pictures."""
-    background = 1 if task.target == "multiclass" else 0
-    names = task.labels[background:]
+    names = task.labels[1:] if task.target == "multiclass" else task.labels
     return [(name, *pair) for name, pair in zip(names, structure_colours(len(names)), strict=True)]
 
 
 def _values_of_few(values: Mapping[str, Any]) -> dict[str, str]:
     """Metric -> the value of each patient, for metrics with too few values for an interval."""
-    defined = {metric: [value for value in each.tolist() if value == value] for metric, each in values.items()}
-    return {metric: text.format_values(metric, each) for metric, each in defined.items() if not classes.has_interval(len(each))}
+    texts: dict[str, str] = {}
+    for metric, of_patients in values.items():
+        defined = [value for value in of_patients.tolist() if value == value]
+        if not classes.has_interval(len(defined)):
+            texts[metric] = text.format_values(metric, defined)
+    return texts
 
 
-def _by_label(site: Mapping[str, Any], task: TaskConfig, patients: Mapping[str, Any]) -> tuple[list[str], list[list[str]]] | None:
-    """(headings, rows) of the deployed model's metrics of every structure or class; None for a single one, which has those of the model.
+def _by_label(
+    site: Mapping[str, Any], task: TaskConfig, patients: Mapping[str, Any]
+) -> tuple[list[str], list[list[str]]] | None:
+    """(headings, rows) of the deployed model's metrics of every structure or class; None for a
+    single one, which has those of the model.
 
     `patients`: structure -> metric -> values of patients.
     """
-    rows = list(labels_of(site, "deployed"))
-    if len(rows) < 2:
+    labels = list(labels_of(site, "deployed"))
+    if len(labels) < 2:
         return None
-    metrics = list(rows[0][1])
-    cells = []
-    for label, values, bounds in rows:
+    metrics = list(labels[0][1])
+    rows = []
+    for label, values, bounds in labels:
         few = _values_of_few(patients.get(label, {}))
-        shown = [text.format_metric(name, values[name], bounds.get(name)) + (f"\n{few[name]}" if few.get(name) else "") for name in metrics]
-        cells.append([label, *shown])
-    return ["structure" if task.kind == "segmentation" else "class", *map(text.metric_label, metrics)], cells
+        row = [label]
+        for metric in metrics:
+            cell = text.format_metric(metric, values[metric], bounds.get(metric))
+            if few.get(metric):
+                cell += f"\n{few[metric]}"
+            row.append(cell)
+        rows.append(row)
+    noun = "structure" if task.kind == "segmentation" else "class"
+    return [noun, *map(text.metric_label, metrics)], rows
+
+
+def _by_group(
+    report: SiteReport, deployed: classes.Cases
+) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """Sex, age or scanner -> (headings, rows) of the deployed model's metric by group of patients.
+
+    `deployed`: its cases.
+    """
+    metric = report.task.metric
+    tables: dict[str, tuple[list[str], list[list[str]]]] = {}
+    for name, groups in report.groups.items():
+        rows: list[list[str]] = []
+        for row in group_rows(deployed, groups, report.minimum_patients, report.task):
+            if row.patients is None:
+                rows.append([row.group, "not shown", "too few"])
+            else:
+                value = text.format_metric(metric, row.value, row.interval)
+                rows.append([row.group, value, str(row.patients)])
+        if rows:
+            tables[name] = [name, text.metric_label(metric), "patients"], rows
+    return tables
 
 
 def patient_values(cases: classes.Cases, task: TaskConfig) -> dict[str, float]:
     """A model's value for every patient, without undefined ones.
 
     Returns:
-        Patient -> the task's metric; for classification the mean probability of the true class over a patient's images and labels.
+        Patient -> the task's metric; for classification the mean probability of the true class over
+        a patient's images and labels.
     """
     if task.kind == "segmentation":
-        values = cases.values.get(task.metric, ())
-        return {name: float(value) for name, value in zip(cases.patients, values, strict=False) if value == value}
+        pairs = zip(cases.patients, cases.values.get(task.metric, ()), strict=False)
+        return {name: float(value) for name, value in pairs if value == value}
     if cases.probabilities is None or cases.targets is None:
         return {}
-    probabilities, truth = cases.probabilities.numpy(), cases.targets.long().numpy()
+    probabilities = cases.probabilities.numpy()
+    truth = cases.targets.long().numpy()
     if task.target == "multiclass":
-        correct = np.take_along_axis(probabilities, truth[:, None], axis=1)
+        of_truth = np.take_along_axis(probabilities, truth[:, None], axis=1)
     else:
-        correct = np.where(truth.reshape(probabilities.shape) == 1, probabilities, 1 - probabilities)
-    names, places = np.unique(np.array(cases.patients), return_inverse=True)
-    means = np.bincount(places, correct.mean(axis=1)) / np.bincount(places)
+        is_true = truth.reshape(probabilities.shape) == 1
+        of_truth = np.where(is_true, probabilities, 1 - probabilities)
+    names, rows = np.unique(np.array(cases.patients), return_inverse=True)
+    means = np.bincount(rows, of_truth.mean(axis=1)) / np.bincount(rows)
     return dict(zip(names.tolist(), means.tolist(), strict=True))
 
 
 def value_label(task: TaskConfig) -> str:
     """The name of `patient_values`."""
-    return text.metric_label(task.metric) if task.kind == "segmentation" else "probability of the true class"
+    if task.kind == "segmentation":
+        return text.metric_label(task.metric)
+    return "probability of the true class"
 
 
 def mean_interval(values: Mapping[str, float]) -> tuple[float, float] | None:
-    """The 95 % percentile bootstrap interval of a mean over patients (Efron, Annals of Statistics 7, 1979).
+    """The 95 % percentile bootstrap interval of a mean over patients (Efron, Annals of Statistics
+    7, 1979).
 
     None where `classes.has_interval` forbids it.
     """
     if not classes.has_interval(len(values)):
         return None
     sample = np.array([values[name] for name in sorted(values)])
-    draws = numpy_generator(0, "bootstrap over patients").integers(len(sample), size=(_RESAMPLES, len(sample)))
-    low, high = np.quantile(sample[draws].mean(axis=1), (0.025, 0.975))
+    random = numpy_generator(0, "bootstrap over patients")
+    rows = random.integers(len(sample), size=(_RESAMPLES, len(sample)))
+    low, high = np.quantile(sample[rows].mean(axis=1), (0.025, 0.975))
     return float(low), float(high)

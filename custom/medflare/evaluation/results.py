@@ -1,4 +1,6 @@
-"""results.json and metrics.jsonl: their content, the schema that every reader can rely on, and how they are read."""
+"""results.json and metrics.jsonl: their content, the schema that every reader can rely on, and how
+they are read.
+"""
 
 import json
 import math
@@ -27,10 +29,13 @@ if TYPE_CHECKING:
 MODELS: Final = ("global", "personal", "deployed")
 ROLES: Final = ("inside", "outside")
 SPLITS: Final = ("train", "validation", "test")
-COMPLETED, FAILED = "COMPLETED", "FAILED"
+COMPLETED: Final = "COMPLETED"
+FAILED: Final = "FAILED"
 UNKNOWN: Final = "unknown"  # the method or the task of a job that could not be read
 FOLDER: Final = "medflare"  # below the server's job folder
-RESULTS_FILE, ROUNDS_FILE, REPORT_FILE = "results.json", "metrics.jsonl", "report.html"
+RESULTS_FILE: Final = "results.json"
+ROUNDS_FILE: Final = "metrics.jsonl"
+REPORT_FILE: Final = "report.html"
 
 
 @dataclass
@@ -40,13 +45,16 @@ class SiteRecord:
     Attributes:
         role: "inside" (trains) or "outside" (never trains).
         n: split -> number of images, of the splits that the site reported.
-        metrics: model ("global", "personal", "deployed", or another that the method compares) -> metric -> test value; None: undefined.
-        reports: model -> what it reports of its predictions, for example how often each network of a super model was used.
+        metrics: model ("global", "personal", "deployed", or another that the method compares) ->
+            metric -> test value; None: undefined.
+        reports: model -> what it reports of its predictions, for example how often each network of
+            a super model was used.
         privacy: cost of differential privacy ("epsilon", "delta", "steps"); empty without it.
         classes: model -> `tasks.classes.class_report` of the test images; empty for segmentation.
         constant: the task's metric of the constant prediction, see `training.constant`.
         by_label: model -> structure or class -> metric -> test value.
-        intervals: model -> structure or class, or `ALL` -> metric -> [low, high] over test patients, see `tasks.summaries`.
+        intervals: model -> structure or class, or `ALL` -> metric -> [low, high] over test
+            patients, see `tasks.summaries`.
     """
 
     role: str
@@ -56,7 +64,9 @@ class SiteRecord:
     privacy: Mapping[str, Any] = field(default_factory=dict)
     classes: Mapping[str, Any] = field(default_factory=dict)
     by_label: Mapping[str, Mapping[str, Mapping[str, float | None]]] = field(default_factory=dict)
-    intervals: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]] = field(default_factory=dict)
+    intervals: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]] = field(
+        default_factory=dict
+    )
     constant: float | None = None
 
 
@@ -73,11 +83,13 @@ class RunRecord:
         costs: site -> {"down_bytes", "up_bytes", "seconds" of work}.
         history: one mapping per step, see `append_round`.
         pictures: title -> PNG file, shown in the report.
-        model_selection: model -> {"round": of the final model, "rule", "candidates": [{"round", "value", "votes": site -> metric}]}.
+        model_selection: model -> {"round": of the final model, "rule", "candidates": [{"round",
+            "value", "votes": site -> metric}]}.
         tables: title -> site -> column -> number or text that the method reports.
         cross_site: site of a personal model -> site of the test images -> the task's metric.
-        selector: of a model that selects one of several networks per image: {"gamma", "temperature", "candidates": values of γ,
-            "votes": site -> mean paired gain over the global model for each candidate, "mean_gain": of γ}; else empty.
+        selector: of a model that selects one of several networks per image: {"gamma",
+            "temperature", "candidates": values of γ, "votes": site -> mean paired gain over the
+            global model for each candidate, "mean_gain": of γ}; else empty.
         citation: the method's paper.
     """
 
@@ -91,7 +103,9 @@ class RunRecord:
     down_bytes: int = 0
     up_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    hyper: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"site": {}, "server": {}})
+    hyper: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=lambda: {"site": {}, "server": {}}
+    )
     settings: Mapping[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     pictures: Mapping[str, bytes] = field(default_factory=dict)
@@ -104,18 +118,27 @@ class RunRecord:
 
 
 def build_results(record: RunRecord) -> dict[str, Any]:
-    """The content of results.json, see `json_ready`: every site and mean has the same models and metrics; undefined values are None.
+    """The content of results.json, see `json_ready`: every site and mean has the same models and
+    metrics; undefined values are None.
 
     "findings" are those of `verdicts.findings`.
     """
-    metrics = record.task.test_metrics if record.task else ()
-    models = tuple(dict.fromkeys([*MODELS, *(model for site in record.sites.values() for model in site.metrics)]))
-    weights = shares({name: site.n["train"] for name, site in record.sites.items() if site.role == "inside" and "train" in site.n})
-    sites = {name: site_results(record.sites[name], models, record.task, weights.get(name)) for name in sorted(record.sites)}
+    task = record.task
+    models = dict.fromkeys(MODELS)
+    samples: dict[str, float] = {}
+    for name, site in record.sites.items():
+        models |= dict.fromkeys(site.metrics)
+        if site.role == "inside" and "train" in site.n:
+            samples[name] = site.n["train"]
+    weights = shares(samples)
+    sites = {}
+    for name, site in sorted(record.sites.items()):
+        sites[name] = site_results(site, tuple(models), task, weights.get(name))
+    metrics = task.test_metrics if task else ()
     results = {
         "schema": 1,
         "method": record.method,
-        "task": record.task.name if record.task else UNKNOWN,
+        "task": task.name if task else UNKNOWN,
         "seed": record.seed,
         "rounds": record.rounds,
         "status": FAILED if record.reason else COMPLETED,
@@ -124,45 +147,81 @@ def build_results(record: RunRecord) -> dict[str, Any]:
         "mean": mean_over_sites(sites, dict.fromkeys(models, metrics)),
         "traffic": {"down_bytes": record.down_bytes, "up_bytes": record.up_bytes},
         "seconds": dict(record.seconds),
-        "costs": {site: record.costs[site] for site in sorted(record.costs)},
+        "costs": dict(sorted(record.costs.items())),
         "model_selection": record.model_selection,
         "events": list(record.events),
         "versions": installed_versions(),
-        "configuration": {"hyper": record.hyper, "settings": record.settings, "task": record.task.to_dict() if record.task else {}},
+        "configuration": {
+            "hyper": record.hyper,
+            "settings": record.settings,
+            "task": task.to_dict() if task else {},
+        },
     }
-    optional = {"citation": record.citation, "tables": record.tables, "cross_site": record.cross_site}
-    results |= {name: content for name, content in optional.items() if content}
+    if record.citation:
+        results["citation"] = record.citation
+    if record.tables:
+        results["tables"] = record.tables
+    if record.cross_site:
+        results["cross_site"] = record.cross_site
     if record.selector:
         results["selector"] = {**record.selector, "confusion": confusion(sites)}
     ready: dict[str, Any] = json_ready(results)
-    ready["findings"] = [finding.to_dict() for finding in findings(ready, json_ready(record.history))]
+    about_model = findings(ready, json_ready(record.history))
+    ready["findings"] = [finding.to_dict() for finding in about_model]
     return ready
 
 
-def site_results(site: SiteRecord, models: tuple[str, ...], task: TaskConfig | None, share: float | None = None) -> dict[str, Any]:
+def site_results(
+    site: SiteRecord, models: tuple[str, ...], task: TaskConfig | None, share: float | None = None
+) -> dict[str, Any]:
     """A site's part of results.json."""
-    metrics, labels = (task.test_metrics, task.labels) if task else ((), ())
-    kind = STRUCTURES if task and task.kind == "segmentation" else CLASSES
-
-    def of_labels(content: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """The metrics of the task's labels under `kind`; without any, nothing."""
-        shown = {label: {metric: value for metric, value in content[label].items() if value != []} for label in labels if label in content}
-        return {kind: shown} if any(shown.values()) else {}
-
-    values = {model: {metric: site.metrics.get(model, {}).get(metric) for metric in metrics} for model in models}
-    intervals = {
-        model: {metric: bounds for metric, bounds in content.get(ALL, {}).items() if bounds and metric in metrics} | of_labels(content)
-        for model, content in site.intervals.items()
-    }
-    intervals = {model: content for model, content in intervals.items() if content}
-    optional = {"intervals": intervals, "share": share, "reports": site.reports, "privacy": site.privacy, "classes": site.classes}
-    return {
+    metrics = task.test_metrics if task else ()
+    values: dict[str, dict[str, Any]] = {}
+    for model in models:
+        of_model = site.metrics.get(model, {})
+        values[model] = {metric: of_model.get(metric) for metric in metrics}
+        values[model] |= _of_labels(site.by_label.get(model, {}), task)
+    intervals: dict[str, dict[str, Any]] = {}
+    for model, content in site.intervals.items():
+        bounds: dict[str, Any] = {}
+        for metric, interval in content.get(ALL, {}).items():
+            if interval and metric in metrics:
+                bounds[metric] = interval
+        bounds |= _of_labels(content, task)
+        if bounds:
+            intervals[model] = bounds
+    results: dict[str, Any] = {
         "role": site.role,
         "n": {split: site.n.get(split) for split in SPLITS},
-        "metrics": {model: values[model] | of_labels(site.by_label.get(model, {})) for model in models},
-        **{name: content for name, content in optional.items() if content},
-        **({} if site.constant is None else {"constant": site.constant}),
+        "metrics": values,
     }
+    optional = {
+        "intervals": intervals,
+        "share": share,
+        "reports": site.reports,
+        "privacy": site.privacy,
+        "classes": site.classes,
+    }
+    for name, part in optional.items():
+        if part:
+            results[name] = part
+    if site.constant is not None:
+        results["constant"] = site.constant
+    return results
+
+
+def _of_labels(content: Mapping[str, Mapping[str, Any]], task: TaskConfig | None) -> dict[str, Any]:
+    """The metrics of the task's labels under "structures" or "classes"; without any, nothing."""
+    if task is None:
+        return {}
+    of_label: dict[str, Any] = {}
+    for label in task.labels:
+        if label in content:
+            values = content[label].items()
+            of_label[label] = {metric: value for metric, value in values if value != []}
+    if not any(of_label.values()):
+        return {}
+    return {STRUCTURES if task.kind == "segmentation" else CLASSES: of_label}
 
 
 def shares(samples: Mapping[str, float]) -> dict[str, float]:
@@ -172,33 +231,51 @@ def shares(samples: Mapping[str, float]) -> dict[str, float]:
         >>> shares({"A": 30, "B": 10}), shares({"A": 0})
         ({'A': 0.75, 'B': 0.25}, {'A': 0.0})
     """
-    total = sum(samples.values())
-    return {site: count / total if total else 0.0 for site, count in samples.items()}
+    total = sum(samples.values()) or 1  # without images every share is 0
+    return {site: count / total for site, count in samples.items()}
 
 
 def confusion(sites: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Inside site -> site predicted by the selector -> number of test images; only sites that report counts."""
-    reports = {name: site.get("reports", {}).get("deployed") or {} for name, site in sites.items() if site["role"] == "inside"}
-    rows = {name: report["selector"] for name, report in reports.items() if isinstance(report.get("selector"), Mapping)}
-    return {name: dict(row) for name, row in rows.items() if all(type(count) is int and count >= 0 for count in row.values())}
+    """Inside site -> site predicted by the selector -> number of test images; only sites that
+    report counts.
+    """
+    rows: dict[str, dict[str, int]] = {}
+    for name, site in sites.items():
+        if site["role"] != "inside":
+            continue
+        row = (site.get("reports", {}).get("deployed") or {}).get("selector")
+        if not isinstance(row, Mapping):
+            continue
+        if all(type(count) is int and count >= 0 for count in row.values()):
+            rows[name] = dict(row)
+    return rows
 
 
 def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]) -> dict[str, Any]:
-    """Role -> model -> metric -> unweighted mean of the defined values of the sites of that role; `shape`: model -> its metrics."""
+    """Role -> model -> metric -> unweighted mean of the defined values of the sites of that role;
+    `shape`: model -> its metrics.
+    """
 
     def mean(values: Iterable[float | None]) -> float | None:
         defined = [value for value in values if value is not None and math.isfinite(value)]
-        return fmean(defined) if defined else None
+        if not defined:
+            return None
+        return fmean(defined)
 
-    metrics = {role: [site["metrics"] for site in sites.values() if site["role"] == role] for role in ROLES}
-    return {
-        role: {model: {name: mean(site[model][name] for site in of_sites) for name in shape[model]} for model in shape}
-        for role, of_sites in metrics.items()
-    }
+    means: dict[str, dict[str, Any]] = {}
+    for role in ROLES:
+        means[role] = {}
+        of_sites = [site["metrics"] for site in sites.values() if site["role"] == role]
+        for model, metrics in shape.items():
+            of_model = means[role].setdefault(model, {})
+            for metric in metrics:
+                of_model[metric] = mean(site[model][metric] for site in of_sites)
+    return means
 
 
 def json_ready(value: Any) -> Any:
-    """The content in JSON types: keys as text, tuples and sets as lists, NumPy's numbers as Python's, NaN and infinity as None.
+    """The content in JSON types: keys as text, tuples and sets as lists, NumPy's numbers as
+    Python's, NaN and infinity as None.
 
     Raises TypeError for a value that JSON has no type for.
     """
@@ -220,25 +297,28 @@ def json_ready(value: Any) -> Any:
 
 
 def results_frame(results: Mapping[str, Any]) -> "pd.DataFrame":
-    """The test metrics of a run as a table: one row per site, model, label and metric, NaN for undefined values.
+    """The test metrics of a run as a table: one row per site, model, label and metric, NaN for
+    undefined values.
 
-    Columns site, role, model, label (a structure or class; `ALL` for the metric of the model), metric, value, and low and high, the 95 %
-    interval over test patients.
+    Columns site, role, model, label (a structure or class; `ALL` for the metric of the model),
+    metric, value, and low and high, the 95 % interval over test patients.
     """
     import pandas as pd  # not needed to write results: a job that carries its code runs without it
 
-    rows = [
-        (name, site["role"], model, label, metric, value, *(bounds.get(metric) or (None, None)))
-        for name, site in results["sites"].items()
-        for model, metrics in site["metrics"].items()
-        for label, values, bounds in [(ALL, named_metrics(metrics), site.get("intervals", {}).get(model, {})), *labels_of(site, model)]
-        for metric, value in values.items()
-    ]
-    numbers = ["value", "low", "high"]
-    return pd.DataFrame(rows, columns=["site", "role", "model", "label", "metric", *numbers]).astype(dict.fromkeys(numbers, float))
+    rows: list[tuple[Any, ...]] = []
+    for name, site in results["sites"].items():
+        for model, metrics in site["metrics"].items():
+            intervals = site.get("intervals", {}).get(model, {})
+            parts = [(ALL, named_metrics(metrics), intervals), *labels_of(site, model)]
+            for label, values, bounds in parts:
+                for metric, value in values.items():
+                    low, high = bounds.get(metric) or (None, None)
+                    rows.append((name, site["role"], model, label, metric, value, low, high))
+    columns = ["site", "role", "model", "label", "metric", "value", "low", "high"]
+    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[-3:], float))
 
 
-# -- the schema of results.json: further keys are allowed, every number is finite or null ------------------------------------
+# -- the schema of results.json: further keys are allowed, every number is finite or null ----------
 
 _Values = dict[str, float | None]
 _Metrics = dict[str, float | dict[str, _Values] | None]
@@ -332,35 +412,50 @@ class _Results(_Open):
     @model_validator(mode="after")
     def _status_and_reason_agree(self) -> "_Results":
         if (self.status == FAILED) != bool(self.reason):
-            raise ValueError(f"a failed run has a reason and a completed one has none, got {self.status} and {self.reason!r}")
+            raise ValueError(
+                "a failed run has a reason and a completed one has none, "
+                f"got {self.status} and {self.reason!r}"
+            )
         return self
 
 
 def validate_results(results: Mapping[str, Any]) -> None:
-    """Check a results dict against the schema; raises ValueError with every violation and its location, on one line."""
+    """Check a results dict against the schema; raises ValueError with every violation and its
+    location, on one line.
+    """
     try:
         _Results.model_validate(results)
     except ValidationError as error:
-        problems = [f"{'.'.join(str(part)[:NAME] for part in problem['loc']) or 'results'}: {problem['msg']}" for problem in error.errors()]
+        problems: list[str] = []
+        for problem in error.errors():
+            location = ".".join(str(part)[:NAME] for part in problem["loc"])
+            problems.append(f"{location or 'results'}: {problem['msg']}")
         raise ValueError("not valid results: " + "; ".join(problems)) from None
 
 
 def find_results(path: Path) -> Path:
-    """The results.json at `path`, or the newest one below the folder of a run, a simulator or POC; raises StateError if there is none."""
+    """The results.json at `path`, or the newest one below the folder of a run, a simulator or POC;
+    raises StateError if there is none.
+    """
     if path.is_file():
         return path
-    patterns = (f"*/{RESULTS_FILE}", f"**/{FOLDER}/{RESULTS_FILE}")  # runs of the plain loop, and workspaces of FLARE
-    files = [path / RESULTS_FILE] if (path / RESULTS_FILE).is_file() else [file for pattern in patterns for file in path.glob(pattern)]
+    if (path / RESULTS_FILE).is_file():
+        return path / RESULTS_FILE
+    # Runs of the plain loop, and workspaces of FLARE.
+    files = [*path.glob(f"*/{RESULTS_FILE}"), *path.glob(f"**/{FOLDER}/{RESULTS_FILE}")]
     if not files:
         raise StateError(
-            f"{path}: no {RESULTS_FILE} here; name the folder of a run. If the run has not ended, its log says why; `medflare resume` "
-            "continues a run of the plain loop"
+            f"{path}: no {RESULTS_FILE} here; name the folder of a run. If the run has not ended, "
+            "its log says why; `medflare resume` continues a run of the plain loop"
         )
     return max(files, key=lambda file: file.stat().st_mtime)
 
 
 def load_results(path: Path) -> dict[str, Any]:
-    """The results dict of a run, validated; `path` as for `find_results`. Raises StateError also if the file is damaged."""
+    """The results dict of a run, validated; `path` as for `find_results`.
+
+    Raises StateError also if the file is damaged.
+    """
     file = find_results(Path(path))
     try:
         return parse_results(file.read_bytes())
@@ -369,7 +464,8 @@ def load_results(path: Path) -> dict[str, Any]:
 
 
 def parse_results(content: bytes) -> dict[str, Any]:
-    """The results dict of a file's content, validated; all its text is printable, since another party may have written it.
+    """The results dict of a file's content, validated; all its text is printable, since another
+    party may have written it.
 
     Raises ValueError for anything else.
     """
@@ -383,26 +479,33 @@ def parse_results(content: bytes) -> dict[str, Any]:
 
 
 def append_round(folder: Path, line: Mapping[str, Any]) -> None:
-    """Append one step to metrics.jsonl; it is on disk when this returns. After a line that a crash cut short, a new line begins.
+    """Append one step to metrics.jsonl; it is on disk when this returns. After a line that a crash
+    cut short, a new line begins.
 
-    `line`: {"step", "phase", "round", "seconds", "sites": {site: metadata of its reply}, "aggregation": {site: {name: number}}}.
+    `line`: {"step", "phase", "round", "seconds", "sites": {site: metadata of its reply},
+    "aggregation": {site: {name: number}}}.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"
     with (folder / ROUNDS_FILE).open("a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
-            text = text if file.read(1) == b"\n" else b"\n" + text
+            if file.read(1) != b"\n":
+                text = b"\n" + text
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_rounds(folder: Path) -> list[dict[str, Any]]:
-    """The steps of metrics.jsonl in order; the last line of a step counts (a resumed run repeats steps), damaged lines are skipped."""
+    """The steps of metrics.jsonl in order; the last line of a step counts (a resumed run repeats
+    steps), damaged lines are skipped.
+    """
     path = folder / ROUNDS_FILE
+    if not path.exists():
+        return []
     steps: dict[int, dict[str, Any]] = {}
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for text in path.read_text(encoding="utf-8").splitlines():
         try:
             line = json.loads(text)
         except ValueError:

@@ -20,19 +20,31 @@ class RunResults(dict[str, Any]):
         folder: where results.json and report.html are; None if nothing was written.
     """
 
-    def __init__(self, results: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = (), folder: Path | None = None):
+    def __init__(
+        self,
+        results: Mapping[str, Any],
+        history: Sequence[Mapping[str, Any]] = (),
+        folder: Path | None = None,
+    ):
         super().__init__(results)
-        self.history, self.folder = history, folder
+        self.history = history
+        self.folder = folder
 
     def __repr__(self) -> str:
-        """The run and the deployed model's mean of the task's metric; `dict(results)` has everything."""
-        about = f"{self['method']} on {self['task']}, {text.counted(self['rounds'], 'round')}, seed {self['seed']}: {self['status']}"
-        parts = [about + (f": {self['reason']}" if self["reason"] else "")]
+        """The run and the deployed model's mean of the task's metric; `dict(results)` has
+        everything.
+        """
+        rounds = text.counted(self["rounds"], "round")
+        about = f"{self['method']} on {self['task']}, {rounds}, seed {self['seed']}"
+        parts = [f"{about}: {self['status']}"]
+        if self["reason"]:
+            parts[0] += f": {self['reason']}"
         metric = self["configuration"]["task"].get("metric", "")
         for role in ROLES:
             value = self["mean"][role]["deployed"].get(metric)
             if value is not None:
-                parts.append(f"{text.metric_label(metric)} {text.format_metric(metric, value)} {role}")
+                number = text.format_metric(metric, value)
+                parts.append(f"{text.metric_label(metric)} {number} {role}")
         if self.folder is not None:
             parts.append(f"folder {self.folder}")
         return f"<{'; '.join(parts)}>"
@@ -40,7 +52,8 @@ class RunResults(dict[str, Any]):
     def _repr_html_(self) -> str:
         """The table of results, the findings, and the curves as inline SVG."""
         parts = [f"<p><b>{escape(repr(self)[1:-1])}</b></p>", self._table()]
-        if sentence := verdict(self):
+        sentence = verdict(self)
+        if sentence:
             parts.append(f"<p>{escape(sentence)}</p>")
         findings = [f"<li>{escape(finding.line)}</li>" for finding in findings_of(self)]
         if findings:
@@ -52,25 +65,30 @@ class RunResults(dict[str, Any]):
 
     def _table(self) -> str:
         """A row for each site and mean, a column for each metric and model."""
-        metrics, columns = text.metric_names(self), text.model_columns(self)
+        metrics = text.metric_names(self)
+        columns = text.model_columns(self)
         headings = ["site", "role"]
         for metric in metrics:
-            headings += [f"{text.metric_label(metric)}, {heading}" for heading in columns]
-        sites = text.ordered_sites(self)
-        rows = [(name, site["role"], site["metrics"]) for name, site in sites.items()]
-        roles = [site["role"] for site in sites.values()]
-        rows += [("mean", role, self["mean"][role]) for role in ROLES if roles.count(role) > 1]
-        lines = ["".join(f"<th>{escape(heading)}</th>" for heading in headings)]
-        for name, role, models in rows:
+            for heading in columns:
+                headings.append(f"{text.metric_label(metric)}, {heading}")
+        lines = [_table_row("th", headings)]
+        for name, role, _, models in text.table_rows(self):
             cells = [name, role]
             for metric in metrics:
-                cells += [text.format_metric(metric, models[model][metric]) for model in columns.values()]
-            lines.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
-        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+                for model in columns.values():
+                    cells.append(text.format_metric(metric, models[model][metric]))
+            lines.append(_table_row("td", cells))
+        return f"<table>{''.join(lines)}</table>"
+
+
+def _table_row(tag: str, cells: Sequence[str]) -> str:
+    inner = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+    return f"<tr>{inner}</tr>"
 
 
 def in_notebook() -> bool:
     """Whether an IPython kernel runs this code, so that what is printed appears below a cell."""
     ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return getattr(shell, "kernel", None) is not None
+    if ipython is None:
+        return False
+    return getattr(ipython.get_ipython(), "kernel", None) is not None

@@ -1,8 +1,9 @@
 """The methods' aggregations as FLARE aggregators.
 
-Under `MedflareController` the server algorithm calls the aggregation; in FLARE's own workflows (FedAvg, scatter and gather) FLARE does, on
-the full models of any client. If an aggregation gives each site its own model, the aggregated model holds all of them, and `OwnPartFilter`
-hands each site its part.
+Under `MedflareController` the server algorithm calls the aggregation; in FLARE's own workflows
+(FedAvg, scatter and gather) FLARE does, on the full models of any client. If an aggregation gives
+each site its own model, the aggregated model holds all of them, and `OwnPartFilter` hands each site
+its part.
 """
 
 from collections.abc import Mapping
@@ -36,16 +37,22 @@ class MethodAggregator(ModelAggregator):
     """The aggregation of a method's server algorithm.
 
     Args:
-        hyper: the method's hyper-parameters, see `core.hyper.split_hyper`; the aggregation uses those of the server algorithm.
+        hyper: the method's hyper-parameters, see `core.hyper.split_hyper`; the aggregation uses
+            those of the server algorithm.
         method: name of the method; the subclasses below have one by default.
-        num_rounds: of FLARE's workflow, for aggregations with a schedule; `MedflareController` knows its own.
+        num_rounds: of FLARE's workflow, for aggregations with a schedule; `MedflareController`
+            knows its own.
     """
 
     default_method: ClassVar[str] = ""
 
-    def __init__(self, hyper: dict[str, Any] | None = None, method: str = "", num_rounds: int | None = None):
+    def __init__(
+        self, hyper: dict[str, Any] | None = None, method: str = "", num_rounds: int | None = None
+    ):
         super().__init__()
-        self.hyper, self.method, self.num_rounds = hyper, method, num_rounds
+        self.hyper = hyper
+        self.method = method
+        self.num_rounds = num_rounds
         self._models: dict[str, FLModel] = {}
         self._round = 0
         self._last: StateDict | None = None
@@ -59,15 +66,24 @@ class MethodAggregator(ModelAggregator):
     def aggregation(self) -> "Aggregation[Any]":
         """The object that the server algorithm of a run calls, too."""
         method = get_method(self.method_name)
-        values = {name: value for name, value in (self.hyper or {}).items() if name.partition(".")[0] != "site"}
-        owned = split_hyper(values, method.hyper_classes, method.name)["server"]
-        hyper: Any = build_hyper(method.server_class.Hyper, owned, f"method {method.name}, server algorithm")
+        values: dict[str, Any] = {}
+        for name, value in (self.hyper or {}).items():
+            algorithm, _, _ = name.partition(".")
+            if algorithm != "site":
+                values[name] = value
+        server_values = split_hyper(values, method.hyper_classes, method.name)["server"]
+        hyper: Any = build_hyper(
+            method.server_class.Hyper, server_values, f"method {method.name}, server algorithm"
+        )
         aggregation = method.server_class.aggregation_class(hyper)
         aggregation.rounds = self.num_rounds
         return aggregation
 
     def accept(self, shareable: Shareable, fl_ctx: FLContext) -> bool:
-        """Whether the model is used; scatter and gather calls this. An exception here would end the round for all sites."""
+        """Whether the model is used; scatter and gather calls this.
+
+        An exception here would end the round for all sites.
+        """
         try:
             return bool(super().accept(shareable, fl_ctx))
         except UpdateError as error:
@@ -78,17 +94,26 @@ class MethodAggregator(ModelAggregator):
         """Take a client's full model.
 
         Raises:
-            UpdateError: it has no site's name, its params_type is not FULL, or it holds NaN or infinite values.
+            UpdateError: it has no site's name, its params_type is not FULL, or it holds NaN or
+                infinite values.
         """
         import torch
 
-        site = (model.meta or {}).get("client_name") or (model.meta or {}).get(FLMetaKey.SITE_NAME)
+        meta = model.meta or {}
+        site = meta.get("client_name") or meta.get(FLMetaKey.SITE_NAME)
         if not site:
-            raise UpdateError("a model without the name of its site cannot be aggregated; set meta['client_name']")
+            raise UpdateError(
+                "a model without the name of its site cannot be aggregated; set meta['client_name']"
+            )
         if model.params_type != ParamsType.FULL:
-            raise UpdateError(f"site {site} sent {model.params_type}; send full models (params_type FULL)")
-        if bad := [name for name in sorted(model.params) if not torch.isfinite(torch.as_tensor(model.params[name])).all()]:
-            raise UpdateError(f"site {site} sent {bad[0]} with NaN or infinite values; its model is not used")
+            raise UpdateError(
+                f"site {site} sent {model.params_type}; send full models (params_type FULL)"
+            )
+        for name in sorted(model.params):
+            if not torch.isfinite(torch.as_tensor(model.params[name])).all():
+                raise UpdateError(
+                    f"site {site} sent {name} with NaN or infinite values; its model is not used"
+                )
         self._models[site] = model
 
     def aggregate_model(self) -> FLModel:
@@ -103,23 +128,28 @@ class MethodAggregator(ModelAggregator):
             samples = float((model.meta or {}).get(FLMetaKey.NUM_STEPS_CURRENT_ROUND, 1.0))
             models[site] = SiteModel(state, samples, model.metrics or {})
         combined: dict[str, Any] = dict(self.combine(self._round, models))
-        if not any(isinstance(value, torch.Tensor) for model in self._models.values() for value in model.params.values()):
+        sent = [value for model in self._models.values() for value in model.params.values()]
+        if not any(isinstance(value, torch.Tensor) for value in sent):
             combined = {name: tensor.numpy() for name, tensor in combined.items()}
         self._round += 1
         self.reset_stats()
         return FLModel(params=combined, params_type=ParamsType.FULL, metrics=_mean_metrics(models))
 
     def combine(self, round: int, models: "Mapping[str, SiteModel]") -> "StateDict":
-        """The next model from the sites' models, which are in sorted site order; `round` is 0-based.
+        """The next model from the sites' models, which are in sorted site order; `round` from 0.
 
-        If each site gets its own state, they are joined to one whose names begin with the site's, see `own_part`.
+        If each site gets its own state, they are joined to one whose names begin with the site's,
+        see `own_part`.
         """
-        own = self.aggregation.own(models, round)
+        personal = self.aggregation.own(models, round)
         self._last = self.aggregation.shared(models, round, self._last)
-        if not own:
+        if not personal:
             return self._last
-        parts = {**own, _OTHERS: self._last}
-        return {f"{site}{_SEPARATOR}{name}": tensor for site, part in parts.items() for name, tensor in part.items()}
+        joined: StateDict = {}
+        for site, part in {**personal, _OTHERS: self._last}.items():
+            for name, tensor in part.items():
+                joined[f"{site}{_SEPARATOR}{name}"] = tensor
+        return joined
 
     def reset_stats(self) -> None:
         """Forget the models of a round."""
@@ -158,7 +188,13 @@ class SharpnessAggregator(MethodAggregator):
 
 AGGREGATORS: Final[dict[str, type[MethodAggregator]]] = {  # method -> aggregator
     aggregator.default_method: aggregator
-    for aggregator in (WeightedAggregator, SoftPullAggregator, FourierAggregator, ConsistencyAggregator, SharpnessAggregator)
+    for aggregator in (
+        WeightedAggregator,
+        SoftPullAggregator,
+        FourierAggregator,
+        ConsistencyAggregator,
+        SharpnessAggregator,
+    )
 }
 
 
@@ -166,17 +202,28 @@ def own_part(joined: "Mapping[str, Tensor]", site: str) -> "StateDict":
     """The site's part of what `MethodAggregator.combine` joined, or the part for other sites."""
     for owner in (site, _OTHERS):
         prefix = f"{owner}{_SEPARATOR}"
-        part = {name.removeprefix(prefix): tensor for name, tensor in joined.items() if name.startswith(prefix)}
+        part: StateDict = {}
+        for name, tensor in joined.items():
+            if name.startswith(prefix):
+                part[name.removeprefix(prefix)] = tensor
         if part:
             return part
     return {}
 
 
 class OwnPartFilter(Filter):
-    """Server-side task-data filter for FLARE's own workflows: hands each site its own part of an aggregated model."""
+    """Hands each site its own part of an aggregated model.
+
+    A server-side task-data filter for FLARE's own workflows.
+    """
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """The task's data with the part of the receiving site; a model without parts stays as it is."""
+        """The task's data with the part of the receiving site.
+
+        A model without parts stays as it is.
+
+        A model without parts stays as it is.
+        """
         dxo = from_shareable(shareable)
         if dxo.data_kind != DataKind.WEIGHTS or not any(_SEPARATOR in name for name in dxo.data):
             return shareable
@@ -185,10 +232,20 @@ class OwnPartFilter(Filter):
 
 
 def _mean_metrics(models: "Mapping[str, SiteModel]") -> dict[str, float] | None:
-    """Mean of each number that all sites report, weighted by samples; unweighted if no site reports samples."""
-    numbers = [{name for name, value in model.meta.items() if isinstance(value, (int, float))} for model in models.values()]
-    weights = [model.samples for model in models.values()] if any(model.samples for model in models.values()) else None
-    means = {
-        name: np.average([model.meta[name] for model in models.values()], weights=weights) for name in sorted(set.intersection(*numbers))
-    }
-    return {name: float(mean) for name, mean in means.items()} or None
+    """Mean of each number that all sites report, weighted by samples.
+
+    It is unweighted if no site reports samples.
+
+    It is unweighted if no site reports samples.
+    """
+    reported: list[set[str]] = []
+    for model in models.values():
+        numbers = [name for name, value in model.meta.items() if isinstance(value, (int, float))]
+        reported.append(set(numbers))
+    samples = [model.samples for model in models.values()]
+    weights = samples if any(samples) else None
+    means: dict[str, float] = {}
+    for name in sorted(set.intersection(*reported)):
+        values = [model.meta[name] for model in models.values()]
+        means[name] = float(np.average(values, weights=weights))
+    return means or None

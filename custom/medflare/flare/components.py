@@ -1,16 +1,20 @@
 """Security: what a job may name at a party, and what it may not.
 
-Configuration is JSON. FLARE also parses HOCON and YAML, which include other files of the party; here it does not
-(`flare_patches.parse_json_only`), and such files are refused by name.
+Configuration is JSON. FLARE also parses HOCON and YAML, which include other files of the party;
+here it does not (`flare_patches.parse_json_only`), and such files are refused by name.
 
-A job without code may have FLARE build the classes that the party's resources.json lists. FLARE takes an entry of `class_allow_list` for
-a prefix and calls any callable below it. `JobComponents`, the "app_validator" of resources.json, demands the full name and a class derived
-from `FLComponent`, before anything is called. It checks a job when it arrives, so that the lead learns the reason, and again before each
-component is built. What it refuses and what is built is recorded in the party's audit.log.
+A job without code may have FLARE build the classes that the party's resources.json lists. FLARE
+takes an entry of `class_allow_list` for a prefix and calls any callable below it. `JobComponents`,
+the "app_validator" of resources.json, demands the full name and a class derived from `FLComponent`,
+before anything is called. It checks a job when it arrives, so that the lead learns the reason, and
+again before each component is built. What it refuses and what is built is recorded in the party's
+audit.log.
 
-A method or a network of another distribution needs its package in `packages` of local/medflare.json (`authorize`).
+A method or a network of another distribution needs its package in `packages` of local/medflare.json
+(`authorize`).
 
-A job that brings code (app/custom/) is FLARE's `byoc`: a party that allows it trusts that code with everything.
+A job that brings code (app/custom/) is FLARE's `byoc`: a party that allows it trusts that code with
+everything.
 """
 
 import json
@@ -36,15 +40,18 @@ from medflare.data.local import LOCAL_FILE, LocalSettings, local_settings, read_
 from medflare.flare.flare_patches import JSON_ONLY, parse_json_only
 from medflare.flare.names import BUILT, COMPONENTS, REFUSED, TASK_FILE
 
-_PATH_KEYS: Final = ("path", "class_path", "name")  # FLARE's keys for a component's class; FLARE takes the first one that is there
+# FLARE's keys for a component's class; FLARE takes the first one that is there.
+_PATH_KEYS: Final = ("path", "class_path", "name")
 _PLAIN: Final = re.compile(r"[A-Za-z_][\w.:]{0,199}", re.ASCII)  # a name that a refusal may repeat
-_OTHER_FORMATS: Final = (".conf", ".yml", ".yaml", ".default")  # suffixes of the configuration files that FLARE reads beside JSON
+# Suffixes of the configuration files that FLARE reads beside JSON.
+_OTHER_FORMATS: Final = (".conf", ".yml", ".yaml", ".default")
 
 
 class JobComponents(FLComponent, AppValidator):
     """Refuses jobs that name what the party does not list, and FLARE's building of it.
 
-    FLARE makes it in the process of the party and in that of each job, before either reads a job's configuration.
+    FLARE makes it in the process of the party and in that of each job, before either reads a job's
+    configuration.
     """
 
     def __init__(self) -> None:
@@ -58,7 +65,8 @@ class JobComponents(FLComponent, AppValidator):
             Why the job is refused, or ""; and nothing else for FLARE.
         """
         folder = Path(app_folder).resolve()
-        name, job = folder.name.removeprefix(WorkspaceConstants.APP_PREFIX), folder.parent.name
+        name = folder.name.removeprefix(WorkspaceConstants.APP_PREFIX)
+        job = folder.parent.name
         workspace = Workspace(str(folder.parents[1]), name)
         try:
             reason = _job_refusal(folder, workspace, name)
@@ -78,9 +86,15 @@ class JobComponents(FLComponent, AppValidator):
             return
         try:
             workspace: Workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
-            path, job = _path_of(fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG)), str(fl_ctx.get_prop(FLContextKey.CURRENT_JOB_ID))
-            reason = "" if brings_code(fl_ctx) else _refusal(path, _allow_list(workspace))
-            _audit(workspace, workspace.site_name, job, REFUSED if reason else BUILT, reason or f"component {path}")
+            path = _path_of(fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG))
+            job = str(fl_ctx.get_prop(FLContextKey.CURRENT_JOB_ID))
+            reason = ""
+            if not brings_code(fl_ctx):
+                reason = _refusal(path, _allow_list(workspace))
+            if reason:
+                _audit(workspace, workspace.site_name, job, REFUSED, reason)
+            else:
+                _audit(workspace, workspace.site_name, job, BUILT, f"component {path}")
         except Exception as error:  # FLARE would ignore any other exception
             raise UnsafeComponentError(_unreadable(error)) from error
         if reason:
@@ -88,9 +102,12 @@ class JobComponents(FLComponent, AppValidator):
 
 
 class UnfinishedJobs(FLComponent):
-    """Marks jobs that a killed server left as running as FINISHED:ABANDONED when the server starts again.
+    """When the server starts again, marks jobs that a killed server left as running.
 
-    FLARE would call them running for ever. A component of the server: one line in its local/resources.json.
+    They become FINISHED:ABANDONED.
+
+    FLARE would call them running for ever. A component of the server: one line in its
+    local/resources.json.
     """
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -100,11 +117,14 @@ class UnfinishedJobs(FLComponent):
 
 
 def authorize(methods: Iterable[str], network: Mapping[str, Any], fl_ctx: FLContext) -> str:
-    """Before a method or network of another distribution is imported: the party's local settings must name its package.
+    """Require that the party's local settings name the packages of a job's methods and network.
+
+    It is called before a method or network of another distribution is imported.
 
     Args:
         methods: names.
-        network: the task's; if it is of another package, its module is trusted in this process from now on.
+        network: the task's; if it is of another package, its module is trusted in this process from
+            now on.
 
     Returns:
         The module of a network of another package, else "".
@@ -115,16 +135,18 @@ def authorize(methods: Iterable[str], network: Mapping[str, Any], fl_ctx: FLCont
     from medflare.networks.own import own_module, trust
 
     for name in dict.fromkeys(methods):
-        if module := foreign_module(name):
+        module = foreign_module(name)
+        if module:
             _require_trust(f"method {name!r}", module, fl_ctx)
-    if module := own_module(network):
+    module = own_module(network)
+    if module:
         _require_trust(f"network {network['name']!r}", module, fl_ctx)
         trust(module)
     return module
 
 
 def foreign_module(method: str) -> str:
-    """The module of a method of another distribution, which is not imported; "" for a method of medflare.
+    """The module of a method of another distribution, not imported; "" for one of medflare.
 
     Raises:
         ConfigError: no such method.
@@ -132,34 +154,52 @@ def foreign_module(method: str) -> str:
     from medflare.methods.catalogue import module_of
 
     module = module_of(method)
-    return "" if module.split(".")[0] == "medflare" else module
+    if module.split(".")[0] == "medflare":
+        return ""
+    return module
 
 
 def refuse_result_filters(fl_ctx: FLContext) -> None:
-    """Raise if the job names task-result filters for this site: FLARE would run them after the site's own.
+    """Raise if the job names task-result filters for this site.
+
+    FLARE would run them after the site's own.
+
+    FLARE would run them after the site's own.
 
     Raises:
         ConfigError: it does; the error names their classes.
     """
     tables = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "task_result_filters", None) or {}
-    classes = sorted({f"{type(item).__module__}.{type(item).__name__}" for chain in tables.values() for item in chain})
+    classes: set[str] = set()
+    for chain in tables.values():
+        classes.update(f"{type(item).__module__}.{type(item).__name__}" for item in chain)
     if classes:
         raise ConfigError(
-            f"site {fl_ctx.get_identity_name()} takes no job with task_result_filters of its own ({', '.join(classes)}): they would run "
-            "after the site's filters; leave them out, or have the site name them in its local/privacy.json"
+            f"site {fl_ctx.get_identity_name()} takes no job with task_result_filters of its own "
+            f"({', '.join(sorted(classes))}): they would run after the site's filters; "
+            "leave them out, or have the site name them in its local/privacy.json"
         )
 
 
 def brings_code(fl_ctx: FLContext) -> bool:
-    """Whether FLARE has found code in the job (app/custom/); then the party's authorization.json has allowed it."""
+    """Whether FLARE has found code in the job (app/custom/).
+
+    Then the party's authorization.json has allowed it.
+
+    Then the party's authorization.json has allowed it.
+    """
     meta = fl_ctx.get_prop(FLContextKey.JOB_META)
     return isinstance(meta, Mapping) and bool(meta.get(AppValidationKey.BYOC))
 
 
 def _require_trust(what: str, module: str, fl_ctx: FLContext) -> None:
-    trusted = settings_of(fl_ctx.get_engine().get_workspace()).packages
-    if reason := untrusted(module, [*trusted, module] if brings_code(fl_ctx) else trusted):
-        raise ConfigError(f"{what} comes from {module}, which {fl_ctx.get_identity_name()} does not allow; {reason}")
+    packages = settings_of(fl_ctx.get_engine().get_workspace()).packages
+    if brings_code(fl_ctx):
+        packages = (*packages, module)
+    reason = untrusted(module, packages)
+    if reason:
+        party = fl_ctx.get_identity_name()
+        raise ConfigError(f"{what} comes from {module}, which {party} does not allow; {reason}")
 
 
 def settings_of(workspace: Workspace) -> LocalSettings:
@@ -174,21 +214,32 @@ def _job_refusal(app: Path, workspace: Workspace, name: str) -> str:
         if path.suffix.lower() in _OTHER_FORMATS and not path.is_relative_to(code):
             return f"configuration {_named(path.name, 'file')} refused: {JSON_ONLY}"
     folder = Path(workspace.get_app_config_dir(app.parent.name))
-    file = JobConstants.SERVER_JOB_CONFIG if name == SiteType.SERVER else JobConstants.CLIENT_JOB_CONFIG
+    file = JobConstants.CLIENT_JOB_CONFIG
+    if name == SiteType.SERVER:
+        file = JobConstants.SERVER_JOB_CONFIG
     config = ConfigFactory.load_config(file, [str(folder)])
     if config is None:
         return f"configuration {file} refused: it is missing"
     if code.exists():  # FLARE checks its own policy: byoc
         return ""
     allowed = _allow_list(workspace)
-    reasons = (_refusal(path, allowed) for path in _component_paths(config.to_dict()))
-    return next(filter(None, reasons), "") or _network_refusal(folder / TASK_FILE, workspace)
+    for component in _component_paths(config.to_dict()):
+        reason = _refusal(component, allowed)
+        if reason:
+            return reason
+    return _network_refusal(folder / TASK_FILE, workspace)
 
 
 def _refusal(path: Any, allowed: Collection[str]) -> str:
-    """Why a component may not be built; "" if it may. Only a listed class is imported, and medflare's own not even then."""
+    """Why a component may not be built; "" if it may.
+
+    Only a listed class is imported, and medflare's own not even then.
+    """
     if path not in allowed:
-        return f"component {_named(path, 'without a plain name')} refused: class_allow_list in local/resources.json does not name it"
+        return (
+            f"component {_named(path, 'without a plain name')} refused: "
+            "class_allow_list in local/resources.json does not name it"
+        )
     if any(path in classes for classes in COMPONENTS.values()):
         return ""
     loaded = load_class(path)
@@ -199,39 +250,62 @@ def _refusal(path: Any, allowed: Collection[str]) -> str:
 
 def _network_refusal(task: Path, workspace: Workspace) -> str:
     """Why a job's network of another package is refused; "" if it is not."""
-    content = json.loads(task.read_text(encoding="utf-8")) if task.is_file() else None
+    if not task.is_file():
+        return ""
+    content = json.loads(task.read_text(encoding="utf-8"))
     network = content.get("network") if isinstance(content, Mapping) else None
-    name = network.get("name") if isinstance(network, Mapping) else None
+    if not isinstance(network, Mapping):
+        return ""
+    name = network.get("name")
     module, colon, _ = str(name).partition(":")
-    if colon and (reason := untrusted(module, settings_of(workspace).packages)):
-        return f"network {_named(name, 'without a plain name')} refused: {reason}"
+    if colon:
+        reason = untrusted(module, settings_of(workspace).packages)
+        if reason:
+            return f"network {_named(name, 'without a plain name')} refused: {reason}"
     return ""
 
 
 def _component_paths(config: Any, inside: bool = False) -> Iterator[Any]:
-    """What a job's configuration has FLARE build: components, workflows, executors and filters, and those in their arguments."""
+    """What a job's configuration has FLARE build.
+
+    These are components, workflows, executors and filters, and those in their arguments.
+
+    These are components, workflows, executors and filters, and those in their arguments.
+    """
     if isinstance(config, Mapping):
-        if any(key in config for key in _PATH_KEYS if inside or key != "name"):
+        if "path" in config or "class_path" in config or (inside and "name" in config):
             yield _path_of(config)
         for name, part in config.items():
-            yield from _component_paths(part, inside=name in ("components", "workflows", "executor", "filters"))
+            holds_components = name in ("components", "workflows", "executor", "filters")
+            yield from _component_paths(part, holds_components)
     elif isinstance(config, list):
         for part in config:
             yield from _component_paths(part, inside)
 
 
 def _path_of(config: Mapping[str, Any]) -> Any:
-    return next((config[key] for key in _PATH_KEYS if key in config), None)
+    for key in _PATH_KEYS:
+        if key in config:
+            return config[key]
+    return None
 
 
 def _allow_list(workspace: Workspace) -> list[str]:
     """The classes that the party lists."""
-    allowed = json.loads(Path(workspace.get_resources_file_path()).read_text(encoding="utf-8")).get("class_allow_list")
-    return [name for name in allowed if isinstance(name, str)] if isinstance(allowed, list) else []
+    resources = Path(workspace.get_resources_file_path()).read_text(encoding="utf-8")
+    allowed = json.loads(resources).get("class_allow_list")
+    if not isinstance(allowed, list):
+        return []
+    return [name for name in allowed if isinstance(name, str)]
 
 
 def _audit(workspace: Workspace, name: str, job: str, action: str, text: str) -> None:
-    """Write a line to the party's audit.log; in a container to the one in the job's folder, which alone is mounted there."""
+    """Write a line to the party's audit.log.
+
+    In a container it is the one in the job's folder, which alone is mounted there.
+
+    In a container it is the one in the job's folder, which alone is mounted there.
+    """
     in_container = Path(workspace.get_run_dir(job)).is_mount()
     auditor = Auditor(workspace.get_audit_file_path(job if in_container else None))
     auditor.add_event(user=name, action=action, ref=job, msg=text)
@@ -239,8 +313,15 @@ def _audit(workspace: Workspace, name: str, job: str, action: str, text: str) ->
 
 
 def _named(name: Any, otherwise: str) -> str:
-    """A name that a job chose if it is plain letters, else `otherwise`: a refusal is shown to the lead and repeats no other value."""
-    return name if isinstance(name, str) and _PLAIN.fullmatch(name) else otherwise
+    """A name that a job chose if it is plain letters, else `otherwise`.
+
+    A refusal is shown to the lead and repeats no other value.
+
+    A refusal is shown to the lead and repeats no other value.
+    """
+    if isinstance(name, str) and _PLAIN.fullmatch(name):
+        return name
+    return otherwise
 
 
 def _unreadable(error: Exception) -> str:

@@ -1,6 +1,9 @@
-"""The server's part under FLARE: builds the run that a job describes, and connects its schedule to FLARE's tasks and events.
+"""The server's part under FLARE.
 
-The imports at the top are light: in the simulator this process imports torch while FLARE starts the sites.
+It builds the run that a job describes, and connects its schedule to FLARE's tasks and events.
+
+The imports at the top are light: in the simulator this process imports torch while FLARE starts the
+sites.
 """
 
 import os
@@ -23,7 +26,7 @@ from nvflare.widgets.info_collector import InfoCollector
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.events import EventLog
 from medflare.data.local import FOLDER
-from medflare.federation.settings import RUN_SETTINGS, run_settings
+from medflare.federation.settings import RUN_SETTINGS, RunSettings, run_settings
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.components import authorize, settings_of
 from medflare.flare.flare_patches import keep_ports_apart, share_cleanup_thread, survive_resends
@@ -37,45 +40,61 @@ if TYPE_CHECKING:
     from medflare.federation.run import Run
     from medflare.flare.tasks import TaskExchange
 
-_LATE_EVENTS: Final = 20  # of a site at most: how often it replies to closed steps is up to the site
+_LATE_EVENTS: Final = 20  # of a site at most: how often it replies to closed steps is up to it
 
 
 class MedflareController(Controller):
-    """Runs a federation: enrollment, the method's rounds, final models and evaluation; writes the results to the job's folder.
+    """Runs a federation: enrollment, the method's rounds, final models and evaluation.
 
-    An argument that is not described here is a field of `federation.settings.RunSettings`.
+    It writes the results to the job's folder.
+
+    An argument that is not described here is a field of `federation.settings.RunSettings`. Each
+    needs a parameter and an attribute: FLARE takes a job's arguments from both.
 
     Args:
         site_algorithm: method whose site algorithm the sites run, if it is not the aggregator's.
-        track: "tensorboard", "wandb[=PROJECT]" or "none"; None: TensorBoard where it is installed. MLflow is a component, `MLflowTracker`.
-        aggregator_id: id of the component that holds the server algorithm's aggregation, a `MethodAggregator`.
+        track: "tensorboard", "wandb[=PROJECT]" or "none"; None: TensorBoard where it is installed.
+            MLflow is a component, `MLflowTracker`.
+        aggregator_id: id of the component that holds the server algorithm's aggregation, a
+            `MethodAggregator`.
     """
 
     def __init__(
         self,
         rounds: int,
         seed: int,
-        outside: Sequence[str] = (),
+        outside: Sequence[str] = RunSettings.outside,
         site_algorithm: str | None = None,
-        min_sites: int | None = None,
-        sites_per_round: int | None = None,
-        max_client_weight: float | None = None,
-        outlier_policy: str = "used",
-        patience: int | None = None,
-        cross_site: bool = False,
-        step_timeout: float = 0.0,
-        enrol_timeout: float = 3600.0,
-        heartbeat_timeout: float = 120.0,
-        resume: str = "",
+        min_sites: int | None = RunSettings.min_sites,
+        sites_per_round: int | None = RunSettings.sites_per_round,
+        max_client_weight: float | None = RunSettings.max_client_weight,
+        outlier_policy: str = RunSettings.outlier_policy,
+        patience: int | None = RunSettings.patience,
+        cross_site: bool = RunSettings.cross_site,
+        step_timeout: float = RunSettings.step_timeout,
+        enrol_timeout: float = RunSettings.enrol_timeout,
+        heartbeat_timeout: float = RunSettings.heartbeat_timeout,
+        resume: str = RunSettings.resume,
         track: str | None = None,
         aggregator_id: str = "aggregator",
     ):
         super().__init__(task_check_period=0.1)
-        self.rounds, self.seed, self.outside, self.resume = rounds, seed, outside, resume
-        self.min_sites, self.sites_per_round, self.max_client_weight = min_sites, sites_per_round, max_client_weight
-        self.outlier_policy, self.patience, self.cross_site = outlier_policy, patience, cross_site
-        self.step_timeout, self.enrol_timeout, self.heartbeat_timeout = step_timeout, enrol_timeout, heartbeat_timeout
-        self.site_algorithm, self.track, self.aggregator_id = site_algorithm, track, aggregator_id
+        self.rounds = rounds
+        self.seed = seed
+        self.outside = outside
+        self.site_algorithm = site_algorithm
+        self.min_sites = min_sites
+        self.sites_per_round = sites_per_round
+        self.max_client_weight = max_client_weight
+        self.outlier_policy = outlier_policy
+        self.patience = patience
+        self.cross_site = cross_site
+        self.step_timeout = step_timeout
+        self.enrol_timeout = enrol_timeout
+        self.heartbeat_timeout = heartbeat_timeout
+        self.resume = resume
+        self.track = track
+        self.aggregator_id = aggregator_id
         self._events = EventLog()
         self._progress = Progress(self._events)
         self._exchange: TaskExchange | None = None
@@ -95,7 +114,7 @@ class MedflareController(Controller):
         self.cancel_all_tasks(fl_ctx=fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Listen to the sites when the job starts; report the progress; remember why FLARE stops the job."""
+        """Listen to the sites when the job starts, report the progress and note a stop's reason."""
         if event_type == EventType.START_RUN:
             engine = fl_ctx.get_engine()
             for topic in (ALIVE, WORK):
@@ -104,21 +123,35 @@ class MedflareController(Controller):
                 self._start_host(fl_ctx)
         elif event_type == InfoCollector.EVENT_TYPE_GET_STATS:
             collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
-            collector.set_info(GROUP, {**self._progress.to_dict(), **(self._exchange.waiting() if self._exchange else {})})
-        elif event_type == EventType.FATAL_SYSTEM_ERROR:
-            self._stop_reason = self._stop_reason or str(fl_ctx.get_prop(FLContextKey.EVENT_DATA, ""))
+            progress = self._progress.to_dict()
+            if self._exchange is not None:
+                progress |= self._exchange.waiting()
+            collector.set_info(GROUP, progress)
+        elif event_type == EventType.FATAL_SYSTEM_ERROR and not self._stop_reason:
+            self._stop_reason = str(fl_ctx.get_prop(FLContextKey.EVENT_DATA, ""))
 
     def process_result_of_unknown_task(
-        self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
+        self,
+        client: Client,
+        task_name: str,
+        client_task_id: str,
+        result: Shareable,
+        fl_ctx: FLContext,
     ) -> None:
         """A reply came after its step was closed: record an event; the reply is not used."""
         self._late[client.name] += 1
         if self._late[client.name] <= _LATE_EVENTS:
-            message = f"an answer to {task_name!r:.40} came after its step was closed and was not used"
-            self._events.add("late", message, site=client.name)
+            self._events.add(
+                "late",
+                f"an answer to {task_name!r:.40} came after its step was closed and was not used",
+                site=client.name,
+            )
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        """The whole federation. A failure ends the job as failed, with its reason on one line and in results.json."""
+        """The whole federation.
+
+        A failure ends the job as failed, with its reason on one line and in results.json.
+        """
         from medflare.evaluation.console import results_table
         from medflare.evaluation.results import FAILED
         from medflare.flare.messages import register_tensors
@@ -159,7 +192,12 @@ class MedflareController(Controller):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, fl_ctx: FLContext) -> "Run":
-        """The run that the job describes; MedflareError: any part of it is wrong or not allowed here, or there is nothing to resume."""
+        """The run that the job describes.
+
+        Raises:
+            MedflareError: any part of it is wrong or not allowed here, or there is nothing to
+                resume.
+        """
         from medflare.federation.checkpoint import take_up
         from medflare.federation.run import Run
         from medflare.methods.catalogue import get_method
@@ -168,7 +206,10 @@ class MedflareController(Controller):
 
         aggregator = self._aggregator(fl_ctx)
         if not isinstance(aggregator, MethodAggregator):
-            raise ConfigError(f"component {self.aggregator_id!r} of the job is no medflare aggregator; name one in config_fed_server.json")
+            raise ConfigError(
+                f"component {self.aggregator_id!r} of the job is no medflare aggregator; "
+                "name one in config_fed_server.json"
+            )
         site_algorithm = self.site_algorithm or aggregator.method_name
         task = load_task(self._task_file(fl_ctx))
         authorize((site_algorithm, aggregator.method_name), task.network, fl_ctx)
@@ -181,15 +222,17 @@ class MedflareController(Controller):
             take_up(interrupted[0], checkpoints)
         method = get_method(site_algorithm, server=aggregator.method_name)
         aggregator.hyper = method.effective(aggregator.hyper or {})  # with all defaults
+        inside = [site for site in sorted(self._members()) if site not in settings.outside]
+        weights = Path(local.weights).expanduser() if local.weights else None
         return Run(
             method=method,
             task=task,
             hyper=aggregator.hyper,
             settings=settings,
-            sites=tuple(site for site in sorted(self._members()) if site not in settings.outside),
+            sites=tuple(inside),
             aggregation=aggregator.aggregation,
             folder=self._results_folder(fl_ctx),
-            weights=Path(local.weights).expanduser() if local.weights else None,
+            weights=weights,
             checkpoints=checkpoints,
             about={"engine": "flare"},
             say=self._progress.say,
@@ -198,12 +241,17 @@ class MedflareController(Controller):
         )
 
     def _refused(self, error: Exception, fl_ctx: FLContext) -> dict[str, Any]:
-        """Write and return results that say why the job cannot become a run, of which any setting may be wrong."""
+        """Write and return the results of a job that cannot become a run; they say why.
+
+        Any setting of the job may be wrong.
+        """
         from medflare.evaluation.report import write_results
         from medflare.evaluation.results import UNKNOWN, RunRecord, SiteRecord
         from medflare.tasks.config import load_task
 
-        reason = str(error) if isinstance(error, MedflareError) else f"{type(error).__name__}: {error}"
+        reason = str(error)
+        if not isinstance(error, MedflareError):
+            reason = f"{type(error).__name__}: {error}"
         events = EventLog(self._events)
         events.add("failed", reason)
         try:
@@ -211,12 +259,15 @@ class MedflareController(Controller):
         except Exception:  # which is the reason
             task = None
         outside = self.outside if isinstance(self.outside, (list, tuple)) else ()
+        sites: dict[str, SiteRecord] = {}
+        for site in self._members():
+            sites[site] = SiteRecord("outside" if site in outside else "inside")
         record = RunRecord(
             method=str(getattr(self._aggregator(fl_ctx), "method_name", "")) or UNKNOWN,
             task=task,
             seed=self.seed if isinstance(self.seed, int) else 0,
             rounds=max(0, self.rounds) if isinstance(self.rounds, int) else 0,
-            sites={site: SiteRecord("outside" if site in outside else "inside") for site in self._members()},
+            sites=sites,
             reason=reason,
             events=events.to_list(),
         )
@@ -230,39 +281,62 @@ class MedflareController(Controller):
         return fl_ctx.get_engine().get_component(self.aggregator_id)
 
     def _track(self, fl_ctx: FLContext) -> str | None:
-        """The run's `track`. MLflow is a component, which this server's class_allow_list may lack; ConfigError without it."""
+        """The run's `track`.
+
+        Raises:
+            ConfigError: it is MLflow without the component, which this server's class_allow_list
+                may lack.
+        """
         mlflow = fl_ctx.get_engine().get_component(MLFLOW)
         if isinstance(mlflow, MLflowTracker):
             return mlflow.track
         if str(self.track).startswith(MLFLOW):
-            raise ConfigError(f"track = {self.track!r} needs a component {MLFLOW!r} in config_fed_server.json; see medflare job --track")
+            raise ConfigError(
+                f"track = {self.track!r} needs a component {MLFLOW!r} in config_fed_server.json; "
+                "see medflare job --track"
+            )
         return self.track
 
     def _members(self) -> list[str]:
         return [client.name for client in self._engine.get_clients()]
 
     def _task_file(self, fl_ctx: FLContext) -> Path:
-        return Path(fl_ctx.get_engine().get_workspace().get_app_config_dir(fl_ctx.get_job_id())) / TASK_FILE
+        workspace = fl_ctx.get_engine().get_workspace()
+        return Path(workspace.get_app_config_dir(fl_ctx.get_job_id())) / TASK_FILE
 
     def _results_folder(self, fl_ctx: FLContext) -> Path:
         """FLARE packs it with the job's folder for download."""
         return Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id())) / FOLDER
 
     def _checkpoints(self, fl_ctx: FLContext) -> Iterator[Path]:
-        """Folders of checkpoints: of this job and, if it resumes one, of the interrupted job. FLARE does not pack them."""
-        for job in filter(None, (fl_ctx.get_job_id(), self.resume)):
-            yield Path(fl_ctx.get_engine().get_workspace().get_root_dir()) / FOLDER / interrupted_id(job)
+        """Folders of checkpoints: of this job and, if it resumes one, of the interrupted job.
+
+        FLARE does not pack them.
+        """
+        folder = Path(fl_ctx.get_engine().get_workspace().get_root_dir()) / FOLDER
+        for job in (fl_ctx.get_job_id(), self.resume):
+            if job:
+                yield folder / interrupted_id(job)
 
     def _start_host(self, fl_ctx: FLContext) -> None:
-        """In the simulator: start the host of the sites' workers; without a host each site's process computes itself."""
+        """In the simulator: start the host of the sites' workers.
+
+        Without a host each site's process computes itself.
+        """
         limit_spinning(os.environ)
+        method = self.site_algorithm or str(getattr(self._aggregator(fl_ctx), "method_name", ""))
         try:
-            SimulatorHost(os.getpid()).start(self.site_algorithm or str(getattr(self._aggregator(fl_ctx), "method_name", "")))
+            SimulatorHost(os.getpid()).start(method)
         except OSError as error:
-            self.log_warning(fl_ctx, f"medflare: each site's process imports what it needs: {error}")
+            self.log_warning(
+                fl_ctx, f"medflare: each site's process imports what it needs: {error}"
+            )
 
     def _on_message(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
-        """A site is alive, or asks for work: then the answer waits until there is some (long polling)."""
+        """A site is alive, or asks for work.
+
+        Then the answer waits until there is some (long polling).
+        """
         if self._exchange is not None:
             site = fl_ctx.get_peer_context().get_identity_name()
             if topic == WORK:

@@ -1,7 +1,10 @@
-"""A site's part as FLARE executors: a class for the method of each paper, so that a job shows what it runs.
+"""A site's part as FLARE executors.
 
-The imports at the top are light. In FLARE's simulator they are all there is: the participants are in other processes (`simulator`). In a
-site's own process a thread imports torch, MONAI and the method while FLARE still connects.
+There is a class for the method of each paper, so that a job shows what it runs.
+
+The imports at the top are light. In FLARE's simulator they are all there is: the participants are
+in other processes (`simulator`). In a site's own process a thread imports torch, MONAI and the
+method while FLARE still connects.
 """
 
 import os
@@ -28,9 +31,24 @@ from medflare.data.local import LOCAL_FILE, find_private_folder, private_folder
 from medflare.flare.components import authorize, refuse_result_filters
 from medflare.flare.flare_patches import share_cleanup_thread
 from medflare.flare.liveness import Heartbeat, wait_for_work
-from medflare.flare.messages import ERRORS, UNABLE, error_reply, outward, register_tensors, to_message, to_shareable
+from medflare.flare.messages import (
+    ERRORS,
+    UNABLE,
+    error_reply,
+    outward,
+    register_tensors,
+    to_message,
+    to_shareable,
+)
 from medflare.flare.names import TASK_FILE
-from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask, anchor_data_root, interrupted_id, load_ahead
+from medflare.flare.participants import (
+    SITE_TASK,
+    ParticipantSpec,
+    SiteTask,
+    anchor_data_root,
+    interrupted_id,
+    load_ahead,
+)
 from medflare.flare.simulator import SimulatorHost
 
 if TYPE_CHECKING:
@@ -42,25 +60,39 @@ class MedflareExecutor(Executor):
 
     Args:
         seed: of the run.
-        hyper: the method's hyper-parameters by the algorithm that owns them, the same as at the server.
-        method: name of the method whose site algorithm runs; the subclasses below have one by default.
+        hyper: the method's hyper-parameters by the algorithm that owns them, the same as at the
+            server.
+        method: name of the method whose site algorithm runs; the subclasses below have one by
+            default.
         server_algorithm: method of the server algorithm, if it is another one.
         resume: id of the interrupted job that this job resumes.
     """
 
     default_method: ClassVar[str] = ""
 
-    def __init__(self, seed: int, hyper: dict[str, Any] | None = None, method: str = "", server_algorithm: str = "", resume: str = ""):
+    def __init__(
+        self,
+        seed: int,
+        hyper: dict[str, Any] | None = None,
+        method: str = "",
+        server_algorithm: str = "",
+        resume: str = "",
+    ):
         super().__init__()
-        self.method, self.seed, self.hyper = method, seed, hyper
-        self.server_algorithm, self.resume = server_algorithm, resume
+        self.seed = seed
+        self.hyper = hyper
+        self.method = method
+        self.server_algorithm = server_algorithm
+        self.resume = resume
         self._spec: ParticipantSpec | None = None
         self._authorized: ParticipantSpec | None = None
         self._participant: Participant | None = None
         self._abort_signal = Signal()
         self._heartbeat = Heartbeat()
         self._host = SimulatorHost(os.getppid())
-        self._preload = threading.Thread(target=load_ahead, args=(self.method_name,), name="medflare_preload", daemon=True)
+        self._preload = threading.Thread(
+            target=load_ahead, args=(self.method_name,), name="medflare_preload", daemon=True
+        )
         share_cleanup_thread()
         anchor_data_root()
         if _started_by_flare() and not self._host.started():
@@ -72,7 +104,11 @@ class MedflareExecutor(Executor):
         return self.method or self.default_method
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Import everything before the first task; wait for work before each poll; send heartbeats until the reply has been sent."""
+        """Import what the method needs, wait for work, send heartbeats.
+
+        The import ends before the first task, the wait before each poll, and the heartbeats when
+        the reply has been sent.
+        """
         if event_type == EventType.ABOUT_TO_START_RUN and self._preload.ident is not None:
             self._preload.join()
         elif event_type == EventType.BEFORE_PULL_TASK:
@@ -87,14 +123,21 @@ class MedflareExecutor(Executor):
         elif event_type == EventType.END_RUN:
             self._heartbeat.end()
 
-    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        """The reply to one task; any error becomes a reply of one line, without the name of an image or a patient."""
+    def execute(
+        self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
+    ) -> Shareable:
+        """The reply to one task.
+
+        Any error becomes a reply of one line, without the name of an image or a patient.
+        """
         self._abort_signal = abort_signal
         round = shareable.get_header(AppConstants.CURRENT_ROUND, 0)
         try:
             if self._spec is None:
                 self._spec = self._make_spec(fl_ctx)
-            fl_ctx.set_prop(SITE_TASK, SiteTask(task_name, round, self._spec), private=True, sticky=False)
+            fl_ctx.set_prop(
+                SITE_TASK, SiteTask(task_name, round, self._spec), private=True, sticky=False
+            )
             return self._reply(task_name, round, shareable, fl_ctx)
         except Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)
@@ -111,8 +154,9 @@ class MedflareExecutor(Executor):
 
             refuse_result_filters(fl_ctx)
             spec = self._spec or self._make_spec(fl_ctx)
-            methods = spec.method, spec.server_algorithm or spec.method
-            self._authorized = replace(spec, trusted=authorize(methods, load_task(Path(spec.task_file)).network, fl_ctx))
+            methods = (spec.method, spec.server_algorithm or spec.method)
+            network = load_task(Path(spec.task_file)).network
+            self._authorized = replace(spec, trusted=authorize(methods, network, fl_ctx))
         if self._host.started():
             return self._host.reply(self._authorized, phase, round, incoming, self._aborted)
         if self._participant is None:
@@ -122,7 +166,10 @@ class MedflareExecutor(Executor):
     def _make_spec(self, fl_ctx: FLContext) -> ParticipantSpec:
         workspace: Workspace = fl_ctx.get_engine().get_workspace()
         job = fl_ctx.get_job_id()
-        resumed = find_private_folder(Path(workspace.get_run_dir(interrupted_id(self.resume)))) if self.resume else ""
+        resumed = ""
+        if self.resume:
+            interrupted = Path(workspace.get_run_dir(interrupted_id(self.resume)))
+            resumed = str(find_private_folder(interrupted))
         return ParticipantSpec(
             name=fl_ctx.get_identity_name(),
             method=self.method_name,
@@ -132,7 +179,7 @@ class MedflareExecutor(Executor):
             local_file=str(Path(workspace.get_site_config_dir()) / LOCAL_FILE),
             folder=str(private_folder(Path(workspace.get_run_dir(job)))),
             hyper=self.hyper or {},
-            resumed=str(resumed),
+            resumed=resumed,
         )
 
     def _store_traceback(self) -> None:
@@ -141,8 +188,9 @@ class MedflareExecutor(Executor):
 
         with suppress(OSError, MedflareError):
             if self._spec is not None:
-                make_folder(Path(self._spec.folder))
-                with open(Path(self._spec.folder) / ERRORS, "a", encoding="utf-8", opener=private_opener) as file:
+                errors = Path(self._spec.folder) / ERRORS
+                make_folder(errors.parent)
+                with open(errors, "a", encoding="utf-8", opener=private_opener) as file:
                     file.write(traceback.format_exc())
 
     def _aborted(self) -> bool:
@@ -150,7 +198,10 @@ class MedflareExecutor(Executor):
 
 
 def _started_by_flare() -> bool:
-    """Whether FLARE started this process; other processes make executors only to write them into a job."""
+    """Whether FLARE started this process.
+
+    Other processes make executors only to write them into a job.
+    """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name.startswith("nvflare.private.")
 
@@ -181,5 +232,12 @@ class FedDAGExecutor(MedflareExecutor):
 
 EXECUTORS: Final[dict[str, type[MedflareExecutor]]] = {  # method -> executor
     executor.default_method: executor
-    for executor in (FedAvgExecutor, FedSMExecutor, PRRExecutor, GraceExecutor, IOPExecutor, FedDAGExecutor)
+    for executor in (
+        FedAvgExecutor,
+        FedSMExecutor,
+        PRRExecutor,
+        GraceExecutor,
+        IOPExecutor,
+        FedDAGExecutor,
+    )
 }

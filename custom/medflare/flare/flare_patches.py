@@ -1,4 +1,4 @@
-"""The changes to FLARE 2.9's internals; docs/flare.md has measurements and says when each can go."""
+"""Changes to FLARE 2.9's internals; docs/flare.md has measurements and says when each can go."""
 
 import asyncio
 import random
@@ -18,13 +18,17 @@ from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.private.fed.app import default_app_validator
 
 _SIMULATOR: Final = "nvflare.private.fed.app.simulator.simulator_runner"
-_PORTS: Final = range(10_000, 30_000)  # above services, below the ports that systems hand out (Linux: from 32768)
+# Above services, below the ports that systems hand out (Linux: from 32768).
+_PORTS: Final = range(10_000, 30_000)
 JSON_ONLY: Final = "medflare reads JSON only"
 _POLL_TIMEOUT: Final = 30.0  # seconds; FLARE waits 300 s for the answer to a poll
 
 
 class _RefusedFormat(ConfigLoader):
-    """Stands where FLARE has a parser of HOCON or YAML: both can read other files and environment variables, HOCON also URLs."""
+    """Stands where FLARE has a parser of HOCON or YAML.
+
+    Both can read other files and environment variables, HOCON also URLs.
+    """
 
     def load_config(self, file_path: str) -> NoReturn:
         raise ValueError(f"configuration {PurePath(file_path).name} refused: {JSON_ONLY}")
@@ -39,28 +43,37 @@ class _RefusedFormat(ConfigLoader):
 def parse_json_only() -> None:
     """Have FLARE parse configuration in JSON and nothing else, in this process.
 
-    FLARE parses a job's configuration when the job is uploaded and when it is deployed, before it asks the party's app_validator.
+    FLARE parses a job's configuration when the job is uploaded and when it is deployed, before it
+    asks the party's app_validator.
     """
     for refused in (ConfigFormat.PYHOCON, ConfigFormat.OMEGACONF):
         ConfigFactory._fmt2Loader[refused] = _RefusedFormat(refused)
-    # FLARE's own validator only looks whether the file is there, which `components.JobComponents` does as well.
+    # FLARE's own validator only looks whether the file is there, which `components.JobComponents`
+    # does as well.
     default_app_validator._config_exists = lambda *args, **kwargs: ""
 
 
 def share_cleanup_thread() -> None:
-    """Let one thread remove all received streams of this process; FLARE starts a timer thread of 65 s for each."""
+    """Let one thread remove all received streams of this process.
+
+    FLARE starts a timer thread of 65 s for each.
+    """
     RxTask._schedule_remove_task = _schedule_remove_task
 
 
 def _schedule_remove_task(task: RxTask, ttl: float | None = None) -> None:
     with task.stop_lock:
         if task.cleanup_timer is None:  # which FLARE cancels if the stream is removed earlier
-            loop, seconds = _cleanup_loop(), task.completed_task_ttl if ttl is None else ttl
-            task.cleanup_timer = loop.call_soon_threadsafe(loop.call_later, seconds, _remove, weakref.ref(task))
+            seconds = task.completed_task_ttl if ttl is None else ttl
+            loop = _cleanup_loop()
+            task.cleanup_timer = loop.call_soon_threadsafe(
+                loop.call_later, seconds, _remove, weakref.ref(task)
+            )
 
 
 def _remove(stream: "weakref.ref[RxTask]") -> None:
-    if (task := stream()) is not None:
+    task = stream()
+    if task is not None:
         task._remove_task()
 
 
@@ -79,7 +92,9 @@ class _ClientTasks(dict[str, Any]):
 
 
 def survive_resends(communicator: Any) -> None:
-    """Keep FLARE's task monitor alive when a site fetches its task twice (a lost answer, a restart); it would end by a KeyError.
+    """Keep FLARE's task monitor alive when a site fetches its task twice.
+
+    A site does so after a lost answer or a restart; the monitor would end by a KeyError.
 
     Without it FLARE keeps each later task and its model, and notices no dead site.
     """
@@ -87,23 +102,28 @@ def survive_resends(communicator: Any) -> None:
 
 
 def notice_lost_answers(fl_ctx: FLContext) -> None:
-    """Let a site poll again 30 s after an answer was lost, for example in a cut network, instead of 300 s."""
+    """Let a site poll again 30 s after an answer was lost, instead of 300 s.
+
+    An answer is lost, for example, in a cut network.
+    """
     fl_ctx.get_engine().client.communicator.timeout = _POLL_TIMEOUT
 
 
 def keep_ports_apart() -> None:
-    """If this process is a simulator, give its sites ports that the system hands out to no connection."""
-    if runner := sys.modules.get(_SIMULATOR):
+    """If this is a simulator, give its sites ports that the system hands out to no connection."""
+    runner = sys.modules.get(_SIMULATOR)
+    if runner:
         runner.get_open_ports = quiet_ports  # type: ignore[attr-defined]
 
 
 def quiet_ports(number: int) -> list[int]:
     """Different free ports below those that the system hands out.
 
-    Bound, never listened on: FLARE's forks would inherit a listening socket, and a site that connects to it is reset.
+    Bound, never listened on: FLARE's forks would inherit a listening socket, and a site that
+    connects to it is reset.
     """
     ports: set[int] = set()
-    draw = random.SystemRandom()  # no seed: two simulators of one machine must not draw the same ports
+    draw = random.SystemRandom()  # no seed: two simulators must not draw the same ports
     while len(ports) < number:
         port = draw.choice(_PORTS)
         with suppress(OSError), socket.socket() as bound:

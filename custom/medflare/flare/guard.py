@@ -1,11 +1,13 @@
 """The outbound guard: a filter of the site, in front of each result, that enforces what may leave.
 
-A method declares the tensors and metadata of each reply (`SiteAlgorithm.phases`); a site may allow less in its local/medflare.json:
+A method declares the tensors and metadata of each reply (`SiteAlgorithm.phases`); a site may allow
+less in its local/medflare.json:
 
     "outbound": {"entries": ["model"], "bytes": 50000000}
 
-The guard protects against mistakes of a method, a job or another filter. Code that a job brings runs in the same process and could
-avoid it: sites that rely on the guard refuse such jobs (`byoc` in authorization.json).
+The guard protects against mistakes of a method, a job or another filter. Code that a job brings
+runs in the same process and could avoid it: sites that rely on the guard refuse such jobs (`byoc`
+in authorization.json).
 """
 
 import json
@@ -23,37 +25,53 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from medflare.core.errors import ConfigError, MedflareError, UpdateError
 from medflare.data.local import OUTBOUND, OutboundLimits, local_settings, read_local
 from medflare.flare.components import refuse_result_filters
-from medflare.flare.messages import DISK_FULL, UNABLE, disk_is_full, error_reply, error_text, to_message, to_shareable, without_folders
+from medflare.flare.messages import (
+    DISK_FULL,
+    UNABLE,
+    disk_is_full,
+    error_reply,
+    error_text,
+    to_message,
+    to_shareable,
+    without_folders,
+)
 from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask
 
 if TYPE_CHECKING:
-    from medflare.core.manifest import Manifest, MetaSpec
     from medflare.core.message import Message
+    from medflare.core.specs import Manifest, MetaSpec
     from medflare.methods.base import Plan, SiteAlgorithm
 
+    _Planned = tuple[ParticipantSpec, type[SiteAlgorithm[Any]], Plan[Any, Any]]
+
 _COLUMNS = ("time", "phase", "round", "entry", "tensors", "bytes", "purpose", "sent")
-_RETURN_CODES: Final = {code: code for name, code in vars(ReturnCode).items() if not name.startswith("_")}
-_EVENTS: Final = "events"
+_RETURN_CODES: Final = {
+    code: code for name, code in vars(ReturnCode).items() if not name.startswith("_")
+}
 _LONGEST: Final = 1000  # characters of a failed task's reason, and of a header
 
 
 class OutboundGuard(Filter):
-    """Task-result filter: sends what the method declares and the site allows, and records it in outbound.csv.
+    """Task-result filter: sends what the method declares and the site allows.
 
-    What is sent is built anew from what was checked: tensors and metadata, or a failed task's return code and one line. No other key
-    or header of the Shareable and no metadata of a DXO is sent. A result with anything undeclared becomes a failed task whose line
-    says what was wrong. Put the guard last in `task_result_filters` of the site's privacy.json.
+    It records in outbound.csv what it sends.
+
+    What is sent is built anew from what was checked: tensors and metadata, or a failed task's
+    return code and one line. No other key or header of the Shareable and no metadata of a DXO is
+    sent. A result with anything undeclared becomes a failed task whose line says what was wrong.
+    Put the guard last in `task_result_filters` of the site's privacy.json.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._planned: tuple[ParticipantSpec, type[SiteAlgorithm[Any]], Plan[Any, Any]] | None = None
+        self._planned: _Planned | None = None
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """What may leave of the result, or a failed task with the reason in its place.
 
         Raises:
-            UnsafeJobError: the job has filters of its own, which FLARE would run after this one; FLARE sends nothing and ends the job.
+            UnsafeJobError: the job has filters of its own, which FLARE would run after this one;
+                FLARE sends nothing and ends the job.
         """
         site = fl_ctx.get_identity_name()
         try:
@@ -75,15 +93,17 @@ class OutboundGuard(Filter):
     def _checked(self, shareable: Shareable, task: SiteTask, fl_ctx: FLContext) -> Shareable:
         """What may leave of a declared result, recorded; OSError if it cannot be recorded."""
         site = fl_ctx.get_identity_name()
-        if (code := _return_code(shareable)) != ReturnCode.OK:
+        code = _return_code(shareable)
+        if code != ReturnCode.OK:
             line = _failure(shareable, code)
-            _record(task, [{"entry": "error", "tensors": 0, "bytes": len(line.encode()), "purpose": line, "sent": "yes"}])
+            _record(task, [_row("error", 0, len(line.encode()), line)])
             return error_reply(line, code)
         try:
             _check_headers(shareable)
             message = to_message(shareable)
             local = local_settings(read_local(Path(task.spec.local_file)))
-            manifest, declared = self._declared(task, shares=local.share_model and bool(message.states))
+            shares = local.share_model and bool(message.states)
+            manifest, declared = self._declared(task, shares=shares)
             validate_tensors(message, manifest, local.outbound)
             message.meta = plain_meta(message.meta, declared, site)
         except MedflareError as error:
@@ -93,17 +113,24 @@ class OutboundGuard(Filter):
         else:
             _record(task, _rows(message, manifest, declared))
             return to_shareable(message)
-        reason = _one_line(f"the outbound guard of site {site} kept back the answer to '{task.phase}': {problem}")
+        reason = _one_line(
+            f"the outbound guard of site {site} kept back the answer to '{task.phase}': {problem}"
+        )
         self.log_error(fl_ctx, f"{UNABLE}{reason}")
         _record(task, [{"entry": "everything", "purpose": reason, "sent": "no"}])
         return error_reply(reason)
 
-    def _declared(self, task: SiteTask, *, shares: bool) -> "tuple[Manifest, tuple[MetaSpec, ...]]":
-        """The tensors and metadata that the method declares for a reply; `shares`: the final one may hold the personal model."""
-        from medflare.federation.exchange import REPORTS_OF_ALL
+    def _declared(
+        self, task: SiteTask, *, shares: bool
+    ) -> "tuple[Manifest, tuple[MetaSpec[Any], ...]]":
+        """The tensors and metadata that the method declares for a reply.
+
+        Args:
+            shares: whether the final reply may hold the personal model.
+        """
         from medflare.federation.memory import stored_members
+        from medflare.federation.protocol import REPORTS_OF_ALL, SHARED
         from medflare.federation.settings import ENROL, FINALIZE
-        from medflare.federation.update_validation.messages import SHARED
         from medflare.methods.catalogue import get_method
         from medflare.tasks.config import load_task
 
@@ -114,12 +141,14 @@ class OutboundGuard(Filter):
             return {}, REPORTS_OF_ALL[task.phase][0]
         if self._planned is None or self._planned[0] != spec:
             method = get_method(spec.method, server=spec.server_algorithm or None)
-            plan = method.plan(load_task(Path(spec.task_file)), stored_members(spec.state_folder), spec.hyper)
+            plan = method.plan(
+                load_task(Path(spec.task_file)), stored_members(spec.state_folder), spec.hyper
+            )
             self._planned = spec, method.site_class, plan
         _, algorithm, plan = self._planned
         if task.phase == FINALIZE:
-            return {str(SHARED): SHARED.spec(plan)}, REPORTS_OF_ALL[FINALIZE][0]
-        return algorithm.manifest(task.phase, plan), algorithm.phase(task.phase).reply_meta
+            return {SHARED.name: SHARED.spec(plan)}, REPORTS_OF_ALL[FINALIZE][0]
+        return algorithm.manifest(task.phase, plan), algorithm.phase(task.phase).meta
 
 
 def validate_tensors(message: "Message", manifest: "Manifest", limits: OutboundLimits) -> None:
@@ -128,20 +157,27 @@ def validate_tensors(message: "Message", manifest: "Manifest", limits: OutboundL
     Raises:
         UpdateError: says what.
     """
-    from medflare.core.manifest import violation
-    from medflare.federation.update_validation.messages import state_problem
+    from medflare.federation.protocol import state_problem, violation
 
-    if problem := state_problem(message.states) or violation(message, manifest):
-        raise UpdateError(f"{problem}; the method declares {', '.join(sorted(manifest)) or 'no tensors'} and nothing else")
+    problem = state_problem(message.states) or violation(message, manifest)
+    if problem:
+        names = ", ".join(sorted(manifest)) or "no tensors"
+        raise UpdateError(f"{problem}; the method declares {names} and nothing else")
     for entry in sorted(message.states):
         if limits.entries is not None and entry not in limits.entries:
             allowed = ", ".join(limits.entries) or "none"
-            raise UpdateError(f"{entry} is not among the entries that local/medflare.json lets leave: {allowed}")
+            raise UpdateError(
+                f"{entry} is not among the entries that local/medflare.json lets leave: {allowed}"
+            )
     if limits.bytes is not None and message.nbytes > limits.bytes:
-        raise UpdateError(f"{message.nbytes} bytes of tensors, local/medflare.json allows {limits.bytes}")
+        raise UpdateError(
+            f"{message.nbytes} bytes of tensors, local/medflare.json allows {limits.bytes}"
+        )
 
 
-def plain_meta(meta: Mapping[str, Any], declared: "tuple[MetaSpec, ...]", site: str) -> dict[str, Any]:
+def plain_meta(
+    meta: Mapping[str, Any], declared: "tuple[MetaSpec[Any], ...]", site: str
+) -> dict[str, Any]:
     """The metadata of a reply as new plain JSON values, each declared and valid by its declaration.
 
     An error names the item and not its value, since the error leaves the site.
@@ -149,41 +185,57 @@ def plain_meta(meta: Mapping[str, Any], declared: "tuple[MetaSpec, ...]", site: 
     Raises:
         UpdateError: an item is not declared, or is invalid.
     """
-    from medflare.federation.update_validation.messages import event_problem, meta_problem, shown
+    from medflare.federation.protocol import EVENTS, event_problem, meta_problem, shown
 
-    if problem := meta_problem(meta):
+    problem = meta_problem(meta)
+    if problem:
         raise UpdateError(problem)
     plain: dict[str, Any] = json.loads(json.dumps(meta))
-    if extra := sorted(plain.keys() - {*declared, _EVENTS}):
-        names = ", ".join(sorted(declared)) or "no item"
-        raise UpdateError(f"unexpected item {shown(extra[0])}; the method declares {names} and nothing else")
-    for item in declared:
-        if item in plain and item.problem(plain[item]):
-            raise UpdateError(f"item {str(item)!r} is not what the method declares it to be ({item.about})")
-    if event_problem(plain.get(_EVENTS, []), site):
-        raise UpdateError(f"item {_EVENTS!r} is no list of a site's events")
+    by_name = {item.name: item for item in declared}
+    extra = sorted(plain.keys() - by_name.keys() - {EVENTS.name})
+    if extra:
+        names = ", ".join(sorted(by_name)) or "no item"
+        raise UpdateError(
+            f"unexpected item {shown(extra[0])}; the method declares {names} and nothing else"
+        )
+    for name, item in by_name.items():
+        if name in plain and item.problem(plain[name]):
+            raise UpdateError(
+                f"item {name!r} is not what the method declares it to be ({item.about})"
+            )
+    if event_problem(plain.get(EVENTS.name, []), site):
+        raise UpdateError(f"item {EVENTS.name!r} is no list of a site's events")
     return plain
 
 
 def _check_headers(shareable: Shareable) -> None:
     """Headers are not sent; large ones show that something tries to send data past the filters."""
     for name, value in shareable.get(ReservedHeaderKey.HEADERS, {}).items():
-        if not isinstance(value, (str, int, float, bool, type(None))) or len(str(value)) > _LONGEST:
-            raise UpdateError(f"header {name!r} holds a {type(value).__name__} of {len(str(value))} characters; headers carry no data")
+        length = len(str(value))
+        if not isinstance(value, (str, int, float, bool, type(None))) or length > _LONGEST:
+            raise UpdateError(
+                f"header {name!r} holds a {type(value).__name__} of {length} characters; "
+                "headers carry no data"
+            )
 
 
 def _return_code(shareable: Shareable) -> str:
     """The return code if it is one of FLARE's, else that of a failed task."""
     headers = shareable.get(ReservedHeaderKey.HEADERS)
     code = headers.get(ReservedHeaderKey.RC, ReturnCode.OK) if isinstance(headers, dict) else None
-    return _RETURN_CODES.get(code, ReturnCode.EXECUTION_EXCEPTION) if isinstance(code, str) else ReturnCode.EXECUTION_EXCEPTION
+    if not isinstance(code, str):
+        return ReturnCode.EXECUTION_EXCEPTION
+    return _RETURN_CODES.get(code, ReturnCode.EXECUTION_EXCEPTION)
 
 
 def _undeclared(shareable: Shareable, site: str) -> Shareable:
     """The reply to a task that no method of medflare has declared: a failed task."""
-    if (code := _return_code(shareable)) != ReturnCode.OK:
+    code = _return_code(shareable)
+    if code != ReturnCode.OK:
         return error_reply(_failure(shareable, code), code)
-    return error_reply(f"site {site} sends results of medflare's methods only; this task has declared none")
+    return error_reply(
+        f"site {site} sends results of medflare's methods only; this task has declared none"
+    )
 
 
 def _failure(shareable: Shareable, code: str) -> str:
@@ -193,25 +245,30 @@ def _failure(shareable: Shareable, code: str) -> str:
 
 def _one_line(text: str) -> str:
     """A reason as it may leave the site: one line of limited length, without the site's folders."""
-    from medflare.federation.update_validation.messages import reason_line
+    from medflare.federation.protocol import reason_line
 
     return reason_line(without_folders(text))[:_LONGEST]
 
 
-def _rows(message: "Message", manifest: "Manifest", declared: "tuple[MetaSpec, ...]") -> list[dict[str, Any]]:
+def _rows(
+    message: "Message", manifest: "Manifest", declared: "tuple[MetaSpec[Any], ...]"
+) -> list[dict[str, Any]]:
     """A row of outbound.csv for each entry and for each item of the metadata."""
     from medflare.core.states import state_bytes
+    from medflare.federation.protocol import EVENTS
 
-    about = {_EVENTS: "what the site noticed", **{str(item): item.about for item in declared}}
-    tensors = [
-        {"entry": entry, "tensors": len(state), "bytes": state_bytes(state), "purpose": manifest[entry].purpose, "sent": "yes"}
-        for entry, state in sorted(message.states.items())
-    ]
-    items = [
-        {"entry": item, "tensors": 0, "bytes": len(json.dumps(value)), "purpose": about[item], "sent": "yes"}
-        for item, value in sorted(message.meta.items())
-    ]
-    return [*tensors, *items]
+    purposes = {item.name: item.about for item in (EVENTS, *declared)}
+    rows: list[dict[str, Any]] = []
+    for entry, state in sorted(message.states.items()):
+        rows.append(_row(entry, len(state), state_bytes(state), manifest[entry].purpose))
+    for item, value in sorted(message.meta.items()):
+        rows.append(_row(item, 0, len(json.dumps(value)), purposes[item]))
+    return rows
+
+
+def _row(entry: str, tensors: int, size: int, purpose: str) -> dict[str, Any]:
+    """A row of outbound.csv about something that leaves the site."""
+    return {"entry": entry, "tensors": tensors, "bytes": size, "purpose": purpose, "sent": "yes"}
 
 
 def _record(task: SiteTask, rows: list[dict[str, Any]]) -> None:
@@ -220,7 +277,11 @@ def _record(task: SiteTask, rows: list[dict[str, Any]]) -> None:
 
     path = Path(task.spec.folder) / OUTBOUND
     make_folder(path.parent)
-    common = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "phase": task.phase, "round": task.round}
+    common = {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "phase": task.phase,
+        "round": task.round,
+    }
     empty = not path.exists() or path.stat().st_size == 0  # a full disk may have left an empty file
     text = csv_text([{**common, **row} for row in rows], _COLUMNS, header=empty)
     with open(path, "a", encoding="utf-8", opener=private_opener) as file:

@@ -1,8 +1,11 @@
-"""A site's job launcher: starts a job process again if a signal kills it (out of memory, a batch system, a person).
+"""A site's job launcher: starts a job process again if a signal kills it.
 
-FLARE's own launcher reports a killed process as failed, and the server ends the job for all sites. Here the process is started again a few
-times; the site's state is on disk, so the new process answers the same request. After that the site counts as lost, and `min_sites`
-decides. "process_launcher" in a site's resources.json names the class.
+The signal may come from a lack of memory, a batch system or a person.
+
+FLARE's own launcher reports a killed process as failed, and the server ends the job for all sites.
+Here the process is started again a few times; the site's state is on disk, so the new process
+answers the same request. After that the site counts as lost, and `min_sites` decides.
+"process_launcher" in a site's resources.json names the class.
 """
 
 import logging
@@ -32,15 +35,22 @@ class RestartingHandle(JobHandleSpec):
         self._process.terminate()
 
     def poll(self) -> str | int:
-        """FLARE's return code; UNKNOWN for a killed process, which FLARE does not take for a failure of the job."""
-        return JobReturnCode.UNKNOWN if self._killed() else self._process.poll()
+        """FLARE's return code; UNKNOWN for a killed process.
+
+        FLARE does not take UNKNOWN for a failure of the job.
+        """
+        if self._killed():
+            return JobReturnCode.UNKNOWN
+        return self._process.poll()
 
     def wait(self) -> None:
         """Return when the process has ended and is not started again."""
         self._process.wait()
         while self._killed() and self._left:
             self._left -= 1
-            _log.warning("the job's process was killed; starting it again, at most %d more times", self._left)
+            _log.warning(
+                "the job's process was killed; starting it again, at most %d more times", self._left
+            )
             self._process = self._start()
             if self._stopped:  # `terminate` was called meanwhile
                 self._process.terminate()

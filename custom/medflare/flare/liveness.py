@@ -1,8 +1,10 @@
-"""What a site tells the server to show that it is alive: heartbeats, and requests for work. `tasks` has the server's record of them.
+"""Heartbeats and requests for work, which show the server that a site is alive.
 
-FLARE's own heartbeat reaches no controller and is missing in its simulator; FLARE's polls for tasks come at fixed intervals. A site
-therefore sends a heartbeat every two seconds while it has a task. Before it polls, it asks whether there is work, and the server answers
-as soon as there is.
+`tasks` has the server's record of them.
+
+FLARE's own heartbeat reaches no controller and is missing in its simulator; FLARE's polls for tasks
+come at fixed intervals. A site therefore sends a heartbeat every two seconds while it has a task.
+Before it polls, it asks whether there is work, and the server answers as soon as there is.
 """
 
 import threading
@@ -17,7 +19,8 @@ from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from medflare.flare.flare_patches import notice_lost_answers
 
 ALIVE = "medflare.alive"  # topic, site to server, while the site has a task
-WORK = "medflare.work"  # topic, site to server, before a poll; answered when there is work, at the latest after LONG_POLL
+# Topic, site to server, before a poll; answered when there is work, at the latest after LONG_POLL.
+WORK = "medflare.work"
 LONG_POLL = 0.5  # seconds
 _INTERVAL = 2.0  # seconds between two heartbeats
 _TRANSPORT = 5.0  # seconds that a request and its answer may take on the network
@@ -27,7 +30,10 @@ _UNANSWERED = (ReturnCode.COMMUNICATION_ERROR, ReturnCode.TIMEOUT)
 
 
 class Heartbeat:
-    """Tells the server that the site is alive, from the poll that brings a task until the reply has been sent."""
+    """Tells the server that the site is alive.
+
+    It does so from the poll that brings a task until the reply has been sent.
+    """
 
     def __init__(self) -> None:
         self._stop = threading.Event()
@@ -36,7 +42,12 @@ class Heartbeat:
         """Send heartbeats from now on."""
         self.end()
         self._stop = threading.Event()
-        threading.Thread(target=self._beat, args=(fl_ctx.get_engine(), self._stop), name="medflare_heartbeat", daemon=True).start()
+        threading.Thread(
+            target=self._beat,
+            args=(fl_ctx.get_engine(), self._stop),
+            name="medflare_heartbeat",
+            daemon=True,
+        ).start()
 
     def end(self) -> None:
         """Send no more heartbeats."""
@@ -50,7 +61,10 @@ class Heartbeat:
 
 
 def wait_for_work(fl_ctx: FLContext) -> None:
-    """Return when the server has a task for this site, or has none for now; while the network is cut, wait for it to come back."""
+    """Return when the server has a task for this site, or has none for now.
+
+    While the network is cut, wait for it to come back.
+    """
     notice_lost_answers(fl_ctx)
     deadline = time.monotonic() + _UNREACHABLE
     while not _tell_server(WORK, fl_ctx, timeout=LONG_POLL + _TRANSPORT):
@@ -62,6 +76,11 @@ def wait_for_work(fl_ctx: FLContext) -> None:
 def _tell_server(topic: str, fl_ctx: FLContext, timeout: float) -> bool:
     """Whether the server answered; a `timeout` of 0 does not wait for the answer."""
     replies = fl_ctx.get_engine().send_aux_request(
-        targets=[FQCN.ROOT_SERVER], topic=topic, request=Shareable(), timeout=timeout, fl_ctx=fl_ctx, optional=True
+        targets=[FQCN.ROOT_SERVER],
+        topic=topic,
+        request=Shareable(),
+        timeout=timeout,
+        fl_ctx=fl_ctx,
+        optional=True,
     )
     return any(reply.get_return_code() not in _UNANSWERED for reply in replies.values())

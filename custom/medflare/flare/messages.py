@@ -1,8 +1,12 @@
-"""Messages as FLARE sends them: a COLLECTION DXO with one WEIGHTS DXO for each state and one METRICS DXO for the metadata.
+"""Messages as FLARE sends them.
 
-Everything that holds tensors is in a DXO, so that a hospital's privacy filters reach it; headers hold the return code and, for a failed
-task, one line of text. Tensors are sent as numpy arrays, which FLARE's filters expect; nothing is pickled. Torch is imported only
-where a message is packed or unpacked: the simulator's processes pass messages on without it.
+A message is a COLLECTION DXO with one WEIGHTS DXO for each state and one METRICS DXO for the
+metadata.
+
+Everything that holds tensors is in a DXO, so that a hospital's privacy filters reach it; headers
+hold the return code and, for a failed task, one line of text. Tensors are sent as numpy arrays,
+which FLARE's filters expect; nothing is pickled. Torch is imported only where a message is packed
+or unpacked: the simulator's processes pass messages on without it.
 """
 
 import errno
@@ -25,10 +29,12 @@ if TYPE_CHECKING:
 
 UNABLE: Final = "medflare: unable: "  # in a site's log, before the reason of a failed task
 FACTS: Final = "meta"  # name of the METRICS DXO; no state may have it
-ERRORS: Final = "errors.log"  # in the site's folder of a job: full errors, which may name images and patients
+# In the site's folder of a job: full errors, which may name images and patients.
+ERRORS: Final = "errors.log"
 DISK_FULL: Final = "the disk is full: free some space at the site and submit the job again"
 _ERROR_HEADER = "medflare.error"
-_BFLOAT16 = "bfloat16"  # in a state's DXO: names of tensors whose bits are sent as int16, because numpy has no bfloat16
+# In a state's DXO: names of tensors whose bits are sent as int16, because numpy has no bfloat16.
+_BFLOAT16 = "bfloat16"
 
 
 def to_shareable(message: "Message") -> Shareable:
@@ -40,7 +46,8 @@ def to_shareable(message: "Message") -> Shareable:
     if FACTS in message.states:
         raise ValueError(f"a state must not be named {FACTS!r}")
     parts = {str(entry): _packed(entry, state) for entry, state in message.states.items()}
-    parts[FACTS] = DXO(DataKind.METRICS, data={str(item): value for item, value in message.meta.items()})
+    meta = {str(item): value for item, value in message.meta.items()}
+    parts[FACTS] = DXO(DataKind.METRICS, data=meta)
     return DXO(DataKind.COLLECTION, data=parts).to_shareable()
 
 
@@ -77,10 +84,12 @@ def _packed(entry: str, state: Mapping[str, Any]) -> DXO:
     """A state as contiguous arrays in main memory."""
     import torch
 
-    arrays, bfloat16 = {}, []
+    arrays: dict[str, Any] = {}
+    bfloat16: list[str] = []
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{entry}/{name} is {type(tensor).__name__}, not a tensor; numbers belong to the meta")
+            kind = type(tensor).__name__
+            raise ValueError(f"{entry}/{name} is {kind}, not a tensor; numbers belong to the meta")
         array = tensor.detach().to("cpu").contiguous()
         if array.dtype == torch.bfloat16:
             bfloat16.append(name)
@@ -90,21 +99,38 @@ def _packed(entry: str, state: Mapping[str, Any]) -> DXO:
 
 
 def _unpacked(entry: str, part: DXO) -> dict[str, "Tensor"]:
-    """The state that `_packed` packed; a filter may have replaced arrays by numpy scalars or torch tensors. UpdateError: another value."""
+    """The state that `_packed` packed.
+
+    A filter may have replaced arrays by numpy scalars or torch tensors.
+
+    Raises:
+        UpdateError: a value is something else.
+    """
     import torch
 
     bfloat16 = part.get_meta_prop(_BFLOAT16) or ()
     if not isinstance(bfloat16, list | tuple):
-        raise UpdateError(f"{entry}: {_BFLOAT16} must be a list of names, got {type(bfloat16).__name__}")
+        raise UpdateError(
+            f"{entry}: {_BFLOAT16} must be a list of names, got {type(bfloat16).__name__}"
+        )
     state = {}
     for name, value in part.data.items():
         try:
-            tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.require(value, requirements=["C", "W"]))
+            if isinstance(value, torch.Tensor):
+                tensor = value
+            else:
+                tensor = torch.from_numpy(np.require(value, requirements=["C", "W"]))
         except (TypeError, ValueError) as error:
-            raise UpdateError(f"{entry}/{name} is {type(value).__name__}, not a tensor: {error}") from error
-        if name in bfloat16 and tensor.dtype != torch.int16:
-            raise UpdateError(f"{entry}/{name} is listed as bfloat16, but its array is {tensor.dtype}")
-        state[name] = tensor.view(torch.bfloat16) if name in bfloat16 else tensor
+            raise UpdateError(
+                f"{entry}/{name} is {type(value).__name__}, not a tensor: {error}"
+            ) from error
+        if name in bfloat16:
+            if tensor.dtype != torch.int16:
+                raise UpdateError(
+                    f"{entry}/{name} is listed as bfloat16, but its array is {tensor.dtype}"
+                )
+            tensor = tensor.view(torch.bfloat16)
+        state[name] = tensor
     return state
 
 
@@ -118,14 +144,20 @@ def register_decomposers() -> None:
 
 
 def register_tensors() -> None:
-    """Let FLARE read torch tensors, which a filter or another client may send; for an unknown type FLARE ends the whole job."""
+    """Let FLARE read torch tensors, which a filter or another client may send.
+
+    For an unknown type FLARE ends the whole job.
+    """
     from nvflare.app_opt.pt.decomposers import TensorDecomposer
 
     fobs.register(TensorDecomposer)
 
 
 def to_bytes(shareable: Shareable) -> bytes:
-    """The data of a task or of its reply, without FLARE's headers, in FLARE's serialisation; `fobs.loads` reads it."""
+    """The data of a task or of its reply in FLARE's serialisation; `fobs.loads` reads it.
+
+    FLARE's headers are left out.
+    """
     return fobs.dumps(_collection(shareable).to_shareable())
 
 
@@ -146,11 +178,15 @@ def error_text(shareable: Shareable) -> str:
     """The line of text of a failed task's reply; "" without one."""
     headers = shareable.get(ReservedHeaderKey.HEADERS)
     text = headers.get(_ERROR_HEADER) if isinstance(headers, dict) else None
-    return text if isinstance(text, str) else ""
+    if isinstance(text, str):
+        return text
+    return ""
 
 
 def outward(error: Exception, phase: str, round: int) -> str:
-    """The text of an error that may leave the site: nothing that may name an image or a patient, and no folder.
+    """The text of an error that may leave the site.
+
+    It holds nothing that may name an image or a patient, and no folder.
 
     Examples:
         >>> outward(MedflareError("/srv/kit/local/medflare.json: not JSON"), "enrol", 0)

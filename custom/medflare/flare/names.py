@@ -1,9 +1,15 @@
-"""Names that parties agree on: the classes that a job without code may name, a job's files, and the actions in audit.log."""
+"""Names that parties agree on.
+
+These are the classes that a job without code may name, a job's files, and the actions in audit.log.
+"""
 
 from typing import Final
 
 TASK_FILE: Final = "task.json"  # in the job's config folder
-REFUSED, BUILT = "medflare.component.refused", "medflare.component.built"  # actions in a party's audit.log, see `components`
+
+# Actions in a party's audit.log, see `components`.
+REFUSED: Final = "medflare.component.refused"
+BUILT: Final = "medflare.component.built"
 
 # Kind of the party -> full names of the classes that a job without code may name there.
 COMPONENTS: Final[dict[str, tuple[str, ...]]] = {

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from medflare.federation.participant import Participant
     from medflare.training.site import Site
 
-SITE_TASK: Final = "medflare.site_task"  # in FLARE's context while a task and the filters of its result run
+# In FLARE's context while a task and the filters of its result run.
+SITE_TASK: Final = "medflare.site_task"
 _DATA_ROOT: Final = "MEDFLARE_DATA_ROOT"
 DEVICES: Final = "CUDA_VISIBLE_DEVICES"  # the simulator sets it for each site's process
-_LEDGER = "privacy"  # folder beside local/medflare.json: the privacy budget that the site's jobs have spent, and the record of each study
+# Folder beside local/medflare.json: the privacy budget that the site's jobs have spent, and the
+# record of each study.
+_LEDGER = "privacy"
 _STATE = "state"  # folder of the participant's state, in the site's folder of the job
 _log = logging.getLogger(__name__)
 
@@ -41,7 +44,8 @@ class ParticipantSpec:
         local_file: the site's local/medflare.json; may be missing.
         folder: the site's own folder of the job, see `data.local.private_folder`.
         resumed: the site's folder in the interrupted job that this job resumes; "" for none.
-        trusted: module of the task's network if the site allows it, see `components.authorize`; "" for a network of medflare or MONAI.
+        trusted: module of the task's network if the site allows it, see `components.authorize`; ""
+            for a network of medflare or MONAI.
     """
 
     name: str
@@ -82,29 +86,46 @@ class ParticipantSpec:
 
         if self.resumed:
             self._resume(Path(self.resumed) / _STATE)
-        task, local = load_task(Path(self.task_file)), local_settings(read_local(Path(self.local_file)))
-        for module in filter(None, (*local.packages, self.trusted)):
-            trust(module)
+        task = load_task(Path(self.task_file))
+        local = local_settings(read_local(Path(self.local_file)))
+        for module in (*local.packages, self.trusted):
+            if module:
+                trust(module)
         method = get_method(self.method, server=self.server_algorithm or None)
         check_task_bounds(task, local.bounds, f"site {self.name}")  # `check` builds the network
         method.check(self.hyper, task)
 
         def opened(role: str) -> "Site":
-            site = open_site(self.name, task, seed=self.seed, role=role, local=local, cache=Path(self.local_file).parents[1] / CACHE)
+            site = open_site(
+                self.name,
+                task,
+                seed=self.seed,
+                role=role,
+                local=local,
+                cache=Path(self.local_file).parents[1] / CACHE,
+            )
             site.abort = aborted
-            for note in filter(None, (*site.notes, site.data.dropped_line)):
-                _log.info("%s: %s", self.name, note)
+            for note in (*site.notes, site.data.dropped_line):
+                if note:
+                    _log.info("%s: %s", self.name, note)
             return site
 
         records = Path(self.local_file).with_name(_LEDGER)
         keeps_record = local.minimum_patients > 1 or local.privacy is not None
 
         def study() -> StudyRecord | None:
-            root = resolve_data_root(self.name, task, local.data_root) if keeps_record else None
+            if not keeps_record:
+                return None
+            root = resolve_data_root(self.name, task, local.data_root)
             if root is None:
                 return None
-            job, most, private = Path(self.folder).name, local.bounds.evaluations, local.privacy is not None
-            return StudyRecord(study_folder(records, root), root, job, most, private)
+            return StudyRecord(
+                folder=study_folder(records, root),
+                data=root,
+                job=Path(self.folder).name,
+                most_evaluations=local.bounds.evaluations,
+                private=local.privacy is not None,
+            )
 
         return Participant(
             self.name,
@@ -120,7 +141,10 @@ class ParticipantSpec:
         )
 
     def _resume(self, interrupted: Path) -> None:
-        """Copy the state of the interrupted job, once and atomically; that job's own folder stays as it is."""
+        """Copy the state of the interrupted job, once and atomically.
+
+        That job's own folder stays as it is.
+        """
         if interrupted.exists() and not self.state_folder.exists():
             partial = self.state_folder.with_name(f".{_STATE}")
             shutil.rmtree(partial, ignore_errors=True)
@@ -140,10 +164,11 @@ class SiteTask:
 def load_ahead(method: str) -> None:
     """Import what a site needs of a method. An unknown method is reported by the first task.
 
-    A method of another distribution is not imported: the party has not been asked yet, see `components.authorize`.
+    A method of another distribution is not imported: the party has not been asked yet, see
+    `components.authorize`.
 
-    `gc.freeze` takes what was imported out of garbage collection: a fork that collects torch and MONAI would copy more than 100 MB of
-    memory that it shares otherwise.
+    `gc.freeze` takes what was imported out of garbage collection: a fork that collects torch and
+    MONAI would copy more than 100 MB of memory that it shares otherwise.
     """
     from medflare.federation.participant import import_ahead
     from medflare.methods.catalogue import get_method
@@ -161,12 +186,19 @@ def interrupted_id(job: str) -> str:
         ConfigError: it is not a job id, but for example a path.
     """
     if not re.fullmatch(r"[\w-]+", job):
-        raise ConfigError(f"resume = {job!r} is no job id; give the id that FLARE listed the interrupted job under")
+        raise ConfigError(
+            f"resume = {job!r} is no job id; "
+            "give the id that FLARE listed the interrupted job under"
+        )
     return job
 
 
 def anchor_data_root() -> None:
-    """Make a relative MEDFLARE_DATA_ROOT absolute: FLARE changes the working directory, the shell's PWD stays."""
-    path, started_in = os.environ.get(_DATA_ROOT), os.environ.get("PWD")
+    """Make a relative MEDFLARE_DATA_ROOT absolute.
+
+    FLARE changes the working directory, the shell's PWD stays.
+    """
+    path = os.environ.get(_DATA_ROOT)
+    started_in = os.environ.get("PWD")
     if path and started_in and not Path(path).expanduser().is_absolute():
         os.environ[_DATA_ROOT] = str(Path(started_in) / path)

@@ -1,4 +1,5 @@
-"""FLARE recipes: a federation in three lines of Python, in FLARE's simulator (SimEnv), POC (PocEnv) or production (ProdEnv).
+"""FLARE recipes: a federation in three lines of Python, in FLARE's simulator (SimEnv), POC (PocEnv)
+or production (ProdEnv).
 
 from medflare.flare.recipes import FedSMRecipe
 from nvflare.recipe import SimEnv
@@ -29,8 +30,8 @@ class MedflareRecipe(Recipe):
         task: preset name, JSON file, mapping or configuration.
         num_rounds: the same as `rounds`, by the name of FLARE's own recipes.
         method: name of the method; the subclasses have one by default.
-        settings: fields of `JobSettings` (seed, outside, min_sites, ...) and the method's hyper-parameters, by name or as
-            `site={name: value}`, `server={name: value}`.
+        settings: fields of `JobSettings` (seed, outside, min_sites, ...) and the method's
+            hyper-parameters, by name or as `site={name: value}`, `server={name: value}`.
 
     Raises:
         ConfigError: an unknown method or hyper-parameter, or a value outside its range.
@@ -48,20 +49,37 @@ class MedflareRecipe(Recipe):
         **settings: Any,
     ):
         if rounds is not None and num_rounds not in (None, rounds):
-            raise ConfigError(f"rounds = {rounds} and num_rounds = {num_rounds}: both mean the same, give one of them")
-        rounds = num_rounds if rounds is None else rounds
-        job = {name: value for name, value in settings.items() if name in JOB_SETTINGS} | ({} if rounds is None else {"rounds": rounds})
-        hyper = {name: value for name, value in settings.items() if name not in JOB_SETTINGS}
+            raise ConfigError(
+                f"rounds = {rounds} and num_rounds = {num_rounds}: "
+                "both mean the same, give one of them"
+            )
+        if rounds is None:
+            rounds = num_rounds
+        job: dict[str, Any] = {}
+        hyper: dict[str, Any] = {}
+        for name, value in settings.items():
+            if name in JOB_SETTINGS:
+                job[name] = value
+            else:
+                hyper[name] = value
+        if rounds is not None:
+            job["rounds"] = rounds
         job |= {"method": method or self.default_method, "hyper": hyper}
         super().__init__(FederationJob(load_task(task), checked(JobSettings, job, "recipe")))
 
     def process_env(self, env: ExecEnv) -> None:
-        """Let the job wait for all sites that an environment starts (PocEnv): FLARE would start it with those that have registered by
-        then, and a site that registers a second later would not take part."""
-        if not isinstance(env, SimEnv):
-            self._job.job.min_clients = max(self._job.job.min_clients, getattr(env, "num_clients", None) or 0)
+        """Let the job wait for all sites that an environment starts (PocEnv).
 
-    def simulate(self, sites: Sequence[str], workspace: Path, *, threads: int | None = None) -> None:
+        FLARE would start it with those that have registered by then, and a site that registers a
+        second later would not take part.
+        """
+        if not isinstance(env, SimEnv):
+            sites = getattr(env, "num_clients", None) or 0
+            self._job.job.min_clients = max(self._job.job.min_clients, sites)
+
+    def simulate(
+        self, sites: Sequence[str], workspace: Path, *, threads: int | None = None
+    ) -> None:
         """Run in FLARE's simulator.
 
         Args:
@@ -73,7 +91,8 @@ class MedflareRecipe(Recipe):
         """
         check_place(sites, workspace)
         try:
-            self.execute(SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace)))
+            env = SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace))
+            self.execute(env)
         except RuntimeError as error:
             raise FederationFailed(f"FLARE's simulator failed: {error}") from error
 
@@ -110,6 +129,12 @@ def check_place(sites: Iterable[str], workspace: Path) -> None:
     """
     for site in sites:
         if not _SITE_NAME.fullmatch(site):
-            raise ConfigError(f"site {site!r}: FLARE takes names of letters without accents, digits, - and _; the plain loop takes others")
+            raise ConfigError(
+                f"site {site!r}: FLARE takes names of letters without accents, digits, - and _; "
+                "the plain loop takes others"
+            )
     if any(letter.isspace() for letter in str(workspace.absolute())):
-        raise ConfigError(f"{workspace.absolute()}: FLARE's simulator takes no blanks in its path; use another folder, or the plain loop")
+        raise ConfigError(
+            f"{workspace.absolute()}: FLARE's simulator takes no blanks in its path; "
+            "use another folder, or the plain loop"
+        )

@@ -1,12 +1,17 @@
-"""FLARE's simulator: the sites' processes hand their tasks to forks of one host process, which has everything imported.
+"""The host process of FLARE's simulator, which computes for the sites.
 
-FLARE starts a process for each site or, with fewer threads than sites, for each task. Importing torch and MONAI would cost each of
-them seconds. The controller therefore starts one host, `python -m medflare.flare.simulator`, which imports everything once and forks a
-worker for each site. A site's process sends its task to the site's worker and returns the reply. The host ends with the simulator. In
-POC and production there is no host: a site's process lives as long as the job and computes itself.
+The sites' processes hand their tasks to forks of it, which have everything imported.
 
-A worker keeps its participant from task to task. The participant's state is on disk after each task all the same, so that a worker
-that was killed, or ended because it was idle, is replaced by a new one.
+FLARE starts a process for each site or, with fewer threads than sites, for each task. Importing
+torch and MONAI would cost each of them seconds. The controller therefore starts one host, `python
+-m medflare.flare.simulator`, which imports everything once and forks a worker for each site. A
+site's process sends its task to the site's worker and returns the reply. The host ends with the
+simulator. In POC and production there is no host: a site's process lives as long as the job and
+computes itself.
+
+A worker keeps its participant from task to task. The participant's state is on disk after each task
+all the same, so that a worker that was killed, or ended because it was idle, is replaced by a new
+one.
 """
 
 import json
@@ -40,10 +45,12 @@ from medflare.flare.participants import DEVICES, ParticipantSpec, anchor_data_ro
 if TYPE_CHECKING:
     from medflare.federation.participant import Participant
 
-_PACKAGES = Path(__file__).resolve().parents[2]  # a job may carry this package; only FLARE's processes have it in their sys.path then
+# A job may carry this package; only FLARE's processes have it in their sys.path then.
+_PACKAGES = Path(__file__).resolve().parents[2]
 _ABORT_CHECK = 0.1  # seconds between two looks at the abort signal
 _TICK = 1.0  # seconds after which host and workers check which processes are alive
-_IDLE = 60.0  # seconds without a task after which a worker ends, so that with many sites not all stay in memory
+# Seconds without a task after which a worker ends, so that with many sites not all stay in memory.
+_IDLE = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -56,9 +63,9 @@ class SimulatorHost:
 
     def __init__(self, simulator: int):
         self.simulator = simulator
-        created = 0
+        created = 0  # hundredths of a second: the system uses process ids again
         with suppress(psutil.Error):
-            created = int(psutil.Process(simulator).create_time() * 100)  # the system uses process ids again
+            created = int(psutil.Process(simulator).create_time() * 100)
         self.folder = Path(tempfile.gettempdir()) / f"medflare-{os.getuid()}-{simulator}-{created}"
         self.address = str(self.folder / "host")
 
@@ -76,17 +83,38 @@ class SimulatorHost:
             OSError: it cannot be started, or has been started already.
         """
         self.folder.mkdir(mode=0o700)
-        paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        path = str(_PACKAGES)
+        if os.environ.get("PYTHONPATH"):
+            path += os.pathsep + os.environ["PYTHONPATH"]
+        environment = {**os.environ, "PYTHONPATH": path}
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen(128)
-            command = [sys.executable, "-m", "medflare.flare.simulator", str(listener.fileno()), str(self.simulator), method]
+            command = [
+                sys.executable,
+                "-m",
+                "medflare.flare.simulator",
+                str(listener.fileno()),
+                str(self.simulator),
+                method,
+            ]
             subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment, pass_fds=[listener.fileno()], cwd=self.folder
+                command,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=environment,
+                pass_fds=[listener.fileno()],
+                cwd=self.folder,
             )
 
-    def reply(self, spec: ParticipantSpec, phase: str, round: int, incoming: Shareable, aborted: Callable[[], bool]) -> Shareable:
+    def reply(
+        self,
+        spec: ParticipantSpec,
+        phase: str,
+        round: int,
+        incoming: Shareable,
+        aborted: Callable[[], bool],
+    ) -> Shareable:
         """The reply of the site's participant, computed by the site's worker.
 
         Raises:
@@ -106,7 +134,9 @@ class SimulatorHost:
                 if "problem" not in status:
                     return fobs.loads(worker.recv_bytes())
             except (EOFError, ConnectionError) as error:
-                raise MedflareError(f"the process that worked on '{phase}' of round {round} died") from error
+                raise MedflareError(
+                    f"the process that worked on '{phase}' of round {round} died"
+                ) from error
         if status["trace"]:
             _log.error("%s", status["trace"])
         raise MedflareError(status["problem"])
@@ -119,27 +149,34 @@ class SimulatorHost:
                 with Client(self.address, family="AF_UNIX") as host:
                     host.send_bytes(json.dumps(request).encode())
                     address = host.recv_bytes().decode()
-                with suppress(ConnectionRefusedError):  # the worker has just ended because it was idle
+                # A worker that has just ended because it was idle refuses.
+                with suppress(ConnectionRefusedError):
                     return Client(address, family="AF_UNIX")
         except (EOFError, OSError) as error:
-            raise MedflareError("the simulator's host process has ended; the console shows its last words") from error
+            raise MedflareError(
+                "the simulator's host process has ended; the console shows its last words"
+            ) from error
 
 
 def limit_spinning(environment: MutableMapping[str, str]) -> None:
     """Let OpenMP's threads sleep soon while they wait, unless the user has chosen.
 
-    If they spin, four sites on two cores take more than twice as long. The number of threads, which decides the last bits, stays.
+    If they spin, four sites on two cores take more than twice as long. The number of threads, which
+    decides the last bits, stays.
     """
     if not environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        environment["GOMP_SPINCOUNT"] = "1000"  # GNU OpenMP's own value if there are more threads than cores
+        # GNU OpenMP's own value if there are more threads than cores.
+        environment["GOMP_SPINCOUNT"] = "1000"
 
 
 class Host:
     """Answers each request of a site's process with the address of the site's worker."""
 
     def __init__(self, listener: socket.socket, folder: Path):
-        self._listener, self._folder = listener, folder
-        self._workers: dict[str, tuple[BaseProcess, str, bytes]] = {}  # site -> process, address, request
+        self._listener = listener
+        self._folder = folder
+        # Site -> process, address, request.
+        self._workers: dict[str, tuple[BaseProcess, str, bytes]] = {}
         self._forked = 0
         listener.settimeout(_TICK)
 
@@ -160,7 +197,10 @@ class Host:
             process.join()
 
     def _worker_for(self, request: bytes, connection: Connection) -> str:
-        """The address of the site's worker; a request that differs from the worker's own needs another worker."""
+        """The address of the site's worker.
+
+        A request that differs from the worker's own needs another worker.
+        """
         site = json.loads(request)["spec"]["name"]
         if site in self._workers:
             process, address, served = self._workers[site]
@@ -173,14 +213,17 @@ class Host:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen()
-            process = get_context("fork").Process(target=_work, args=(request, listener, os.getpid(), (self._listener, connection)))
+            inherited = (self._listener, connection)
+            process = get_context("fork").Process(
+                target=_work, args=(request, listener, os.getpid(), inherited)
+            )
             process.start()
         self._workers[site] = process, address, request
         return address
 
 
 def _work(request: bytes, listener: socket.socket, host: int, inherited: Iterable[Any]) -> None:
-    """The life of a worker: one connection after the other, until it is idle or the host has ended."""
+    """A worker: one connection after the other, until it is idle or the host has ended."""
     for of_the_host in inherited:
         of_the_host.close()
     content = json.loads(request)
@@ -209,27 +252,35 @@ class SiteWorker:
     def serve(self, connection: Connection) -> None:
         """Receive one task and send its reply."""
         self._connection = connection
-        task, content = json.loads(connection.recv_bytes()), connection.recv_bytes()
+        task = json.loads(connection.recv_bytes())
+        content = connection.recv_bytes()
         try:
             if self._participant is None:
-                self._participant = self._spec.participant(self._aborted, shares=True)  # all on one machine
-            message = self._participant.answer(task["phase"], task["round"], to_message(fobs.loads(content)))
+                # The personal models may be shared: all sites are on one machine.
+                self._participant = self._spec.participant(self._aborted, shares=True)
+            incoming = to_message(fobs.loads(content))
+            message = self._participant.answer(task["phase"], task["round"], incoming)
             reply = to_bytes(to_shareable(message))
         except Exception as error:
-            ours = isinstance(error, MedflareError)
-            problem = str(error) if ours else f"{type(error).__name__}: {error}"
-            connection.send_bytes(json.dumps({"problem": problem, "trace": "" if ours else traceback.format_exc()}).encode())
+            status = {"problem": str(error), "trace": ""}
+            if not isinstance(error, MedflareError):
+                status["problem"] = f"{type(error).__name__}: {error}"
+                status["trace"] = traceback.format_exc()
+            connection.send_bytes(json.dumps(status).encode())
         else:
             connection.send_bytes(b"{}")
             connection.send_bytes(reply)
 
     def _aborted(self) -> bool:
-        """The site's process sends nothing more: its end of the connection becomes readable when it closes it."""
+        """Whether the site's process has closed its end of the connection.
+
+        It sends nothing more, so its end becomes readable only then.
+        """
         return self._connection is None or self._connection.poll()
 
 
 def main(listener: socket.socket, simulator: int, method: str) -> None:
-    """The life of the host: import, listen, fork, end with the simulator."""
+    """The host: import, listen, fork, end with the simulator."""
     from medflare.data.progress import print_lines
 
     folder = Path(listener.getsockname()).parent

@@ -1,6 +1,7 @@
 """One step under FLARE: a task for each site, and a wait for the replies.
 
-The wait always ends: a site replies, the step times out, or the site shows no sign of life (`liveness`).
+The wait always ends: a site replies, the step times out, or the site shows no sign of life
+(`liveness`).
 """
 
 import math
@@ -25,10 +26,15 @@ from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_
 from medflare.flare.messages import error_of, to_message, to_shareable
 from medflare.methods.base import Step
 
-_NEWCOMER_TIMEOUT = 60.0  # seconds that a run waits for a site that enrolls after the first step; the site is asked again later
-_SLOW = 300.0  # seconds of work after which a site that is still alive is reported
-_TIMES_SLOWEST = 5  # and only if it has worked this many times as long as the slowest of the other sites
-_POLL = 0.1  # seconds between two checks of the clock and of the abort signal; a reply wakes the wait at once
+# Seconds that a run waits for a site that enrolls after the first step; the site is asked again
+# later.
+_NEWCOMER_TIMEOUT = 60.0
+# Seconds of work after which a site that is still alive is reported, and only if it has worked this
+# many times as long as the slowest of the other sites.
+_SLOW = 300.0
+_TIMES_SLOWEST = 5
+# Seconds between two checks of the clock and of the abort signal; a reply wakes the wait at once.
+_POLL = 0.1
 
 
 @dataclass
@@ -68,26 +74,38 @@ class TaskExchange:
         stop_reason: Callable[[], str],
         say: Callable[[str], None],
     ):
-        self.controller, self.fl_ctx, self.abort_signal, self.settings = controller, fl_ctx, abort_signal, settings
-        self.members, self.stop_reason, self.say = members, stop_reason, say
-        self.heard: dict[str, float] = {}  # site -> when the server last heard from it, on the monotonic clock
-        self._lost: set[str] = set()  # sites that are given up until the server hears from them again
-        self._not_ready: set[str] = set()  # sites whose enrollment timed out; they are present again when they ask for work
+        self.controller = controller
+        self.fl_ctx = fl_ctx
+        self.abort_signal = abort_signal
+        self.settings = settings
+        self.members = members
+        self.stop_reason = stop_reason
+        self.say = say
+        # Site -> when the server last heard from it, on the monotonic clock.
+        self.heard: dict[str, float] = {}
+        # Sites that are given up until the server hears from them again.
+        self._lost: set[str] = set()
+        # Sites whose enrollment timed out; they are present again when they ask for work.
+        self._not_ready: set[str] = set()
         self._step: Step | None = None
         self._tasks: dict[str, _SiteTask] = {}
         self._changed = threading.Condition()
         self._closed = False
 
     def present(self, round: int) -> list[str]:
-        """Names of the sites that can be asked; a lost site is present again once the server hears from it.
+        """Names of the sites that can be asked.
+
+        A lost site is present again once the server hears from it.
 
         Raises:
             ConfigError: FLARE does not know an outside site.
         """
         members = sorted(self.members())
-        if unknown := sorted(set(self.settings.outside) - set(members)):
+        unknown = sorted(set(self.settings.outside) - set(members))
+        if unknown:
             raise ConfigError(
-                f"unknown outside site {unknown[0]!r}; this job runs at {', '.join(members)}: correct 'outside' or start the site first"
+                f"unknown outside site {unknown[0]!r}; this job runs at {', '.join(members)}: "
+                "correct 'outside' or start the site first"
             )
         return [site for site in members if site not in self._lost | self._not_ready]
 
@@ -100,16 +118,21 @@ class TaskExchange:
         timeout = self._timeout(step)
         with self._changed:
             self._step = step
-            self._tasks = {site: self._send(step, site, message) for site, message in sorted(outgoing.items())}
+            self._tasks = {
+                site: self._send(step, site, message) for site, message in sorted(outgoing.items())
+            }
             self._changed.notify_all()
         try:
             missing = self._wait(step, timeout)
         finally:
             with self._changed:
-                tasks, self._tasks = self._tasks, {}
+                tasks = self._tasks
+                self._tasks = {}
             for site_task in tasks.values():
                 if not site_task.answered:
-                    self.controller.cancel_task(site_task.task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
+                    self.controller.cancel_task(
+                        site_task.task, TaskCompletionStatus.CANCELLED, self.fl_ctx
+                    )
             try_malloc_trim()
         return {site: missing.get(site) or _read(site_task) for site, site_task in tasks.items()}
 
@@ -119,22 +142,39 @@ class TaskExchange:
         self._lost.discard(site)
 
     def wait_for_task(self, site: str, seconds: float) -> None:
-        """The site asks for work, so it has read its images: return when it has a new task, at the latest after `seconds`."""
+        """Return when the site has a new task, at the latest after `seconds`.
+
+        The site asks for work, so it has read its images.
+        """
         with self._changed:
             self._not_ready.discard(site)
             self.heard_from(site)
-            self._changed.wait_for(lambda: self._closed or (site in self._tasks and self._tasks[site].fetched is None), seconds)
+            self._changed.wait_for(
+                lambda: self._closed or (site in self._tasks and self._tasks[site].fetched is None),
+                seconds,
+            )
 
     def waiting(self) -> dict[str, Any]:
-        """The current step's `phase` and `round`, site -> seconds of silence (`silent`), `heartbeat_timeout`; {} before the first step."""
+        """The current step and the sites that have not replied; {} before the first step.
+
+        The items are `phase`, `round`, `silent` (site -> seconds of silence) and
+        `heartbeat_timeout`.
+        """
         with self._changed:
             if self._step is None:
                 return {}
             silent = {
-                site: round(self._silence(site, site_task.sent), 1) for site, site_task in self._tasks.items() if not site_task.answered
+                site: round(self._silence(site, site_task.sent), 1)
+                for site, site_task in self._tasks.items()
+                if not site_task.answered
             }
             step = self._step
-        return {"phase": step.phase, "round": step.round, "silent": silent, "heartbeat_timeout": self.settings.heartbeat_timeout}
+        return {
+            "phase": step.phase,
+            "round": step.round,
+            "silent": silent,
+            "heartbeat_timeout": self.settings.heartbeat_timeout,
+        }
 
     def close(self) -> None:
         """There are no more tasks: no site is kept waiting for one."""
@@ -143,31 +183,43 @@ class TaskExchange:
             self._changed.notify_all()
 
     def _timeout(self, step: Step) -> float:
-        """Seconds until the step is closed; 0: never, as for the final models, whose evaluation may take long."""
+        """Seconds until the step is closed; 0: never.
+
+        It is never for the final models, whose evaluation may take long.
+        """
+        if step.phase in (FINALIZE, CROSS_SITE):
+            return 0.0
         if step.phase != ENROL:
-            return 0.0 if step.phase in (FINALIZE, CROSS_SITE) else self.settings.step_timeout
+            return self.settings.step_timeout
         timeout = self.settings.enrol_timeout
-        return timeout if self._step is None else min(timeout or _NEWCOMER_TIMEOUT, _NEWCOMER_TIMEOUT)
+        if self._step is None:
+            return timeout
+        return min(timeout or _NEWCOMER_TIMEOUT, _NEWCOMER_TIMEOUT)
 
     def _send(self, step: Step, site: str, message: Message) -> _SiteTask:
         data = to_shareable(message)
         data.set_header(AppConstants.CURRENT_ROUND, step.round)
-        task = Task(step.phase, data, after_task_sent_cb=self._on_fetched, result_received_cb=self._on_reply)
+        task = Task(
+            step.phase, data, after_task_sent_cb=self._on_fetched, result_received_cb=self._on_reply
+        )
         self.controller.send(task, self.fl_ctx, targets=[site])
         return _SiteTask(task, time.monotonic())
 
     def _on_fetched(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         self.heard_from(client_task.client.name)
         with self._changed:
-            if site_task := self._current(client_task):
+            site_task = self._current(client_task)
+            if site_task:
                 site_task.fetched = time.monotonic()
 
     def _on_reply(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         """Store the reply without reading it: FLARE holds its locks while this runs."""
-        shareable, client_task.result = client_task.result, None  # FLARE would keep the result until its task monitor runs
+        shareable = client_task.result
+        client_task.result = None  # FLARE would keep it until its task monitor runs
         self.heard_from(client_task.client.name)
         with self._changed:
-            if site_task := self._current(client_task):
+            site_task = self._current(client_task)
+            if site_task:
                 site_task.shareable = shareable
                 site_task.seconds = time.monotonic() - (site_task.fetched or site_task.sent)
                 self._changed.notify_all()
@@ -175,46 +227,59 @@ class TaskExchange:
     def _current(self, client_task: ClientTask) -> _SiteTask | None:
         """The site's task, or None for a reply to an earlier step."""
         site_task = self._tasks.get(client_task.client.name)
-        return site_task if site_task is not None and site_task.task is client_task.task else None
+        if site_task is None or site_task.task is not client_task.task:
+            return None
+        return site_task
 
     def _wait(self, step: Step, timeout: float) -> dict[str, Reply]:
-        """Return when each site has replied or is given up; site -> the reply that says why there is none."""
-        started = busy = time.monotonic()
-        name, missing = _name(step), dict[str, Reply]()
+        """Return when each site has replied or is given up.
+
+        Returns:
+            Site -> the reply that says why there is none.
+        """
+        started = time.monotonic()
+        busy = started  # when any site was last at work
+        missing: dict[str, Reply] = {}
         while True:
             for site_task in self._tasks.values():
                 _read(site_task)  # while other sites still work
-            for line in _slow_sites(step, {site: site_task for site, site_task in self._tasks.items() if site not in missing}):
+            remaining = {site: task for site, task in self._tasks.items() if site not in missing}
+            for line in _slow_sites(step, remaining):
                 self.say(line)
             with self._changed:
-                pending = {site: site_task for site, site_task in self._tasks.items() if not site_task.answered and site not in missing}
+                pending = {site: task for site, task in remaining.items() if not task.answered}
                 if not pending:
                     return missing
                 if self.abort_signal.triggered:
                     raise Aborted(self.stop_reason())
                 if timeout and time.monotonic() - started > timeout:
-                    for site, site_task in pending.items():
-                        state = "had not fetched its task" if site_task.fetched is None else "was still at work"
-                        missing[site] = Reply(problem=f"{name} was closed after {timeout:g} s; the site {state}", kind="late")
+                    missing |= _late_replies(step, pending, timeout)
                     if step.phase == ENROL:
                         self._not_ready |= pending.keys()
                     return missing
-                gone = {site for site, site_task in pending.items() if self._gone(site, site_task, busy)}
-                self._lost |= gone
-                missing |= {site: Reply(problem=f"no sign of life in {name}; going on without the site", kind="missing") for site in gone}
-                if any(site_task.fetched is not None for site, site_task in pending.items() if site not in gone):
+                at_work = False
+                for site, site_task in pending.items():
+                    if self._gone(site, site_task, busy):
+                        self._lost.add(site)
+                        problem = f"no sign of life in {_name(step)}; going on without the site"
+                        missing[site] = Reply(problem=problem, kind="missing")
+                    elif site_task.fetched is not None:
+                        at_work = True
+                if at_work:
                     busy = time.monotonic()
                 self._changed.wait(_POLL)
 
     def _gone(self, site: str, site_task: _SiteTask, busy: float) -> bool:
         """Whether a site that has a task is lost; `busy` is when any site was last at work.
 
-        A site that has not fetched its task may be waiting for its turn (FLARE's simulator with fewer threads than sites): its silence
-        counts only while no other site is at work.
+        A site that has not fetched its task may be waiting for its turn (FLARE's simulator with
+        fewer threads than sites): its silence counts only while no other site is at work.
         """
         if self.controller.get_client_disconnect_time(site):
             return True
-        since = site_task.sent if site_task.fetched is not None else max(site_task.sent, busy)
+        since = site_task.sent
+        if site_task.fetched is None:
+            since = max(since, busy)
         return self._silence(site, since) > self.settings.heartbeat_timeout
 
     def _silence(self, site: str, since: float) -> float:
@@ -229,23 +294,38 @@ def read_reply(shareable: Shareable) -> Reply:
         MemoryError: the server is at fault.
     """
     try:
-        if (problem := error_of(shareable)) is not None:
+        problem = error_of(shareable)
+        if problem is not None:
             return Reply(problem=problem, kind="failed")
         return Reply(to_message(shareable))
     except MemoryError:
         raise
     except UpdateError as error:
         return Reply(problem=str(error), kind="rejected")
-    except Exception as error:  # FLARE carries whatever a filter or an attacker puts into a reply; it must cost this site's update only
-        return Reply(problem=f"its reply cannot be read ({type(error).__name__}: {error})", kind="rejected")
+    except Exception as error:
+        # FLARE carries whatever a filter or an attacker puts into a reply; it must cost this site's
+        # update only.
+        problem = f"its reply cannot be read ({type(error).__name__}: {error})"
+        return Reply(problem=problem, kind="rejected")
 
 
 def _read(site_task: _SiteTask) -> Reply:
     """The site's reply; it is read once."""
     if site_task.shareable is not None:
-        shareable, site_task.shareable = site_task.shareable, None
+        shareable = site_task.shareable
+        site_task.shareable = None
         site_task.reply = replace(read_reply(shareable), seconds=site_task.seconds)
     return site_task.reply or Reply(problem="no answer", kind="missing")
+
+
+def _late_replies(step: Step, pending: Mapping[str, _SiteTask], timeout: float) -> dict[str, Reply]:
+    """The replies that stand for those of the sites that a closed step did not wait for."""
+    replies: dict[str, Reply] = {}
+    for site, site_task in pending.items():
+        state = "had not fetched its task" if site_task.fetched is None else "was still at work"
+        problem = f"{_name(step)} was closed after {timeout:g} s; the site {state}"
+        replies[site] = Reply(problem=problem, kind="late")
+    return replies
 
 
 def _name(step: Step) -> str:
@@ -253,15 +333,24 @@ def _name(step: Step) -> str:
 
 
 def _slow_sites(step: Step, tasks: Mapping[str, _SiteTask]) -> list[str]:
-    """A line for each site that has worked far longer than the slowest of those that are done; again when the time has doubled."""
-    slowest = max((site_task.seconds for site_task in tasks.values() if site_task.answered), default=math.inf)
-    lines = []
+    """A line for each site that has worked far longer than the slowest of those that are done.
+
+    The line comes again when the time has doubled.
+    """
+    done = [site_task.seconds for site_task in tasks.values() if site_task.answered]
+    slowest = max(done, default=math.inf)
+    lines: list[str] = []
     for site, site_task in tasks.items():
         if site_task.fetched is None or site_task.answered:
             continue
         seconds = time.monotonic() - site_task.fetched
         if seconds >= max(_SLOW, _TIMES_SLOWEST * slowest, 2 * site_task.reported):
             site_task.reported = seconds
-            remedy = "" if step.phase in PHASES_OF_ALL else "; a job with a step_timeout would go on without it"
-            lines.append(f"slow: {site}: at work on {_name(step)} for {seconds:.0f} s, the others took {slowest:.0f} s at most{remedy}")
+            line = (
+                f"slow: {site}: at work on {_name(step)} for {seconds:.0f} s, "
+                f"the others took {slowest:.0f} s at most"
+            )
+            if step.phase not in PHASES_OF_ALL:
+                line += "; a job with a step_timeout would go on without it"
+            lines.append(line)
     return lines

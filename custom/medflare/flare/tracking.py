@@ -1,4 +1,7 @@
-"""The progress of a run: lines for the job's log and FLARE's job statistics, and the MLflow server that a job names."""
+"""The progress of a run, and the MLflow server that a job names.
+
+The progress is lines for the job's log and FLARE's job statistics.
+"""
 
 import threading
 from collections import deque
@@ -16,7 +19,9 @@ _LINES = 200  # that the statistics hold: who asks every few seconds misses none
 
 
 class Progress:
-    """The lines of a run and its events, for the job's log and FLARE's statistics (`medflare job watch`, `nvflare job stats`).
+    """The lines of a run and its events, for the job's log and FLARE's statistics.
+
+    `medflare job watch` and `nvflare job stats` show the statistics.
 
     Attributes:
         log: writes a line to the job's log.
@@ -61,12 +66,18 @@ def event_line(event: Event) -> str:
         >>> event_line({"kind": "missing", "site": "B", "round": 3, "message": "no sign of life"})
         'missing: B (round 4): no sign of life'
     """
-    where = " ".join(filter(None, [event["site"], "" if event["round"] is None else f"(round {event['round'] + 1})"]))
-    return ": ".join(filter(None, [event["kind"], where, event["message"]]))
+    where = event["site"] or ""
+    if event["round"] is not None:
+        round = f"(round {event['round'] + 1})"
+        where = f"{where} {round}" if where else round
+    return ": ".join(part for part in (event["kind"], where, event["message"]) if part)
 
 
 class MLflowTracker(FLComponent):
-    """The job's setting `track` if it is "mlflow" or "mlflow=URI". A server whose class_allow_list lacks this class refuses such jobs."""
+    """The job's setting `track` if it is "mlflow" or "mlflow=URI".
+
+    A server whose class_allow_list lacks this class refuses such jobs.
+    """
 
     def __init__(self, track: str = MLFLOW):
         super().__init__()

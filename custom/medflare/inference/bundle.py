@@ -1,7 +1,10 @@
-"""A delivered model as a MONAI bundle (configs, metadata, weights); the fixed parts of the configs are in bundle.json.
+"""A delivered model as a MONAI bundle: configs, metadata and weights.
 
-The weights are written as a state dict for the network that `network_def` builds with medflare, and as TorchScript, which needs only MONAI
-and torch. MONAI runs parts of a configuration as code ("$..." is evaluated, "_target_" is called): no such text of the card enters it.
+The fixed parts of the configs are in bundle.json.
+
+The weights are written as a state dict for the network that `network_def` builds with medflare, and
+as TorchScript, which needs only MONAI and torch. MONAI runs parts of a configuration as code
+("$..." is evaluated, "_target_" is called): no such text of the card enters it.
 """
 
 import inspect
@@ -22,13 +25,27 @@ from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
 from medflare.training.patches import OVERLAP
 
-_TEMPLATE: dict[str, Any] = json.loads(Path(__file__).with_name("bundle.json").read_text(encoding="utf-8"))
+_TEMPLATE: dict[str, Any] = json.loads(
+    Path(__file__).with_name("bundle.json").read_text(encoding="utf-8")
+)
 _CODE = ("$", "@", "%")  # MONAI evaluates texts that begin with one of these
-_PREDICTED = "monai.data.MetaTensor(@inferer(item['image'][None].to(@device), @network)[0].detach().cpu(), meta=item['image'].meta)"
+_PREDICTED = (
+    "monai.data.MetaTensor(@inferer(item['image'][None].to(@device), @network)[0].detach().cpu(), "
+    "meta=item['image'].meta)"
+)
+_PICTURE_LIST = (
+    "$[{'image': str(p)} for p in sorted(pathlib.Path(@dataset_dir).iterdir()) "
+    f"if p.suffix.lower() in {PICTURES}]"
+)
 
 
-def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.ScriptModule, folder: Path) -> Callable[[Tensor], Tensor]:
-    """Write the bundle to an empty folder, and load its network: images (N, C, H, W) -> probabilities; ExportError: see `definition`."""
+def write_bundle(
+    stored: StoredModel, model: nn.Module, script: torch.jit.ScriptModule, folder: Path
+) -> Callable[[Tensor], Tensor]:
+    """Write the bundle to an empty folder, and load its network.
+
+    Returns the network: images (N, C, H, W) -> probabilities. ExportError: see `definition`.
+    """
     from monai import bundle
     from monai.data.torchscript_utils import save_net_with_metadata
 
@@ -36,19 +53,23 @@ def write_bundle(stored: StoredModel, model: nn.Module, script: torch.jit.Script
         (folder / part).mkdir()
     described = metadata(stored)
     write_json(folder / "configs" / "metadata.json", described, public=True)
-    write_json(folder / "configs" / "inference.json", inference_config(stored.task, definition(model)), public=True)
+    config = inference_config(stored.task, definition(model))
+    write_json(folder / "configs" / "inference.json", config, public=True)
     (folder / "docs" / "README.md").write_text(_readme(stored))
     torch.save(model.state_dict(), folder / "models" / "model.pt")
     save_net_with_metadata(script, str(folder / "models" / "model.ts"), meta_values=described)
 
-    network: nn.Module = bundle.load(name=folder.name, bundle_dir=folder.parent, device="cpu", workflow_type="inference")
+    network: nn.Module = bundle.load(
+        name=folder.name, bundle_dir=folder.parent, device="cpu", workflow_type="inference"
+    )
     return network.eval()
 
 
 def definition(value: Any) -> Any:
-    """MONAI's `network_def`: networks and tasks by their function, other modules by their constructor, whose arguments are attributes.
+    """MONAI's `network_def`: networks and tasks by their function, other modules by their class.
 
-    ExportError: a module without such attributes, or a text of the card that MONAI would run as code.
+    The arguments of a class's constructor are attributes of the module. ExportError: a module
+    without such attributes, or a text of the card that MONAI would run as code.
     """
     if isinstance(value, TaskConfig):
         return {"_target_": "medflare.tasks.config.load_task", "source": as_data(value.to_dict())}
@@ -60,75 +81,129 @@ def definition(value: Any) -> Any:
         return as_data(value)
     cls = type(value)
     names = list(inspect.signature(cls).parameters)
-    if cls.__module__.split(".")[0] != "medflare" or not all(hasattr(value, name) for name in names):
-        raise ExportError(f"{cls.__name__} cannot be described in a MONAI bundle; export torchscript or onnx")
-    return {"_target_": f"{cls.__module__}.{cls.__qualname__}", **{name: definition(getattr(value, name)) for name in names}}
+    is_ours = cls.__module__.split(".")[0] == "medflare"
+    if not is_ours or not all(hasattr(value, name) for name in names):
+        raise ExportError(
+            f"{cls.__name__} cannot be described in a MONAI bundle; export torchscript or onnx"
+        )
+    arguments = {name: definition(getattr(value, name)) for name in names}
+    return {"_target_": f"{cls.__module__}.{cls.__qualname__}", **arguments}
 
 
 def as_data(value: Any) -> Any:
-    """The value as JSON data; raises ExportError if it is not JSON, or if MONAI would run a part of it as code."""
+    """The value as JSON data.
+
+    ExportError: it is not JSON, or MONAI would run a part of it as code.
+    """
     if isinstance(value, dict):
         for name in value:
             if str(name).startswith("_"):
-                raise ExportError(f"{name!r} in the model's card is a command in a MONAI bundle; rename it, or export torchscript or onnx")
+                raise ExportError(
+                    f"{name!r} in the model's card is a command in a MONAI bundle; "
+                    "rename it, or export torchscript or onnx"
+                )
         return {name: as_data(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_data(item) for item in value]
     if isinstance(value, str) and value.startswith(_CODE):
-        raise ExportError(f"{value[:40]!r} in the model's card would be run by MONAI; rename it, or export torchscript or onnx")
+        raise ExportError(
+            f"{value[:40]!r} in the model's card would be run by MONAI; "
+            "rename it, or export torchscript or onnx"
+        )
     if not isinstance(value, str | int | float | None):
-        raise ExportError(f"{type(value).__name__} cannot be written into a MONAI bundle; export torchscript or onnx")
+        raise ExportError(
+            f"{type(value).__name__} cannot be written into a MONAI bundle; "
+            "export torchscript or onnx"
+        )
     return value
 
 
 def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
-    """A workflow over a folder of pictures or NIfTI volumes; raises ExportError if the task has `pick`."""
+    """A workflow over a folder of pictures or NIfTI volumes.
+
+    ExportError: the task has `pick`.
+    """
     if task.pick:
-        raise ExportError("a MONAI bundle cannot pick volumes of a file; export torchscript or onnx")
-    volumes = task.spatial_dims == 3
+        raise ExportError(
+            "a MONAI bundle cannot pick volumes of a file; export torchscript or onnx"
+        )
+    if task.spatial_dims == 3:
+        datalist = _volume_list(task.channel_names)
+        steps = _read_volumes(task)
+    else:
+        datalist = _PICTURE_LIST
+        steps = _read_pictures(task)
     intensity = as_data(task.intensity)
-    steps = _read_volumes(task) if volumes else _read_pictures(task)
     steps.append({"_target_": f"{intensity.pop('name')}d", "keys": "image", **intensity})
-    sliding = {"_target_": "SlidingWindowInferer", "roi_size": list(task.size), "sw_batch_size": 4, "overlap": OVERLAP, "mode": "gaussian"}
-    pictures = f"$[{{'image': str(p)}} for p in sorted(pathlib.Path(@dataset_dir).iterdir()) if p.suffix.lower() in {PICTURES}]"
+    inferer: Any = _resizing(task)
+    if task.image_mode == "patch":
+        inferer = {
+            "_target_": "SlidingWindowInferer",
+            "roi_size": list(task.size),
+            "sw_batch_size": 4,
+            "overlap": OVERLAP,
+            "mode": "gaussian",
+        }
     content = _TEMPLATE["inference"] | {
-        "datalist": _volume_list(task.channel_names) if volumes else pictures,
+        "datalist": datalist,
         "network_def": network,
         "preprocessing": {"_target_": "Compose", "transforms": steps},
-        "inferer": sliding if task.image_mode == "patch" else _resizing(task),
+        "inferer": inferer,
     }
-    if task.kind == "classification":  # predictions.csv: file, then the probabilities in the order of the metadata
+    if task.kind == "classification":
+        # predictions.csv: file, then the probabilities in the order of the metadata.
         saving = f"$[@saver.save({_PREDICTED}, item['image'].meta) for item in @dataset]"
-        return content | {"saver": _TEMPLATE["table"], "run": ["$@checkpoint", saving, "$@saver.finalize()"]}
+        content["saver"] = _TEMPLATE["table"]
+        content["run"] = ["$@checkpoint", saving, "$@saver.finalize()"]
+    else:
+        run = f"$[@postprocessing({{**item, 'pred': {_PREDICTED}}}) for item in @dataset]"
+        content["postprocessing"] = {"_target_": "Compose", "transforms": _write_masks(task)}
+        content["run"] = ["$@checkpoint", run]
+    return content
+
+
+def _write_masks(task: TaskConfig) -> list[Any]:
+    """The steps from probabilities to a file with a mask."""
     label = {"argmax": True} if task.target == "multiclass" else {"threshold": 0.5}
     discrete: dict[str, Any] = {"_target_": "AsDiscreted", "keys": "pred", **label}
-    if volumes:
-        steps = [_TEMPLATE["invert"], discrete, {**_TEMPLATE["save"], "output_ext": ".nii.gz", "resample": True}]
-    else:
-        transposed: dict[str, Any] = {"_target_": "Transposed", "keys": "pred", "indices": [0, 2, 1]}  # MONAI writes pictures by columns
-        ending = ".nii.gz" if task.target == "multilabel" else ".png"
-        steps = [discrete, transposed, {**_TEMPLATE["save"], "output_ext": ending}]
-    run = f"$[@postprocessing({{**item, 'pred': {_PREDICTED}}}) for item in @dataset]"
-    return content | {"postprocessing": {"_target_": "Compose", "transforms": steps}, "run": ["$@checkpoint", run]}
+    save = _TEMPLATE["save"]
+    if task.spatial_dims == 3:
+        return [_TEMPLATE["invert"], discrete, {**save, "output_ext": ".nii.gz", "resample": True}]
+    # MONAI writes pictures by columns.
+    transposed = {"_target_": "Transposed", "keys": "pred", "indices": [0, 2, 1]}
+    ending = ".nii.gz" if task.target == "multilabel" else ".png"
+    return [discrete, transposed, {**save, "output_ext": ending}]
 
 
 def _resizing(task: TaskConfig) -> str:
-    """An inferer that resizes images as `Preprocessing` does, and masks as `masks.restored` does."""
-    resize, linear = "torch.nn.functional.interpolate", "bilinear" if task.spatial_dims == 2 else "trilinear"
-    there = f"'area' if all(side >= new for side, new in zip(images.shape[2:], {task.size})) else '{linear}'"
+    """An inferer that resizes images as `Preprocessing` and masks as `masks.restored` does."""
+    resize = "torch.nn.functional.interpolate"
+    linear = "bilinear" if task.spatial_dims == 2 else "trilinear"
+    sides = f"for side, new in zip(images.shape[2:], {task.size})"
+    there = f"'area' if all(side >= new {sides}) else '{linear}'"
+    output = f"network({resize}(images, {task.size}, mode={there}))"
     if task.kind == "classification":
-        return f"$lambda images, network: network({resize}(images, {task.size}, mode={there}))"
-    back = f"'area' if all(side <= new for side, new in zip(images.shape[2:], {task.size})) else '{linear}'"
-    return f"$lambda images, network: {resize}(network({resize}(images, {task.size}, mode={there})), images.shape[2:], mode={back})"
+        return f"$lambda images, network: {output}"
+    back = f"'area' if all(side <= new {sides}) else '{linear}'"
+    return f"$lambda images, network: {resize}({output}, images.shape[2:], mode={back})"
 
 
 def _read_pictures(task: TaskConfig) -> list[Any]:
     """As `data.reading`; gray values are rounded by Pillow."""
     mode = {1: "L", 3: "RGB"}.get(task.image_channels)
-    converted = f".convert({mode!r}) if image.mode[0] not in 'IF' else image" if mode else ""  # 16 bits and floats are unchanged
-    upright = f"$lambda image: ImageOps.exif_transpose(image){converted}"
+    upright = "$lambda image: ImageOps.exif_transpose(image)"
+    if mode:  # 16 bits and floats are unchanged
+        upright += f".convert({mode!r}) if image.mode[0] not in 'IF' else image"
     reader = {"_target_": "PILReader", "converter": upright, "reverse_indexing": False}
-    return [{"_target_": "LoadImaged", "keys": "image", "reader": reader, "ensure_channel_first": True, "dtype": "$torch.float32"}]
+    return [
+        {
+            "_target_": "LoadImaged",
+            "keys": "image",
+            "reader": reader,
+            "ensure_channel_first": True,
+            "dtype": "$torch.float32",
+        }
+    ]
 
 
 def _volume_list(channels: tuple[str, ...]) -> str:
@@ -136,26 +211,51 @@ def _volume_list(channels: tuple[str, ...]) -> str:
     if not channels:
         return "$[{'image': str(p)} for p in sorted(pathlib.Path(@dataset_dir).glob('*.nii*'))]"
     first = f"_{channels[0]}.nii"
-    files = f"[str(p.with_name(p.name.replace({first!r}, '_' + name + '.nii'))) for name in {list(channels)!r}]"
-    return f"$[{{'image': {files}}} for p in sorted(pathlib.Path(@dataset_dir).glob({f'*{first}*'!r}))]"
+    renamed = f"p.with_name(p.name.replace({first!r}, '_' + name + '.nii'))"
+    files = f"[str({renamed}) for name in {list(channels)!r}]"
+    paths = f"pathlib.Path(@dataset_dir).glob({f'*{first}*'!r})"
+    return f"$[{{'image': {files}}} for p in sorted({paths})]"
 
 
 def _read_volumes(task: TaskConfig) -> list[Any]:
     steps: list[Any] = [
-        {"_target_": "LoadImaged", "keys": "image", "reader": "NibabelReader", "ensure_channel_first": True},
-        {"_target_": "Orientationd", "keys": "image", "axcodes": task.orientation, "labels": [["L", "R"], ["P", "A"], ["I", "S"]]},
+        {
+            "_target_": "LoadImaged",
+            "keys": "image",
+            "reader": "NibabelReader",
+            "ensure_channel_first": True,
+        },
+        {
+            "_target_": "Orientationd",
+            "keys": "image",
+            "axcodes": task.orientation,
+            "labels": [["L", "R"], ["P", "A"], ["I", "S"]],
+        },
     ]
     if task.spacing is not None:
-        steps.append({"_target_": "Spacingd", "keys": "image", "pixdim": list(task.spacing), "mode": "bilinear", "padding_mode": "border"})
+        steps.append(
+            {
+                "_target_": "Spacingd",
+                "keys": "image",
+                "pixdim": list(task.spacing),
+                "mode": "bilinear",
+                "padding_mode": "border",
+            }
+        )
     return steps
 
 
 def metadata(stored: StoredModel) -> dict[str, Any]:
     """configs/metadata.json by MONAI's schema."""
-    task, card, versions = stored.task, stored.card, installed_versions()
-    classes = {str(number): name for number, name in enumerate(task.labels if task.target != "binary" else task.classes)}
-    colours = {1: ("grey",), 3: ("red", "green", "blue")}.get(task.image_channels) if task.spatial_dims == 2 else None
-    channels = task.channel_names or colours or [f"channel {number}" for number in range(task.image_channels)]
+    task = stored.task
+    versions = installed_versions()
+    names = task.classes if task.target == "binary" else task.labels
+    classes = {str(number): name for number, name in enumerate(names)}
+    channels = task.channel_names
+    if not channels and task.spatial_dims == 2:
+        channels = {1: ("grey",), 3: ("red", "green", "blue")}.get(task.image_channels, ())
+    if not channels:
+        channels = tuple(f"channel {number}" for number in range(task.image_channels))
     common = {"dtype": "float32", "is_patch_data": task.image_mode == "patch"}
     image = {
         **common,
@@ -167,34 +267,44 @@ def metadata(stored: StoredModel) -> dict[str, Any]:
         "value_range": [],
         "channel_def": as_data({str(number): name for number, name in enumerate(channels)}),
     }
-    output = {
+    output: dict[str, Any] = {
         **common,
-        "type": "image" if task.kind == "segmentation" else "probabilities",
-        "format": "segmentation" if task.kind == "segmentation" else "classes",
+        "type": "image",
+        "format": "segmentation",
         "num_channels": task.outputs,
-        "spatial_shape": list(task.size) if task.kind == "segmentation" else [],
+        "spatial_shape": list(task.size),
         "value_range": [0, 1],
         "channel_def": {"0": task.labels[0]} if task.target == "binary" else classes,
     }
+    if task.kind == "classification":
+        output |= {"type": "probabilities", "format": "classes", "spatial_shape": []}
     return _TEMPLATE["metadata"] | {
         "monai_version": versions["monai"],
         "pytorch_version": versions["torch"],
         "numpy_version": versions["numpy"],
-        "required_packages_version": {"medflare": versions.get("medflare", "")},  # missing if it is not installed
+        # medflare has no version if it is not installed.
+        "required_packages_version": {"medflare": versions.get("medflare", "")},
         "name": as_data(f"medflare {task.name}"),
         "task": f"{task.target} {task.kind}",
-        "description": as_data(f"Model of kind {stored.kind}, trained by {card.get('method', 'an unnamed method')} on task {task.name}"),
+        "description": as_data(
+            f"Model of kind {stored.kind}, "
+            f"trained by {stored.card.get('method', 'an unnamed method')} on task {task.name}"
+        ),
         "data_source": as_data(task.source),
         "label_classes": as_data(classes),
-        "eval_metrics": as_data(card.get("metrics", {})),
+        "eval_metrics": as_data(stored.card.get("metrics", {})),
         "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": as_data(output)}},
     }
 
 
 def _readme(stored: StoredModel) -> str:
-    first = f", a file NAME_{stored.task.channel_names[0]}.nii.gz for every channel" if stored.task.channel_names else ""
-    inputs = "2-D pictures" if stored.task.spatial_dims == 2 else f"NIfTI volumes{first}"
-    return f"""# medflare {stored.task.name}
+    task = stored.task
+    inputs = "NIfTI volumes"
+    if task.spatial_dims == 2:
+        inputs = "2-D pictures"
+    elif task.channel_names:
+        inputs += f", a file NAME_{task.channel_names[0]}.nii.gz for every channel"
+    return f"""# medflare {task.name}
 
 A delivered model ({stored.kind}) as a MONAI bundle; `card.json` has its origin. Predict a folder of {inputs} from the bundle's root:
 

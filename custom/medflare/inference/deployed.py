@@ -1,7 +1,8 @@
-"""Delivered models: a folder with `model.safetensors` and `card.json`, and the module that is built from it.
+"""Delivered models: a folder with `model.safetensors` and `card.json`, and its module.
 
-A delivered model is a `Message` with the item `kind`: this file builds the kind "plain" (one network) and the adapted kinds of
-`adaptation.registry`; the kinds of a method are in its `Method.models`. Every module maps images (N, C, H, W) to probabilities.
+A delivered model is a `Message` with the item `kind`: this file builds the kind "plain" (one
+network) and the adapted kinds of `adaptation.registry`; the kinds of a method are in its
+`Method.models`. Every module maps images (N, C, H, W) to probabilities.
 """
 
 import hashlib
@@ -28,19 +29,36 @@ from medflare.networks.features import Probabilities
 from medflare.tasks.config import TaskConfig, load_task
 
 MODEL = "model"  # the entry of a plain model that holds its weights
-KEPT = "kept"  # item of a deployed model that the site chose: its role, for the card and the results
-WEIGHTS_FILE, CARD_FILE = "model.safetensors", "card.json"
+KEPT = "kept"  # item of a deployed model that the site chose: its role, for card and results
+WEIGHTS_FILE = "model.safetensors"
+CARD_FILE = "card.json"
 CARD_SCHEMA = 1
 _TRIAL = 16.0  # maximum GiB for the network's shapes and the intensity transform of one image
 SEAL = "signature"  # the checksum of the card, which contains that of the weights
-_PREPROCESSING = ("channels", "pick", "size", "intensity", "slices", "spatial_dims", "image_mode", "orientation", "spacing")
+_PREPROCESSING = (
+    "channels",
+    "pick",
+    "size",
+    "intensity",
+    "slices",
+    "spatial_dims",
+    "image_mode",
+    "orientation",
+    "spacing",
+)
 
 Builder: TypeAlias = Callable[[TaskConfig, Message], nn.Module]
 T = TypeVar("T")
 
 
-def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builder | None] = lambda kind: None) -> nn.Module:
-    """The module of a delivered model, in evaluation mode on the CPU; `builder_of`: kind -> its builder, or None.
+def build(
+    task: TaskConfig,
+    message: Message,
+    builder_of: Callable[[str], Builder | None] = lambda kind: None,
+) -> nn.Module:
+    """The module of a delivered model, in evaluation mode on the CPU.
+
+    `builder_of`: kind -> its builder, or None.
 
     Raises:
         ConfigError: an unknown kind.
@@ -49,13 +67,18 @@ def build(task: TaskConfig, message: Message, builder_of: Callable[[str], Builde
     kind = message.meta.get("kind", "plain")
     if kind == "plain":
         if MODEL not in message.states:
-            raise StateError(f"a plain model needs the entry '{MODEL}', this one holds {sorted(message.states)}")
+            raise StateError(
+                f"a plain model needs the entry '{MODEL}', this one holds {sorted(message.states)}"
+            )
         return Probabilities(network_with(task, message.states[MODEL]), task).eval()
     if kind in ADAPTATIONS:
         return adapted_model(task, message, lambda base: build(task, base, builder_of))
     builder = builder_of(kind)
     if builder is None:
-        raise ConfigError(f"unknown kind of model {kind!r}; install its method, or use methods.catalogue.build_deployed")
+        raise ConfigError(
+            f"unknown kind of model {kind!r}; install its method, "
+            "or use methods.catalogue.build_deployed"
+        )
     return builder(task, message)
 
 
@@ -65,14 +88,24 @@ def plain_message(state: StateDict, **meta: Any) -> Message:
 
 
 def network_with(
-    task: TaskConfig, state: Mapping[str, Tensor], spec: Mapping[str, Any] | None = None, outputs: int | None = None
+    task: TaskConfig,
+    state: Mapping[str, Tensor],
+    spec: Mapping[str, Any] | None = None,
+    outputs: int | None = None,
 ) -> nn.Module:
-    """A `networks.catalogue.task_network` with the weights `state`, in evaluation mode; raises StateError if names or shapes do not fit."""
+    """A `networks.catalogue.task_network` with the weights `state`, in evaluation mode.
+
+    StateError: names or shapes do not fit.
+    """
     with seeded(0, "deployed"):  # leaves torch's global generator unchanged
         network = task_network(task, spec, outputs)
-    if reason := misfit(state, network.state_dict()):
+    reason = misfit(state, network.state_dict())
+    if reason:
         name = (spec or task.network)["name"]
-        raise StateError(f"the weights do not fit the network '{name}' of task {task.name}: {reason}; use the task of the training")
+        raise StateError(
+            f"the weights do not fit the network '{name}' of task {task.name}: {reason}; "
+            "use the task of the training"
+        )
     network.load_state_dict(state)
     return network.eval()
 
@@ -92,7 +125,10 @@ class Adaptive(Protocol):
     """A deployed module that adapts to a site's unlabeled images before it predicts."""
 
     def adapt(self, batches: "Sequence[Tensor] | Repeated[Tensor]") -> None:
-        """Adapt to images (N, C, H, W) in the batches in which they will be predicted; possibly in several passes."""
+        """Adapt to images (N, C, H, W) in the batches in which they will be predicted.
+
+        Several passes are possible.
+        """
 
 
 @runtime_checkable
@@ -117,16 +153,24 @@ class StoredModel:
         return str(self.message.meta["kind"])
 
     def build(self, builder: Builder = build) -> nn.Module:
-        """The module from images to probabilities, see `build`; `methods.catalogue.build_deployed` builds every kind."""
+        """The module from images to probabilities, see `build`.
+
+        `methods.catalogue.build_deployed` builds every kind.
+        """
         return builder(self.task, self.message)
 
 
-def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Mapping[str, Any]) -> None:
-    """Write a delivered model to `folder`: the weights first, then the card with their checksum; an older model is replaced.
+def save_model(
+    folder: Path | str, task: TaskConfig, message: Message, card: Mapping[str, Any]
+) -> None:
+    """Write a delivered model to `folder`: the weights first, then the card with their checksum.
 
-    `card`: further JSON values: method, site, role, round, seed, metrics, ...
+    An older model is replaced. `card`: further JSON values: method, site, role, round, seed,
+    metrics, ...
     """
-    folder, described, kind = Path(folder), task.to_dict(), message.meta["kind"]
+    folder = Path(folder)
+    described = task.to_dict()
+    kind = message.meta["kind"]
     write_message(folder / WEIGHTS_FILE, message)
     whole = {
         "schema": CARD_SCHEMA,
@@ -148,14 +192,17 @@ def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Map
 def signed(card: Mapping[str, Any]) -> dict[str, Any]:
     """The card with the SHA-256 of its content, which contains the checksum of the weights.
 
-    It has no key: to prove where a model comes from, the signature is compared with the one that the sender gives.
+    It has no key: to prove where a model comes from, the signature is compared with the one that
+    the sender gives.
     """
     content = {name: value for name, value in card.items() if name != SEAL}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return {**content, SEAL: hashlib.sha256(canonical.encode()).hexdigest()}
 
 
-def load_model(folder: Path | str, *, unsigned: bool = False, bounds: ImageBounds = ImageBounds()) -> StoredModel:
+def load_model(
+    folder: Path | str, *, unsigned: bool = False, bounds: ImageBounds = ImageBounds()
+) -> StoredModel:
     """Read a delivered model; nothing is unpickled.
 
     Args:
@@ -163,34 +210,60 @@ def load_model(folder: Path | str, *, unsigned: bool = False, bounds: ImageBound
         bounds: maximum size of the task's images.
 
     Raises:
-        StateError: a file is missing or damaged, the card has another schema, was changed or has no signature, its task is invalid, or card
-            and weights do not belong together.
-        ConfigError: the task's images are larger than the bounds, or its network or transform needs too much time or memory.
+        StateError: a file is missing or damaged, the card has another schema, was changed or has no
+            signature, its task is invalid, or card and weights do not belong together.
+        ConfigError: the task's images are larger than the bounds, or its network or transform needs
+            too much time or memory.
     """
-    folder, place = Path(folder), Path(folder) / CARD_FILE
-    if missing := [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]:
-        below = next(iter(sorted(folder.glob(f"*/**/{CARD_FILE}"))), place).parent
-        remedy = "give the folder that holds both files" + (f", for example {below}" if below != folder else "")
-        raise StateError(f"{folder}: no delivered model here ({' and '.join(missing)} missing); {remedy}")
+    folder = Path(folder)
+    place = folder / CARD_FILE
+    missing = [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]
+    if missing:
+        remedy = "give the folder that holds both files"
+        cards_below = sorted(folder.glob(f"*/**/{CARD_FILE}"))
+        if cards_below:
+            remedy += f", for example {cards_below[0].parent}"
+        raise StateError(
+            f"{folder}: no delivered model here ({' and '.join(missing)} missing); {remedy}"
+        )
     try:
         card = json.loads(place.read_text())
-        schema, checksum, described = card["schema"], card["sha256"], card["task"]
+        schema = card["schema"]
+        checksum = card["sha256"]
+        described = card["task"]
         shown = printable_json(card)
         signature = signed(card)[SEAL]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StateError(f"{place}: not a model card ({one_line(error)}); fetch the model again") from error
+        raise StateError(
+            f"{place}: not a model card ({one_line(error)}); fetch the model again"
+        ) from error
     if schema != CARD_SCHEMA:
-        raise StateError(f"{place}: schema {schema}, this version reads {CARD_SCHEMA}; use the medflare that wrote it")
+        raise StateError(
+            f"{place}: schema {schema}, this version reads {CARD_SCHEMA}; "
+            "use the medflare that wrote it"
+        )
     if SEAL not in card and not unsigned:
-        raise StateError(f"{place}: has no {SEAL}; fetch the model again, or for a model of medflare before 0.3 use --unsigned")
+        raise StateError(
+            f"{place}: has no {SEAL}; fetch the model again, "
+            "or for a model of medflare before 0.3 use --unsigned"
+        )
     if card.get(SEAL, signature) != signature:
-        raise StateError(f"{place}: was changed after it was written, its signature does not fit; fetch the model again")
+        raise StateError(
+            f"{place}: was changed after it was written, its signature does not fit; "
+            "fetch the model again"
+        )
     if file_digest(folder / WEIGHTS_FILE) != checksum:
-        raise StateError(f"{folder}: {WEIGHTS_FILE} is not the file its {CARD_FILE} describes; fetch the model again")
+        raise StateError(
+            f"{folder}: {WEIGHTS_FILE} is not the file its {CARD_FILE} describes; "
+            "fetch the model again"
+        )
     try:
         task = load_task(described)
     except ConfigError as error:
-        remedy = f"use the medflare that wrote it ({(card.get('versions') or {}).get('medflare', 'no release is named')})"
+        remedy = (
+            "use the medflare that wrote it "
+            f"({(card.get('versions') or {}).get('medflare', 'no release is named')})"
+        )
         raise StateError(f"{place}: its task cannot be used here, {remedy}: {error}") from error
     bounds.check_task(task, str(place))
     try_task(replace(task, augment=()), _TRIAL, str(place))

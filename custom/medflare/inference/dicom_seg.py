@@ -15,18 +15,36 @@ from medflare.data.dicom import frames_of
 from medflare.data.reading import dicom_files
 from medflare.tasks.config import Structure, TaskConfig
 
-_SCHEME = "99MEDFLARE"  # a label without a code is free text, so its code has a private scheme (PS3.3, 8.2)
+# A label without a code is free text, so its code has a private scheme (PS3.3, 8.2).
+_SCHEME = "99MEDFLARE"
 # The standard allows these to be empty; anonymized files often lack them.
 _MAY_BE_EMPTY = (
-    *("PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyID", "StudyDate", "StudyTime"),
-    *("AccessionNumber", "ReferringPhysicianName"),
+    "PatientID",
+    "PatientName",
+    "PatientBirthDate",
+    "PatientSex",
+    "StudyID",
+    "StudyDate",
+    "StudyTime",
+    "AccessionNumber",
+    "ReferringPhysicianName",
 )
-_NEEDED = ("FrameOfReferenceUID", "StudyInstanceUID", "ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing")
+_NEEDED = (
+    "FrameOfReferenceUID",
+    "StudyInstanceUID",
+    "ImagePositionPatient",
+    "ImageOrientationPatient",
+    "PixelSpacing",
+)
 _ALIGNED = 0.1  # maximum distance, in slices, of a file's position from its slice of the volume
 
 
-def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.ndarray, task: TaskConfig) -> bytes:
-    """The content of a file with a segment for every structure; equal masks of a series have equal identifiers.
+def dicom_seg(
+    series: Path, structures: Mapping[str, np.ndarray], affine: np.ndarray, task: TaskConfig
+) -> bytes:
+    """The content of a file with a segment for every structure.
+
+    Equal masks of a series have equal identifiers.
 
     Args:
         series: folder of the series, or the file with all its frames.
@@ -34,7 +52,8 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
         affine: (4, 4), voxel indices of these arrays to millimetres in RAS.
 
     Raises:
-        DataError: a file of the series cannot be read, lacks an attribute that the object needs, or is not a slice of the volume.
+        DataError: a file of the series cannot be read, lacks an attribute that the object needs, or
+            is not a slice of the volume.
     """
     import highdicom
     from pydicom.sr.codedict import codes
@@ -43,29 +62,32 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
 
     volume = np.stack(list(structures.values()), axis=-1)
     sources, order = _sources(series, affine, volume.shape[2])
-    name, family = f"medflare {task.name}"[:64], codes.DCM.ArtificialIntelligence
-    algorithm = highdicom.AlgorithmIdentificationSequence(name, family, version=medflare.__version__)
+    algorithm = highdicom.AlgorithmIdentificationSequence(
+        f"medflare {task.name}"[:64], codes.DCM.ArtificialIntelligence, version=medflare.__version__
+    )
     described = []
     for number, label in enumerate(structures, start=1):
         code = task.codes.get(label) or Structure(label[:16], label[:64], _SCHEME)
-        described.append(
-            highdicom.seg.SegmentDescription(
-                segment_number=number,
-                segment_label=label[:64],
-                segmented_property_category=Coded(code.category.value, code.category.scheme, code.category.meaning),
-                segmented_property_type=Coded(code.value, code.scheme, code.meaning),
-                algorithm_type=highdicom.seg.SegmentAlgorithmTypeValues.AUTOMATIC,
-                algorithm_identification=algorithm,
-                display_color=highdicom.color.CIELabColor.from_string(code.color or COLOURS[(number - 1) % len(COLOURS)]),
-            )
+        category = code.category
+        colour = code.color or COLOURS[(number - 1) % len(COLOURS)]
+        segment = highdicom.seg.SegmentDescription(
+            segment_number=number,
+            segment_label=label[:64],
+            segmented_property_category=Coded(category.value, category.scheme, category.meaning),
+            segmented_property_type=Coded(code.value, code.scheme, code.meaning),
+            algorithm_type=highdicom.seg.SegmentAlgorithmTypeValues.AUTOMATIC,
+            algorithm_identification=algorithm,
+            display_color=highdicom.color.CIELabColor.from_string(colour),
         )
+        described.append(segment)
+    frames = volume.transpose(2, 1, 0, 3)[order]  # frames, rows, columns, segments
     origin = [sources[0].SeriesInstanceUID, task.fingerprint(), volume.tobytes().hex()]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # empty masks, missing attributes
             segmentation = highdicom.seg.Segmentation(
                 source_images=sources,
-                pixel_array=volume.transpose(2, 1, 0, 3)[order].astype(np.uint8),  # frames, rows, columns, segments
+                pixel_array=frames.astype(np.uint8),
                 segmentation_type=highdicom.seg.SegmentationTypeValues.BINARY,
                 segment_descriptions=described,
                 series_instance_uid=generate_uid(entropy_srcs=["series", *origin]),
@@ -90,11 +112,14 @@ def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], affine: np.nda
 
 def unwritable(image: Path, why: str) -> DataError:
     """The error for an image that cannot have a segmentation object."""
-    return DataError(f"{image}: cannot have a DICOM segmentation ({why.rstrip('.')}); predict it without --dicom-seg")
+    return DataError(
+        f"{image}: cannot have a DICOM segmentation ({why.rstrip('.')}); "
+        "predict it without --dicom-seg"
+    )
 
 
 def _sources(series: Path, affine: np.ndarray, count: int) -> tuple[list[Any], list[int]]:
-    """The headers of the files, and for every slice (or frame of the one file) its index in the volume."""
+    """The headers of the files, and for every slice (frame of a single file) its volume index."""
     from pydicom import dcmread
 
     headers: list[Any] = []
@@ -110,11 +135,17 @@ def _sources(series: Path, affine: np.ndarray, count: int) -> tuple[list[Any], l
             left, posterior, superior = map(float, part.ImagePositionPatient)
             index = float((to_index @ [-left, -posterior, superior, 1])[2])
             if abs(index - round(index)) > _ALIGNED or not 0 <= round(index) < count:
-                raise DataError(f"{file}: is not one of the volume's {count} slices; use a folder with one series of evenly spaced slices")
+                raise DataError(
+                    f"{file}: is not one of the volume's {count} slices; "
+                    "use a folder with one series of evenly spaced slices"
+                )
             order.append(round(index))
         for keyword in _MAY_BE_EMPTY:
             if keyword not in header:
                 setattr(header, keyword, "")
     if sorted(order) != list(range(count)):
-        raise DataError(f"{series}: {len(order)} files for {count} slices; use a folder with one series of evenly spaced slices")
+        raise DataError(
+            f"{series}: {len(order)} files for {count} slices; "
+            "use a folder with one series of evenly spaced slices"
+        )
     return headers, order

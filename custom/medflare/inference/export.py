@@ -1,6 +1,8 @@
-"""Export of a delivered model, from prepared images to probabilities, as TorchScript, ONNX or a MONAI bundle.
+"""Export of a delivered model as TorchScript, ONNX or a MONAI bundle.
 
-The exported model is loaded again and compared with the delivered one, on a batch of another size than that of the recording.
+The exported model maps prepared images to probabilities.
+The exported model is loaded again and compared with the delivered one, on a batch of another size
+than that of the recording.
 """
 
 import logging
@@ -26,8 +28,10 @@ from medflare.tasks.config import TaskConfig
 
 TOLERANCE = 1e-4  # of a probability: float32 arithmetic in another order differs by about 1e-6
 _REFUSED = {
-    "tent": "it adapts while it predicts; use `medflare predict`, or export the model without Tent (role global)",
-    "routed": "its weights depend on the image and its statistics on the batch; use `medflare predict`, or export role global or personal",
+    "tent": "it adapts while it predicts; use `medflare predict`, "
+    "or export the model without Tent (role global)",
+    "routed": "its weights depend on the image and its statistics on the batch; "
+    "use `medflare predict`, or export role global or personal",
 }
 
 Predictor = Callable[[Tensor], Tensor]
@@ -42,11 +46,14 @@ class Exported:
 
     def render(self) -> str:
         """The files and the difference, one a line."""
-        return "\n".join([*map(str, self.files), f"equal to the delivered model; largest difference {self.difference:.1e}"])
+        result = f"equal to the delivered model; largest difference {self.difference:.1e}"
+        return "\n".join([*map(str, self.files), result])
 
 
 def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = build) -> Exported:
-    """Write a delivered model in another format to the folder `out`, with its card, if it gives the same numbers.
+    """Write a delivered model in another format, with its card, to the folder `out`.
+
+    It is written only if it gives the same numbers.
 
     Raises:
         ConfigError: an unknown format, or a missing package.
@@ -57,39 +64,53 @@ def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = bu
     for kind in (stored.kind, stored.message.meta.get("base")):
         if kind in _REFUSED:
             raise ExportError(f"a model of kind {kind!r} cannot be exported: {_REFUSED[kind]}")
-    model = stored.build(builder).eval().requires_grad_(False)  # TorchScript stores it: outside medflare, outputs become arrays
+    # TorchScript stores whether gradients are needed: outside medflare, outputs become arrays.
+    model = stored.build(builder).eval().requires_grad_(False)
     with TemporaryDirectory(prefix="medflare-export-") as temporary, _quiet():
         folder = Path(temporary)
         difference = largest_difference(model, _WRITERS[format](stored, model, folder), stored.task)
         if not difference <= TOLERANCE:
-            raise ExportError(f"{format} differs from the delivered model by {difference:.1e}; use another format or `medflare predict`")
-        write_json(folder / CARD_FILE, signed({**stored.card, "export": {"format": format, "largest_difference": difference}}))
+            raise ExportError(
+                f"{format} differs from the delivered model by {difference:.1e}; "
+                "use another format or `medflare predict`"
+            )
+        about = {"format": format, "largest_difference": difference}
+        write_json(folder / CARD_FILE, signed({**stored.card, "export": about}))
         shutil.copytree(folder, out, dirs_exist_ok=True)
-        return Exported(tuple(out / file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()), difference)
+        written = sorted(path for path in folder.rglob("*") if path.is_file())
+        files = tuple(out / file.relative_to(folder) for file in written)
+        return Exported(files, difference)
 
 
 @torch.no_grad()
 def largest_difference(model: Predictor, exported: Predictor, task: TaskConfig) -> float:
-    """max |p - p'| on five normally distributed images; infinite if shapes differ or a result is not finite."""
+    """max |p - p'| on five normally distributed images.
+
+    Infinite if shapes differ or a result is not finite.
+    """
     images = torch.randn(5, task.image_channels, *task.size, generator=torch_generator(0, "export"))
-    expected, actual = model(images), exported(images)
+    expected = model(images)
+    actual = exported(images)
     if actual.shape != expected.shape or not torch.isfinite(actual).all():
         return float("inf")
     return float((actual - expected).abs().max())
 
 
-# -- formats: each writes into a folder and returns the model that it loads from there -------------------------------------------
+# -- formats: each writes into a folder and returns the model that it loads from there -------------
 
 
 def _graph(model: nn.Module) -> nn.Module:
     """The model with the same computation for all images."""
-    return model.unbranched().eval() if isinstance(model, Branching) else model
+    if isinstance(model, Branching):
+        return model.unbranched().eval()
+    return model
 
 
 def _traced(model: nn.Module, task: TaskConfig) -> torch.jit.ScriptModule:
     try:
         with torch.no_grad():
-            return torch.jit.trace(_graph(model), torch.rand(2, task.image_channels, *task.size), check_trace=False)
+            example = torch.rand(2, task.image_channels, *task.size)
+            return torch.jit.trace(_graph(model), example, check_trace=False)
     except Exception as error:  # whatever the network raises
         raise _unrecordable(error, "torchscript") from error
 
@@ -100,11 +121,14 @@ def _write_torchscript(stored: StoredModel, model: nn.Module, folder: Path) -> A
 
 
 def _write_onnx(stored: StoredModel, model: nn.Module, folder: Path) -> Predictor:
-    if missing := [package for package in ("onnx", "onnxruntime", "onnxscript") if not installed(package)]:
+    packages = ("onnx", "onnxruntime", "onnxscript")
+    missing = [package for package in packages if not installed(package)]
+    if missing:
         raise ConfigError(f"ONNX export needs {', '.join(missing)}; pip install 'medflare[export]'")
     import onnxruntime
 
-    example, file = torch.rand(2, stored.task.image_channels, *stored.task.size), folder / "model.onnx"
+    example = torch.rand(2, stored.task.image_channels, *stored.task.size)
+    file = folder / "model.onnx"
     try:
         torch.onnx.export(
             _graph(model),
@@ -123,16 +147,23 @@ def _write_onnx(stored: StoredModel, model: nn.Module, folder: Path) -> Predicto
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
+def _write_monai(stored: StoredModel, model: nn.Module, folder: Path) -> Predictor:
+    return write_bundle(stored, model, _traced(model, stored.task), folder)
+
+
 _WRITERS: dict[str, Callable[[StoredModel, nn.Module, Path], Predictor]] = {
     "torchscript": _write_torchscript,
     "onnx": _write_onnx,
-    "monai": lambda stored, model, folder: write_bundle(stored, model, _traced(model, stored.task), folder),
+    "monai": _write_monai,
 }
 FORMATS = tuple(_WRITERS)
 
 
 def _unrecordable(error: Exception, format: str) -> ExportError:
-    return ExportError(f"the model cannot be recorded as {format} ({one_line(error)}); use another format or `medflare predict`")
+    return ExportError(
+        f"the model cannot be recorded as {format} ({one_line(error)}); "
+        "use another format or `medflare predict`"
+    )
 
 
 @contextmanager

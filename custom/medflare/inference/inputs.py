@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 from medflare.core.errors import ConfigError
@@ -17,40 +16,60 @@ _log = logging.getLogger(__name__)
 class Input:
     """One image or volume."""
 
-    path: Path  # a file, or a folder with one DICOM series; with a file for every channel, the first of them
-    name: str  # path of its outputs in the output folder: unique, without suffix, with its subfolders
-    channels: tuple[Path | None, ...] = ()  # a file for every channel, None for a missing one; empty if one file has all channels
+    # A file, or a folder with one DICOM series; with a file for every channel, the first of them.
+    path: Path
+    # Path of its outputs in the output folder: unique, without suffix, with its subfolders.
+    name: str
+    # A file for every channel, None for a missing one; empty if one file has all channels.
+    channels: tuple[Path | None, ...] = ()
 
 
-def find_inputs(paths: Sequence[Path], out: Path, channels: Sequence[str] = ()) -> tuple[list[Input], list[str]]:
-    """All inputs, in the order of `paths` and sorted within a folder, and a line for every folder without images.
+def find_inputs(
+    paths: Sequence[Path], out: Path, channels: Sequence[str] = ()
+) -> tuple[list[Input], list[str]]:
+    """All inputs, and a line for every folder without images.
 
-    A folder is searched with its subfolders except `out`, without segmentation objects; a warning names subfolders that are left out
-    (see `folders.walk`). Its DICOM files are one volume if they are the
-    slices of one series. With named channels, P07_flair.nii.gz and P07_post.nii.gz (or P07/flair and P07/post) are channels of one image,
-    P07.
+    Inputs are in the order of `paths`, and sorted within a folder. A folder is searched with its
+    subfolders except `out`, without segmentation objects; a warning names subfolders that are left
+    out (see `folders.walk`). Its DICOM files are one volume if they are the slices of one series.
+    With named channels, P07_flair.nii.gz and P07_post.nii.gz (or P07/flair and P07/post) are
+    channels of one image, P07.
 
     Raises:
         ConfigError: an input folder is the output folder.
     """
-    channels_of: dict[Path, tuple[str, dict[str, Path]]] = {}  # image -> its name, and channel -> file
-    problems, names = [], set[str]()
+    # Image -> its name, and channel -> file.
+    channels_of: dict[Path, tuple[str, dict[str, Path]]] = {}
+    problems = []
+    names = set[str]()
     prefixed = sum(path.is_dir() for path in paths) > 1
     for path in paths:
         if path.resolve() == out.resolve():
-            raise ConfigError(f"{path} is both an input folder and the output folder; use another folder for --out")
+            raise ConfigError(
+                f"{path} is both an input folder and the output folder; "
+                "use another folder for --out"
+            )
         images = list(_search(path, out.resolve())) if path.is_dir() else [path]
         if not images:
-            problems.append(f"{path}: no images in this folder; known are {', '.join((*PICTURES, *NIFTI, *DICOM))}")
+            problems.append(
+                f"{path}: no images in this folder; known are "
+                f"{', '.join((*PICTURES, *NIFTI, *DICOM))}"
+            )
         for image in images:
             whole, channel = _part_of(image, channels)
-            if (key := whole.resolve()) not in channels_of:
-                channels_of[key] = _unique(_relative_name(whole, path if path.is_dir() else whole, prefixed), names), {}
+            key = whole.resolve()
+            if key not in channels_of:
+                root = path if path.is_dir() else whole
+                name = _unique(_relative_name(whole, root, prefixed), names)
+                channels_of[key] = name, {}
             channels_of[key][1].setdefault(channel, image)
     inputs = []
     for name, files in channels_of.values():
-        listed = tuple(files.get(channel) for channel in channels) if set(files) != {""} else ()
-        inputs.append(Input(next(filter(None, (*listed, *files.values()))), name, listed))
+        listed = tuple(files.get(channel) for channel in channels)
+        if set(files) == {""}:  # one file has all channels
+            listed = ()
+        first = next(filter(None, (*listed, *files.values())))
+        inputs.append(Input(first, name, listed))
     return inputs, problems
 
 
@@ -71,31 +90,41 @@ def _search(folder: Path, out: Path) -> Iterator[Path]:
         if place.resolve().is_relative_to(out):
             continue
         dicom = list(dicom_images(files, segmentations=False))
-        yield from [place] if is_series(dicom) else dicom
+        if is_series(dicom):
+            yield place
+        else:
+            yield from dicom
         yield from (file for file in files if suffix(file) in (*PICTURES, *NIFTI))
     for line in left_out_lines(left_out):
         _log.warning("%s: %s", folder, line)
 
 
 def is_series(files: Sequence[Path]) -> bool:
-    """Whether these DICOM files are the slices of one volume: one series, one size, different numbers and positions."""
+    """Whether these DICOM files are the slices of one volume.
+
+    They are if they have one series, one size, and different numbers and positions.
+    """
     from pydicom import dcmread
 
     tags = ["SeriesInstanceUID", "Rows", "Columns", "InstanceNumber", "ImagePositionPatient"]
-    series, places = set(), set()
+    series = set()
+    places = set()
     for file in files:
         try:
             header = dcmread(file, stop_before_pixels=True, specific_tags=tags)
             *same, number, position = (header[tag].value for tag in tags)
             places.add((str(number), *map(float, position)))
-        except Exception:  # an attribute is missing, or the file cannot be read: the reader reports the problem
+        except Exception:  # no attribute, or no readable file: the reader reports the problem
             return False
         series.add(tuple(map(str, same)))
     return len(files) > 1 and len(series) == 1 and len(places) == len(files)
 
 
 def _relative_name(image: Path, root: Path, prefixed: bool) -> Path:
-    """The name without suffix, relative to the folder `root`, or below that folder's name if there are several."""
+    """The name without suffix, relative to the folder `root`.
+
+    `prefixed`: below that folder's name, for several folders.
+    """
     if image == root:
         return Path(stem(image) or image.resolve().name)
     below = image.relative_to(root).with_name(stem(image))
@@ -104,6 +133,10 @@ def _relative_name(image: Path, root: Path, prefixed: bool) -> Path:
 
 def _unique(name: Path, used: set[str]) -> str:
     """The name, with a number if it is in use."""
-    chosen = next(text for number in count(1) if (text := str(name) if number == 1 else f"{name}-{number}") not in used)
-    used.add(chosen)
-    return chosen
+    unique = str(name)
+    number = 1
+    while unique in used:
+        number += 1
+        unique = f"{name}-{number}"
+    used.add(unique)
+    return unique

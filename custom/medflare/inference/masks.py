@@ -26,27 +26,41 @@ _PNG_VALUES = range(2**16)
 
 
 def restored(probabilities: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Probabilities (N, C, ...) resized to an image's stored size (N, C, *size): linearly, or by area averaging if all sides shrink."""
+    """Probabilities (N, C, ...) resized to an image's stored size (N, C, *size).
+
+    Linearly, or by area averaging if all sides shrink.
+    """
     if tuple(probabilities.shape[2:]) == tuple(size):
         return probabilities
     if all(side <= old for side, old in zip(size, probabilities.shape[2:], strict=True)):
         return functional.interpolate(probabilities, size, mode="area")
-    return functional.interpolate(probabilities, size, mode="bilinear" if len(size) == 2 else "trilinear", align_corners=False)
+    mode = "bilinear" if len(size) == 2 else "trilinear"
+    return functional.interpolate(probabilities, size, mode=mode, align_corners=False)
 
 
-def in_place(probabilities: Tensor, size: tuple[int, ...], grids: tuple[Grid, Grid] | None, task: TaskConfig) -> Tensor:
-    """Probabilities (outputs, ...) on the pixels or voxels of the file; `grids` of a volume: as stored, and along the task's axes."""
+def in_place(
+    probabilities: Tensor, size: tuple[int, ...], grids: tuple[Grid, Grid] | None, task: TaskConfig
+) -> Tensor:
+    """Probabilities (outputs, ...) on the pixels or voxels of the file.
+
+    `grids` of a volume: as stored, and along the task's axes.
+    """
     values = restored(probabilities[None], size)[0]
-    return values if grids is None else restore_grid(values, grids[1], grids[0], task)
+    if grids is None:
+        return values
+    return restore_grid(values, grids[1], grids[0], task)
 
 
 def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:
-    """Stored values of the predicted labels: (outputs, ...) -> int64 (M, ...), M = 1, or one mask per label.
+    """Stored values of the predicted labels: (outputs, ...) -> int64 (M, ...).
 
-    As in the metrics, a binary or multilabel structure is where its probability exceeds 0.5, and a multiclass pixel is of its most
-    probable class. A label with several values is written as the first one. If several structures share one mask (multilabel with
-    `label_values`), a pixel gets its most probable value: with p_l the structures' independent probabilities, the value that maximizes
-    the product of p_l over its structures and 1 - p_l over the others.
+    M = 1, or one mask per label.
+
+    As in the metrics, a binary or multilabel structure is where its probability exceeds 0.5, and a
+    multiclass pixel is of its most probable class. A label with several values is written as the
+    first one. If several structures share one mask (multilabel with `label_values`), a pixel gets
+    its most probable value: with p_l the structures' independent probabilities, the value that
+    maximizes the product of p_l over its structures and 1 - p_l over the others.
     """
     if task.target == "multilabel" and not task.label_values:
         return (probabilities > 0.5).long().cpu().numpy()
@@ -55,44 +69,65 @@ def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:
         return _most_probable_value(probabilities, values).cpu().numpy()[None]
     if task.target == "binary":
         return torch.where(probabilities > 0.5, values[0][0], 0).cpu().numpy()
-    return torch.tensor([listed[0] for listed in values])[probabilities.argmax(dim=0).cpu()].numpy()[None]
+    first_values = torch.tensor([listed[0] for listed in values])
+    return first_values[probabilities.argmax(dim=0).cpu()].numpy()[None]
 
 
 def _most_probable_value(probabilities: Tensor, values: list[list[int]]) -> Tensor:
     """(C, ...) -> (...): see `label_map`."""
-    candidates = [0, *sorted({value for listed in values for value in listed} - {0})]
-    meant = torch.tensor([[float(value in listed) for listed in values] for value in candidates], dtype=torch.float64)
+    candidates = [0, *sorted(set[int]().union(*values) - {0})]
+    # has[v, l]: 1 if value v has structure l, else 0.
+    rows = [[float(value in listed) for listed in values] for value in candidates]
+    has = torch.tensor(rows, dtype=torch.float64)
     p = probabilities.cpu().double().clamp(1e-12, 1 - 1e-12)
-    likelihood = torch.einsum("vc,c...->v...", meant, p.log()) + torch.einsum("vc,c...->v...", 1 - meant, (1 - p).log())
-    return torch.tensor(candidates)[likelihood.argmax(dim=0)]
+    # log of the product: sum over l of has[v, l] log(p_l) + (1 - has[v, l]) log(1 - p_l).
+    inside = torch.einsum("vc,c...->v...", has, p.log())
+    outside = torch.einsum("vc,c...->v...", 1 - has, (1 - p).log())
+    return torch.tensor(candidates)[(inside + outside).argmax(dim=0)]
 
 
 def label_masks(mask: np.ndarray, task: TaskConfig) -> dict[str, np.ndarray]:
     """Foreground label -> bool (...), from the stored values (M, ...) of `label_map`."""
     if task.target == "multilabel" and not task.label_values:
         return {label: part > 0 for label, part in zip(task.labels, mask, strict=True)}
-    masks = {label: np.isin(mask[0], values) for label, values in zip(task.labels, stored_values(task), strict=True)}
-    return dict(list(masks.items())[task.target == "multiclass" :])  # without the background
+    values_of = zip(task.labels, stored_values(task), strict=True)
+    masks = {label: np.isin(mask[0], values) for label, values in values_of}
+    if task.target == "multiclass":
+        del masks[task.labels[0]]  # the background
+    return masks
 
 
 def sizes(mask: np.ndarray, task: TaskConfig, grid: Grid | None = None) -> dict[str, Any]:
-    """Columns of the table: pixels of every label; of a volume voxels, and millilitres if its spacing is known."""
+    """Columns of the table: pixels of every label.
+
+    Of a volume voxels, and millilitres if its spacing is known.
+    """
     counts = {label: int(pixels.sum()) for label, pixels in label_masks(mask, task).items()}
     if grid is None:
         return {f"pixels_{label}": count for label, count in counts.items()}
-    voxel, volumes = grid.voxel_volume, {}
-    if voxel is not None:
-        volumes = {f"ml_{label}": f"{count * voxel / 1000:.6g}" for label, count in counts.items()}
-    return {**{f"voxels_{label}": count for label, count in counts.items()}, **volumes}
+    columns: dict[str, Any] = {f"voxels_{label}": count for label, count in counts.items()}
+    if grid.voxel_volume is not None:
+        for label, count in counts.items():
+            columns[f"ml_{label}"] = f"{count * grid.voxel_volume / 1000:.6g}"
+    return columns
 
 
 def write_masks(
-    source: Input, masks: np.ndarray, task: TaskConfig, out: Path, grid: Grid | None = None, *, seg: bool = False
+    source: Input,
+    masks: np.ndarray,
+    task: TaskConfig,
+    out: Path,
+    grid: Grid | None = None,
+    *,
+    seg: bool = False,
 ) -> list[Path]:
-    """One file per mask: PNG for a picture; NIfTI with the stored affine, axes and header for NIfTI; NIfTI for a DICOM volume.
+    """One file per mask: PNG for a picture, NIfTI for a volume.
+
+    The file of a NIfTI volume has the stored affine, axes and header.
 
     Args:
-        masks: int64 (M, rows, columns[, slices]) in the layout of `reading.read_image`, or (M, i, j, k) on `grid`.
+        masks: int64 (M, rows, columns[, slices]) in the layout of `reading.read_image`, or
+            (M, i, j, k) on `grid`.
         grid: of the stored volume, for a 3-D task.
         seg: write the masks of a DICOM series as one DICOM segmentation, NAME_seg.dcm.
 
@@ -100,20 +135,32 @@ def write_masks(
         The files: NAME_seg.png, NAME_seg.nii.gz, or NAME_seg_LABEL... with a mask per label.
 
     Raises:
-        DataError: `seg`, and the DICOM image cannot have a segmentation object; or values that a PNG cannot hold.
+        DataError: `seg`, and the DICOM image cannot have a segmentation object; or values that a
+            PNG cannot hold.
     """
     if seg and (source.path.is_dir() or is_dicom(source.path)):
         if masks.ndim < 4:
             raise unwritable(source.path, "it is not a series of slices with positions")
-        structures = label_masks(masks if grid else np.swapaxes(masks, 1, 2), task)
+        if grid:
+            affine = grid.affine
+        else:
+            masks = np.swapaxes(masks, 1, 2)
+            affine = series_grid(source.path).affine
+        structures = label_masks(masks, task)
         file = out / f"{source.name}_seg.dcm"
-        write_atomically(file, dicom_seg(source.path, structures, grid.affine if grid else series_grid(source.path).affine, task))
+        write_atomically(file, dicom_seg(source.path, structures, affine, task))
         return [file]
+    endings = _endings(task.labels) if len(masks) > 1 else [""]
     files = []
-    for mask, label in zip(masks, _endings(task.labels) if len(masks) > 1 else [""], strict=True):
-        nifti = suffix(source.path) in NIFTI or mask.ndim == 3
-        file = out / f"{source.name}_seg{label}{'.nii.gz' if nifti else '.png'}"
-        write_atomically(file, _nifti(source.path, mask, grid) if nifti else _png(source.path, mask))
+    for mask, ending in zip(masks, endings, strict=True):
+        if suffix(source.path) in NIFTI or mask.ndim == 3:
+            ending += ".nii.gz"
+            content = _nifti(source.path, mask, grid)
+        else:
+            ending += ".png"
+            content = _png(source.path, mask)
+        file = out / f"{source.name}_seg{ending}"
+        write_atomically(file, content)
         files.append(file)
     return files
 
@@ -122,16 +169,26 @@ def _endings(labels: Sequence[str]) -> list[str]:
     """Ends of the labels' file names: their letters and digits, numbered if two are equal."""
     plain = [re.sub(r"[\W_]+", "-", label) for label in labels]
     same = Counter(map(str.casefold, plain))  # some file systems ignore case
-    return [f"_{name}_{number}" if same[name.casefold()] > 1 else f"_{name}" for number, name in enumerate(plain, start=1)]
+    endings: list[str] = []
+    for number, name in enumerate(plain, start=1):
+        ending = f"_{name}"
+        if same[name.casefold()] > 1:
+            ending += f"_{number}"
+        endings.append(ending)
+    return endings
 
 
 def _png(path: Path, mask: np.ndarray) -> bytes:
     from PIL import Image
 
     if mask.min(initial=0) not in _PNG_VALUES or mask.max(initial=0) not in _PNG_VALUES:
-        raise DataError(f"{path}: label values from {mask.min()} to {mask.max()} do not fit a PNG mask (0 to {_PNG_VALUES[-1]})")
+        raise DataError(
+            f"{path}: label values from {mask.min()} to {mask.max()} do not fit a PNG mask (0 to "
+            f"{_PNG_VALUES[-1]})"
+        )
     content = io.BytesIO()
-    Image.fromarray(mask.astype(np.uint8 if mask.max(initial=0) < 256 else np.uint16)).save(content, format="PNG")
+    compact = mask.astype(np.uint8 if mask.max(initial=0) < 256 else np.uint16)
+    Image.fromarray(compact).save(content, format="PNG")
     return content.getvalue()
 
 
@@ -139,12 +196,14 @@ def _nifti(path: Path, mask: np.ndarray, grid: Grid | None) -> bytes:
     """A compressed NIfTI file of bytes, or of 32-bit integers if a value does not fit."""
     import nibabel
 
-    compact = mask.astype(np.uint8 if mask.min(initial=0) >= 0 and mask.max(initial=0) < 256 else np.int32)
+    fits = mask.min(initial=0) >= 0 and mask.max(initial=0) < 256
+    compact = mask.astype(np.uint8 if fits else np.int32)
     if suffix(path) in NIFTI:
         image = nibabel.load(path)
         header = image.header.copy()
         header["cal_min"] = header["cal_max"] = 0  # the image's display range
-        volume = image.__class__(compact if grid else _as_stored(compact, image.affine), image.affine, header)
+        voxels = compact if grid else _as_stored(compact, image.affine)
+        volume = image.__class__(voxels, image.affine, header)
     else:
         stored = grid or series_grid(path)
         voxels = compact if grid else np.swapaxes(compact, 0, 1)
@@ -154,11 +213,12 @@ def _nifti(path: Path, mask: np.ndarray, grid: Grid | None) -> bytes:
 
 
 def _as_stored(mask: np.ndarray, affine: np.ndarray) -> np.ndarray:
-    """Rows, columns and slices in LPS, as `reading` returns a NIfTI volume, to the axes of the file."""
+    """From rows, columns and slices in LPS, as `reading` returns a volume, to the file's axes."""
     from nibabel import orientations
 
     if mask.ndim == 2:
         return mask.T
     lps = orientations.axcodes2ornt(("L", "P", "S"))
     stored = orientations.io_orientation(affine)
-    return orientations.apply_orientation(np.swapaxes(mask, 0, 1), orientations.ornt_transform(lps, stored))
+    change = orientations.ornt_transform(lps, stored)
+    return orientations.apply_orientation(np.swapaxes(mask, 0, 1), change)

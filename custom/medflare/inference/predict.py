@@ -1,8 +1,10 @@
-"""Prediction of images with a delivered model: preprocessing as in training, masks or a table of probabilities.
+"""Prediction of images with a delivered model: masks, or a table of probabilities.
 
-Images are predicted in the given order, in batches across files and slices, as in the evaluation of a run: the same images in the same
-order give the same numbers, also with a model that adapts to unlabeled images. The patients of the files are unknown: a model of whole
-patients (FedSM's) gets all slices of a volume together, and pictures one by one.
+Images are preprocessed as in training.
+Images are predicted in the given order, in batches across files and slices, as in the evaluation of
+a run: the same images in the same order give the same numbers, also with a model that adapts to
+unlabeled images. The patients of the files are unknown: a model of whole patients (FedSM's) gets
+all slices of a volume together, and pictures one by one.
 """
 
 from collections import Counter, deque
@@ -23,7 +25,14 @@ from medflare.core.errors import ConfigError, DataError
 from medflare.core.message import Message
 from medflare.core.packages import require
 from medflare.core.store import csv_text, make_folder, write_atomically
-from medflare.data.acquisition import TRAINED_ON, Acquisition, TrainedOn, acquisition_of, outside, read_range
+from medflare.data.acquisition import (
+    TRAINED_ON,
+    Acquisition,
+    TrainedOn,
+    acquisition_of,
+    outside,
+    read_range,
+)
 from medflare.data.geometry import Grid
 from medflare.data.local import ImageBounds
 from medflare.data.progress import counted
@@ -35,11 +44,16 @@ from medflare.inference.masks import in_place, label_map, sizes, write_masks
 from medflare.tasks.config import TaskConfig
 from medflare.training.computing import usable_device
 from medflare.training.patches import windows_of
-from medflare.training.scoring import PatientPredictor, predict_each, predicts_by_patient, scoring_batch
+from medflare.training.scoring import (
+    PatientPredictor,
+    predict_each,
+    predicts_by_patient,
+    scoring_batch,
+)
 
 ADAPTATIONS = ("auto", "none", *sorted(KINDS, reverse=True))
 TABLE = "predictions.csv"
-OUTSIDE = "outside_training"  # column of the table: differences of an image from the training images
+OUTSIDE = "outside_training"  # column of the table: differences from the training images
 _UNSEEN = "outside the range of the training images"
 _LISTED = 10  # images that are printed one by one
 
@@ -80,13 +94,19 @@ class Summary:
     say: Callable[[str], None]
     images: int = 0  # predicted inputs
     pictures: int = 0  # the same, counting every slice of a volume
-    failed: list[str] = field(default_factory=list)  # one line for each input that could not be predicted
-    outside: dict[str, dict[str, str]] | None = None  # image -> see `acquisition.outside`; None: the card has no training range
-    answered: Counter[str] = field(default_factory=Counter)  # for a super model, the number of pictures of each network
+    # One line for each input that could not be predicted.
+    failed: list[str] = field(default_factory=list)
+    # Image -> see `acquisition.outside`; None: the card has no training range.
+    outside: dict[str, dict[str, str]] | None = None
+    # For a super model, the number of pictures of each network.
+    answered: Counter[str] = field(default_factory=Counter)
     adapted: str = ""  # how the model adapted to the images; "" if it did not
 
     def differs(self, image: str, differences: Mapping[str, str]) -> None:
-        """Record an input's differences from the training range, if any; the first ones are printed one by one."""
+        """Record an input's differences from the training range, if any.
+
+        The first ones are printed one by one.
+        """
         if not differences or self.outside is None:
             return
         self.outside[image] = dict(differences)
@@ -102,19 +122,30 @@ class Summary:
 
     def render(self) -> str:
         """The summary in lines."""
-        slices = f" ({self.pictures} pictures with every slice of the volumes)" if self.pictures > self.images else ""
-        lines = [f"{self.images} image{'s' * (self.images != 1)} predicted{slices}, {len(self.failed)} failed; table: {self.table}"]
+        slices = ""
+        if self.pictures > self.images:
+            slices = f" ({self.pictures} pictures with every slice of the volumes)"
+        failed = f"{len(self.failed)} failed; table: {self.table}"
+        lines = [f"{self.images} image{'s' * (self.images != 1)} predicted{slices}, {failed}"]
         if self.outside is None:
-            lines.append("the range of the training images is unknown: the card is of an older medflare, or the sites did not send it")
+            lines.append(
+                "the range of the training images is unknown: the card is of an older medflare, "
+                "or the sites did not send it"
+            )
         elif self.outside:
-            kinds = Counter(kind for differences in self.outside.values() for kind in differences)
-            first = {kind: next(values[kind] for values in self.outside.values() if kind in values) for kind in kinds}
-            listed = "; ".join(f"{kind} {first[kind]} ({count})" for kind, count in kinds.most_common())
+            kinds = Counter[str]()
+            first: dict[str, str] = {}  # kind -> the text of the first image with it
+            for differences in self.outside.values():
+                kinds.update(differences.keys())
+                first = {**differences, **first}
+            counts = kinds.most_common()
+            listed = "; ".join(f"{kind} {first[kind]} ({count})" for kind, count in counts)
             lines.append(f"{len(self.outside)} of {self.images} images are {_UNSEEN}: {listed}")
         if self.adapted:
             lines.append(f"adapted to these images: {self.adapted}")
         if self.answered:
-            lines.append("networks used: " + ", ".join(f"{name}: {count}" for name, count in sorted(self.answered.items())))
+            used = ", ".join(f"{name}: {count}" for name, count in sorted(self.answered.items()))
+            lines.append(f"networks used: {used}")
         return "\n".join(lines)
 
 
@@ -137,12 +168,14 @@ def predict(
     Args:
         images: files and folders, see `find_inputs`.
         seg: write the masks of a DICOM series as a DICOM segmentation.
-        strict: an image outside the training range, see `acquisition.outside`, fails; otherwise it is predicted and named.
+        strict: an image outside the training range, see `acquisition.outside`, fails; otherwise it
+            is predicted and named.
         force: also predict grey volumes with a model of pictures in colour.
         say: called with a line for every image that cannot be read or predicted.
 
     Raises:
-        ConfigError: an unknown adaptation or device, a network that cannot adapt, a missing package, or `strict` and no training range.
+        ConfigError: an unknown adaptation or device, a network that cannot adapt, a missing
+            package, or `strict` and no training range.
         StateError: weights that do not fit the task.
         OSError: the output folder cannot be written.
     """
@@ -157,9 +190,11 @@ def predict(
     for problem in problems:
         summary.fail(problem)
     refused = _Refused(task, trained, strict, force)
-    prepared = Repeated(lambda: _readable(inputs, task, bounds, summary.fail, refused))  # all of them may not fit into memory
+    # All of them may not fit into memory.
+    prepared = Repeated(lambda: _readable(inputs, task, bounds, summary.fail, refused))
     if isinstance(model, Adaptive) and adapt != "none":
-        summary.adapted = fit(model, prepared, task, device, adapt if adapt != "auto" else stored.kind)
+        kind = stored.kind if adapt == "auto" else adapt
+        summary.adapted = fit(model, prepared, task, device, kind)
     elif isinstance(model, Tent):
         summary.adapted = "tent, batch by batch while they were predicted"
     rows: list[dict[str, Any]] = []
@@ -186,16 +221,23 @@ def _trained_on(stored: StoredModel, strict: bool) -> TrainedOn | None:
     """The range of the training images in the card; None if it has none."""
     if TRAINED_ON not in stored.card:
         if strict:
-            raise ConfigError("strict: the card has no range of the training images; leave out --strict, and look at the masks")
+            raise ConfigError(
+                "strict: the card has no range of the training images; leave out --strict, "
+                "and look at the masks"
+            )
         return None
     trained = read_range(stored.card[TRAINED_ON])
-    if problem := trained.misfit(stored.task):
+    problem = trained.misfit(stored.task)
+    if problem:
         raise ConfigError(f"{CARD_FILE}: {problem}; fetch the model again")
     return trained
 
 
 def _differences(acquired: Acquisition, trained: TrainedOn, task: TaskConfig) -> dict[str, str]:
-    """How an image differs from the training images; without its size in pixels if the task resizes pictures."""
+    """How an image differs from the training images.
+
+    Without its size in pixels if the task resizes pictures.
+    """
     differences = outside(acquired, trained, task.channel_names)
     if task.spatial_dims == 2 and task.image_mode == "resize":
         differences.pop("size", None)
@@ -216,34 +258,42 @@ class _Refused:
         trained = self.trained
         if trained is None:
             return
-        if prepared.volume and trained.coloured == (True,) and not prepared.acquired.coloured and not self.force:
+        is_grey_volume = prepared.volume and not prepared.acquired.coloured
+        if is_grey_volume and trained.coloured == (True,) and not self.force:
             raise DataError(
-                f"{prepared.source.path}: a grey volume, and the model was trained on pictures in colour; use a model of such "
+                f"{prepared.source.path}: a grey volume, "
+                "and the model was trained on pictures in colour; use a model of such "
                 "volumes, or --force"
             )
-        differences = _differences(prepared.acquired, trained, self.task) if self.strict else {}
-        if differences:
-            raise DataError(f"{prepared.source.path}: {_UNSEEN}: {_listed(differences)}")
+        if self.strict:
+            differences = _differences(prepared.acquired, trained, self.task)
+            if differences:
+                raise DataError(f"{prepared.source.path}: {_UNSEEN}: {_listed(differences)}")
 
 
 def _listed(differences: Mapping[str, str]) -> str:
     return "; ".join(f"{kind} {text}" for kind, text in differences.items())
 
 
-def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str = "auto") -> nn.Module:
+def prediction_model(
+    stored: StoredModel, builder: Builder = build, adapt: str = "auto"
+) -> nn.Module:
     """The delivered model with a test-time adaptation.
 
-    "auto" is the adaptation of the method: a model that adapts to unlabeled images (routed, dsbn) is to be adapted to the predicted images,
-    Tent adapts while it predicts. "none": no adaptation to the predicted images. "tent" and "dsbn" replace the adaptation of the model;
-    its BatchNorm must use the statistics of the training.
+    "auto" is the adaptation of the method: a model that adapts to unlabeled images (routed, dsbn)
+    is to be adapted to the predicted images, Tent adapts while it predicts. "none": no adaptation
+    to the predicted images. "tent" and "dsbn" replace the adaptation of the model; its BatchNorm
+    must use the statistics of the training.
 
     Raises:
-        ConfigError: an unknown adaptation, or a network without BatchNorm or with one that adapts already.
+        ConfigError: an unknown adaptation, or a network without BatchNorm or with one that adapts
+            already.
         StateError: weights that do not fit the task.
     """
     if adapt not in ADAPTATIONS:
         raise ConfigError(f"no adaptation {adapt!r}; known are {', '.join(ADAPTATIONS)}")
-    replaced = {"tent": ("none", "dsbn"), "dsbn": ("tent",)}  # delivered kind: adaptations that replace it
+    # Delivered kind -> adaptations that replace it.
+    replaced = {"tent": ("none", "dsbn"), "dsbn": ("tent",)}
     if adapt in replaced.get(stored.kind, ()):
         meta = {**stored.message.meta, "kind": stored.message.meta["base"]}
         stored = StoredModel(stored.task, Message(stored.message.states, meta), stored.card)
@@ -251,19 +301,29 @@ def prediction_model(stored: StoredModel, builder: Builder = build, adapt: str =
     if adapt in ("auto", "none", stored.kind):
         return model
     if any(isinstance(part, TestTimeNorm) for part in model.modules()):
-        raise ConfigError(f"a model of kind {stored.kind!r} normalizes by the test images already; use --adapt auto or none")
+        raise ConfigError(
+            f"a model of kind {stored.kind!r} normalizes by the test images already; "
+            "use --adapt auto or none"
+        )
     return KINDS[adapt](model, stored.task, Message({}, {}))
 
 
-def fit(model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device: str, kind: str) -> str:
-    """Adapt the model to the inputs in the batches in which they will be predicted; returns a description, "" without inputs."""
-    size, count = scoring_batch(task), 0
+def fit(
+    model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device: str, kind: str
+) -> str:
+    """Adapt the model to the inputs in the batches in which they will be predicted.
+
+    Returns a description, "" without inputs.
+    """
+    size = scoring_batch(task)
+    count = 0
 
     def batches() -> Iterator[Tensor]:
         nonlocal count
         count = 0
-        fed = (windows_of(image, task.size) if task.image_mode == "patch" else image[None] for part in prepared for image in part.images)
-        images = chain.from_iterable(fed)
+        images = (image for part in prepared for image in part.images)
+        if task.image_mode == "patch":
+            images = (window for image in images for window in windows_of(image, task.size))
         while batch := list(islice(images, size)):
             count += len(batch)
             yield torch.stack(batch).to(device)
@@ -275,24 +335,40 @@ def fit(model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device:
 
 
 def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()) -> Prepared:
-    """An input, read and prepared as in training; for a 2-D task all slices of a volume. Raises DataError: unreadable, or too large."""
+    """An input, read and prepared as in training; for a 2-D task all slices of a volume.
+
+    Raises DataError: unreadable, or too large.
+    """
     preprocessing = Preprocessing(task)
     files = channel_files(source.channels, task, source.name) if source.channels else (source.path,)
     image = read_image(files, task, bounds)
-    array, acquired = image.array, acquisition_of(image, task)
+    array = image.array
+    acquired = acquisition_of(image, task)
     if task.spatial_dims == 3:
         assert image.stored_grid is not None and image.grid is not None
-        return Prepared(source, preprocessing.image(array)[None], image.grid.shape, False, acquired, (image.stored_grid, image.grid))
-    volume, axis = array.ndim == 4, task.slices.axis + 1
-    pictures = [np.take(array, place, axis=axis) for place in range(array.shape[axis])] if volume else [array]
-    height, width = pictures[0].shape[1:]
-    return Prepared(source, torch.stack([preprocessing.image(picture) for picture in pictures]), (height, width), volume, acquired)
+        grids = (image.stored_grid, image.grid)
+        volume = preprocessing.image(array)[None]
+        return Prepared(source, volume, image.grid.shape, False, acquired, grids)
+    is_volume = array.ndim == 4
+    pictures = [array]
+    if is_volume:
+        axis = task.slices.axis + 1
+        pictures = [np.take(array, place, axis=axis) for place in range(array.shape[axis])]
+    images = torch.stack([preprocessing.image(picture) for picture in pictures])
+    return Prepared(source, images, pictures[0].shape[1:], is_volume, acquired)
 
 
 def _readable(
-    inputs: list[Input], task: TaskConfig, bounds: ImageBounds, fail: Callable[[str], None], refused: _Refused
+    inputs: list[Input],
+    task: TaskConfig,
+    bounds: ImageBounds,
+    fail: Callable[[str], None],
+    refused: _Refused,
 ) -> Iterator[Prepared]:
-    """The prepared inputs; one that cannot be read, or is refused, is reported and removed from `inputs`."""
+    """The prepared inputs.
+
+    An input that cannot be read, or is refused, is reported and removed from `inputs`.
+    """
     for source in counted(list(inputs), len(inputs), "images read"):
         try:
             prepared = prepare(source, task, bounds)
@@ -303,31 +379,43 @@ def _readable(
             fail(str(error))
 
 
-def predictions(model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig, device: str = "cpu") -> Iterator[Prediction]:
-    """The prediction of every input, in order, with probabilities on the CPU: in batches of `scoring_batch` across inputs, or by the
-    sliding window. A model of whole patients gets all slices of a volume together."""
+def predictions(
+    model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig, device: str = "cpu"
+) -> Iterator[Prediction]:
+    """The prediction of every input, in order, with probabilities on the CPU.
+
+    In batches of `scoring_batch` across inputs, or by the sliding window. A model of whole patients
+    gets all slices of a volume together.
+    """
     size = scoring_batch(task)
     if task.image_mode == "patch":
         for whole in prepared:
-            slid = predict_each(model, (image[None].to(device) for image in whole.images), task, size)
-            yield Prediction(whole, torch.stack(slid), ("",) * len(slid))
+            images = (image[None].to(device) for image in whole.images)
+            outputs = predict_each(model, images, task, size)
+            yield Prediction(whole, torch.stack(outputs), ("",) * len(outputs))
         return
     selected: list[str] = []  # the networks of a super model, of the last batch
     for module in model.modules():  # it may be inside an adapted model
         if isinstance(module, Choosing):
-            module.register_forward_hook(lambda module, _images, _output: selected.extend(module.answered))
-    for volumes, parts in groupby(prepared, lambda part: part.volume and predicts_by_patient(model, images=1)):
-        if not volumes:
+            module.register_forward_hook(
+                lambda module, _images, _output: selected.extend(module.answered)
+            )
+    by_patient = predicts_by_patient(model, images=1)
+    for together, parts in groupby(prepared, lambda part: part.volume and by_patient):
+        if not together:
             yield from _in_batches(model, parts, size, device, selected)
             continue
         assert isinstance(model, PatientPredictor)
         for part in parts:
             with torch.no_grad():
-                outputs = model.predict_patient(part.images.to(device).split(size)).float().cpu()
-            yield Prediction(part, outputs, tuple(model.answered if isinstance(model, Choosing) else [""] * len(outputs)))
+                slices = model.predict_patient(part.images.to(device).split(size)).float().cpu()
+            names = model.answered if isinstance(model, Choosing) else [""] * len(slices)
+            yield Prediction(part, slices, tuple(names))
 
 
-def _in_batches(model: nn.Module, prepared: Iterable[Prepared], size: int, device: str, selected: list[str]) -> Iterator[Prediction]:
+def _in_batches(
+    model: nn.Module, prepared: Iterable[Prepared], size: int, device: str, selected: list[str]
+) -> Iterator[Prediction]:
     """Predictions by batches of `size` that run across inputs."""
     waiting: deque[Prepared] = deque()
     rows: list[Tensor] = []
@@ -340,41 +428,66 @@ def _in_batches(model: nn.Module, prepared: Iterable[Prepared], size: int, devic
             selected.clear()
             with torch.no_grad():
                 batch = model(torch.stack(rows[:size]).to(device)).float().cpu()
-            known = len(selected) == len(batch)  # Tent runs a batch several times
-            done += zip(batch, selected if known else [""] * len(batch), strict=True)
+            # Tent runs a batch several times.
+            names = selected if len(selected) == len(batch) else [""] * len(batch)
+            done += zip(batch, names, strict=True)
             del rows[:size]
         while waiting and len(done) >= len(waiting[0].images):
             first = waiting.popleft()
-            outputs, names = zip(*done[: len(first.images)], strict=True)
-            del done[: len(first.images)]
-            yield Prediction(first, torch.stack(outputs), names)
+            count = len(first.images)
+            outputs, answered = zip(*done[:count], strict=True)
+            del done[:count]
+            yield Prediction(first, torch.stack(outputs), answered)
 
 
-def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> list[dict[str, Any]]:
-    """Writes the masks of an input, and returns its rows of the table: one per picture or slice; DataError for NaN or infinity."""
+def _written(
+    prediction: Prediction, task: TaskConfig, out: Path, seg: bool
+) -> list[dict[str, Any]]:
+    """Write the masks of an input, and return its rows of the table: one per picture or slice.
+
+    DataError: NaN or infinity in the prediction.
+    """
     prepared = prediction.prepared
     if not torch.isfinite(prediction.probabilities).all():
-        raise DataError(f"{prepared.source.path}: the prediction is NaN or infinite; check the image's intensities")
-    grid = None if prepared.grids is None else prepared.grids[0]
+        raise DataError(
+            f"{prepared.source.path}: the prediction is NaN or infinite; "
+            "check the image's intensities"
+        )
     if task.kind == "classification":
         results = [_classified(p, task) for p in prediction.probabilities]
     else:
-        masks = [label_map(in_place(p, prepared.size, prepared.grids, task), task) for p in prediction.probabilities]
+        masks = [
+            label_map(in_place(p, prepared.size, prepared.grids, task), task)
+            for p in prediction.probabilities
+        ]
+        grid = None if prepared.grids is None else prepared.grids[0]
         whole = np.stack(masks, axis=task.slices.axis + 1) if prepared.volume else masks[0]
         files = write_masks(prepared.source, whole, task, out, grid, seg=seg)
         named = ";".join(str(file.relative_to(out)) for file in files)
         results = [{"mask": named, **sizes(mask, task, grid)} for mask in masks]
-    models = [{"model": name} if name else {} for name in prediction.answered]
-    numbers = range(len(results)) if prepared.volume else [""]
-    image = str(prepared.source.path)
-    return [{"image": image, "slice": number, **row, **model} for number, row, model in zip(numbers, results, models, strict=True)]
+    rows: list[dict[str, Any]] = []
+    for number, (result, name) in enumerate(zip(results, prediction.answered, strict=True)):
+        place = number if prepared.volume else ""
+        row = {"image": str(prepared.source.path), "slice": place, **result}
+        if name:
+            row["model"] = name
+        rows.append(row)
+    return rows
 
 
 def _classified(probabilities: Tensor, task: TaskConfig) -> dict[str, Any]:
-    """The predicted label (multilabel: all that apply) and a column for every class; nine digits represent a float32 exactly."""
-    p = torch.stack([1 - probabilities[0], probabilities[0]]) if task.target == "binary" else probabilities
+    """The predicted label (multilabel: all that apply) and a column for every class.
+
+    Nine digits represent a float32 exactly.
+    """
+    p = probabilities
+    if task.target == "binary":
+        p = torch.stack([1 - p[0], p[0]])
     if task.target == "multilabel":
-        chosen = ";".join(label for label, value in zip(task.labels, p, strict=True) if value > 0.5)
+        label = ";".join(name for name, value in zip(task.labels, p, strict=True) if value > 0.5)
     else:
-        chosen = task.classes[int(p.argmax())]
-    return {"label": chosen, **{f"probability_{name}": f"{value:.9g}" for name, value in zip(task.classes, p.tolist(), strict=True)}}
+        label = task.classes[int(p.argmax())]
+    columns = {"label": label}
+    for name, value in zip(task.classes, p.tolist(), strict=True):
+        columns[f"probability_{name}"] = f"{value:.9g}"
+    return columns

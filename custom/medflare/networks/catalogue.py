@@ -1,9 +1,12 @@
-"""Networks by name: ours, those of `monai.networks.nets`, and those of trusted packages. Every one is a `features.FeatureNetwork`."""
+"""Networks by name: ours, those of `monai.networks.nets`, and those of trusted packages.
+
+Every one is a `features.FeatureNetwork`.
+"""
 
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, Final
 
 import torch
@@ -33,50 +36,89 @@ NETWORKS: dict[str, Callable[..., FeatureNetwork]] = {
 }
 _SIDE = 64  # default image size; most networks do not depend on it
 # What networks raise for arguments or images that they do not accept.
-PROBLEMS: Final = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ImportError, ZeroDivisionError)
+PROBLEMS: Final = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ImportError,
+    ZeroDivisionError,
+)
 
 
 def build_network(
-    spec: Mapping[str, Any], in_channels: int, out_channels: int, spatial_dims: int = 2, size: Sequence[int] | None = None
+    spec: Mapping[str, Any],
+    in_channels: int,
+    out_channels: int,
+    spatial_dims: int = 2,
+    size: Sequence[int] | None = None,
 ) -> FeatureNetwork:
-    """The network that `spec` names, for example {"name": "unet", "channels": [16, 32, 64]}, with random weights.
+    """The network that `spec` names, for example {"name": "unet", "channels": [16, 32, 64]}, with
+    random weights.
 
     Args:
-        spec: "name", of `NETWORKS`, of a class in `monai.networks.nets` or of a trusted package ("package.module:name"), and arguments.
+        spec: "name", of `NETWORKS`, of a class in `monai.networks.nets` or of a trusted package
+            ("package.module:name"), and arguments.
         out_channels: channels of the logits.
         size: of the images, for networks that are built for one size; None: 64 a side.
 
     Raises:
-        ConfigError: unknown name or argument, a value that the network does not accept, or a 2-D network for volumes.
+        ConfigError: unknown name or argument, a value that the network does not accept, or a 2-D
+            network for volumes.
     """
-    settings = {name: value for name, value in spec.items() if name != "weights"}  # initial weights, see `networks.weights`
+    # Initial weights are loaded elsewhere, see `networks.weights`.
+    settings = {key: value for key, value in spec.items() if key != "weights"}
     spec = dict(settings)
     name = str(settings.pop("name", None))
     sides = tuple(size or [_SIDE] * spatial_dims)
     network: Any
     if name in NETWORKS:
-        network = _ours(name, settings, in_channels, out_channels, {"spatial_dims": spatial_dims, "size": sides})
-    elif not isinstance(network := _theirs(name, settings, in_channels, out_channels, spatial_dims, sides), FeatureNetwork):
-        network = WholeNetwork(network, _last_layer(json.dumps(spec), in_channels, out_channels, spatial_dims, sides))
-    network.settings = {"spec": spec, "in_channels": in_channels, "out_channels": out_channels}
-    network.settings |= {"spatial_dims": spatial_dims, "size": list(sides)}
+        images = {"spatial_dims": spatial_dims, "size": sides}
+        network = _ours(name, settings, in_channels, out_channels, images)
+    else:
+        network = _theirs(name, settings, in_channels, out_channels, spatial_dims, sides)
+    if not isinstance(network, FeatureNetwork):
+        last = _last_layer(json.dumps(spec), in_channels, out_channels, spatial_dims, sides)
+        network = WholeNetwork(network, last)
+    network.settings = {
+        "spec": spec,
+        "in_channels": in_channels,
+        "out_channels": out_channels,
+        "spatial_dims": spatial_dims,
+        "size": list(sides),
+    }
     return network
 
 
-def _ours(name: str, settings: Mapping[str, Any], in_channels: int, out_channels: int, images: Mapping[str, Any]) -> FeatureNetwork:
-    """One of `NETWORKS`; `images` has "spatial_dims" and "size", for those that have such an argument."""
+def _ours(
+    name: str,
+    settings: Mapping[str, Any],
+    in_channels: int,
+    out_channels: int,
+    images: Mapping[str, Any],
+) -> FeatureNetwork:
+    """One of `NETWORKS`; `images` has "spatial_dims" and "size", for those that have such an
+    argument.
+    """
     build = NETWORKS[name]
-    refuse_arguments(build, settings, f"network {name}", reserved=["in_channels", "out_channels", *images])
-    accepted = {key: value for key, value in images.items() if key in inspect.signature(build).parameters}
+    reserved = ["in_channels", "out_channels", *images]
+    refuse_arguments(build, settings, f"network {name}", reserved=reserved)
+    parameters = inspect.signature(build).parameters
+    accepted = {key: value for key, value in images.items() if key in parameters}
     if "spatial_dims" not in accepted and images["spatial_dims"] != 2:
-        raise ConfigError(f"network {name}: is 2-D, spatial_dims is {images['spatial_dims']}; use unet, resnet18 or one of MONAI's")
+        raise ConfigError(
+            f"network {name}: is 2-D, spatial_dims is {images['spatial_dims']}; "
+            "use unet, resnet18 or one of MONAI's"
+        )
     try:
         return build(in_channels, out_channels, **settings, **accepted)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(f"network {name} with {dict(settings)}: {one_line(error)}") from error
 
 
-# -- networks of MONAI, and of trusted packages, whose arguments have the same names -------------------------------------------
+# -- networks of MONAI, and of trusted packages, whose arguments have the same names ---------------
 
 _CHANNELS: Final = ("in_channels", "n_input_channels")
 _OUTPUTS: Final = ("out_channels", "num_classes", "classes")
@@ -88,30 +130,41 @@ _FIXED: Final[dict[str, Any]] = {"pretrained": False, "progress": False, "classi
 
 @cache
 def monai_networks() -> dict[str, Any]:
-    """Name -> class or function: the networks of MONAI with arguments for dimensions, input and output channels."""
+    """Name -> class or function: the networks of MONAI with arguments for dimensions, input and
+    output channels.
+    """
     from monai.networks import nets
 
-    return {name: build for name in dir(nets) if _is_usable(name, build := getattr(nets, name))}
+    return {name: build for name, build in sorted(vars(nets).items()) if _is_usable(name, build)}
 
 
 def _is_usable(name: str, build: Any) -> bool:
-    is_class = inspect.isclass(build) and issubclass(build, nn.Module) and build.__name__ == name
-    if not is_class and not (inspect.isfunction(build) and _returned_class(build) is not None):
+    if inspect.isclass(build):
+        is_network = issubclass(build, nn.Module) and build.__name__ == name
+    else:
+        is_network = inspect.isfunction(build) and _returned_class(build) is not None
+    if not is_network:
         return False
-    parameters = parameters_of(build)
-    inputs = any(argument in parameters for argument in _CHANNELS) and "spatial_dims" in parameters
-    return any(argument in parameters for argument in _OUTPUTS) and (inputs or _SHAPE in parameters)
+    parameters = parameters_of(build).keys()
+    inputs = "spatial_dims" in parameters and not parameters.isdisjoint(_CHANNELS)
+    outputs = not parameters.isdisjoint(_OUTPUTS)
+    return outputs and (inputs or _SHAPE in parameters)
 
 
 def parameters_of(build: Any) -> dict[str, inspect.Parameter]:
     """The parameters of a network's class or function, with those to which it passes **kwargs."""
     collected: dict[str, inspect.Parameter] = {}
-    makers = build.__mro__ if inspect.isclass(build) else (build, *[cls for cls in [_returned_class(build)] if cls])
-    for maker in makers:
-        parameters = inspect.signature(maker).parameters
-        named = {name: parameter for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
+    makers = build.__mro__ if inspect.isclass(build) else (build, _returned_class(build))
+    for maker in filter(None, makers):
+        passes_on = False
+        named: dict[str, inspect.Parameter] = {}
+        for name, parameter in inspect.signature(maker).parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                passes_on = True
+            else:
+                named[name] = parameter
         collected = named | collected
-        if len(named) == len(parameters):
+        if not passes_on:
             break
     return collected
 
@@ -125,50 +178,70 @@ def _returned_class(function: Any) -> Any:
 
 
 def _theirs(
-    name: str, settings: Mapping[str, Any], in_channels: int, out_channels: int, spatial_dims: int, size: Sequence[int]
+    name: str,
+    settings: Mapping[str, Any],
+    in_channels: int,
+    out_channels: int,
+    spatial_dims: int,
+    size: Sequence[int],
 ) -> nn.Module:
-    """A network of MONAI or of a trusted package, from its own arguments and what the task fixes."""
+    """A network of MONAI or a trusted package, from its own arguments and what the task fixes."""
     build = imported(name) if own_module({"name": name}) else monai_networks().get(name)
     if build is None:
         raise unknown("network", name, {*NETWORKS, *monai_networks()}, "network")
-    fixed = {
+    fixed: dict[str, Any] = {
         **_FIXED,
         **dict.fromkeys(_CHANNELS, in_channels),
         **dict.fromkeys(_OUTPUTS, out_channels),
         **dict.fromkeys(_SIZES, tuple(size)),
+        "spatial_dims": spatial_dims,
+        _SHAPE: (in_channels, *size),
     }
-    fixed |= {"spatial_dims": spatial_dims, _SHAPE: (in_channels, *size)}
     parameters = parameters_of(build)
+    free = [parameter for parameter in parameters if parameter not in fixed]
     for argument in settings:
-        if argument not in parameters or argument in fixed:
-            raise unknown("argument", argument, [parameter for parameter in parameters if parameter not in fixed], f"network {name}")
-    defaults: dict[str, Any] = {"post_activation": None}
-    if "dropout_dim" in parameters and parameters["dropout_dim"].default == 3:  # V-Net drops whole channels, of volumes by default
-        defaults["dropout_dim"] = spatial_dims
-    arguments = {argument: value for argument, value in (fixed | defaults).items() if argument in parameters} | dict(settings)
+        if argument not in free:
+            raise unknown("argument", argument, free, f"network {name}")
+    arguments = {**fixed, "post_activation": None}
+    # V-Net drops whole channels, of volumes by default.
+    if "dropout_dim" in parameters and parameters["dropout_dim"].default == 3:
+        arguments["dropout_dim"] = spatial_dims
+    arguments = {name: value for name, value in arguments.items() if name in parameters}
+    arguments.update(settings)
     try:
         network = build(**arguments)
     except PROBLEMS as error:
         raise ConfigError(f"network {name} with {dict(settings)}: {one_line(error)}") from error
     if not isinstance(network, nn.Module):
-        raise ConfigError(f"network {name}: returns a {type(network).__name__}, not a torch.nn.Module")
+        raise ConfigError(
+            f"network {name}: returns a {type(network).__name__}, not a torch.nn.Module"
+        )
     return network
 
 
 @lru_cache(maxsize=64)
-def _last_layer(spec: str, in_channels: int, out_channels: int, spatial_dims: int, size: tuple[int, ...]) -> str | None:
-    """`features.last_layer` of a network of MONAI, on the meta device; cached, since it depends on the settings only."""
+def _last_layer(
+    spec: str, in_channels: int, out_channels: int, spatial_dims: int, size: tuple[int, ...]
+) -> str | None:
+    """`features.last_layer` of a network of MONAI, on the meta device; cached, since it depends on
+    the settings only.
+    """
     settings = json.loads(spec)
     name = settings.pop("name")
+    build = partial(_theirs, name, settings, in_channels, out_channels, spatial_dims, size)
     try:
-        network = _on_meta(lambda: _theirs(name, settings, in_channels, out_channels, spatial_dims, size))
+        network = _on_meta(build)
         return last_layer(network, example(in_channels, size, "meta"))
     except (*PROBLEMS, ConfigError) as error:
-        raise ConfigError(f"network {name} does not accept images of size {list(size)} ({one_line(error)})") from error
+        raise ConfigError(
+            f"network {name} does not accept images of size {list(size)} ({one_line(error)})"
+        ) from error
 
 
 def _on_meta(build: Callable[[], nn.Module]) -> Any:
-    """The network on the meta device; some of MONAI's read their own numbers while they are built, and are moved there afterwards."""
+    """The network on the meta device; some of MONAI's read their own numbers while they are built,
+    and are moved there afterwards.
+    """
     try:
         with torch.device("meta"):
             return build()
@@ -177,14 +250,24 @@ def _on_meta(build: Callable[[], nn.Module]) -> Any:
             return build().to("meta")
 
 
-def task_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-    """The task's network, or one by `spec` and with other output channels for its images, with random weights."""
-    return build_network(spec or task.network, task.image_channels, outputs or task.outputs, task.spatial_dims, task.size)
+def task_network(
+    task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None
+) -> FeatureNetwork:
+    """The task's network, or one by `spec` and with other output channels for its images, with
+    random weights.
+    """
+    spec = spec or task.network
+    outputs = outputs or task.outputs
+    return build_network(spec, task.image_channels, outputs, task.spatial_dims, task.size)
 
 
-def meta_network(task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-    """As `task_network`, on the meta device (no memory, no random numbers): for names, shapes and layer types."""
-    return _on_meta(lambda: task_network(task, spec, outputs))
+def meta_network(
+    task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None
+) -> FeatureNetwork:
+    """As `task_network`, on the meta device (no memory, no random numbers): for names, shapes and
+    layer types.
+    """
+    return _on_meta(partial(task_network, task, spec, outputs))
 
 
 def initial_network(
@@ -195,11 +278,13 @@ def initial_network(
     outputs: int | None = None,
     start: Mapping[str, Tensor] | None = None,
 ) -> FeatureNetwork:
-    """As `task_network`, with initial weights that depend on (seed, purpose) only: equal on the server and at every site.
+    """As `task_network`, with initial weights that depend on (seed, purpose) only: equal on the
+    server and at every site.
 
     Args:
         purpose: "model", "selector", ...
-        start: pretrained weights of the task's own network, see `weights.starting_state`; not used with `spec` or `outputs`.
+        start: pretrained weights of the task's own network, see `weights.starting_state`; not used
+            with `spec` or `outputs`.
     """
     with seeded(seed, "initial", purpose):
         network = task_network(task, spec, outputs)

@@ -1,4 +1,6 @@
-"""Validation of a task's network before the run, and the approximate memory of a training step, both without computing (meta device)."""
+"""Validation of a task's network before the run, and the approximate memory of a training step,
+both without computing (meta device).
+"""
 
 import math
 from contextlib import suppress
@@ -14,33 +16,45 @@ from medflare.networks.features import FeatureNetwork, example
 from medflare.tasks.config import TaskConfig
 
 _DIVISORS: Final = (2, 4, 8, 16, 32, 64)
-_EXAMPLES: Final = {"segmentation": "unet", "classification": "resnet18"}  # kind of task -> a network for it
+# Kind of task -> a network for it.
+_EXAMPLES: Final = {"segmentation": "unet", "classification": "resnet18"}
 _COPIES: Final = 4  # of the weights: themselves, their gradients and Adam's two moments
 
 
 def check_network(task: TaskConfig) -> FeatureNetwork:
-    """The task's network on the meta device, if it accepts the task's images and returns logits of the task's shape.
+    """The task's network on the meta device, if it accepts the task's images and returns logits of
+    the task's shape.
 
     ConfigError otherwise; for a wrong image size, with a larger size that works.
     """
     try:
         return _checked(task)
     except ConfigError:
-        for size in dict.fromkeys(tuple(math.ceil(side / divisor) * divisor for side in task.size) for divisor in _DIVISORS):
-            with suppress(ConfigError):
-                _checked(replace(task, size=size))
-                name = task.network["name"]
-                larger = ConfigError(f"task {task.name}: network {name} needs a size such as {list(size)}, not {list(task.size)}")
-                break
-        else:
+        size = _larger_size(task)
+        if size is None:
             raise
-    raise larger
+    raise ConfigError(
+        f"task {task.name}: network {task.network['name']} needs a size such as {size}, "
+        f"not {list(task.size)}"
+    )
+
+
+def _larger_size(task: TaskConfig) -> list[int] | None:
+    """The smallest size with a common divisor that the network accepts; None if it accepts none."""
+    for divisor in _DIVISORS:
+        size = tuple(math.ceil(side / divisor) * divisor for side in task.size)
+        with suppress(ConfigError):
+            _checked(replace(task, size=size))
+            return list(size)
+    return None
 
 
 def step_bytes(task: TaskConfig, batch: int) -> int:
-    """Approximate bytes of a training step: the outputs of all layers, weights, gradients and Adam's moments.
+    """Approximate bytes of a training step: the outputs of all layers, weights, gradients and
+    Adam's moments.
 
-    `batch` is the number of images or patches. If the network does not run on the meta device, only images and weights count.
+    `batch` is the number of images or patches. If the network does not run on the meta device, only
+    images and weights count.
     """
     network = meta_network(task).train()
     outputs: dict[UntypedStorage, int] = {}
@@ -56,23 +70,34 @@ def step_bytes(task: TaskConfig, batch: int) -> int:
     with suppress(*PROBLEMS):
         network(images)
     weights = sum(weight.nbytes for weight in network.parameters())
-    per_image = (images.nbytes + sum(outputs.values())) / 2 / (1 if task.precision == "fp32" else 2)
+    per_image = (images.nbytes + sum(outputs.values())) / len(images)
+    if task.precision != "fp32":
+        per_image /= 2
     return _COPIES * weights + math.ceil(batch * per_image)
 
 
 @torch.no_grad()
 def _checked(task: TaskConfig) -> FeatureNetwork:
     """As `check_network`, for the task's own size only."""
-    network, place = meta_network(task), f"task {task.name}: network {task.network['name']}"
-    expected = (2, task.outputs, *(task.size if task.kind == "segmentation" else ()))
+    network = meta_network(task)
+    place = f"task {task.name}: network {task.network['name']}"
+    expected = [2, task.outputs]
+    if task.kind == "segmentation":
+        expected += task.size
     try:
-        shape = tuple(network.eval()(example(task.image_channels, task.size, "meta")).shape)
+        shape = list(network.eval()(example(task.image_channels, task.size, "meta")).shape)
     except PROBLEMS as error:
-        raise ConfigError(f"{place} does not accept images of size {list(task.size)} ({one_line(error)})") from error
+        raise ConfigError(
+            f"{place} does not accept images of size {list(task.size)} ({one_line(error)})"
+        ) from error
     kind = {2: "classification", task.spatial_dims + 2: "segmentation"}.get(len(shape), task.kind)
     if kind != task.kind:
-        wanted = f"{task.kind}, such as {_EXAMPLES[task.kind]}"
-        raise ConfigError(f"{place} is a network for {kind} (logits of shape {list(shape)}); take one for {wanted}")
+        raise ConfigError(
+            f"{place} is a network for {kind} (logits of shape {shape}); "
+            f"take one for {task.kind}, such as {_EXAMPLES[task.kind]}"
+        )
     if shape != expected:
-        raise ConfigError(f"{place}: two images give logits of shape {list(shape)}, the task needs {list(expected)}")
+        raise ConfigError(
+            f"{place}: two images give logits of shape {shape}, the task needs {expected}"
+        )
     return network

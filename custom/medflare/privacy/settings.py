@@ -1,7 +1,8 @@
 """Training with differential privacy: settings, supported tasks, cost.
 
-Site algorithms opt in: their hyper-parameters inherit `PrivacyHyper`, and their training goes through `FedAvgSite.descend`. The unit of
-privacy is a training patient with all images. The mechanism is in `dp_sgd.py`, which alone needs Opacus.
+Site algorithms opt in: their hyper-parameters inherit `PrivacyHyper`, and their training goes
+through `FedAvgSite.descend`. The unit of privacy is a training patient with all images. The
+mechanism is in `dp_sgd.py`, which alone needs Opacus.
 """
 
 import math
@@ -35,9 +36,28 @@ from medflare.training.site import Site
 class PrivacyHyper:
     """Hyper-parameters of an algorithm that can train with DP-SGD."""
 
-    dp_noise: float = param(0.0, "deviation of DP-SGD's noise in units of dp_clip; 0: none", symbol="σ", source="Abadi 2016, Alg. 1", low=0)
-    dp_clip: float = param(1.0, "largest norm of one patient's gradient", symbol="C", source="Abadi 2016, Alg. 1", low=1e-6)
-    dp_delta: float = param(1e-5, "δ that ε is given for", symbol="δ", source="Abadi 2016, Sec. 2.1", low=1e-12, high=0.1)
+    dp_noise: float = param(
+        0.0,
+        "deviation of DP-SGD's noise in units of dp_clip; 0: none",
+        symbol="σ",
+        source="Abadi 2016, Alg. 1",
+        low=0,
+    )
+    dp_clip: float = param(
+        1.0,
+        "largest norm of one patient's gradient",
+        symbol="C",
+        source="Abadi 2016, Alg. 1",
+        low=1e-6,
+    )
+    dp_delta: float = param(
+        1e-5,
+        "δ that ε is given for",
+        symbol="δ",
+        source="Abadi 2016, Sec. 2.1",
+        low=1e-12,
+        high=0.1,
+    )
 
 
 def is_private(hyper: object) -> TypeGuard[PrivacyHyper]:
@@ -46,33 +66,59 @@ def is_private(hyper: object) -> TypeGuard[PrivacyHyper]:
 
 
 def check_private(task: TaskConfig) -> None:
-    """Raises ConfigError if DP-SGD does not protect all of a task's training: a patient may only have effects by its own gradient."""
+    """Raises ConfigError if DP-SGD does not protect all of a task's training: a patient may only
+    have effects by its own gradient.
+    """
     for name, layer in meta_network(task).named_modules():
-        if isinstance(layer, _BatchNorm) or (isinstance(layer, _InstanceNorm) and layer.track_running_stats):
+        averages = isinstance(layer, _InstanceNorm) and layer.track_running_stats
+        if averages or isinstance(layer, _BatchNorm):
             raise ConfigError(
-                f"dp_noise: layer {name} ({type(layer).__name__}) of network {task.network['name']} mixes the images of a batch, so "
-                "none has a gradient of its own; set task.network.norm=instance (unet), or take a network without it (small_cnn, vgg11)"
+                f"dp_noise: layer {name} ({type(layer).__name__}) of network "
+                f"{task.network['name']} mixes the images of a batch, so none has a gradient of "
+                "its own; set task.network.norm=instance (unet), or take a network without it "
+                "(small_cnn, vgg11)"
             )
-    if task.precision != "fp32" or task.accumulate > 1:
-        setting = f"precision {task.precision!r}" if task.precision != "fp32" else "accumulate"
-        raise ConfigError(f"dp_noise: gradients are clipped in fp32, a step for every draw of patients; leave out task {setting}")
+    setting = ""
+    if task.precision != "fp32":
+        setting = f"precision {task.precision!r}"
+    elif task.accumulate > 1:
+        setting = "accumulate"
+    if setting:
+        raise ConfigError(
+            "dp_noise: gradients are clipped in fp32, a step for every draw of patients; "
+            f"leave out task {setting}"
+        )
     if task.sampling.name != "shuffle":
-        raise ConfigError("dp_noise: DP-SGD draws every patient with the same probability; set task.sampling=shuffle")
-    if reason := pools_images(task):
-        raise ConfigError(f"dp_noise: loss {task.loss['name']} gives no image a gradient of its own: {reason}")
+        raise ConfigError(
+            "dp_noise: DP-SGD draws every patient with the same probability; "
+            "set task.sampling=shuffle"
+        )
+    reason = pools_images(task)
+    if reason:
+        raise ConfigError(
+            f"dp_noise: loss {task.loss['name']} gives no image a gradient of its own: {reason}"
+        )
 
 
 def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
-    """Raises ConfigError if Opacus is missing or does not support the site's network, or if δ is too large for the site."""
+    """Raises ConfigError if Opacus is missing or does not support the site's network, or if δ is
+    too large for the site.
+    """
     if site.computing.compiled:
-        raise ConfigError(f"site {site.name}: dp_noise takes each image's gradient from a plain network; leave compile out of {PLACE}")
-    dp_sgd, network = _dp_sgd(site), site.network()
+        raise ConfigError(
+            f"site {site.name}: dp_noise takes each image's gradient from a plain network; "
+            f"leave compile out of {PLACE}"
+        )
+    dp_sgd = _dp_sgd(site)
+    network = site.network()
     if isinstance(network, WholeNetwork):  # medflare's own networks are tested
-        dp_sgd.check_gradients(network, example(site.task.image_channels, site.task.size, site.device))
+        images = example(site.task.image_channels, site.task.size, site.device)
+        dp_sgd.check_gradients(network, images)
     patients = training_patients(site)
     if hyper.dp_delta * patients >= 1:
         raise ConfigError(
-            f"site {site.name}: dp_delta = {hyper.dp_delta:g} is not below 1 / {patients} training patients; choose it far smaller"
+            f"site {site.name}: dp_delta = {hyper.dp_delta:g} is not below "
+            f"1 / {patients} training patients; choose it far smaller"
         )
 
 
@@ -84,7 +130,8 @@ def train_privately(
     hyper: PrivacyHyper,
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
 ) -> None:
-    """A round of DP-SGD in place; arguments as of `dp_sgd.train_dp_sgd`. It is counted before its first step, in case of a crash.
+    """A round of DP-SGD in place; arguments as of `dp_sgd.train_dp_sgd`. It is counted before its
+    first step, in case of a crash.
 
     Raises:
         PrivacyError: it would exceed the site's budget.
@@ -96,30 +143,39 @@ def train_privately(
 
 
 def planned(site: Site, hyper: PrivacyHyper) -> Release:
-    """The release of one round: an epoch has as many steps as draw every patient once on average."""
-    patients, batch = training_patients(site), site.batch_size
-    return Release(hyper.dp_noise, min(1.0, batch / patients), site.task.local_epochs * math.ceil(patients / batch))
+    """The release of one round: the steps of an epoch draw every patient once on average."""
+    patients = training_patients(site)
+    rate = min(1.0, site.batch_size / patients)
+    steps = site.task.local_epochs * math.ceil(patients / site.batch_size)
+    return Release(hyper.dp_noise, rate, steps)
 
 
 def system_generator() -> np.random.Generator:
-    """A generator from 128 bits of the operating system: the server knows the run's seed, and could subtract the noise."""
+    """A generator from 128 bits of the operating system: the server knows the run's seed, and could
+    subtract the noise.
+    """
     return np.random.default_rng()
 
 
 def privacy_cost(site: Site, account: Account, hyper: PrivacyHyper) -> dict[str, Any] | None:
-    """{"epsilon", "delta", "steps"} of this run so far; "epsilon" is None if infinite. None before the first release."""
+    """{"epsilon", "delta", "steps"} of this run so far; "epsilon" is None if infinite.
+
+    None before the first release.
+    """
     releases = account.ledger.releases()
     if not releases:
         return None
     epsilon = _dp_sgd(site).epsilon_of(releases, hyper.dp_delta)
     steps = sum(release.steps for release in releases)
-    return {"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": hyper.dp_delta, "steps": steps}
+    finite = epsilon if math.isfinite(epsilon) else None
+    return {"epsilon": finite, "delta": hyper.dp_delta, "steps": steps}
 
 
 class Cost(TypedDict):
     """What `privacy_cost` returns, as metadata."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # pydantic's place for it
+    # Pydantic's place for the configuration:
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     epsilon: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None
     delta: Annotated[float, Field(strict=True, ge=0, le=1)]
     steps: Annotated[int, Field(strict=True, ge=0)]
@@ -127,7 +183,10 @@ class Cost(TypedDict):
 
 def _dp_sgd(site: Site) -> ModuleType:
     if not installed("opacus"):
-        raise ConfigError(f"site {site.name}: dp_noise needs Opacus, which is not installed; pip install 'medflare[privacy]'")
+        raise ConfigError(
+            f"site {site.name}: dp_noise needs Opacus, which is not installed; "
+            "pip install 'medflare[privacy]'"
+        )
     from medflare.privacy import dp_sgd
 
     return dp_sgd

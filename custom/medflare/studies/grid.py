@@ -1,16 +1,20 @@
-"""Studies: rows side by side over seeds and left-out sites. Completed runs are kept, so a study can be interrupted and extended.
+"""Studies: rows side by side over seeds and left-out sites. Completed runs are kept, so a study can
+be interrupted and extended.
 
     OUT/table.md
     OUT/study.zip
         study.json                                  the rows in their order
         <row>/seed<seed>[-<outside>]/results.json
-        <row>/seed<seed>[-<outside>]/scores.json    scores of single patients; models with equal scores name the first of them
+        <row>/seed<seed>[-<outside>]/scores.json    scores of single patients; models with equal
+                                                    scores name the first of them
 
-Without its scores (`zip -d study.zip '*/scores.json'`) a study can be passed on; tables that need them are then incomplete.
+Without its scores (`zip -d study.zip '*/scores.json'`) a study can be passed on; tables that need
+them are then incomplete.
 """
 
 import json
 import os
+import re
 import time
 import zlib
 from collections import Counter
@@ -35,7 +39,7 @@ from medflare.federation.settings import CROSS_SITE
 from medflare.studies.candidates import Candidate
 from medflare.studies.page import PAGE_FILE, study_page
 from medflare.studies.references import CONSTANT, SCORES, Setting
-from medflare.studies.statistics import Run
+from medflare.studies.statistics import Run, sites_of_role
 from medflare.studies.tables import TABLE_FILE, StudyTables, study_report
 from medflare.tasks.config import load_task
 
@@ -44,7 +48,7 @@ SCORES_FILE: Final = "scores.json"
 _ROWS: Final = "study.json"
 _DATALISTS: Final = "datalists"  # setting in a run's results: site -> checksum of its datalist
 
-# -- study.zip ---------------------------------------------------------------------------------------------------------------
+# -- study.zip -------------------------------------------------------------------------------------
 
 
 def run_name(label: str, seed: int, outside: Sequence[str] = ()) -> str:
@@ -54,52 +58,73 @@ def run_name(label: str, seed: int, outside: Sequence[str] = ()) -> str:
         >>> run_name("fedsm:lam=0.3", 1, ["CS"])
         'fedsm_lam=0.3/seed1-CS'
     """
-    row = "".join(letter if letter.isalnum() or letter in "-_.=" else "_" for letter in label)
-    return f"{row}/{'-'.join([f'seed{seed}', *outside])}"
+    row = re.sub(r"[^\w.=-]", "_", label)
+    return "-".join([f"{row}/seed{seed}", *outside])
 
 
 def write_rows(out: Path, labels: Iterable[str]) -> None:
     """Write the order of the rows; rows of an earlier study in the same folder follow."""
     rows = list(labels)
-    _write(out, {_ROWS: {"rows": rows + [row for row in _rows(_contents(out)) if row not in rows]}})
+    rows += [row for row in _rows(_contents(out)) if row not in rows]
+    _write(out, {_ROWS: {"rows": rows}})
 
 
 def write_run(out: Path, name: str, results: Run) -> None:
     """Add or replace a run."""
+    content = dict(results)
     scores: dict[str, dict[str, Any]] = {}
-    for site, models in results.get(SCORES, {}).items():
+    for site, models in content.pop(SCORES, {}).items():
         scores[site] = {}
         for model, cases in models.items():
-            scores[site][model] = next((first for first, content in scores[site].items() if content == cases), cases)
-    content = {key: value for key, value in results.items() if key != SCORES}
+            equal = [first for first, earlier in scores[site].items() if earlier == cases]
+            scores[site][model] = equal[0] if equal else cases
     _write(out, {f"{name}/{RESULTS_FILE}": content, f"{name}/{SCORES_FILE}": scores})
 
 
 def read_runs(out: Path) -> dict[str, dict[str, Any]]:
-    """Name -> results of all runs, with their scores if they were kept; empty without a file. Raises StateError if it is damaged."""
-    contents, runs = _contents(out), {}
-    for entry in sorted(entry for entry in contents if entry.endswith(f"/{RESULTS_FILE}")):
+    """Name -> results of all runs, with their scores if they were kept; empty without a file.
+
+    Raises StateError if it is damaged.
+    """
+    contents = _contents(out)
+    runs: dict[str, dict[str, Any]] = {}
+    for entry in sorted(contents):
+        if not entry.endswith(f"/{RESULTS_FILE}"):
+            continue
         name = entry.removesuffix(f"/{RESULTS_FILE}")
         try:
             results = parse_results(contents[entry])
             scores = json.loads(contents.get(f"{name}/{SCORES_FILE}", "{}"))
             for models in scores.values():
-                models.update({model: models[cases] for model, cases in models.items() if isinstance(cases, str)})
+                for model, cases in models.items():
+                    if isinstance(cases, str):
+                        models[model] = models[cases]
         except (ValueError, KeyError, AttributeError) as error:
-            raise StateError(f"{out / STUDY_FILE}: {name}: {error}; delete that run (zip -d) to run it again") from error
-        runs[name] = results | ({SCORES: scores} if scores else {})
+            raise StateError(
+                f"{out / STUDY_FILE}: {name}: {error}; delete that run (zip -d) to run it again"
+            ) from error
+        if scores:
+            results[SCORES] = scores
+        runs[name] = results
     return runs
 
 
 def read_study(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """Row -> its runs; rows that study.json does not name are last. Raises StateError if there is no run, or the file is damaged."""
+    """Row -> its runs; rows that study.json does not name are last.
+
+    Raises StateError if there is no run, or the file is damaged.
+    """
     groups: dict[str, list[dict[str, Any]]] = {}
     for run in read_runs(out).values():
-        groups.setdefault(run["configuration"]["settings"].get("label", run["method"]), []).append(run)
+        label = run["configuration"]["settings"].get("label", run["method"])
+        groups.setdefault(label, []).append(run)
     if not groups:
-        raise StateError(f"{out}: no run of a study here; name the folder of `medflare study --out` with {STUDY_FILE}")
-    order = _rows(_contents(out))
-    return dict(sorted(groups.items(), key=lambda row: (order.index(row[0]) if row[0] in order else len(order), row[0])))
+        raise StateError(
+            f"{out}: no run of a study here; "
+            f"name the folder of `medflare study --out` with {STUDY_FILE}"
+        )
+    labels = dict.fromkeys([*_rows(_contents(out)), *sorted(groups)])
+    return {label: groups[label] for label in labels if label in groups}
 
 
 def _contents(out: Path) -> dict[str, bytes]:
@@ -115,8 +140,10 @@ def _contents(out: Path) -> dict[str, bytes]:
 
 def _write(out: Path, changes: Mapping[str, Any]) -> None:
     """Replace entries of the file atomically; equal contents give equal bytes."""
-    written = {name: json.dumps(content, allow_nan=False, separators=(",", ":")).encode() + b"\n" for name, content in changes.items()}
-    contents = {**_contents(out), **written}
+    contents = _contents(out)
+    for name, content in changes.items():
+        text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+        contents[name] = f"{text}\n".encode()
     with replacing(out / STUDY_FILE) as temporary, ZipFile(temporary, "w") as archive:
         for name in sorted(contents):
             entry = ZipInfo(name)
@@ -125,7 +152,9 @@ def _write(out: Path, changes: Mapping[str, Any]) -> None:
 
 
 def _rows(contents: Mapping[str, bytes]) -> list[str]:
-    return list(json.loads(contents[_ROWS])["rows"]) if _ROWS in contents else []
+    if _ROWS not in contents:
+        return []
+    return list(json.loads(contents[_ROWS])["rows"])
 
 
 @dataclass(frozen=True)
@@ -143,7 +172,11 @@ class _Job:
         """The results in JSON types: another process can send them."""
         torch.set_num_threads(1)
         results = self.candidate.run(self.setting, self.seed, self.outside)
-        results["configuration"]["settings"] |= {"label": self.candidate.label, "resplit": self.seed, _DATALISTS: _datalists(self.setting)}
+        results["configuration"]["settings"] |= {
+            "label": self.candidate.label,
+            "resplit": self.seed,
+            _DATALISTS: _datalists(self.setting),
+        }
         in_json_types: dict[str, Any] = json_ready(results)
         return in_json_types
 
@@ -162,7 +195,8 @@ def run_study(
 
     Args:
         seeds: each candidate runs with each.
-        left_out: each of these sites in turn does not train and gets the final models; none: all sites are inside.
+        left_out: each of these sites in turn does not train and gets the final models; none: all
+            sites are inside.
         processes: runs at the same time, one thread each.
         say: gets a line for every run that ended.
 
@@ -170,33 +204,45 @@ def run_study(
         Label of a candidate -> its runs.
 
     Raises:
-        ConfigError: the task or a site's name is wrong, a row cannot run, something is named twice, or no site is left to train.
+        ConfigError: the task or a site's name is wrong, a row cannot run, something is named twice,
+            or no site is left to train.
         StateError: an earlier run in `out` is damaged, or had other settings.
     """
     seeds = list(seeds)
-    for what, values in (("row", [row.label for row in candidates]), ("seed", seeds), ("left-out site", left_out)):
-        if twice := [value for value, count in Counter(values).items() if count > 1]:  # the same runs would count as repetitions
+    labels = [candidate.label for candidate in candidates]
+    for what, values in (("row", labels), ("seed", seeds), ("left-out site", left_out)):
+        twice = [value for value, count in Counter(values).items() if count > 1]
+        if twice:  # the same runs would count as repetitions
             raise ConfigError(f"study: {what} {twice[0]!r} is named twice; name it once")
     if left_out and len(setting.sites) < 2:
-        raise ConfigError(f"without {setting.sites[0]} no site is left to train; name at least two sites")
+        raise ConfigError(
+            f"without {setting.sites[0]} no site is left to train; name at least two sites"
+        )
     for candidate in candidates:
         candidate.check(setting.task, setting.rounds, left_out)
     splits: list[tuple[str, ...]] = [(site,) for site in left_out] or [()]
-    jobs = [_Job(candidate, setting, seed, outside) for seed in seeds for candidate in candidates for outside in splits]
-    completed = {name: run for name, run in read_runs(out).items() if run["status"] == COMPLETED}
-    if setting.cross_site:  # runs without the matrix are repeated
-        completed = {name: run for name, run in completed.items() if CROSS_SITE in run or run["method"] == CONSTANT}
+    jobs: list[_Job] = []
+    for seed in seeds:
+        for candidate in candidates:
+            jobs += [_Job(candidate, setting, seed, outside) for outside in splits]
+    earlier = read_runs(out)
+    missing: list[_Job] = []
     for job in jobs:
-        if job.name in completed:
-            _check_same(out, job, completed[job.name])
-    missing = [job for job in jobs if job.name not in completed]
-    write_rows(out, (candidate.label for candidate in candidates))
+        run = earlier.get(job.name)
+        if run is not None and _is_complete(run, setting):
+            _check_same(out, job, run)
+        else:
+            missing.append(job)
+    write_rows(out, labels)
     started = time.monotonic()
     for done, (job, results) in enumerate(_finished(missing, processes), start=1):
         write_run(out, job.name, results)
         left = (time.monotonic() - started) / done * (len(missing) - done)
-        ended = f"[{done}/{len(missing)}] {job.name}: {results['status']}, {results['seconds']['total']:.0f} s"
-        say(f"{ended}, about {about(left)} left" if left else ended)
+        seconds = results["seconds"]["total"]
+        line = f"[{done}/{len(missing)}] {job.name}: {results['status']}, {seconds:.0f} s"
+        if left:
+            line += f", about {about(left)} left"
+        say(line)
     runs = read_runs(out)
     groups: dict[str, list[dict[str, Any]]] = {}
     for job in jobs:
@@ -207,39 +253,71 @@ def run_study(
     return groups
 
 
+def _is_complete(run: Run, setting: Setting) -> bool:
+    """Runs without the matrix that the setting asks for are repeated."""
+    has_matrix = CROSS_SITE in run or run["method"] == CONSTANT
+    return run["status"] == COMPLETED and (has_matrix or not setting.cross_site)
+
+
 def _check_same(out: Path, job: _Job, run: Run) -> None:
-    """Raise StateError if a kept run had other settings; a setting that it does not record is not compared."""
-    configuration, setting = run["configuration"], job.setting
+    """Raise StateError if a kept run had other settings; a setting that it does not record is not
+    compared.
+    """
+    configuration = run["configuration"]
+    setting = job.setting
     try:
         task = load_task(configuration["task"]).to_dict()
     except ConfigError:  # the settings of an earlier version
         task = configuration["task"]
-    inside = sorted(name for name, site in run["sites"].items() if site["role"] == "inside")
-    datalists = configuration["settings"].get(_DATALISTS, {})
-    before = {"rounds": run["rounds"], "sites": inside, "task": task, **configuration["hyper"], "datalist": datalists}
-    now = {
-        "rounds": setting.rounds,
-        "sites": sorted(set(setting.sites) - set(job.outside)),
-        "task": load_task(replace(setting.task, resplit=job.seed)).to_dict(),
-        **job.candidate.effective,
-        "datalist": _datalists(setting),
-    }
-    then_flat, now_flat = (pd.json_normalize(json_ready(content)).to_dict("records")[0] for content in (before, now))
-    if changed := [name for name, value in then_flat.items() if now_flat.get(name) != value]:
-        then, today = (", ".join(f"{name} = {flat.get(name)!r}" for name in changed) for flat in (then_flat, now_flat))
-        raise StateError(f"{out}: {job.name} is a run with {then}, this study has {today}; use another --out")
+    before = _flat(
+        {
+            "rounds": run["rounds"],
+            "sites": sites_of_role(run, "inside"),
+            "task": task,
+            **configuration["hyper"],
+            "datalist": configuration["settings"].get(_DATALISTS, {}),
+        }
+    )
+    now = _flat(
+        {
+            "rounds": setting.rounds,
+            "sites": sorted(setting.inside(job.outside)),
+            "task": load_task(replace(setting.task, resplit=job.seed)).to_dict(),
+            **job.candidate.effective,
+            "datalist": _datalists(setting),
+        }
+    )
+    then: list[str] = []
+    today: list[str] = []
+    for name, value in before.items():
+        if now.get(name) != value:
+            then.append(f"{name} = {value!r}")
+            today.append(f"{name} = {now.get(name)!r}")
+    if then:
+        raise StateError(
+            f"{out}: {job.name} is a run with {', '.join(then)}, "
+            f"this study has {', '.join(today)}; use another --out"
+        )
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[Any, Any]:
+    return dict(pd.json_normalize(json_ready(settings)).to_dict("records")[0])
 
 
 def _datalists(setting: Setting) -> dict[str, str]:
     """Site -> checksum of its datalist, "" for images embedded in the task."""
-    folders = {site: site_folder(site, data_root=setting.data_root) for site in setting.sites}
-    return {site: "" if folder is None else file_digest(folder / FILE)[:16] for site, folder in folders.items()}
+    checksums: dict[str, str] = {}
+    for site in setting.sites:
+        folder = site_folder(site, data_root=setting.data_root)
+        checksums[site] = "" if folder is None else file_digest(folder / FILE)[:16]
+    return checksums
 
 
 def _finished(jobs: Sequence[_Job], processes: int) -> Iterator[tuple[_Job, dict[str, Any]]]:
     """Every job with its results, in the order in which they end."""
     if processes <= 1:
-        yield from ((job, job()) for job in jobs)
+        for job in jobs:
+            yield job, job()
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))

@@ -1,4 +1,6 @@
-"""The page of a study: all rows side by side, ranks, gain over training alone by site, cost, curves and every table."""
+"""The page of a study: all rows side by side, ranks, gain over training alone by site, cost, curves
+and every table.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -17,7 +19,7 @@ from medflare.evaluation.presentation import (
 )
 from medflare.evaluation.report import template
 from medflare.studies.references import CONSTANT, SINGLE_SITE
-from medflare.studies.statistics import ALL_SITES, mean_interval
+from medflare.studies.statistics import ALL_SITES, all_runs, distinct, mean_interval
 from medflare.studies.tables import StudyTables, cautions, learning_curves, spread, task_of
 
 PAGE_FILE: Final = "study.html"
@@ -25,31 +27,41 @@ PAGE_FILE: Final = "study.html"
 
 def study_page(study: StudyTables) -> str:
     """The page as HTML, from the deployed model of every row."""
-    groups, metric = study.groups, study.metric
+    groups = study.groups
+    metric = study.metric
     values = _deployed(study)
-    points = {label: {f"{site}, seed {seed}": value for (site, seed), value in column.dropna().items()} for label, column in values.items()}
-    runs = [run for of_row in groups.values() for run in of_row]
+    points: dict[Any, dict[str, float]] = {}
+    for label, column in values.items():
+        for (site, seed), value in column.dropna().items():
+            points.setdefault(label, {})[f"{site}, seed {seed}"] = value
+    inside: list[str] = []
+    for role, site in study.places:
+        if role == "inside" and site != ALL_SITES:
+            inside.append(site)
+    runs = all_runs(groups)
     return template("study.html").render(
         task=task_of(groups),
         description=task_description(task_of(groups)),
         metric=metric,
         lower=lower_is_better(metric),
         findings=[],
-        sites=[site for role, site in study.places if role == "inside" and site != ALL_SITES],
-        seeds=sorted({run["seed"] for run in runs}),
-        rounds=sorted({run["rounds"] for run in runs}),
+        sites=inside,
+        seeds=distinct(runs, "seed"),
+        rounds=distinct(runs, "rounds"),
         banner=study.banner(),
         cautions=[*cautions(groups), *study.notes()],
         overview=_overview(study, values),
         gains=_gains(study, values),
-        plot=patients_plot({label: of_row for label, of_row in points.items() if of_row}, {}, metric_label(metric)),
+        plot=patients_plot(points, {}, metric_label(metric)),
         curves=learning_curves(groups, "currentColor"),
         tables={title: answer_first(*parsed(table)) for title, table in study.everything.items()},
     )
 
 
 def _deployed(study: StudyTables) -> pd.DataFrame:
-    """The task's metric of the deployed models at inside sites (if there are none, at outside sites): index (site, seed), columns rows."""
+    """The task's metric of the deployed models at inside sites (if there are none, at outside
+    sites): index (site, seed), columns rows.
+    """
     role = "inside" if "inside" in study.roles else study.roles[0]
     table = study.values.xs(("deployed", role, study.metric), level=("model", "role", "metric"))
     table = table[table.index.get_level_values("site") != ALL_SITES]
@@ -57,35 +69,64 @@ def _deployed(study: StudyTables) -> pd.DataFrame:
 
 
 def _overview(study: StudyTables, values: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """A row for each row of the study: its means, its rank, its cost and its warnings. The constant answer has a rank, too."""
+    """A row for each row of the study: its means, its rank, its cost and its warnings.
+
+    The constant answer has a rank, too.
+    """
     compared = values.dropna(axis=1, how="all")
     ranks = compared.dropna().rank(axis=1, ascending=lower_is_better(study.metric))
-    lines = []
+    headings = ["method", *(f"mean {role}" for role in study.roles)]
+    headings += ["mean rank", "traffic", "time", "runs", "warnings"]
+    lines: list[list[str]] = []
     for label, runs in study.groups.items():
-        means = [spread(study.metric, study.series(label, "deployed", role, study.metric)) for role in study.roles]
+        cells = [label]
+        for role in study.roles:
+            by_seed = study.series(label, "deployed", role, study.metric)
+            cells.append(spread(study.metric, by_seed))
         rank = UNDEFINED
         if label in ranks and len(ranks):
+            rank = f"{ranks[label].mean():.1f}"
             bounds = mean_interval(ranks[label].tolist())
-            rank = f"{ranks[label].mean():.1f}" + (f"\n{bounds[0]:.1f} to {bounds[1]:.1f}" if bounds else "")
-        traffic = sum(run["traffic"]["down_bytes"] + run["traffic"]["up_bytes"] for run in runs) / len(runs)
-        seconds = sum(run["seconds"].get("total") or 0.0 for run in runs) / len(runs)
-        cost = [format_bytes(traffic) if traffic else UNDEFINED, format_seconds(seconds), str(len(runs))]
-        lines.append([label, *means, rank, *cost, "\n".join(study.warnings(label)) or UNDEFINED])
-    return ["method", *(f"mean {role}" for role in study.roles), "mean rank", "traffic", "time", "runs", "warnings"], lines
+            if bounds is not None:
+                rank += f"\n{bounds[0]:.1f} to {bounds[1]:.1f}"
+        traffic = 0
+        seconds = 0.0
+        for run in runs:
+            traffic += run["traffic"]["down_bytes"] + run["traffic"]["up_bytes"]
+            seconds += run["seconds"].get("total") or 0.0
+        cells += [
+            rank,
+            format_bytes(traffic / len(runs)) if traffic else UNDEFINED,
+            format_seconds(seconds / len(runs)),
+            str(len(runs)),
+            "\n".join(study.warnings(label)) or UNDEFINED,
+        ]
+        lines.append(cells)
+    return headings, lines
 
 
 def _gains(study: StudyTables, values: pd.DataFrame) -> Mapping[str, Any]:
-    """Row -> {"sites": site -> (text, whether it loses), "losers": sites}, against the row of training alone; empty without it."""
+    """Row -> {"sites": site -> (text, whether it loses), "losers": sites}, against the row of
+    training alone; empty without it.
+    """
     alone = study.label_of(SINGLE_SITE)
     if alone is None:
         return {}
     sign = -1 if lower_is_better(study.metric) else 1
-    gains = {}
+    gains: dict[str, dict[str, Any]] = {}
     for label in values.columns.drop(alone):
+        if study.groups[label][0]["method"] == CONSTANT:
+            continue
         by_site = (sign * (values[label] - values[alone])).dropna().groupby("site").mean()
-        cells = {site: (f"{gain:+.3f}" if sign > 0 else format_metric(study.metric, gain), gain < 0) for site, gain in by_site.items()}
-        if cells and study.groups[label][0]["method"] != CONSTANT:
-            gains[label] = {"sites": cells, "losers": [site for site, (_, loses) in cells.items() if loses]}
+        cells: dict[Any, tuple[str, bool]] = {}
+        losers: list[Any] = []
+        for site, gain in by_site.items():
+            text = f"{gain:+.3f}" if sign > 0 else format_metric(study.metric, gain)
+            cells[site] = (text, gain < 0)
+            if gain < 0:
+                losers.append(site)
+        if cells:
+            gains[label] = {"sites": cells, "losers": losers}
     return gains
 
 
@@ -96,8 +137,15 @@ def parsed(table: str) -> tuple[list[str], list[list[tuple[str, bool]]]]:
         >>> parsed("| method | A |\\n| --- | ---: |\\n| fedavg | **0.5** |\\n")
         (['method', 'A'], [[('fedavg', False), ('0.5', True)]])
     """
-    lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.strip().splitlines()]
-    return lines[0], [[(cell.strip("*"), cell.startswith("**")) for cell in line] for line in lines[2:]]
+    headings, _, *lines = table.strip().splitlines()
+    rows: list[list[tuple[str, bool]]] = []
+    for line in lines:
+        rows.append([(cell.strip("*"), cell.startswith("**")) for cell in _cells(line)])
+    return _cells(headings), rows
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
 _IN_NAME: Final = ("model", "deployed against its own", "sites", "model of", "structure or class")
@@ -105,22 +153,39 @@ _ANSWERS: Final = ("mean inside", "mean", "verdict")
 _LAST: Final = ("selection",)
 
 
-def answer_first(headings: list[str], rows: list[list[tuple[str, bool]]]) -> tuple[list[str], list[list[tuple[str, bool]]]]:
-    """The table with its most important number as the second column, so that a phone shows it without scrolling.
+def answer_first(
+    headings: list[str], rows: list[list[tuple[str, bool]]]
+) -> tuple[list[str], list[list[tuple[str, bool]]]]:
+    """The table with its most important number as the second column, so that a phone shows it
+    without scrolling.
 
-    What a row is (its model, its sites) is on a second line of its name; the mean over sites comes first, how a round was selected last.
+    What a row is (its model, its sites) is on a second line of its name; the mean over sites comes
+    first, how a round was selected last.
 
     Examples:
-        >>> answer_first(["method", "model", "A", "mean inside"], [[("fedsm", False), ("global", False), ("0.4", False), ("0.5", True)]])
-        (['method', 'mean inside', 'A'], [[('fedsm\\nglobal', False), ('0.5', True), ('0.4', False)]])
+        >>> headings = ["method", "model", "A", "mean inside"]
+        >>> row = [("fedsm", False), ("global", False), ("0.4", False), ("0.5", True)]
+        >>> headings, rows = answer_first(headings, [row])
+        >>> headings
+        ['method', 'mean inside', 'A']
+        >>> rows
+        [[('fedsm\\nglobal', False), ('0.5', True), ('0.4', False)]]
     """
-    names = [place for place, heading in enumerate(headings) if place and heading in _IN_NAME]
-    answers = [place for place, heading in enumerate(headings) if heading in _ANSWERS]
-    last = [place for place, heading in enumerate(headings) if heading in _LAST]
-    moved = {0, *names, *answers, *last}
-    others = [place for place in range(len(headings)) if place not in moved]
+    names: list[int] = []
+    answers: list[int] = []
+    others: list[int] = []
+    last: list[int] = []
+    for place, heading in enumerate(headings[1:], start=1):
+        if heading in _IN_NAME:
+            names.append(place)
+        elif heading in _ANSWERS:
+            answers.append(place)
+        elif heading in _LAST:
+            last.append(place)
+        else:
+            others.append(place)
     order = [*answers, *others, *last]
-    moved_rows = []
+    moved_rows: list[list[tuple[str, bool]]] = []
     for row in rows:
         name = "\n".join(row[place][0] for place in (0, *names))
         moved_rows.append([(name, False), *(row[place] for place in order)])

@@ -1,8 +1,10 @@
-"""Rows that a method has to beat: the constant answer, sites alone, one model of all images, FedAvg changed.
+"""Rows that a method has to beat: the constant answer, sites alone, one model of all images, FedAvg
+changed.
 
 FedAvg is changed in one thing: normalized by the test batch, stronger augmentation, more epochs.
 
-A study runs where all data are, so it keeps scores of single patients, which a federation leaves at the sites.
+A study runs where all data are, so it keeps scores of single patients, which a federation leaves at
+the sites.
 """
 
 import time
@@ -16,8 +18,14 @@ from medflare.adaptation.dsbn import with_batch_statistics
 from medflare.adaptation.registry import check_adaptable
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.data.loading import SiteData, joined
-from medflare.evaluation.results import FAILED, RunRecord, SiteRecord, build_results, mean_over_sites
+from medflare.data.loading import SiteData, Split, joined
+from medflare.evaluation.results import (
+    FAILED,
+    RunRecord,
+    SiteRecord,
+    build_results,
+    mean_over_sites,
+)
 from medflare.evaluation.verdicts import findings
 from medflare.federation.final_models import metric_of
 from medflare.federation.local.loop import run_local
@@ -26,16 +34,23 @@ from medflare.federation.settings import CROSS_SITE
 from medflare.methods.catalogue import build_deployed
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.metrics import Scores
 from medflare.training.constant import best_constant, score_constant
 from medflare.training.epochs import finite_or_none
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-CONSTANT, SINGLE_SITE, CENTRALISED, BATCH_STATISTICS = "constant", "single-site", "centralised", "batch-statistics"
-AUGMENTATION, EQUAL_COMPUTE = "augmentation", "equal-compute"
-TRAINED_AS: Final = "fedavg"  # the method that references train with by default; they take its hyper-parameters
+CONSTANT = "constant"
+SINGLE_SITE = "single-site"
+CENTRALISED = "centralised"
+BATCH_STATISTICS = "batch-statistics"
+AUGMENTATION = "augmentation"
+EQUAL_COMPUTE = "equal-compute"
+# The method that references train with by default; they take its hyper-parameters.
+TRAINED_AS: Final = "fedavg"
 POOLED: Final = "all-sites"  # the one site of centralised training
-CURVES = "curves"  # in a results dict: model -> site -> [rounds of training, validation metric] each
+# In a results dict: model -> site -> [rounds of training, validation metric] each.
+CURVES = "curves"
 SCORES = "scores"  # in a results dict: site -> model -> `Cases.to_dict`
 TASK_CHANGES: Final = "task_changes"  # in a run's settings: what a reference changed in the task
 APPEARANCE: Final[Sequence[Mapping[str, Any]]] = (  # contrast, brightness, noise of other scanners
@@ -54,11 +69,17 @@ class Setting:
     task: TaskConfig
     sites: tuple[str, ...]
     rounds: int
-    data_root: Path | None = None  # folder with a subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images
+    # Folder with a subfolder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
+    data_root: Path | None = None
     cross_site: bool = False  # also test every site's model on every site's test images
 
     def open(self, site: str, role: str, seed: int) -> Site:
-        return open_site(site, replace(self.task, resplit=seed), seed=seed, role=role, data_root=self.data_root)
+        task = replace(self.task, resplit=seed)
+        return open_site(site, task, seed=seed, role=role, data_root=self.data_root)
+
+    def inside(self, outside: Sequence[str]) -> list[str]:
+        """The sites that train if these do not."""
+        return [site for site in self.sites if site not in outside]
 
 
 def recorded_run(
@@ -71,9 +92,11 @@ def recorded_run(
     opened: dict[str, Site] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """The results of `run_local` with `CURVES` and `SCORES`; the seed also draws the split by patient.
+    """The results of `run_local` with `CURVES` and `SCORES`; the seed also draws the split by
+    patient.
 
-    `models` receives site -> role -> final model, `opened` the sites; `options`: further arguments of `run_local`, and hyper-parameters.
+    `models` receives site -> role -> final model, `opened` the sites; `options`: further arguments
+    of `run_local`, and hyper-parameters.
     """
     curves: dict[str, dict[str, dict[int, float]]] = {}
     scores: dict[str, dict[str, dict[str, Any]]] = {}
@@ -82,7 +105,8 @@ def recorded_run(
         for site, meta in report.meta.items():
             for model, value in (meta.get("validation") or {}).items():
                 if value is not None:
-                    curves.setdefault(model, {}).setdefault(site, {})[report.step.round] = round(value, 5)
+                    curve = curves.setdefault(model, {}).setdefault(site, {})
+                    curve[report.step.round] = round(value, 5)
 
     def delivered(site: str, role: str, model: Message, cases: Cases) -> None:
         scores.setdefault(site, {})[role] = cases.to_dict()
@@ -109,34 +133,53 @@ def recorded_run(
         opener=opener,
         **options,
     )
-    points = {model: {site: sorted(map(list, curve.items())) for site, curve in of_sites.items()} for model, of_sites in curves.items()}
-    results |= {CURVES: points, SCORES: scores}
+    results[CURVES] = {}
+    for model, of_sites in curves.items():
+        points = {site: sorted(map(list, curve.items())) for site, curve in of_sites.items()}
+        results[CURVES][model] = points
+    results[SCORES] = scores
     if setting.cross_site:
-        results[CROSS_SITE] = cross_site(final, {name: sites_by_name.get(name) or opener(name, "outside") for name in setting.sites})
+        tested: dict[str, Site] = {}
+        for name in setting.sites:
+            if name not in sites_by_name:
+                opener(name, "outside")
+            tested[name] = sites_by_name[name]
+        results[CROSS_SITE] = cross_site(final, tested)
     return results
 
 
-def cross_site(models: Mapping[str, Mapping[str, Message]], sites: Mapping[str, Site]) -> dict[str, dict[str, float | None]]:
-    """The task's metric of every site's model on every site's test images: site of the model -> site of the images -> value.
+def cross_site(
+    models: Mapping[str, Mapping[str, Message]], sites: Mapping[str, Site]
+) -> dict[str, dict[str, float | None]]:
+    """The task's metric of every site's model on every site's test images: site of the model ->
+    site of the images -> value.
 
-    A site's model is its personal one, or without one the deployed one; models that are the same object have the same row.
+    A site's model is its personal one, or without one the deployed one; models that are the same
+    object have the same row.
     """
-    owners = sorted(models.keys() & sites.keys())
-    chosen = {owner: model for owner in owners if (model := models[owner].get("personal") or models[owner].get("deployed"))}
-    different = {id(model): model for model in chosen.values()}
-    rows = {key: {name: metric_of(model, site) for name, site in sorted(sites.items())} for key, model in different.items()}
-    return {owner: rows[id(model)] for owner, model in chosen.items()}
+    rows: dict[int, dict[str, float | None]] = {}  # by the model's id
+    matrix: dict[str, dict[str, float | None]] = {}
+    for owner in sorted(models.keys() & sites.keys()):
+        model = models[owner].get("personal") or models[owner].get("deployed")
+        if model is None:
+            continue
+        if id(model) not in rows:
+            rows[id(model)] = {name: metric_of(model, site) for name, site in sorted(sites.items())}
+        matrix[owner] = rows[id(model)]
+    return matrix
 
 
 def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:
     """The best answer that ignores the image, see `training.constant`; nothing is trained.
 
-    "global" comes from the training images of all inside sites, "personal" from a site's own. Inside sites deploy the personal answer,
-    outside sites the global one.
+    "global" comes from the training images of all inside sites, "personal" from a site's own.
+    Inside sites deploy the personal answer, outside sites the global one.
     """
-    started, task = time.monotonic(), replace(setting.task, resplit=seed)
-    sites = {name: setting.open(name, "outside" if name in outside else "inside", seed) for name in setting.sites}
-    training = {name: site.data.train for name, site in sites.items() if name not in outside}
+    started = time.monotonic()
+    task = replace(setting.task, resplit=seed)
+    roles = dict.fromkeys(setting.sites, "inside") | dict.fromkeys(outside, "outside")
+    sites = {name: setting.open(name, roles[name], seed) for name in setting.sites}
+    training = {name: sites[name].data.train for name in setting.inside(outside)}
     everything = joined(list(training.values()), list(training))
     records: dict[str, SiteRecord] = {}
     scores: dict[str, dict[str, Any]] = {}
@@ -145,43 +188,74 @@ def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = ()) ->
         answers = {"global": best_constant(task, everything, judges)}
         if name in training:
             answers["personal"] = best_constant(task, training[name], judges)
-        measured = {model: score_constant(site, answer, "test", task.test_metrics) for model, answer in answers.items()}
+        measured: dict[str, Scores] = {}
+        for model, answer in answers.items():
+            measured[model] = score_constant(site, answer, "test", task.test_metrics)
         measured["deployed"] = measured.get("personal", measured["global"])
-        values = {model: {name: finite_or_none(value) for name, value in result.values.items()} for model, result in measured.items()}
-        records[name] = SiteRecord("inside" if name in training else "outside", site.n, values)
-        scores[name] = {model: result.cases.to_dict() for model, result in measured.items()}
+        values: dict[str, dict[str, float | None]] = {}
+        scores[name] = {}
+        for model, result in measured.items():
+            values[model] = _finite(result.values)
+            scores[name][model] = result.cases.to_dict()
+        records[name] = SiteRecord(roles[name], site.n, values)
     seconds = {"total": time.monotonic() - started}
-    return build_results(RunRecord(CONSTANT, task, seed, setting.rounds, records, seconds=seconds)) | {SCORES: scores}
+    record = RunRecord(CONSTANT, task, seed, setting.rounds, records, seconds=seconds)
+    return build_results(record) | {SCORES: scores}
+
+
+def _finite(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    return {metric: finite_or_none(value) for metric, value in values.items()}
 
 
 def single_site(
-    setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None, method: str = TRAINED_AS
+    setting: Setting,
+    seed: int,
+    outside: Sequence[str] = (),
+    hyper: Mapping[str, Any] | None = None,
+    method: str = TRAINED_AS,
 ) -> dict[str, Any]:
-    """Every inside site runs `method` alone, as a federation of one, and is tested on its own images: one results dict of all sites."""
-    runs = {site: recorded_run(method, setting, seed, [site], **(hyper or {})) for site in setting.sites if site not in outside}
-    merged = next(iter(runs.values()))
-    merged["sites"] = {site: run["sites"][site] for site, run in runs.items()}
-    merged[SCORES] = {site: run[SCORES].get(site, {}) for site, run in runs.items()}
+    """Every inside site runs `method` alone, as a federation of one, and is tested on its own
+    images: one results dict of all sites.
+    """
+    runs: dict[str, dict[str, Any]] = {}
+    for site in setting.inside(outside):
+        runs[site] = recorded_run(method, setting, seed, [site], **(hyper or {}))
+    merged: dict[str, Any] = {"sites": {}, SCORES: {}, CURVES: {}, "events": []}
     if setting.cross_site:
-        merged[CROSS_SITE] = {site: row for run in runs.values() for site, row in run[CROSS_SITE].items()}
-    models = dict.fromkeys(model for run in runs.values() for model in run[CURVES])
-    merged[CURVES] = {model: {site: run[CURVES][model][site] for site, run in runs.items() if model in run[CURVES]} for model in models}
-    merged["events"] = [event for run in runs.values() for event in run["events"]]
+        merged[CROSS_SITE] = {}
+    failed: list[str] = []
+    for site, run in runs.items():
+        merged["sites"][site] = run["sites"][site]
+        merged[SCORES][site] = run[SCORES].get(site, {})
+        for model, of_site in run[CURVES].items():
+            merged[CURVES].setdefault(model, {})[site] = of_site[site]
+        merged["events"] += run["events"]
+        if setting.cross_site:
+            merged[CROSS_SITE] |= run[CROSS_SITE]
+        if run["reason"]:
+            failed.append(f"{site}: {run['reason']}")
     merged["seconds"] = {"total": sum(run["seconds"]["total"] for run in runs.values())}
-    failed = [f"{site}: {run['reason']}" for site, run in runs.items() if run["reason"]]
-    return _reference(SINGLE_SITE, merged) | ({"status": FAILED, "reason": "; ".join(failed)} if failed else {})
+    first = next(iter(runs.values()))
+    results = _reference(SINGLE_SITE, first | merged)
+    if failed:
+        results |= {"status": FAILED, "reason": "; ".join(failed)}
+    return results
 
 
-def centralised(setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """One model trained on the pooled training images of the inside sites and tested at every site."""
-    inside = [site for site in setting.sites if site not in outside]
+def centralised(
+    setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """One model of the pooled training images of the inside sites, tested at every site."""
 
     def opener(name: str, role: str) -> Site:
         if name != POOLED:
             return setting.open(name, role, seed)
-        return Site(POOLED, replace(setting.task, resplit=seed), pooled([setting.open(site, "inside", seed).data for site in inside]), seed)
+        parts = [setting.open(site, "inside", seed).data for site in setting.inside(outside)]
+        return Site(POOLED, replace(setting.task, resplit=seed), pooled(parts), seed)
 
-    results = recorded_run(TRAINED_AS, setting, seed, [POOLED], outside=setting.sites, opener=opener, **(hyper or {}))
+    results = recorded_run(
+        TRAINED_AS, setting, seed, [POOLED], outside=setting.sites, opener=opener, **(hyper or {})
+    )
     del results["sites"][POOLED]
     results[SCORES].pop(POOLED, None)
     for name, site in results["sites"].items():
@@ -189,63 +263,102 @@ def centralised(setting: Setting, seed: int, outside: Sequence[str] = (), hyper:
     return _reference(CENTRALISED, results)
 
 
-def batch_statistics(setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """FedAvg's model, and as "deployed" the same normalized by the test images; raises ConfigError if the network has no BatchNorm."""
+def batch_statistics(
+    setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """FedAvg's model, and as "deployed" the same normalized by the test images; raises ConfigError
+    if the network has no BatchNorm.
+    """
     check_adaptable(setting.task)
     sites: dict[str, Site] = {}
     models: dict[str, dict[str, Message]] = {}
-    inside = [site for site in setting.sites if site not in outside]
-    results = recorded_run(TRAINED_AS, setting, seed, inside, outside=outside, models=models, opened=sites, **(hyper or {}))
+    results = recorded_run(
+        TRAINED_AS,
+        setting,
+        seed,
+        setting.inside(outside),
+        outside=outside,
+        models=models,
+        opened=sites,
+        **(hyper or {}),
+    )
     for name, of_site in models.items():
-        module, _ = with_batch_statistics(build_deployed(setting.task, of_site["global"]).to(sites[name].device))
-        scores = sites[name].score(module, "test")
-        results["sites"][name]["metrics"]["deployed"] = {metric: finite_or_none(value) for metric, value in scores.values.items()}
+        site = sites[name]
+        trained = build_deployed(setting.task, of_site["global"]).to(site.device)
+        module, _ = with_batch_statistics(trained)
+        scores = site.score(module, "test")
+        results["sites"][name]["metrics"]["deployed"] = _finite(scores.values)
         results[SCORES][name]["deployed"] = scores.cases.to_dict()
         results["sites"][name].get("intervals", {}).pop("deployed", None)  # of FedAvg's model
     return _reference(BATCH_STATISTICS, results, results["traffic"])
 
 
-def augmentation(setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """FedAvg with `APPEARANCE` after the task's augmentation, for methods of domain generalization."""
+def augmentation(
+    setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """FedAvg with `APPEARANCE` after the task's augmentation, for domain generalization."""
     augment = [*setting.task.augment, *APPEARANCE]
     return _with_other_task(AUGMENTATION, setting, seed, outside, hyper, {"augment": augment})
 
 
-def equal_compute(setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def equal_compute(
+    setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """FedAvg with twice the local epochs, for methods that train twice as long as FedAvg."""
     epochs = EPOCHS_FACTOR * setting.task.local_epochs
     return _with_other_task(EQUAL_COMPUTE, setting, seed, outside, hyper, {"local_epochs": epochs})
 
 
 def _with_other_task(
-    reference: str, setting: Setting, seed: int, outside: Sequence[str], hyper: Mapping[str, Any] | None, changes: dict[str, Any]
+    reference: str,
+    setting: Setting,
+    seed: int,
+    outside: Sequence[str],
+    hyper: Mapping[str, Any] | None,
+    changes: dict[str, Any],
 ) -> dict[str, Any]:
     """FedAvg with some settings of the task changed.
 
-    The results have the task of the study, which all rows share, and the changes in the run's settings.
+    The results have the task of the study, which all rows share, and the changes in the run's
+    settings.
     """
-    changed = replace(setting, task=load_task({**setting.task.to_dict(), **changes}))
-    inside = [site for site in setting.sites if site not in outside]
+    planned = setting.task.to_dict()
+    changed = replace(setting, task=load_task({**planned, **changes}))
+    inside = setting.inside(outside)
     results = recorded_run(TRAINED_AS, changed, seed, inside, outside=outside, **(hyper or {}))
-    results["configuration"]["task"] |= {name: setting.task.to_dict()[name] for name in changes}
+    for name in changes:
+        results["configuration"]["task"][name] = planned[name]
     results["configuration"]["settings"][TASK_CHANGES] = changes
     return _reference(reference, results, results["traffic"])
 
 
-def _reference(method: str, results: dict[str, Any], traffic: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """The results under the reference's name, with means over its sites and by default no traffic."""
-    mean = mean_over_sites(results["sites"], results["mean"]["inside"])
-    changed = results | {"method": method, "traffic": dict(traffic or {"down_bytes": 0, "up_bytes": 0}), "mean": mean}
-    return changed | {"findings": [finding.to_dict() for finding in findings(changed)]}
+def _reference(
+    method: str, results: dict[str, Any], traffic: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """The results under the reference's name, with means over its sites; default: no traffic."""
+    changed = results | {
+        "method": method,
+        "traffic": dict(traffic or {"down_bytes": 0, "up_bytes": 0}),
+        "mean": mean_over_sites(results["sites"], results["mean"]["inside"]),
+    }
+    changed["findings"] = [finding.to_dict() for finding in findings(changed)]
+    return changed
 
 
 def pooled(parts: Sequence[SiteData]) -> SiteData:
-    """The images of several sites as of one, patients with the site's number; raises ConfigError if annotated structures differ."""
+    """The images of several sites as of one, patients with the site's number; raises ConfigError if
+    annotated structures differ.
+    """
     annotated = {part.annotated for part in parts}
     if len(annotated) > 1:
-        raise ConfigError(f"the row {CENTRALISED} needs sites with the same annotated structures; leave it out")
+        raise ConfigError(
+            f"the row {CENTRALISED} needs sites with the same annotated structures; leave it out"
+        )
     numbers = [str(place) for place in range(len(parts))]
-    train, validation, test = (joined([part.split(name) for part in parts], numbers) for name in ("train", "validation", "test"))
+    splits: list[Split] = []
+    for name in ("train", "validation", "test"):
+        splits.append(joined([part.split(name) for part in parts], numbers))
+    train, validation, test = splits
     return SiteData(train, validation, test, annotated=annotated.pop())
 
 

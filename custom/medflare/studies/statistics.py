@@ -6,6 +6,7 @@ Over seeds: would another training give the same difference? Over patients: woul
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -26,7 +27,8 @@ from medflare.tasks.summaries import ALL, weighted_mean
 
 Floats: TypeAlias = NDArray[np.float64]
 Run: TypeAlias = Mapping[str, Any]  # a results dict
-Groups: TypeAlias = Mapping[str, Sequence[Run]]  # row of a study -> runs that differ in their seed and in the sites left out
+# Row of a study -> runs that differ in their seed and in the sites left out.
+Groups: TypeAlias = Mapping[str, Sequence[Run]]
 Interval: TypeAlias = tuple[float, float]
 CaseTable: TypeAlias = Mapping[str, NDArray[Any]]  # the cases of one model, see `case_table`
 
@@ -34,10 +36,14 @@ ALL_SITES: Final = ""  # in place of a site: the mean over the sites of a role
 RESAMPLES: Final = 1999
 _BATCH: Final = 200  # resamples in memory at once
 _UNDEFINED: Final = 0.1  # largest fraction of undefined resamples
-FEWEST_OF_CLASS: Final = 10  # patients of a class in each test set; resamples of fewer miss it, or hold one patient many times
+# Patients of a class in each test set; resamples of fewer miss it, or hold one patient many times.
+FEWEST_OF_CLASS: Final = 10
 LEVEL: Final = 0.05  # of tests, two-sided
 POWER: Final = 0.8
-CONFIRMED, OPPOSITE, SMALLER, TOO_SMALL = "confirmed", "opposite", "smaller than d", "study too small"
+CONFIRMED = "confirmed"
+OPPOSITE = "opposite"
+SMALLER = "smaller than d"
+TOO_SMALL = "study too small"
 _MEANS_OVER_CLASSES: Final[Mapping[str, OneClass]] = {
     "balanced_accuracy": class_metrics.sensitivity,
     "f1_macro": class_metrics.f1,
@@ -50,25 +56,50 @@ _MEANS_OVER_CLASSES: Final[Mapping[str, OneClass]] = {
 MEANS_OVER_IMAGES: Final = ("accuracy", "brier", "ece")  # a rare class hardly counts in them
 
 
+def all_runs(groups: Groups) -> list[Run]:
+    """The runs of all rows."""
+    return list(chain.from_iterable(groups.values()))
+
+
+def distinct(runs: Sequence[Run], key: str) -> list[Any]:
+    """The different values of an item of the results dicts, sorted."""
+    return sorted({run[key] for run in runs})
+
+
+def all_sites(runs: Sequence[Run]) -> list[str]:
+    """The names of the sites of any run, sorted."""
+    sites: set[str] = set()
+    for run in runs:
+        sites.update(run["sites"])
+    return sorted(sites)
+
+
+def sites_of_role(run: Run, role: str) -> list[str]:
+    """The names of a run's sites of a role, sorted."""
+    return sorted(name for name, site in run["sites"].items() if site["role"] == role)
+
+
 def study_values(groups: Groups) -> pd.DataFrame:
     """The test metrics of a study, one value per seed.
 
-    Runs of one seed that leave out different sites are averaged site by site. Models that differ only in a site's name ("personal/A",
-    "personal/B") are averaged and named "personal/*".
+    Runs of one seed that leave out different sites are averaged site by site. Models that differ
+    only in a site's name ("personal/A", "personal/B") are averaged and named "personal/*".
 
     Returns:
-        Index: label, model, role, metric, site (`ALL_SITES`: mean over the sites of the role); columns: seeds; NaN: undefined.
+        Index: label, model, role, metric, site (`ALL_SITES`: mean over the sites of the role);
+            columns: seeds; NaN: undefined.
     """
-    frames = [
-        results_frame(run).loc[lambda table: table["label"] == ALL].assign(label=label, seed=run["seed"], run=place)
-        for label, runs in groups.items()
-        for place, run in enumerate(runs)
-    ]
+    frames: list[pd.DataFrame] = []
+    for label, runs in groups.items():
+        for place, run in enumerate(runs):
+            frame = results_frame(run)
+            frame = frame[frame["label"] == ALL]
+            frames.append(frame.assign(label=label, seed=run["seed"], run=place))
     table = pd.concat(frames, ignore_index=True)
     table["model"] = table["model"].str.replace("/.*", "/*", regex=True)
     keys = ["label", "model", "role", "metric", "site", "seed"]
     sites = table.groupby([*keys, "run"])["value"].mean().groupby(keys).mean()
-    means = sites.groupby([key for key in keys if key != "site"]).mean()
+    means = sites.groupby(["label", "model", "role", "metric", "seed"]).mean()
     means = pd.concat({ALL_SITES: means}, names=["site"]).reorder_levels(keys)
     return pd.concat([sites, means]).unstack("seed")
 
@@ -79,13 +110,19 @@ class Comparison:
 
     difference: float | None = None  # mean of second - first; None without a pair
     interval: Interval | None = None  # 95 %; None if it is undefined
-    p: float | None = None  # two-sided, of the paired t-test over seeds, or of Wilcoxon's test over patients; None if it is undefined
+    # Two-sided, of the paired t-test over seeds, or of Wilcoxon's test over patients; None if it is
+    # undefined.
+    p: float | None = None
     n: int = 0  # seeds or patients with both values
-    error: float | None = None  # standard error of the difference over seeds; None over patients, and if it is undefined
+    # Standard error of the difference over seeds; None over patients, and if it is undefined.
+    error: float | None = None
 
 
-def compare(first: Sequence[float], second: Sequence[float], split_ratio: float = 0.0) -> Comparison:
-    """Compare two models by Student's t, value by value of the same seeds in the same order; NaN where undefined.
+def compare(
+    first: Sequence[float], second: Sequence[float], split_ratio: float = 0.0
+) -> Comparison:
+    """Compare two models by Student's t, value by value of the same seeds in the same order; NaN
+    where undefined.
 
     Below two pairs, and if all differences are equal, there is neither interval nor p.
 
@@ -96,16 +133,20 @@ def compare(first: Sequence[float], second: Sequence[float], split_ratio: float 
     differences = np.asarray(second, dtype=float) - np.asarray(first, dtype=float)
     differences = differences[np.isfinite(differences)]
     n = len(differences)
-    if n < 2 or np.ptp(differences) <= 1e-12 * np.abs(differences).max():  # no spread to test against
-        return Comparison(float(differences.mean()) if n else None, None, None, n)
-    mean, error = float(differences.mean()), standard_error(differences, split_ratio)
+    if n == 0:
+        return Comparison()
+    mean = float(differences.mean())
+    if n == 1 or np.ptp(differences) <= 1e-12 * np.abs(differences).max():
+        return Comparison(mean, n=n)  # no spread to test against
+    error = standard_error(differences, split_ratio)
     half = float(student.ppf(1 - LEVEL / 2, n - 1)) * error
     p = 2 * float(student.sf(abs(mean) / error, n - 1))
     return Comparison(mean, (mean - half, mean + half), p, n, error)
 
 
 def standard_error(differences: Sequence[float] | Floats, split_ratio: float = 0.0) -> float:
-    """The standard error of a mean over seeds, sd * sqrt(1 / n + test / train); NaN below two values.
+    """The standard error of a mean over seeds, sd * sqrt(1 / n + test / train); NaN below two
+    values.
 
     Splits that are drawn again share images, so that differences of seeds are correlated (Nadeau
     and Bengio, Inference for the Generalization Error, Machine Learning 52, 2003, Sec. 3). With
@@ -116,21 +157,31 @@ def standard_error(differences: Sequence[float] | Floats, split_ratio: float = 0
         0.763763
     """
     n = len(differences)
-    return float(np.std(differences, ddof=1) * np.sqrt(1 / n + split_ratio)) if n > 1 else np.nan
+    if n < 2:
+        return np.nan
+    return float(np.std(differences, ddof=1) * np.sqrt(1 / n + split_ratio))
 
 
 def split_ratio(runs: Sequence[Run]) -> float:
-    """Test images divided by training images of the inside sites; 0 if the runs have one split, or do not record their images."""
+    """Test images divided by training images of the inside sites; 0 if the runs have one split, or
+    do not record their images.
+    """
     splits = {run["configuration"]["task"].get("resplit") for run in runs}
     if len(splits) < 2:
         return 0.0
-    inside = [site.get("n", {}) for run in runs for site in run["sites"].values() if site["role"] == "inside"]
-    training = sum(images.get("train") or 0 for images in inside)
-    return sum(images.get("test") or 0 for images in inside) / training if training else 0.0
+    training = 0
+    test = 0
+    for run in runs:
+        for site in sites_of_role(run, "inside"):
+            images = run["sites"][site].get("n", {})
+            training += images.get("train") or 0
+            test += images.get("test") or 0
+    return test / training if training else 0.0
 
 
 def detectable_difference(n: int, split_ratio: float = 0.0) -> float | None:
-    """The true difference, in standard deviations over seeds, that the t-test of `compare` finds with 80 % power; None below two seeds.
+    """The true difference, in standard deviations over seeds, that the t-test of `compare` finds
+    with 80 % power; None below two seeds.
 
     From the noncentral t distribution with n - 1 degrees of freedom (Cohen, Statistical Power
     Analysis, 1988, Sec. 2.5).
@@ -151,7 +202,8 @@ def detectable_difference(n: int, split_ratio: float = 0.0) -> float | None:
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """The p-values of one claim, adjusted for their number (Holm, Scandinavian Journal of Statistics 6, 1979).
+    """The p-values of one claim, adjusted for their number (Holm, Scandinavian Journal of
+    Statistics 6, 1979).
 
     The i-th smallest of m is multiplied by m - i + 1; none is below a smaller one, or above 1. A
     missing value is no test: it stays None and does not count.
@@ -170,18 +222,22 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def equivalence_p(over_seeds: Comparison, margin: float) -> float | None:
-    """The p-value of "the difference is not between -margin and margin", the larger one of two one-sided t-tests; None without spread.
+    """The p-value of "the difference is not between -margin and margin", the larger one of two
+    one-sided t-tests; None without spread.
 
     Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 15, 1987. At 5 % it says the same
     as a 90 % interval within the margin.
     """
     if over_seeds.difference is None or over_seeds.error is None:
         return None
-    distance = (margin - abs(over_seeds.difference)) / over_seeds.error  # to the nearer bound; its test has the larger p
+    # To the nearer bound; its test has the larger p.
+    distance = (margin - abs(over_seeds.difference)) / over_seeds.error
     return float(student.sf(distance, over_seeds.n - 1))
 
 
-def verdict(over_seeds: Comparison, over_patients: Comparison, adjusted_p: float | None, margin: float) -> str:
+def verdict(
+    over_seeds: Comparison, over_patients: Comparison, adjusted_p: float | None, margin: float
+) -> str:
     """What a study says of a difference of a metric of which more is better.
 
     Args:
@@ -194,54 +250,74 @@ def verdict(over_seeds: Comparison, over_patients: Comparison, adjusted_p: float
         below 5 % and the interval over patients is between -d and d, or if both models are equal in
         all seeds; else "study too small".
     """
-    difference, bounds = over_seeds.difference, over_patients.interval
+    difference = over_seeds.difference
+    bounds = over_patients.interval
     equal_models = difference == 0 and over_seeds.interval is None and over_seeds.n > 1
     if equal_models:
         return SMALLER
     if difference is None or bounds is None or adjusted_p is None:
         return TOO_SMALL
-    if adjusted_p < LEVEL and difference > 0 and bounds[0] > 0:
+    low, high = bounds
+    if adjusted_p < LEVEL and difference > 0 and low > 0:
         return CONFIRMED
-    if adjusted_p < LEVEL and difference < 0 and bounds[1] < 0:
+    if adjusted_p < LEVEL and difference < 0 and high < 0:
         return OPPOSITE
     p = equivalence_p(over_seeds, margin)
-    within = -margin < bounds[0] and bounds[1] < margin
-    return SMALLER if p is not None and p < LEVEL and within else TOO_SMALL
+    if p is not None and p < LEVEL and -margin < low and high < margin:
+        return SMALLER
+    return TOO_SMALL
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """The 95 % percentile bootstrap interval of a mean (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, Sec. 13.3).
+    """The 95 % percentile bootstrap interval of a mean (Efron and Tibshirani, An Introduction to
+    the Bootstrap, 1993, Sec. 13.3).
 
     None where `has_interval` forbids it.
     """
     if not has_interval(len(values)):
         return None
-    interval = bootstrap((values,), np.mean, method="percentile", rng=numpy_generator(0, "bootstrap")).confidence_interval
-    return float(interval.low), float(interval.high)
+    rng = numpy_generator(0, "bootstrap")
+    low, high = bootstrap((values,), np.mean, method="percentile", rng=rng).confidence_interval
+    return float(low), float(high)
 
 
-# -- metrics of weighted cases, as a bootstrap over patients needs them ------------------------------------------------------
+# -- metrics of weighted cases, as a bootstrap over patients needs them ----------------------------
 
 
 def case_table(cases: Mapping[str, Any], metric: str) -> CaseTable | None:
     """The cases of `tasks.classes.Cases.to_dict` that a metric is computed from; None without any.
 
     Returns:
-        "patients" (cases,), and of segmentation "values" (cases,), NaN where undefined, of classification "probabilities"
-        (cases, outputs) and "targets" (cases,) or, multilabel, (cases, labels).
+        "patients" (cases,), and of segmentation "values" (cases,), NaN where undefined, of
+        classification "probabilities" (cases, outputs) and "targets" (cases,) or, multilabel,
+        (cases, labels).
     """
     patients = np.array(cases.get("patients", []), dtype=str)
     if "values" in cases:
         values = cases["values"].get(metric)
-        return None if values is None else {"patients": patients, "values": np.array(values, dtype=float)}
+        if values is None:
+            return None
+        return {"patients": patients, "values": np.array(values, dtype=float)}
     if not len(patients):
         return None
-    return {"patients": patients, "probabilities": np.array(cases["probabilities"], dtype=float), "targets": np.array(cases["targets"])}
+    return {
+        "patients": patients,
+        "probabilities": np.array(cases["probabilities"], dtype=float),
+        "targets": np.array(cases["targets"]),
+    }
+
+
+def _cases_of(run: Run, site: str, model: str, metric: str) -> CaseTable | None:
+    """The `case_table` of a model at a site; None without scores of patients."""
+    return case_table(run.get("scores", {}).get(site, {}).get(model) or {}, metric)
 
 
 def joined_cases(tables: Sequence[CaseTable]) -> CaseTable:
     """The cases of several sites as of one."""
-    return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
+    joined: dict[str, NDArray[Any]] = {}
+    for name in tables[0]:
+        joined[name] = np.concatenate([table[name] for table in tables])
+    return joined
 
 
 def weighted_metric(cases: CaseTable, metric: str, weights: Floats) -> Floats:
@@ -258,29 +334,36 @@ def weighted_metric(cases: CaseTable, metric: str, weights: Floats) -> Floats:
     """
     if "values" in cases:
         return weighted_mean(cases["values"], weights)
-    if metric not in metric_table():
-        raise unknown("metric", metric, metric_table())
-    return of_outputs(metric_table()[metric].compute, cases["probabilities"], cases["targets"], weights)
+    metrics = metric_table()
+    if metric not in metrics:
+        raise unknown("metric", metric, metrics)
+    return of_outputs(metrics[metric].compute, cases["probabilities"], cases["targets"], weights)
 
 
 def pooled_values(runs: Sequence[Run], model: str, metric: str, role: str) -> "pd.Series[float]":
-    """The metric of all test images of the role's sites as of one site, one value per run; NaN without scores of patients."""
-    values = []
+    """The metric of all test images of the role's sites as of one site, one value per run; NaN
+    without scores of patients.
+    """
+    values: list[float] = []
     for run in runs:
-        names = [name for name, site in sorted(run["sites"].items()) if site["role"] == role]
-        tables = [case_table(run.get("scores", {}).get(name, {}).get(model) or {}, metric) for name in names]
-        complete = [table for table in tables if table is not None]
-        cases = joined_cases(complete) if complete and len(complete) == len(tables) else None
-        values.append(np.nan if cases is None else float(weighted_metric(cases, metric, np.ones(len(cases["patients"])))))
+        tables = [_cases_of(run, site, model, metric) for site in sites_of_role(run, role)]
+        measured = [table for table in tables if table is not None]
+        value = np.nan
+        if measured and len(measured) == len(tables):
+            cases = joined_cases(measured)
+            value = float(weighted_metric(cases, metric, np.ones(len(cases["patients"]))))
+        values.append(value)
     return pd.Series(values, dtype=float)
 
 
-# -- over patients ----------------------------------------------------------------------------------
+# -- over patients ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _SitePairs:
-    """The cases of both models at one site, run by run, and the rows of their patients among all patients of the site."""
+    """The cases of both models at one site, run by run, and the rows of their patients among all
+    patients of the site.
+    """
 
     patients: int
     pairs: list[tuple[CaseTable, CaseTable]]
@@ -288,36 +371,46 @@ class _SitePairs:
     classes: tuple[int, ...] | None = None  # of the mean over classes; None: all
 
     def difference(self, metric: str, counts: Floats) -> Floats:
-        """Mean over runs for every resample; counts (..., patients): how often each patient was drawn."""
-        return np.asarray(np.nanmean([gains.mean(axis=0) for gains in self.gains(metric, counts)], axis=0))
+        """Mean over runs for every resample; counts (..., patients): how often each patient was
+        drawn.
+        """
+        of_runs = [gains.mean(axis=0) for gains in self.gains(metric, counts)]
+        return np.asarray(np.nanmean(of_runs, axis=0))
 
     def gains(self, metric: str, counts: Floats) -> list[Floats]:
         """Run by run second - first, (terms, ...), see `_terms`."""
-        gains = []
+        gains: list[Floats] = []
         for (first, second), rows in zip(self.pairs, self.rows, strict=True):
             weights = counts[..., rows]
-            gains.append(_terms(second, metric, weights, self.classes) - _terms(first, metric, weights, self.classes))
+            after = _terms(second, metric, weights, self.classes)
+            gains.append(after - _terms(first, metric, weights, self.classes))
         return gains
 
 
 def _terms(cases: CaseTable, metric: str, weights: Floats, classes: Sequence[int] | None) -> Floats:
-    """The metric of every one of these classes or labels, (classes, ...); without classes the whole metric, (1, ...)."""
+    """The metric of every one of these classes or labels, (classes, ...); without classes the whole
+    metric, (1, ...).
+    """
     if classes is None:
         return weighted_metric(cases, metric, weights)[None]
-    probabilities, targets = cases["probabilities"], cases["targets"]
-    values = []
+    probabilities = cases["probabilities"]
+    targets = cases["targets"]
+    values: list[Floats] = []
     for place in classes:
         if targets.ndim == 2:
-            of_label = {**cases, "probabilities": probabilities[:, [place]], "targets": targets[:, [place]]}
-            values.append(weighted_metric(of_label, metric, weights))
+            columns = {"probabilities": probabilities[:, [place]], "targets": targets[:, [place]]}
+            values.append(weighted_metric(columns, metric, weights))
         else:
+            scores = probabilities[:, place]
             predicted = probabilities.argmax(axis=1) == place
-            values.append(_MEANS_OVER_CLASSES[metric](probabilities[:, place], targets == place, predicted, weights))
+            of_class = _MEANS_OVER_CLASSES[metric]
+            values.append(of_class(scores, targets == place, predicted, weights))
     return np.stack(values)
 
 
 def common_classes(runs: Sequence[Run], role: str) -> dict[str, tuple[int, ...]]:
-    """The classes of each site with at least `FEWEST_OF_CLASS` patients in the test set of every run; {} for segmentation.
+    """The classes of each site with at least `FEWEST_OF_CLASS` patients in the test set of every
+    run; {} for segmentation.
 
     Of exclusive classes there are at least two, else none. A label needs as many patients without
     it; a binary task has the label 0.
@@ -326,14 +419,27 @@ def common_classes(runs: Sequence[Run], role: str) -> dict[str, tuple[int, ...]]
     exclusive = False
     for run in runs:
         for site, about in run["sites"].items():
-            models = run.get("scores", {}).get(site, {}).values()
-            tables = [case_table(cases, "") for cases in models if cases and "targets" in cases]
-            if about["role"] == role and tables and tables[0] is not None:
-                counts = _patients_of_classes(tables[0])
-                by_site.setdefault(site, []).append({place for place, count in counts.items() if count >= FEWEST_OF_CLASS})
-                exclusive = _is_exclusive(tables[0])
-    common = {site: tuple(sorted(set.intersection(*of_runs))) for site, of_runs in sorted(by_site.items())}
-    return {site: () if exclusive and len(classes) < 2 else classes for site, classes in common.items()}
+            table = _class_table(run.get("scores", {}).get(site, {}))
+            if about["role"] == role and table is not None:
+                counts = _patients_of_classes(table)
+                frequent = {place for place, count in counts.items() if count >= FEWEST_OF_CLASS}
+                by_site.setdefault(site, []).append(frequent)
+                exclusive = _is_exclusive(table)
+    common: dict[str, tuple[int, ...]] = {}
+    for site, of_runs in sorted(by_site.items()):
+        classes = set.intersection(*of_runs)
+        if exclusive and len(classes) < 2:
+            classes = set()
+        common[site] = tuple(sorted(classes))
+    return common
+
+
+def _class_table(scores: Mapping[str, Mapping[str, Any]]) -> CaseTable | None:
+    """The cases of the first model that has classes; `scores`: model -> `Cases.to_dict`."""
+    for cases in scores.values():
+        if cases and "targets" in cases:
+            return case_table(cases, "")
+    return None
 
 
 def _is_exclusive(cases: CaseTable) -> bool:
@@ -341,14 +447,21 @@ def _is_exclusive(cases: CaseTable) -> bool:
 
 
 def _patients_of_classes(cases: CaseTable) -> dict[int, int]:
-    """Class -> its patients in one test set; of a label the fewer of those with it and those without it."""
-    patients, outputs = cases["patients"], cases["probabilities"].shape[1]
-    exclusive = _is_exclusive(cases)
-    members = cases["targets"][:, None] == np.arange(outputs) if exclusive else cases["targets"].reshape(-1, outputs) == 1
-    counts = {}
-    for place, of_class in enumerate(members.T):
-        groups = [patients[of_class]] if exclusive else [patients[of_class], patients[~of_class]]
-        counts[place] = min(len(np.unique(group)) for group in groups)
+    """Class -> its patients in one test set; of a label the fewer of those with it and those
+    without it.
+    """
+    patients = cases["patients"]
+    targets = cases["targets"]
+    outputs = cases["probabilities"].shape[1]
+    counts: dict[int, int] = {}
+    for place in range(outputs):
+        if _is_exclusive(cases):
+            counts[place] = len(np.unique(patients[targets == place]))
+        else:
+            labelled = targets.reshape(-1, outputs)[:, place] == 1
+            with_label = len(np.unique(patients[labelled]))
+            without_label = len(np.unique(patients[~labelled]))
+            counts[place] = min(with_label, without_label)
     return counts
 
 
@@ -385,13 +498,14 @@ def compare_patients(
         common: site -> classes; default: `common_classes` of these runs.
     """
     with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # means of undefined values, and resamples that are all equal
+        # Means of undefined values, and resamples that are all equal.
+        warnings.simplefilter("ignore")
         sites = _paired(first, second, metric, role)
         if not sites:
             return Comparison()
         by_name = common_classes([*first[0], *second[0]], role) if common is None else common
         of_classes = any("targets" in cases for site in sites.values() for cases, _ in site.pairs)
-        usable = _with_classes(sites, metric, by_name) if of_classes else list(sites.values())
+        usable = _with_classes(sites, metric, by_name) if of_classes else []
         compared = usable or list(sites.values())
         point = float(np.nanmean([_point(site, metric) for site in compared]))
         count = sum(site.patients for site in compared)
@@ -402,11 +516,13 @@ def compare_patients(
         return Comparison(point, _interval(compared, metric), _wilcoxon(compared), count)
 
 
-def _with_classes(sites: Mapping[str, _SitePairs], metric: str, common: Mapping[str, tuple[int, ...]]) -> list[_SitePairs]:
+def _with_classes(
+    sites: Mapping[str, _SitePairs], metric: str, common: Mapping[str, tuple[int, ...]]
+) -> list[_SitePairs]:
     """The sites that have an interval, with the classes that count."""
     if metric in MEANS_OVER_IMAGES:
         return list(sites.values())
-    usable = []
+    usable: list[_SitePairs] = []
     for name, site in sites.items():
         classes = common.get(name, ())
         table = site.pairs[0][0]
@@ -421,58 +537,88 @@ def _with_classes(sites: Mapping[str, _SitePairs], metric: str, common: Mapping[
     return usable
 
 
-def _paired(first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], metric: str, role: str) -> dict[str, _SitePairs]:
+def _paired(
+    first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], metric: str, role: str
+) -> dict[str, _SitePairs]:
     """The sites that both models were measured at, patient by patient."""
-
-    def split(run: Run) -> tuple[int, list[str]]:
-        return run["seed"], sorted(name for name, site in run["sites"].items() if site["role"] == "inside")
-
-    def cases(run: Run, site: str, model: str) -> CaseTable | None:
-        return case_table(run.get("scores", {}).get(site, {}).get(model) or {}, metric)
-
-    (runs, model), (other_runs, other_model) = first, second
+    runs, model = first
+    other_runs, other_model = second
     by_site: dict[str, list[tuple[CaseTable, CaseTable]]] = {}
     for run in runs:
-        other: Run = next((other for other in other_runs if split(other) == split(run)), {"sites": {}})
-        for site in run["sites"]:
-            if run["sites"][site]["role"] == other["sites"].get(site, {}).get("role") == role:
-                pair = _aligned(cases(run, site, model), cases(other, site, other_model))
-                if pair is not None:
-                    by_site.setdefault(site, []).append(pair)
-    sites = {}
+        other = _of_same_split(run, other_runs)
+        if other is None:
+            continue
+        common = set(sites_of_role(run, role)) & set(sites_of_role(other, role))
+        for site in common:
+            cases = _cases_of(run, site, model, metric)
+            pair = _aligned(cases, _cases_of(other, site, other_model, metric))
+            if pair is not None:
+                by_site.setdefault(site, []).append(pair)
+    sites: dict[str, _SitePairs] = {}
     for name, pairs in sorted(by_site.items()):
-        patients = np.unique(np.concatenate([cases_of_run["patients"] for cases_of_run, _ in pairs]))
-        sites[name] = _SitePairs(len(patients), pairs, [np.searchsorted(patients, of_run["patients"]) for of_run, _ in pairs])
+        names = [cases["patients"] for cases, _ in pairs]
+        patients = np.unique(np.concatenate(names))
+        rows = [np.searchsorted(patients, of_run) for of_run in names]
+        sites[name] = _SitePairs(len(patients), pairs, rows)
     return sites
 
 
-def _aligned(first: CaseTable | None, second: CaseTable | None) -> tuple[CaseTable, CaseTable] | None:
-    """The cases that both models measured, in the same order; None if there are none, or if they cannot be paired."""
+def _of_same_split(run: Run, others: Sequence[Run]) -> Run | None:
+    """The first of the others with the seed and the inside sites of a run."""
+    inside = sites_of_role(run, "inside")
+    for other in others:
+        if run["seed"] == other["seed"] and inside == sites_of_role(other, "inside"):
+            return other
+    return None
+
+
+def _aligned(
+    first: CaseTable | None, second: CaseTable | None
+) -> tuple[CaseTable, CaseTable] | None:
+    """The cases that both models measured, in the same order; None if there are none, or if they
+    cannot be paired.
+    """
     if first is None or second is None:
         return None
-    names, others = first["patients"].tolist(), second["patients"].tolist()
+    names = first["patients"].tolist()
+    others = second["patients"].tolist()
     if names != others:
         if len(set(names)) < len(names) or sorted(names) != sorted(others):
             return None
-        places = pd.Index(others).get_indexer(names)
-        second = {name: column[places] for name, column in second.items()}
+        second = _selected(second, pd.Index(others).get_indexer(names))
     if "values" in first:
         both = ~np.isnan(first["values"]) & ~np.isnan(second["values"])
-        first, second = ({name: column[both] for name, column in table.items()} for table in (first, second))
+        first = _selected(first, both)
+        second = _selected(second, both)
     return (first, second) if len(first["patients"]) else None
 
 
+def _selected(cases: CaseTable, rows: NDArray[Any]) -> CaseTable:
+    return {name: column[rows] for name, column in cases.items()}
+
+
+def _has_interval(sites: Sequence[_SitePairs]) -> bool:
+    patients = [site.patients for site in sites]
+    return min(patients, default=0) >= 2 and has_interval(sum(patients))
+
+
 def _percentile_interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
-    """Of metrics of classes: terms that are defined for all patients have to be so in a resample, else it is undefined."""
-    if not sites or any(site.patients < 2 for site in sites) or not has_interval(sum(site.patients for site in sites)):
+    """Of metrics of classes: terms that are defined for all patients have to be so in a resample,
+    else it is undefined.
+    """
+    if not _has_interval(sites):
         return None
     defined = [_defined(site, metric) for site in sites]
     rng = numpy_generator(0, "bootstrap over patients")
     values: list[Floats] = []
     for start in range(0, RESAMPLES, _BATCH):
         size = min(_BATCH, RESAMPLES - start)
-        of_sites = [_mean_gain(site, metric, _counts(rng, site.patients, size), terms) for site, terms in zip(sites, defined, strict=True)]
-        values.append(np.mean([of_site for of_site in of_sites if of_site is not None], axis=0))
+        of_sites: list[Floats] = []
+        for site, terms in zip(sites, defined, strict=True):
+            gain = _mean_gain(site, metric, _counts(rng, site.patients, size), terms)
+            if gain is not None:
+                of_sites.append(gain)
+        values.append(np.mean(of_sites, axis=0))
     resamples = np.concatenate(values)
     resamples = resamples[np.isfinite(resamples)]
     if len(resamples) < (1 - _UNDEFINED) * RESAMPLES:
@@ -486,7 +632,8 @@ def _percentile_interval(sites: Sequence[_SitePairs], metric: str) -> Interval |
 
 
 def expanded_level(n: int) -> float:
-    """The share of resamples outside a percentile interval of 95 % over n values, 2 Phi(-sqrt(n / (n - 1)) t(0.975, n - 1)).
+    """The share of resamples outside a percentile interval of 95 % over n values, 2 Phi(-sqrt(n /
+    (n - 1)) t(0.975, n - 1)).
 
     Resampled means of few values vary too little (Hesterberg, What Teachers Should Know About the
     Bootstrap, The American Statistician 69, 2015, Sec. 4.5); with many values it is 5 %.
@@ -495,15 +642,21 @@ def expanded_level(n: int) -> float:
         >>> [round(expanded_level(n), 3) for n in (2, 10, 30, 100000)]
         [0.0, 0.017, 0.038, 0.05]
     """
-    return float(2 * norm.sf(np.sqrt(n / (n - 1)) * student.ppf(1 - LEVEL / 2, n - 1)))
+    quantile = student.ppf(1 - LEVEL / 2, n - 1)
+    return float(2 * norm.sf(np.sqrt(n / (n - 1)) * quantile))
 
 
 def _fewest_patients(site: _SitePairs, metric: str) -> int:
     """Of a class that counts, in any run; of all classes where the metric is a mean over images."""
-    if metric in MEANS_OVER_IMAGES:
-        return min(len(np.unique(cases["patients"])) for cases, _ in site.pairs)
-    counts = [_patients_of_classes(cases) for cases, _ in site.pairs]
-    return min(of_run[place] for of_run in counts for place in (of_run if site.classes is None else site.classes))
+    fewest: list[int] = []
+    for cases, _ in site.pairs:
+        if metric in MEANS_OVER_IMAGES:
+            fewest.append(len(np.unique(cases["patients"])))
+            continue
+        counts = _patients_of_classes(cases)
+        classes = counts if site.classes is None else site.classes
+        fewest.append(min(counts[place] for place in classes))
+    return min(fewest)
 
 
 def _point(site: _SitePairs, metric: str) -> float:
@@ -514,8 +667,10 @@ def _point(site: _SitePairs, metric: str) -> float:
 
 def _counts(rng: np.random.Generator, patients: int, resamples: int) -> Floats:
     """How often each patient is drawn, (resamples, patients)."""
-    drawn = rng.integers(patients, size=(resamples, patients)) + patients * np.arange(resamples)[:, None]
-    return np.bincount(drawn.ravel(), minlength=resamples * patients).reshape(resamples, patients).astype(float)
+    drawn = rng.integers(patients, size=(resamples, patients))
+    drawn += patients * np.arange(resamples)[:, None]  # other numbers in every resample
+    counts = np.bincount(drawn.ravel(), minlength=resamples * patients)
+    return counts.reshape(resamples, patients).astype(float)
 
 
 def _defined(site: _SitePairs, metric: str) -> list[NDArray[np.bool_]]:
@@ -523,22 +678,28 @@ def _defined(site: _SitePairs, metric: str) -> list[NDArray[np.bool_]]:
     return [np.isfinite(gains) for gains in site.gains(metric, np.ones(site.patients))]
 
 
-def _mean_gain(site: _SitePairs, metric: str, counts: Floats, defined: Sequence[NDArray[np.bool_]]) -> Floats | None:
+def _mean_gain(
+    site: _SitePairs, metric: str, counts: Floats, defined: Sequence[NDArray[np.bool_]]
+) -> Floats | None:
     """Mean over these terms and runs; None without any."""
-    gains = site.gains(metric, counts)
-    of_runs = [gain[terms].mean(axis=0) for gain, terms in zip(gains, defined, strict=True) if terms.any()]
+    of_runs: list[Floats] = []
+    for gain, terms in zip(site.gains(metric, counts), defined, strict=True):
+        if terms.any():
+            of_runs.append(gain[terms].mean(axis=0))
     return np.mean(of_runs, axis=0) if of_runs else None
 
 
 def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
-    if any(site.patients < 2 for site in sites) or not has_interval(sum(site.patients for site in sites)):
+    if not _has_interval(sites):
         return None
 
     def statistic(*drawn: NDArray[np.int64], axis: int = -1) -> Floats:
         """Drawn patients (..., draws), one array per site."""
-        pairs = list(zip(sites, drawn, strict=True))
-        counts = [np.apply_along_axis(np.bincount, -1, np.moveaxis(each, axis, -1), minlength=site.patients) for site, each in pairs]
-        values = [site.difference(metric, count.astype(float)) for site, count in zip(sites, counts, strict=True)]
+        values: list[Floats] = []
+        for site, patients in zip(sites, drawn, strict=True):
+            rows = np.moveaxis(patients, axis, -1)
+            counts = np.apply_along_axis(np.bincount, -1, rows, minlength=site.patients)
+            values.append(site.difference(metric, counts.astype(float)))
         return np.asarray(np.nanmean(np.stack(np.broadcast_arrays(*values)), axis=0))
 
     result = bootstrap(
@@ -552,7 +713,8 @@ def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
     )
     low, high = result.confidence_interval
     if not np.isfinite([low, high]).all():
-        defined = result.bootstrap_distribution[np.isfinite(result.bootstrap_distribution)]
+        resamples = result.bootstrap_distribution
+        defined = resamples[np.isfinite(resamples)]
         if len(defined) < (1 - _UNDEFINED) * RESAMPLES:
             return None
         low, high = np.percentile(defined, (2.5, 97.5))
@@ -560,15 +722,19 @@ def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
 
 
 def _wilcoxon(sites: Sequence[_SitePairs]) -> float | None:
-    """The p-value over patients, each with its mean difference over runs; None without values of patients."""
-    if not all("values" in first for site in sites for first, _ in site.pairs):
-        return None
-    gains = {
-        (place, run): pd.Series(second["values"] - first["values"], first["patients"])
-        for place, site in enumerate(sites)
-        for run, (first, second) in enumerate(site.pairs)
-    }
+    """The p-value over patients, each with its mean difference over runs; None without values of
+    patients.
+    """
+    gains: dict[tuple[int, int], pd.Series[float]] = {}
+    for place, site in enumerate(sites):
+        for run, (first, second) in enumerate(site.pairs):
+            if "values" not in first:
+                return None
+            gain = second["values"] - first["values"]
+            gains[place, run] = pd.Series(gain, first["patients"])
     differences = pd.concat(gains).groupby(level=[0, 2]).mean()
     if len(differences) < 2:
         return None
-    return float(wilcoxon(differences).pvalue) if differences.any() else 1.0
+    if not differences.any():
+        return 1.0
+    return float(wilcoxon(differences).pvalue)

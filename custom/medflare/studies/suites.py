@@ -1,20 +1,30 @@
-"""Suites: studies with all their settings: a table of a paper, with the paper's numbers beside ours, or a test of a mechanism."""
+"""Suites: studies with all their settings: a table of a paper, with the paper's numbers beside
+ours, or a test of a mechanism.
+"""
 
 import json
+from collections.abc import Iterable
 from dataclasses import field
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-import pandas as pd
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked, nested, unknown
 from medflare.evaluation.presentation import UNDEFINED
-from medflare.studies.statistics import ALL_SITES, Groups, mean_interval, study_values
-from medflare.studies.tables import markdown
+from medflare.studies.statistics import (
+    ALL_SITES,
+    Groups,
+    all_runs,
+    all_sites,
+    distinct,
+    mean_interval,
+    study_values,
+)
+from medflare.studies.tables import bullets, markdown
 from medflare.tasks.config import load_task
 
 MEAN: Final = "mean"  # the column of the mean over the sites
@@ -47,15 +57,18 @@ class Protocol:
 
 @dataclass(frozen=True, config=STRICT)
 class Suite:
-    """A table of a paper, or, without `numbers`, a study of a paper's mechanism that is no table of it.
+    """A table of a paper, or, without `numbers`, a study of a paper's mechanism that is no table of
+    it.
 
     Attributes:
-        data: the preparation that makes the sites, see `medflare data prepare --list`; "": the task's embedded images.
+        data: the preparation that makes the sites, see `medflare data prepare --list`; "": the
+            task's embedded images.
         sites: in the order of the paper's columns.
         methods: row of the table -> method with its hyper-parameters, as for `medflare study`;
             several rows can be models of one method.
         models: row -> our model that is compared, if it is not that of `settings`.
-        numbers: row -> site or "mean" -> the paper's number, as far as legible; rows that no method of ours has are shown without ours.
+        numbers: row -> site or "mean" -> the paper's number, as far as legible; rows that no method
+            of ours has are shown without ours.
         differences: settings that differ from the paper's, one line each.
     """
 
@@ -76,20 +89,30 @@ class Suite:
     def _consistent(self) -> "Suite":
         if self.settings.leave_one_out and self.settings.leave_out:
             raise ValueError("settings: leave_one_out and leave_out exclude each other")
-        if without_method := sorted(self.models.keys() - self.methods.keys()):
-            raise ValueError(f"models: {without_method[0]!r} is no row of the methods")
-        columns = {column for numbers in self.numbers.values() for column in numbers}
-        without_row = self.methods.keys() - self.numbers if self.numbers else set()
-        unmatched = sorted(columns - {*self.sites, MEAN} | without_row | set(self.settings.leave_out) - {*self.sites})
+        without_method = self.models.keys() - self.methods.keys()
+        if without_method:
+            raise ValueError(f"models: {min(without_method)!r} is no row of the methods")
+        unmatched = self._with_numbers - {*self.sites, MEAN}
+        unmatched |= set(self.settings.leave_out) - set(self.sites)
+        if self.numbers:
+            unmatched |= self.methods.keys() - self.numbers.keys()
         if unmatched:
-            raise ValueError(f"{unmatched[0]!r} is no row of the numbers, or no site")
+            raise ValueError(f"{min(unmatched)!r} is no row of the numbers, or no site")
         return self
 
     @property
+    def _with_numbers(self) -> set[str]:
+        """The sites, or "mean", for which the paper has a number."""
+        return set[str]().union(*self.numbers.values())
+
+    @property
     def columns(self) -> tuple[str, ...]:
-        """The sites, then the mean, as far as the paper has numbers for them; all if no number is legible."""
-        listed = {name for row in self.numbers.values() for name in row}
-        return tuple(name for name in (*self.sites, MEAN) if name in listed or not listed)
+        """The sites, then the mean, as far as the paper has numbers for them; all if no number is
+        legible.
+        """
+        columns = (*self.sites, MEAN)
+        listed = self._with_numbers or columns
+        return tuple(name for name in columns if name in listed)
 
 
 def suites() -> tuple[str, ...]:
@@ -99,7 +122,7 @@ def suites() -> tuple[str, ...]:
 
 def _files() -> dict[str, Any]:
     folder = resources.files("medflare.tasks") / "presets" / "suites"
-    files = {}
+    files: dict[str, Any] = {}
     for place in ("", "mechanisms/"):
         for file in (folder / place).iterdir():
             if file.name.endswith(".json"):
@@ -108,11 +131,14 @@ def _files() -> dict[str, Any]:
 
 
 def load_suite(source: str) -> Suite:
-    """The suite of a name, or of a JSON file; raises ConfigError if there is none, or a setting, row or column is wrong."""
+    """The suite of a name, or of a JSON file; raises ConfigError if there is none, or a setting,
+    row or column is wrong.
+    """
     file = _files().get(source, Path(source))
     if not file.is_file():
         raise unknown("suite", source, suites())
-    place, remedy = f"suite {source}", "see app_configs/suites/ for working examples"
+    place = f"suite {source}"
+    remedy = "see app_configs/suites/ for working examples"
     try:
         content = dict(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
@@ -127,16 +153,26 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
     """
     values = study_values(groups)
     settings = suite.settings
-    scale, digits = (100, 2) if settings.percent else (1, 4)
+    if settings.percent:
+        unit = "in hundredths"
+        scale = 100
+        digits = 2
+    else:
+        unit = "as a share"
+        scale = 1
+        digits = 4
 
     def cell(label: str, model: str, column: str) -> str:
-        key = (label, model, settings.role, settings.metric, ALL_SITES if column == MEAN else column)
-        by_seed = values.loc[key].dropna() if key in values.index else pd.Series(dtype=float)
+        site = ALL_SITES if column == MEAN else column
+        key = (label, model, settings.role, settings.metric, site)
+        by_seed = values.reindex([key]).iloc[0].dropna()
         if by_seed.empty:
             return UNDEFINED
-        interval = mean_interval(by_seed) or (by_seed.min(), by_seed.max())
-        bounds = "" if len(by_seed) < 2 else f" [{', '.join(f'{scale * bound:.{digits}f}' for bound in interval)}]"
-        return f"{scale * by_seed.mean():.{digits}f}{bounds}"
+        text = f"{scale * by_seed.mean():.{digits}f}"
+        if len(by_seed) > 1:
+            low, high = mean_interval(by_seed) or (by_seed.min(), by_seed.max())
+            text += f" [{scale * low:.{digits}f}, {scale * high:.{digits}f}]"
+        return text
 
     def ours(row: str, label: str, model: str) -> list[str]:
         of = label if model == settings.model else f"{label}, {model}"
@@ -144,35 +180,49 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
 
     lines = [["row", "of", *suite.columns]]
     for row, numbers in suite.numbers.items():
-        lines.append([row, "paper", *(f"{numbers[column]:.{digits}f}" if column in numbers else UNDEFINED for column in suite.columns)])
-        label = suite.methods.get(row)
-        if label is not None and label in groups:
-            lines.append(ours("", label, suite.models.get(row, settings.model)))
-    further = [label for label in groups if label not in suite.methods.values()]
-    lines.extend(ours(FURTHER_ROW, label, settings.model) for label in further)
-    unit = "in hundredths" if settings.percent else "as a share"
+        texts = {column: f"{number:.{digits}f}" for column, number in numbers.items()}
+        lines.append([row, "paper", *(texts.get(column, UNDEFINED) for column in suite.columns)])
+        method = suite.methods.get(row)
+        if method is not None and method in groups:
+            lines.append(ours("", method, suite.models.get(row, settings.model)))
+    for label in groups:
+        if label not in suite.methods.values():
+            lines.append(ours(FURTHER_ROW, label, settings.model))
     about = f"{settings.metric} {unit}, {settings.role} sites, our model: {settings.model}"
-    about += ", or the one after the comma. " if suite.models else ". "
+    if suite.models:
+        about += ", or the one after the comma"
     bracket = "[95 % bootstrap interval, below six seeds the lowest and the highest value]"
-    about += f"Ours: mean over seeds {', '.join(map(str, values.columns))} {bracket}. The paper's: {suite.source}.\n"
-    differences = "".join(f"- {line}\n" for line in (*suite.differences, *deviations(suite, groups)))
+    seeds = ", ".join(map(str, values.columns))
+    about += f". Ours: mean over seeds {seeds} {bracket}. The paper's: {suite.source}.\n"
     parts = [f"# {suite.paper}, {suite.table}, beside ours\n", about, markdown(lines, 2)]
-    return "\n".join([*parts, *([f"What differs:\n\n{differences}"] if differences else [])])
+    differences = [*suite.differences, *deviations(suite, groups)]
+    if differences:
+        parts.append(f"What differs:\n\n{bullets(differences)}")
+    return "\n".join(parts)
 
 
 def deviations(suite: Suite, groups: Groups) -> list[str]:
     """Settings of the runs that differ from the suite, one line each."""
-    runs = [run for of_label in groups.values() for run in of_label]
-    compared: dict[str, tuple[list[Any], list[Any]]] = {
-        "rounds": (sorted({run["rounds"] for run in runs}), [suite.settings.rounds]),
-        "seeds": (sorted({run["seed"] for run in runs}), sorted(suite.seeds)),
-        "sites": (sorted({site for run in runs for site in run["sites"]}), sorted(suite.sites)),
-    }
-    texts = {name: [", ".join(map(str, values)) for values in pair] for name, pair in compared.items()}
-    lines = [f"{name}: {here}, the suite has {there}" for name, (here, there) in texts.items() if here != there]
-    for task in (run["configuration"]["task"] for run in runs if run["configuration"]["task"]):
-        for name, value in load_task(suite.task).to_dict().items():
-            if name != "resplit" and task.get(name) != value:
-                lines.append(f"{name} of the task: {json.dumps(task.get(name))}, the suite has {json.dumps(value)}")
-    failed = [label for label, of_label in groups.items() if any(run["reason"] for run in of_label)]
-    return [*dict.fromkeys(lines), *(f"{label}: a run failed, see table.md" for label in failed)]
+    runs = all_runs(groups)
+    compared: list[tuple[str, Iterable[Any], Iterable[Any]]] = [
+        ("rounds", distinct(runs, "rounds"), [suite.settings.rounds]),
+        ("seeds", distinct(runs, "seed"), suite.seeds),
+        ("sites", all_sites(runs), suite.sites),
+    ]
+    lines: list[str] = []
+    for name, used, planned in compared:
+        here = ", ".join(map(str, sorted(used)))
+        there = ", ".join(map(str, sorted(planned)))
+        if here != there:
+            lines.append(f"{name}: {here}, the suite has {there}")
+    expected = load_task(suite.task).to_dict()
+    for run in runs:
+        task = run["configuration"]["task"]
+        for name, value in expected.items():
+            if task and name != "resplit" and task.get(name) != value:
+                here = json.dumps(task.get(name))
+                lines.append(f"{name} of the task: {here}, the suite has {json.dumps(value)}")
+    for label, of_label in groups.items():
+        if any(run["reason"] for run in of_label):
+            lines.append(f"{label}: a run failed, see table.md")
+    return list(dict.fromkeys(lines))

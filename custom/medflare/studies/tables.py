@@ -1,4 +1,6 @@
-"""The tables of a study in Markdown, table.md with what makes its rows hard to compare, and learning curves."""
+"""The tables of a study in Markdown, table.md with what makes its rows hard to compare, and
+learning curves.
+"""
 
 import json
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -12,12 +14,27 @@ import pandas as pd
 from medflare.core.errors import StateError
 from medflare.evaluation.figures import Panel, line_panels, unit_bounds
 from medflare.evaluation.labels import named_metrics
-from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, label_metric, lower_is_better, metric_label
+from medflare.evaluation.presentation import (
+    UNDEFINED,
+    best_value,
+    format_metric,
+    label_metric,
+    lower_is_better,
+    metric_label,
+)
 from medflare.evaluation.results import MODELS, confusion, results_frame
 from medflare.evaluation.verdicts import KINDS, UNUSABLE, Finding, findings, is_rising
 from medflare.federation.settings import CROSS_SITE
 from medflare.studies.candidates import UNIFORM, weighs_by_samples
-from medflare.studies.references import CENTRALISED, CONSTANT, CURVES, REFERENCES, SCORES, SINGLE_SITE, TRAINED_AS
+from medflare.studies.references import (
+    CENTRALISED,
+    CONSTANT,
+    CURVES,
+    REFERENCES,
+    SCORES,
+    SINGLE_SITE,
+    TRAINED_AS,
+)
 from medflare.studies.statistics import (
     ALL_SITES,
     FEWEST_OF_CLASS,
@@ -25,12 +42,16 @@ from medflare.studies.statistics import (
     Comparison,
     Groups,
     Run,
+    all_runs,
+    all_sites,
     common_classes,
     compare,
     compare_patients,
     detectable_difference,
+    distinct,
     holm,
     pooled_values,
+    sites_of_role,
     split_ratio,
     study_values,
     verdict,
@@ -41,21 +62,36 @@ Model: TypeAlias = tuple[str, str]  # label of a row, name of the model
 
 TABLE_FILE: Final = "table.md"
 ORACLE: Final = "oracle"
-BEST_EXPERT, EXPERT_SPREAD = "best expert", "spread of experts"  # of IOP-FL's experts at an outside site
+# Of IOP-FL's experts at an outside site.
+BEST_EXPERT = "best expert"
+EXPERT_SPREAD = "spread of experts"
 CHOSEN_ON_TEST: Final = (ORACLE, BEST_EXPERT)
-UNATTAINABLE: Final = (*CHOSEN_ON_TEST, EXPERT_SPREAD)  # rows that show what could be gained; no model that a site could have
+# Rows that show what could be gained; no model that a site could have.
+UNATTAINABLE: Final = (*CHOSEN_ON_TEST, EXPERT_SPREAD)
 # Models of a run that its adapted model has to beat.
 CONTROLS: Final = ("global", "batch_statistics", "mixture", "printed_objective", "tent")
 RISING: Final = "still_rising"  # kind of a finding
 HARM: Final = 0.02  # routing that ends this far below its start has done harm
+_ALL_AT_CHANCE: Final = (
+    "Every method has a site where it is not better than the constant answer, "
+    "which ignores the image."
+)
 _WITHOUT_MEAN: Final = (CONSTANT, SINGLE_SITE, CENTRALISED)
 _STATISTICS: Final = (
-    *("95 % over seeds", "t-test over seeds, p", "seeds"),
-    *("95 % over patients", "test over patients, p", "patients"),
-    *("p over seeds, Holm", "detectable", "d", "verdict"),
+    "95 % over seeds",
+    "t-test over seeds, p",
+    "seeds",
+    "95 % over patients",
+    "test over patients, p",
+    "patients",
+    "p over seeds, Holm",
+    "detectable",
+    "d",
+    "verdict",
 )
 MARGIN: Final = 0.02  # smallest difference that matters where no paper has an effect
-# The papers' effects on the mean over sites, see docs/results.md: (method, metric, role of the sites) -> d.
+# The papers' effects on the mean over sites, see docs/results.md: (method, metric, role of the
+# sites) -> d.
 PAPER_EFFECTS: Final[Mapping[tuple[str, str, str], float]] = {
     ("fedsm", "dice", "inside"): 0.020,
     ("iop_fl", "dice", "inside"): 0.024,
@@ -68,7 +104,9 @@ PAPER_EFFECTS: Final[Mapping[tuple[str, str, str], float]] = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A paired comparison of two models of a study at the sites of a role; d: the smallest difference that matters."""
+    """A paired comparison of two models of a study at the sites of a role; d: the smallest
+    difference that matters.
+    """
 
     role: str
     over_seeds: Comparison
@@ -78,31 +116,49 @@ class Difference:
 
     def cells(self, adjusted_p: float | None, judged: bool) -> list[str]:
         """The cells after label and models; without a verdict unless `judged`."""
-        seeds, patients = self.over_seeds, self.over_patients
+        seeds = self.over_seeds
+        patients = self.over_patients
+        margin = UNDEFINED
+        conclusion = UNDEFINED
+        if judged:
+            margin = f"{self.margin:.3f}"
+            conclusion = verdict(seeds, patients, adjusted_p, self.margin)
         return [
             self.role,
             f"{seeds.difference:+.3f}",
-            *(_bounds_text(seeds), _p_text(seeds.p), str(seeds.n or UNDEFINED)),
-            *(_bounds_text(patients), _p_text(patients.p, " (Wilcoxon)"), str(patients.n or UNDEFINED)),
+            _bounds_text(seeds),
+            _p_text(seeds.p),
+            str(seeds.n or UNDEFINED),
+            _bounds_text(patients),
+            _p_text(patients.p, " (Wilcoxon)"),
+            str(patients.n or UNDEFINED),
             _p_text(adjusted_p),
             UNDEFINED if self.detectable is None else f"{self.detectable:.3f}",
-            f"{self.margin:.3f}" if judged else UNDEFINED,
-            verdict(seeds, patients, adjusted_p, self.margin) if judged else UNDEFINED,
+            margin,
+            conclusion,
         ]
 
 
 def _bounds_text(comparison: Comparison) -> str:
-    bounds = comparison.interval
-    return UNDEFINED if bounds is None else f"{bounds[0]:+.3f} to {bounds[1]:+.3f}"
+    if comparison.interval is None:
+        return UNDEFINED
+    low, high = comparison.interval
+    return f"{low:+.3f} to {high:+.3f}"
 
 
 def _p_text(p: float | None, test: str = "") -> str:
-    return UNDEFINED if p is None else ("< 0.001" if p < 0.001 else f"{p:.3f}") + test
+    if p is None:
+        return UNDEFINED
+    if p < 0.001:
+        return f"< 0.001{test}"
+    return f"{p:.3f}{test}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Models of one label that have the same values of a metric everywhere; values: index (role, site), columns seeds."""
+    """Models of one label that have the same values of a metric everywhere; values: index (role,
+    site), columns seeds.
+    """
 
     label: str
     models: tuple[str, ...]
@@ -115,7 +171,9 @@ class Row:
 
     @property
     def cells(self) -> list[str]:
-        """The first three columns of its line: label, models, and how the deployed round was selected."""
+        """The first three columns of its line: label, models, and how the deployed round was
+        selected.
+        """
         selections = dict.fromkeys(filter(None, map(selection, self.runs)))
         return [self.label, model_list(self.models), ", ".join(selections) or UNDEFINED]
 
@@ -127,22 +185,36 @@ class StudyTables:
         self.metric: str = task_of(groups)["metric"]
         complete = with_constants(groups, self.metric)
         self.groups: dict[str, list[Run]] = {}
-        for label, runs in complete.items():
-            self.groups[label] = [with_best_expert(with_oracle(run, self.metric), self.metric) for run in runs]
+        for label, of_row in complete.items():
+            self.groups[label] = []
+            for run in of_row:
+                run = with_oracle(run, self.metric)
+                self.groups[label].append(with_best_expert(run, self.metric))
         self.values = study_values(self.groups)
-        sites_of_runs = [site for runs in groups.values() for run in runs for site in run["sites"].items()]
-        models = [model for _, site in sites_of_runs for model in site["metrics"].values()]
-        self.metrics = list(dict.fromkeys(metric for model in models for metric in named_metrics(model)))
-        sites = sorted({(site["role"], name) for name, site in sites_of_runs})
-        self.roles = list(dict.fromkeys(role for role, _ in sites))
-        self.places = [place for role in self.roles for place in (*(place for place in sites if place[0] == role), (role, ALL_SITES))]
-        runs = [run for of_row in groups.values() for run in of_row]
+        runs = all_runs(groups)
+        metrics: dict[str, None] = {}  # in their order
+        names: dict[str, set[str]] = {}  # role -> its sites
+        for run in runs:
+            for name, site in run["sites"].items():
+                names.setdefault(site["role"], set()).add(name)
+                for of_model in site["metrics"].values():
+                    metrics |= dict.fromkeys(named_metrics(of_model))
+        self.metrics = list(metrics)
+        self.roles = sorted(names)
+        self.places: list[tuple[str, str]] = []
+        for role in self.roles:
+            for site in (*sorted(names[role]), ALL_SITES):
+                self.places.append((role, site))
         self.split_ratio = split_ratio(runs)
-        self.common = {role: common_classes(runs, role) for role in self.roles}  # the same for all rows
+        # The same for all rows.
+        self.common = {role: common_classes(runs, role) for role in self.roles}
 
     def tables(self, wanted: Container[str] | None = None) -> dict[str, str]:
-        """Title -> table: for every metric, the task's own first, what each site reached and what the mean hides; then paired differences
-        to the first row and to training alone, the selector and routing. `wanted`: titles (intervals take time); None: all.
+        """Title -> table: for every metric, the task's own first, what each site reached and what
+        the mean hides; then paired differences to the first row and to training alone, the selector
+        and routing.
+
+        `wanted`: titles (intervals take time); None: all.
         """
         makers: dict[str, Callable[[], str]] = {}
         for metric in sorted(self.metrics, key=lambda metric: metric != self.metric):
@@ -157,156 +229,235 @@ class StudyTables:
         makers[f"{self.metric}, cross-site"] = self.cross_site
         makers["selector"] = self.selector
         makers[f"{self.metric}, routing"] = self.routing
-        tables = {title: make() for title, make in makers.items() if wanted is None or title in wanted}
-        return {title: table for title, table in tables.items() if table}
+        tables: dict[str, str] = {}
+        for title, make in makers.items():
+            if wanted is None or title in wanted:
+                table = make()
+                if table:
+                    tables[title] = table
+        return tables
 
     @cached_property
     def everything(self) -> dict[str, str]:
         return self.tables()
 
-    def series(self, label: str, model: str, role: str, metric: str, site: str = ALL_SITES) -> "pd.Series[float]":
+    def series(
+        self, label: str, model: str, role: str, metric: str, site: str = ALL_SITES
+    ) -> "pd.Series[float]":
         """One value per seed; NaN where undefined."""
-        key = (label, model, role, metric, site)
-        return self.values.loc[key] if key in self.values.index else pd.Series(np.nan, index=self.values.columns)
+        return self.values.reindex([(label, model, role, metric, site)]).iloc[0]
 
     def models(self, label: str) -> list[str]:
         """The models of a row; those that differ only in a site's name as one."""
-        names = (model for run in self.groups[label] for site in run["sites"].values() for model in site["metrics"])
-        return list(dict.fromkeys([*MODELS, *(f"{name.partition('/')[0]}/*" if "/" in name else name for name in names)]))
+        models = dict.fromkeys(MODELS)
+        for run in self.groups[label]:
+            for site in run["sites"].values():
+                for name in site["metrics"]:
+                    prefix, slash, _ = name.partition("/")
+                    models[f"{prefix}/*" if slash else name] = None
+        return list(models)
 
     def rows(self, metric: str) -> list[Row]:
         """The rows that have a value of the metric at any site."""
         rows: dict[tuple[str, str], Row] = {}
         for label, runs in self.groups.items():
             for model in self.models(label):
-                values = self.values.reindex([(label, model, role, metric, site) for role, site in self.places])
+                keys = [(label, model, role, metric, site) for role, site in self.places]
+                values = self.values.reindex(keys)
                 values.index = pd.MultiIndex.from_tuples(self.places)
                 if values.isna().all(axis=None):
                     continue
-                key = label, str(values.to_numpy().tolist())
+                key = (label, str(values.to_numpy().tolist()))
                 equal = rows.pop(key).models if key in rows else ()
                 rows[key] = Row(label, (*equal, model), values, runs)
         return list(rows.values())
 
     def sites(self, metric: str) -> str:
-        """A row per label and model, a column per site and per mean of a role: mean ± standard deviation over seeds.
+        """A row per label and model, a column per site and per mean of a role: mean ± standard
+        deviation over seeds.
 
         The best mean of a column is bold, except those of `UNATTAINABLE` rows.
         """
         rows = self.rows(metric)
-        means = [row.values.mean(axis=1).tolist() for row in rows]
-        attainable = [mean for row, mean in zip(rows, means, strict=True) if row.is_attainable]
-        best = [best_value(metric, (value for value in column if value == value)) for column in zip(*attainable, strict=True)]
-        lines = [["method", "model", "selection", *self._headings(), "runs"]]
-        for row, mean in zip(rows, means, strict=True):
-            cells = [spread(metric, values) for _, values in row.values.iterrows()]
+        means: dict[Any, list[float]] = {}  # role and site -> of the attainable rows
+        for row in rows:
             if row.is_attainable:
-                cells = [f"**{cell}**" if value == top else cell for cell, value, top in zip(cells, mean, best, strict=True)]
-            lines.append([*row.cells, *cells, str(len(row.runs))])
+                for place, mean in row.values.mean(axis=1).dropna().items():
+                    means.setdefault(place, []).append(mean)
+        best = {place: best_value(metric, values) for place, values in means.items()}
+        lines = [["method", "model", "selection", *self._headings(), "runs"]]
+        for row in rows:
+            mean_of_row = row.values.mean(axis=1)
+            cells = row.cells
+            for place, values in row.values.iterrows():
+                cell = spread(metric, values)
+                if row.is_attainable and mean_of_row[place] == best.get(place):
+                    cell = f"**{cell}**"
+                cells.append(cell)
+            lines.append([*cells, str(len(row.runs))])
         return markdown(lines, left=3)
 
     def summary(self, metric: str) -> str:
-        """A row per label, model and role: mean over sites, worst site, all images as of one site, sites below training alone, warnings.
+        """A row per label, model and role: mean over sites, worst site, all images as of one site,
+        sites below training alone, warnings.
 
         Warnings are the findings of its runs, see `warnings`.
         """
-        lines = [["method", "model", "selection", "sites", "mean", "worst site", "all images", "below training alone", "warnings"]]
+        headings = ["method", "model", "selection", "sites", "mean", "worst site", "all images"]
+        lines = [[*headings, "below training alone", "warnings"]]
         for row in self.rows(metric):
             for role in self.roles:
                 sites = row.values.loc[role].mean(axis=1).drop(ALL_SITES).dropna()
                 if sites.empty:
                     continue
                 worst = sites.idxmax() if lower_is_better(metric) else sites.idxmin()
-                below = self._below_alone(row, metric, list(sites.index)) if role == "inside" else None
-                numbers = [
+                cells = [
+                    *row.cells,
+                    role,
                     spread(metric, row.values.loc[(role, ALL_SITES)]),
                     f"{format_metric(metric, sites[worst])} ({worst})",
                     spread(metric, pooled_values(row.runs, row.models[0], metric, role)),
-                    UNDEFINED if below is None else f"{len(below)} of {len(sites)}" + (f" ({', '.join(below)})" if below else ""),
+                    self._below_alone(row, metric, role, list(sites.index)),
+                    "; ".join(self.warnings(row.label, row.models, role)) or UNDEFINED,
                 ]
-                lines.append([*row.cells, role, *numbers, "; ".join(self.warnings(row.label, row.models, role)) or UNDEFINED])
+                lines.append(cells)
         return markdown(lines, left=4)
 
     def by_label(self) -> str:
-        """A row per method and structure or class, a column per site and per mean of a role; "" if there is at most one of them."""
-        frames = [results_frame(run).assign(row=row, seed=run["seed"]) for row, runs in self.groups.items() for run in runs]
+        """A row per method and structure or class, a column per site and per mean of a role; "" if
+        there is at most one of them.
+        """
+        frames: list[pd.DataFrame] = []
+        for row, runs in self.groups.items():
+            for run in runs:
+                frames.append(results_frame(run).assign(row=row, seed=run["seed"]))
         table = pd.concat(frames, ignore_index=True)
-        table = table[(table["label"] != ALL) & (table["model"] == "deployed") & (table["metric"] == label_metric(self.metric))]
+        deployed = (table["label"] != ALL) & (table["model"] == "deployed")
+        table = table[deployed & (table["metric"] == label_metric(self.metric))]
         if table["label"].nunique() < 2:
             return ""
         keys = ["row", "label", "role", "seed"]
         means = table.groupby(keys, as_index=False)["value"].mean().assign(site=ALL_SITES)
-        values = pd.concat([table, means]).groupby(["row", "label", "role", "site", "seed"])["value"].mean().unstack("seed")
+        keys = ["row", "label", "role", "site", "seed"]
+        values = pd.concat([table, means]).groupby(keys)["value"].mean().unstack("seed")
         lines = [["method", "structure or class", *self._headings()]]
         for row, label in table[["row", "label"]].drop_duplicates().itertuples(index=False):
             places = values.reindex([(row, label, *place) for place in self.places])
-            lines.append([row, label, *(spread(self.metric, of_place) for _, of_place in places.iterrows())])
+            cells = [spread(self.metric, of_place) for _, of_place in places.iterrows()]
+            lines.append([row, label, *cells])
         return markdown(lines, left=2)
 
     def _headings(self) -> list[str]:
-        return [f"mean {role}" if not site else site if role == "inside" else f"{site} ({role})" for role, site in self.places]
+        headings: list[str] = []
+        for role, site in self.places:
+            if site == ALL_SITES:
+                headings.append(f"mean {role}")
+            elif role == "inside":
+                headings.append(site)
+            else:
+                headings.append(f"{site} ({role})")
+        return headings
 
     def label_of(self, method: str) -> str | None:
         """The first row with this method."""
-        return next((label for label, runs in self.groups.items() if runs[0]["method"] == method), None)
+        for label, runs in self.groups.items():
+            if runs[0]["method"] == method:
+                return label
+        return None
 
-    def _below_alone(self, row: Row, metric: str, sites: Sequence[str]) -> list[str] | None:
-        """The inside sites where the row is worse than training alone, in the mean over the seeds of both; None if nothing to compare."""
+    def _without_constant(self) -> list[str]:
+        """The labels of the rows that are not the constant answer."""
+        return [label for label, runs in self.groups.items() if runs[0]["method"] != CONSTANT]
+
+    def _below_alone(self, row: Row, metric: str, role: str, sites: Sequence[str]) -> str:
+        """The cell of the inside sites where the row is worse than training alone, in the mean over
+        the seeds of both.
+        """
         alone = self.label_of(SINGLE_SITE)
-        if alone in (None, row.label):
-            return None
+        if alone is None or alone == row.label or role != "inside":
+            return UNDEFINED
         sign = -1 if lower_is_better(metric) else 1
-        gains = {site: row.values.loc[("inside", site)] - self.series(alone, "deployed", "inside", metric, site) for site in sites}
-        return [site for site, gain in gains.items() if sign * gain.mean() < 0]
+        below: list[str] = []
+        for site in sites:
+            gain = row.values.loc[(role, site)] - self.series(alone, "deployed", role, metric, site)
+            if sign * gain.mean() < 0:
+                below.append(site)
+        named = f" ({', '.join(below)})" if below else ""
+        return f"{len(below)} of {len(sites)}{named}"
 
-    def warnings(self, label: str, models: Sequence[str] = ("deployed",), role: str | None = None) -> list[str]:
-        """What the findings of a row's runs say of these equal models at the sites of a role, by default at all, see `summed_up`.
+    def warnings(
+        self, label: str, models: Sequence[str] = ("deployed",), role: str | None = None
+    ) -> list[str]:
+        """What the findings of a row's runs say of these equal models at the sites of a role, by
+        default at all, see `summed_up`.
 
-        Whether the row still rises is decided by the mean curve of its runs, since that has less noise. The constant answer has none.
+        Whether the row still rises is decided by the mean curve of its runs, since that has less
+        noise. The constant answer has none.
         """
         runs = self.groups[label]
         model = "deployed" if "deployed" in models else models[0]
         if runs[0]["method"] == CONSTANT or model in UNATTAINABLE:
             return []
-        of_role = []
+        of_role: list[Finding] = []
         for run in runs:
             for finding in findings(run, model=model):
-                sites = tuple(site for site in finding.sites if role in (None, run["sites"].get(site, {}).get("role")))
+                sites = finding.sites
+                if role is not None:
+                    of_run = sites_of_role(run, role)
+                    sites = tuple(site for site in sites if site in of_run)
                 if finding.kind != RISING and (sites or not finding.sites):
                     of_role.append(replace(finding, sites=sites))
         lines = summed_up(of_role, len(runs))
-        return [*lines, "still rising"] if is_rising(curve_of(runs, models[0])) else lines
+        if is_rising(curve_of(runs, models[0])):
+            lines.append("still rising")
+        return lines
 
     def banner(self) -> list[str]:
-        """The rows whose deployed model should not be used, by at least half of their runs, and why; first whether these are all rows."""
+        """The rows whose deployed model should not be used, by at least half of their runs, and
+        why; first whether these are all rows.
+        """
         lines: list[str] = []
-        at_chance = []
-        compared = [label for label, runs in self.groups.items() if runs[0]["method"] != CONSTANT]
+        at_chance: list[str] = []
+        compared = self._without_constant()
         for label in compared:
             runs = self.groups[label]
-            of_runs = [finding for run in runs for finding in findings(run)]
-            grave = [finding for finding in of_runs if finding.kind in UNUSABLE and _in_half(finding, of_runs, len(runs))]
+            unusable: list[Finding] = []
+            for run in runs:
+                unusable += [finding for finding in findings(run) if finding.kind in UNUSABLE]
+            grave = [finding for finding in unusable if _in_half(finding, unusable, len(runs))]
             if any(finding.kind == "at_chance" for finding in grave):
                 at_chance.append(label)
             if grave:
                 lines.append(f"{label}: {'; '.join(summed_up(grave, len(runs)))}.")
         if at_chance and at_chance == compared:
-            lines.insert(0, "Every method has a site where it is not better than the constant answer, which ignores the image.")
+            lines.insert(0, _ALL_AT_CHANCE)
         return lines
 
     def differences(self, against: str | None = None) -> str:
-        """Paired differences of the task's metric to what one row (None: the first) deploys, and verdicts."""
-        against = next(iter(self.groups)) if against is None else against
-        models = [(label, model) for label in self.groups for model in self.models(label)]
-        rows = self._differences([(model, (against, "deployed"), model) for model in models])
-        return markdown([["method", "model", "sites", f"difference to {against}", *_STATISTICS], *rows], left=3)
+        """Paired differences of the task's metric to what one row (None: the first) deploys, and
+        verdicts.
+        """
+        if against is None:
+            against = next(iter(self.groups))
+        pairs: list[tuple[Model, Model, Model]] = []
+        for label in self.groups:
+            for model in self.models(label):
+                pairs.append(((label, model), (against, "deployed"), (label, model)))
+        headings = ["method", "model", "sites", f"difference to {against}", *_STATISTICS]
+        return markdown([headings, *self._differences(pairs)], left=3)
 
     def differences_within(self) -> str:
         """What a row deploys against other models of the same runs; "" if no run has two models."""
-        labels = [label for label, runs in self.groups.items() if runs[0]["method"] != CONSTANT]
-        controls = [(label, model) for label in labels for model in self.models(label) if model in CONTROLS]
-        rows = self._differences([(control, control, (control[0], "deployed")) for control in controls])
-        return markdown([["method", "deployed against its own", "sites", "difference", *_STATISTICS], *rows], left=3) if rows else ""
+        pairs: list[tuple[Model, Model, Model]] = []
+        for label in self._without_constant():
+            for model in self.models(label):
+                if model in CONTROLS:
+                    pairs.append(((label, model), (label, model), (label, "deployed")))
+        rows = self._differences(pairs)
+        if not rows:
+            return ""
+        headings = ["method", "deployed against its own", "sites", "difference", *_STATISTICS]
+        return markdown([headings, *rows], left=3)
 
     def _differences(self, pairs: Iterable[tuple[Model, Model, Model]]) -> list[list[str]]:
         """Lines of label, models and cells of (named model, first, second), see `Difference.cells`.
@@ -315,50 +466,77 @@ class StudyTables:
         adjusted. The constant answer and the oracle claim nothing.
         """
         models: dict[tuple[str, Difference], list[str]] = {}
-        compared: dict[tuple[str, ...], Difference | None] = {}  # models with equal results are compared once
+        # Models with equal results are compared once.
+        compared: dict[tuple[str, ...], Difference | None] = {}
         for (label, model), first, second in pairs:
             for role in self.roles:
-                places = [(label, model, role, metric, site) for metric in self.metrics for of, site in self.places if of == role]
-                several = model if "*" in model else ""  # the mean of several models equals no other: it has no scores of patients
-                key = label, several, role, str(self.values.reindex(places).to_numpy().tolist())
+                key = (label, role, self._results_key(label, model, role))
                 if key not in compared:
                     compared[key] = self.difference(first, second, role)
                 difference = compared[key]
                 if difference is not None:
                     models.setdefault((label, difference), []).append(model)
-        lines = list(models)
-        claims = [line for line in lines if self.groups[line[0]][0]["method"] != CONSTANT and not set(models[line]) <= set(UNATTAINABLE)]
+        claims: dict[str, list[tuple[str, Difference]]] = {}  # by role
+        for (label, difference), of_line in models.items():
+            if label in self._without_constant() and not set(of_line) <= set(UNATTAINABLE):
+                claims.setdefault(difference.role, []).append((label, difference))
         adjusted: dict[tuple[str, Difference], float | None] = {}
-        for role in self.roles:
-            claim = [line for line in claims if line[1].role == role]
-            adjusted |= zip(claim, holm([difference.over_seeds.p for _, difference in claim]), strict=True)
+        for claim in claims.values():
+            p_values = [difference.over_seeds.p for _, difference in claim]
+            adjusted |= zip(claim, holm(p_values), strict=True)
         rows: dict[tuple[str, ...], list[str]] = {}  # label and cells -> models
-        for label, difference in lines:
-            cells = difference.cells(adjusted.get((label, difference)), (label, difference) in adjusted)
-            rows.setdefault((label, *cells), []).extend(models[label, difference])
-        return [[label, model_list(of_line), *cells] for (label, *cells), of_line in rows.items()]
+        for line, of_line in models.items():
+            label, difference = line
+            cells = difference.cells(adjusted.get(line), line in adjusted)
+            rows.setdefault((label, *cells), []).extend(of_line)
+        lines: list[list[str]] = []
+        for (label, *cells), of_row in rows.items():
+            lines.append([label, model_list(of_row), *cells])
+        return lines
+
+    def _results_key(self, label: str, model: str, role: str) -> str:
+        """Equal for models of a label with the same values of all metrics at a role's sites."""
+        if "*" in model:  # the mean of several models equals no other: it has no scores of patients
+            return model
+        places: list[tuple[str, ...]] = []
+        for metric in self.metrics:
+            for of, site in self.places:
+                if of == role:
+                    places.append((label, model, role, metric, site))
+        return str(self.values.reindex(places).to_numpy().tolist())
 
     def difference(self, first: Model, second: Model, role: str) -> Difference | None:
-        """Second - first; None if there is nothing to compare, or both are the same of one label."""
-        before, after = (self.series(label, model, role, self.metric) for label, model in (first, second))
+        """Second - first; None if nothing is to be compared, or both are the same of one label."""
+        label, model = first
+        other_label, other_model = second
+        before = self.series(label, model, role, self.metric)
+        after = self.series(other_label, other_model, role, self.metric)
         over_seeds = compare(before, after, self.split_ratio)
-        if over_seeds.difference is None or (first[0] == second[0] and before.equals(after)):
+        if over_seeds.difference is None or (label == other_label and before.equals(after)):
             return None
-        runs = [(self.groups[label], model) for label, model in (first, second)]
-        over_patients = compare_patients(runs[0], runs[1], self.metric, role=role, common=self.common[role])
+        runs = self.groups[other_label]
+        over_patients = compare_patients(
+            (self.groups[label], model),
+            (runs, other_model),
+            self.metric,
+            role=role,
+            common=self.common[role],
+        )
+        detectable = None
         in_deviations = detectable_difference(over_seeds.n, self.split_ratio)
-        deviation = (after - before).std()
-        detectable = None if over_seeds.error is None or in_deviations is None else float(in_deviations * deviation)
-        method = self.groups[second[0]][0]["method"]
-        return Difference(role, over_seeds, over_patients, detectable, PAPER_EFFECTS.get((method, self.metric, role), MARGIN))
+        if over_seeds.error is not None and in_deviations is not None:
+            detectable = float(in_deviations * (after - before).std())
+        margin = PAPER_EFFECTS.get((runs[0]["method"], self.metric, role), MARGIN)
+        return Difference(role, over_seeds, over_patients, detectable, margin)
 
     def notes(self) -> list[str]:
         """What the tables of differences rest on, one line each."""
-        lines = []
+        lines: list[str] = []
         if self.split_ratio:
             lines.append(
-                "Intervals over seeds: splits overlap, so the variance has the factor 1/n + test/training images "
-                f"({self.split_ratio:.2f}) in place of 1/n (Nadeau and Bengio)."
+                "Intervals over seeds: splits overlap, so the variance has the factor "
+                f"1/n + test/training images ({self.split_ratio:.2f}) in place of 1/n "
+                "(Nadeau and Bengio)."
             )
         if self.metric in MEANS_OVER_IMAGES:
             return lines
@@ -367,172 +545,255 @@ class StudyTables:
         for role, sites in self.common.items():
             for site, classes in sites.items():
                 missing = [label for place, label in enumerate(labels) if place not in classes]
-                if classes and missing:
-                    lines.append(f"Over patients, {role}: {site} counts without {', '.join(missing)} ({rule}).")
-                elif missing:
-                    lines.append(f"Over patients, {role}: {site} does not count ({rule}).")
+                if missing:
+                    effect = f"counts without {', '.join(missing)}" if classes else "does not count"
+                    lines.append(f"Over patients, {role}: {site} {effect} ({rule}).")
         return lines
 
     def cross_site(self) -> str:
-        """Every site's model (rows) on every site's test images (columns); its own site is bold. "" without `references.cross_site`."""
-        sites = sorted({name for runs in self.groups.values() for run in runs for name in run["sites"]})
+        """Every site's model (rows) on every site's test images (columns); its own site is bold. ""
+        without `references.cross_site`.
+        """
+        sites = all_sites(all_runs(self.groups))
         lines = [["method", "model of", *sites, "runs"]]
         for label, runs in self.groups.items():
-            matrices = [run[CROSS_SITE] for run in runs if CROSS_SITE in run]
-            for owner in sorted({owner for matrix in matrices for owner in matrix}):
-                rows = pd.DataFrame([matrix[owner] for matrix in matrices if owner in matrix], columns=sites, dtype=float)
-                cells = [f"**{spread(self.metric, rows[site])}**" if site == owner else spread(self.metric, rows[site]) for site in sites]
-                lines.append([label, owner, *cells, str(len(rows))])
-        return markdown(lines, left=2) if len(lines) > 1 else ""
+            of_owner: dict[str, list[Mapping[str, float | None]]] = {}
+            for run in runs:
+                for owner, by_site in run.get(CROSS_SITE, {}).items():
+                    of_owner.setdefault(owner, []).append(by_site)
+            for owner, of_runs in sorted(of_owner.items()):
+                rows = pd.DataFrame(of_runs, columns=sites, dtype=float)
+                cells = {site: spread(self.metric, rows[site]) for site in sites}
+                if owner in cells:
+                    cells[owner] = f"**{cells[owner]}**"
+                lines.append([label, owner, *cells.values(), str(len(rows))])
+        return _unless_empty(lines, left=2)
 
     def selector(self) -> str:
-        """Balanced accuracy of each row's selector on test images, and how many images a personal model predicted; "" without one."""
-        tables = {label: [table for run in runs if (table := confusion(run["sites"]))] for label, runs in self.groups.items()}
-        sites = sorted({site for of_runs in tables.values() for table in of_runs for site in table})
-        lines = [["method", "balanced accuracy", *(f"{site} recognised" for site in sites), "answered by a personal model", "runs"]]
-        for label, of_runs in tables.items():
-            if of_runs:
-                recalls = [{site: row.get(site, 0) / n for site, row in table.items() if (n := sum(row.values()))} for table in of_runs]
-                recognised = pd.DataFrame(recalls, columns=sites)
-                personal = pd.Series([personal_share(run) for run in self.groups[label] if confusion(run["sites"])], dtype=float)
-                columns = [recognised.mean(axis=1), *(recognised[site] for site in sites), personal]
-                lines.append([label, *(spread("share", column) for column in columns), str(len(of_runs))])
-        return markdown(lines, left=1) if len(lines) > 1 else ""
+        """Balanced accuracy of each row's selector on test images, and how many images a personal
+        model predicted; "" without one.
+        """
+        recalls: dict[str, list[dict[str, float]]] = {}  # of every run with a selector
+        personal: dict[str, list[float]] = {}
+        tested: set[str] = set()
+        for label, runs in self.groups.items():
+            for run in runs:
+                table = confusion(run["sites"])
+                if table:
+                    tested |= table.keys()
+                    recalls.setdefault(label, []).append(_recalls(table))
+                    personal.setdefault(label, []).append(personal_share(run))
+        sites = sorted(tested)
+        headings = ["method", "balanced accuracy", *(f"{site} recognised" for site in sites)]
+        lines = [[*headings, "answered by a personal model", "runs"]]
+        for label, of_runs in recalls.items():
+            recognised = pd.DataFrame(of_runs, columns=sites)
+            cells = [spread("share", recognised.mean(axis=1))]
+            cells += [spread("share", recognised[site]) for site in sites]
+            cells.append(spread("share", pd.Series(personal[label], dtype=float)))
+            lines.append([label, *cells, str(len(of_runs))])
+        return _unless_empty(lines, left=1)
 
     def routing(self) -> str:
-        """Routing against its start at every left-out site: means, worst run, runs with harm, and how many of these have an event."""
-        lines = [["method", "outside", "start", "end", "worst run", f"more than {HARM} below", "of these with an event", "runs"]]
+        """Routing against its start at every left-out site: means, worst run, runs with harm, and
+        how many of these have an event.
+        """
+        headings = ["method", "outside", "start", "end", "worst run", f"more than {HARM} below"]
+        lines = [[*headings, "of these with an event", "runs"]]
         for label, runs in self.groups.items():
-            events = {(event["site"], run["seed"]) for run in runs for event in run["events"] if event["kind"] == "reverted"}
             if "mixture" not in self.models(label) or "outside" not in self.roles:
                 continue
-            sides = {"start": "mixture", "end": "deployed"}
-            values = {side: self.values.loc[(label, model, "outside", self.metric)].drop(ALL_SITES) for side, model in sides.items()}
-            moves = pd.DataFrame({side: of_sites.stack() for side, of_sites in values.items()}).dropna()
-            sites = moves.index.unique("site")
-            for site in (*sites, None) if len(sites) else ():
-                here = moves if site is None else moves.xs(site, level="site", drop_level=False)
-                gain = here["end"] - here["start"]
-                harmed = gain.index[gain < -HARM]
-                reverted = sum(place in events for place in harmed)
-                cells = [f"{here['start'].mean():.3f}", f"{here['end'].mean():.3f}", f"{gain.min():+.3f}"]
-                lines.append([label, site or "all", *cells, str(len(harmed)), str(reverted), str(len(here))])
-        return markdown(lines, left=2) if len(lines) > 1 else ""
+            reverted: set[tuple[str, int]] = set()  # site and seed
+            for run in runs:
+                for event in run["events"]:
+                    if event["kind"] == "reverted":
+                        reverted.add((event["site"], run["seed"]))
+            sides: dict[str, pd.Series[float]] = {}
+            for side, model in (("start", "mixture"), ("end", "deployed")):
+                by_site = self.values.loc[(label, model, "outside", self.metric)]
+                sides[side] = by_site.drop(ALL_SITES).stack()
+            moves = pd.DataFrame(sides).dropna()
+            for site, of_site in moves.groupby(level="site", sort=False):
+                lines.append([label, str(site), *_routing_cells(of_site, reverted)])
+            if len(moves):
+                lines.append([label, "all", *_routing_cells(moves, reverted)])
+        return _unless_empty(lines, left=2)
 
 
-# -- parts of runs -----------------------------------------------------------------------------------------------------------
+def _routing_cells(moves: pd.DataFrame, reverted: Container[tuple[str, int]]) -> list[str]:
+    """Moves: index (site, seed), columns "start" and "end"."""
+    gain = moves["end"] - moves["start"]
+    harmed = gain.index[gain < -HARM]
+    return [
+        f"{moves['start'].mean():.3f}",
+        f"{moves['end'].mean():.3f}",
+        f"{gain.min():+.3f}",
+        str(len(harmed)),
+        str(sum(place in reverted for place in harmed)),
+        str(len(moves)),
+    ]
+
+
+# -- parts of runs ---------------------------------------------------------------------------------
 
 
 def task_of(groups: Groups) -> Mapping[str, Any]:
     """The task's configuration, from the first run that has one; raises StateError if none has."""
-    task = next((run["configuration"]["task"] for runs in groups.values() for run in runs if run["configuration"]["task"]), None)
-    if task is None:
-        raise StateError("no run of this study has a task; see the reason in each results.json")
-    return dict(task)
+    for run in all_runs(groups):
+        if run["configuration"]["task"]:
+            return dict(run["configuration"]["task"])
+    raise StateError("no run of this study has a task; see the reason in each results.json")
 
 
 def selection(run: Run) -> str:
-    """How the deployed round was selected: "last", or "best dice" (on validation images) and how the sites' values were joined."""
+    """How the deployed round was selected: "last", or "best dice" (on validation images) and how
+    the sites' values were joined.
+    """
     rule = run["configuration"]["hyper"]["server"].get("selection", "")
-    joined = {"best": "", "median": ", median of sites", "paired": ", paired over sites", "mean": ", mean of sites"}
-    return f"best {run['configuration']['task'].get('metric', '')}".strip() + joined[rule] if rule in joined else str(rule)
+    joined = {
+        "best": "",
+        "median": ", median of sites",
+        "paired": ", paired over sites",
+        "mean": ", mean of sites",
+    }
+    if rule not in joined:
+        return str(rule)
+    metric = run["configuration"]["task"].get("metric", "")
+    return f"best {metric}".strip() + joined[rule]
 
 
 def with_constants(groups: Groups, metric: str) -> dict[str, list[Run]]:
-    """The runs with the constant answer of every site; runs of older versions take it from the row of the constant answer."""
+    """The runs with the constant answer of every site; runs of older versions take it from the row
+    of the constant answer.
+    """
     constants: dict[tuple[int, str, str], float | None] = {}  # of seed, site and role
-    for run in (run for runs in groups.values() for run in runs if run["method"] == CONSTANT):
-        for name, site in run["sites"].items():
-            constants[run["seed"], name, site["role"]] = site["metrics"]["deployed"].get(metric)
+    for run in all_runs(groups):
+        if run["method"] == CONSTANT:
+            for name, site in run["sites"].items():
+                constants[run["seed"], name, site["role"]] = site["metrics"]["deployed"].get(metric)
 
     def completed(run: Run) -> Run:
         if run["method"] == CONSTANT:
             return run
-        sites = {}
+        sites: dict[str, dict[str, Any]] = {}
         for name, site in run["sites"].items():
-            sites[name] = {"constant": constants.get((run["seed"], name, site["role"])), **site}
+            constant = constants.get((run["seed"], name, site["role"]))
+            sites[name] = {"constant": constant, **site}
         return {**run, "sites": sites}
 
-    return {label: [completed(run) for run in runs] for label, runs in groups.items()}
+    rows: dict[str, list[Run]] = {}
+    for label, runs in groups.items():
+        rows[label] = [completed(run) for run in runs]
+    return rows
 
 
 def with_oracle(run: Run, metric: str) -> Run:
-    """The run with one more model: at every site the one of global and personal model with the better test metric.
+    """The run with one more model: at every site the one of global and personal model with the
+    better test metric.
 
     References and runs with one model for all purposes stay as they are.
     """
-    different = any(
-        site["metrics"]["personal"] not in (site["metrics"]["global"], dict.fromkeys(site["metrics"]["personal"]))
-        for site in run["sites"].values()
-    )
-    if run["method"] in REFERENCES or not different:
+    if run["method"] in REFERENCES or not any(map(_has_personal_model, run["sites"].values())):
         return run
-    sites, scores = dict(run["sites"]), dict(run.get(SCORES, {}))
     for name, site in run["sites"].items():
         values = {model: site["metrics"][model].get(metric) for model in ("global", "personal")}
-        if None in values.values():
-            continue
-        best = max(values, key=lambda model: values[model])
-        sites[name] = {**site, "metrics": {**site["metrics"], ORACLE: site["metrics"][best]}}
-        if best in scores.get(name, {}):
-            scores[name] = {**scores[name], ORACLE: scores[name][best]}
+        if None not in values.values():
+            best = max(values, key=values.__getitem__)
+            run = _with_model(run, name, ORACLE, best)
+    return run
+
+
+def _has_personal_model(site: Mapping[str, Any]) -> bool:
+    personal = site["metrics"]["personal"]
+    return personal not in (site["metrics"]["global"], dict.fromkeys(personal))
+
+
+def _with_model(run: Run, site: str, name: str, model: str) -> Run:
+    """The run with a further name for one of the models at a site."""
+    content = run["sites"][site]
+    metrics = {**content["metrics"], name: content["metrics"][model]}
+    scores = dict(run.get(SCORES, {}))
+    if model in scores.get(site, {}):
+        scores[site] = {**scores[site], name: scores[site][model]}
+    sites = {**run["sites"], site: {**content, "metrics": metrics}}
     return {**run, "sites": sites, SCORES: scores}
 
 
 def with_best_expert(run: Run, metric: str) -> Run:
-    """The run with two more rows at outside sites that got several experts: the best by test images, and how far best and worst differ.
+    """The run with two more rows at outside sites that got several experts: the best by test
+    images, and how far best and worst differ.
 
-    They say what routing could gain, see the sites' `personal/SITE` models of `iop_fl comparisons=true`.
+    They say what routing could gain, see the sites' `personal/SITE` models of `iop_fl
+    comparisons=true`.
     """
-    sites, scores = dict(run["sites"]), dict(run.get(SCORES, {}))
-    for name, site in run["sites"].items():
-        experts = [model for model, values in site["metrics"].items() if model.startswith("personal/") and values.get(metric) is not None]
-        if site["role"] != "outside" or len(experts) < 2:
-            continue
-        values = {model: site["metrics"][model][metric] for model in experts}
-        best = max(values, key=values.__getitem__)
-        spread_of_experts = {metric: max(values.values()) - min(values.values())}
-        sites[name] = {**site, "metrics": {**site["metrics"], BEST_EXPERT: site["metrics"][best], EXPERT_SPREAD: spread_of_experts}}
-        if best in scores.get(name, {}):
-            scores[name] = {**scores[name], BEST_EXPERT: scores[name][best]}
-    return {**run, "sites": sites, SCORES: scores}
+    for name in sites_of_role(run, "outside"):
+        values: dict[str, float] = {}
+        for model, of_model in run["sites"][name]["metrics"].items():
+            if model.startswith("personal/") and of_model.get(metric) is not None:
+                values[model] = of_model[metric]
+        if len(values) >= 2:
+            best = max(values, key=values.__getitem__)
+            run = _with_model(run, name, BEST_EXPERT, best)
+            difference = max(values.values()) - min(values.values())
+            run["sites"][name]["metrics"][EXPERT_SPREAD] = {metric: difference}
+    return run
 
 
 def personal_share(run: Run) -> float:
-    """Share of the inside sites' test images that a personal model predicted; NaN without images."""
+    """Share of the inside sites' test images that a personal model predicted; NaN without any."""
     reports = [run["sites"][name]["reports"]["deployed"] for name in confusion(run["sites"])]
     counts = pd.DataFrame(reports).drop(columns="selector").sum()
-    return float(1 - counts.get("global", 0) / counts.sum()) if counts.sum() else np.nan
+    if not counts.sum():
+        return np.nan
+    return float(1 - counts.get("global", 0) / counts.sum())
+
+
+def _recalls(table: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+    """Site -> the share of its test images that the selector recognised."""
+    recalls: dict[str, float] = {}
+    for site, row in table.items():
+        images = sum(row.values())
+        if images:
+            recalls[site] = row.get(site, 0) / images
+    return recalls
 
 
 def curve_of(runs: Sequence[Run], model: str) -> dict[int, float]:
-    """Rounds of training -> validation metric, mean over sites and runs, where all sites and runs have a value.
+    """Rounds of training -> validation metric, mean over sites and runs, where all sites and runs
+    have a value.
 
     The deployed model has the personal model's curve if there is one, else the global one's.
     """
-    names = ("global",) if model == "global" else ("personal", "global")
-    points = []
+    names = ["global"] if model == "global" else ["personal", "global"]
+    points: list[Sequence[float]] = []
     for run in runs:
         curves = run.get(CURVES, {})
-        for of_site in curves.get(next((name for name in names if name in curves), ""), {}).values():
+        name = next((name for name in names if name in curves), "")
+        for of_site in curves.get(name, {}).values():
             points += of_site
-    by_round = pd.DataFrame(points, columns=["round", "value"], dtype=float).groupby("round")["value"].agg(["mean", "size"])
-    return {int(round): float(mean) for round, mean in by_round["mean"][by_round["size"] == by_round["size"].max()].items()}
+    table = pd.DataFrame(points, columns=["round", "value"], dtype=float)
+    by_round = table.groupby("round")["value"].agg(["mean", "size"])
+    complete = by_round["mean"][by_round["size"] == by_round["size"].max()]
+    return {int(round): float(mean) for round, mean in complete.items()}
 
 
 def summed_up(of_runs: Sequence[Finding], runs: int) -> list[str]:
-    """The findings of several runs in a few words, the gravest first: their sites, and in how many runs if not in all.
+    """The findings of several runs in a few words, the gravest first: their sites, and in how many
+    runs if not in all.
 
-    A finding that does not make the model unusable is left out if it is in fewer than half of the runs.
+    A finding that does not make the model unusable is left out if it is in fewer than half of the
+    runs.
     """
-    lines = []
+    lines: list[str] = []
     for kind in KINDS:
         same = [finding for finding in of_runs if finding.kind == kind]
         if not same or (kind not in UNUSABLE and not _in_half(same[0], same, runs)):
             continue
-        sites = sorted({site for finding in same for site in finding.sites})
+        sites: set[str] = set()
+        for finding in same:
+            sites.update(finding.sites)
         share = f" ({len(same)} of {runs} runs)" if len(same) < runs else ""
-        lines.append(replace(same[0], sites=tuple(sites)).at_sites + share)
+        lines.append(replace(same[0], sites=tuple(sorted(sites))).at_sites + share)
     return lines
 
 
@@ -541,15 +802,20 @@ def _in_half(finding: Finding, of_runs: Sequence[Finding], runs: int) -> bool:
 
 
 def learning_curves(groups: Groups, ink: str = "#808080") -> str | None:
-    """The task's metric on validation images over the rounds as SVG, a line for every row and model; None without curves.
+    """The task's metric on validation images over the rounds as SVG, a line for every row and
+    model; None without curves.
 
     The default colour of the text, `ink`, is legible on light and dark pages.
     """
-    lines = {}
+    lines: dict[str, list[tuple[int, float]]] = {}
     for label, runs in groups.items():
-        models = dict.fromkeys(model for run in runs for model in run.get(CURVES, {}) if label != CONSTANT)
-        for model in ("global", "personal"):
-            curve = curve_of(runs, model) if model in models else {}
+        if label == CONSTANT:
+            continue
+        models: set[str] = set()
+        for run in runs:
+            models.update(run.get(CURVES, {}))
+        for model in sorted(models & {"global", "personal"}):
+            curve = curve_of(runs, model)
             if len(curve) > 1:
                 lines[f"{label}, {model}" if len(models) > 1 else label] = list(curve.items())
     if not lines:
@@ -564,65 +830,107 @@ def learning_curves(groups: Groups, ink: str = "#808080") -> str | None:
 def study_report(study: StudyTables) -> str:
     """Markdown: what the runs have in common, what makes them hard to compare, and all tables."""
     groups = study.groups
-    rounds = sorted({run["rounds"] for runs in groups.values() for run in runs})
-    title = f"# {task_of(groups)['name']}, {' or '.join(map(str, rounds))} rounds\n"
-    warnings = [f"WARNING {line}" for line in study.banner()]
-    lines = "".join(f"- {line}\n" for line in (*warnings, *cautions(groups)))
-    notes = "".join(f"\n- {line}" for line in study.notes())
-    tables = []
+    rounds = distinct(all_runs(groups), "rounds")
+    parts = [f"# {task_of(groups)['name']}, {' or '.join(map(str, rounds))} rounds\n"]
+    lines = [f"WARNING {line}" for line in study.banner()] + cautions(groups)
+    if lines:
+        parts.append(bullets(lines))
+    notes = study.notes()
     for heading, table in study.everything.items():
-        has_notes = notes and "differences" in heading
-        tables.append(f"## {heading}\n\n{table}" + (f"{notes}\n" if has_notes else ""))
-    return "\n".join([title, *([lines] if lines else []), *tables])
+        part = f"## {heading}\n\n{table}"
+        if notes and "differences" in heading:
+            part += f"\n{bullets(notes)}"
+        parts.append(part)
+    return "\n".join(parts)
 
 
 def cautions(groups: Groups) -> list[str]:
     """What makes rows hard to compare, one line each."""
-    lines = []
-    runs = [(label, run) for label, of_label in groups.items() for run in of_label]
-    trained = [(label, run, run["configuration"]["hyper"]) for label, run in runs if run["method"] != CONSTANT]
-    # PRR has no `reset_optimizer`: it always starts with a new optimizer.
-    kept, fresh = _parted((label, bool(hyper["site"].get("reset_optimizer", True))) for label, _, hyper in trained)
-    if kept and fresh:
+    runs = all_runs(groups)
+    optimizers: list[tuple[str, bool]] = []
+    weightings: list[tuple[str, bool]] = []
+    failed: list[str] = []
+    uniform = False
+    for label, of_label in groups.items():
+        for run in of_label:
+            hyper = run["configuration"]["hyper"]
+            if run["method"] != CONSTANT:
+                # PRR has no `reset_optimizer`: it always starts with a new optimizer.
+                fresh = bool(hyper["site"].get("reset_optimizer", True))
+                optimizers.append((label, fresh))
+            if run["method"] not in _WITHOUT_MEAN:
+                weightings.append((label, weighs_by_samples(hyper["server"])))
+            if run["method"] == TRAINED_AS and hyper["server"].get("weighting") == "uniform":
+                uniform = True
+            if run["reason"]:
+                failed.append(f"FAILED: {label}, seed {run['seed']}: {run['reason']}")
+    lines: list[str] = []
+    keeping, restarting = _parted(optimizers)
+    if keeping and restarting:
         lines.append(
-            f"Unequal: the optimizer keeps its moments from round to round in {kept}, and starts every round afresh in {fresh} "
-            "(reset_optimizer; prr has no choice)."
+            f"Unequal: the optimizer keeps its moments from round to round in {keeping}, "
+            f"and starts every round afresh in {restarting} (reset_optimizer; prr has no choice)."
         )
-    uniform = any(run["method"] == TRAINED_AS and hyper["server"].get("weighting") == "uniform" for _, run, hyper in trained)
-    averaged = [(label, hyper["server"]) for label, run, hyper in trained if run["method"] not in _WITHOUT_MEAN]
-    other, samples = _parted((label, weighs_by_samples(server)) for label, server in averaged)
+    other, samples = _parted(weightings)
     if other and samples and not uniform:
         lines.append(
-            f"Unequal: the mean weighs sites by their training images in {samples}, and otherwise in {other}: "
+            f"Unequal: the mean weighs sites by their training images in {samples}, "
+            f"and otherwise in {other}: "
             f"add `--reference {UNIFORM}`, FedAvg with every site counting once."
         )
-    if len({run["rounds"] for _, run in runs}) > 1:
+    if len(distinct(runs, "rounds")) > 1:
         lines.append("Unequal: rows have different numbers of rounds.")
-    tasks = [run["configuration"]["task"] for _, run in runs]
-    names = dict.fromkeys(name for task in tasks for name in task if name != "resplit")  # every seed has its own split
-    unequal = [name for name in names if len({json.dumps(task[name], sort_keys=True) for task in tasks if name in task}) > 1]
+    unequal = _unequal_settings(runs)
     if unequal:
         lines.append(f"Unequal: runs have different tasks ({', '.join(unequal)}).")
-    missing = [method for method in (CONSTANT, SINGLE_SITE) if all(run["method"] != method for _, run in runs)]
+    methods = distinct(runs, "method")
+    missing = [method for method in (CONSTANT, SINGLE_SITE) if method not in methods]
     if missing:
-        lines.append(f"Not held against {' and '.join(missing)}: add `--reference {','.join(missing)}`.")
-    return [*lines, *(f"FAILED: {label}, seed {run['seed']}: {run['reason']}" for label, run in runs if run["reason"])]
+        lines.append(
+            f"Not held against {' and '.join(missing)}: add `--reference {','.join(missing)}`."
+        )
+    return lines + failed
 
 
 def _parted(labels: Iterable[tuple[str, bool]]) -> tuple[str, str]:
-    """The labels for which the condition is false in a run, and those for which it is true in one."""
-    pairs = dict.fromkeys(labels)
-    return ", ".join(label for label, true in pairs if not true), ", ".join(label for label, true in pairs if true)
+    """The labels for which the condition is false in a run, and those for which it is true."""
+    parts: dict[bool, list[str]] = {False: [], True: []}
+    for label, condition in dict.fromkeys(labels):
+        parts[condition].append(label)
+    return ", ".join(parts[False]), ", ".join(parts[True])
+
+
+def _unequal_settings(runs: Iterable[Run]) -> list[str]:
+    """The settings of the task with several values; every seed has its own split."""
+    values: dict[str, set[str]] = {}
+    for run in runs:
+        for name, value in run["configuration"]["task"].items():
+            if name != "resplit":
+                values.setdefault(name, set()).add(json.dumps(value, sort_keys=True))
+    return [name for name, different in values.items() if len(different) > 1]
 
 
 def markdown(lines: Sequence[Sequence[str]], left: int) -> str:
-    """Lines of cells, the first with the headings, as a Markdown table; all columns but the first `left` ones are right-aligned."""
-    rule = ["---" if column < left else "---:" for column in range(len(lines[0]))]
+    """Lines of cells, the first with the headings, as a Markdown table; all columns but the first
+    `left` ones are right-aligned.
+    """
+    rule = ["---"] * left + ["---:"] * (len(lines[0]) - left)
     return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]]) + "\n"
 
 
+def bullets(lines: Iterable[str]) -> str:
+    """The lines as a list in Markdown."""
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def _unless_empty(lines: Sequence[Sequence[str]], left: int) -> str:
+    """As `markdown`; "" if there are only headings."""
+    return markdown(lines, left) if len(lines) > 1 else ""
+
+
 def model_list(models: Iterable[str]) -> str:
-    return ", ".join(f"{model} (chosen on test)" if model in CHOSEN_ON_TEST else model for model in models)
+    notes = dict.fromkeys(CHOSEN_ON_TEST, " (chosen on test)")
+    return ", ".join(model + notes.get(model, "") for model in models)
 
 
 def spread(metric: str, values: "pd.Series[float]") -> str:
@@ -630,4 +938,7 @@ def spread(metric: str, values: "pd.Series[float]") -> str:
     defined = values.dropna()
     if defined.empty:
         return UNDEFINED
-    return format_metric(metric, defined.mean()) + (f" ± {format_metric(metric, defined.std())}" if len(defined) > 1 else "")
+    text = format_metric(metric, defined.mean())
+    if len(defined) > 1:
+        text += f" ± {format_metric(metric, defined.std())}"
+    return text

@@ -12,15 +12,18 @@ from medflare.core.errors import ConfigError
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 
-_PER_CLASS: Final = ("weights", "weight", "dist_matrix")  # arguments of losses, ours and MONAI's, with a number for every class
+# Arguments of losses, ours and MONAI's, with a number for every class.
+_PER_CLASS: Final = ("weights", "weight", "dist_matrix")
 
 
 def marginal_logits(logits: Tensor, kept: Sequence[int]) -> Tensor:
-    """Logits over the annotated classes, in which class 0 stands for the background and all classes that are not annotated.
+    """Logits over the annotated classes, in which class 0 stands for the background and all classes
+    that are not annotated.
 
-    The softmax of the result is the marginal probability: q_0 = p_0 + sum of p_c over the classes c that were not annotated, and q_c = p_c
-    for the others (Shi et al., "Marginal loss and exclusion loss for partially supervised multi-organ segmentation", Medical Image
-    Analysis 70, 2021, Sec. 3.2), since log(sum of exp(logit)) is the logit of a sum of probabilities.
+    The softmax of the result is the marginal probability: q_0 = p_0 + sum of p_c over the classes c
+    that were not annotated, and q_c = p_c for the others (Shi et al., "Marginal loss and exclusion
+    loss for partially supervised multi-organ segmentation", Medical Image Analysis 70, 2021,
+    Sec. 3.2), since log(sum of exp(logit)) is the logit of a sum of probabilities.
 
     Args:
         logits: (N, classes, ...), class 0 is the background.
@@ -38,18 +41,24 @@ def marginal_logits(logits: Tensor, kept: Sequence[int]) -> Tensor:
         tensor([[0.8000, 0.2000]])
     """
     if len(kept) < 2 or kept[0] != 0:
-        raise ValueError(f"the background and at least one structure must remain, got classes {list(kept)}")
+        raise ValueError(
+            f"the background and at least one structure must remain, got classes {list(kept)}"
+        )
     if len(kept) == logits.shape[1]:
         return logits
-    merged = [channel for channel in range(logits.shape[1]) if channel not in kept[1:]]
-    return torch.cat([logits[:, merged].logsumexp(dim=1, keepdim=True), logits[:, list(kept[1:])]], dim=1)
+    annotated = list(kept[1:])
+    merged = [channel for channel in range(logits.shape[1]) if channel not in annotated]
+    # Sec. 3.2: q_0 is the sum of the probabilities that are merged.
+    background = logits[:, merged].logsumexp(dim=1, keepdim=True)
+    return torch.cat([background, logits[:, annotated]], dim=1)
 
 
 class Annotation:
     """The structures of a segmentation task that a site annotated.
 
-    Structures that are not annotated are neither learned nor measured: a softmax is marginal over them, see `marginal_logits`; sigmoid
-    outputs are left out. ConfigError for no structure, an unknown name, or names for a classification task; None: all are annotated.
+    Structures that are not annotated are neither learned nor measured: a softmax is marginal over
+    them, see `marginal_logits`; sigmoid outputs are left out. ConfigError for no structure, an
+    unknown name, or names for a classification task; None: all are annotated.
 
     Attributes:
         names: the annotated structures in the task's order.
@@ -60,36 +69,47 @@ class Annotation:
 
     def __init__(self, task: TaskConfig, names: Sequence[str] | None = None):
         structures = structures_of(task)
-        if names is not None and task.kind != "segmentation":
-            raise ConfigError(f"annotated is for segmentation, task {task.name} is a classification; leave it out")
-        unknown = [name for name in names or () if name not in task.labels]
-        if unknown or (names is not None and not set(names) & set(structures)):
+        if names is None:
+            names = structures
+        elif task.kind != "segmentation":
             raise ConfigError(
-                f"annotated needs structures of task {task.name} ({', '.join(structures)}), got {unknown or list(names or ())}"
+                f"annotated is for segmentation, task {task.name} is a classification; leave it out"
             )
+        unknown = [name for name in names if name not in task.labels]
         self.task = task
-        self.names = structures if names is None else tuple(name for name in structures if name in names)
-        self.missing = tuple(name for name in structures if name not in self.names)
+        self.names = tuple(name for name in structures if name in names)
+        self.missing = tuple(name for name in structures if name not in names)
         self.complete = not self.missing
-        self._columns = [column for column, name in enumerate(structures) if name in self.names]
-        background = task.target == "multiclass" and task.kind == "segmentation"
-        self.outputs = (0, *(column + 1 for column in self._columns)) if background else tuple(self._columns)
+        if unknown or not self.names:
+            raise ConfigError(
+                f"annotated needs structures of task {task.name} ({', '.join(structures)}), "
+                f"got {unknown or list(names)}"
+            )
+        self._columns = [structures.index(name) for name in self.names]
+        self.outputs = tuple(self._columns)
+        if _has_background(task):
+            self.outputs = (0, *(column + 1 for column in self._columns))
 
     @cached_property
     def reduced(self) -> TaskConfig:
         """The task with the annotated structures only."""
         if self.complete:
             return self.task
-        return replace(self.task, labels=tuple(self.task.labels[output] for output in self.outputs), label_values={})
+        labels = tuple(self.task.labels[output] for output in self.outputs)
+        return replace(self.task, labels=labels, label_values={})
 
     def logits(self, logits: Tensor) -> Tensor:
         """Logits (N, outputs, ...) of the task as logits of `reduced`."""
         if self.complete:
             return logits
-        return marginal_logits(logits, self.outputs) if self.task.target == "multiclass" else logits[:, list(self.outputs)]
+        if self.task.target == "multiclass":
+            return marginal_logits(logits, self.outputs)
+        return logits[:, list(self.outputs)]
 
     def targets(self, targets: Tensor) -> Tensor:
-        """Targets of the task, as in `data.loading.Split`, as targets of `reduced`: structures that are not annotated are background."""
+        """Targets of the task, as in `data.loading.Split`, as targets of `reduced`: structures that
+        are not annotated are background.
+        """
         if self.complete:
             return targets
         if self.task.target == "multilabel":
@@ -104,12 +124,17 @@ class Annotation:
         return masks if self.complete else masks[:, self._columns]
 
     def loss(self, spec: Mapping[str, Any] | None = None) -> nn.Module:
-        """The loss by `spec` (default: the task's) of a site with these annotations; class weights are those of the remaining classes."""
+        """The loss by `spec` (default: the task's) of a site with these annotations; class weights
+        are those of the remaining classes.
+        """
         if self.complete:
             return build_loss(self.task, spec)
-        settings, scale = _for_outputs(dict(spec or self.task.loss), self), 1.0
-        if settings["name"] == "focal" and len(self.outputs) == 1 and settings.get("weights") is not None:
-            (scale,) = settings.pop("weights")  # for one output that loss accepts no weights, which would only scale it
+        settings = _for_outputs(dict(spec or self.task.loss), self)
+        scale = 1.0
+        has_weights = settings.get("weights") is not None
+        if settings["name"] == "focal" and len(self.outputs) == 1 and has_weights:
+            # For one output that loss accepts no weights, which would only scale it.
+            (scale,) = settings.pop("weights")
         return _Marginal(self, build_loss(self.reduced, settings), scale)
 
 
@@ -118,28 +143,40 @@ class _Marginal(nn.Module):
 
     def __init__(self, annotation: Annotation, loss: nn.Module, scale: float):
         super().__init__()
-        self._annotation, self._loss, self._scale = annotation, loss, scale
+        self._annotation = annotation
+        self._loss = loss
+        self._scale = scale
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        value: Tensor = self._loss(self._annotation.logits(logits), self._annotation.targets(targets))
+        logits = self._annotation.logits(logits)
+        value: Tensor = self._loss(logits, self._annotation.targets(targets))
         return self._scale * value
 
 
 def structures_of(task: TaskConfig) -> tuple[str, ...]:
-    """Labels of a segmentation task without the background of exclusive classes; all labels of a classification task."""
-    return task.labels[1:] if task.kind == "segmentation" and task.target == "multiclass" else task.labels
+    """Labels of a segmentation task without the background of exclusive classes; all labels of a
+    classification task.
+    """
+    return task.labels[1:] if _has_background(task) else task.labels
+
+
+def _has_background(task: TaskConfig) -> bool:
+    return task.kind == "segmentation" and task.target == "multiclass"
 
 
 def _for_outputs(spec: dict[str, Any], annotation: Annotation) -> dict[str, Any]:
     """The arguments of a loss with the weights and distances of the remaining classes only."""
-    count, outputs = annotation.task.outputs, annotation.outputs
-    without_background = not spec.get("include_background", True) and annotation.task.target == "multiclass"
+    classes = annotation.task.outputs
+    is_multiclass = annotation.task.target == "multiclass"
+    without_background = is_multiclass and not spec.get("include_background", True)
 
-    def chosen(value: Any) -> Any:
+    def of_outputs(value: Any) -> Any:
         if not isinstance(value, list | tuple):
             return value
-        if len(value) == count - 1 and without_background:
-            return [chosen(value[output - 1]) for output in outputs[1:]]
-        return [chosen(value[output]) for output in outputs] if len(value) == count else value
+        if len(value) == classes - 1 and without_background:
+            return [of_outputs(value[output - 1]) for output in annotation.outputs[1:]]
+        if len(value) == classes:
+            return [of_outputs(value[output]) for output in annotation.outputs]
+        return value
 
-    return spec | {name: chosen(spec[name]) for name in _PER_CLASS if name in spec}
+    return spec | {name: of_outputs(spec[name]) for name in _PER_CLASS if name in spec}

@@ -1,13 +1,16 @@
-"""Metrics of classes in NumPy. Images have weights, so that all resamples of a bootstrap over patients are computed at once.
+"""Metrics of classes in NumPy. Images have weights, so that all resamples of a bootstrap over
+patients are computed at once.
 
 A metric is a function of
 
-    probabilities: float64 (N, classes) of exclusive classes; of a binary task, and of a label, the columns no and yes;
+    probabilities: float64 (N, classes) of exclusive classes; of a binary task, and of a label, the
+        columns no and yes;
     targets: (N,), the index of the true class;
     weights: (..., N), how often each image counts;
     target: "multiclass", "binary", or "multilabel" for one label of such a task,
 
-and returns (...); NaN where it is undefined. In a mean over classes, undefined classes are left out.
+and returns (...); NaN where it is undefined. In a mean over classes, undefined classes are left
+out.
 """
 
 import warnings
@@ -20,12 +23,16 @@ from numpy.typing import NDArray
 Floats: TypeAlias = NDArray[np.float64]
 Array: TypeAlias = NDArray[Any]
 ClassMetric: TypeAlias = Callable[[Floats, Array, Floats, str], Floats]
-OneClass: TypeAlias = Callable[[Floats, Array, Array, Floats], Floats]  # (scores, truth, predicted, weights) of one class against the rest
+# (scores, truth, predicted, weights) of one class against the rest
+OneClass: TypeAlias = Callable[[Floats, Array, Array, Floats], Floats]
 CALIBRATION_BINS: Final = 15
 
 
-def of_outputs(metric: ClassMetric, probabilities: Floats, targets: Array, weights: Floats) -> Floats:
-    """A metric of a network's outputs; of a multilabel task its mean over the labels for which it is defined.
+def of_outputs(
+    metric: ClassMetric, probabilities: Floats, targets: Array, weights: Floats
+) -> Floats:
+    """A metric of a network's outputs; of a multilabel task its mean over the labels for which it
+    is defined.
 
     Args:
         probabilities: (N, outputs): one for a binary task, else one for each label.
@@ -35,29 +42,40 @@ def of_outputs(metric: ClassMetric, probabilities: Floats, targets: Array, weigh
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the mean of no values is NaN
         if targets.ndim == 2:
-            pairs = zip(probabilities.T, targets.T, strict=True)
-            return mean_of_defined([metric(_two_classes(of_label), truth, weights, "multilabel") for of_label, truth in pairs])
+            values: list[Floats] = []
+            for positive, truth in zip(probabilities.T, targets.T, strict=True):
+                values.append(metric(_two_classes(positive), truth, weights, "multilabel"))
+            return mean_of_defined(values)
         if probabilities.shape[1] == 1:
             return metric(_two_classes(probabilities[:, 0]), targets, weights, "binary")
         return metric(probabilities, targets, weights, "multiclass")
 
 
-def by_class(probabilities: Floats, targets: Array, weights: Floats, labels: Sequence[str]) -> dict[str, dict[str, Floats]]:
+def by_class(
+    probabilities: Floats, targets: Array, weights: Floats, labels: Sequence[str]
+) -> dict[str, dict[str, Floats]]:
     """Class -> each of `ONE_CLASS` -> (...); arguments as of `of_outputs`.
 
     Examples:
-        >>> values = by_class(np.array([[0.9], [0.2], [0.6]]), np.array([1, 0, 0]), np.ones(3), ["tumour"])["tumour"]
+        >>> probabilities = np.array([[0.9], [0.2], [0.6]])
+        >>> values = by_class(probabilities, np.array([1, 0, 0]), np.ones(3), ["tumour"])["tumour"]
         >>> {name: round(float(value), 3) for name, value in values.items()}
-        {'sensitivity': 1.0, 'specificity': 0.5, 'ppv': 0.5, 'f1': 0.667, 'auc': 1.0, 'auprc': 1.0, 'brier': 0.137, 'ece': 0.3}
+        {'sensitivity': 1.0, 'specificity': 0.5, 'ppv': 0.5, 'f1': 0.667,
+         'auc': 1.0, 'auprc': 1.0, 'brier': 0.137, 'ece': 0.3}
     """
-    exclusive = targets.ndim == 1 and probabilities.shape[1] > 1
-    predicted = np.eye(probabilities.shape[1], dtype=bool)[probabilities.argmax(axis=1)] if exclusive else probabilities > 0.5
-    truths = targets[:, None] == np.arange(len(labels)) if exclusive else targets.reshape(probabilities.shape) == 1
+    if targets.ndim == 1 and probabilities.shape[1] > 1:  # exclusive classes
+        classes = np.arange(len(labels))
+        truths = targets[:, None] == classes
+        predictions = probabilities.argmax(axis=1)[:, None] == classes
+    else:
+        truths = targets.reshape(probabilities.shape) == 1
+        predictions = probabilities > 0.5
+    values: dict[str, dict[str, Floats]] = {}
     with np.errstate(all="ignore"):
-        return {
-            label: {name: metric(probabilities[:, c], truths[:, c], predicted[:, c], weights) for name, metric in ONE_CLASS.items()}
-            for c, label in enumerate(labels)
-        }
+        for c, label in enumerate(labels):
+            outputs = probabilities[:, c], truths[:, c], predictions[:, c], weights
+            values[label] = {name: metric(*outputs) for name, metric in ONE_CLASS.items()}
+    return values
 
 
 def mean_of_defined(values: Sequence[Floats]) -> Floats:
@@ -69,7 +87,7 @@ def _two_classes(positive: Floats) -> Floats:
     return np.stack([1 - positive, positive], axis=1)
 
 
-# -- of one class against the rest: scores (N,), truth and predicted bool (N,), weights (..., N) --------------------------------
+# -- of one class against the rest: scores (N,), truth and predicted bool (N,), weights (..., N) ---
 
 
 def sensitivity(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floats:
@@ -93,40 +111,56 @@ def f1(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Float
 
 
 def auc(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floats:
-    """Area under the ROC curve: weighted share of (positive, negative) pairs in the right order, ties count half.
+    """Area under the ROC curve: weighted share of (positive, negative) pairs in the right order,
+    ties count half.
 
-    All resamples share the order of the scores, so that each takes time linear in the number of images.
+    All resamples share the order of the scores, so that each takes time linear in the number of
+    images.
     """
     negatives = np.flatnonzero(~truth)[np.argsort(scores[~truth])]
-    below, tied = (np.searchsorted(scores[negatives], scores[truth], side) for side in ("left", "right"))
-    counted = np.zeros((*weights.shape[:-1], len(negatives) + 1))  # weight of the negatives, from the lowest score
+    below = np.searchsorted(scores[negatives], scores[truth], "left")
+    not_above = np.searchsorted(scores[negatives], scores[truth], "right")
+    # Weight of the negatives, from the lowest score.
+    counted = np.zeros((*weights.shape[:-1], len(negatives) + 1))
     np.cumsum(weights[..., negatives], axis=-1, out=counted[..., 1:])
     positive = weights[..., truth]
-    ordered = (counted[..., below] + counted[..., tied]) / 2
-    return np.asarray((positive * ordered).sum(axis=-1) / (positive.sum(axis=-1) * counted[..., -1]))
+    ordered = (counted[..., below] + counted[..., not_above]) / 2
+    pairs = positive.sum(axis=-1) * counted[..., -1]
+    return np.asarray((positive * ordered).sum(axis=-1) / pairs)
 
 
 def auprc(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floats:
-    """Average precision, Σ_n (R_n - R_{n-1}) P_n over the distinct scores as thresholds, from the highest."""
+    """Average precision, Σ_n (R_n - R_{n-1}) P_n over the distinct scores as thresholds, from the
+    highest.
+    """
     order = np.argsort(-scores)
-    last = np.append(np.diff(scores[order]) != 0, True) if len(scores) else np.zeros(0, dtype=bool)  # of images with equal scores
+    # Images with equal scores share a threshold: the last of them counts.
+    last = np.ones(len(scores), dtype=bool)
+    last[:-1] = np.diff(scores[order]) != 0
     positives = np.cumsum(weights[..., order] * truth[order], axis=-1)[..., last]
     predictions = np.cumsum(weights[..., order], axis=-1)[..., last]
     precision = positives / np.where(predictions > 0, predictions, 1)
-    return np.asarray((np.diff(positives, axis=-1, prepend=0) * precision).sum(axis=-1) / (weights @ truth))
+    # Σ_n (R_n - R_{n-1}) P_n, with the positives of all images taken out of the recalls R_n.
+    gained = (np.diff(positives, axis=-1, prepend=0) * precision).sum(axis=-1)
+    return np.asarray(gained / (weights @ truth))
 
 
 def brier(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floats:
-    """Mean squared difference of probability and truth, 0 or 1 (Brier, Monthly Weather Review 78, 1950)."""
+    """Mean squared difference of probability and truth, 0 or 1 (Brier, Monthly Weather Review 78,
+    1950).
+    """
     return np.asarray(weights @ (scores - truth) ** 2 / weights.sum(axis=-1))
 
 
 def ece(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floats:
-    """Expected calibration error: |frequency of the class - mean probability| in 15 bins of the probability, weighted by their images.
+    """Expected calibration error: |frequency of the class - mean probability| in 15 bins of the
+    probability, weighted by their images.
 
-    Guo et al., On Calibration of Modern Neural Networks, ICML 2017, Eq. 3; the bins are [0, 1/15), ..., [14/15, 1].
+    Guo et al., On Calibration of Modern Neural Networks, ICML 2017, Eq. 3; the bins are [0, 1/15),
+    ..., [14/15, 1].
     """
-    differences = np.where(calibration_bins(scores)[:, None] == np.arange(CALIBRATION_BINS), (truth - scores)[:, None], 0.0)
+    in_bin = calibration_bins(scores)[:, None] == np.arange(CALIBRATION_BINS)
+    differences = np.where(in_bin, (truth - scores)[:, None], 0.0)
     return np.asarray(np.abs(weights @ differences).sum(axis=-1) / weights.sum(axis=-1))
 
 
@@ -135,19 +169,27 @@ def calibration_bins(scores: Floats) -> Array:
     return np.minimum((scores * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
 
 
-ONE_CLASS: Final[dict[str, OneClass]] = {metric.__name__: metric for metric in (sensitivity, specificity, ppv, f1, auc, auprc, brier, ece)}
+ONE_CLASS: Final[dict[str, OneClass]] = {
+    metric.__name__: metric
+    for metric in (sensitivity, specificity, ppv, f1, auc, auprc, brier, ece)
+}
 
 
-# -- of all classes ----------------------------------------------------------------------------------------------------------
+# -- of all classes --------------------------------------------------------------------------------
 
 
 def macro(metric: OneClass, negative_of: Sequence[str] = ()) -> ClassMetric:
-    """The mean over the classes; of no and yes only that of yes, unless the target ("binary", "multilabel") is in `negative_of`."""
+    """The mean over the classes; of no and yes only that of yes, unless the target ("binary",
+    "multilabel") is in `negative_of`.
+    """
 
     def mean(probabilities: Floats, targets: Array, weights: Floats, target: str) -> Floats:
         predicted = probabilities.argmax(axis=1)
-        classes = range(0 if target in ("multiclass", *negative_of) else 1, probabilities.shape[1])
-        return mean_of_defined([metric(probabilities[:, c], targets == c, predicted == c, weights) for c in classes])
+        first = 0 if target in ("multiclass", *negative_of) else 1
+        values: list[Floats] = []
+        for c in range(first, probabilities.shape[1]):
+            values.append(metric(probabilities[:, c], targets == c, predicted == c, weights))
+        return mean_of_defined(values)
 
     return mean
 
@@ -158,27 +200,41 @@ def accuracy(probabilities: Floats, targets: Array, weights: Floats, target: str
 
 
 def quadratic_kappa(probabilities: Floats, targets: Array, weights: Floats, target: str) -> Floats:
-    """1 - Σ_ij w_ij O_ij / Σ_ij w_ij E_ij with w_ij = (i - j)², of the order of the classes (Cohen, Psychological Bulletin 70, 1968).
+    """1 - Σ_ij w_ij O_ij / Σ_ij w_ij E_ij with w_ij = (i - j)², of the order of the classes
+    (Cohen, Psychological Bulletin 70, 1968).
 
-    O counts images by true and predicted class; E is what their frequencies give if truth and prediction are independent.
+    O counts images by true and predicted class; E is what their frequencies give if truth and
+    prediction are independent.
     """
-    predicted, classes = probabilities.argmax(axis=1), np.arange(probabilities.shape[1])
-    total = weights.sum(axis=-1)
-    true, chosen = weights @ (targets[:, None] == classes), weights @ (predicted[:, None] == classes)
+    predicted = probabilities.argmax(axis=1)
+    classes = np.arange(probabilities.shape[1])
+    true_counts = weights @ (targets[:, None] == classes)
+    predicted_counts = weights @ (predicted[:, None] == classes)
     disagreement = (classes[:, None] - classes) ** 2
-    expected = np.einsum("...i,ij,...j->...", true, disagreement, chosen) / total
-    return np.asarray(1 - weights @ (targets - predicted) ** 2 / expected)
+    # Σ_ij w_ij E_ij
+    expected = np.einsum("...i,ij,...j->...", true_counts, disagreement, predicted_counts)
+    expected = expected / weights.sum(axis=-1)
+    # Σ_ij w_ij O_ij, image by image
+    observed = weights @ (targets - predicted) ** 2
+    return np.asarray(1 - observed / expected)
 
 
 def brier_score(probabilities: Floats, targets: Array, weights: Floats, target: str) -> Floats:
-    """Of exclusive classes the squared differences summed over the classes, 0 to 2; of no and yes `brier` of yes."""
+    """Of exclusive classes the squared differences summed over the classes, 0 to 2; of no and yes
+    `brier` of yes.
+    """
     if target != "multiclass":
         return brier(probabilities[:, 1], targets == 1, targets == 1, weights)
-    return np.asarray(sum(brier(column, targets == c, targets == c, weights) for c, column in enumerate(probabilities.T)))
+    total = np.zeros(weights.shape[:-1])
+    for c, column in enumerate(probabilities.T):
+        total += brier(column, targets == c, targets == c, weights)
+    return total
 
 
-def calibration_error(probabilities: Floats, targets: Array, weights: Floats, target: str) -> Floats:
-    """`ece` of the most probable class and whether it is the true one; of no and yes that of yes."""
+def calibration_error(
+    probabilities: Floats, targets: Array, weights: Floats, target: str
+) -> Floats:
+    """`ece` of the most probable class and whether it is true; of no and yes that of yes."""
     if target != "multiclass":
         return ece(probabilities[:, 1], targets == 1, targets == 1, weights)
     correct = probabilities.argmax(axis=1) == targets

@@ -1,6 +1,8 @@
-"""Predictions of a model patient by patient, and their summary by class: confusion counts and ROC curves.
+"""Predictions of a model patient by patient, and their summary by class: confusion counts and ROC
+curves.
 
-A curve is reported as its sensitivities on a fixed grid of false positive rates, since its corners would be scores of single patients.
+A curve is reported as its sensitivities on a fixed grid of false positive rates, since its corners
+would be scores of single patients.
 """
 
 import math
@@ -18,16 +20,21 @@ from medflare.tasks.config import TaskConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-FALSE_ALARMS: Final = tuple(step / 20 for step in range(21))  # false positive rates: 0, 0.05, ..., 1
-MOST_CLASSES: Final = 16  # of a reply: the size of metadata is limited (`federation.settings.META_LIMIT`)
-FEWEST: Final = 6  # patients, or other values, behind an interval: a bootstrap interval of three is their lowest and highest value
+FALSE_ALARMS: Final = tuple(step / 20 for step in range(21))  # false positive rates
+# Of a reply: the size of metadata is limited (`federation.settings.META_LIMIT`).
+MOST_CLASSES: Final = 16
+# Patients, or other values, behind an interval: a bootstrap interval of three is their lowest and
+# highest value.
+FEWEST: Final = 6
 _DIGITS: Final = 4  # of sensitivities
 _AREA_DIGITS: Final = 7
 _NORMAL_975: Final = 1.959963984540054  # quantile of the normal distribution: an interval of 95 %
 
 
 def has_interval(count: int) -> bool:
-    """Whether so many patients, or other values, have an interval; the values of fewer are shown as they are."""
+    """Whether so many patients, or other values, have an interval; the values of fewer are shown as
+    they are.
+    """
     return count >= FEWEST
 
 
@@ -35,11 +42,15 @@ def has_interval(count: int) -> bool:
 class Cases:
     """A model's predictions on one split. They are of single patients: they stay at the site."""
 
-    patients: Sequence[str] = ()  # segmentation: every patient once; classification: the patient of every image
-    # Segmentation: metric -> float64 (patients,), the mean over a patient's defined classes, NaN where there is none.
+    # Segmentation: every patient once; classification: the patient of every image.
+    patients: Sequence[str] = ()
+    # Segmentation: metric -> float64 (patients,), the mean over a patient's defined classes, NaN
+    # where there is none.
     values: "Mapping[str, Tensor]" = field(default_factory=dict)
-    probabilities: "Tensor | None" = None  # classification: float64 (images, outputs); None for segmentation
-    targets: "Tensor | None" = None  # classification: long (images,), multilabel float (images, labels); None for segmentation
+    # Classification: float64 (images, outputs); None for segmentation.
+    probabilities: "Tensor | None" = None
+    # Classification: long (images,), multilabel float (images, labels); None for segmentation.
+    targets: "Tensor | None" = None
     # Segmentation: structure -> metric -> float64 (patients,), NaN where undefined.
     structures: "Mapping[str, Mapping[str, Tensor]]" = field(default_factory=dict)
 
@@ -53,25 +64,37 @@ class Cases:
             >>> Cases(("a",), {}, torch.tensor([[0.25, 0.75]]), torch.tensor([1])).to_dict()
             {'patients': ['a'], 'probabilities': [[0.25, 0.75]], 'targets': [1]}
         """
+        content: dict[str, Any] = {"patients": list(self.patients)}
         if self.probabilities is None or self.targets is None:
-            structures = {label: _listed(values) for label, values in self.structures.items()}
-            content = {"patients": list(self.patients), "values": _listed(self.values)}
-            return content | ({"structures": structures} if structures else {})
-        probabilities = [[round(value, 6) for value in row] for row in self.probabilities.tolist()]
-        return {"patients": list(self.patients), "probabilities": probabilities, "targets": self.targets.long().tolist()}
+            content["values"] = _listed(self.values)
+            if self.structures:
+                content["structures"] = {
+                    label: _listed(values) for label, values in self.structures.items()
+                }
+            return content
+        rows = self.probabilities.tolist()
+        content["probabilities"] = [[round(value, 6) for value in row] for row in rows]
+        content["targets"] = self.targets.long().tolist()
+        return content
 
 
 def _listed(values: "Mapping[str, Tensor]") -> dict[str, list[float | None]]:
-    return {name: [None if value != value else round(value, 6) for value in row.tolist()] for name, row in values.items()}
+    listed: dict[str, list[float | None]] = {}
+    for name, row in values.items():
+        listed[name] = [None if math.isnan(value) else round(value, 6) for value in row.tolist()]
+    return listed
 
 
 def class_names(task: TaskConfig) -> list[tuple[str, ...]]:
-    """The classes of each problem with exclusive classes: the task itself, or every label of a multilabel task."""
+    """The classes of each problem with exclusive classes: the task itself, or every label of a
+    multilabel task.
+    """
     return list(matrix_names(task.target, task.labels).values())
 
 
 def matrix_names(target: str, labels: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The confusion matrices of a classification task: name -> classes, in the order of rows and columns.
+    """The confusion matrices of a classification task: name -> classes, in the order of rows and
+    columns.
 
     Examples:
         >>> matrix_names("multilabel", ["oedema"]), matrix_names("multiclass", ["mild", "severe"])
@@ -79,45 +102,60 @@ def matrix_names(target: str, labels: Sequence[str]) -> dict[str, tuple[str, ...
     """
     if target == "multilabel":
         return {label: (f"not {label}", label) for label in labels}
-    return {"": (f"not {labels[0]}", labels[0]) if target == "binary" else tuple(labels)}
+    if target == "binary":
+        return {"": (f"not {labels[0]}", labels[0])}
+    return {"": tuple(labels)}
 
 
 def curve_names(target: str, labels: Sequence[str]) -> tuple[str, ...]:
-    """The classes with a ROC curve, each against the rest; of two exclusive classes only the second.
+    """The classes with a ROC curve, each against the rest; of two exclusive classes only the
+    second.
 
     Examples:
-        >>> curve_names("multiclass", ["mild", "severe"]), curve_names("multiclass", ["a", "b", "c"])
-        (('severe',), ('a', 'b', 'c'))
+        >>> curve_names("multiclass", ["mild", "severe"]), curve_names("binary", ["tumour"])
+        (('severe',), ('tumour',))
     """
-    return tuple(labels[1:]) if target == "multiclass" and len(labels) == 2 else tuple(labels)
+    if target == "multiclass" and len(labels) == 2:
+        return (labels[1],)
+    return tuple(labels)
 
 
 def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, Any]:
     """Confusion counts and ROC curves of one model on one split.
 
+    Empty for segmentation, without images, and with more than `MOST_CLASSES` labels.
+
     Returns:
-        "confusion": for every matrix of `matrix_names` the numbers of images, rows: truth, columns: prediction; "roc": for every class of
-            `curve_names` {"auc", "low", "high", "sensitivity": at `FALSE_ALARMS`}, null and empty where undefined; DeLong's interval
-            only if every image is of another patient, and there are at least `FEWEST`. Empty for segmentation, without images, and with
-            more than `MOST_CLASSES` labels.
+        confusion: for every matrix of `matrix_names` the numbers of images, rows: truth, columns:
+            prediction.
+        roc: for every class of `curve_names` {"auc", "low", "high", "sensitivity": at
+            `FALSE_ALARMS`}, null and empty where undefined; DeLong's interval only if every image
+            is of another patient, and there are at least `FEWEST`.
     """
-    if cases.probabilities is None or cases.targets is None or not len(cases.patients) or len(labels) > MOST_CLASSES:
+    if cases.probabilities is None or cases.targets is None:
+        return {}
+    if not len(cases.patients) or len(labels) > MOST_CLASSES:
         return {}
     if not (installed("sklearn") and installed("scipy")):  # as where a job brings its code
         return {}
     from sklearn.metrics import confusion_matrix
 
-    curves = one_against_rest(cases, target, labels).values()
-    matrices = [
-        confusion_matrix(truth, predicted, labels=range(classes)).tolist() for truth, predicted, classes in decisions(cases, target, labels)
-    ]
+    matrices = []
+    for truth, predicted, classes in decisions(cases, target, labels):
+        matrices.append(confusion_matrix(truth, predicted, labels=range(classes)).tolist())
     patients = len(set(cases.patients))
     independent = patients == len(cases.patients) and has_interval(patients)
-    return {"confusion": matrices, "roc": [_curve(scores, positive, independent) for scores, positive in curves]}
+    curves = one_against_rest(cases, target, labels).values()
+    return {
+        "confusion": matrices,
+        "roc": [_curve(scores, positive, independent) for scores, positive in curves],
+    }
 
 
 class Decisions(NamedTuple):
-    """True and predicted class (images,) of the images of one confusion matrix, and its number of classes."""
+    """True and predicted class (images,) of the images of one confusion matrix, and its number of
+    classes.
+    """
 
     truth: NDArray[np.int64]
     predicted: NDArray[np.int64]
@@ -129,34 +167,52 @@ def decisions(cases: Cases, target: str, labels: Sequence[str]) -> list[Decision
     if cases.probabilities is None or cases.targets is None:
         return []
     if target == "multiclass":
-        return [Decisions(cases.targets.numpy(), cases.probabilities.argmax(dim=1).numpy(), len(labels))]
+        predicted = cases.probabilities.argmax(dim=1).numpy()
+        return [Decisions(cases.targets.numpy(), predicted, len(labels))]
     curves = one_against_rest(cases, target, labels).values()
-    return [Decisions(positive.astype(np.int64), (scores > 0.5).astype(np.int64), 2) for scores, positive in curves]
+    return [
+        Decisions(positive.astype(np.int64), (scores > 0.5).astype(np.int64), 2)
+        for scores, positive in curves
+    ]
 
 
 def patients_of_cells(cases: Cases, target: str, labels: Sequence[str]) -> list[int]:
     """Number of patients behind every cell of the confusion matrices that is not 0."""
-    patients: list[int] = []
+    counts: list[int] = []
     for truth, predicted, classes in decisions(cases, target, labels):
-        cells: dict[int, set[str]] = {}
-        for patient, cell in zip(cases.patients, (truth * classes + predicted).tolist(), strict=True):
-            cells.setdefault(cell, set()).add(patient)
-        patients += [len(names) for names in cells.values()]
-    return patients
+        cells = (truth * classes + predicted).tolist()
+        patients: dict[int, set[str]] = {}
+        for patient, cell in zip(cases.patients, cells, strict=True):
+            patients.setdefault(cell, set()).add(patient)
+        counts += [len(names) for names in patients.values()]
+    return counts
 
 
-def one_against_rest(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, tuple[NDArray[np.float64], NDArray[np.bool_]]]:
-    """Each class of `curve_names` -> its probabilities (images,) and whether it is true (images,); empty for segmentation."""
+def one_against_rest(
+    cases: Cases, target: str, labels: Sequence[str]
+) -> dict[str, tuple[NDArray[np.float64], NDArray[np.bool_]]]:
+    """Each class of `curve_names` -> its probabilities (images,) and whether it is true (images,);
+    empty for segmentation.
+    """
     if cases.probabilities is None or cases.targets is None or not len(cases.patients):
         return {}
-    probabilities, truth = cases.probabilities.numpy(), cases.targets.long().numpy()
-    positive = truth[:, None] == np.arange(len(labels)) if target == "multiclass" else truth.reshape(probabilities.shape) == 1
+    probabilities = cases.probabilities.numpy()
+    truth = cases.targets.long().numpy()
+    if target == "multiclass":
+        truth = truth[:, None] == np.arange(len(labels))
+    positive = truth.reshape(probabilities.shape) == 1
     names = curve_names(target, labels)
-    return dict(zip(names, zip(probabilities.T[-len(names) :], positive.T[-len(names) :], strict=True), strict=True))
+    first = len(labels) - len(names)
+    columns = zip(probabilities.T[first:], positive.T[first:], strict=True)
+    return dict(zip(names, columns, strict=True))
 
 
-def curve_points(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> list[tuple[float, float]]:
-    """All corners (1 - specificity, sensitivity) of a ROC curve; none if all cases are positive or all negative."""
+def curve_points(
+    scores: NDArray[np.float64], truth: NDArray[np.bool_]
+) -> list[tuple[float, float]]:
+    """All corners (1 - specificity, sensitivity) of a ROC curve; none if all cases are positive or
+    all negative.
+    """
     from sklearn.metrics import roc_curve
 
     if truth.all() or not truth.any():
@@ -165,7 +221,9 @@ def curve_points(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> list[
     return list(zip(false_alarms.tolist(), hits.tolist(), strict=True))
 
 
-def reliability_points(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> list[tuple[float, float]]:
+def reliability_points(
+    scores: NDArray[np.float64], truth: NDArray[np.bool_]
+) -> list[tuple[float, float]]:
     """Mean probability and frequency of the class in each bin of `class_metrics.ece` with images.
 
     Examples:
@@ -173,43 +231,59 @@ def reliability_points(scores: NDArray[np.float64], truth: NDArray[np.bool_]) ->
         [(0.25, 0.0), (0.75, 0.5)]
     """
     bins = calibration_bins(scores)
-    return [(float(scores[bins == place].mean()), float(truth[bins == place].mean())) for place in np.unique(bins)]
+    points = []
+    for number in np.unique(bins):
+        in_bin = bins == number
+        points.append((float(scores[in_bin].mean()), float(truth[in_bin].mean())))
+    return points
 
 
 def most_wrong(cases: Cases, task: TaskConfig, most: int = 6) -> dict[int, str]:
-    """The wrongly classified images with the lowest probability of the truth: row -> truth and prediction in words.
+    """The wrongly classified images with the lowest probability of the truth: row -> truth and
+    prediction in words.
 
     Examples:
         >>> import torch
         >>> from types import SimpleNamespace
-        >>> cases = Cases(("a", "b"), {}, torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([1, 0]))
-        >>> most_wrong(cases, SimpleNamespace(target="multiclass", labels=("mild", "severe"), classes=("mild", "severe")))
+        >>> probabilities = torch.tensor([[0.9, 0.1], [0.8, 0.2]])
+        >>> cases = Cases(("a", "b"), {}, probabilities, torch.tensor([1, 0]))
+        >>> most_wrong(cases, SimpleNamespace(target="multiclass", labels=("mild", "severe")))
         {0: 'severe, predicted mild (0.90; the truth 0.10)'}
     """
     if cases.probabilities is None or cases.targets is None or not len(cases.patients):
         return {}
-    probabilities, truth = cases.probabilities.numpy(), cases.targets.long().numpy()
+    probabilities = cases.probabilities.numpy()
+    truth = cases.targets.long().numpy()
     if task.target == "multiclass":
-        of_truth, chosen = probabilities[np.arange(len(truth)), truth], probabilities.argmax(axis=1)
-        texts = {
-            row: f"{task.labels[truth[row]]}, predicted {task.labels[chosen[row]]} ({probabilities[row].max():.2f}; "
-            f"the truth {of_truth[row]:.2f})"
-            for row in np.flatnonzero(chosen != truth)
-        }
+        predicted = probabilities.argmax(axis=1)
+        of_truth = probabilities[np.arange(len(truth)), truth]
+        wrong = np.flatnonzero(predicted != truth)
     else:
         truth = truth.reshape(probabilities.shape)
-        each = np.where(truth == 1, probabilities, 1 - probabilities)  # probability of the truth of every label
-        of_truth, label = each.min(axis=1), each.argmin(axis=1)
-        names = [task.labels[place] for place in label]
-        texts = {
-            row: f"{names[row]} {'present' if truth[row, label[row]] else 'absent'}, predicted {probabilities[row, label[row]]:.2f}"
-            for row in np.flatnonzero(of_truth < 0.5)
-        }
-    return {int(row): texts[row] for row in sorted(texts, key=lambda row: (of_truth[row], row))[:most]}
+        of_each_truth = np.where(truth == 1, probabilities, 1 - probabilities)
+        worst_label = of_each_truth.argmin(axis=1)
+        of_truth = of_each_truth.min(axis=1)
+        wrong = np.flatnonzero(of_truth < 0.5)
+    worst_first = wrong[np.argsort(of_truth[wrong], kind="stable")]
+    texts: dict[int, str] = {}
+    for row in worst_first[:most].tolist():
+        if task.target == "multiclass":
+            texts[row] = (
+                f"{task.labels[truth[row]]}, predicted {task.labels[predicted[row]]} "
+                f"({probabilities[row].max():.2f}; the truth {of_truth[row]:.2f})"
+            )
+        else:
+            column = worst_label[row]
+            state = "present" if truth[row, column] else "absent"
+            probability = f"{probabilities[row, column]:.2f}"
+            texts[row] = f"{task.labels[column]} {state}, predicted {probability}"
+    return texts
 
 
 class Area(NamedTuple):
-    """An area under the ROC curve, NaN if all cases are positive or all negative, and its 95 % interval, NaN if a single one is."""
+    """An area under the ROC curve, NaN if all cases are positive or all negative, and its 95 %
+    interval, NaN if a single one is.
+    """
 
     value: float
     low: float
@@ -217,38 +291,48 @@ class Area(NamedTuple):
 
 
 def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area:
-    """An area and its interval, θ ± 1.96 sqrt(var(θ)), clipped to [0, 1], of scores (cases,) and whether each case is positive.
+    """An area and its interval, θ ± 1.96 sqrt(var(θ)), clipped to [0, 1], of scores (cases,) and
+    whether each case is positive.
 
-    With m positive scores X_i and n negative scores Y_j of a classifier (DeLong, DeLong and Clarke-Pearson, Biometrics 44, 1988):
+    With m positive scores X_i and n negative scores Y_j of a classifier (DeLong, DeLong and
+    Clarke-Pearson, Biometrics 44, 1988):
 
-        θ = 1/(mn) Σ_i Σ_j ψ(X_i, Y_j),   ψ = 1 where X > Y, 1/2 where X = Y, else 0     (Eq. 1)
-        V10(X_i) = 1/n Σ_j ψ(X_i, Y_j),   V01(Y_j) = 1/m Σ_i ψ(X_i, Y_j)                 (Sec. 3)
-        var(θ) = var_i(V10) / m + var_j(V01) / n                                         (Eq. 5 with L = 1)
+        θ = 1/(mn) Σ_i Σ_j ψ(X_i, Y_j),   ψ = 1 where X > Y, 1/2 where X = Y, else 0   (Eq. 1)
+        V10(X_i) = 1/n Σ_j ψ(X_i, Y_j),   V01(Y_j) = 1/m Σ_i ψ(X_i, Y_j)               (Sec. 3)
+        var(θ) = var_i(V10) / m + var_j(V01) / n                         (Eq. 5 with L = 1)
 
-    V10 and V01 come from midranks in O(n log n) (Sun and Xu, IEEE Signal Processing Letters 21, 2014, Eqs. 8-12).
-    Cases are assumed to be independent: several images of one patient make the interval too narrow.
+    V10 and V01 come from midranks in O(n log n) (Sun and Xu, IEEE Signal Processing Letters 21,
+    2014, Eqs. 8-12). Cases are assumed to be independent: several images of one patient make the
+    interval too narrow.
 
     Examples:
         >>> area_interval(np.array([4.0, 2.0, 3.0, 1.0]), np.array([True, True, False, False]))
         Area(value=0.75, low=0.057..., high=1.0)
     """
-    m, n = int(truth.sum()), int((~truth).sum())
+    m = int(truth.sum())
+    n = int((~truth).sum())
     if not m or not n:
         return Area(np.nan, np.nan, np.nan)
     from scipy.stats import rankdata
 
-    ranks, positive, negative = rankdata(scores), scores[truth], scores[~truth]
-    v10 = (ranks[truth] - rankdata(positive)) / n
-    v01 = 1 - (ranks[~truth] - rankdata(negative)) / m
+    ranks = rankdata(scores)
+    # V10(X_i) and V01(Y_j) (Sec. 3), from midranks.
+    v10 = (ranks[truth] - rankdata(scores[truth])) / n
+    v01 = 1 - (ranks[~truth] - rankdata(scores[~truth])) / m
     value = float(v10.mean())
     if m < 2 or n < 2:
         return Area(value, np.nan, np.nan)
-    width = _NORMAL_975 * float(np.sqrt(np.var(v10, ddof=1) / m + np.var(v01, ddof=1) / n))
+    # Eq. 5 with L = 1
+    variance = np.var(v10, ddof=1) / m + np.var(v01, ddof=1) / n
+    width = _NORMAL_975 * float(np.sqrt(variance))
     return Area(value, max(0.0, value - width), min(1.0, value + width))
 
 
-def patients_of_classes(patients: Sequence[str], targets: NDArray[Any], target: str, labels: int) -> list[int]:
-    """Numbers of patients behind confusion counts and curves: for every class the patients with it, and the patients without it.
+def patients_of_classes(
+    patients: Sequence[str], targets: NDArray[Any], target: str, labels: int
+) -> list[int]:
+    """Numbers of patients behind confusion counts and curves: for every class the patients with it,
+    and the patients without it.
 
     Targets are (images,), multilabel (images, labels), of so many labels.
 
@@ -259,26 +343,41 @@ def patients_of_classes(patients: Sequence[str], targets: NDArray[Any], target: 
     names = np.array(list(patients))
     if target == "multilabel":
         columns = [targets[:, label] == 1 for label in range(labels)]
+    elif target == "multiclass":
+        columns = [targets == label for label in range(labels)]
     else:
-        columns = [targets == label for label in (range(labels) if target == "multiclass" else (1,))]
-    return [len(set(names[side])) for column in columns for side in (column, ~column)]
+        columns = [targets == 1]
+    counts: list[int] = []
+    for column in columns:
+        counts += [len(set(names[column])), len(set(names[~column]))]
+    return counts
 
 
-def _curve(scores: NDArray[np.float64], truth: NDArray[np.bool_], independent: bool) -> dict[str, Any]:
-    """A curve of `class_report`. Between its corners it is linear; on a vertical part the upper end counts."""
+def _curve(
+    scores: NDArray[np.float64], truth: NDArray[np.bool_], independent: bool
+) -> dict[str, Any]:
+    """A curve of `class_report`; between its corners it is linear, on a vertical part the upper end
+    counts.
+    """
     if truth.all() or not truth.any():
         return {"auc": None, "low": None, "high": None, "sensitivity": []}
     from sklearn.metrics import roc_curve
 
-    false_alarms, hits, _ = roc_curve(truth, scores, drop_intermediate=False)
-    sensitivity = [round(float(value), _DIGITS) for value in np.interp(FALSE_ALARMS, false_alarms, hits)]
     area = area_interval(scores, truth)
-    low, high = (area.low, area.high) if independent else (math.nan, math.nan)
-    return {"auc": _rounded(area.value), "low": _rounded(low), "high": _rounded(high), "sensitivity": sensitivity}
+    false_alarms, hits, _ = roc_curve(truth, scores, drop_intermediate=False)
+    sensitivity = np.interp(FALSE_ALARMS, false_alarms, hits).tolist()
+    return {
+        "auc": _rounded(area.value),
+        "low": _rounded(area.low) if independent else None,
+        "high": _rounded(area.high) if independent else None,
+        "sensitivity": [round(value, _DIGITS) for value in sensitivity],
+    }
 
 
 def _rounded(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, _AREA_DIGITS)
+    if math.isnan(value):
+        return None
+    return round(value, _AREA_DIGITS)
 
 
 def pooled(matrices: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
@@ -288,4 +387,7 @@ def pooled(matrices: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
         >>> pooled([[[1, 0], [2, 3]], [[4, 1], [0, 0]]])
         [[5, 1], [2, 3]]
     """
-    return [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*matrices, strict=True)]
+    total = []
+    for rows in zip(*matrices, strict=True):
+        total.append([sum(cells) for cells in zip(*rows, strict=True)])
+    return total

@@ -1,4 +1,4 @@
-"""The task configuration, read from `app_configs/<task>.json` and validated before anything runs."""
+"""The task configuration, read from `app_configs/<task>.json`, validated before anything runs."""
 
 import hashlib
 import json
@@ -35,6 +35,14 @@ Embedded = Literal[
     "mechanisms/shifted_contrast",
 ]
 _EVERY_ROUND: Final = 2**31 - 1  # of freeze; more than any run has
+_FROM_8_BIT: Final[dict[str, Any]] = {
+    "name": "ScaleIntensityRange",
+    "a_min": 0,
+    "a_max": 255,
+    "b_min": 0.0,
+    "b_max": 1.0,
+    "clip": True,
+}
 
 
 def _valid_name(value: str) -> str:
@@ -66,13 +74,12 @@ def _network(value: Any) -> dict[str, Any]:
 
 def _optimizer(value: Any) -> dict[str, Any]:
     settings = _named(value)
-    _LearningRate(**{name: settings[name] for name in ("lr",) if name in settings})
+    _LearningRate(**{name: settings[name] for name in settings if name == "lr"})
     return settings
 
 
 def _orientation(code: str) -> str:
-    axes = ("LR", "AP", "SI")
-    if sorted(axis for letter in code for axis in axes if letter in axis) != sorted(axes) or len(code) != 3:
+    if len(code) != 3 or not all(set(code) & set(axis) for axis in ("LR", "AP", "SI")):
         raise ValueError("three letters, one each of L or R, A or P, S or I")
     return code
 
@@ -86,7 +93,9 @@ Named = Annotated[dict[str, Any], BeforeValidator(_named)]
 
 @dataclass(frozen=True, config=STRICT)
 class Weights:
-    """The file from which the server reads the initial weights, see `networks.weights`; its folder is the server's own setting."""
+    """The file from which the server reads the initial weights, see `networks.weights`; its folder
+    is the server's own setting.
+    """
 
     file: Annotated[str, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -111,7 +120,9 @@ class Clip:
 
 @dataclass(frozen=True, config=STRICT)
 class Sampling:
-    """How the training images of an epoch are drawn; the weights are those of the groups of `training.batches`."""
+    """How the training images of an epoch are drawn; the weights are those of the groups of
+    `training.batches`.
+    """
 
     name: Literal["shuffle", "balanced", "weighted"] = "shuffle"
     weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
@@ -119,7 +130,9 @@ class Sampling:
 
 @dataclass(frozen=True, config=STRICT)
 class Freeze:
-    """Modules of the network, by their paths ("body"), that are frozen in the first `rounds` rounds."""
+    """Modules of the network, by their paths ("body"), that are frozen in the first `rounds`
+    rounds.
+    """
 
     parts: tuple[str, ...] = ()
     rounds: Annotated[int, Field(ge=0)] = 0
@@ -152,7 +165,9 @@ class Code:
 
 @dataclass(frozen=True, config=STRICT)
 class Structure(Code):
-    """The code of a label, its category (PS3.16, CID 7150) and its color as #rrggbb; "" for one of a palette."""
+    """The code of a label, its category (PS3.16, CID 7150) and its color as #rrggbb; "" for one of
+    a palette.
+    """
 
     category: Annotated[Code, nested(Code)] = Code("91723000", "Anatomical Structure")
     color: Annotated[str, Field(pattern="^(#[0-9a-fA-F]{6})?$")] = ""
@@ -163,7 +178,9 @@ def _sampling(value: Any) -> Any:
 
 
 def _freeze(value: Any) -> Any:
-    return {"parts": value, "rounds": _EVERY_ROUND if value else 0} if isinstance(value, list | tuple) else value
+    if not isinstance(value, list | tuple):
+        return value
+    return {"parts": value, "rounds": _EVERY_ROUND if value else 0}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -173,53 +190,64 @@ class TaskConfig:
     Attributes:
         name: short name, for example "brain_lgg".
         kind: "segmentation" or "classification".
-        target: "binary" (one structure or one finding), "multiclass" (exactly one class each) or "multilabel" (any of several).
-        labels: the foreground structures (binary, multilabel) or all classes, index = label (multiclass; in segmentation
-            label 0 is the background).
-        channels: image channels fed to the network: a number (with 1, RGB files become luminance; with 3, grey files are repeated),
-            or their names, where an entry lists a file for each ("pre", "flair", "post").
-        size: (H, W) in pixels, or (X, Y, Z) in voxels in the order of `orientation`, of the network's input: see `image_mode`.
-        network: {"name": ..., arguments}, see `networks.catalogue`; "weights": {"file", "sha256", "format", "part"} to start from, see
-            `networks.weights`.
+        target: "binary" (one structure or one finding), "multiclass" (exactly one class each) or
+            "multilabel" (any of several).
+        labels: the foreground structures (binary, multilabel) or all classes, index = label
+            (multiclass; in segmentation label 0 is the background).
+        channels: image channels fed to the network: a number (with 1, RGB files become luminance;
+            with 3, grey files are repeated), or their names, where an entry lists a file for each
+            ("pre", "flair", "post").
+        size: (H, W) in pixels, or (X, Y, Z) in voxels in the order of `orientation`, of the
+            network's input: see `image_mode`.
+        network: {"name": ..., arguments}, see `networks.catalogue`; "weights": {"file", "sha256",
+            "format", "part"} to start from, see `networks.weights`.
         loss: {"name": ..., arguments}, see `tasks.losses`.
         optimizer: {"name": one of `tasks.optimizers`, "lr": ..., arguments of torch's optimizer}.
-        schedule: {"name": one of `tasks.optimizers`, its settings}, the learning rate over the rounds.
+        schedule: {"name": one of `tasks.optimizers`, its settings}, the learning rate over the
+            rounds.
         clip: {"norm": ...} or {"value": ...}, the gradient limit of every optimizer step.
-        sampling: how an epoch draws its training images: "shuffle" (each once), "balanced" (every class equally often),
-            or {"name": "weighted", "weights": [...]}, see `training.batches`.
-        freeze: {"parts": ["body"], "rounds": ...}: parts of the network that are frozen, and not sent, in the first rounds; a list of
-            parts: in every round.
+        sampling: how an epoch draws its training images: "shuffle" (each once), "balanced" (every
+            class equally often), or {"name": "weighted", "weights": [...]}, see `training.batches`.
+        freeze: {"parts": ["body"], "rounds": ...}: parts of the network that are frozen, and not
+            sent, in the first rounds; a list of parts: in every round.
         batch_size: images per training step.
         local_epochs: passes over a site's training images per round.
-        precision: number format of training and evaluation: "fp32", "bf16" or "fp16" (with loss scaling); weights, losses and steps
-            are always fp32.
+        precision: number format of training and evaluation: "fp32", "bf16" or "fp16" (with loss
+            scaling); weights, losses and steps are always fp32.
         accumulate: number of batches whose mean gradient one step uses.
         metric: validation metric that selects models; higher is better.
-        metrics: metrics of the test images beside `metric`, see `tasks.metrics_table`; empty: those of `default_metrics`.
+        metrics: metrics of the test images beside `metric`, see `tasks.metrics_table`; empty: those
+            of `default_metrics`.
         intensity: one deterministic MONAI intensity transform {"name": ..., arguments}, see
             `tasks.transforms`.
         augment: MONAI random transforms, applied to training batches in this order.
-        slices: 2-D: how volumes are cut into slices: "axis" (0, 1, 2; 2 is the third stored axis) and "keep" ("all", or
-            "foreground": of training volumes the slices that show a structure; validation and test always keep all).
-        label_values: label -> values that files use for it; empty: binary 1, multiclass the index, multilabel a mask (or 0/1) per label.
-        unlisted_labels: values that no label lists: "error", or "drop" (the image is left out; in a mask: background).
+        slices: 2-D: how volumes are cut into slices: "axis" (0, 1, 2; 2 is the third stored axis)
+            and "keep" ("all", or "foreground": of training volumes the slices that show a
+            structure; validation and test always keep all).
+        label_values: label -> values that files use for it; empty: binary 1, multiclass the index,
+            multilabel a mask (or 0/1) per label.
+        unlisted_labels: values that no label lists: "error", or "drop" (the image is left out; in a
+            mask: background).
         resplit: seed that draws the splits again by patient; null: the splits of the datalist.
-        codes: structure -> its code in a DICOM segmentation: {"liver": {"value": "10200004", "scheme": "SCT", "meaning": "Liver",
-            "color": "#dd8265"}}; "category" of a tumour: {"value": "49755003", "meaning": "Morphologically Abnormal Structure"},
-            default Anatomical Structure.
+        codes: structure -> its code in a DICOM segmentation: {"liver": {"value": "10200004",
+            "scheme": "SCT", "meaning": "Liver", "color": "#dd8265"}}; "category" of a tumour:
+            {"value": "49755003", "meaning": "Morphologically Abnormal Structure"}, default
+            Anatomical Structure.
         spatial_dims: 2 for pictures and slices, 3 for volumes.
-        image_mode: "resize" resizes every image to `size`; "patch" trains on random patches of `size` at the resolution of the files and
-            predicts with a sliding window.
+        image_mode: "resize" resizes every image to `size`; "patch" trains on random patches of
+            `size` at the resolution of the files and predicts with a sliding window.
         patches_per_image: with "patch": patches per image in an epoch.
         orientation: 3-D: the patient's axes along which voxels run, as "RAS".
         spacing: 3-D: voxel spacing in millimetres to which volumes are resampled; null: as stored.
-        missing_channels: an image without one of the channels: "error", or "zeros" for the missing channel.
-        pick: of a 4-D NIfTI file: indices (from 0) of the volumes that are the channels; empty: all.
+        missing_channels: an image without one of the channels: "error", or "zeros" for the missing
+            channel.
+        pick: of a 4-D NIfTI file: indices (from 0) of the volumes that are the channels; empty:
+            all.
         surface_tolerance: 3-D: tolerance of surface Dice in millimetres.
         unreadable: an image that cannot be read: "error", or "skip", up to `unreadable_limit`.
         unreadable_limit: maximum of skipped images at a site: "share" of all and "count".
-        embedded: the generated images that are used if no data root is given: "phantom", or "mechanisms/NAME", where `resplit` draws
-            images and not splits; else "".
+        embedded: the generated images that are used if no data root is given: "phantom", or
+            "mechanisms/NAME", where `resplit` draws images and not splits; else "".
         source: citation and licence of the data, or that images are synthetic.
     """
 
@@ -235,9 +263,7 @@ class TaskConfig:
     batch_size: Count
     local_epochs: Count
     metric: Name
-    intensity: Named = field(
-        default_factory=lambda: {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 255, "b_min": 0.0, "b_max": 1.0, "clip": True}
-    )
+    intensity: Named = field(default_factory=_FROM_8_BIT.copy)
     augment: tuple[Named, ...] = ()
     schedule: Annotated[Schedule, BeforeValidator(build_schedule)] = Schedule()
     clip: Annotated[Clip, nested(Clip)] = Clip()
@@ -266,49 +292,92 @@ class TaskConfig:
 
     @model_validator(mode="after")
     def _consistent(self) -> "TaskConfig":
-        """Raises ValueError for settings that contradict each other, and for settings that would be ignored."""
-        volumes, masks, patches = self.spatial_dims == 3, self.kind == "segmentation", self.image_mode == "patch"
-        if self.metric not in selection_metrics(self.kind):
-            raise ValueError(no_such("metric", self.metric, selection_metrics(self.kind)))
-        if strange := [name for name in self.metrics if name not in metrics_of(self.kind, self.spatial_dims)]:
-            raise ValueError(no_such("metric", strange[0], metrics_of(self.kind, self.spatial_dims), "metrics"))
-        if strange := [label for label in self.label_values if label not in self.labels]:
-            raise ValueError(no_such("label", strange[0], self.labels, "label_values"))
-        structures = self.labels[self.target == "multiclass" :] if masks else ()
-        if strange := [label for label in self.codes if label not in structures]:
-            raise ValueError(no_such("structure", strange[0], structures, "codes"))
-        missing = [label for label in self.labels if label not in self.label_values] if self.label_values else []
-        used = {
-            "orientation": (volumes, "RAS"),
-            "spacing": (volumes, None),
-            "slices": (not volumes, Slices()),
-            "surface_tolerance": (volumes and masks, 2.0),
-            "patches_per_image": (patches, 1),
-        }
-        ignored = [name for name, (read, default) in used.items() if not read and getattr(self, name) != default]
-        mode = f"kind {self.kind}, spatial_dims {self.spatial_dims}, image_mode {self.image_mode}"
-        for wrong, reason in (
-            (len(self.size) != self.spatial_dims, f"size {list(self.size)} does not have spatial_dims {self.spatial_dims} sides"),
-            (ignored, f"{', '.join(ignored)}: not used with {mode}"),
-            (self.embedded and (volumes or self.channels not in (1, 3)), f"embedded {self.embedded!r} needs 2-D images of 1 or 3 channels"),
-            (patches and not masks, "image_mode 'patch' is for segmentation only"),
-            (self.pick and len(self.pick) != self.image_channels, f"pick has {len(self.pick)} entries for {self.image_channels} channels"),
-            (self.missing_channels == "zeros" and not self.channel_names, "missing_channels 'zeros' needs channel names"),
-            (self.target == "binary" and len(self.labels) != 1, f"a binary task has one label, got {list(self.labels)}"),
-            (self.target == "multiclass" and len(self.labels) < 2, f"a multiclass task needs two labels or more, got {list(self.labels)}"),
-            (not masks and self.slices.keep == "foreground", "slices.keep 'foreground' is for segmentation only"),
-            (missing, f"label_values lacks {', '.join(missing)}"),
-            (bool(self.sampling.weights) != (self.sampling.name == "weighted"), "sampling: weights and the name weighted need each other"),
-            (bool(self.freeze.parts) != bool(self.freeze.rounds), "freeze: parts and rounds are needed together"),
-        ):
-            if wrong:
-                raise ValueError(reason)
-        owners = {0: ""} if self.target == "binary" else {}
-        for label, values in self.label_values.items() if self.target != "multilabel" else ():
-            for value in values:
-                if owners.setdefault(value, label) != label:
-                    raise ValueError(f"label_values: {value} of {label!r} has another label too, in a {self.target} task")
+        """Raises ValueError for settings that contradict each other, and for settings that would be
+        ignored.
+        """
+        self._validate_names()
+        self._validate_images()
+        self._validate_training()
+        self._validate_label_values()
         return self
+
+    def _validate_names(self) -> None:
+        structures: tuple[str, ...] = ()
+        if self.kind == "segmentation":
+            structures = self.labels[self.target == "multiclass" :]
+        test_metrics = metrics_of(self.kind, self.spatial_dims)
+        for what, names, choices, setting in (
+            ("metric", [self.metric], selection_metrics(self.kind), ""),
+            ("metric", self.metrics, test_metrics, "metrics"),
+            ("label", self.label_values, self.labels, "label_values"),
+            ("structure", self.codes, structures, "codes"),
+        ):
+            for name in names:
+                if name not in choices:
+                    raise ValueError(no_such(what, name, choices, setting))
+
+    def _validate_images(self) -> None:
+        volumes = self.spatial_dims == 3
+        masks = self.kind == "segmentation"
+        patches = self.image_mode == "patch"
+        if len(self.size) != self.spatial_dims:
+            raise ValueError(
+                f"size {list(self.size)} does not have spatial_dims {self.spatial_dims} sides"
+            )
+        ignored: list[str] = []
+        for name, is_used, default in (
+            ("orientation", volumes, "RAS"),
+            ("spacing", volumes, None),
+            ("slices", not volumes, Slices()),
+            ("surface_tolerance", volumes and masks, 2.0),
+            ("patches_per_image", patches, 1),
+        ):
+            if not is_used and getattr(self, name) != default:
+                ignored.append(name)
+        if ignored:
+            raise ValueError(
+                f"{', '.join(ignored)}: not used with kind {self.kind}, "
+                f"spatial_dims {self.spatial_dims}, image_mode {self.image_mode}"
+            )
+        if self.embedded and (volumes or self.channels not in (1, 3)):
+            raise ValueError(f"embedded {self.embedded!r} needs 2-D images of 1 or 3 channels")
+        if patches and not masks:
+            raise ValueError("image_mode 'patch' is for segmentation only")
+        if self.pick and len(self.pick) != self.image_channels:
+            raise ValueError(
+                f"pick has {len(self.pick)} entries for {self.image_channels} channels"
+            )
+        if self.missing_channels == "zeros" and not self.channel_names:
+            raise ValueError("missing_channels 'zeros' needs channel names")
+
+    def _validate_training(self) -> None:
+        if self.target == "binary" and len(self.labels) != 1:
+            raise ValueError(f"a binary task has one label, got {list(self.labels)}")
+        if self.target == "multiclass" and len(self.labels) < 2:
+            raise ValueError(f"a multiclass task needs two labels or more, got {list(self.labels)}")
+        if self.kind != "segmentation" and self.slices.keep == "foreground":
+            raise ValueError("slices.keep 'foreground' is for segmentation only")
+        missing = [label for label in self.labels if label not in self.label_values]
+        if self.label_values and missing:
+            raise ValueError(f"label_values lacks {', '.join(missing)}")
+        if bool(self.sampling.weights) != (self.sampling.name == "weighted"):
+            raise ValueError("sampling: weights and the name weighted need each other")
+        if bool(self.freeze.parts) != bool(self.freeze.rounds):
+            raise ValueError("freeze: parts and rounds are needed together")
+
+    def _validate_label_values(self) -> None:
+        if self.target == "multilabel":
+            return
+        label_of: dict[int, str] = {}
+        if self.target == "binary":
+            label_of[0] = ""  # the background
+        for label, values in self.label_values.items():
+            for value in values:
+                if label_of.setdefault(value, label) != label:
+                    raise ValueError(
+                        f"label_values: {value} of {label!r} has another label too, "
+                        f"in a {self.target} task"
+                    )
 
     @property
     def image_channels(self) -> int:
@@ -327,16 +396,24 @@ class TaskConfig:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes: the negative and the positive class of a binary task, else the labels."""
-        return (f"not {self.labels[0]}", self.labels[0]) if self.target == "binary" else self.labels
+        """Names of the classes: the negative and the positive class of a binary task, else the
+        labels.
+        """
+        if self.target == "binary":
+            return (f"not {self.labels[0]}", self.labels[0])
+        return self.labels
 
     @property
     def test_metrics(self) -> tuple[str, ...]:
         """Names of all metrics of the test images."""
-        return tuple(dict.fromkeys([self.metric, *self.metrics])) if self.metrics else default_metrics(self.kind, self.spatial_dims)
+        if not self.metrics:
+            return default_metrics(self.kind, self.spatial_dims)
+        return tuple(dict.fromkeys([self.metric, *self.metrics]))
 
     def probabilities(self, logits: "Tensor") -> "Tensor":
-        """Probabilities of logits (N, outputs, ...): softmax over dimension 1 (multiclass) or sigmoid (binary, multilabel)."""
+        """Probabilities of logits (N, outputs, ...): softmax over dimension 1 (multiclass) or
+        sigmoid (binary, multilabel).
+        """
         return logits.softmax(dim=1) if self.target == "multiclass" else logits.sigmoid()
 
     def to_dict(self) -> dict[str, Any]:
@@ -344,7 +421,9 @@ class TaskConfig:
         return json.loads(json.dumps(asdict(self)))
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that change with any setting; sites and server compare them at enrollment."""
+        """16 hexadecimal digits that change with any setting; sites and server compare them at
+        enrollment.
+        """
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
 
@@ -353,16 +432,20 @@ def load_task(source: "str | Path | Mapping[str, Any] | TaskConfig") -> TaskConf
     """A task from the name of a preset ("brain_lgg"), the path of a JSON file, or its content.
 
     Raises:
-        ConfigError: unknown preset, unreadable file, or a setting that is unknown, missing or out of range.
+        ConfigError: unknown preset, unreadable file, or a setting that is unknown, missing or out
+            of range.
     """
     if isinstance(source, TaskConfig):
         return load_task(source.to_dict())
     if isinstance(source, Mapping):
-        content, place = source, f"task {source.get('name', '(unnamed)')!r:.60}"
+        content: Any = source
+        place = f"task {source.get('name', '(unnamed)')!r:.60}"
     else:
         content, place = _read(source)
         if not isinstance(content, dict):
-            raise ConfigError(f"{place}: a task is one JSON object, got {type(content).__name__}; {_REMEDY}")
+            raise ConfigError(
+                f"{place}: a task is one JSON object, got {type(content).__name__}; {_REMEDY}"
+            )
     try:
         printable_json(content)
     except ValueError as error:
@@ -375,9 +458,15 @@ def load_task(source: "str | Path | Mapping[str, Any] | TaskConfig") -> TaskConf
 
 
 def presets() -> tuple[str, ...]:
-    """Names of the tasks of the package; "papers/" are those of the papers, "mechanisms/" those of generated images for one mechanism."""
-    files = [f"{place}{entry.name}" for place in ("", "papers/", "mechanisms/") for entry in (_PRESETS / place).iterdir()]
-    return tuple(sorted(file.removesuffix(".json") for file in files if file.endswith(".json")))
+    """Names of the tasks of the package; "papers/" are those of the papers, "mechanisms/" those of
+    generated images for one mechanism.
+    """
+    names: list[str] = []
+    for folder in ("", "papers/", "mechanisms/"):
+        for file in (_PRESETS / folder).iterdir():
+            if file.name.endswith(".json"):
+                names.append(folder + file.name.removesuffix(".json"))
+    return tuple(sorted(names))
 
 
 def _read(source: str | Path) -> tuple[Any, str]:

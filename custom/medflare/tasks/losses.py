@@ -1,9 +1,11 @@
 """Losses by name, on logits: ours and those of `monai.losses`.
 
-Every loss is a module called with logits (N, outputs, ...) and targets as in `data.loading.Split`; it returns a scalar.
+Every loss is a module called with logits (N, outputs, ...) and targets as in `data.loading.Split`;
+it returns a scalar.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Final
@@ -17,14 +19,17 @@ from medflare.core.settings import refuse_arguments, unknown
 from medflare.tasks.config import TaskConfig
 
 _ACTIVATIONS: Final = ("sigmoid", "softmax", "other_act", "use_softmax")
-_SIDE: Final = 16  # pixels of the images that a loss of MONAI is tried on; structural similarity needs 11
+# Pixels of the images that a loss of MONAI is tried on; structural similarity needs 11.
+_SIDE: Final = 16
 
 
 def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Module:
-    """The loss by `spec` (default: the task's): "name", of `LOSSES` or of a class in `monai.losses`, and arguments.
+    """The loss by `spec` (default: the task's): "name", of `LOSSES` or of a class in
+    `monai.losses`, and arguments.
 
     Raises:
-        ConfigError: unknown name or argument, or a loss that does not accept the task's logits and targets.
+        ConfigError: unknown name or argument, or a loss that does not accept the task's logits and
+            targets.
     """
     settings = dict(spec or task.loss)
     name = settings.pop("name")
@@ -36,26 +41,34 @@ def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Mo
             raise ConfigError(f"loss {name}: {error}") from error
     if name not in monai_losses():
         raise unknown("loss", name, {*LOSSES, *monai_losses()}, "loss")
-    refuse_arguments(monai_losses()[name], settings, f"loss {name}", reserved=["to_onehot_y", "spatial_dims", "pretrained"])
+    reserved = ["to_onehot_y", "spatial_dims", "pretrained"]
+    refuse_arguments(monai_losses()[name], settings, f"loss {name}", reserved=reserved)
     try:
         loss = MonaiLoss(task, name, settings)
         logits, targets = example(task)
         loss(logits.requires_grad_(), targets).backward()
     except Exception as error:  # whatever MONAI raises: its losses have no common error
-        raise ConfigError(f"loss {name} with {settings} does not work for task {task.name}: {one_line(error)}") from error
+        raise ConfigError(
+            f"loss {name} with {settings} does not work for task {task.name}: {one_line(error)}"
+        ) from error
     return loss
 
 
 def like_logits(targets: Tensor, logits: Tensor, *, multiclass: bool) -> Tensor:
-    """Targets, class indices (N, ...) (multiclass) or 0 and 1 of every output, in shape (N, outputs, ...) and dtype of the logits."""
-    truth = functional.one_hot(targets, logits.shape[1]).movedim(-1, 1) if multiclass else targets.reshape(logits.shape)
-    return truth.to(logits.dtype)
+    """Targets, class indices (N, ...) (multiclass) or 0 and 1 of every output, in shape (N,
+    outputs, ...) and dtype of the logits.
+    """
+    if multiclass:
+        return functional.one_hot(targets, logits.shape[1]).movedim(-1, 1).to(logits.dtype)
+    return targets.reshape(logits.shape).to(logits.dtype)
 
 
 class CrossEntropy(nn.Module):
-    """Softmax cross entropy (multiclass), or sigmoid cross entropy averaged over all outputs (binary, multilabel).
+    """Softmax cross entropy (multiclass), or sigmoid cross entropy averaged over all outputs
+    (binary, multilabel).
 
-    `weights` are factors of every class (multiclass) or of every label's positives (binary, multilabel).
+    `weights` are factors of every class (multiclass) or of every label's positives (binary,
+    multilabel).
     """
 
     weights: Tensor | None
@@ -71,23 +84,34 @@ class CrossEntropy(nn.Module):
         positive = self.weights
         if positive is not None:
             positive = positive.reshape(-1, *[1] * (logits.ndim - 2))
-        return functional.binary_cross_entropy_with_logits(logits, like_logits(targets, logits, multiclass=False), pos_weight=positive)
+        return functional.binary_cross_entropy_with_logits(
+            logits, like_logits(targets, logits, multiclass=False), pos_weight=positive
+        )
 
 
 @cache
 def monai_losses() -> dict[str, Any]:
-    """Name -> class of every loss in `monai.losses`; those with a pretrained network would download its weights and are left out."""
+    """Name -> class of every loss in `monai.losses`; those with a pretrained network would download
+    its weights and are left out.
+    """
     from monai import losses
 
-    classes = [cls for name, cls in vars(losses).items() if inspect.isclass(cls) and issubclass(cls, nn.Module) and cls.__name__ == name]
-    return {cls.__name__: cls for cls in classes if "pretrained" not in inspect.signature(cls).parameters}
+    classes: dict[str, Any] = {}
+    for name, cls in vars(losses).items():
+        is_loss = inspect.isclass(cls) and issubclass(cls, nn.Module)
+        if not is_loss or cls.__name__ != name:  # an alias has another name
+            continue
+        if "pretrained" not in inspect.signature(cls).parameters:
+            classes[name] = cls
+    return classes
 
 
 _MOST_GAMMA: Final = 10  # Lin et al. try 0 to 5
 
 
 class MonaiLoss(nn.Module):
-    """A loss of MONAI. Activation (unless the arguments have one), one-hot masks and dimensions follow from the task.
+    """A loss of MONAI. Activation (unless the arguments have one), one-hot masks and dimensions
+    follow from the task.
 
     Logits and targets of a classification task are passed as images of one pixel.
     """
@@ -95,16 +119,24 @@ class MonaiLoss(nn.Module):
     def __init__(self, task: TaskConfig, name: str, arguments: Mapping[str, Any]):
         super().__init__()
         cls = monai_losses()[name]
-        self._multiclass, self._dims = task.target == "multiclass", task.spatial_dims
-        defaults: dict[str, Any] = {"spatial_dims": task.spatial_dims}
+        self._multiclass = task.target == "multiclass"
+        self._dims = task.spatial_dims
+        values: dict[str, Any] = {"spatial_dims": task.spatial_dims}
         if not any(activation in arguments for activation in _ACTIVATIONS):
-            defaults |= {"use_softmax": self._multiclass, "softmax": self._multiclass, "sigmoid": not self._multiclass}
+            values["use_softmax"] = self._multiclass
+            values["softmax"] = self._multiclass
+            values["sigmoid"] = not self._multiclass
         if not self._multiclass:
-            defaults["include_background"] = True  # the first output is a label like the others
-        accepted = inspect.signature(cls).parameters
-        values = {argument: value for argument, value in defaults.items() if argument in accepted} | dict(arguments)
-        if isinstance(gamma := values.get("gamma", 0), int | float) and gamma > _MOST_GAMMA:
-            raise ConfigError(f"loss {name}: gamma {gamma:g} would leave the gradient to a single image; take at most {_MOST_GAMMA}")
+            values["include_background"] = True  # the first output is a label like the others
+        for argument in values.keys() - inspect.signature(cls).parameters:
+            del values[argument]
+        values.update(arguments)
+        gamma = values.get("gamma", 0)
+        if isinstance(gamma, int | float) and gamma > _MOST_GAMMA:
+            raise ConfigError(
+                f"loss {name}: gamma {gamma:g} would leave the gradient to a single image; "
+                f"take at most {_MOST_GAMMA}"
+            )
         if isinstance(values.get("weight"), list):
             values["weight"] = torch.tensor(values["weight"], dtype=torch.float32)
         self._loss = cls(**values)
@@ -112,15 +144,19 @@ class MonaiLoss(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         truth = like_logits(targets, logits, multiclass=self._multiclass)
         if logits.ndim == 2:
-            logits, truth = (values.reshape(*values.shape, *[1] * self._dims) for values in (logits, truth))
+            one_pixel = (*logits.shape, *[1] * self._dims)
+            logits = logits.reshape(one_pixel)
+            truth = truth.reshape(one_pixel)
         return self._loss(logits, truth)
 
 
 class SoftDice(MonaiLoss):
-    """MONAI's soft Dice loss with its defaults, as FedSM trains: per image and class, smoothed by 1e-5.
+    """MONAI's soft Dice loss with its defaults, as FedSM trains: per image and class, smoothed by
+    1e-5.
 
     Args:
-        batch: pool the pixels of a batch, so that an image without foreground does not count as a miss.
+        batch: pool the pixels of a batch, so that an image without foreground does not count as a
+            miss.
         squared: square the denominator's terms (V-Net).
         include_background: whether class 0 of a multiclass task counts.
 
@@ -128,21 +164,30 @@ class SoftDice(MonaiLoss):
         ConfigError: a classification task.
     """
 
-    def __init__(self, task: TaskConfig, batch: bool = False, squared: bool = False, include_background: bool = True):
+    def __init__(
+        self,
+        task: TaskConfig,
+        batch: bool = False,
+        squared: bool = False,
+        include_background: bool = True,
+    ):
         if task.kind != "segmentation":
             raise ConfigError(f"loss dice: task {task.name} is a classification; use ce or focal")
         background = include_background or task.target != "multiclass"
-        super().__init__(task, "DiceLoss", {"include_background": background, "squared_pred": squared, "batch": batch})
+        arguments = {"include_background": background, "squared_pred": squared, "batch": batch}
+        super().__init__(task, "DiceLoss", arguments)
 
 
 class Focal(MonaiLoss):
-    """Focal loss (Lin et al., 2017): cross entropy times (1 - p)^gamma, mean over images (and pixels).
+    """Focal loss (Lin et al., 2017): cross entropy times (1 - p)^gamma, mean over images (and
+    pixels).
 
-    Multiclass uses the softmax probability of the true class, binary and multilabel one sigmoid per output.
+    Multiclass uses the softmax probability of the true class, binary and multilabel one sigmoid per
+    output.
 
     Args:
-        gamma: focusing exponent, at least 0; 0 is cross entropy. Multiclass: not between 0 and 1, where the slope of (1 - p)^gamma is
-            infinite at p = 1.
+        gamma: focusing exponent, at least 0; 0 is cross entropy. Multiclass: not between 0 and 1,
+            where the slope of (1 - p)^gamma is infinite at p = 1.
         weights: factor of every class (multiclass) or of every output, where there are several.
 
     Raises:
@@ -151,15 +196,24 @@ class Focal(MonaiLoss):
 
     def __init__(self, task: TaskConfig, gamma: float = 2.0, weights: list[float] | None = None):
         if weights is not None and task.outputs == 1:
-            raise ConfigError(f"loss focal: task {task.name} has one output, so weights would only scale the loss; leave them out")
+            raise ConfigError(
+                f"loss focal: task {task.name} has one output, "
+                "so weights would only scale the loss; leave them out"
+            )
         if gamma < 0 or (task.target == "multiclass" and 0 < gamma < 1):
-            raise ConfigError(f"loss focal: gamma {gamma:g} has no gradient where the network is certain; take 0, or 1 or more")
+            raise ConfigError(
+                f"loss focal: gamma {gamma:g} has no gradient where the network is certain; "
+                "take 0, or 1 or more"
+            )
         super().__init__(task, "FocalLoss", {"gamma": gamma, "weight": _weights(task, weights)})
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        value: Tensor = self._loss(logits, like_logits(targets, logits, multiclass=self._multiclass))
-        # MONAI averages over the classes too; all but one of the terms are 0.
-        return value * logits.shape[1] if self._multiclass else value
+        truth = like_logits(targets, logits, multiclass=self._multiclass)
+        value: Tensor = self._loss(logits, truth)
+        if self._multiclass:
+            # MONAI averages over the classes too; all but one of the terms are 0.
+            value = value * logits.shape[1]
+        return value
 
 
 class DiceCE(nn.Module):
@@ -176,37 +230,58 @@ class DiceCE(nn.Module):
         ce_weight: float = 1.0,
     ):
         super().__init__()
-        self._dice, self._cross_entropy = SoftDice(task, batch, squared, include_background), CrossEntropy(task, weights)
-        self._dice_weight, self._ce_weight = dice_weight, ce_weight
+        self._dice = SoftDice(task, batch, squared, include_background)
+        self._cross_entropy = CrossEntropy(task, weights)
+        self._dice_weight = dice_weight
+        self._ce_weight = ce_weight
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self._dice_weight * self._dice(logits, targets) + self._ce_weight * self._cross_entropy(logits, targets)
+        dice = self._dice_weight * self._dice(logits, targets)
+        return dice + self._ce_weight * self._cross_entropy(logits, targets)
 
 
-LOSSES: dict[str, Callable[..., nn.Module]] = {"ce": CrossEntropy, "dice": SoftDice, "dice_ce": DiceCE, "focal": Focal}
+LOSSES: dict[str, Callable[..., nn.Module]] = {
+    "ce": CrossEntropy,
+    "dice": SoftDice,
+    "dice_ce": DiceCE,
+    "focal": Focal,
+}
 
 
 def _weights(task: TaskConfig, weights: list[float] | None) -> Tensor | None:
     if weights is None:
         return None
     if len(weights) != task.outputs or any(not weight > 0 for weight in weights):
-        raise ConfigError(f"loss: weights must be {task.outputs} positive numbers ({', '.join(task.labels)}), got {weights}")
+        raise ConfigError(
+            f"loss: weights must be {task.outputs} positive numbers ({', '.join(task.labels)}), "
+            f"got {weights}"
+        )
     return torch.tensor(weights, dtype=torch.float32)
 
 
 def example(task: TaskConfig) -> tuple[Tensor, Tensor]:
     """Logits (2, outputs, ...) and targets of two small images."""
     sides = [_SIDE] * task.spatial_dims if task.kind == "segmentation" else []
-    logits = torch.arange(2 * task.outputs * _SIDE ** len(sides)).sin().reshape(2, task.outputs, *sides)
-    return logits, logits.argmax(dim=1) if task.target == "multiclass" else (logits > 0).long()
+    shape = (2, task.outputs, *sides)
+    logits = torch.arange(math.prod(shape)).sin().reshape(shape)
+    if task.target == "multiclass":
+        return logits, logits.argmax(dim=1)
+    return logits, (logits > 0).long()
 
 
 def pools_images(task: TaskConfig) -> str | None:
-    """Why the loss of a batch may not be the mean of its images' losses (as DP-SGD needs), with the remedy; None if it is that mean."""
-    if task.loss["name"] not in LOSSES:
+    """Why the loss of a batch may not be the mean of its images' losses (as DP-SGD needs), with the
+    remedy; None if it is that mean.
+    """
+    loss = task.loss
+    if loss["name"] not in LOSSES:
         return "MONAI's losses may pool the images of a batch; use ce, dice or focal"
-    if task.loss.get("batch"):
+    if loss.get("batch"):
         return "batch=true pools the pixels of a batch; set task.loss.batch=false"
-    if task.loss.get("weights") and task.target == "multiclass" and task.loss["name"] in ("ce", "dice_ce"):
-        return "cross entropy divides by the class weights of a batch; leave out weights, or use the loss focal with gamma 0"
+    has_cross_entropy = loss["name"] in ("ce", "dice_ce")
+    if has_cross_entropy and loss.get("weights") and task.target == "multiclass":
+        return (
+            "cross entropy divides by the class weights of a batch; "
+            "leave out weights, or use the loss focal with gamma 0"
+        )
     return None

@@ -1,4 +1,7 @@
-"""Metrics per patient from probabilities. An undefined metric is None with its reason, never 0 or 1. The table is in `metrics_table`."""
+"""Metrics per patient from probabilities.
+
+An undefined metric is None with its reason, never 0 or 1. The table is in `metrics_table`.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,7 +19,8 @@ from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import dice, metric_table
 
-Images: TypeAlias = Any  # a Tensor (N, ...) of images of one size, or a sequence of Tensors (...) of different sizes
+# A Tensor (N, ...) of images of one size, or a sequence of Tensors (...) of different sizes.
+Images: TypeAlias = Any
 # Distance of neighboring pixels or voxels along every axis.
 # Of a sheared volume the cosines between its axes follow, see `data.geometry.Grid.cell`.
 Spacing: TypeAlias = tuple[float, ...]
@@ -26,24 +30,30 @@ _COUNTS: Final = "counts"  # entry of `Measured.parts` beside the metrics of mas
 
 @dataclass
 class Scores:
-    """Metrics of one model on one split; (patient, class) pairs are left out where a metric is undefined."""
+    """Metrics of one model on one split; (patient, class) pairs are left out where a metric is
+    undefined.
+    """
 
     values: dict[str, float | None]  # None where it is undefined
     undefined: dict[str, str] = field(default_factory=dict)  # metric -> why it is None
     left_out: int = 0  # pairs whose Dice and IoU are 0/0: neither truth nor prediction has a pixel
     hd95_left_out: int = 0  # pairs without an image in which truth and prediction both have pixels
-    cases: Cases = field(default_factory=Cases, repr=False, compare=False)  # single patients; empty where nothing could be scored
+    # Predictions of single patients; empty where nothing could be scored.
+    cases: Cases = field(default_factory=Cases, repr=False, compare=False)
 
     def set(self, metric: str, value: float) -> None:
         """Record a value; for NaN, None and the reason."""
-        self.values[metric] = None if math.isnan(value) else value
+        self.values[metric] = value
         if math.isnan(value):
+            self.values[metric] = None
             self.undefined[metric] = metric_table()[metric].undefined
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What metrics are computed from, image by image: counts and distances of masks, probabilities of classes. It holds no mask."""
+    """What metrics are computed from, image by image: counts and distances of masks, probabilities
+    of classes. It holds no mask.
+    """
 
     task: TaskConfig
     metrics: Sequence[str]  # names, of `TaskConfig.metrics`
@@ -54,61 +64,89 @@ class Measured:
     def of(self, rows: Sequence[int] | Tensor) -> "Measured":
         """Some of the images, in this order."""
         index = torch.as_tensor(rows, dtype=torch.long)
-        return replace(self, parts={name: part[index] for name, part in self.parts.items()}, finite=self.finite[index])
+        parts = {name: part[index] for name, part in self.parts.items()}
+        return replace(self, parts=parts, finite=self.finite[index])
 
     def constant_outputs(self) -> tuple[str, ...]:
-        """What the model predicts for every image although the truth differs in some; empty if its output varies.
+        """What the model predicts for every image although the truth differs in some; empty if its
+        output varies.
 
         Returns:
-            Classification: the class (multilabel: all labels that every image is given, or "no label"), of at least two images.
-            Segmentation: of every structure "no pixel of NAME", where some image has it, or "all pixels as NAME".
+            Classification: the class (multilabel: all labels that every image is given, or "no
+                label"), of at least two images.
+            Segmentation: of every structure "no pixel of NAME", where some image has it, or "all
+                pixels as NAME".
 
         Examples:
             >>> from types import SimpleNamespace
-            >>> task = SimpleNamespace(kind="classification", target="multiclass", labels=("mild", "severe"), classes=("mild", "severe"))
-            >>> grades = {"probabilities": torch.tensor([[0.4, 0.6], [0.3, 0.7]]), "targets": torch.tensor([0, 1])}
+            >>> task = SimpleNamespace(kind="classification", target="multiclass",
+            ...                        labels=("mild", "severe"), classes=("mild", "severe"))
+            >>> grades = {"probabilities": torch.tensor([[0.4, 0.6], [0.3, 0.7]]),
+            ...           "targets": torch.tensor([0, 1])}
             >>> Measured(task, (), grades, torch.ones(2, dtype=torch.bool)).constant_outputs()
             ('severe',)
         """
         if not len(self.finite) or not self.finite.all():
             return ()
         if self.task.kind == "segmentation":
-            hit, false, right, missed = self.parts[_COUNTS].sum(dim=0).unbind(dim=-1)
-            never, everywhere = (hit + false == 0) & (missed > 0), (right + missed == 0) & (false > 0)
-            none = [f"no pixel of {name}" for name, lost in zip(self.structures, never, strict=True) if lost]
-            return (*none, *(f"all pixels as {name}" for name, full in zip(self.structures, everywhere, strict=True) if full))
-        probabilities, targets = self.parts["probabilities"], self.parts["targets"]
+            return self._constant_masks()
+        probabilities = self.parts["probabilities"]
+        truth = self.parts["targets"].reshape(len(probabilities), -1)
         if self.task.target == "multiclass":
-            chosen, truth = probabilities.argmax(dim=1, keepdim=True), targets.reshape(-1, 1)
+            predicted = probabilities.argmax(dim=1, keepdim=True)
         else:
-            chosen, truth = probabilities > 0.5, targets.reshape(len(targets), -1) > 0.5
-        if len(chosen) < 2 or bool((chosen != chosen[0]).any()) or bool((chosen == truth).all()):
+            predicted = probabilities > 0.5
+            truth = truth > 0.5
+        varies = bool((predicted != predicted[0]).any())
+        if len(predicted) < 2 or varies or bool((predicted == truth).all()):
             return ()
         if self.task.target == "multilabel":
-            return (", ".join(name for name, shown in zip(self.task.labels, chosen[0], strict=True) if shown) or "no label",)
-        return (self.task.classes[int(chosen[0, 0])],)
+            columns = predicted[0].nonzero().flatten().tolist()
+            return (", ".join(self.task.labels[column] for column in columns) or "no label",)
+        return (self.task.classes[int(predicted[0, 0])],)
+
+    def _constant_masks(self) -> tuple[str, ...]:
+        counts = self.parts[_COUNTS].sum(dim=0)
+        never = []
+        everywhere = []
+        for name, (tp, fp, tn, fn) in zip(self.structures, counts.tolist(), strict=True):
+            if tp + fp == 0 and fn > 0:
+                never.append(f"no pixel of {name}")
+            if tn + fn == 0 and fp > 0:
+                everywhere.append(f"all pixels as {name}")
+        return (*never, *everywhere)
 
     def scores(self, patients: Sequence[str]) -> Scores:
         """The metrics; `patients` has the patient of every image."""
         if not len(patients):
-            return Scores(dict.fromkeys(self.metrics), dict.fromkeys(self.metrics, "the split holds no image"))
+            return self._all_undefined("the split holds no image")
         if not self.finite.all():
-            return Scores(dict.fromkeys(self.metrics), dict.fromkeys(self.metrics, "the model's output holds NaN or infinite values"))
+            return self._all_undefined("the model's output holds NaN or infinite values")
         if self.task.kind == "segmentation":
             return _score_segmentation(self.parts, patients, self.metrics, self.structures)
-        probabilities, targets = self.parts["probabilities"], self.parts["targets"]
+        probabilities = self.parts["probabilities"]
+        targets = self.parts["targets"]
         scores = Scores({}, cases=Cases(tuple(patients), {}, probabilities, targets))
+        outputs = probabilities.numpy(), targets.numpy(), np.ones(len(targets))
         for metric in self.metrics:
-            compute = metric_table()[metric].compute
-            scores.set(metric, float(of_outputs(compute, probabilities.numpy(), targets.numpy(), np.ones(len(targets)))))
+            scores.set(metric, float(of_outputs(metric_table()[metric].compute, *outputs)))
         return scores
 
+    def _all_undefined(self, reason: str) -> Scores:
+        return Scores(dict.fromkeys(self.metrics), dict.fromkeys(self.metrics, reason))
 
-def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str], annotation: Annotation | None = None) -> Measured:
+
+def measure(
+    portions: Iterable[Portion],
+    task: TaskConfig,
+    metrics: Sequence[str],
+    annotation: Annotation | None = None,
+) -> Measured:
     """What the named metrics are computed from; only one portion of images is in memory.
 
     Args:
-        portions: (probabilities (B, ...), targets (B, ...), spacing) in the order of the images; one image each where there is a spacing.
+        portions: (probabilities (B, ...), targets (B, ...), spacing) in the order of the images;
+            one image each where there is a spacing.
         annotation: the structures that count; None: all of the task.
 
     Raises:
@@ -119,61 +157,85 @@ def measure(portions: Iterable[Portion], task: TaskConfig, metrics: Sequence[str
     for metric in metrics:
         if metric not in table:
             raise unknown("metric", metric, table, f"task {task.name}")
-    parts: list[dict[str, Tensor]] = []
+    is_segmentation = task.kind == "segmentation"
+    of_masks = [metric for metric in metrics if table[metric].source == "masks"]
+    parts: dict[str, list[Tensor]] = {}
     finite = [torch.ones(0, dtype=torch.bool)]
     for probabilities, targets, spacing in portions:
         finite.append(torch.isfinite(probabilities).flatten(1).all(dim=1).cpu())
-        if task.kind == "segmentation":
+        if is_segmentation:
             from monai.metrics.confusion_matrix import get_confusion_matrix
 
             predicted = annotation.masks(foreground(probabilities.cpu(), task))
             truth = annotation.masks(structures(targets, task))
-            costly = [metric for metric in metrics if table[metric].source == "masks"]
-            distances = {metric: table[metric].compute(predicted, truth, spacing, task) for metric in costly}
-            # Pixels of every image and class: true positive, false positive, true negative, false negative, (B, C, 4).
+            # Pixels of every image and class: true positive, false positive, true negative, false
+            # negative, (B, C, 4).
             counts = get_confusion_matrix(predicted.float(), truth.float(), include_background=True)
-            parts.append({_COUNTS: counts, **distances})
+            portion = {_COUNTS: counts}
+            for metric in of_masks:
+                portion[metric] = table[metric].compute(predicted, truth, spacing, task)
         else:
-            parts.append({"probabilities": probabilities.double().cpu(), "targets": targets.cpu()})
-    joined = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
-    return Measured(task, metrics, joined, torch.cat(finite), annotation.names if task.kind == "segmentation" else ())
+            portion = {"probabilities": probabilities.double().cpu(), "targets": targets.cpu()}
+        for name, part in portion.items():
+            parts.setdefault(name, []).append(part)
+    joined = {name: torch.cat(of_portions) for name, of_portions in parts.items()}
+    names = annotation.names if is_segmentation else ()
+    return Measured(task, metrics, joined, torch.cat(finite), names)
 
 
 def foreground(probabilities: Tensor, task: TaskConfig) -> Tensor:
-    """Predicted masks of the foreground classes, bool (N, C, ...), from probabilities (N, outputs, ...).
+    """Predicted masks of the foreground classes, bool (N, C, ...), from probabilities (N, outputs,
+    ...).
 
-    Binary and multilabel: probability above 0.5. Multiclass: the most probable class, without class 0, the background.
+    Binary and multilabel: probability above 0.5. Multiclass: the most probable class, without class
+    0, the background.
 
     Examples:
         >>> from types import SimpleNamespace
         >>> foreground(torch.tensor([[[[0.2, 0.5, 0.7]]]]), SimpleNamespace(target="binary"))
         tensor([[[[False, False,  True]]]])
     """
-    return structures(probabilities.argmax(dim=1), task) if task.target == "multiclass" else probabilities > 0.5
+    if task.target == "multiclass":
+        return structures(probabilities.argmax(dim=1), task)
+    return probabilities > 0.5
 
 
 def structures(targets: Tensor, task: TaskConfig) -> Tensor:
-    """True masks of the foreground classes, bool (N, C, ...), from targets (N, ...), multilabel (N, C, ...).
+    """True masks of the foreground classes, bool (N, C, ...), from targets (N, ...), multilabel
+    (N, C, ...).
 
     Examples:
         >>> from types import SimpleNamespace
-        >>> structures(torch.tensor([[[0, 1, 2]]]), SimpleNamespace(target="multiclass", labels=("background", "disc", "cup")))
+        >>> task = SimpleNamespace(target="multiclass", labels=("background", "disc", "cup"))
+        >>> structures(torch.tensor([[[0, 1, 2]]]), task)
         tensor([[[[False,  True, False]],
                  [[False, False,  True]]]])
     """
-    if task.target == "multiclass":
-        return targets[:, None] == torch.arange(1, len(task.labels), device=targets.device).view(-1, *[1] * (targets.ndim - 1))
-    return (targets[:, None] if task.target == "binary" else targets) > 0.5
+    if task.target == "multilabel":
+        return targets > 0.5
+    if task.target == "binary":
+        return targets[:, None] > 0.5
+    classes = torch.arange(1, len(task.labels), device=targets.device)
+    return targets[:, None] == classes.view(-1, *[1] * (targets.ndim - 1))
 
 
-def _score_segmentation(parts: dict[str, Tensor], patients: Sequence[str], metrics: Sequence[str], structures: Sequence[str]) -> Scores:
-    """Counts are summed, distances averaged over a patient's images; a metric is the mean of its patients' means over defined classes."""
-    names = {patient: number for number, patient in enumerate(dict.fromkeys(patients))}
-    groups = torch.tensor([names[patient] for patient in patients])
+def _score_segmentation(
+    parts: dict[str, Tensor],
+    patients: Sequence[str],
+    metrics: Sequence[str],
+    structures: Sequence[str],
+) -> Scores:
+    """Counts are summed, distances averaged over a patient's images; a metric is the mean of its
+    patients' means over defined classes.
+    """
+    names = list(dict.fromkeys(patients))
+    numbers = {patient: number for number, patient in enumerate(names)}
+    groups = torch.tensor([numbers[patient] for patient in patients])
 
     def by_patient(values: Tensor) -> Tensor:
         """The sum over each patient's images, float64 (patients, ...)."""
-        return torch.zeros(len(names), *values.shape[1:], dtype=torch.float64).index_add_(0, groups, values.double())
+        sums = torch.zeros(len(names), *values.shape[1:], dtype=torch.float64)
+        return sums.index_add_(0, groups, values.double())
 
     counts = by_patient(parts[_COUNTS])
     per_patient: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
 """The table of metrics: how each is named, computed and compared. Light to import.
 
-A new metric is a function and a row of `METRICS`; of another distribution, an entry point in the group "medflare.metrics" that names a
-`Metric`. NaN means that a metric is undefined.
+A new metric is a function and a row of `METRICS`; of another distribution, an entry point in the
+group "medflare.metrics" that names a `Metric`. NaN means that a metric is undefined.
 """
 
 import math
@@ -29,8 +29,10 @@ class Metric:
     Attributes:
         source: what it is computed from:
             "counts": `compute(counts)`, pixel counts (patients, C, 4) -> float64 (patients, C);
-            "masks": `compute(predicted, truth, spacing, task)`, bool (N, C, ...) -> float64 (N, C); costly;
-            "classes": `compute(probabilities, targets, weights, target)`, see `tasks.class_metrics`.
+            "masks": `compute(predicted, truth, spacing, task)`, bool (N, C, ...) -> float64 (N, C);
+                costly;
+            "classes": `compute(probabilities, targets, weights, target)`, see
+                `tasks.class_metrics`.
         words: display name, with the unit.
         compute: see `source`.
         undefined: the reason that is reported where the metric is NaN.
@@ -58,7 +60,9 @@ class Metric:
 
 
 def dice(counts: "Tensor") -> "Tensor":
-    """2 TP / (2 TP + FP + FN) of counts (..., 4): true positive, false positive, true negative, false negative."""
+    """2 TP / (2 TP + FP + FN) of counts (..., 4): true positive, false positive, true negative,
+    false negative.
+    """
     return 2 * counts[..., 0] / (2 * counts[..., 0] + counts[..., 1] + counts[..., 3])
 
 
@@ -73,41 +77,62 @@ def volume_error(counts: "Tensor") -> "Tensor":
     return ((counts[..., 1] - counts[..., 3]).abs() / true).where(true > 0, math.nan)
 
 
-def boundary_distance(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None = None) -> "Tensor":
-    """95th percentile Hausdorff distance, float64 (N, C), of masks, bool (N, C, ...); in pixels without a spacing.
+def boundary_distance(
+    predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None = None
+) -> "Tensor":
+    """95th percentile Hausdorff distance, float64 (N, C), of masks, bool (N, C, ...); in pixels
+    without a spacing.
 
-    The larger of the two directed 95th percentiles; NaN unless truth and prediction both have pixels. The parts of MONAI's
-    `compute_hausdorff_distance` without its slow cropping.
+    The larger of the two directed 95th percentiles; NaN unless truth and prediction both have
+    pixels. The parts of MONAI's `compute_hausdorff_distance` without its slow cropping.
 
     Examples:
         >>> import torch
-        >>> predicted, truth = torch.tensor([[[[1, 0, 0, 0]]]]) > 0, torch.tensor([[[[0, 0, 0, 1]]]]) > 0
+        >>> predicted = torch.tensor([[[[1, 0, 0, 0]]]]) > 0
+        >>> truth = torch.tensor([[[[0, 0, 0, 1]]]]) > 0
         >>> boundary_distance(predicted, truth), boundary_distance(predicted, truth, (1.0, 0.5))
         (tensor([[3.]], dtype=torch.float64), tensor([[1.5000]], dtype=torch.float64))
     """
-    return _of_surfaces(lambda *directed: max(distances.quantile(0.95) for distances in directed), predicted, truth, spacing)
+
+    def larger_percentile(there: "Tensor", back: "Tensor") -> "Tensor":
+        return max(there.quantile(0.95), back.quantile(0.95))
+
+    return _of_surfaces(larger_percentile, predicted, truth, spacing)
 
 
-def average_surface_distance(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None = None) -> "Tensor":
-    """Mean distance of the surface pixels of truth and prediction to the other's surface, see `boundary_distance`."""
+def average_surface_distance(
+    predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None = None
+) -> "Tensor":
+    """Mean distance of the surface pixels of truth and prediction to the other's surface, see
+    `boundary_distance`.
+    """
     import torch
 
     return _of_surfaces(lambda *directed: torch.cat(directed).mean(), predicted, truth, spacing)
 
 
-def _of_surfaces(summary: Callable[..., "Tensor"], predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None) -> "Tensor":
-    """`summary` of both directed distances (surface pixels,) of every image and class where both masks have pixels, else NaN."""
+def _of_surfaces(
+    summary: Callable[..., "Tensor"],
+    predicted: "Tensor",
+    truth: "Tensor",
+    spacing: Sequence[float] | None,
+) -> "Tensor":
+    """`summary` of both directed distances (surface pixels,) of every image and class where both
+    masks have pixels, else NaN.
+    """
     import torch
     from monai.metrics.utils import get_mask_edges
     from monai.transforms.utils import generate_spatial_bounding_box
 
     values = torch.full(predicted.shape[:2], math.nan, dtype=torch.float64)
-    images, classes = torch.nonzero(predicted.flatten(2).any(2) & truth.flatten(2).any(2), as_tuple=True)
-    for image, label in zip(images.tolist(), classes.tolist(), strict=True):
-        masks = [part[image, label].cpu() for part in (predicted, truth)]
-        box = tuple(map(slice, *generate_spatial_bounding_box((masks[0] | masks[1])[None])))
-        first, second = get_mask_edges(masks[0][box], masks[1][box], crop=False)
-        there, back = _to_surface(first, second, spacing), _to_surface(second, first, spacing)
+    both = predicted.flatten(2).any(2) & truth.flatten(2).any(2)
+    for image, label in both.nonzero().tolist():
+        first = predicted[image, label].cpu()
+        second = truth[image, label].cpu()
+        box = tuple(map(slice, *generate_spatial_bounding_box((first | second)[None])))
+        first_edges, second_edges = get_mask_edges(first[box], second[box], crop=False)
+        there = _to_surface(first_edges, second_edges, spacing)
+        back = _to_surface(second_edges, first_edges, spacing)
         values[image, label] = summary(there, back)
     return values
 
@@ -123,12 +148,14 @@ def _to_surface(edges: Any, others: Any, spacing: Sequence[float] | None) -> "Te
         distances: Tensor = get_surface_distance(edges, others, spacing=spacing)
         return distances
     assert spacing is not None
-    sides, (first, second, third) = np.array(spacing[:3]), spacing[3:]
+    sides = np.array(spacing[:3])
+    first, second, third = spacing[3:]
     cosines = np.array([[1, first, second], [first, 1, third], [second, third, 1]])
     # Rows: the millimetres of a step along each axis, up to a rotation.
     axes = np.linalg.cholesky(cosines * np.outer(sides, sides))
-    places, other_places = (np.argwhere(np.asarray(part)) @ axes for part in (edges, others))
-    return torch.as_tensor(KDTree(other_places).query(places)[0], dtype=torch.float32)
+    points = np.argwhere(np.asarray(edges)) @ axes
+    other_points = np.argwhere(np.asarray(others)) @ axes
+    return torch.as_tensor(KDTree(other_points).query(points)[0], dtype=torch.float32)
 
 
 def _is_sheared(spacing: Sequence[float] | None) -> bool:
@@ -137,10 +164,12 @@ def _is_sheared(spacing: Sequence[float] | None) -> bool:
 
 
 def lesion_f1(predicted: "Tensor", truth: "Tensor") -> "Tensor":
-    """F1 of lesions, the connected components with all neighbours, float64 (N, C), of masks, bool (N, C, ...).
+    """F1 of lesions, the connected components with all neighbours, float64 (N, C), of masks, bool
+    (N, C, ...).
 
-    2 TP / (2 TP + FP + FN): TP true lesions that the prediction overlaps, FN the others, FP predicted lesions that overlap no true one
-    (the ISLES challenge: Hernandez Petzsche et al., Scientific Data 9, 2022). NaN without any lesion.
+    2 TP / (2 TP + FP + FN): TP true lesions that the prediction overlaps, FN the others, FP
+    predicted lesions that overlap no true one (the ISLES challenge: Hernandez Petzsche et al.,
+    Scientific Data 9, 2022). NaN without any lesion.
 
     Examples:
         >>> import torch
@@ -156,17 +185,23 @@ def lesion_f1(predicted: "Tensor", truth: "Tensor") -> "Tensor":
         numbered, count = label(mask, np.ones((3,) * mask.ndim))
         return count, len(np.unique(numbered[other & mask]))
 
-    values = [math.nan] * (predicted.shape[0] * predicted.shape[1])
-    pairs = zip(predicted.flatten(0, 1).cpu().numpy(), truth.flatten(0, 1).cpu().numpy(), strict=True)
-    for place, (answer, true) in enumerate(pairs):
-        (count, detected), (predictions, overlapping) = lesions(true, answer), lesions(answer, true)
-        if count or predictions:
-            values[place] = 2 * detected / (detected + count + predictions - overlapping)
-    return torch.tensor(values, dtype=torch.float64).reshape(predicted.shape[:2])
+    values = torch.full(predicted.shape[:2], math.nan, dtype=torch.float64)
+    for pair in np.ndindex(*values.shape):
+        predicted_mask = predicted[pair].cpu().numpy()
+        true_mask = truth[pair].cpu().numpy()
+        true, detected = lesions(true_mask, predicted_mask)
+        predictions, overlapping = lesions(predicted_mask, true_mask)
+        if true or predictions:
+            # 2 TP / (2 TP + FP + FN)
+            values[pair] = 2 * detected / (detected + true + predictions - overlapping)
+    return values
 
 
-def surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float], tolerance: float) -> "Tensor":
-    """Share of the surfaces of truth and prediction, bool (N, C, X, Y, Z), that lie within `tolerance` of each other, float64 (N, C).
+def surface_dice(
+    predicted: "Tensor", truth: "Tensor", spacing: Sequence[float], tolerance: float
+) -> "Tensor":
+    """Share of the surfaces of truth and prediction, bool (N, C, X, Y, Z), that lie within
+    `tolerance` of each other, float64 (N, C).
 
     NaN if both are empty, 0 if one is. Spacing and tolerance are in millimetres.
 
@@ -174,7 +209,7 @@ def surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float],
         >>> import torch
         >>> predicted, truth = torch.zeros(2, 1, 1, 4, 4, 4, dtype=torch.bool)
         >>> predicted[..., 1, 1, 1], truth[..., 1, 1, 2] = True, True
-        >>> [surface_dice(predicted, truth, (1.0, 1.0, 3.0), tolerance).item() for tolerance in (2.0, 3.0)]
+        >>> [surface_dice(predicted, truth, (1.0, 1.0, 3.0), limit).item() for limit in (2.0, 3.0)]
         [0.0, 1.0]
     """
     import torch
@@ -191,19 +226,30 @@ def surface_dice(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float],
     thresholds = [tolerance] * predicted.shape[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # MONAI warns about empty masks
-        shares = compute_surface_dice(predicted.cpu(), truth.cpu(), class_thresholds=thresholds, include_background=True, spacing=spacing)
+        shares = compute_surface_dice(
+            predicted.cpu(), truth.cpu(), thresholds, include_background=True, spacing=spacing
+        )
     return shares.double()
 
 
-def _of_masks(measure: Callable[..., "Tensor"], *settings: str, millimetres: bool = False) -> Callable[..., "Tensor"]:
-    """`measure` as `Metric.compute`, with some settings of the task; NaN without SciPy, or without the spacing that millimetres need."""
+def _of_masks(
+    measure: Callable[..., "Tensor"], *settings: str, millimetres: bool = False
+) -> Callable[..., "Tensor"]:
+    """`measure` as `Metric.compute`, with some settings of the task; NaN without SciPy, or without
+    the spacing that millimetres need.
+    """
 
-    def compute(predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any) -> "Tensor":
+    def compute(
+        predicted: "Tensor", truth: "Tensor", spacing: Sequence[float] | None, task: Any
+    ) -> "Tensor":
         if not installed("scipy") or (millimetres and spacing is None):
             import torch
 
             return torch.full(predicted.shape[:2], math.nan, dtype=torch.float64)
-        return measure(predicted, truth, *([spacing] if millimetres else []), *(getattr(task, name) for name in settings))
+        arguments = [getattr(task, name) for name in settings]
+        if millimetres:
+            arguments.insert(0, spacing)
+        return measure(predicted, truth, *arguments)
 
     return compute
 
@@ -221,28 +267,88 @@ _of_classes: Final = partial(Metric, "classes")
 METRICS: Final[Mapping[str, Metric]] = {
     "dice": Metric("counts", "Dice", dice, _EMPTY, default=True),
     "iou": Metric("counts", "IoU", iou, _EMPTY, default=True),
-    "hd95": Metric("masks", "HD95 (px)", _of_masks(boundary_distance), _NOT_BOTH, **_DISTANCE, spatial_dims=2, default=True),
-    "hd95_mm": Metric("masks", "HD95 (mm)", _in_mm(boundary_distance), _NOT_BOTH_MM, **_DISTANCE, spatial_dims=3, default=True),
-    "surface_dice": Metric("masks", "surface Dice", _in_mm(surface_dice, "surface_tolerance"), _EMPTY_MM, spatial_dims=3, default=True),
-    "assd": Metric("masks", "ASSD (px)", _of_masks(average_surface_distance), _NOT_BOTH, **_DISTANCE, spatial_dims=2),
-    "assd_mm": Metric("masks", "ASSD (mm)", _in_mm(average_surface_distance), _NOT_BOTH_MM, **_DISTANCE, spatial_dims=3),
-    "volume_error": Metric("counts", "volume error", volume_error, "no image has a true foreground pixel", **_ERROR),
+    "hd95": Metric(
+        "masks",
+        "HD95 (px)",
+        _of_masks(boundary_distance),
+        _NOT_BOTH,
+        **_DISTANCE,
+        spatial_dims=2,
+        default=True,
+    ),
+    "hd95_mm": Metric(
+        "masks",
+        "HD95 (mm)",
+        _in_mm(boundary_distance),
+        _NOT_BOTH_MM,
+        **_DISTANCE,
+        spatial_dims=3,
+        default=True,
+    ),
+    "surface_dice": Metric(
+        "masks",
+        "surface Dice",
+        _in_mm(surface_dice, "surface_tolerance"),
+        _EMPTY_MM,
+        spatial_dims=3,
+        default=True,
+    ),
+    "assd": Metric(
+        "masks",
+        "ASSD (px)",
+        _of_masks(average_surface_distance),
+        _NOT_BOTH,
+        **_DISTANCE,
+        spatial_dims=2,
+    ),
+    "assd_mm": Metric(
+        "masks",
+        "ASSD (mm)",
+        _in_mm(average_surface_distance),
+        _NOT_BOTH_MM,
+        **_DISTANCE,
+        spatial_dims=3,
+    ),
+    "volume_error": Metric(
+        "counts", "volume error", volume_error, "no image has a true foreground pixel", **_ERROR
+    ),
     "lesion_f1": Metric("masks", "lesion F1", _of_masks(lesion_f1), _EMPTY),
     "accuracy": _of_classes("accuracy", classes.accuracy, _ONE_CLASS, default=True),
     "balanced_accuracy": _of_classes(
-        "balanced accuracy", classes.macro(classes.sensitivity, ("binary", "multilabel")), _ONE_CLASS, default=True
+        "balanced accuracy",
+        classes.macro(classes.sensitivity, ("binary", "multilabel")),
+        _ONE_CLASS,
+        default=True,
     ),
-    "f1_macro": _of_classes("F1 (macro)", classes.macro(classes.f1, ("binary",)), "no label occurs or is predicted (0/0)", default=True),
+    "f1_macro": _of_classes(
+        "F1 (macro)",
+        classes.macro(classes.f1, ("binary",)),
+        "no label occurs or is predicted (0/0)",
+        default=True,
+    ),
     "auc_macro": _of_classes("AUC (macro)", classes.macro(classes.auc), _ONE_CLASS, default=True),
     "auprc_macro": _of_classes("AUPRC (macro)", classes.macro(classes.auprc), _NO_LABEL),
-    "sensitivity_macro": _of_classes("sensitivity (macro)", classes.macro(classes.sensitivity), _NO_LABEL),
-    "specificity_macro": _of_classes("specificity (macro)", classes.macro(classes.specificity), _ONE_CLASS),
-    "ppv_macro": _of_classes("positive predictive value (macro)", classes.macro(classes.ppv), "no label is predicted"),
-    "quadratic_kappa": _of_classes(
-        "quadratic weighted kappa", classes.quadratic_kappa, "truth and prediction hold a single class", bounds=(-1.0, 1.0)
+    "sensitivity_macro": _of_classes(
+        "sensitivity (macro)", classes.macro(classes.sensitivity), _NO_LABEL
     ),
-    "brier": _of_classes("Brier score", classes.brier_score, "no image", lower_is_better=True, bounds=(0.0, 2.0)),
-    "ece": _of_classes("calibration error", classes.calibration_error, "no image", lower_is_better=True),
+    "specificity_macro": _of_classes(
+        "specificity (macro)", classes.macro(classes.specificity), _ONE_CLASS
+    ),
+    "ppv_macro": _of_classes(
+        "positive predictive value (macro)", classes.macro(classes.ppv), "no label is predicted"
+    ),
+    "quadratic_kappa": _of_classes(
+        "quadratic weighted kappa",
+        classes.quadratic_kappa,
+        "truth and prediction hold a single class",
+        bounds=(-1.0, 1.0),
+    ),
+    "brier": _of_classes(
+        "Brier score", classes.brier_score, "no image", lower_is_better=True, bounds=(0.0, 2.0)
+    ),
+    "ece": _of_classes(
+        "calibration error", classes.calibration_error, "no image", lower_is_better=True
+    ),
 }
 
 
@@ -251,28 +357,37 @@ def metric_table() -> dict[str, Metric]:
     """All metrics by name: `METRICS`, and those of other distributions.
 
     Raises:
-        ConfigError: an entry point cannot be loaded, names no `Metric`, or has a name that is in use.
+        ConfigError: an entry point cannot be loaded, names no `Metric`, or has a name that is in
+            use.
     """
     table = dict(METRICS)
     for point in entry_points(group=GROUP):
-        place = f"metric {point.name!r} of the distribution {point.dist.name if point.dist else point.value}"
+        distribution = point.dist.name if point.dist else point.value
+        place = f"metric {point.name!r} of the distribution {distribution}"
         try:
             metric = point.load()
         except Exception as error:
-            raise ConfigError(f"{place} cannot be loaded ({type(error).__name__}: {error})") from error
+            raise ConfigError(
+                f"{place} cannot be loaded ({type(error).__name__}: {error})"
+            ) from error
         if not isinstance(metric, Metric) or table.setdefault(point.name, metric) is not metric:
             raise ConfigError(f"{place} must name a Metric, and its own name must not be in use")
     return table
 
 
 def metrics_of(kind: str, spatial_dims: int = 2) -> tuple[str, ...]:
-    """Names of the metrics that a task of this kind ("segmentation", "classification") can have, in the order of the table.
+    """Names of the metrics that a task of this kind ("segmentation", "classification") can have, in
+    the order of the table.
 
     Examples:
         >>> metrics_of("segmentation")[:5]
         ('dice', 'iou', 'hd95', 'assd', 'volume_error')
     """
-    return tuple(name for name, metric in metric_table().items() if metric.kind == kind and metric.spatial_dims in (None, spatial_dims))
+    return tuple(
+        name
+        for name, metric in metric_table().items()
+        if metric.kind == kind and metric.spatial_dims in (None, spatial_dims)
+    )
 
 
 def default_metrics(kind: str, spatial_dims: int = 2) -> tuple[str, ...]:
@@ -286,7 +401,13 @@ def default_metrics(kind: str, spatial_dims: int = 2) -> tuple[str, ...]:
 
 
 def selection_metrics(kind: str) -> tuple[str, ...]:
-    """Names of the metrics that can select models: from 0 to 1, higher is better, and cheap enough for every round."""
-    table = metric_table()
-    choices = (name for name in metrics_of(kind) if table[name].source != "masks" and table[name].bounds == (0.0, 1.0))
-    return tuple(name for name in choices if not table[name].lower_is_better)
+    """Names of the metrics that can select models: from 0 to 1, higher is better, and cheap enough
+    for every round.
+    """
+    names: list[str] = []
+    for name in metrics_of(kind):
+        metric = metric_table()[name]
+        is_score = metric.bounds == (0.0, 1.0) and not metric.lower_is_better
+        if is_score and metric.source != "masks":
+            names.append(name)
+    return tuple(names)

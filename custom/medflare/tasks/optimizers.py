@@ -1,4 +1,6 @@
-"""Optimizers by the names of `torch.optim` (or "adam", "adamw", "sgd"), and learning-rate schedules over the rounds. Light to import."""
+"""Optimizers by the names of `torch.optim` (or "adam", "adamw", "sgd"), and learning-rate schedules
+over the rounds. Light to import.
+"""
 
 import inspect
 import math
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 OPTIMIZERS: Final = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}  # name -> class in torch.optim
-# Several loss evaluations a step, weight matrices only, sparse gradients only: the training loops support none of these.
+# Several loss evaluations a step, weight matrices only, sparse gradients only: the training loops
+# support none of these.
 _UNSUPPORTED: Final = ("Optimizer", "LBFGS", "Muon", "SparseAdam")
 
 
@@ -25,16 +28,24 @@ def optimizer_class(name: str, place: str) -> "type[Optimizer]":
     """The class in torch.optim; ConfigError for an unknown or unsupported name."""
     import torch
 
-    classes = {key: cls for key, cls in vars(torch.optim).items() if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)}
-    usable = {key: cls for key, cls in classes.items() if key not in _UNSUPPORTED}
-    usable |= {short: classes[key] for short, key in OPTIMIZERS.items()}
+    usable: dict[str, type[Optimizer]] = {}
+    for key, cls in vars(torch.optim).items():
+        is_optimizer = inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
+        if is_optimizer and key not in _UNSUPPORTED:
+            usable[key] = cls
+    for short, key in OPTIMIZERS.items():
+        usable[short] = usable[key]
     if name not in usable:
         raise unknown("optimizer", name, usable, place)
     return usable[name]
 
 
 def build_optimizer(
-    settings: Mapping[str, Any], parameters: "Iterable[nn.Parameter]", place: str, norm: float | None = None, value: float | None = None
+    settings: Mapping[str, Any],
+    parameters: "Iterable[nn.Parameter]",
+    place: str,
+    norm: float | None = None,
+    value: float | None = None,
 ) -> "Optimizer":
     """torch's optimizer of `parameters`.
 
@@ -56,7 +67,9 @@ def build_optimizer(
     try:
         optimizer = cls(parameters, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{place}: optimizer {name}: {error}; see torch.optim.{cls.__name__}") from error
+        raise ConfigError(
+            f"{place}: optimizer {name}: {error}; see torch.optim.{cls.__name__}"
+        ) from error
 
     def clip(optimizer: "Optimizer", *_: object) -> None:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -71,13 +84,17 @@ def build_optimizer(
 
 
 def check_optimizer(settings: Mapping[str, Any], place: str) -> None:
-    """Raises ConfigError as `build_optimizer` does, before the run starts; no optimizer is built: torch's first one takes a second."""
+    """Raises ConfigError as `build_optimizer` does, before the run starts; no optimizer is built:
+    torch's first one takes a second.
+    """
     with suppress(_ValuesValid):
         build_optimizer(settings, _ValuesValid(), place)
 
 
 class _ValuesValid(Exception):
-    """In place of parameters: raised when torch, which has validated all values by then, reads them."""
+    """In place of parameters: raised when torch, which has validated all values by then, reads
+    them.
+    """
 
     def __iter__(self) -> "Iterator[nn.Parameter]":
         raise self
@@ -91,7 +108,8 @@ class Schedule:
     warmup_rounds: Annotated[int, Field(ge=0)] = 0
 
     def rate_factor(self, round: int, rounds: int) -> float:
-        """The factor of a round (from 0) of `rounds`; after the last round it stays as it is, and without rounds it is 1.
+        """The factor of a round (from 0) of `rounds`; after the last round it stays as it is, and
+        without rounds it is 1.
 
         Examples:
             >>> [Polynomial(power=1.0, warmup_rounds=1).rate_factor(round, 5) for round in range(5)]
@@ -144,11 +162,17 @@ class Polynomial(Schedule):
         return self.minimum + (1 - self.minimum) * (1 - round / rounds) ** self.power
 
 
-SCHEDULES: Final[dict[str, type[Schedule]]] = {"constant": Schedule, "step": Step, "cosine": Cosine, "polynomial": Polynomial}
+SCHEDULES: Final[dict[str, type[Schedule]]] = {
+    "constant": Schedule,
+    "step": Step,
+    "cosine": Cosine,
+    "polynomial": Polynomial,
+}
 
 
 def build_schedule(settings: Any) -> Any:
-    """The schedule that {"name": one of `SCHEDULES`, its settings} describes; as a pydantic validator.
+    """The schedule that {"name": one of `SCHEDULES`, its settings} describes; as a pydantic
+    validator.
 
     Raises:
         ValueError: an unknown name, or a setting or value that the schedule does not have.

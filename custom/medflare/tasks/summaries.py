@@ -1,4 +1,6 @@
-"""What is reported of one model on one split: its metrics, those of each structure or class, and intervals over patients."""
+"""What is reported of one model on one split: its metrics, those of each structure or class, and
+intervals over patients.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +19,8 @@ Values: TypeAlias = Mapping[str, float | None]
 Interval: TypeAlias = tuple[float, float]
 
 ALL: Final = ""  # in place of a structure or class: the metric of the model
-MOST_LABELS: Final = 32  # structures or classes: the size of metadata is limited (`federation.settings.META_LIMIT`)
+# Structures or classes: the size of metadata is limited (`federation.settings.META_LIMIT`).
+MOST_LABELS: Final = 32
 RESAMPLES: Final = 999
 _BATCH: Final = 200  # resamples in memory at once
 _UNDEFINED: Final = 0.1  # largest share of undefined resamples
@@ -29,8 +32,10 @@ class Summary:
     """A model on one split."""
 
     metrics: Values  # metric -> value; None where it is undefined
-    cases: Cases = field(default_factory=Cases, repr=False)  # predictions of single patients; they stay at the site
-    # Structure -> the task's metrics, class -> those of `class_metrics.ONE_CLASS`; empty with more than `MOST_LABELS` of them.
+    # Predictions of single patients; they stay at the site.
+    cases: Cases = field(default_factory=Cases, repr=False)
+    # Structure -> the task's metrics, class -> those of `class_metrics.ONE_CLASS`; empty with more
+    # than `MOST_LABELS` of them.
     by_label: Mapping[str, Values] = field(default_factory=dict)
     # Structure or class, or `ALL` -> metric -> 95 % interval; no entry where it is undefined.
     intervals: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
@@ -40,12 +45,18 @@ def summarize(metrics: Values, cases: Cases, task: TaskConfig) -> Summary:
     """The summary of a model with these metrics and cases."""
     names = [name for name, value in metrics.items() if value is not None]
     point = _values(cases, names, task, np.ones(len(cases.patients)))
-    by_label = {label: {metric: _defined(value) for metric, value in values.items()} for label, values in point.items() if label != ALL}
+    by_label: dict[str, Values] = {}
+    for label, values in point.items():
+        if label != ALL:
+            by_label[label] = {metric: _defined(value) for metric, value in values.items()}
     return Summary(metrics, cases, by_label, _intervals(cases, names, task))
 
 
-def _intervals(cases: Cases, metrics: Sequence[str], task: TaskConfig) -> dict[str, dict[str, Interval]]:
-    """The percentile bootstrap over patients (Efron, Annals of Statistics 7, 1979); none where `has_interval` forbids it.
+def _intervals(
+    cases: Cases, metrics: Sequence[str], task: TaskConfig
+) -> dict[str, dict[str, Interval]]:
+    """The percentile bootstrap over patients (Efron, Annals of Statistics 7, 1979); none where
+    `has_interval` forbids it.
 
     A metric that is undefined in more than a tenth of the resamples has no interval.
     """
@@ -54,39 +65,55 @@ def _intervals(cases: Cases, metrics: Sequence[str], task: TaskConfig) -> dict[s
         return {}
     random = numpy_generator(0, "bootstrap over patients")
     counts = random.multinomial(len(names), np.full(len(names), 1 / len(names)), size=RESAMPLES)
-    batches = [_values(cases, metrics, task, part[:, rows].astype(float)) for part in np.split(counts, range(_BATCH, RESAMPLES, _BATCH))]
+    batches = [
+        _values(cases, metrics, task, part[:, rows].astype(float))
+        for part in np.split(counts, range(_BATCH, RESAMPLES, _BATCH))
+    ]
     intervals: dict[str, dict[str, Interval]] = {}
     for label, values in batches[0].items():
         for metric in values:
             if not has_interval(_patients_behind(cases, label, metric, len(names))):
                 continue
-            drawn = np.concatenate([batch[label][metric] for batch in batches])
-            defined = drawn[~np.isnan(drawn)]
+            resampled = np.concatenate([batch[label][metric] for batch in batches])
+            defined = resampled[~np.isnan(resampled)]
             if len(defined) >= (1 - _UNDEFINED) * RESAMPLES:
-                low, high = np.percentile(defined, (2.5, 97.5))
-                intervals.setdefault(label, {})[metric] = (round(float(low), _DIGITS), round(float(high), _DIGITS))
+                low, high = np.percentile(defined, (2.5, 97.5)).tolist()
+                interval = round(low, _DIGITS), round(high, _DIGITS)
+                intervals.setdefault(label, {})[metric] = interval
     return intervals
 
 
 def _patients_behind(cases: Cases, label: str, metric: str, patients: int) -> int:
-    """The patients with a defined value of a structure, or of all together; of a classification task all."""
+    """The patients with a defined value of a structure, or of all together; of a classification
+    task all.
+    """
     values = cases.values if label == ALL else cases.structures.get(label, {})
-    return int((~values[metric].isnan()).sum()) if metric in values else patients
+    if metric not in values:
+        return patients
+    return int((~values[metric].isnan()).sum())
 
 
-def _values(cases: Cases, metrics: Sequence[str], task: TaskConfig, weights: NDArray[np.float64]) -> dict[str, dict[str, Any]]:
+def _values(
+    cases: Cases, metrics: Sequence[str], task: TaskConfig, weights: NDArray[np.float64]
+) -> dict[str, dict[str, Any]]:
     """Label, or `ALL` -> metric -> (...) of weighted cases (..., cases)."""
     if not len(cases.patients):
         return {}
+    by_label: dict[str, dict[str, Any]] = {}
     if cases.probabilities is None or cases.targets is None:
-        by_label = {ALL: cases.values, **(cases.structures if len(cases.structures) <= MOST_LABELS else {})}
-        return {
-            label: {name: weighted_mean(values[name].numpy(), weights) for name in metrics if name in values}
-            for label, values in by_label.items()
-        }
+        structures = cases.structures if len(cases.structures) <= MOST_LABELS else {}
+        for label, values in {ALL: cases.values, **structures}.items():
+            by_label[label] = {
+                name: weighted_mean(values[name].numpy(), weights)
+                for name in metrics
+                if name in values
+            }
+        return by_label
     outputs = cases.probabilities.numpy(), cases.targets.long().numpy(), weights
-    whole = {name: of_outputs(metric_table()[name].compute, *outputs) for name in metrics}
-    return {ALL: whole, **(by_class(*outputs, task.labels) if len(task.labels) <= MOST_LABELS else {})}
+    by_label[ALL] = {name: of_outputs(metric_table()[name].compute, *outputs) for name in metrics}
+    if len(task.labels) <= MOST_LABELS:
+        by_label.update(by_class(*outputs, task.labels))
+    return by_label
 
 
 def weighted_mean(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -96,4 +123,6 @@ def weighted_mean(values: NDArray[np.float64], weights: NDArray[np.float64]) -> 
 
 
 def _defined(value: Any) -> float | None:
-    return None if np.isnan(value) else round(float(value), _DIGITS)
+    if np.isnan(value):
+        return None
+    return round(float(value), _DIGITS)

@@ -8,15 +8,20 @@ from typing import Any, Final
 from medflare.core.errors import ConfigError
 from medflare.core.settings import unknown
 
-_NOT_SPATIAL: Final = ("RandGridPatch", "RandSimulateLowResolution")  # several patches; intensities only
-_NOT_INTENSITY: Final = ("ComputeHoVerMaps", "ForegroundMask", "MaskIntensity")  # their input or output is not one image
+# They return several patches, or change intensities only.
+_NOT_SPATIAL: Final = ("RandGridPatch", "RandSimulateLowResolution")
+# Their input or output is not one image.
+_NOT_INTENSITY: Final = ("ComputeHoVerMaps", "ForegroundMask", "MaskIntensity")
 
 # Those of the presets and plans: known without importing MONAI, which takes seconds.
 _USUAL: Final = {
-    "intensity": frozenset({"NormalizeIntensity", "ScaleIntensityRange", "ScaleIntensityRangePercentiles"}),
+    "intensity": frozenset(
+        {"NormalizeIntensity", "ScaleIntensityRange", "ScaleIntensityRangePercentiles"}
+    ),
     "augment": frozenset({"RandAffine", "RandFlip", "RandRotate90", "RandScaleIntensity"}),
 }
-SIZING: Final = frozenset({"keep_size", "spatial_size"})  # arguments by which a transform may change the size of an image
+# Arguments by which a transform may change the size of an image.
+SIZING: Final = frozenset({"keep_size", "spatial_size"})
 
 
 def is_usual(settings: Mapping[str, Any]) -> bool:
@@ -26,19 +31,28 @@ def is_usual(settings: Mapping[str, Any]) -> bool:
 
 def intensity_transforms() -> tuple[str, ...]:
     """Names of MONAI's deterministic intensity transforms."""
-    return tuple(name for name in _dictionary_forms("intensity") if not name.startswith("Rand") and name not in _NOT_INTENSITY)
+    return tuple(
+        name
+        for name in _dictionary_forms("intensity")
+        if not name.startswith("Rand") and name not in _NOT_INTENSITY
+    )
 
 
 def spatial_augmentations() -> tuple[str, ...]:
     """Names of MONAI's random transforms that move pixels, and the mask with them."""
-    names = tuple(name for name in _dictionary_forms("spatial") if name.startswith("Rand") and name not in _NOT_SPATIAL)
+    names = [name for name in _random_forms("spatial") if name not in _NOT_SPATIAL]
     return (*names, "RandSmoothDeform")
 
 
 def photometric_augmentations() -> tuple[str, ...]:
     """Names of MONAI's random transforms of intensities only."""
-    smooth = (name for name in smooth_augmentations() if name not in spatial_augmentations())
-    return ("RandSimulateLowResolution", *(name for name in _dictionary_forms("intensity") if name.startswith("Rand")), *smooth)
+    spatial = spatial_augmentations()
+    smooth = [name for name in smooth_augmentations() if name not in spatial]
+    return ("RandSimulateLowResolution", *_random_forms("intensity"), *smooth)
+
+
+def _random_forms(package: str) -> list[str]:
+    return [name for name in _dictionary_forms(package) if name.startswith("Rand")]
 
 
 def smooth_augmentations() -> tuple[str, ...]:
@@ -48,19 +62,36 @@ def smooth_augmentations() -> tuple[str, ...]:
 
 @cache
 def _dictionary_forms(package: str) -> tuple[str, ...]:
-    """Names, without the d, of the dictionary transforms of a package in monai.transforms, sorted."""
+    """Names without the d of the dictionary transforms of a package in monai.transforms, sorted."""
     module = import_module(f"monai.transforms.{package}.dictionary")
-    names = [name for name, cls in vars(module).items() if getattr(cls, "__module__", "") == module.__name__ and name == cls.__name__]
-    return tuple(sorted(name.removesuffix("d") for name in names if name.endswith("d")))
+    names: list[str] = []
+    for name, cls in vars(module).items():
+        # Without imported classes, and without aliases of a class.
+        is_defined_here = getattr(cls, "__module__", "") == module.__name__
+        if is_defined_here and name == cls.__name__ and name.endswith("d"):
+            names.append(name.removesuffix("d"))
+    return tuple(sorted(names))
 
 
-def check_transforms(intensity: Mapping[str, Any], augment: Sequence[Mapping[str, Any]], place: str) -> None:
-    """Raises ConfigError for a transform, {"name": ..., arguments}, that MONAI does not have there, or with the argument keys."""
-    for setting, settings in [("intensity", intensity), *(("augment", transform) for transform in augment)]:
-        name = settings["name"]
-        if "keys" in settings:
-            raise ConfigError(f"{place}: {setting} {name}: keys follow from the task; leave them out")
-        if name not in _USUAL[setting]:
-            names = intensity_transforms() if setting == "intensity" else (*spatial_augmentations(), *photometric_augmentations())
-            if name not in names:
-                raise unknown("transform", name, names, f"{place}: {setting}")
+def check_transforms(
+    intensity: Mapping[str, Any], augment: Sequence[Mapping[str, Any]], place: str
+) -> None:
+    """Raises ConfigError for a transform, {"name": ..., arguments}, that MONAI does not have there,
+    or with the argument keys.
+    """
+    _check_transform("intensity", intensity, place)
+    for transform in augment:
+        _check_transform("augment", transform, place)
+
+
+def _check_transform(setting: str, transform: Mapping[str, Any], place: str) -> None:
+    name = transform["name"]
+    if "keys" in transform:
+        raise ConfigError(f"{place}: {setting} {name}: keys follow from the task; leave them out")
+    if name in _USUAL[setting]:
+        return
+    names = intensity_transforms()
+    if setting == "augment":
+        names = (*spatial_augmentations(), *photometric_augmentations())
+    if name not in names:
+        raise unknown("transform", name, names, f"{place}: {setting}")

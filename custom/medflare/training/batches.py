@@ -20,46 +20,59 @@ T = TypeVar("T")
 
 def in_order(count: int, size: int) -> list[Tensor]:
     """The rows of `count` images in batches of `size`, long (<= size,) each."""
-    return list(torch.arange(count).split(size)) if count else []
+    if not count:
+        return []
+    return list(torch.arange(count).split(size))
 
 
 def samples_in(count: int, size: int) -> int:
-    """Samples in all batches of `in_random_order`: `count`, but a single image fills a batch twice."""
-    return 2 if count == 1 and size > 1 else count
+    """Samples in all batches of `in_random_order`: a single image fills a batch twice."""
+    if count == 1 and size > 1:
+        return 2
+    return count
 
 
-def in_random_order(count: int, size: int, seed: int, *keys: Key, weights: Tensor | None = None) -> list[Tensor]:
+def in_random_order(
+    count: int, size: int, seed: int, *keys: Key, weights: Tensor | None = None
+) -> list[Tensor]:
     """The rows of `count` images in an order drawn by (seed, keys), in batches of `size`.
 
-    Batch normalization cannot train on one sample: a last batch of one image joins the batch before it, and a single image fills a batch
-    twice. `size` 1 is taken literally.
+    Batch normalization cannot train on one sample: a last batch of one image joins the batch before
+    it, and a single image fills a batch twice. `size` 1 is taken literally.
 
     Args:
-        weights: (count,), of each image in a draw of `count` with replacement; None: every image once.
+        weights: (count,), of each image in a draw of `count` with replacement; None: every image
+            once.
 
     Returns:
         long (batch,) each; none where there are no images.
     """
+    if not count:
+        return []
     generator = torch_generator(seed, *keys)
-    if weights is None or not count:
+    if weights is None:
         order = torch.randperm(count, generator=generator)
     else:
         order = torch.multinomial(weights, count, replacement=True, generator=generator)
-    batches = list(order.split(size)) if count else []
-    if size > 1 and batches and len(batches[-1]) == 1:
+    batches = list(order.split(size))
+    if size > 1 and len(batches[-1]) == 1:
         last = batches.pop()
-        batches.append(torch.cat([batches.pop(), last]) if batches else last.repeat(samples_in(1, size)))
+        if not batches:
+            return [last.repeat(samples_in(1, size))]
+        batches.append(torch.cat([batches.pop(), last]))
     return batches
 
 
 def sampling_weights(task: TaskConfig, targets: Images) -> Tensor | None:
-    """The weight of every image in a draw with replacement, float64 (N,); None where each image comes once.
+    """The weight of every image in a draw with replacement, float64 (N,); None where each image
+    comes once.
 
-    A group's weight is divided evenly among its images; an image in several groups has the sum of its parts. Groups without images are
-    ignored.
+    A group's weight is divided evenly among its images; an image in several groups has the sum of
+    its parts. Groups without images are ignored.
 
     Raises:
-        ConfigError: the number of weights differs from that of the groups, or all groups that have images have weight 0.
+        ConfigError: the number of weights differs from that of the groups, or all groups that have
+            images have weight 0.
     """
     if task.sampling.name == "shuffle":
         return None
@@ -67,30 +80,44 @@ def sampling_weights(task: TaskConfig, targets: Images) -> Tensor | None:
     members = grouped.double()
     weights = torch.tensor(task.sampling.weights or [1.0] * len(groups), dtype=torch.float64)
     if len(weights) != len(groups):
-        raise ConfigError(f"task {task.name}: sampling.weights must be {len(groups)} numbers ({', '.join(groups)}), got {len(weights)}")
+        raise ConfigError(
+            f"task {task.name}: sampling.weights must be {len(groups)} numbers "
+            f"({', '.join(groups)}), got {len(weights)}"
+        )
     image_weights = members @ (weights / members.sum(dim=0).clamp(min=1))
     if len(image_weights) and not bool(image_weights.sum() > 0):
-        raise ConfigError(f"task {task.name}: sampling.weights are 0 for every image that this site has; give one of its groups a weight")
+        raise ConfigError(
+            f"task {task.name}: sampling.weights are 0 for every image that this site has; "
+            "give one of its groups a weight"
+        )
     return image_weights
 
 
 def _groups(task: TaskConfig, targets: Images) -> tuple[tuple[str, ...], Tensor]:
-    """Names of the groups that `TaskConfig.sampling["weights"]` are for, and which images are in which, bool (N, groups)."""
+    """Names of the groups that `TaskConfig.sampling["weights"]` are for, and which images are in
+    which, bool (N, groups).
+    """
     if task.kind == "segmentation":
         foreground = torch.tensor([bool(target.any()) for target in targets], dtype=torch.bool)
-        return ("without foreground", "with foreground"), torch.stack([~foreground, foreground], dim=1)
-    targets = targets if isinstance(targets, Tensor) else torch.stack(list(targets))
+        grouped = torch.stack([~foreground, foreground], dim=1)
+        return ("without foreground", "with foreground"), grouped
+    if not isinstance(targets, Tensor):
+        targets = torch.stack(list(targets))
     if task.target == "multilabel":
         labels = targets.reshape(len(targets), -1) > 0
-        return ("no label", *task.labels), torch.cat([~labels.any(dim=1, keepdim=True), labels], dim=1)
+        without = ~labels.any(dim=1, keepdim=True)
+        return ("no label", *task.labels), torch.cat([without, labels], dim=1)
     return task.classes, targets.reshape(-1, 1) == torch.arange(len(task.classes))
 
 
-def read_ahead(data: Split, batches: Iterable[Tensor], read: Callable[[Tensor], T]) -> Iterator[tuple[Tensor, T]]:
-    """Batches of rows with what `read` returns for them, in order; images on disk, or for a GPU, are read by a thread ahead of their use.
+def read_ahead(
+    data: Split, batches: Iterable[Tensor], read: Callable[[Tensor], T]
+) -> Iterator[tuple[Tensor, T]]:
+    """Batches of rows with what `read` returns for them, in order; images on disk, or for a GPU,
+    are read by a thread ahead of their use.
 
-    A thread, not the workers of torch's DataLoader: those are processes, whose start for every epoch takes longer than small epochs and
-    which must not be forked from the threads of FLARE.
+    A thread, not the workers of torch's DataLoader: those are processes, whose start for every
+    epoch takes longer than small epochs and which must not be forked from the threads of FLARE.
 
     Args:
         batches: rows, long (B,) each.
@@ -98,13 +125,18 @@ def read_ahead(data: Split, batches: Iterable[Tensor], read: Callable[[Tensor], 
     """
     on_gpu = torch.cuda.is_initialized()
     if data.in_memory and not on_gpu:
-        yield from ((rows, read(rows)) for rows in batches)
+        for rows in batches:
+            yield rows, read(rows)
         return
 
     def load(rows: Tensor) -> Any:
-        """Whole images and targets in pinned memory, from which the copy to a GPU does not wait; images to be cut as they are."""
+        """Whole images and targets in pinned memory, from which the copy to a GPU does not wait;
+        images to be cut as they are.
+        """
         batch: Any = read(rows)
-        return tuple(part.pin_memory() for part in batch) if on_gpu and isinstance(batch, tuple) else batch
+        if on_gpu and isinstance(batch, tuple):
+            return tuple(part.pin_memory() for part in batch)
+        return batch
 
     waiting: deque[tuple[Tensor, Future[T]]] = deque()
     reader = ThreadPoolExecutor(1, "read-ahead")

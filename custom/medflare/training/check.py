@@ -1,4 +1,6 @@
-"""Check a site's data and the task before training: read every image, count, measure, and list all problems with their remedies."""
+"""Check a site's data and the task before training: read every image, count, measure, and list all
+problems with their remedies.
+"""
 
 import hashlib
 from collections import Counter
@@ -39,7 +41,8 @@ _INTENSITY_IMAGES: Final = 20  # images of a site whose intensities are judged
 _CLIPPED: Final = 0.5  # fraction of an image's foreground that may be clipped
 _LARGE: Final = 20.0  # mean or deviation that is unusual for a network's input
 _FLAT: Final = 0.005  # deviation below which an input is constant
-_FILLED: Final = 0.5  # fraction of a mask, beyond which a structure that has its corners is probably the background
+# Fraction of a mask, beyond which a structure that has its corners is probably the background.
+_FILLED: Final = 0.5
 _THUMBNAIL: Final = 12  # pixels a side, for the shift between sites
 _SHIFT_IMAGES: Final = 300  # per site; enough for two digits
 
@@ -48,35 +51,58 @@ _SHIFT_IMAGES: Final = 300  # per site; enough for two digits
 class SiteReport:
     """What one site's folder has."""
 
-    splits: dict[str, tuple[int, int]] = field(default_factory=dict)  # split -> (images, patients); a volume counts by its slices
-    sizes: Counter[str] = field(default_factory=Counter)  # stored size as text -> number of files
-    classes: dict[str, int] = field(default_factory=dict)  # class -> its training images, or pixels (segmentation)
-    intensity: dict[str, float] = field(default_factory=dict)  # minimum, mean, deviation and maximum of the stored intensities
-    notes: list[str] = field(default_factory=list)  # unusual but allowed
-    left_out: list[str] = field(default_factory=list)  # images that cannot be used and that the task skips, one line each
-    problems: list[str] = field(default_factory=list)  # why it cannot join, and structures that no training mask shows, one line each
-    test_only: bool = False  # whether it has test images only: it can be an outside site, which does not train
+    # Split -> (images, patients); a volume counts by its slices.
+    splits: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # Stored size as text -> number of files.
+    sizes: Counter[str] = field(default_factory=Counter)
+    # Class -> its training images, or pixels (segmentation).
+    classes: dict[str, int] = field(default_factory=dict)
+    # Minimum, mean, deviation and maximum of the stored intensities.
+    intensity: dict[str, float] = field(default_factory=dict)
+    # Unusual but allowed.
+    notes: list[str] = field(default_factory=list)
+    # Images that cannot be used and that the task skips, one line each.
+    left_out: list[str] = field(default_factory=list)
+    # Why it cannot join, and structures that no training mask shows, one line each.
+    problems: list[str] = field(default_factory=list)
+    # Whether it has test images only: it can be an outside site, which does not train.
+    test_only: bool = False
 
     def lines(self, task: TaskConfig) -> list[str]:
         """The report as text; what could not be read is left out."""
-        unit = "images" if task.kind == "classification" else "pixels" if task.spatial_dims == 2 else "voxels"
-        rows = {split: f"{images} images of {patients} patients" for split, (images, patients) in self.splits.items()}
-        rows["stored sizes"] = ", ".join(f"{size} ({files})" for size, files in self.sizes.most_common(_MAX_SIZES))
+        unit = "images"
+        if task.kind == "segmentation":
+            unit = "pixels" if task.spatial_dims == 2 else "voxels"
+        rows: dict[str, str] = {}
+        for split, (images, patients) in self.splits.items():
+            rows[split] = f"{images} images of {patients} patients"
+        rows["stored sizes"] = ", ".join(
+            f"{size} ({files})" for size, files in self.sizes.most_common(_MAX_SIZES)
+        )
         if len(self.sizes) > _MAX_SIZES:
             rows["stored sizes"] += f" and {len(self.sizes) - _MAX_SIZES} more"
-        rows[f"training {unit}"] = ", ".join(f"{label} {number}" for label, number in self.classes.items())
+        rows[f"training {unit}"] = ", ".join(
+            f"{label} {number}" for label, number in self.classes.items()
+        )
         if self.intensity:
-            rows["intensities"] = "{minimum:.4g} to {maximum:.4g}, mean {mean:.4g}, sd {deviation:.4g}".format(**self.intensity)
+            text = "{minimum:.4g} to {maximum:.4g}, mean {mean:.4g}, sd {deviation:.4g}"
+            rows["intensities"] = text.format(**self.intensity)
         width = max(map(len, rows)) + 2
         lines = [f"{name:{width}}{value}" for name, value in rows.items() if value]
-        lines += [f"note: {note}" for note in self.notes]
-        lines += [f"left out: {line}" for line in _first_lines(self.left_out)]
-        return lines + [f"PROBLEM: {problem}" for problem in _first_lines(self.problems)]
+        for note in self.notes:
+            lines.append(f"note: {note}")
+        for line in _first_lines(self.left_out):
+            lines.append(f"left out: {line}")
+        for problem in _first_lines(self.problems):
+            lines.append(f"PROBLEM: {problem}")
+        return lines
 
 
 def _first_lines(lines: list[str]) -> list[str]:
     hidden = len(lines) - _MAX_PROBLEMS
-    return [*lines[:_MAX_PROBLEMS], f"... and {hidden} more"] if hidden > 0 else lines
+    if hidden <= 0:
+        return lines
+    return [*lines[:_MAX_PROBLEMS], f"... and {hidden} more"]
 
 
 @dataclass
@@ -86,8 +112,8 @@ class CheckReport:
     task: TaskConfig
     root: Path
     sites: dict[str, SiteReport]
-    shift: float | None = None  # see `site_shift`; None if it cannot be measured, for `shift_reason`
-    shift_reason: str = ""
+    shift: float | None = None  # see `site_shift`; None if it cannot be measured
+    shift_reason: str = ""  # why it cannot
     thumbnails: Path | None = None  # the contact sheet, if requested
     problem: str = ""  # why these sites together cannot train, with the remedy
 
@@ -100,24 +126,36 @@ class CheckReport:
         """The report as text."""
         lines = [f"{self.root}, task {self.task.name}"]
         for name, report in self.sites.items():
-            lines += ["", name, *(f"  {line}" for line in report.lines(self.task))]
+            lines += ["", name]
+            for line in report.lines(self.task):
+                lines.append(f"  {line}")
         if self.shift is None:
             lines += ["", f"shift between sites: not measured, {self.shift_reason}"]
         else:
             chance = f"chance {1 / len(self.sites):.2f}"
-            lines += ["", f"shift between sites: {self.shift:.2f} balanced accuracy of telling the site from a thumbnail ({chance})"]
-        lines += [f"thumbnails, a row for each site: {self.thumbnails}"] if self.thumbnails else []
-        lines += [f"PROBLEM: {self.problem}"] if self.problem else []
-        return "\n".join([*lines, "OK" if self.ok else "NOT OK: solve the problems above and check again"])
+            measured = f"{self.shift:.2f} balanced accuracy of telling the site from a thumbnail"
+            lines += ["", f"shift between sites: {measured} ({chance})"]
+        if self.thumbnails:
+            lines.append(f"thumbnails, a row for each site: {self.thumbnails}")
+        if self.problem:
+            lines.append(f"PROBLEM: {self.problem}")
+        lines.append("OK" if self.ok else "NOT OK: solve the problems above and check again")
+        return "\n".join(lines)
 
 
-def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None, local: LocalSettings = LocalSettings()) -> CheckReport:
+def check_site(
+    root: Path | str,
+    task: TaskConfig,
+    out: Path | str | None = None,
+    local: LocalSettings = LocalSettings(),
+) -> CheckReport:
     """Read everything below a data root: one site's folder, or a folder with one folder per site.
 
     Args:
         root: has a datalist.json, or folders that do.
         out: folder for the contact sheet `thumbnails.png`, or None.
-        local: the site's local settings: its bounds, and the folders that a datalist may name files in.
+        local: the site's local settings: its bounds, and the folders that a datalist may name files
+            in.
 
     Raises:
         ConfigError: the task exceeds the site's bounds, or does not work, see `check_task`.
@@ -131,18 +169,23 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
     folders = site_folders(root)
     if out is not None:
         make_folder(Path(out))
-    report, data = CheckReport(task, root, {}), {}
+    report = CheckReport(task, root, {})
+    data: dict[str, SiteData] = {}
     for folder in folders:
         name = site_name(folder)
         report.sites[name] = SiteReport()
         try:
-            if (site := _check_folder(name, folder, task, local, report.sites[name])) is not None:
-                data[name] = site
+            site_data = _check_folder(name, folder, task, local, report.sites[name])
+            if site_data is not None:
+                data[name] = site_data
         except DataError as error:
             report.sites[name].problems.append(str(error))
     none_trains = all(site.test_only for site in report.sites.values())
     if none_trains and folders != [root]:  # a site's folder alone may be that of an outside site
-        report.problem = "every site has test images only, so no site can train; add a site that has training images"
+        report.problem = (
+            "every site has test images only, so no site can train; "
+            "add a site that has training images"
+        )
     report.shift, report.shift_reason = site_shift(data)
     if out is not None and data:
         report.thumbnails = Path(out) / "thumbnails.png"
@@ -151,13 +194,16 @@ def check_site(root: Path | str, task: TaskConfig, out: Path | str | None = None
 
 
 def check_task(task: TaskConfig) -> None:
-    """One training step on noise, so that a task that does not work fails before a federation starts.
+    """One training step on noise, so that a task that does not work fails before a federation
+    starts.
 
     Raises:
-        ConfigError: a network, loss or transform that is unknown, misconfigured or does not fit the task's image size.
+        ConfigError: a network, loss or transform that is unknown, misconfigured or does not fit the
+            task's image size.
     """
     check_network(task)
-    loss, augmentation = build_loss(task), Augmentation(task)
+    loss = build_loss(task)
+    augmentation = Augmentation(task)
     random = numpy_generator(0, "check task")
     images = torch.tensor(random.random((2, task.image_channels, *task.size), dtype=np.float32))
     targets = noise_targets(task, 2)
@@ -168,28 +214,46 @@ def check_task(task: TaskConfig) -> None:
             loss(network(images), targets).backward()
     except (RuntimeError, ValueError, IndexError) as error:
         raise ConfigError(
-            f"task {task.name}: a training step on {task.size} images fails ({one_line(error)}); change size, network or augment"
+            f"task {task.name}: a training step on {task.size} images fails ({one_line(error)}); "
+            "change size, network or augment"
         ) from error
     check_single_batches(task)
 
 
-def _check_folder(name: str, folder: Path, task: TaskConfig, local: LocalSettings, report: SiteReport) -> SiteData | None:
-    """The data of a site, or None if images cannot be used; fills `report`; DataError if the datalist or the whole cannot be used."""
+def _check_folder(
+    name: str, folder: Path, task: TaskConfig, local: LocalSettings, report: SiteReport
+) -> SiteData | None:
+    """The data of a site, or None if images cannot be used; fills `report`; DataError if the
+    datalist or the whole cannot be used.
+    """
     source = Source(folder, task, allowed_folders(local.data_folders), local.bounds)
     entries, _ = renumbered_entries(name, task, source)
     check_patients(entries)
-    _read_images(source, counted(entries, len(entries), f"site {name}, images checked"), task, report)
+    logged = counted(entries, len(entries), f"site {name}, images checked")
+    _read_images(source, logged, task, report)
     if report.problems and task.unreadable == "error":
         return None
-    report.left_out, report.problems = report.problems, []
+    report.left_out = report.problems
+    report.problems = []
     report.test_only = {entry.split for entry in entries} == {"test"}
     role = "outside" if report.test_only else "inside"
-    data = load_site_data(name, task, folder, role=role, folders=local.data_folders, bounds=local.bounds, in_memory=False)
-    report.splits = {split: (len(data.split(split)), len(set(data.split(split).patients))) for split in ("train", "validation", "test")}
+    data = load_site_data(
+        name,
+        task,
+        folder,
+        role=role,
+        folders=local.data_folders,
+        bounds=local.bounds,
+        in_memory=False,
+    )
+    for split in ("train", "validation", "test"):
+        patients = data.split(split).patients
+        report.splits[split] = (len(data.split(split)), len(set(patients)))
     if report.test_only:
         report.notes += [*data.notes, "has test images only, so it can only be an outside site"]
         return data
-    report.classes = dict(zip(task.classes, class_counts(data.train.targets, task).tolist(), strict=True))
+    counts = class_counts(data.train.targets, task).tolist()
+    report.classes = dict(zip(task.classes, counts, strict=True))
     report.notes += [note for note in data.notes if note not in data.absent]
     if data.dropped:
         report.notes.append(data.dropped_line)
@@ -199,12 +263,16 @@ def _check_folder(name: str, folder: Path, task: TaskConfig, local: LocalSetting
     except ConfigError as error:
         report.problems.append(str(error))
     scarce = scarce_classes(data.train.targets, task, data.annotated)
-    if scarce := {label: images for label, images in scarce.items() if images or not data.absent}:
+    if data.absent:
+        scarce = {label: images for label, images in scarce.items() if images}
+    if scarce:
         report.notes.append(scarce_line(scarce))
     return data
 
 
-def _read_images(source: Source, entries: Iterable[DatalistItem], task: TaskConfig, report: SiteReport) -> None:
+def _read_images(
+    source: Source, entries: Iterable[DatalistItem], task: TaskConfig, report: SiteReport
+) -> None:
     """Read every file: sizes, intensities and problems go into the report."""
     preprocessing = Preprocessing(task)
     moments: list[tuple[float, ...]] = []
@@ -214,7 +282,7 @@ def _read_images(source: Source, entries: Iterable[DatalistItem], task: TaskConf
     filled = Counter[str]()  # structure -> masks that it fills
     for entry in entries:
         try:
-            if task.kind == "classification" and encode_label(entry.label, task, entry.place) is None:
+            if _is_dropped(entry, task):
                 continue
             read = source.image(entry)
             filled.update(filled_structures(target_of(task, source, entry, read), task))
@@ -223,35 +291,64 @@ def _read_images(source: Source, entries: Iterable[DatalistItem], task: TaskConf
             continue
         image = read.array
         report.sizes[format_shape(image.shape[1:])] += 1
-        moments.append((image.min(), image.mean(dtype=np.float64), np.square(image, dtype=np.float64).mean(), image.max()))
+        mean = image.mean(dtype=np.float64)
+        mean_square = np.square(image, dtype=np.float64).mean()
+        moments.append((image.min(), mean, mean_square, image.max()))
         if len(moments) <= _INTENSITY_IMAGES:
-            unsuitable += filter(None, [intensity_problem(image, preprocessing.intensities(image).numpy())])
-        first = first_of.setdefault(hashlib.sha256(np.ascontiguousarray(image).data).digest(), entry)
+            problem = intensity_problem(image, preprocessing.intensities(image).numpy())
+            if problem:
+                unsuitable.append(problem)
+        digest = hashlib.sha256(np.ascontiguousarray(image).data).digest()
+        first = first_of.setdefault(digest, entry)
         if first.patient != entry.patient and image.min() < image.max():
             copies.append(f"{entry.name} and {first.name}")
     judged = min(len(moments), _INTENSITY_IMAGES)
     if 2 * len(unsuitable) >= judged > 0:
         report.notes.append(
-            f"the task's intensity ({task.intensity['name']}) does not suit {len(unsuitable)} of {judged} images, the first: "
-            f'{unsuitable[0]}; for images without a unit, set "intensity": {{"name": "NormalizeIntensity", "nonzero": true, '
-            '"channel_wise": true}'
+            f"the task's intensity ({task.intensity['name']}) does not suit {len(unsuitable)} of "
+            f"{judged} images, the first: {unsuitable[0]}; for images without a unit, set "
+            '"intensity": {"name": "NormalizeIntensity", "nonzero": true, "channel_wise": true}'
         )
     for name, count in filled.items():
         if count == len(moments):
-            remedy = "if they are inverted, as by their palette, store the structure as 1 and the rest as 0"
-            report.notes.append(f"WARNING: {name} fills all of {count} masks, with their corners; {remedy}")
+            report.notes.append(
+                f"WARNING: {name} fills all of {count} masks, with their corners; if they are "
+                "inverted, as by their palette, store the structure as 1 and the rest as 0"
+            )
     if copies:
         report.notes.append(
-            f"{len(copies)} images equal one of another patient, the first: {copies[0]}; give both one patient, or list the image once"
+            f"{len(copies)} images equal one of another patient, the first: {copies[0]}; "
+            "give both one patient, or list the image once"
         )
     if moments:
-        low, mean, square, high = np.array(moments).T
-        deviation = float(np.sqrt(max(square.mean() - mean.mean() ** 2, 0.0)))
-        report.intensity = {"minimum": float(low.min()), "mean": float(mean.mean()), "deviation": deviation, "maximum": float(high.max())}
+        report.intensity = _overall_intensity(moments)
+
+
+def _is_dropped(entry: DatalistItem, task: TaskConfig) -> bool:
+    """Whether the task leaves out the image's class; DataError for a label that has no class."""
+    return task.kind == "classification" and encode_label(entry.label, task, entry.place) is None
+
+
+def _overall_intensity(moments: list[tuple[float, ...]]) -> dict[str, float]:
+    """Minimum, mean, deviation and maximum of all images, which count equally.
+
+    Args:
+        moments: minimum, mean, mean of the squares and maximum of each image.
+    """
+    low, mean, square, high = np.array(moments).T
+    variance = square.mean() - mean.mean() ** 2
+    return {
+        "minimum": float(low.min()),
+        "mean": float(mean.mean()),
+        "deviation": float(np.sqrt(max(variance, 0.0))),
+        "maximum": float(high.max()),
+    }
 
 
 def filled_structures(target: np.ndarray, task: TaskConfig) -> list[str]:
-    """The structures of a mask (see `target_of`) that have all its corners and more than half of it; none in classification."""
+    """The structures of a mask (see `target_of`) that have all its corners and more than half of
+    it; none in classification.
+    """
     if task.kind == "classification":
         return []
     names = []
@@ -265,7 +362,8 @@ def filled_structures(target: np.ndarray, task: TaskConfig) -> list[str]:
 
 
 def intensity_problem(stored: np.ndarray, transformed: np.ndarray) -> str:
-    """Why the intensity transform does not suit an image, or ""; intensities (C, ...) as stored and after the task's transform.
+    """Why the intensity transform does not suit an image, or ""; intensities (C, ...) as stored and
+    after the task's transform.
 
     Examples:
         >>> steps = np.arange(100.0)
@@ -280,18 +378,22 @@ def intensity_problem(stored: np.ndarray, transformed: np.ndarray) -> str:
     clipped = above & (transformed == transformed.max())
     fraction = clipped.sum() / above.sum()
     if fraction > _CLIPPED and np.ptp(stored[clipped]) > 0:
-        return f"clipped: {100 * fraction:.0f} % of what is above the lowest number becomes {transformed.max():.4g}"
-    mean, deviation = float(transformed.mean(dtype=np.float64)), float(transformed.std(dtype=np.float64))
+        becomes = f"becomes {transformed.max():.4g}"
+        return f"clipped: {100 * fraction:.0f} % of what is above the lowest number {becomes}"
+    mean = float(transformed.mean(dtype=np.float64))
+    deviation = float(transformed.std(dtype=np.float64))
     if max(abs(mean), deviation) > _LARGE:
         return f"too large: mean {mean:.3g}, deviation {deviation:.3g}"
-    return f"constant: deviation {deviation:.3g}" if deviation < _FLAT else ""
+    if deviation < _FLAT:
+        return f"constant: deviation {deviation:.3g}"
+    return ""
 
 
 def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
     """How far sites' images differ: balanced accuracy of telling the site from a 12 x 12 thumbnail.
 
-    Linear discriminant analysis with shrinkage on the network's input (of a volume its middle slice), three-fold cross-validation by
-    patient. 1 / sites is chance.
+    Linear discriminant analysis with shrinkage on the network's input (of a volume its middle
+    slice), three-fold cross-validation by patient. 1 / sites is chance.
 
     Returns:
         The accuracy and "", or None and the reason.
@@ -302,19 +404,27 @@ def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
 
     if len(data) < 2:
         return None, "it takes two sites"
-    pictures, sites, patients = [], [], []
+    pictures: list[np.ndarray] = []
+    sites: list[str] = []
+    patients: list[str] = []
     for name, site in data.items():
-        images: ConcatDataset[tuple[torch.Tensor, torch.Tensor]] = ConcatDataset([site.train, site.validation, site.test])
-        owners = np.array([f"{name}/{patient}" for split in (site.train, site.validation, site.test) for patient in split.patients])
+        splits = [site.train, site.validation, site.test]
+        images: ConcatDataset[tuple[torch.Tensor, torch.Tensor]] = ConcatDataset(splits)
+        owners: list[str] = []
+        for split in splits:
+            for patient in split.patients:
+                owners.append(f"{name}/{patient}")
         if len(set(owners)) < 3:
             return None, f"site {name} has fewer than three patients"
         rows = numpy_generator(0, name, "shift").permutation(len(images))[:_SHIFT_IMAGES]
-        small: dict[int, torch.Tensor] = {}
-        for row in sorted(rows):  # a volume's slices one after the other: each volume is decoded once
-            small[row] = functional.interpolate(middle_slice(images[row][0])[None], (_THUMBNAIL, _THUMBNAIL), mode="area")
-        pictures.append(torch.cat([small[row] for row in rows]).flatten(1).numpy())
-        sites += [name] * len(rows)
-        patients += owners[rows].tolist()
+        thumbnails: dict[int, torch.Tensor] = {}
+        for row in sorted(rows):  # a volume's slices in turn: each volume is decoded once
+            picture = middle_slice(images[row][0])[None]
+            thumbnails[row] = functional.interpolate(picture, (_THUMBNAIL, _THUMBNAIL), mode="area")
+        for row in rows:
+            pictures.append(thumbnails[row].flatten(1).numpy())
+            sites.append(name)
+            patients.append(owners[row])
     folds = StratifiedGroupKFold(3, shuffle=True, random_state=0)
     model = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
     predicted = cross_val_predict(model, np.concatenate(pictures), sites, groups=patients, cv=folds)

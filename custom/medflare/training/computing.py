@@ -10,8 +10,10 @@ from torch import Tensor
 from medflare.core.errors import ConfigError, one_line
 from medflare.networks.features import FeatureNetwork
 
-PRECISIONS: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # of tasks -> dtype of autocast
-_CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}  # dimensions of a kernel -> memory format
+# Precision of a task -> dtype of autocast.
+PRECISIONS: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Dimensions of a kernel -> memory format.
+_CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Computing:
 
     device: torch.device
     precision: str = "fp32"  # the task's, one of `PRECISIONS`
-    channels_last: bool = False  # use torch's channels-last memory format; sums are in another order
+    # Use torch's channels-last memory format; sums are in another order.
+    channels_last: bool = False
     compiled: bool = False  # whether torch compiles networks at their first use
 
     def placed(self, network: FeatureNetwork) -> FeatureNetwork:
@@ -32,8 +35,9 @@ class Computing:
                 if weight.ndim in _CHANNELS_LAST:
                     weight.data = weight.data.contiguous(memory_format=_CHANNELS_LAST[weight.ndim])
         if self.compiled:
-            for part in (network.body, network.head):  # methods use features too, which compiling the whole would not cover
-                part.compile()
+            # Methods use features too, which compiling the whole would not cover.
+            network.body.compile()
+            network.head.compile()
         return network
 
     def moved(self, tensor: Tensor) -> Tensor:
@@ -45,34 +49,53 @@ class Computing:
 
 def check_precision(precision: str, device: torch.device, place: str) -> None:
     """Raises ConfigError for bf16 on a GPU that only emulates it."""
-    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if precision != "bf16" or device.type != "cuda":
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
-        raise ConfigError(f"{place}: device {str(device)!r} ({name}) has no bf16, which the task asks for; set precision 'fp16' or 'fp32'")
+        raise ConfigError(
+            f"{place}: device {str(device)!r} ({name}) has no bf16, which the task asks for; "
+            "set precision 'fp16' or 'fp32'"
+        )
 
 
 def be_deterministic() -> None:
-    """Let torch take deterministic algorithms on GPUs, in this process: the same job then gives the same weights on the same GPU.
+    """Let torch take deterministic algorithms on GPUs, in this process: the same job then gives the
+    same weights on the same GPU.
 
-    torch warns, once, of an operation that has none. That of the cross-entropy's sum over pixels changes the reported loss, not gradients.
+    torch warns, once, of an operation that has none. That of the cross-entropy's sum over pixels
+    changes the reported loss, not gradients.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("ignore", "nll_loss2d_forward")
 
 
 def usable_device(name: str, place: str, *, initialize: bool = True) -> torch.device:
-    """The torch device of that name; ConfigError if torch does not know it, or this machine does not have it.
+    """The torch device of that name; ConfigError if torch does not know it, or this machine does
+    not have it.
 
-    `initialize`: try it; a process that has initialized a GPU cannot be forked any more. Otherwise GPUs are only counted.
+    `initialize`: try it; a process that has initialized a GPU cannot be forked any more. Otherwise
+    GPUs are only counted.
     """
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"{place}: unknown device {name!r}; use cpu, cuda or cuda:0") from error
-    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
-        raise ConfigError(f"{place}: device {name!r} is not here, torch sees {count} GPUs (from cuda:0); use cpu, or install a driver")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                f"{place}: device {name!r} is not here, torch sees {count} GPUs (from cuda:0); "
+                "use cpu, or install a driver"
+            )
     if initialize:
         try:
             torch.zeros(1, device=device).item()
-        except Exception as error:  # torch accepts names of devices that its build lacks; every backend raises its own exception
-            raise ConfigError(f"{place}: device {name!r} is not usable here ({one_line(error)}); use cpu, or install a driver") from error
+        except Exception as error:
+            # torch accepts names of devices that its build lacks; every backend raises its own
+            # exception.
+            raise ConfigError(
+                f"{place}: device {name!r} is not usable here ({one_line(error)}); "
+                "use cpu, or install a driver"
+            ) from error
     return device

@@ -14,42 +14,66 @@ from medflare.tasks.metrics import Images, Scores
 from medflare.training.scoring import BatchPrediction
 from medflare.training.site import Site
 
-NEAR: Final = 0.01  # difference of metrics up to which a model counts as no better than the constant prediction
-_FRACTIONS: Final = (0.1, 0.2, 0.3, 0.4, 0.5)  # of training masks that must cover a pixel for a mean mask to cover it
+# Difference of metrics up to which a model counts as no better than the constant prediction.
+NEAR: Final = 0.01
+# Of training masks that must cover a pixel for a mean mask to cover it.
+_FRACTIONS: Final = (0.1, 0.2, 0.3, 0.4, 0.5)
 
 
 def is_at_chance(value: float, constant: float) -> bool:
-    """Whether a model's metric (0 to 1, higher is better) is not above that of the constant prediction; 1 is never at chance.
+    """Whether a model's metric (0 to 1, higher is better) is not above that of the constant
+    prediction; 1 is never at chance.
 
     Examples:
-        >>> is_at_chance(0.505, 0.5), is_at_chance(0.25, 0.5), is_at_chance(0.75, 0.5), is_at_chance(1.0, 1.0)
-        (True, True, False, False)
+        >>> is_at_chance(0.505, 0.5), is_at_chance(0.25, 0.5)
+        (True, True)
+        >>> is_at_chance(0.75, 0.5), is_at_chance(1.0, 1.0)
+        (False, False)
     """
     return value <= constant + NEAR and value < 1 - NEAR
 
 
 def constant_value(site: Site) -> float | None:
-    """The task's metric of the constant prediction on a site's test images; None where it is undefined.
+    """The task's metric of the constant prediction on a site's test images; None where it is
+    undefined.
 
-    The prediction comes from the site's training images, see `best_constant`. A site without any takes the best, in hindsight, of
-    `plain_constants`.
+    The prediction comes from the site's training images, see `best_constant`. A site without any
+    takes the best, in hindsight, of `plain_constants`.
     """
-    task, training = site.task, site.data.train
-    constants = [best_constant(task, training, [site])] if len(training) else list(plain_constants(task))
-    values = [score_constant(site, constant, "test", (task.metric,)).values[task.metric] for constant in constants]
-    return max((value for value in values if value is not None), default=None)
+    task = site.task
+    training = site.data.train
+    constants = list(plain_constants(task))
+    if len(training):
+        constants = [best_constant(task, training, [site])]
+    return max(_defined_metrics(task, constants, [site], "test"), default=None)
 
 
 def best_constant(task: TaskConfig, training: Split, sites: Sequence[Site]) -> Tensor:
-    """The first of `constant_predictions` of the training targets with the best mean of the sites' validation metrics."""
+    """The first of `constant_predictions` of the training targets with the best mean of the sites'
+    validation metrics.
+    """
     constants = list(constant_predictions(task, training.targets))
 
     def mean_metric(constant: Tensor) -> float:
-        values = [score_constant(site, constant, "validation", (task.metric,)).values[task.metric] for site in sites]
-        defined = [value for value in values if value is not None]
-        return sum(defined) / len(defined) if defined else float("-inf")
+        values = _defined_metrics(task, [constant], sites, "validation")
+        return sum(values) / len(values) if values else float("-inf")
 
-    return constants[0] if len(constants) == 1 else max(constants, key=mean_metric)
+    if len(constants) == 1:
+        return constants[0]
+    return max(constants, key=mean_metric)
+
+
+def _defined_metrics(
+    task: TaskConfig, constants: Sequence[Tensor], sites: Sequence[Site], split: str
+) -> list[float]:
+    """The task's metric of every constant at every site, where it is defined."""
+    defined: list[float] = []
+    for constant in constants:
+        for site in sites:
+            value = score_constant(site, constant, split, (task.metric,)).values[task.metric]
+            if value is not None:
+                defined.append(value)
+    return defined
 
 
 def score_constant(site: Site, constant: Tensor, split: str, metrics: Sequence[str]) -> Scores:
@@ -61,23 +85,28 @@ def score_constant(site: Site, constant: Tensor, split: str, metrics: Sequence[s
 
 
 def _repeated(constant: Tensor, data: Split, task: TaskConfig) -> Iterator[BatchPrediction]:
-    """The prediction (outputs,) or (outputs, ...) for every image, one by one, in the size of its target."""
+    """The prediction (outputs,) or (outputs, ...) for every image, one by one, in the size of its
+    target.
+    """
     sides = task.spatial_dims if task.kind == "segmentation" else 0
     for row in range(len(data)):
         target = data.targets[row]
         shape = target.shape[target.ndim - sides :]
-        probabilities = constant if constant.ndim > 1 else constant.reshape(-1, *[1] * sides).expand(-1, *shape)
+        probabilities = constant
+        if constant.ndim < 2:
+            probabilities = constant.reshape(-1, *[1] * sides).expand(-1, *shape)
         yield probabilities[None], target[None], torch.tensor([row])
 
 
 def constant_predictions(task: TaskConfig, targets: Images) -> Iterator[Tensor]:
     """The constant predictions that training targets suggest.
 
-    Classification: the class frequencies, whose maximum is the majority class. Segmentation: `plain_constants`, and the mean of the
-    training masks.
+    Classification: the class frequencies, whose maximum is the majority class. Segmentation:
+    `plain_constants`, and the mean of the training masks.
 
     Yields:
-        Probabilities (outputs,), or (outputs, H, W) for a mean mask, which needs targets of one size.
+        Probabilities (outputs,), or (outputs, H, W) for a mean mask, which needs targets of one
+        size.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -90,19 +119,26 @@ def constant_predictions(task: TaskConfig, targets: Images) -> Iterator[Tensor]:
         return
     yield from plain_constants(task)
     if task.image_mode == "resize" and len(targets):
-        mean = sum((_probabilities(task, target[None])[0] for target in targets), torch.zeros(())) / len(targets)
+        total = torch.zeros(())
+        for target in targets:
+            total = total + _probabilities(task, target[None])[0]
+        mean = total / len(targets)
         if task.target == "multiclass":
             yield mean
-        else:
-            yield from ((mean > fraction).float() for fraction in _FRACTIONS)
+            return
+        for fraction in _FRACTIONS:
+            yield (mean > fraction).float()
 
 
 def plain_constants(task: TaskConfig) -> Iterator[Tensor]:
-    """Probabilities (outputs,) without any training image: one class everywhere (multiclass), else nothing and everything."""
+    """Probabilities (outputs,) without any training image: one class everywhere (multiclass), else
+    nothing and everything.
+    """
     if task.target == "multiclass":
         yield from torch.eye(task.outputs)  # in segmentation class 0 is the background
     else:
-        yield from (torch.zeros(task.outputs), torch.ones(task.outputs))
+        yield torch.zeros(task.outputs)
+        yield torch.ones(task.outputs)
 
 
 def _probabilities(task: TaskConfig, targets: Tensor) -> Tensor:

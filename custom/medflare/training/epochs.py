@@ -1,8 +1,11 @@
-"""Local training: epochs, optimizer steps (over several batches, with scaled losses for fp16), and the optimizer's memory."""
+"""Local training: epochs, optimizer steps (over several batches, with scaled losses for fp16), and
+the optimizer's memory.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,14 +22,17 @@ from medflare.training.site import Site
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, images, targets) -> scalar
 _OPTIMIZER = "optimizer/"  # prefix of states in an algorithm's memory
 _SCALER = "scaler."  # prefix of the scaler's numbers in an optimizer's state
+# A scaler's numbers stay with its optimizer: `OptimizerMemory` restores both before `Steps` exists.
 _SCALERS: WeakKeyDictionary[torch.optim.Optimizer, GradScaler] = WeakKeyDictionary()
 
 
 def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterator[Batch]]:
-    """Local epochs, each as its batches of training images; torch's random numbers (dropout) are keyed too.
+    """Local epochs, each as its batches of training images; torch's random numbers (dropout) are
+    keyed too.
 
     Args:
-        keys: of this training, by convention round and purpose: two models of one round get different orders and augmentations.
+        keys: of this training, by convention round and purpose: two models of one round get
+            different orders and augmentations.
         count: how many; None: the task's number.
     """
     with seeded(site.seed, site.name, *keys, "dropout"):
@@ -48,7 +54,8 @@ def run_epochs(
     count: int | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Local epochs with `step` on every batch; returns the mean over all images of each loss that it returns.
+    """Local epochs with `step` on every batch; returns the mean over all images of each loss that
+    it returns.
 
     Args:
         round: 0-based; with `purpose` (names the model that is trained) the keys of `epochs`.
@@ -67,7 +74,8 @@ def run_epochs(
 
 
 def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
-    """Losses of batches (detached scalars on one device) times their weights, in double precision; 0 for none.
+    """Losses of batches (detached scalars on one device) times their weights, in double precision;
+    0 for none.
 
     Only here losses are copied from the GPU: every copy waits for all pending work.
 
@@ -75,9 +83,12 @@ def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
         >>> weighted_sum([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
         6.0
     """
+    values: list[float] = []
+    if losses:
+        values = torch.stack(list(losses)).tolist()
     total = 0.0
-    for loss, weight in zip(torch.stack(list(losses)).tolist() if losses else [], weights, strict=True):
-        total += loss * weight
+    for value, weight in zip(values, weights, strict=True):
+        total += value * weight
     return total
 
 
@@ -92,22 +103,29 @@ def train_epochs(
     gradient_hook: Callable[[], None] | None = None,
     count: int | None = None,
 ) -> float:
-    """Local epochs of `model` in place, see `run_epochs`; returns the mean loss over all images, NaN without any.
+    """Local epochs of `model` in place, see `epochs`; returns the mean loss over all images, NaN
+    without any.
 
     Args:
         loss: (model, images, targets) -> scalar; default: the task's loss of the model's output.
-        gradient_hook: called between gradient and step, to change the gradients in place (a proximal term, control variates).
+        gradient_hook: called between gradient and step, to change the gradients in place (a
+            proximal term, control variates).
     """
     model.train()
     steps = Steps(optimizer, site, gradient_hook)
-
-    def step(batch: Batch) -> dict[str, Tensor]:
-        images, targets, _ = batch
-        value = site.loss(model(images), targets) if loss is None else loss(model, images, targets)
-        steps.backward(value, len(images))
-        return {"loss": value}
-
-    return run_epochs(site, round, purpose, step, count=count, after=steps.finish).get("loss", math.nan)
+    losses: list[Tensor] = []
+    sizes: list[int] = []
+    for batches in epochs(site, round, purpose, count=count):
+        for images, targets, _ in batches:
+            if loss is None:
+                value = site.loss(model(images), targets)
+            else:
+                value = loss(model, images, targets)
+            steps.backward(value, len(images))  # and, after `TaskConfig.accumulate` batches, a step
+            losses.append(value.detach())
+            sizes.append(len(images))
+        steps.finish()
+    return weighted_sum(losses, sizes) / sum(sizes) if sizes else math.nan
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -122,37 +140,53 @@ def finite_or_none(value: float | None) -> float | None:
         >>> finite_or_none(0.5), finite_or_none(math.nan), finite_or_none(None)
         (0.5, None, None)
     """
-    return value if value is not None and math.isfinite(value) else None
+    if value is None or not math.isfinite(value):
+        return None
+    return value
 
 
 class Steps:
     """An optimizer's steps at a site.
 
-    With `TaskConfig.accumulate`, a step uses the gradient of the mean loss over all images of that many batches. It equals the step of one
-    large batch if the loss is a mean over images and no layer mixes images. With fp16, losses are scaled by torch's `GradScaler`, and steps
-    with infinite or NaN gradients are skipped.
+    With `TaskConfig.accumulate`, a step uses the gradient of the mean loss over all images of that
+    many batches. It equals the step of one large batch if the loss is a mean over images and no
+    layer mixes images. With fp16, losses are scaled by torch's `GradScaler`, and steps with
+    infinite or NaN gradients are skipped.
 
     `gradient_hook` is called between gradient and step, to change the gradients in place.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, site: Site, gradient_hook: Callable[[], None] | None = None):
-        self.optimizer, self.gradient_hook = optimizer, gradient_hook
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        site: Site,
+        gradient_hook: Callable[[], None] | None = None,
+    ):
+        self.optimizer = optimizer
+        self.gradient_hook = gradient_hook
         self._every = site.task.accumulate
         self._full = self._every * site.batch_size  # images of a step
         self._scaler = scaler_of(optimizer) if site.task.precision == "fp16" else None
-        self._batches = self._images = 0
+        self._batches = 0  # since the last step
+        self._images = 0
         optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor, images: int) -> None:
         """Add the gradient of a batch's mean loss, and step after the last batch of a step."""
-        self._batches, self._images = self._batches + 1, self._images + images
-        part = loss if self._every == 1 else loss * (images / self._full)
-        (part if self._scaler is None else self._scaler.scale(part)).backward()
+        self._batches += 1
+        self._images += images
+        if self._every > 1:
+            loss = loss * (images / self._full)
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        loss.backward()
         if self._batches == self._every:
             self.finish()
 
     def finish(self) -> None:
-        """Step with the gradients since the last step, if there are any; called at the end of an epoch."""
+        """Step with the gradients since the last step, if there are any; called at the end of an
+        epoch.
+        """
         if not self._batches:
             return
         if self._scaler is not None:
@@ -170,7 +204,8 @@ class Steps:
             self._scaler.step(self.optimizer)
             self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self._batches = self._images = 0
+        self._batches = 0
+        self._images = 0
 
 
 def scaler_of(optimizer: torch.optim.Optimizer) -> GradScaler:
@@ -183,10 +218,11 @@ def scaler_of(optimizer: torch.optim.Optimizer) -> GradScaler:
 @contextmanager
 def preserved_moments(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restores the optimizer's moments afterwards."""
-    before = {
-        weight: {slot: value.clone() if isinstance(value, Tensor) else value for slot, value in slots.items()}
-        for weight, slots in optimizer.state.items()
-    }
+    before: dict[Tensor, dict[str, Any]] = {}
+    for weight, slots in optimizer.state.items():
+        before[weight] = {}
+        for slot, value in slots.items():
+            before[weight][slot] = value.clone() if isinstance(value, Tensor) else value
     try:
         yield
     finally:
@@ -195,29 +231,48 @@ def preserved_moments(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> StateDict:
-    """Copies of the optimizer's tensors (Adam's moments and step, momentum) as "index of the parameter.slot"; of its scaler the numbers."""
-    scaler = _SCALERS[optimizer].state_dict() if optimizer in _SCALERS else {}
-    packed = {f"{_SCALER}{name}": torch.tensor(float(value)) for name, value in scaler.items()}
+    """Copies of the optimizer's tensors (Adam's moments and step, momentum) as "index of the
+    parameter.slot"; of its scaler the numbers.
+    """
+    packed: StateDict = {}
+    if optimizer in _SCALERS:
+        for name, number in _SCALERS[optimizer].state_dict().items():
+            packed[_SCALER + name] = torch.tensor(float(number))
     for index, slots in optimizer.state_dict()["state"].items():
-        packed |= {f"{index}.{slot}": torch.as_tensor(value) for slot, value in slots.items() if value is not None}
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in packed.items()}
+        for slot, value in slots.items():
+            if value is not None:
+                tensor = torch.as_tensor(value).detach()
+                packed[f"{index}.{slot}"] = tensor.to("cpu", copy=True)
+    return packed
 
 
 def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: StateDict) -> None:
-    """Restore what `pack_optimizer` returned, into an optimizer of the same parameters; its learning rate is kept."""
+    """Restore what `pack_optimizer` returned, into an optimizer of the same parameters; its
+    learning rate is kept.
+    """
     slots: dict[int, dict[str, Tensor]] = {}
-    for index, slot in (key.split(".", 1) for key in packed if not key.startswith(_SCALER)):
-        slots.setdefault(int(index), {})[slot] = packed[f"{index}.{slot}"].clone()
-    if any(key.startswith(_SCALER) for key in packed):
+    has_scaler = False
+    for key, tensor in packed.items():
+        if key.startswith(_SCALER):
+            has_scaler = True
+        else:
+            index, slot = key.split(".", 1)
+            slots.setdefault(int(index), {})[slot] = tensor.clone()
+    if has_scaler:
         scaler = scaler_of(optimizer)
-        scaler.load_state_dict({name: type(value)(packed[_SCALER + name].item()) for name, value in scaler.state_dict().items()})
-    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
+        numbers = scaler.state_dict()
+        for name, value in numbers.items():
+            numbers[name] = type(value)(packed[_SCALER + name].item())
+        scaler.load_state_dict(numbers)
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": slots, "param_groups": groups})
 
 
 class OptimizerMemory:
     """Optimizer states that a site algorithm keeps from round to round, by purpose.
 
-    The weights are replaced every round while the moments stay, as in the published code of FedSM and GRACE.
+    The weights are replaced every round while the moments stay, as in the published code of FedSM
+    and GRACE.
     """
 
     def __init__(self, memory: Message):
@@ -225,7 +280,8 @@ class OptimizerMemory:
 
     def recall(self, purpose: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer with the kept moments of its purpose, if there are any."""
-        if (packed := self._memory.states.get(_OPTIMIZER + purpose)) is not None:
+        packed = self._memory.states.get(_OPTIMIZER + purpose)
+        if packed is not None:
             unpack_optimizer(optimizer, packed)
         return optimizer
 

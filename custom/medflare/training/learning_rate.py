@@ -15,16 +15,19 @@ _FINE_TUNING: Final = 0.0003  # of pretrained weights
 
 
 def usual_rate(task: TaskConfig) -> tuple[float, str]:
-    """The rate for a task's network and optimizer, and the reason; the batch size does not change it."""
+    """The rate for a task's network and optimizer, whatever its batch size, and the reason."""
     millions = sum(weight.numel() for weight in meta_network(task).parameters()) / 1e6
     by_size = _CLASSIFICATION if task.kind == "classification" else _SEGMENTATION
     if task.freeze.parts:
-        rate, reason = _FROZEN_BODY, "only the head is trained"
+        rate = _FROZEN_BODY
+        reason = "only the head is trained"
     elif task.network.get("weights"):
-        rate, reason = _FINE_TUNING, "pretrained weights change slowly"
+        rate = _FINE_TUNING
+        reason = "pretrained weights change slowly"
     else:
         rate = next(value for limit, value in by_size if millions < limit)
         reason = f"the network has {millions:.2g} million weights, small ones take larger steps"
     if task.optimizer["name"].lower() not in _ADAMS:
-        rate, reason = rate * _SGD_OVER_ADAM, f"{reason}; {_SGD_OVER_ADAM} times Adam's"
+        rate *= _SGD_OVER_ADAM
+        reason += f"; {_SGD_OVER_ADAM} times Adam's"
     return rate, f"{reason} (medflare's own rule)"

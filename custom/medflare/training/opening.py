@@ -42,8 +42,9 @@ def open_site(
         cache: folder for decoded images; the local settings' "cache" and MEDFLARE_CACHE come first.
 
     Raises:
-        ConfigError: an unusable local setting, a precision that the device lacks, a task beyond the site's bounds, a training step
-            beyond its memory, or batches on which the network cannot train.
+        ConfigError: an unusable local setting, a precision that the device lacks, a task beyond the
+            site's bounds, a training step beyond its memory, or batches on which the network cannot
+            train.
         DataError: the data cannot be used.
     """
     settings = local if isinstance(local, LocalSettings) else local_settings(local or {})
@@ -54,33 +55,53 @@ def open_site(
     check_task_bounds(task, settings.bounds, f"site {name}")
     if role == "inside":
         check_single_batches(task)
-    root, folder = resolve_data_root(name, task, settings.data_root, data_root), cache_with_folder(settings.cache, cache)
-    data = load_site_data(name, task, root, role=role, cache=folder, folders=settings.data_folders, bounds=settings.bounds)
+    root = resolve_data_root(name, task, settings.data_root, data_root)
+    data = load_site_data(
+        name,
+        task,
+        root,
+        role=role,
+        cache=cache_with_folder(settings.cache, cache),
+        folders=settings.data_folders,
+        bounds=settings.bounds,
+    )
     site = Site(name, task, data, seed, chosen)
     site.computing = Computing(chosen, task.precision, settings.channels_last, settings.compile)
     site.batch_limit = settings.batch_size
-    site.source = lambda other: open_source(name, other, root, settings.data_folders, settings.bounds)
+    site.minimum_patients = settings.minimum_patients
+    site.source = lambda other: open_source(
+        name, other, root, settings.data_folders, settings.bounds
+    )
     if role == "inside":
         batch = min(site.batch_size, site.n["train"] * task.patches_per_image)
-        if (needed := step_bytes(task, batch) / 2**30) > settings.bounds.memory:
+        needed = step_bytes(task, batch) / 2**30
+        if needed > settings.bounds.memory:
             step = f"a training step on {batch} x {list(task.size)} takes about {needed:.1f} GiB"
             allowed = f"{_named('memory')} allows {settings.bounds.memory:g}"
             raise ConfigError(f"site {name}: {step}, {allowed}; make size or batch_size smaller")
         check_batch_bounds(task, settings.bounds, f"site {name}")
     if site.batch_size < task.batch_size:
-        site.notes.append(f"trains with batches of {site.batch_size}, not the task's {task.batch_size}: its {PLACE} says so")
+        site.notes.append(
+            f"trains with batches of {site.batch_size}, not the task's {task.batch_size}: "
+            f"its {PLACE} says so"
+        )
     return site
 
 
 def check_task_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
-    """Compare a task's image size, epochs, network and transforms with a site's bounds, before images are read.
+    """Compare a task's image size, epochs, network and transforms with a site's bounds, before
+    images are read.
 
     Raises:
-        ConfigError: the task is beyond them, its network takes too long to build, or a transform fails on an image of its size.
+        ConfigError: the task is beyond them, its network takes too long to build, or a transform
+            fails on an image of its size.
     """
     bounds.check_task(task, place)
     if task.local_epochs > bounds.epochs:
-        raise ConfigError(f"{place}: task {task.name} has {task.local_epochs} local_epochs, {_named('epochs')} allows {bounds.epochs}")
+        allowed = f"{_named('epochs')} allows {bounds.epochs}"
+        raise ConfigError(
+            f"{place}: task {task.name} has {task.local_epochs} local_epochs, {allowed}"
+        )
     try_task(task, bounds.memory / 4, f"{place}: task {task.name}", _named("memory"))
     needed = sum(tensor.nbytes for tensor in meta_network(task).state_dict().values())
     if needed > bounds.model_bytes:
@@ -95,12 +116,14 @@ def check_batch_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
         ConfigError: the task is beyond them.
     """
     for setting in ("batch_size", "accumulate", "patches_per_image"):
-        if (count := getattr(task, setting)) > bounds.batch:
-            raise ConfigError(f"{place}: task {task.name} has {setting} {count}, {_named('batch')} allows {bounds.batch}")
+        count = getattr(task, setting)
+        if count > bounds.batch:
+            allowed = f"{_named('batch')} allows {bounds.batch}"
+            raise ConfigError(f"{place}: task {task.name} has {setting} {count}, {allowed}")
 
 
 def check_single_batches(task: TaskConfig) -> None:
-    """Raise ConfigError where batches have one image, of which batch normalization sees one number."""
+    """Raise ConfigError where batches have one image and batch normalization sees one number."""
     if task.batch_size > 1:
         return
     image = example(task.image_channels, task.size, "meta")[:1]

@@ -1,6 +1,8 @@
-"""How images come to the network's size (`TaskConfig.image_mode`): resized as a whole, or cut into patches and windows.
+"""How images come to the network's size (`TaskConfig.image_mode`): resized as a whole, or cut into
+patches and windows.
 
-Training, scoring, `predict` and the checks of exports use these classes and functions, so that a model gets the same windows everywhere.
+Training, scoring, `predict` and the checks of exports use these classes and functions, so that a
+model gets the same windows everywhere.
 """
 
 import warnings
@@ -16,8 +18,10 @@ from medflare.data.transforms import plain_tensors
 from medflare.tasks.config import TaskConfig
 from medflare.training.batches import in_order, read_ahead
 
-Predictor = Callable[[Tensor], Tensor]  # images (N, C, ...) -> probabilities (N, outputs, ...) or (N, outputs)
-Samples = tuple[Tensor, Tensor]  # images (B, C, *size) and targets (B, ...)
+# Images (N, C, ...) -> probabilities (N, outputs, ...) or (N, outputs).
+Predictor = Callable[[Tensor], Tensor]
+# Images (B, C, *size) and targets (B, ...).
+Samples = tuple[Tensor, Tensor]
 OVERLAP = 0.25  # of neighbouring windows, as a fraction of a side; MONAI's default
 
 
@@ -27,7 +31,7 @@ class WholeImages:
     per_image = 1  # samples of an image in an epoch
 
     def read(self, data: Split, rows: Tensor) -> Any:
-        """The images of rows, long (B,); draws no random numbers, so that a thread may read ahead."""
+        """The images of rows, long (B,); without random numbers: a thread may read ahead."""
         return data.take(rows)
 
     def samples(self, images: Any, random: np.random.RandomState) -> Samples:
@@ -44,29 +48,48 @@ class WholeImages:
 
 
 class Patches(WholeImages):
-    """Patches of images at their own size (`image_mode` "patch"); smaller images are padded with zeros."""
+    """Patches of images at their own size (`image_mode` "patch"); smaller images are padded with
+    zeros.
+    """
 
     def __init__(self, task: TaskConfig):
-        self.size, self.per_image = task.size, task.patches_per_image
+        self.size = task.size
+        self.per_image = task.patches_per_image
 
     def read(self, data: Split, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Image and target of every row; then once more those of the first image, which give an empty batch (DP-SGD) its shape."""
+        """Image and target of every row; then once more those of the first image, which give an
+        empty batch (DP-SGD) its shape.
+        """
         order = rows.tolist()
-        pairs = {row: (data.image(row), data.targets[row]) for row in dict.fromkeys(order or [0])}  # each once, however often drawn
-        return [pairs[row] for row in order] + [pairs[next(iter(pairs))]]
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        for row in order or [0]:
+            if row not in pairs:  # each is read once, however often it is drawn
+                pairs[row] = (data.image(row), data.targets[row])
+        return [*(pairs[row] for row in order), next(iter(pairs.values()))]
 
-    def samples(self, images: list[tuple[Tensor, Tensor]], random: np.random.RandomState) -> Samples:
-        """A patch of every image, centred on a foreground voxel as often as on a background voxel."""
+    def samples(
+        self, images: list[tuple[Tensor, Tensor]], random: np.random.RandomState
+    ) -> Samples:
+        """A patch of every image, as often centred on a foreground as on a background voxel."""
         from monai.transforms.croppad.dictionary import RandCropByPosNegLabeld
 
         *pairs, (like, label) = images
-        crop = RandCropByPosNegLabeld(["image", "target"], label_key="foreground", spatial_size=self.size).set_random_state(state=random)
-        patches, targets = [like.new_zeros(0, len(like), *self.size)], [label.new_zeros(0, *label.shape[: -len(self.size)], *self.size)]
+        crop = RandCropByPosNegLabeld(
+            ["image", "target"], label_key="foreground", spatial_size=self.size
+        )
+        crop.set_random_state(state=random)
+        patches = [like.new_zeros(0, len(like), *self.size)]
+        targets = [label.new_zeros(0, *label.shape[: -len(self.size)], *self.size)]
         with plain_tensors(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Num foregrounds")  # images without foreground are expected
+            # Images without foreground are expected.
+            warnings.filterwarnings("ignore", "Num foregrounds")
             for image, target in pairs:
                 target = padded_to(target.reshape(-1, *image.shape[1:]).float(), self.size)
-                sample = {"image": padded_to(image, self.size), "target": target, "foreground": target.amax(dim=0, keepdim=True)}
+                sample = {
+                    "image": padded_to(image, self.size),
+                    "target": target,
+                    "foreground": target.amax(dim=0, keepdim=True),
+                }
                 (patch,) = crop(sample)
                 patches.append(patch["image"][None])
                 targets.append(patch["target"].reshape(1, *targets[0].shape[1:]).to(label.dtype))
@@ -76,10 +99,12 @@ class Patches(WholeImages):
         """Adjacent windows that cover every image, `size` at a time."""
         waiting: list[tuple[int, Tensor, Tensor]] = []
         for (row,), (images, targets) in self.whole(data, size):
-            image, target = images[0], targets[0]
+            image = images[0]
+            target = targets[0]
             windows = windows_of(image, self.size)
-            masks = windows_of(target.reshape(-1, *image.shape[1:]).float(), self.size).to(target.dtype)
+            masks = windows_of(target.reshape(-1, *image.shape[1:]).float(), self.size)
             masks = masks.reshape(len(masks), *target.shape[: -len(self.size)], *self.size)
+            masks = masks.to(target.dtype)
             waiting += zip([int(row)] * len(windows), windows, masks, strict=True)
             while len(waiting) >= size or (waiting and row == len(data) - 1):
                 rows, pictures, labels = zip(*waiting[:size], strict=True)
@@ -101,12 +126,14 @@ def padded_to(image: Tensor, size: tuple[int, ...]) -> Tensor:
     """
     from monai.transforms.croppad.array import SpatialPad
 
+    sides = [max(pair) for pair in zip(size, image.shape[1:], strict=True)]
     with plain_tensors():
-        return SpatialPad([max(pair) for pair in zip(size, image.shape[1:], strict=True)])(image)
+        return SpatialPad(sides)(image)
 
 
 def windows_of(image: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Adjacent windows (n, C, *size) that cover an image (C, ...), padded if smaller; the last ones are shifted back to its border.
+    """Adjacent windows (n, C, *size) that cover an image (C, ...), padded if smaller; the last ones
+    are shifted back to its border.
 
     Examples:
         >>> windows_of(torch.arange(5.0)[None], (3,))
@@ -122,7 +149,8 @@ def windows_of(image: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def windowed(predictor: Predictor, task: TaskConfig, batch: int) -> Predictor:
-    """A predictor of whole images: with `image_mode` "patch", a sliding window whose predictions are blended (MONAI, Gaussian).
+    """A predictor of whole images: with `image_mode` "patch", a sliding window whose predictions
+    are blended (MONAI, Gaussian).
 
     At most `batch` windows are predicted at once.
     """

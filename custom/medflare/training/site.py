@@ -1,6 +1,9 @@
-"""A site as a method's site algorithm uses it: data, networks, optimizer, batches, loss and metrics."""
+"""A site as a method's site algorithm uses it: data, networks, optimizer, batches, loss and
+metrics.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,28 +29,48 @@ from medflare.tasks.optimizers import build_optimizer
 from medflare.training.batches import in_random_order, read_ahead, sampling_weights
 from medflare.training.computing import Computing
 from medflare.training.patches import Patches, WholeImages
-from medflare.training.scoring import BatchPrediction, Predictor, measure_split, predict_split, scoring_batch
+from medflare.training.scoring import (
+    BatchPrediction,
+    Predictor,
+    measure_split,
+    predict_split,
+    scoring_batch,
+)
 
 
 class Site:
-    """One hospital: its name, task and data, and everything that a method needs to train and score models there.
+    """One hospital: its name, task and data, and everything that a method needs to train and score
+    models there.
 
     Name and seed (of the run) are keys of its random draws.
 
     Attributes:
         abort: called before every batch; if it returns True, `Aborted` is raised.
-        rate_factor: factor of the learning rate in this round, by the task's schedule; set before every step.
+        rate_factor: factor of the learning rate in this round, by the task's schedule; set before
+            every step.
         start: initial weights of the task's network; None: drawn at random.
-        source: task -> the site's images at their stored size, read as that task says; None for a site made of data in memory.
+        source: task -> the site's images at their stored size, read as that task says; None for a
+            site made of data in memory.
         computing: device, precision and memory format of networks and batches.
         batch_limit: most images that go through a network at once here; None for no limit.
         annotation: the structures that losses and metrics are about.
         image_mode: how images come to the network's size.
+        minimum_patients: of the site's settings: its report shows no results of a smaller group.
         notes: remarks about the data, one line each (absent classes, images left out).
     """
 
-    def __init__(self, name: str, task: TaskConfig, data: SiteData, seed: int = 0, device: torch.device | str = "cpu"):
-        self.name, self.task, self.data, self.seed = name, task, data, seed
+    def __init__(
+        self,
+        name: str,
+        task: TaskConfig,
+        data: SiteData,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ):
+        self.name = name
+        self.task = task
+        self.data = data
+        self.seed = seed
         self.device = torch.device(device)
         self.computing = Computing(self.device, task.precision)
         self.abort: Callable[[], bool] = lambda: False
@@ -55,6 +78,7 @@ class Site:
         self.start: StateDict | None = None
         self.source: Callable[[TaskConfig], Source] | None = None
         self.batch_limit: int | None = None
+        self.minimum_patients = 0
         self.notes = list(data.notes)
         self.image_mode = Patches(task) if task.image_mode == "patch" else WholeImages()
         self.annotation = Annotation(task, data.annotated)
@@ -78,7 +102,9 @@ class Site:
         return self._limited(scoring_batch(self.task))
 
     def _limited(self, size: int) -> int:
-        return size if self.batch_limit is None else min(size, self.batch_limit)
+        if self.batch_limit is None:
+            return size
+        return min(size, self.batch_limit)
 
     def class_counts(self) -> Tensor:
         """Training images, or pixels (segmentation), of each of `task.classes`; int64 (C,)."""
@@ -89,47 +115,85 @@ class Site:
         patients = len(set(self.data.train.patients))
         return range_of(self.data.acquired, patients, self.task.spatial_dims, minimum_patients)
 
-    def network(self, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
-        """A network on the site's device with the initial weights that all sites share, see `networks.catalogue.initial_network`."""
-        return self.computing.placed(initial_network(self.task, self.seed, purpose, spec, outputs, self.start))
+    def network(
+        self,
+        purpose: str = "model",
+        spec: Mapping[str, Any] | None = None,
+        outputs: int | None = None,
+    ) -> FeatureNetwork:
+        """A network on the site's device with the initial weights that all sites share, see
+        `networks.catalogue.initial_network`.
+        """
+        return self.computing.placed(
+            initial_network(self.task, self.seed, purpose, spec, outputs, self.start)
+        )
 
-    def optimizer(self, parameters: Iterable[nn.Parameter], **override: Any) -> torch.optim.Optimizer:
-        """The task's optimizer with the round's learning rate and the task's clipping; `override` sets arguments, for example lr=1e-4."""
+    def optimizer(
+        self, parameters: Iterable[nn.Parameter], **override: Any
+    ) -> torch.optim.Optimizer:
+        """The task's optimizer with the round's learning rate and the task's clipping; `override`
+        sets arguments, for example lr=1e-4.
+        """
         settings = {**self.task.optimizer, **override}
         settings["lr"] *= self.rate_factor
-        return build_optimizer(settings, parameters, f"task {self.task.name}", self.task.clip.norm, self.task.clip.value)
+        return build_optimizer(
+            settings,
+            parameters,
+            f"task {self.task.name}",
+            self.task.clip.norm,
+            self.task.clip.value,
+        )
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The task's loss of logits (N, outputs, ...), a scalar mean; targets as in `data.loading.Split`. See `Annotation.loss`."""
+        """The task's loss of logits (N, outputs, ...), a scalar mean; targets as in
+        `data.loading.Split`. See `Annotation.loss`.
+        """
         return self._loss(logits, targets)
 
-    def batches(self, split: str, *keys: Key, batch_size: int | None = None, augment: bool = True) -> Iterator[Batch]:
-        """One pass over a split in random order; equal (seed, name, keys) give equal batches, see `batches.in_random_order`.
+    def batches(
+        self, split: str, *keys: Key, batch_size: int | None = None, augment: bool = True
+    ) -> Iterator[Batch]:
+        """One pass over a split in random order; equal (seed, name, keys) give equal batches, see
+        `batches.in_random_order`.
 
         Args:
             keys: of this pass, by convention round, purpose, epoch.
             batch_size: other than the task's; `batch_limit` applies too.
         """
-        data, size = self.data.split(split), self._limited(batch_size or self.task.batch_size)
+        data = self.data.split(split)
+        size = self._limited(batch_size or self.task.batch_size)
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
-        count, weights = len(data) * self.image_mode.per_image, self._sampling_weights.get(split)
+        count = len(data) * self.image_mode.per_image
+        weights = self._sampling_weights.get(split)
         orders = in_random_order(count, size, self.seed, self.name, *keys, "order", weights=weights)
-        logged = counted(orders, len(orders), f"site {self.name}, batches of {split} images in this epoch")
-        for index, images in read_ahead(data, (order % len(data) for order in logged), lambda rows: self.image_mode.read(data, rows)):
+        what = f"site {self.name}, batches of {split} images in this epoch"
+        rows = (order % len(data) for order in counted(orders, len(orders), what))
+        for index, images in read_ahead(data, rows, partial(self.image_mode.read, data)):
             batch = self._batch(index, *self.image_mode.samples(images, random))
-            yield self.augmented(batch, random) if augment else batch
+            if augment:
+                batch = self.augmented(batch, random)
+            yield batch
 
     def ordered(self, split: str, batch_size: int | None = None) -> Iterator[Batch]:
-        """One pass in fixed order, without augmentation; with `image_mode` "patch", over the windows that cover the images."""
-        for index, samples in self.image_mode.in_order(self.data.split(split), self._limited(batch_size or self.task.batch_size)):
+        """One pass in fixed order, without augmentation; with `image_mode` "patch", over the
+        windows that cover the images.
+        """
+        data = self.data.split(split)
+        size = self._limited(batch_size or self.task.batch_size)
+        for index, samples in self.image_mode.in_order(data, size):
             yield self._batch(index, *samples)
 
     def take(self, split: str, index: Tensor, random: np.random.RandomState) -> Batch:
-        """The images of the rows `index`, long (B,), on the site's device; with `image_mode` "patch", a patch of each from `random`."""
-        return self._batch(index, *self.image_mode.samples(self.image_mode.read(self.data.split(split), index), random))
+        """The images of the rows `index`, long (B,), on the site's device; with `image_mode`
+        "patch", a patch of each from `random`.
+        """
+        images = self.image_mode.read(self.data.split(split), index)
+        return self._batch(index, *self.image_mode.samples(images, random))
 
     def augmented(self, batch: Batch, random: np.random.RandomState) -> Batch:
-        """A batch of at least one image after the task's random transforms, with random numbers from `random`."""
+        """A batch of at least one image after the task's random transforms, with random numbers
+        from `random`.
+        """
         return Batch(*self._augmentation(batch.images, batch.targets, random), batch.index)
 
     def _batch(self, index: Tensor, images: Tensor, targets: Tensor) -> Batch:
@@ -142,19 +206,39 @@ class Site:
         return Probabilities(model, self.task)
 
     def predictions(self, predictor: Predictor, split: str) -> Iterator[BatchPrediction]:
-        """Probabilities, targets and rows of a split, of a predictor from images (N, C, H, W) to probabilities.
+        """Probabilities, targets and rows of a split, of a predictor from images (N, C, H, W) to
+        probabilities.
 
         A module is in evaluation mode meanwhile. See `scoring.predict_split`.
         """
         data = self.data.split(split)
-        predictions = predict_split(predictor, data, self._batch, self.image_mode, self.task, self.scoring_batch)
-        return counted(predictions, len(data), f"site {self.name}, {split} images measured", size=lambda prediction: len(prediction[2]))
+        predictions = predict_split(
+            predictor, data, self._batch, self.image_mode, self.task, self.scoring_batch
+        )
+        return counted(
+            predictions,
+            len(data),
+            f"site {self.name}, {split} images measured",
+            size=lambda prediction: len(prediction[2]),
+        )
 
-    def score(self, predictor: Predictor, split: str = "validation", metrics: Sequence[str] | None = None) -> Scores:
-        """Metrics of a model on a split: by default the task's; except on the test split only those by which models can be selected."""
-        names = self.task.test_metrics if split == "test" else set(self.task.test_metrics).intersection(selection_metrics(self.task.kind))
-        return self.measure(self.predictions(predictor, split), split, metrics or sorted(names)).scores(self.data.split(split).patients)
+    def score(
+        self, predictor: Predictor, split: str = "validation", metrics: Sequence[str] | None = None
+    ) -> Scores:
+        """Metrics of a model on a split: by default the task's; except on the test split only those
+        by which models can be selected.
+        """
+        names = set(self.task.test_metrics)
+        if split != "test":
+            names.intersection_update(selection_metrics(self.task.kind))
+        predictions = self.predictions(predictor, split)
+        measured = self.measure(predictions, split, metrics or sorted(names))
+        return measured.scores(self.data.split(split).patients)
 
-    def measure(self, predictions: Iterable[BatchPrediction], split: str, metrics: Sequence[str]) -> Measured:
-        """The parts of metrics, of predictions for a whole split; of the structures that were annotated here."""
+    def measure(
+        self, predictions: Iterable[BatchPrediction], split: str, metrics: Sequence[str]
+    ) -> Measured:
+        """The parts of metrics, of predictions for a whole split; of the structures that were
+        annotated here.
+        """
         return measure_split(predictions, self.data.split(split), self.annotation, metrics)

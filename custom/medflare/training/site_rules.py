@@ -1,6 +1,8 @@
-"""What a site demands of a job before it trains: enough patients, other inside sites, and most of its images used.
+"""What a site demands of a job before it trains: enough patients, other inside sites, and most of
+its images used.
 
-A lead can choose classes, images and weights so that a model is that of one patient, whose image the update shows.
+A lead can choose classes, images and weights so that a model is that of one patient, whose image
+the update shows.
 """
 
 import math
@@ -21,41 +23,51 @@ _MOST: Final = 0.9  # of the weight of all training images
 
 
 def check_inside_sites(site: str, count: int, bounds: Bounds) -> None:
-    """Raise ConfigError for a job with fewer inside sites than the site demands: the server would see its model alone."""
+    """Raise ConfigError for a job with fewer inside sites than the site demands: the server would
+    see its model alone.
+    """
     if count < bounds.inside_sites:
         raise ConfigError(
-            f"site {site} does not train in a job with {count} inside sites: its model would hardly be mixed with others; "
+            f"site {site} does not train in a job with {count} inside sites: its model would "
+            "hardly be mixed with others; "
             f"bounds.inside_sites in its {PLACE} asks for {bounds.inside_sites}"
         )
 
 
-def check_selection(site: str, task: TaskConfig, data: SiteData, minimum_patients: int, bounds: Bounds) -> None:
+def check_selection(
+    site: str, task: TaskConfig, data: SiteData, minimum_patients: int, bounds: Bounds
+) -> None:
     """Compare what a task selects of a site's images with what the site demands.
 
     Raises:
-        ConfigError: the task leaves out more images, or trains on fewer patients. The error has no number of patients
-            or images: it leaves the site.
+        ConfigError: the task leaves out more images, or trains on fewer patients. The error has no
+            number of patients or images: it leaves the site.
     """
     left_out = len(data.dropped) + len(data.left_out)
     images = left_out + sum(len(data.split(split)) for split in ("train", "validation", "test"))
     if left_out > bounds.drop_share * images:
         raise ConfigError(
-            f"site {site} does not train: the task leaves out more of its images than bounds.drop_share in its "
-            f"{PLACE} allows ({bounds.drop_share:g}); list more labels in the task's label_values"
+            f"site {site} does not train: the task leaves out more of its images than "
+            f"bounds.drop_share in its {PLACE} allows ({bounds.drop_share:g}); "
+            "list more labels in the task's label_values"
         )
     patients = len(set(data.train.patients))
-    if patients < minimum_patients or weighty_patients(task, data) < math.ceil(_MOST * minimum_patients):
+    weighty_minimum = math.ceil(_MOST * minimum_patients)
+    if patients < minimum_patients or weighty_patients(task, data) < weighty_minimum:
         raise ConfigError(
-            f"site {site} does not train, and sends no model: with this task's classes and weights, training is on "
-            f"fewer patients than its minimum_patients ({minimum_patients})"
+            f"site {site} does not train, and sends no model: with this task's classes and "
+            "weights, training is on fewer patients than its minimum_patients "
+            f"({minimum_patients})"
         )
 
 
 def weighty_patients(task: TaskConfig, data: SiteData) -> int:
-    """The smallest number of training patients that have 0.9 of the weight in training; of n equal ones ceil(0.9 n).
+    """The smallest number of training patients that have 0.9 of the weight in training; of n equal
+    ones ceil(0.9 n).
 
-    A patient's weight is the mean over the patient's images of the weight in sampling, times that of the class in the
-    loss (see `loss_factors`): what the task chooses, not how many images a patient has.
+    A patient's weight is the mean over the patient's images of the weight in sampling, times that
+    of the class in the loss (see `loss_factors`): what the task chooses, not how many images a
+    patient has.
     """
     train = data.train
     weights = sampling_weights(task, train.targets)
@@ -75,7 +87,8 @@ def weighty_patients(task: TaskConfig, data: SiteData) -> int:
 
 
 def loss_factors(task: TaskConfig, present: Tensor) -> Tensor:
-    """The factor of each image in the loss by the task's class weights, float64 (N,): the largest of its classes.
+    """The factor of each image in the loss by the task's class weights, float64 (N,): the largest
+    of its classes.
 
     Args:
         present: bool (N, classes), whether an image shows a class of `task.classes`.
@@ -88,4 +101,5 @@ def loss_factors(task: TaskConfig, present: Tensor) -> Tensor:
     largest = (present * factors).amax(dim=1)
     if task.target == "multiclass":
         return largest
-    return largest.clamp(min=1.0)  # the weights are those of positives; an image without any counts once
+    # The weights are those of positives; an image without any counts once.
+    return largest.clamp(min=1.0)

@@ -1,4 +1,6 @@
-"""Time and memory of a task's training step, measured on this device; and an estimate for a network that is too large to try."""
+"""Time and memory of a task's training step, measured on this device; and an estimate for a network
+that is too large to try.
+"""
 
 import time
 from dataclasses import dataclass
@@ -27,39 +29,45 @@ class StepCost:
     """What a training step takes."""
 
     seconds: float
-    gibibytes: float  # weights, gradients, the optimizer's moments and what the step keeps for its gradient
+    gibibytes: float  # weights, gradients, moments and what the step keeps for its gradient
 
 
 def measure_step(task: TaskConfig, device: torch.device) -> StepCost:
     """Train on noise for a few steps, with the task's augmentation and batch size.
 
-    On a CPU the time is the smaller of the clock's and the processor's, so that other programs do not count.
+    On a CPU the time is the smaller of the clock's and the processor's, so that other programs do
+    not count.
     """
     memory = _Memory(device)
     random = numpy_generator(0, "measure step")
     shape = (task.batch_size, task.image_channels, *task.size)
     images = torch.tensor(random.random(shape, dtype=np.float32))
     targets = noise_targets(task, task.batch_size)
-    augmentation, loss = Augmentation(task), build_loss(task).to(device)
+    augmentation = Augmentation(task)
+    loss = build_loss(task).to(device)
     network = initial_network(task, seed=0).to(device).train()
     draws = np.random.RandomState(0)
-    seconds = []
+    seconds: list[float] = []
     with seeded(0, "measure step"), network.frozen(task.freeze.parts):
         optimizer = build_optimizer(task.optimizer, trainable(network), f"task {task.name}")
         for _ in range(1 + _STEPS):
-            clock, processor = time.perf_counter(), time.process_time()
+            clock = time.perf_counter()
+            processor = time.process_time()
             batch, truth = augmentation(images, targets, draws)
             optimizer.zero_grad(set_to_none=True)
             loss(network(batch.to(device)), truth.to(device)).backward()
             optimizer.step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            clock, processor = time.perf_counter() - clock, time.process_time() - processor
-            seconds.append(clock if device.type != "cpu" else min(clock, processor))
-    taken = memory.peak()
-    if device.type != "cuda":  # a process takes memory that it has freed before, which is not seen as growth
-        taken = max(taken or 0, step_bytes(task, task.batch_size))
-    return StepCost(min(seconds[1:]), (taken or 0) / 2**30)
+            elapsed = time.perf_counter() - clock
+            if device.type == "cpu":
+                elapsed = min(elapsed, time.process_time() - processor)
+            seconds.append(elapsed)
+    taken = memory.peak() or 0
+    if device.type != "cuda":
+        # A process takes memory that it has freed before, which is not seen as growth.
+        taken = max(taken, step_bytes(task, task.batch_size))
+    return StepCost(min(seconds[1:]), taken / 2**30)
 
 
 def noise_targets(task: TaskConfig, images: int) -> torch.Tensor:
@@ -81,8 +89,8 @@ class _Memory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self._before = torch.cuda.memory_allocated(device)
-        elif device.type == "cpu":
-            self._before = _resident("VmRSS") if _forget_peak() else None
+        elif device.type == "cpu" and _forget_peak():
+            self._before = _resident("VmRSS")
 
     def peak(self) -> int | None:
         """Bytes; None where this system does not say."""
@@ -91,11 +99,15 @@ class _Memory:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._before
         highest = _resident("VmHWM")
-        return None if highest is None else highest - self._before
+        if highest is None:
+            return None
+        return highest - self._before
 
 
 def _forget_peak() -> bool:
-    """Set the peak of this process's memory to its present size; False where Linux's /proc is missing."""
+    """Set the peak of this process's memory to its present size; False where Linux's /proc is
+    missing.
+    """
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -105,7 +117,8 @@ def _forget_peak() -> bool:
 
 def _resident(field: str) -> int | None:
     """A number of bytes of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    for line in status.splitlines():
         name, _, value = line.partition(":")
         if name == field:
             return 1024 * int(value.split()[0])
@@ -113,7 +126,9 @@ def _resident(field: str) -> int | None:
 
 
 def step_operations(task: TaskConfig) -> float:
-    """Floating-point operations of the forward pass of one image, counted without computing; infinite if torch cannot count them."""
+    """Floating-point operations of the forward pass of one image, counted without computing;
+    infinite if torch cannot count them.
+    """
     counter = FlopCounterMode(display=False)
     try:
         with torch.no_grad(), counter:

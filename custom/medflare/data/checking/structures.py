@@ -1,4 +1,7 @@
-"""How structures lie in the masks of a site: what resizing loses of them, and along which axes they keep an order."""
+"""How structures lie in the masks of a site.
+
+What resizing loses of them, and along which axes they keep an order.
+"""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -12,7 +15,10 @@ from medflare.core.settings import STRICT
 from medflare.tasks.config import TaskConfig
 
 # Longest sides, in pixels or voxels, to which masks are resized.
-SIDES: Final = {2: (32, 48, 64, 96, 128, 160, 192, 256, 384, 512), 3: (16, 24, 32, 48, 64, 80, 96, 128)}
+SIDES: Final = {
+    2: (32, 48, 64, 96, 128, 160, 192, 256, 384, 512),
+    3: (16, 24, 32, 48, 64, 80, 96, 128),
+}
 _MAX_SIDE: Final = 1024  # larger masks are thinned out first
 _SAME_ORDER: Final = 0.95  # share of images
 _APART: Final = 1.0  # distance of two centres, in deviations of their pixels
@@ -22,10 +28,12 @@ _APART: Final = 1.0  # distance of two centres, in deviations of their pixels
 class Layout:
     """Numbers of all masks together."""
 
-    # Longest side -> Dice of a mask and the same mask after resizing to this side and back: the mean over the images that show a
-    # structure, of the structure that loses most. Sides above those of all images are left out.
+    # Longest side -> Dice of a mask and the same mask after resizing to this side and back: the
+    # mean over the images that show a structure, of the structure that loses most. Sides above
+    # those of all images are left out.
     detail: dict[int, Annotated[float, Field(ge=0, le=1)]]
-    ordered: tuple[bool, ...]  # by axis: whether one structure lies before another one in nearly all images
+    # By axis: whether one structure lies before another one in nearly all images.
+    ordered: tuple[bool, ...]
 
 
 class LayoutOfImages:
@@ -39,13 +47,11 @@ class LayoutOfImages:
 
     def add(self, target: np.ndarray, patient: str) -> None:
         """Add the structures of an image; `target` as `decoding.target_of` returns it."""
-        present = {}
+        centres = {}
         for name, mask in self._structures(target).items():
             if mask.any():
-                present[name] = mask
-        for name, mask in present.items():
-            self._add_detail(name, mask, patient)
-        centres = {name: _centre_and_variance(mask) for name, mask in present.items()}
+                self._add_detail(name, mask, patient)
+                centres[name] = _centre_and_variance(mask)
         for first, second in combinations(centres, 2):
             distances = standardised_distance(centres[first], centres[second])
             self._distances.setdefault((first, second), []).append((patient, distances))
@@ -67,20 +73,24 @@ class LayoutOfImages:
                 self._dice.setdefault((side, name), []).append((patient, dice))
 
     def summary(self, minimum: int = 0) -> Layout:
-        """The numbers of the images that were added; those of fewer than `minimum` patients are left out."""
+        """The numbers of the images that were added.
+
+        Those of fewer than `minimum` patients are left out.
+        """
         detail: dict[int, float] = {}
-        suppressed = set()
+        suppressed: set[int] = set()
         for (side, _), rows in sorted(self._dice.items()):
             if _patients(rows) < minimum:
                 suppressed.add(side)
             mean = float(np.mean([dice for _, dice in rows]))
             detail[side] = min(mean, detail.get(side, 1.0))
+        for side in suppressed:
+            del detail[side]
         ordered = np.zeros(self._task.spatial_dims, bool)
         for pairs in self._distances.values():
             if _patients(pairs) >= minimum:
                 ordered |= keeps_order(np.array([distances for _, distances in pairs]))
-        shown = {side: dice for side, dice in detail.items() if side not in suppressed}
-        return Layout(shown, tuple(ordered.tolist()))
+        return Layout(detail, tuple(ordered.tolist()))
 
 
 def _patients(rows: Sequence[tuple[str, object]]) -> int:
@@ -88,13 +98,17 @@ def _patients(rows: Sequence[tuple[str, object]]) -> int:
 
 
 def dice_after_resizing(mask: np.ndarray, side: int) -> float:
-    """Dice of a mask and the same mask resized to a longest side of `side` and back, both by the nearest pixel.
+    """Dice of a mask and the same mask resized to a longest side of `side` and back.
+
+    Both by the nearest pixel.
 
     Examples:
         >>> dots = np.zeros((4, 4), bool)
         >>> dots[1, 1] = True
-        >>> dice_after_resizing(np.ones((4, 4), bool), 2), dice_after_resizing(dots, 4), dice_after_resizing(dots, 2)
-        (1.0, 1.0, 0.4)
+        >>> dice_after_resizing(dots, 4), dice_after_resizing(dots, 2)
+        (1.0, 0.4)
+        >>> dice_after_resizing(np.ones((4, 4), bool), 2)
+        1.0
     """
     scale = side / max(mask.shape)
     small = mask
@@ -114,22 +128,30 @@ def _nearest(before: int, after: int) -> np.ndarray:
 
 def _centre_and_variance(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and variance of the coordinates of a mask's pixels, (axes,) each."""
-    centres, variances = [], []
+    centres = []
+    variances = []
     for axis in range(mask.ndim):
-        pixels = mask.sum(axis=tuple(other for other in range(mask.ndim) if other != axis))
-        places = np.arange(len(pixels))
-        centre = np.average(places, weights=pixels)
+        others = list(range(mask.ndim))
+        others.remove(axis)
+        pixels = mask.sum(axis=tuple(others))
+        coordinates = np.arange(len(pixels))
+        centre = np.average(coordinates, weights=pixels)
         centres.append(centre)
-        variances.append(np.average((places - centre) ** 2, weights=pixels))
+        variances.append(np.average((coordinates - centre) ** 2, weights=pixels))
     return np.array(centres), np.array(variances)
 
 
-def standardised_distance(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """From the centre of one structure to that of another by axis, over the root of their summed variances.
+def standardised_distance(
+    first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]
+) -> np.ndarray:
+    """From the centre of one structure to that of another by axis, over the root of their summed
+    variances.
 
-    Two halves of a bar are 2.4 apart; a cup in the middle of its disc is 0 apart. A pixel adds a variance of 1 / 12.
+    Two halves of a bar are 2.4 apart; a cup in the middle of its disc is 0 apart. A pixel adds a
+    variance of 1 / 12.
     """
-    (centre, variance), (other_centre, other_variance) = first, second
+    centre, variance = first
+    other_centre, other_variance = second
     return (other_centre - centre) / np.sqrt(variance + other_variance + 2 / 12)
 
 

@@ -1,5 +1,6 @@
-"""Sites of pretrained features: every image goes once through a frozen network, and its features are stored as an image of one row.
+"""Sites of pretrained features.
 
+Every image goes once through a frozen network, and its features are stored as an image of one row.
 Only a head remains to be trained, so a round takes a fraction of a second and messages are small.
 """
 
@@ -19,7 +20,7 @@ from medflare.core.store import write_atomically, write_json
 from medflare.data.datalist import site_folders, site_name
 from medflare.data.dataset_import.datalists import check_target, write_datalist
 from medflare.data.dataset_import.folders import Item
-from medflare.data.decoding import decoded_rows
+from medflare.data.decoding import DecodedRow, decoded_rows
 from medflare.data.loading import check_unreadable, open_source, renumbered_entries
 from medflare.data.progress import counted
 from medflare.data.targets import encode_label
@@ -31,11 +32,31 @@ from medflare.tasks.config import TaskConfig, load_task
 TASK: Final = "task.json"  # beside the sites' folders
 _BATCH: Final = 32
 _COPIED: Final = (  # settings that do not describe images
-    *("kind", "target", "labels", "label_values", "unlisted_labels", "resplit", "metric"),
-    *("loss", "optimizer", "schedule", "clip", "sampling", "batch_size", "accumulate", "local_epochs"),
+    "kind",
+    "target",
+    "labels",
+    "label_values",
+    "unlisted_labels",
+    "resplit",
+    "metric",
+    "loss",
+    "optimizer",
+    "schedule",
+    "clip",
+    "sampling",
+    "batch_size",
+    "accumulate",
+    "local_epochs",
 )
 _HEAD: Final = {"name": "mlp", "hidden": [64], "batch_norm": True}
-_UNCHANGED: Final = {"name": "ScaleIntensityRange", "a_min": 0.0, "a_max": 1.0, "b_min": 0.0, "b_max": 1.0, "clip": False}
+_UNCHANGED: Final = {
+    "name": "ScaleIntensityRange",
+    "a_min": 0.0,
+    "a_max": 1.0,
+    "b_min": 0.0,
+    "b_max": 1.0,
+    "clip": False,
+}
 
 
 @dataclass(frozen=True)
@@ -48,12 +69,19 @@ class Features:
 
     def render(self) -> str:
         """A line per site, and the task file."""
-        lines = [f"{site or 'images'}: {count} x {self.task.size[1]} features" for site, count in self.images.items()]
-        return "\n".join([*lines, f"written: {self.home / TASK}, which trains a head on them: {self.task.network}"])
+        lines = []
+        for site, count in self.images.items():
+            lines.append(f"{site or 'images'}: {count} x {self.task.size[1]} features")
+        head = f"which trains a head on them: {self.task.network}"
+        return "\n".join([*lines, f"written: {self.home / TASK}, {head}"])
 
 
-def write_features(root: Path, task: TaskConfig, home: Path, *, weights: Path | None = None, force: bool = False) -> Features:
-    """Write sites whose images are features of the task's network; patients, labels and splits are unchanged.
+def write_features(
+    root: Path, task: TaskConfig, home: Path, *, weights: Path | None = None, force: bool = False
+) -> Features:
+    """Write sites whose images are features of the task's network.
+
+    Patients, labels and splits are unchanged.
 
     Args:
         root: a site's folder, or the folder of several.
@@ -62,26 +90,45 @@ def write_features(root: Path, task: TaskConfig, home: Path, *, weights: Path | 
         weights: the file or its folder, see `networks.weights.find_weights`.
 
     Raises:
-        ConfigError: the task is a segmentation, or its network has no weights or features; weights that do not fit.
+        ConfigError: the task is a segmentation, or its network has no weights or features; weights
+            that do not fit.
         DataError: an image that cannot be used, `home` within `root`, or datalists that exist.
     """
     if task.kind != "classification":
         raise ConfigError(f"task {task.name}: features need a classification task")
     if "weights" not in task.network:
-        raise ConfigError(f"task {task.name}: features need pretrained weights; set network.weights")
+        problem = "features need pretrained weights; set network.weights"
+        raise ConfigError(f"task {task.name}: {problem}")
     if home.resolve().is_relative_to(root.resolve()):
-        raise DataError(f"{home} is in {root} and would be read as one of its sites; take another folder")
-    folders = {"" if folder == root else site_name(folder): folder for folder in site_folders(root)}
+        problem = f"{home} is in {root} and would be read as one of its sites"
+        raise DataError(f"{problem}; take another folder")
+    folders = {}
+    for folder in site_folders(root):
+        site = "" if folder == root else site_name(folder)
+        folders[site] = folder
     check_target(home, folders, force=force)
     network = initial_network(task, 0, start=starting_state(task, 0, weights)).eval()
+    name = task.network["name"]
     if not network.has_features:
-        raise ConfigError(f"task {task.name}: network {task.network['name']} has no features; take another one")
-    images = {site: _write_site(site, folder, task, network, home / site) for site, folder in sorted(folders.items())}
+        problem = f"network {name} has no features; take another one"
+        raise ConfigError(f"task {task.name}: {problem}")
+    images = {}
+    for site, folder in sorted(folders.items()):
+        images[site] = _write_site(site, folder, task, network, home / site)
     width = _features(network, torch.zeros(1, task.image_channels, *task.size)).shape[1]
+    source = f"features of {name} from {task.network['weights']['file']}; {task.source}"
     settings = task.to_dict()
-    source = f"features of {task.network['name']} from {task.network['weights']['file']}; {task.source}".removesuffix("; ")
-    described = {"channels": 1, "size": [1, width], "intensity": _UNCHANGED, "network": _HEAD, "source": source}
-    head = load_task({name: settings[name] for name in _COPIED} | described | {"name": f"{task.name}_features"})
+    head = load_task(
+        {
+            **{name: settings[name] for name in _COPIED},
+            "name": f"{task.name}_features",
+            "channels": 1,
+            "size": [1, width],
+            "intensity": _UNCHANGED,
+            "network": _HEAD,
+            "source": source.removesuffix("; "),
+        }
+    )
     write_json(home / TASK, head.to_dict(), public=True)
     return Features(home, head, images)
 
@@ -92,28 +139,42 @@ def _features(network: FeatureNetwork, images: Tensor) -> Tensor:
     return pooled(network.features_and_output(images)[0])
 
 
-def _write_site(site: str, folder: Path, task: TaskConfig, network: FeatureNetwork, target: Path) -> int:
-    """The features of one site; the datalist is written last, so a folder without one is incomplete."""
+def _write_site(
+    site: str, folder: Path, task: TaskConfig, network: FeatureNetwork, target: Path
+) -> int:
+    """The features of one site.
+
+    The datalist is written last, so a folder without one is incomplete.
+    """
+    name = site or site_name(folder)
     source = open_source(site, task, folder)
-    listed, _ = renumbered_entries(site or site_name(folder), task, source)
-    entries = [entry for entry in listed if encode_label(entry.label, task, entry.place) is not None]
+    listed, _ = renumbered_entries(name, task, source)
+    entries = []
+    for entry in listed:
+        if encode_label(entry.label, task, entry.place) is not None:
+            entries.append(entry)
     failed: dict[int, str] = {}
-    images = counted(entries, len(entries), f"{site or site_name(folder)}, images through the network")
-    rows = ((row.entry, row.image) for row in decoded_rows(task, source, images, failed))
+    images = counted(entries, len(entries), f"{name}, images through the network")
+    rows = decoded_rows(task, source, images, failed)
     items = []
     for number, (index, features) in enumerate(_through(network, rows)):
         file = target / "features" / f"{number:06d}.tiff"
         content = BytesIO()
         Image.fromarray(features.float().numpy()[None]).save(content, format="TIFF")
         write_atomically(file, content.getvalue())
-        items.append(Item((file,), entries[index].label, entries[index].patient, entries[index].split))
+        entry = entries[index]
+        attributes = entry.attributes
+        item = Item((file,), entry.label, entry.patient, entry.split, attributes=attributes)
+        items.append(item)
     check_unreadable(failed, len(entries), task, site or str(folder))
     write_datalist(target, items, target, splits=source.listed())
     return len(items)
 
 
-def _through(network: FeatureNetwork, rows: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """(index, features (D,)) of every row (index, image), computed in batches."""
+def _through(network: FeatureNetwork, rows: Iterable[DecodedRow]) -> Iterator[tuple[int, Tensor]]:
+    """(index of the entry, features (D,)) of every row, computed in batches."""
     rows = iter(rows)
     while batch := list(islice(rows, _BATCH)):
-        yield from zip((index for index, _ in batch), _features(network, torch.stack([image for _, image in batch])), strict=True)
+        features = _features(network, torch.stack([row.image for row in batch]))
+        for row, of_row in zip(batch, features, strict=True):
+            yield row.entry, of_row

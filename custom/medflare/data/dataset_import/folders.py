@@ -1,4 +1,7 @@
-"""The images, masks and tables of a downloaded folder: which mask belongs to which image, and which folder is a class."""
+"""The images, masks and tables of a downloaded folder.
+
+Which mask belongs to which image, and which folder is a class.
+"""
 
 import math
 import os
@@ -7,6 +10,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -14,13 +18,17 @@ import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.core.text import read_json
+from medflare.data.attributes import Attributes
 from medflare.data.datalist import FILE, patient_id
 from medflare.data.dicom import SEGMENTATION, is_other_object, tags_of
 from medflare.data.local import FOLDERS, allowed_folders
 from medflare.data.reading import NIFTI, PICTURES, explained, is_dicom, read_stored, stem, suffix
 from medflare.data.targets import plain_name
 
-LAYOUTS: Final = "an image and its mask by name (a.png, a_mask.png), images/ and masks/, a folder per class, or a table (CSV)"
+LAYOUTS: Final = (
+    "an image and its mask by name (a.png, a_mask.png), images/ and masks/, a folder per class, "
+    "or a table (CSV)"
+)
 MAX_CLASSES: Final = 30  # more folders or values are probably not classes
 _IMAGES_OF_CLASS: Final = 2.5  # folders with fewer, in the mean, are probably patients
 _TABLES: Final = (".csv", ".tsv")
@@ -32,31 +40,65 @@ _TAGS: Final = ("Rows", "SOPClassUID", "SeriesInstanceUID", "PatientID", "Refere
 _HEADER: Final = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
 
 _MASK: Final = frozenset(
-    ("mask", "masks", "label", "labels", "seg", "segs", "segmentation", "segmentations", "gt", "groundtruth", "truth", "annotations")
+    (
+        "mask",
+        "masks",
+        "label",
+        "labels",
+        "seg",
+        "segs",
+        "segmentation",
+        "segmentations",
+        "gt",
+        "groundtruth",
+        "truth",
+        "annotations",
+    )
 )
 _MASK_WORDS: Final = frozenset((*_MASK, "ground"))
-_IMAGE: Final = frozenset(("image", "images", "img", "imgs", "picture", "pictures", "photo", "photos", "scan", "scans", "input"))
+_IMAGE: Final = frozenset(
+    (
+        "image",
+        "images",
+        "img",
+        "imgs",
+        "picture",
+        "pictures",
+        "photo",
+        "photos",
+        "scan",
+        "scans",
+        "input",
+    )
+)
 _SPLITS: Final = {
     **dict.fromkeys(("train", "training"), "training"),
     **dict.fromkeys(("val", "valid", "validation"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
 _IGNORED_WORDS: Final = frozenset(("set", "data", "folder", "split", "ground", *_IMAGE, *_MASK))
+_NO_NAMES: Final = _IGNORED_WORDS | _SPLITS.keys()
 _WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
-_CHANNEL: Final = re.compile(r"^(.+)_(\d{4}|[a-z][a-z0-9]*)$")  # ends in a number (nnU-Net), or in NIfTI files in a word (`_flair`)
+# Ends in a number (nnU-Net), or in NIfTI files in a word (`_flair`).
+_CHANNEL: Final = re.compile(r"^(.+)_(\d{4}|[a-z][a-z0-9]*)$")
 
 
 @dataclass(frozen=True)
 class Item:
     """One image to import."""
 
-    files: tuple[Path | None, ...]  # of the image, one per channel, None for a missing channel; a single file has all channels
-    label: Any  # a class number or a list of 0 and 1 (classification), a mask file or a list of them (segmentation)
+    # Of the image, one per channel, None for a missing channel; a single file has all channels.
+    files: tuple[Path | None, ...]
+    # A class number or a list of 0 and 1 (classification), a mask file or a list of them
+    # (segmentation).
+    label: Any
     patient: str = ""  # ID of the patient; "" if unknown
     split: str = ""  # "training", "validation", "test", or "" if it is to be drawn
     site: str = ""  # name of the site; "" if unknown
-    # files that do not exist yet -> a function that makes their pixels, uint8 (H, W) or (H, W, 3); written as PNG
+    # Files that do not exist yet -> a function that makes their pixels, uint8 (H, W) or (H, W, 3);
+    # written as PNG.
     rendered: Mapping[Path, Callable[[], np.ndarray]] = field(default_factory=dict, compare=False)
+    attributes: Attributes = Attributes()  # for results by group
 
     @property
     def first(self) -> Path:
@@ -66,14 +108,22 @@ class Item:
     @property
     def masks(self) -> list[Path]:
         """The mask files; empty in classification."""
-        return [mask for mask in (self.label if isinstance(self.label, list) else [self.label]) if isinstance(mask, Path)]
+        labels = self.label if isinstance(self.label, list) else [self.label]
+        return [label for label in labels if isinstance(label, Path)]
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files of the image and of its masks."""
+        return [*filter(None, self.files), *self.masks]
 
     @property
     def stratum(self) -> str:
         """The class, or the first positive finding, for stratified splits; "" in segmentation."""
         if self.masks:
             return ""
-        return str(self.label.index(1) if 1 in self.label else -1) if isinstance(self.label, list) else str(self.label)
+        if not isinstance(self.label, list):
+            return str(self.label)
+        return str(self.label.index(1)) if 1 in self.label else "-1"
 
 
 @dataclass(frozen=True)
@@ -82,11 +132,14 @@ class Dataset:
 
     kind: str  # "segmentation" or "classification"
     items: tuple[Item, ...]
-    labels: Mapping[str, Any]  # {"0": name} as in Decathlon, or {name: 0} as in nnU-Net; empty if unknown
+    # {"0": name} as in Decathlon, or {name: 0} as in nnU-Net; empty if unknown.
+    labels: Mapping[str, Any]
     layout: str  # in words, for the report
-    channels: Mapping[str, str] = field(default_factory=dict)  # number of a channel as text -> its name; empty if unknown
+    # Number of a channel as text -> its name; empty if unknown.
+    channels: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # files that are not used, one line each
-    missing: tuple[str, ...] = ()  # images without mask or label, and masks without image, one line each
+    # Images without mask or label, and masks without image, one line each.
+    missing: tuple[str, ...] = ()
     options: str = "--kind, --table or --label-column"  # against a wrong guess
 
 
@@ -98,8 +151,10 @@ class ImageFolder:
     images: tuple[Path, ...]  # image files, and folders with one DICOM series, sorted
     tables: tuple[Path, ...]  # CSV and TSV files, sorted
     patients: Mapping[Path, str]  # DICOM image -> its PatientID, if the header has one
-    segmented: Mapping[Path, Path] = field(default_factory=dict)  # DICOM segmentation -> the series of the folder that it refers to
-    slices: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)  # folder to make for a DICOM series -> files beside others
+    # DICOM segmentation -> the series of the folder that it refers to.
+    segmented: Mapping[Path, Path] = field(default_factory=dict)
+    # Folder to make for a DICOM series -> files beside others.
+    slices: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # folders that are left out, one line each
     unreadable: tuple[str, ...] = ()  # DICOM files, one line each
 
@@ -108,9 +163,15 @@ class ImageFolder:
         return path.relative_to(self.root).as_posix()
 
     def names(self) -> "dict[Path, FileName]":
-        """Image -> the parts of its name; a DICOM segmentation of a series has those of the series, as a mask."""
+        """Image -> the parts of its name.
+
+        A DICOM segmentation of a series has those of the series, as a mask.
+        """
         names = {image: parse_name(image.relative_to(self.root)) for image in self.images}
-        return names | {mask: names[image]._replace(mask=True) for mask, image in self.segmented.items()}
+        of_masks = {}
+        for mask, image in self.segmented.items():
+            of_masks[mask] = names[image]._replace(mask=True)
+        return names | of_masks
 
 
 def scan_folder(root: Path) -> ImageFolder:
@@ -120,17 +181,17 @@ def scan_folder(root: Path) -> ImageFolder:
     """
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give the folder of the images, unpacked")
-    images: list[Path] = []
-    tables: list[Path] = []
+    images = []
+    tables = []
     headers: dict[Path, _Header] = {}
-    loose: dict[Path, tuple[Path, ...]] = {}
+    slices: dict[Path, tuple[Path, ...]] = {}
     left_out: LeftOut = {}
-    unreadable: list[str] = []
-    others: list[Path] = []
+    unreadable = []
+    others = []
     for folder, files in walk(root, left_out, _reason_of_datalist):
-        own_images = [file for file in files if suffix(file) in (*PICTURES, *NIFTI)]
-        own_tables = [file for file in files if suffix(file) in _TABLES]
-        only_slices = not own_images and not own_tables and folder != root
+        pictures = [file for file in files if suffix(file) in (*PICTURES, *NIFTI)]
+        tables_here = [file for file in files if suffix(file) in _TABLES]
+        only_slices = not pictures and not tables_here and folder != root
         dicom = [file for file in files if file.is_file() and is_dicom(file)]
         readable, damaged, without_image = _read_headers(dicom)
         others += without_image
@@ -138,28 +199,45 @@ def scan_folder(root: Path) -> ImageFolder:
             unreadable.append(f"{file.relative_to(root).as_posix()}: cannot be read as DICOM")
         series_headers, apart = _dicom_series(folder, readable, only_slices)
         headers |= series_headers
-        loose |= apart
-        images += own_images
-        tables += own_tables
+        slices |= apart
+        images += pictures
+        tables += tables_here
     images += headers
     notes = left_out_lines(left_out)
     if others:
         first = others[0].relative_to(root).as_posix()
-        notes.append(f"left out, DICOM objects without an image: {len(others)}, the first: {first}")
+        found = f"DICOM objects without an image: {len(others)}, the first: {first}"
+        notes.append(f"left out, {found}")
     if not images:
         found = f"no image ({', '.join((*PICTURES, *NIFTI, '.dcm'))})"
         remedy = "; ".join(("give the folder of the images", *notes, *unreadable[:1]))
         raise DataError(f"{root}: {found}; {remedy}")
-    patients = {image: header.patient for image, header in headers.items() if header.patient}
     by_series = {header.series: image for image, header in headers.items()}
-    segmented = {mask: by_series[header.segments] for mask, header in headers.items() if header.segments in by_series}
-    return ImageFolder(root, tuple(sorted(images)), tuple(sorted(tables)), patients, segmented, loose, tuple(notes), tuple(unreadable))
+    patients = {}
+    segmented = {}
+    for image, header in headers.items():
+        if header.patient:
+            patients[image] = header.patient
+        if header.segments in by_series:
+            segmented[image] = by_series[header.segments]
+    return ImageFolder(
+        root,
+        tuple(sorted(images)),
+        tuple(sorted(tables)),
+        patients,
+        segmented,
+        slices,
+        tuple(notes),
+        tuple(unreadable),
+    )
 
 
 LeftOut = dict[str, list[str]]  # why folders are left out -> their names
 
 
-def walk(root: Path, left_out: LeftOut, reason_of: Callable[[Path], str] = lambda folder: "") -> Iterator[tuple[Path, list[Path]]]:
+def walk(
+    root: Path, left_out: LeftOut, reason_of: Callable[[Path], str] = lambda folder: ""
+) -> Iterator[tuple[Path, list[Path]]]:
     """Every folder below `root`, itself the first, and its files, sorted; hidden ones aside.
 
     Folders of systems are left out, and links to folders, unless MEDFLARE_DATA_FOLDERS allows what
@@ -171,12 +249,14 @@ def walk(root: Path, left_out: LeftOut, reason_of: Callable[[Path], str] = lambd
     """
     allowed = [path.resolve() for path in allowed_folders()]
     searched = {root.resolve()}
-    for place, folders, names in os.walk(root, followlinks=True):
-        folder, used = Path(place), []
+    for path, folders, names in os.walk(root, followlinks=True):
+        folder = Path(path)
+        used = []
         for name in sorted(folders):
             if name.startswith("."):
                 continue
-            reason = _reason_to_leave_out(folder / name, allowed, searched) or reason_of(folder / name)
+            inner = folder / name
+            reason = _reason_to_leave_out(inner, allowed, searched) or reason_of(inner)
             if reason:
                 left_out.setdefault(reason, []).append(name)
             else:
@@ -188,6 +268,11 @@ def walk(root: Path, left_out: LeftOut, reason_of: Callable[[Path], str] = lambd
 def left_out_lines(left_out: LeftOut) -> list[str]:
     """A line for each reason for which folders are left out."""
     return [f"left out, {reason}: {_counted(names)}" for reason, names in left_out.items()]
+
+
+def prefixed(prefix: str, lines: Iterable[str]) -> list[str]:
+    """The lines behind a prefix and a colon."""
+    return [f"{prefix}: {line}" for line in lines]
 
 
 def is_system_folder(name: str) -> bool:
@@ -207,68 +292,89 @@ def _reason_to_leave_out(folder: Path, allowed: Collection[Path], searched: set[
     if not folder.is_symlink():
         return ""
     target = folder.resolve()
-    twice = any(target.is_relative_to(place) or place.is_relative_to(target) for place in searched)
-    if twice or not any(target.is_relative_to(place) for place in allowed):
-        return f"as links to folders are not followed (give the folders themselves, or allow them in {FOLDERS})"
+    twice = any(target.is_relative_to(path) or path.is_relative_to(target) for path in searched)
+    if twice or not any(target.is_relative_to(path) for path in allowed):
+        remedy = f"give the folders themselves, or allow them in {FOLDERS}"
+        return f"as links to folders are not followed ({remedy})"
     searched.add(target)
     return ""
 
 
 def _reason_of_datalist(folder: Path) -> str:
-    return f"as they have a {FILE} (remove it to import them)" if (folder / FILE).is_file() else ""
+    if (folder / FILE).is_file():
+        return f"as they have a {FILE} (remove it to import them)"
+    return ""
 
 
 def _counted(names: Iterable[str]) -> str:
     """The names, with how often each occurs if that is not once."""
-    times = Counter(names)
-    return ", ".join(f"{name} ({times[name]} times)" if times[name] > 1 else name for name in times)
+    listed = []
+    for name, times in Counter(names).items():
+        listed.append(f"{name} ({times} times)" if times > 1 else name)
+    return ", ".join(listed)
 
 
 class _Header(NamedTuple):
-    """Of a DICOM image: UID of its series, PatientID, and for a segmentation the UID of the series that it refers to."""
+    """Of a DICOM image."""
 
-    series: str
-    patient: str
-    segments: str
+    series: str  # UID of its series
+    patient: str  # PatientID
+    segments: str  # for a segmentation, the UID of the series that it refers to
 
 
 def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[Path], list[Path]]:
     """The headers of DICOM images, the files that cannot be read, and objects without an image."""
-    headers: dict[Path, _Header] = {}
-    damaged: list[Path] = []
-    others: list[Path] = []
+    headers = {}
+    damaged = []
+    others = []
     for file in files:
         try:
             with explained(file):
                 tags = tags_of(file, *_TAGS)
         except DataError:
-            (others if is_other_object(file) else damaged).append(file)
+            if is_other_object(file):
+                others.append(file)
+            else:
+                damaged.append(file)
             continue
         if "Rows" not in tags:
             others.append(file)
             continue
-        referenced = tags.get("ReferencedSeriesSequence") or [{}]
-        segments = str(referenced[0].get("SeriesInstanceUID", "")) if tags.get("SOPClassUID") == SEGMENTATION else ""
-        headers[file] = _Header(str(tags.get("SeriesInstanceUID", file)), patient_id(str(tags.get("PatientID", "") or "")), segments)
+        series = str(tags.get("SeriesInstanceUID", file))
+        patient = patient_id(str(tags.get("PatientID", "") or ""))
+        segments = ""
+        if tags.get("SOPClassUID") == SEGMENTATION:
+            referenced = tags.get("ReferencedSeriesSequence") or [{}]
+            segments = str(referenced[0].get("SeriesInstanceUID", ""))
+        headers[file] = _Header(series, patient, segments)
     return headers, damaged, others
 
 
 def _dicom_series(
     folder: Path, headers: Mapping[Path, _Header], only_slices: bool
 ) -> tuple[dict[Path, _Header], dict[Path, tuple[Path, ...]]]:
-    """DICOM images of a folder, and the series among them whose slices lie beside other files: a folder for each -> its files."""
-    images = {file: header for file, header in headers.items() if header.segments}
+    """DICOM images of a folder, and the series among them whose slices lie beside other files.
+
+    Each of these series is the folder to make for it -> its files.
+    """
+    images = {}
     series: defaultdict[str, list[Path]] = defaultdict(list)
     for file, header in headers.items():
-        if not header.segments:
+        if header.segments:
+            images[file] = header
+        else:
             series[header.series].append(file)
-    apart: dict[Path, tuple[Path, ...]] = {}
+    apart = {}
     for uid, slices in series.items():
-        whole = len(series) == 1 and only_slices  # the folder itself is the image
-        place = slices[0] if len(slices) == 1 else folder if whole else folder / _folder_name(uid)
-        images[place] = headers[slices[0]]
-        if place not in (folder, slices[0]):
-            apart[place] = tuple(slices)
+        if len(slices) == 1:
+            image = slices[0]
+        elif len(series) == 1 and only_slices:
+            image = folder
+        else:
+            image = folder / _folder_name(uid)
+            if image != slices[0]:
+                apart[image] = tuple(slices)
+        images[image] = headers[slices[0]]
     return images, apart
 
 
@@ -282,20 +388,23 @@ def _folder_name(uid: str) -> str:
     return re.sub(r"[^\w.-]", "_", uid).strip(".") or "series"
 
 
-# -- names of files and folders --------------------------------------------------------------------------------------------
+# -- names of files and folders --------------------------------------------------------------------
 
 
 class FileName(NamedTuple):
     """The parts of an image's path."""
 
-    folders: tuple[str, ...]  # its folders without the words for images, masks and splits; an image and its mask have them in common
+    # Its folders without the words for images, masks and splits; an image and its mask have them
+    # in common.
+    folders: tuple[str, ...]
     name: str  # its name in lower case without suffix and without the words for images and masks
     mask: bool  # whether it is a mask
     split: str  # the split that a folder names, or ""
 
 
 def composed(text: str) -> str:
-    """A name in the form of all systems: macOS stores "ä" as two letters (NFD), tables have one (NFC).
+    """A name in the form of all systems: macOS stores "ä" as two letters (NFD), tables have one
+    (NFC).
 
     Examples:
         >>> composed("La\u0308sion") == "L\u00e4sion"
@@ -331,8 +440,10 @@ def split_folder(name: str) -> str:
         >>> split_folder("train"), split_folder("b. Test Set"), split_folder("test positive")
         ('training', 'test', '')
     """
-    counted = [word for word in words(name) if word not in _IGNORED_WORDS and len(word) > 1 and not word.isdecimal()]
-    splits = {_SPLITS.get(word, "") for word in counted}
+    splits = set()
+    for word in words(name):
+        if len(word) > 1 and not word.isdecimal() and word not in _IGNORED_WORDS:
+            splits.add(_SPLITS.get(word, ""))
     return splits.pop() if len(splits) == 1 else ""
 
 
@@ -348,97 +459,130 @@ def parse_name(path: Path) -> FileName:
         FileName(folders=('case 7',), name='', mask=True, split='')
     """
     path = Path(composed(str(path)))
-    mask, split, folders = False, "", []
+    mask = False
+    split = ""
+    folders = []
     for folder in path.parent.parts:
-        folder_words = words(
-            re.sub("^(images|labels)T([rs])$", lambda match: f"{match[1]} {'train' if match[2] == 'r' else 'test'}", folder)
-        )
+        folder = re.sub("^(images|labels)Tr$", r"\1 train", folder)  # nnU-Net
+        folder = re.sub("^(images|labels)Ts$", r"\1 test", folder)
+        folder_words = words(folder)
         mask = mask or not _MASK.isdisjoint(folder_words)
-        split = next((_SPLITS[word] for word in folder_words if word in _SPLITS), split)
-        folders.append(" ".join(word for word in folder_words if word not in _IGNORED_WORDS and word not in _SPLITS))
+        splits = [_SPLITS[word] for word in folder_words if word in _SPLITS]
+        if splits:
+            split = splits[0]
+        others = [word for word in folder_words if word not in _NO_NAMES]
+        if others:
+            folders.append(" ".join(others))
     name = stem(path)
     if {*words(name)} <= _MASK_WORDS:  # the mask of the images of its folder
-        return FileName(tuple(filter(None, folders)), "", True, split)
+        return FileName(tuple(folders), "", True, split)
     without_mask = _without(name, _MASK)
     short = _without(without_mask, ("image", "img")).lower()
-    return FileName(tuple(filter(None, folders)), short, mask or without_mask != name, split)
+    return FileName(tuple(folders), short, mask or without_mask != name, split)
 
 
 def _without(name: str, affixes: Iterable[str]) -> str:
     """The name without one of the words at its start or end."""
     listed = "|".join(sorted(affixes, key=len, reverse=True))
-    return re.sub(rf"^(?:{listed})[ _.-]+(?=.)|(?<=.)[ _.-]+(?:{listed})$", "", name, count=1, flags=re.IGNORECASE)
+    affix = rf"^(?:{listed})[ _.-]+(?=.)|(?<=.)[ _.-]+(?:{listed})$"
+    return re.sub(affix, "", name, count=1, flags=re.IGNORECASE)
 
 
-# -- images and masks ------------------------------------------------------------------------------------------------------
+# -- images and masks ------------------------------------------------------------------------------
 
 
 def pair_masks(folder: ImageFolder, names: Mapping[Path, FileName] | None = None) -> Dataset:
     """Every mask with its image; the channels of an image may be in separate files.
 
-    An image has the mask of the same folders, name and split; otherwise the mask without a name of its folder (`segmentation.nii.gz`),
-    otherwise the only unused mask of its name and split. A DICOM series has the segmentation that refers to it. DataError without pairs,
-    for two masks of one image, and for two images of one mask.
+    An image has the mask of the same folders, name and split; otherwise the mask without a name of
+    its folder (`segmentation.nii.gz`), otherwise the only unused mask of its name and split. A
+    DICOM series has the segmentation that refers to it. DataError without pairs, for two masks of
+    one image, and for two images of one mask.
     """
     names = names or folder.names()
     files_of, without = _assign_masks(folder, names)
-    items = {mask: files for mask, files in files_of.items() if files}
+    channels = sorted(set[str]().union(*files_of.values()))
+    items = []
+    missing_images = []
+    for mask, files in files_of.items():
+        if files:
+            first = next(iter(files.values()))
+            split = names[first].split or names[mask].split
+            items.append(Item(tuple(map(files.get, channels)), mask, split=split))
+        else:
+            missing_images.append(f"{folder.relative(mask)}: a mask without an image")
     if not items:
         found = f"none of {len(files_of)} masks belongs to an image by its name"
         if without and len(_fitting_masks(without[0], names)) > 1:
             found += f": {folder.relative(without[0])}: {_why_no_mask(folder, without[0], names)}"
         raise DataError(f"{folder.root}: {found}; supported: {LAYOUTS}")
-    channels = sorted({channel for files in items.values() for channel in files})
     if len(channels) > 1 and "" in channels:
-        raise DataError(f"{folder.root}: some images have a file per channel ({channels[1]}), others do not; list them in a table")
-    splits = {mask: names[next(iter(files.values()))].split or names[mask].split for mask, files in items.items()}
-    unlabelled = [path for path in without if names[path].split == "test" and "test" not in splits.values()]
+        found = f"some images have a file per channel ({channels[1]}), others do not"
+        raise DataError(f"{folder.root}: {found}; list them in a table")
+    has_test = any(item.split == "test" for item in items)
     missing = []
     for path in without:
-        if path not in unlabelled:
+        if has_test or names[path].split != "test":
             missing.append(f"{folder.relative(path)}: {_why_no_mask(folder, path, names)}")
-    missing += [f"{folder.relative(mask)}: a mask without an image" for mask in files_of if mask not in items]
+    unlabelled = len(without) - len(missing)
+    notes = [f"{unlabelled} test images without masks are not used"] if unlabelled else []
+    layout = "images and masks by name"
+    if len(channels) > 1:
+        layout += f", a file per channel ({', '.join(channels)})"
     labels, channel_names = _read_header(folder)
-    labels = labels or _segment_labels(folder.segmented)
+    if not channel_names:
+        channel_names = numbered(channels)
+        for number, name in enumerate(channels):
+            if not name or name.isdecimal():
+                del channel_names[str(number)]
     return Dataset(
         "segmentation",
-        tuple(Item(tuple(map(files.get, channels)), mask, split=splits[mask]) for mask, files in items.items()),
-        labels,
-        "images and masks by name" + (f", a file per channel ({', '.join(channels)})" if len(channels) > 1 else ""),
-        channel_names or {str(number): name for number, name in enumerate(channels) if name and not name.isdecimal()},
-        (f"{len(unlabelled)} test images without masks are not used",) if unlabelled else (),
-        tuple(missing),
+        tuple(items),
+        labels or _segment_labels(folder.segmented),
+        layout,
+        channel_names,
+        tuple(notes),
+        (*missing, *missing_images),
     )
 
 
-def _assign_masks(folder: ImageFolder, names: Mapping[Path, FileName]) -> tuple[dict[Path, dict[str, Path]], list[Path]]:
+def _assign_masks(
+    folder: ImageFolder, names: Mapping[Path, FileName]
+) -> tuple[dict[Path, dict[str, Path]], list[Path]]:
     """Mask -> channel -> image file; and the images without a mask."""
-    files_of: dict[Path, dict[str, Path]] = {path: {} for path, name in names.items() if name.mask}
+    files_of: dict[Path, dict[str, Path]] = {}
     by_name: defaultdict[str, list[Path]] = defaultdict(list)
-    for mask in files_of:
-        by_name[names[mask].name].append(mask)
-    images = [path for path, name in names.items() if not name.mask]
+    images = []
+    for path, name in names.items():
+        if name.mask:
+            files_of[path] = {}
+            by_name[name.name].append(path)
+        else:
+            images.append(path)
     in_folder = Counter(image.parent for image in images)
 
     def assign(image: Path, free: Collection[Path], same_folders: bool) -> bool:
         name = names[image].name
-        candidates = [(name, "")]
-        if (channel := _CHANNEL.match(name)) and (channel[2].isdecimal() or suffix(image) in NIFTI):
+        candidates = [(name, "")]  # names that the mask may have, with the channel of the image
+        channel = _CHANNEL.match(name)
+        if channel and (channel[2].isdecimal() or suffix(image) in NIFTI):
             candidates.append((channel[1], channel[2]))
         if same_folders and names[image].folders:
             candidates.append(("", "" if in_folder[image.parent] == 1 else name))
         for name, part in candidates:
-            fitting = [mask for mask in by_name[name] if mask in free and len({names[image].split, names[mask].split} - {""}) < 2]
-            if same_folders:
-                fitting = [mask for mask in fitting if names[mask].folders == names[image].folders]
-            fitting = [mask for mask in fitting if names[mask].split == names[image].split] or fitting
-            if len(fitting) > 1 and same_folders:
-                both = " and ".join(map(folder.relative, fitting[:2]))
-                raise DataError(f"{both}: two masks of one image; list them in a table, with --mask-column and a column for each")
-            if len(fitting) == 1:
-                if (other := files_of[fitting[0]].setdefault(part, image)) is not image:
-                    both = f"{folder.relative(other)} and {folder.relative(image)} would both have the mask {folder.relative(fitting[0])}"
-                    raise DataError(f"{both}; use the same folder names for images and masks, or list them in a table")
+            masks = [mask for mask in by_name[name] if mask in free]
+            masks = _masks_without_contradiction(image, masks, names, same_folders)
+            if len(masks) > 1 and same_folders:
+                both = " and ".join(map(folder.relative, masks[:2]))
+                remedy = "list them in a table, with --mask-column and a column for each"
+                raise DataError(f"{both}: two masks of one image; {remedy}")
+            if len(masks) == 1:
+                other = files_of[masks[0]].setdefault(part, image)
+                if other is not image:
+                    both = " and ".join(map(folder.relative, (other, image)))
+                    found = f"{both} would both have the mask {folder.relative(masks[0])}"
+                    remedy = "use the same folder names for images and masks, "
+                    raise DataError(f"{found}; {remedy}or list them in a table")
                 return True
         return False
 
@@ -446,6 +590,26 @@ def _assign_masks(folder: ImageFolder, names: Mapping[Path, FileName]) -> tuple[
         free = {mask for mask, files in files_of.items() if same_folders or not files}
         images = [image for image in images if not assign(image, free, same_folders)]
     return files_of, images
+
+
+def _masks_without_contradiction(
+    image: Path, masks: Iterable[Path], names: Mapping[Path, FileName], same_folders: bool
+) -> list[Path]:
+    """The masks in the split of the image, otherwise those that may be in it.
+
+    With `same_folders`, only masks in folders of the same names.
+    """
+    split = names[image].split
+    same_split = []
+    no_split = []
+    for mask in masks:
+        if same_folders and names[mask].folders != names[image].folders:
+            continue
+        if names[mask].split == split:
+            same_split.append(mask)
+        elif not split or not names[mask].split:
+            no_split.append(mask)
+    return same_split or no_split
 
 
 def _fitting_masks(image: Path, names: Mapping[Path, FileName]) -> list[Path]:
@@ -459,7 +623,8 @@ def _why_no_mask(folder: ImageFolder, image: Path, names: Mapping[Path, FileName
     if len(fitting) < 2:
         return "no mask"
     both = " and ".join(map(folder.relative, fitting[:2]))
-    return f"{both} can be its mask (give --site-folders if the folders are sites, or a table with --mask-column)"
+    remedy = "give --site-folders if the folders are sites, or a table with --mask-column"
+    return f"{both} can be its mask ({remedy})"
 
 
 def _segment_labels(masks: Iterable[Path]) -> dict[str, str]:
@@ -468,8 +633,9 @@ def _segment_labels(masks: Iterable[Path]) -> dict[str, str]:
     for mask in sorted(masks):
         with explained(mask):
             segments = tags_of(mask, "SegmentSequence").SegmentSequence
-        names |= dict.fromkeys(str(segment.SegmentLabel) for segment in segments)
-    return {str(number): name for number, name in enumerate(names, 1)}
+        for segment in segments:
+            names[str(segment.SegmentLabel)] = None
+    return numbered(names, start=1)
 
 
 def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
@@ -479,9 +645,11 @@ def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
             try:
                 content = read_json(path)
                 channels = content.get("channel_names", content.get("modality")) or {}
-                return dict(content.get("labels") or {}), {str(number): str(name) for number, name in channels.items()}
+                names = {str(number): str(name) for number, name in channels.items()}
+                return dict(content.get("labels") or {}), names
             except (AttributeError, ValueError) as error:
-                raise DataError(f"{path}: not a header of Decathlon or nnU-Net ({error}); correct or delete it") from error
+                problem = f"not a header of Decathlon or nnU-Net ({error})"
+                raise DataError(f"{path}: {problem}; correct or delete it") from error
     return {}, {}
 
 
@@ -489,10 +657,11 @@ _NamedFiles = dict[tuple[str, ...], Path]  # split, folders and name of an image
 
 
 def structure_folders(folder: ImageFolder, images: Collection[Path], kind: str) -> Dataset | None:
-    """Images beside a folder of masks for each structure (images/, disc/, cup/, or images/, masks/disc/, masks/cup/).
+    """Images beside a folder of masks for each structure.
 
-    A mask has two values, and the name of its image. None without such folders. DataError if only
-    some names fit, or, without a `kind`, if the folder of the images is not called so.
+    For example images/, disc/, cup/, or images/, masks/disc/, masks/cup/. A mask has two values,
+    and the name of its image. None without such folders. DataError if only some names fit, or,
+    without a `kind`, if the folder of the images is not called so.
     """
     common = _common_folder(images)
     files: defaultdict[str, _NamedFiles] = defaultdict(dict)  # folder -> its files
@@ -505,56 +674,68 @@ def structure_folders(folder: ImageFolder, images: Collection[Path], kind: str) 
         return None
     structures = sorted(top for top in files if _are_masks(files[top].values()))
     homes = [top for top in files if top not in structures]
-    if not any(_share_names(files[home], files[top]) for home in homes for top in structures):
+    pairs = product(homes, structures)
+    if not any(_share_names(files[home], files[top]) for home, top in pairs):
         return None
-    photographs, *others = (files[home] for home in homes)
-    masks = {name for structure in structures for name in files[structure]}
-    if others or masks.isdisjoint(photographs):
+    home = homes[0]
+    photographs = files[home]
+    masks: set[str] = set()
+    for structure in structures:
+        masks.update(files[structure])
+    if len(homes) > 1 or masks.isdisjoint(photographs):
         found = f"{', '.join(structures)} hold pictures of two values, as masks do"
         found += f", beside {', '.join(homes)}"
         remedy = "list them in a table with --mask-column"
         remedy += ", or give all masks two values" if kind else ", or give --kind classification"
         raise DataError(f"{folder.root}: {found}; {remedy}")
-    if not kind and homes[0] and not {*words(homes[0])} <= _IMAGE:
-        found = f"{', '.join(structures)} hold pictures of two values, with the names of {homes[0]}"
+    if not kind and home and not {*words(home)} <= _IMAGE:
+        found = f"{', '.join(structures)} hold pictures of two values, with the names of {home}"
         remedy = "give --kind segmentation if they are masks, --kind classification if not"
         raise DataError(f"{folder.root}: {found}; {remedy}")
-    items, missing = [], []
+    items = []
+    missing = []
     for key, image in photographs.items():
-        lacking = [structure for structure in structures if key not in files[structure]]
-        if lacking:
-            missing.append(f"{folder.relative(image)}: no mask in {lacking[0]}")
+        of_image = [files[structure].get(key) for structure in structures]
+        if None in of_image:
+            lacking = structures[of_image.index(None)]
+            missing.append(f"{folder.relative(image)}: no mask in {lacking}")
             continue
-        of_image = [files[structure][key] for structure in structures]
         label = of_image if len(of_image) > 1 else of_image[0]
         items.append(Item((image,), label, split=key[0]))
     for structure in structures:
         for key in sorted(files[structure].keys() - photographs.keys()):
             missing.append(f"{folder.relative(files[structure][key])}: a mask without an image")
-    labels = {str(number): name for number, name in enumerate(structures)}
+    labels = numbered(structures)
     if len(structures) == 1:  # its values decide
         labels = {}
-    layout = f"images in {homes[0] or common.name}, masks in a folder for each structure: "
+    layout = f"images in {home or common.name}, masks in a folder for each structure: "
     layout += ", ".join(structures)
     return Dataset("segmentation", tuple(items), labels, layout, missing=tuple(missing))
 
 
 def _below_masks(folders: list[str]) -> list[str]:
     """The folders of a file without a first one for all masks: masks/disc is disc."""
-    return folders[1:] if len(folders) > 1 and {*words(folders[0])} <= _MASK_WORDS else folders
+    if len(folders) > 1 and {*words(folders[0])} <= _MASK_WORDS:
+        return folders[1:]
+    return folders
 
 
 def are_in_structures(names: Mapping[Path, FileName]) -> bool:
-    """Whether folders of masks hold a folder for each structure: one name occurs in several of them, and in no such folder of images."""
+    """Whether folders of masks hold a folder for each structure.
+
+    One name occurs in several of them, and in no such folder of images.
+    """
     inner: set[str] = set()
+    of_images: set[str] = set()
     folders_of: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for name in names.values():
-        if name.mask and name.folders:
-            *_, last = name.folders
+        if not name.mask:
+            of_images.update(name.folders)
+        elif name.folders:
+            last = name.folders[-1]
             inner.add(last)
             short = name.name.removesuffix(f"_{last}")
             folders_of[name.split, short].add(last)
-    of_images = {folder for name in names.values() if not name.mask for folder in name.folders}
     several = any(len(folders) > 1 for folders in folders_of.values())
     return several and inner.isdisjoint(of_images)
 
@@ -583,53 +764,66 @@ def _are_masks(files: Iterable[Path]) -> bool:
     return most == 2
 
 
-# -- a folder per class ----------------------------------------------------------------------------------------------------
+# -- a folder per class ----------------------------------------------------------------------------
 
 
-def class_folders(folder: ImageFolder, images: Iterable[Path], *, any_number: bool = False) -> Dataset:
-    """Images whose class is the name of a folder below the folder that all share; folders of splits do not count.
+def class_folders(
+    folder: ImageFolder, images: Iterable[Path], *, any_number: bool = False
+) -> Dataset:
+    """Images whose class is the name of a folder below the folder that all share.
 
-    DataError for fewer than two classes; unless there may be `any_number`, also for more than `MAX_CLASSES` or nearly as many as images.
+    Folders of splits do not count. DataError for fewer than two classes; unless there may be
+    `any_number`, also for more than `MAX_CLASSES` or nearly as many as images.
     """
     images = list(images)
     common = _common_folder(images)
-    items: list[tuple[str, Item]] = []
+    items = []
     missing = []
-    inner: dict[str, set[str]] = {}  # class -> folders in it
-    deeper: dict[str, set[str]] = {}  # class -> names of all folders below it
+    inner: defaultdict[str, set[str]] = defaultdict(set)  # class -> folders in it
+    deeper: defaultdict[str, set[str]] = defaultdict(set)  # class -> all folders below it
     for image in images:
         classes = _folders_below(common, image)
         if classes:
             items.append((classes[0], Item((image,), None, split=_split_above(folder, image))))
-            inner.setdefault(classes[0], set()).update(classes[1:2])
-            deeper.setdefault(classes[0], set()).update(classes[1:])
+            inner[classes[0]].update(classes[1:2])
+            deeper[classes[0]].update(classes[1:])
         else:
             missing.append(f"{folder.relative(image)}: in no class folder")
-    names = sorted_labels({name for name, _ in items})
+    names = sorted_labels(inner)
     if len(names) < 2:
-        raise DataError(f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}")
-    if len(shared := set.intersection(*inner.values())) > 1:
+        found = f"{len(images)} images without masks or classes"
+        raise DataError(f"{folder.root}: {found}; supported: {LAYOUTS}")
+    shared = set.intersection(*inner.values())
+    if len(shared) > 1:
         found = f"each of {', '.join(names)} holds the folders {', '.join(sorted(shared))}"
         remedy = f"if {names[0]}, ... are sites, give --site-folders; if they are splits, "
         remedy += "rename them train, val or test; otherwise rename the folders in them"
         raise DataError(f"{folder.root}: {found}; {remedy}")
     for name in names:
-        if same := sorted(deeper[name] & {*names}):
+        same = sorted(deeper[name] & {*names})
+        if same:
             found = f"{name} holds {' and '.join(same)}, as classes are called"
             remedy = f"if {name} is a split, rename it train, val or test; otherwise take it out"
             raise DataError(f"{folder.root}: {found}; {remedy}")
-    if (photographs := [name for name in names if {*words(name)} <= _IMAGE]) and not any_number:
+    photographs = [name for name in names if {*words(name)} <= _IMAGE]
+    if photographs and not any_number:
         others = ", ".join(name for name in names if name != photographs[0])
         remedy = "if some folders hold masks, give a table with --mask-column; otherwise "
         remedy += "give --kind classification"
         raise DataError(f"{folder.root}: is {photographs[0]} a class, beside {others}? {remedy}")
     refuse_variants(names, f"{folder.root}: the class folders")
-    if (len(names) > MAX_CLASSES or len(names) > max(4, len(items) / _IMAGES_OF_CLASS)) and not any_number:
+    most = min(MAX_CLASSES, max(4, len(items) / _IMAGES_OF_CLASS))
+    if len(names) > most and not any_number:
         found = f"{len(names)} folders ({names[0]}, ...) for {len(items)} images are many classes"
-        raise DataError(f"{folder.root}: {found}; if they are classes and no patients, give --kind classification")
-    labelled = tuple(replace(item, label=names.index(name)) for name, item in items)
-    labels = {str(number): name for number, name in enumerate(names)}
-    return Dataset("classification", labelled, labels, f"a folder per class: {', '.join(names)}", missing=tuple(missing))
+        remedy = "if they are classes and no patients, give --kind classification"
+        raise DataError(f"{folder.root}: {found}; {remedy}")
+    return Dataset(
+        "classification",
+        tuple(replace(item, label=names.index(name)) for name, item in items),
+        numbered(names),
+        f"a folder per class: {', '.join(names)}",
+        missing=tuple(missing),
+    )
 
 
 def _common_folder(images: Iterable[Path]) -> Path:
@@ -644,7 +838,11 @@ def _folders_below(common: Path, image: Path) -> list[str]:
 
 def _split_above(folder: ImageFolder, image: Path) -> str:
     """The split that a folder of the image names, or ""."""
-    return next(filter(None, map(split_folder, image.relative_to(folder.root).parent.parts)), "")
+    for part in image.relative_to(folder.root).parent.parts:
+        split = split_folder(part)
+        if split:
+            return split
+    return ""
 
 
 def refuse_variants(names: Iterable[str], place: str) -> None:
@@ -653,7 +851,8 @@ def refuse_variants(names: Iterable[str], place: str) -> None:
     for name in sorted(names):
         number = _number(name)
         key = plain_name(name) if number is None else number
-        if (other := written.setdefault(key, name)) != name:
+        other = written.setdefault(key, name)
+        if other != name:
             found = f"{other!r} and {name!r} are one name, written in two ways"
             raise DataError(f"{place}: {found}; write it in one")
 
@@ -668,14 +867,22 @@ def _number(text: str) -> float | None:
 
 
 def sorted_labels(names: Iterable[str]) -> list[str]:
-    """Class names in the order of their numbers: numerical if all are numbers, otherwise alphabetical.
+    """Class names in the order of their numbers: numerical if all are numbers, or alphabetical.
 
     Examples:
         >>> sorted_labels({"10", "9"}), sorted_labels({"nv", "mel"})
         (['9', '10'], ['mel', 'nv'])
     """
     ordered = sorted(names)
-    numbers = [number for name in ordered if (number := _number(name)) is not None]
-    if len(numbers) < len(ordered):
-        return ordered
-    return [name for _, name in sorted(zip(numbers, ordered, strict=True))]
+    rows = []
+    for name in ordered:
+        number = _number(name)
+        if number is None:
+            return ordered
+        rows.append((number, name))
+    return [name for _, name in sorted(rows)]
+
+
+def numbered(names: Iterable[str], start: int = 0) -> dict[str, str]:
+    """Number as text -> name, in this order."""
+    return {str(number): name for number, name in enumerate(names, start)}

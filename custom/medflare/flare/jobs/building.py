@@ -1,4 +1,4 @@
-"""Builds FLARE jobs from a method, a task and settings, and the job that resumes an interrupted one.
+"""Builds FLARE jobs, and the job that resumes an interrupted one.
 
 A job is configuration only; the code is installed at the sites, or a copy of it is in the job.
 """
@@ -35,30 +35,38 @@ from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
 
-_POLL = 0.1  # seconds between two polls of a site; FLARE's default of two seconds would be most of a short round
-# Up to this size the tensors of an update are inside the message. If FLARE fetches them afterwards, a site that dies meanwhile ends the
-# server's job process.
+# Seconds between two polls of a site; FLARE's default of two seconds would be most of a short
+# round.
+_POLL = 0.1
+# Up to this size the tensors of an update are inside the message. If FLARE fetches them afterwards,
+# a site that dies meanwhile ends the server's job process.
 _INLINE = 64 * 2**20
 _CHUNK = 16 * 2**20
 
 _BYOC_README = """\
 # Your own classes
 
-Python files in this folder can be imported in the job: an executor, an aggregator or a filter of your own that
+Python files in this folder can be imported in the job: \
+an executor, an aggregator or a filter of your own that
 `config_fed_server.json` or `config_fed_client.json` names.
 
-To FLARE a job with this folder is "bring your own code". Sites that refuse such jobs run one without it
-(`medflare job ... --no-byoc`): they install medflare, and `medflare site setup` lists its classes in their `resources.json`.
+To FLARE a job with this folder is "bring your own code". \
+Sites that refuse such jobs run one without it
+(`medflare job ... --no-byoc`): \
+they install medflare, and `medflare site setup` lists its classes in their `resources.json`.
 """
 
 _README = """\
 # medflare {version}
 
-This job carries its own code: the package as it was where the job was written. Sites and server need Python with torch, MONAI
+This job carries its own code: the package as it was where the job was written. \
+Sites and server need Python with torch, MONAI
 and FLARE. Where medflare is installed as well, FLARE takes the installed one.
 
-Beyond the embedded synthetic images a site needs what decodes its files: pillow for PNG, JPEG and TIFF, nibabel for NIfTI,
-pydicom for DICOM. Without scipy HD95 is undefined, without matplotlib the report has no figures, without tensorboard there are no
+Beyond the embedded synthetic images a site needs what decodes its files: \
+pillow for PNG, JPEG and TIFF, nibabel for NIfTI,
+pydicom for DICOM. Without scipy HD95 is undefined, \
+without matplotlib the report has no figures, without tensorboard there are no
 TensorBoard files; metrics.jsonl has the numbers.
 """
 
@@ -68,10 +76,12 @@ class JobSettings(RunSettings):
     """The settings of a job: those of the run, and
 
     Attributes:
-        method: name of the method; `site_algorithm` and `server_algorithm` name another method for one of the two.
+        method: name of the method; `site_algorithm` and `server_algorithm` name another method for
+            one of the two.
         hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
         byoc: whether the job has an app/custom/ folder for the user's own classes.
-        embed_code: whether that folder holds medflare itself, for a server and sites where it is not installed.
+        embed_code: whether that folder holds medflare itself, for a server and sites where it is
+            not installed.
         track: where the server's curves go, see `federation.tracking.check_track`.
     """
 
@@ -88,50 +98,82 @@ class JobSettings(RunSettings):
     def __post_init__(self) -> None:
         check_track(self.track, here=False)
         if self.embed_code and not self.byoc:
-            raise ConfigError("a job that carries its code (--embed-code) has an app/custom/ folder (no --no-byoc); choose one of the two")
+            raise ConfigError(
+                "a job that carries its code (--embed-code) has an app/custom/ folder "
+                "(no --no-byoc); choose one of the two"
+            )
 
 
 JOB_SETTINGS = tuple(item.name for item in fields(JobSettings))
 
 
 class FederationJob(FedJob):
-    """A federation as FLARE's own job object, which can be exported, simulated, submitted or extended with components.
+    """A federation as FLARE's own job object.
+
+    It can be exported, simulated, submitted or extended with components.
 
     Raises:
         ConfigError: a method, a hyper-parameter or a setting is invalid.
     """
 
     def __init__(self, task: TaskConfig, settings: JobSettings):
-        method = get_method(settings.method, site=settings.site_algorithm, server=settings.server_algorithm)
-        check_run(method, task, settings.hyper, rounds=settings.rounds, outside=settings.outside, cross_site=settings.cross_site)
+        method = get_method(
+            settings.method, site=settings.site_algorithm, server=settings.server_algorithm
+        )
+        check_run(
+            method,
+            task,
+            settings.hyper,
+            rounds=settings.rounds,
+            outside=settings.outside,
+            cross_site=settings.cross_site,
+        )
         hyper = method.effective(settings.hyper)  # with all defaults, as documentation
-        about = {JobMetaKey.CUSTOM_PROPS.value: {ABOUT: {"method": method.name, "rounds": settings.rounds}}}
-        name = f"{method.name.replace('+', '_')}-{task.name}"
-        super().__init__(name=name, min_clients=settings.min_sites or 1, meta_props=about)
+        about = {"method": method.name, "rounds": settings.rounds}
+        super().__init__(
+            name=f"{method.name.replace('+', '_')}-{task.name}",
+            min_clients=settings.min_sites or 1,
+            meta_props={JobMetaKey.CUSTOM_PROPS.value: {ABOUT: about}},
+        )
         self.set_app_packages(["medflare"])  # otherwise FLARE copies their sources into the job
-        self._files = tempfile.TemporaryDirectory(prefix="medflare-")  # read when the job is exported
-        track, values = settings.track or "", {name: getattr(settings, name) for name in ("site_algorithm", *RUN_SETTINGS)}
-        mlflow = track.startswith(MLFLOW)
-        self.to_server(MedflareController(track=None if mlflow else settings.track, **values), id="medflare")
+        # Read when the job is exported.
+        self._files = tempfile.TemporaryDirectory(prefix="medflare-")
+        values = {name: getattr(settings, name) for name in ("site_algorithm", *RUN_SETTINGS)}
+        track = settings.track
+        tracker: MLflowTracker | None = None
+        if track is not None and track.startswith(MLFLOW):
+            tracker = MLflowTracker(track)
+            track = None
+        self.to_server(MedflareController(track=track, **values), id="medflare")
         self.to_server(_aggregator(method, hyper), id="aggregator")
-        if mlflow:
-            self.to_server(MLflowTracker(track), id=MLFLOW)
+        if tracker is not None:
+            self.to_server(tracker, id=MLFLOW)
         self.to_clients(_executor(settings, method, hyper), tasks=["*"])
         transport = _transport(method, task, hyper)
         self.to_server({"server": {"task_request_interval": _POLL}, **transport})
         self.to_clients({"get_task_timeout": 30.0, "submit_task_result_timeout": 60.0, **transport})
-        write_json(Path(self._files.name) / TASK_FILE, task.to_dict(), public=True)
-        self.add_file_to_server(str(Path(self._files.name) / TASK_FILE), app_folder_type="config")
+        files = Path(self._files.name)
+        write_json(files / TASK_FILE, task.to_dict(), public=True)
+        self.add_file_to_server(str(files / TASK_FILE), app_folder_type="config")
         if settings.embed_code:
-            self.to_server(str(copy_package(Path(self._files.name) / "custom")))
+            self.to_server(str(copy_package(files / "custom")))
         elif settings.byoc:
-            readme = Path(self._files.name) / "README.md"
+            readme = files / "README.md"
             readme.write_text(_BYOC_README)
             self.add_file_to_server(str(readme))
 
 
-def build_job(method: str, task: TaskConfig | str | Path | Mapping[str, Any], *, out: Path | str, **settings: Any) -> Path:
-    """Write a job folder: meta.json, app/config/{config_fed_server,config_fed_client,task}.json and, if wanted, app/custom/.
+def build_job(
+    method: str,
+    task: TaskConfig | str | Path | Mapping[str, Any],
+    *,
+    out: Path | str,
+    **settings: Any,
+) -> Path:
+    """Write a job folder.
+
+    It holds meta.json, app/config/{config_fed_server,config_fed_client,task}.json and, if wanted,
+    app/custom/.
 
     Args:
         task: preset name, JSON file, mapping or configuration.
@@ -144,10 +186,18 @@ def build_job(method: str, task: TaskConfig | str | Path | Mapping[str, Any], *,
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()) and not (folder / "meta.json").exists():
         raise ConfigError(f"{folder} holds files and is no job folder; choose another one")
-    custom = [path for path in (folder / "app" / "custom").glob("*") if path.name not in ("README.md", "medflare", "__pycache__")]
-    if others := sorted([*custom, *(path for path in folder.glob("*") if path.name not in ("meta.json", "app"))]):
-        raise ConfigError(f"{others[0]} would be lost, as the job there is written anew; choose another folder, or move it away")
-    job = FederationJob(load_task(task), checked(JobSettings, {"method": method, **settings}, "job"))
+    others = [path for path in folder.glob("*") if path.name not in ("meta.json", "app")]
+    for path in (folder / "app" / "custom").glob("*"):
+        if path.name not in ("README.md", "medflare", "__pycache__"):
+            others.append(path)
+    if others:
+        raise ConfigError(
+            f"{min(others)} would be lost, as the job there is written anew; "
+            "choose another folder, or move it away"
+        )
+    job = FederationJob(
+        load_task(task), checked(JobSettings, {"method": method, **settings}, "job")
+    )
     with beside(folder.resolve()) as scratch:
         job.export_job(str(scratch))
         put_in_place(scratch / job.name, folder.resolve())
@@ -155,7 +205,9 @@ def build_job(method: str, task: TaskConfig | str | Path | Mapping[str, Any], *,
 
 
 def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
-    """Write the job that resumes an interrupted one: a copy with the id of the interrupted job in its configuration.
+    """Write the job that resumes an interrupted one.
+
+    It is a copy with the id of the interrupted job in its configuration.
 
     Args:
         job: the job folder that was submitted.
@@ -168,14 +220,23 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
     if out.exists():
         raise ConfigError(f"{out} exists; choose another folder")
     config = job / "app" / "config"
-    paths = config / "config_fed_server.json", config / "config_fed_client.json", job / "meta.json"
+    paths = (
+        config / "config_fed_server.json",
+        config / "config_fed_client.json",
+        job / "meta.json",
+    )
     try:
-        server, client, meta = contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        server, client, meta = contents
         server["workflows"][0]["args"]["resume"] = interrupted
         client["executors"][0]["executor"]["args"]["resume"] = interrupted
-        meta.setdefault(JobMetaKey.CUSTOM_PROPS.value, {}).setdefault(ABOUT, {})["resume"] = interrupted
+        properties = meta.setdefault(JobMetaKey.CUSTOM_PROPS.value, {})
+        properties.setdefault(ABOUT, {})["resume"] = interrupted
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{job} is no job folder of medflare ({type(error).__name__}: {error}); name the submitted folder") from error
+        raise ConfigError(
+            f"{job} is no job folder of medflare ({type(error).__name__}: {error}); "
+            "name the submitted folder"
+        ) from error
     with beside(out) as scratch:
         new = scratch / "job"
         shutil.copytree(job, new)
@@ -186,10 +247,16 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
 
 
 def copy_package(folder: Path) -> Path:
-    """Copy the running package to `folder`/medflare, without compiled files, and add a README; returns `folder`."""
+    """Copy the running package to `folder`/medflare and add a README; returns `folder`.
+
+    Compiled files are left out.
+    """
     package = Path(medflare.__file__).parent
-    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    (folder / "README.md").write_text(_README.format(version=medflare.__version__), encoding="utf-8")
+    shutil.copytree(
+        package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__", ".*")
+    )
+    readme = _README.format(version=medflare.__version__)
+    (folder / "README.md").write_text(readme, encoding="utf-8")
     return folder
 
 
@@ -199,12 +266,16 @@ def size_of(folder: Path) -> int:
 
 
 def _aggregator(method: Method, hyper: SplitHyper) -> MethodAggregator:
-    """The aggregator of the server algorithm, or of the method with the same aggregation, or the general one."""
+    """The aggregator of the server algorithm.
+
+    Without one: that of a method with the same aggregation, else the general one.
+    """
     name = method.algorithms[1]
     if name in AGGREGATORS:
         return AGGREGATORS[name](hyper)
+    aggregation = method.server_class.aggregation_class
     for other, aggregator in AGGREGATORS.items():
-        if get_method(other).server_class.aggregation_class is method.server_class.aggregation_class:
+        if get_method(other).server_class.aggregation_class is aggregation:
             return aggregator(hyper, name)
     return MethodAggregator(hyper, name)
 
@@ -213,11 +284,20 @@ def _executor(settings: JobSettings, method: Method, hyper: SplitHyper) -> Medfl
     name, server = method.algorithms
     options: dict[str, Any] = {"seed": settings.seed, "hyper": hyper, "resume": settings.resume}
     options["server_algorithm"] = "" if server == name else server
-    return EXECUTORS[name](**options) if name in EXECUTORS else MedflareExecutor(method=name, **options)
+    if name in EXECUTORS:
+        return EXECUTORS[name](**options)
+    return MedflareExecutor(method=name, **options)
 
 
 def _transport(method: Method, task: TaskConfig, hyper: SplitHyper) -> dict[str, int]:
-    """FLARE's setting for tensors: inside the message (0), or fetched afterwards in chunks of so many bytes."""
-    update = method.site_class.manifest("train", method.plan(task, ("one", "two"), hyper)) if method.trains else {}
-    size = sum(math.prod(shape) * dtype.itemsize for entry in update.values() for shape, dtype in entry.tensors.values())
+    """FLARE's setting for tensors.
+
+    They are inside the message (0), or fetched afterwards in chunks of so many bytes.
+    """
+    size = 0  # bytes of an update
+    if method.trains:
+        plan = method.plan(task, ("one", "two"), hyper)
+        for entry in method.site_class.manifest("train", plan).values():
+            for shape, dtype in entry.tensors.values():
+                size += math.prod(shape) * dtype.itemsize
     return {"np_download_chunk_size": 0 if size <= _INLINE else _CHUNK}

@@ -1,4 +1,7 @@
-"""A person's session with the server of a federation: jobs by name or id, their list, their results, which can be resumed."""
+"""A person's session with the server of a federation.
+
+It lists jobs, finds them by name or id, and fetches their results.
+"""
 
 import json
 import os
@@ -23,7 +26,8 @@ from medflare.core.text import printable_json
 
 Job = Mapping[str, Any]  # FLARE's metadata of a job
 RUNNING: Final = RunStatus.RUNNING.value
-LOST: Final = (api_spec.AuthenticationError, api_spec.NoConnection, api_spec.SessionClosed)  # also after a restart of the server
+# Also after a restart of the server.
+LOST: Final = (api_spec.AuthenticationError, api_spec.NoConnection, api_spec.SessionClosed)
 REFUSALS: Final = (
     *LOST,
     api_spec.AuthorizationError,
@@ -57,12 +61,16 @@ def session(kit: Path) -> Iterator[Session]:
     try:
         user = json.loads(place.read_text(encoding="utf-8"))["admin"]["username"]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{kit} is no startup kit of a person ({place} cannot be read); give that of the lead") from error
+        raise ConfigError(
+            f"{kit} is no startup kit of a person ({place} cannot be read); give that of the lead"
+        ) from error
     try:
         with redirect_stdout(StringIO()):  # FLARE prints that it connects
             connection = new_secure_session(user, str(kit))
     except Exception as error:  # FLARE raises exceptions of many kinds
-        raise Unreachable(f"no session with the server by {kit}: {one_line(error)}; is the server up?") from error
+        raise Unreachable(
+            f"no session with the server by {kit}: {one_line(error)}; is the server up?"
+        ) from error
     try:
         yield connection
     except LOST as error:
@@ -76,12 +84,15 @@ def session(kit: Path) -> Iterator[Session]:
 
 def jobs_of(connection: Session) -> list[Job]:
     """All jobs of the server, the oldest first."""
-    jobs: list[Job] = printable_json(connection.list_jobs(detailed=True))  # other leads chose the names
+    # Other leads chose the names.
+    jobs: list[Job] = printable_json(connection.list_jobs(detailed=True))
     return jobs
 
 
 def found_job(jobs: Iterable[Job], wanted: str) -> Job:
-    """A job by its id, the beginning of its id, or its name; if several have the name, the newest that runs.
+    """A job by its id, the beginning of its id, or its name.
+
+    If several have the name, it is the newest that runs.
 
     Raises:
         ConfigError: there is none, or several have the name and none of them runs.
@@ -93,10 +104,15 @@ def found_job(jobs: Iterable[Job], wanted: str) -> Job:
         running = [job for job in named if job[JobMetaKey.STATUS.value] == RUNNING]
         matching = running[-1:] or named or matching
     if not matching:
-        raise ConfigError(f"{no_such('job', wanted, {_name(job) for job in jobs})}; `medflare job list` shows names and ids")
+        problem = no_such("job", wanted, {_name(job) for job in jobs})
+        raise ConfigError(f"{problem}; `medflare job list` shows names and ids")
     if len(matching) > 1:
-        candidates = ", ".join(f"{id_of(job)[:_ID_LETTERS]} ({job[JobMetaKey.STATUS.value]})" for job in matching)
-        raise ConfigError(f"{len(matching)} jobs fit {wanted!r}: {candidates}; give the id of one")
+        candidates = [
+            f"{id_of(job)[:_ID_LETTERS]} ({job[JobMetaKey.STATUS.value]})" for job in matching
+        ]
+        raise ConfigError(
+            f"{len(matching)} jobs fit {wanted!r}: {', '.join(candidates)}; give the id of one"
+        )
     return matching[0]
 
 
@@ -111,12 +127,17 @@ def listing(jobs: Sequence[Job]) -> str:
         return "no jobs"
     rows = [_COLUMNS, *(_row(job) for job in jobs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    lines: list[str] = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def _row(job: Job) -> tuple[str, ...]:
     properties = job.get(JobMetaKey.CUSTOM_PROPS.value)
-    about = properties.get(ABOUT, {}) if isinstance(properties, Mapping) else {}  # none in a job of another program
+    # A job of another program has none.
+    about = properties.get(ABOUT, {}) if isinstance(properties, Mapping) else {}
     submitted = str(job.get(JobMetaKey.SUBMIT_TIME_ISO.value, "-"))
     with suppress(ValueError):
         submitted = f"{datetime.fromisoformat(submitted).astimezone():%Y-%m-%d %H:%M}"
@@ -134,7 +155,8 @@ def _row(job: Job) -> tuple[str, ...]:
 
 
 def _name(job: Job) -> str:
-    return str(job.get(JobMetaKey.JOB_NAME.value) or job.get(JobMetaKey.JOB_FOLDER_NAME.value) or "")
+    name = job.get(JobMetaKey.JOB_NAME.value) or job.get(JobMetaKey.JOB_FOLDER_NAME.value)
+    return str(name or "")
 
 
 def interrupted_job(kit: Path, wanted: str) -> str:
@@ -146,16 +168,26 @@ def interrupted_job(kit: Path, wanted: str) -> str:
     """
     with session(kit) as connection:
         job = found_job(jobs_of(connection), wanted)
-        identity, state = id_of(job), job[JobMetaKey.STATUS.value]
+        identity = id_of(job)
+        state = job[JobMetaKey.STATUS.value]
         if state == RunStatus.FINISHED_COMPLETED.value:
-            raise ConfigError(f"job {identity} has completed and needs no resuming; `medflare job fetch {identity}` has its results")
+            raise ConfigError(
+                f"job {identity} has completed and needs no resuming; "
+                f"`medflare job fetch {identity}` has its results"
+            )
         if state in _WAITING or (state == RUNNING and _has_process(connection, identity)):
-            raise ConfigError(f"job {identity} is {state}; watch it (`medflare job watch {identity}`), or abort it before you resume it")
+            raise ConfigError(
+                f"job {identity} is {state}; watch it (`medflare job watch {identity}`), "
+                "or abort it before you resume it"
+            )
         return identity
 
 
 def _has_process(connection: Session, job: str) -> bool:
-    """Whether a job in the state RUNNING has a process; after a restart of the server without `UnfinishedJobs` it has none."""
+    """Whether a job in the state RUNNING has a process.
+
+    After a restart of the server without `UnfinishedJobs` it has none.
+    """
     try:
         connection.show_stats(job, TargetType.SERVER)
     except LOST:
@@ -180,13 +212,23 @@ def fetch_job(connection: Session, job: str, out: Path) -> Path:
             location = connection.download_job_result(job, str(scratch))
         except RuntimeError as error:  # FLARE's exception for a problem on this side
             reason = f"job {job} could not be downloaded ({one_line(error)})"
-            raise MedflareError(f"{reason}; see that there is room in {connection.download_dir} and {out}, then fetch it again") from error
+            raise MedflareError(
+                f"{reason}; see that there is room in {connection.download_dir} and {out}, "
+                "then fetch it again"
+            ) from error
         if not location or not Path(location).is_dir():
-            raise MedflareError(f"the server sent no results of job {job}; `medflare job list` shows whether it has ended")
+            raise MedflareError(
+                f"the server sent no results of job {job}; "
+                "`medflare job list` shows whether it has ended"
+            )
+        downloaded = Path(location)
         for path in sorted(place.rglob("*")):
-            if not path.is_dir() and not (Path(location) / path.relative_to(place)).exists():
-                raise ConfigError(f"{path} is not among the job's results and would be lost; choose another --out, or move it away")
-        put_in_place(Path(location), place)
+            if not path.is_dir() and not (downloaded / path.relative_to(place)).exists():
+                raise ConfigError(
+                    f"{path} is not among the job's results and would be lost; "
+                    "choose another --out, or move it away"
+                )
+        put_in_place(downloaded, place)
     return place
 
 
@@ -205,12 +247,14 @@ def _cleaned(transfer: Path, job: str) -> Iterator[None]:
 def beside(place: Path) -> Iterator[Path]:
     """An empty folder next to `place`, on the same disk, removed at the end of the block."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent, ignore_cleanup_errors=True) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix=f".{place.name}.", dir=place.parent, ignore_cleanup_errors=True
+    ) as scratch:
         yield Path(scratch)
 
 
 def put_in_place(new: Path, place: Path) -> None:
-    """Rename a folder to `place`; an earlier folder there is removed once the new one is in place."""
+    """Rename a folder to `place`; an earlier folder there is removed after that."""
     old = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
     if place.exists():
         os.rename(place, old)

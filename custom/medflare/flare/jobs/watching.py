@@ -1,4 +1,7 @@
-"""Follows a job to its end: rounds, metrics and silent sites as they come, and the reasons if it failed."""
+"""Follows a job to its end.
+
+Rounds, metrics and silent sites are printed as they come, and the reasons if it failed.
+"""
 
 import re
 import shutil
@@ -13,56 +16,85 @@ from nvflare.fuel.flare_api.api_spec import MonitorReturnCode, TargetType
 from nvflare.fuel.flare_api.flare_api import Session
 
 from medflare.core.text import printable
-from medflare.flare.jobs.sessions import LOST, REFUSALS, RUNNING, Job, Unreachable, found_job, id_of, jobs_of, session
+from medflare.flare.jobs.sessions import (
+    LOST,
+    REFUSALS,
+    RUNNING,
+    Job,
+    Unreachable,
+    found_job,
+    id_of,
+    jobs_of,
+    session,
+)
 from medflare.flare.messages import UNABLE
 from medflare.flare.tracking import GROUP, NOTED
 
 _INTERVAL = 1.0  # seconds between two looks
 _GONE = 300.0  # seconds in the state RUNNING without statistics after which a job has no process
-_SILENT = 10.0  # seconds without a sign of life until a site is reported, and again each time they have doubled
-_RESUME = "the server was started again meanwhile; a new job resumes it after its last finished step (`medflare resume`)"
+# Seconds without a sign of life until a site is reported, and again each time they have doubled.
+_SILENT = 10.0
+_RESUME = (
+    "the server was started again meanwhile; "
+    "a new job resumes it after its last finished step (`medflare resume`)"
+)
 _FINISHED = "FINISHED:"  # prefix of FLARE's final states
-_STEP = r"(?:round \d+/\d+|after round \d+|without training) \w+: .+"  # from `evaluation.console.round_line`
+# From `evaluation.console.round_line`.
+_STEP = r"(?:round \d+/\d+|after round \d+|without training) \w+: .+"
 _SLOW = r"slow: \S+: at work on .+"  # from `tasks`
 _PROGRESS = re.compile(f"(?:{NOTED}(?P<event>.+))|(?P<step>{_STEP}|{_SLOW})")  # in the server's log
 
-_NEW_POLICIES: Final = "the administrator of {party} runs `medflare site setup KIT --replace-policies`, then submit the job again"
+_NEW_POLICIES: Final = (
+    "the administrator of {party} runs `medflare site setup KIT --replace-policies`, "
+    "then submit the job again"
+)
 
 # What FLARE or medflare writes -> what it means; {party} is the server or site that wrote it.
 MEANINGS: Final[Mapping[str, str]] = {
     r"BYOC not permitted": (
-        "{party} refuses jobs that bring their own code; submit the job without app/custom/ (medflare job ... --no-byoc), "
+        "{party} refuses jobs that bring their own code; "
+        "submit the job without app/custom/ (medflare job ... --no-byoc), "
         'or have {party} allow "byoc" to your role in its local/authorization.json'
     ),
-    r"Component '(?P<what>medflare\.[\w.]+)'.* is not in allow_list": f"{{party}} does not allow the component {{what}}; {_NEW_POLICIES}",
-    r"Component '(?P<what>(?!medflare\.)[\w.]+)'.* is not in allow_list": "{party} does not allow the component {what}",
+    r"Component '(?P<what>medflare\.[\w.]+)'.* is not in allow_list": (
+        f"{{party}} does not allow the component {{what}}; {_NEW_POLICIES}"
+    ),
+    r"Component '(?P<what>(?!medflare\.)[\w.]+)'.* is not in allow_list": (
+        "{party} does not allow the component {what}"
+    ),
     r"^(?:\w+: )?component (?P<what>medflare\.\S+) refused: (?P<why>.+)": (
         f"{{party}} refuses this job's component {{what}}: {{why}}; {_NEW_POLICIES}"
     ),
-    r"^(?:\w+: )?(?P<what>(?:component (?!medflare\.)|network |configuration ).+?) refused: (?P<why>.+)": (
-        "{party} refuses this job's {what}: {why}"
-    ),
+    (
+        r"^(?:\w+: )?(?P<what>(?:component (?!medflare\.)|network |configuration ).+?) refused: "
+        r"(?P<why>.+)"
+    ): "{party} refuses this job's {what}: {why}",
     r"privacy scope '(?P<what>.*)' is not allowed": (
-        "{party} does not allow the privacy scope '{what}' of this job; remove \"scope\" from its meta.json"
+        "{party} does not allow the privacy scope '{what}' of this job; "
+        'remove "scope" from its meta.json'
     ),
     r"no reply \(deployment timeout\)": (
         "{party} did not reply when the job was sent to it; its administrator checks it "
         "(`medflare site doctor KIT`), then submit the job again"
     ),
     r"fatal return code UNSAFE_JOB from client (?P<site>\S+)": (
-        "{site} takes no job with task_result_filters of its own, which would run after the site's filters; "
+        "{site} takes no job with task_result_filters of its own, "
+        "which would run after the site's filters; "
         "leave them out, or have the site name them in its local/privacy.json"
     ),
     r"\"filters\" must contain Filter object but got <class '(?P<what>[\w.]+)'>": (
         "{party} cannot use {what} as a filter; remove it from the filters of this job"
     ),
     r"received dead job report for client (?P<site>\S+)": (
-        "the job's process at {site} ended too early; its administrator finds the reason in ID/log.txt of its kit; "
+        "the job's process at {site} ended too early; "
+        "its administrator finds the reason in ID/log.txt of its kit; "
         "a frequent one is a class in the job's filters that is no filter"
     ),
     r"No module named '(?P<what>[\w.]+)'": (
-        "{party} lacks the Python package {what}; its administrator installs medflare with pip in the environment that FLARE runs in, "
-        "or, where it allows jobs that bring code, submit one that does (medflare job ... --embed-code)"
+        "{party} lacks the Python package {what}; "
+        "its administrator installs medflare with pip in the environment that FLARE runs in, "
+        "or, where it allows jobs that bring code, submit one that does "
+        "(medflare job ... --embed-code)"
     ),
     r"medflare: FAILED: (?!aborted)(?P<what>.+)": "the federation failed: {what}",
     rf"{UNABLE}(?:site \S+: )?(?P<what>.+)": "{party} could not do its part: {what}",
@@ -79,15 +111,18 @@ class Follower:
 
     def follow(self, connection: Session, job: str, timeout: float, every: float) -> bool:
         """Follow a job until it ends, in one session; return whether it completed."""
-        shown, heard = "", time.monotonic()
+        shown = ""
+        heard = time.monotonic()
 
         def look(connection: Session, job: str, meta: Job) -> bool:
             nonlocal heard, shown
             state = meta[JobMetaKey.STATUS.value] + _waits(meta)
-            if state != shown and not state.startswith(_FINISHED):  # the last steps are printed before the final state
+            finished = state.startswith(_FINISHED)  # the last steps are printed before that
+            if state != shown and not finished:
                 self._say(f"{job} {state}")
                 shown = state
-                self._print_once(explanations(deployment(meta)))  # a party refused the job while others run it
+                # A party may have refused the job while others run it.
+                self._print_once(explanations(deployment(meta)))
             if meta[JobMetaKey.STATUS.value] == RUNNING:
                 try:
                     self._show(_progress(connection.show_stats(job, TargetType.SERVER)))
@@ -100,21 +135,33 @@ class Follower:
 
         ended, meta = connection.monitor_job_and_return_job_meta(job, timeout, every, look)
         if ended == MonitorReturnCode.TIMEOUT:
-            self._say(f"{job} is still {shown} after {timeout:.0f} s; it goes on; `medflare job watch` follows it again")
+            self._say(
+                f"{job} is still {shown} after {timeout:.0f} s; it goes on; "
+                "`medflare job watch` follows it again"
+            )
             return False
         if ended == MonitorReturnCode.ENDED_BY_CB:
             self._say(f"{job} is called {RUNNING}, and has no process for {_GONE:g} s: {_RESUME}")
             return False
         state = meta[JobMetaKey.STATUS.value]
-        with suppress(*REFUSALS):  # the steps and events that came after the last look
-            matches = map(_PROGRESS.search, "".join(connection.get_job_logs(job)["logs"].values()).splitlines())
-            self._print_once(match["event"] or match["step"] for match in matches if match)
+        with suppress(*REFUSALS):
+            self._print_log("".join(connection.get_job_logs(job)["logs"].values()))
         self._say(f"{job} {state}")
         if state == RunStatus.FINISHED_COMPLETED.value:
             return True
-        for line in [_RESUME] if state == RunStatus.ABANDONED.value else explained(connection, job):
-            self._say(line)
+        reasons = [_RESUME]
+        if state != RunStatus.ABANDONED.value:
+            reasons = explained(connection, job)
+        for reason in reasons:
+            self._say(reason)
         return False
+
+    def _print_log(self, log: str) -> None:
+        """Print the steps and events of the server's log that came after the last look."""
+        for line in log.splitlines():
+            match = _PROGRESS.search(line)
+            if match:
+                self._print_once([match["event"] or match["step"]])
 
     def _show(self, progress: Mapping[str, Any]) -> None:
         """Print the new lines and the silent sites."""
@@ -124,10 +171,15 @@ class Follower:
         silent = progress.get("silent", {})
         for site, seconds in silent.items():
             if seconds >= max(_SILENT, 2 * self._reported.get(site, 0.0)):
-                step, timeout = f"'{progress['phase']}' of round {progress['round']}", progress["heartbeat_timeout"]
-                self._say(f"silent: {site}: nothing heard for {seconds:.0f} s in {step}; given up after {timeout:g} s")
+                self._say(
+                    f"silent: {site}: nothing heard for {seconds:.0f} s "
+                    f"in '{progress['phase']}' of round {progress['round']}; "
+                    f"given up after {progress['heartbeat_timeout']:g} s"
+                )
                 self._reported[site] = seconds
-        self._reported = {site: seconds for site, seconds in self._reported.items() if silent.get(site, 0.0) >= _SILENT}
+        for site in list(self._reported):
+            if silent.get(site, 0.0) < _SILENT:
+                del self._reported[site]
 
     def _print_once(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -146,7 +198,9 @@ def watch_job(
     every: float = _INTERVAL,
     opening: Callable[[Path], AbstractContextManager[Session]] = session,
 ) -> bool:
-    """Follow a job until it ends, even if the server stops and comes back; return whether the job completed.
+    """Follow a job until it ends; return whether it completed.
+
+    The server may stop and come back meanwhile.
 
     Args:
         kit: startup kit of the lead or the project admin.
@@ -161,7 +215,10 @@ def watch_job(
         Unreachable: the server cannot be reached at the beginning, or did not come back in time.
         MedflareError: see `sessions`.
     """
-    began, lost, job, follower = time.monotonic(), 0.0, "", Follower(say)
+    began = time.monotonic()
+    lost = 0.0  # when the server stopped
+    job = ""
+    follower = Follower(say)
     while True:
         try:
             with opening(kit) as connection:
@@ -184,7 +241,10 @@ def watch_job(
 
 
 def _waits(meta: Job) -> str:
-    """Why FLARE has not started a submitted job at its last attempt; "" if it has, or has not tried."""
+    """Why FLARE has not started a submitted job at its last attempt.
+
+    The text is "" if FLARE has started it, or has not tried.
+    """
     history = meta.get(JobMetaKey.SCHEDULE_HISTORY.value)
     if meta[JobMetaKey.STATUS.value] != RunStatus.SUBMITTED.value or not history:
         return ""
@@ -201,7 +261,10 @@ def _progress(stats: Mapping[str, Any]) -> Mapping[str, Any]:
 def explained(connection: Session, job: str) -> list[str]:
     """The reasons for the end of a job, each once; never empty."""
     reasons = list(dict.fromkeys(explanations(_texts(connection, job))))
-    return reasons or [f"nothing known about job {job} explains its end; read the logs of the server and the sites"]
+    if not reasons:
+        hint = "read the logs of the server and the sites"
+        return [f"nothing known about job {job} explains its end; {hint}"]
+    return reasons
 
 
 def explanations(texts: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -214,7 +277,8 @@ def explanations(texts: Iterable[tuple[str, str]]) -> Iterator[str]:
     for party, text in texts:
         for line in text.splitlines():
             for pattern, meaning in MEANINGS.items():
-                if match := re.search(pattern, line):
+                match = re.search(pattern, line)
+                if match:
                     yield meaning.format(party=party, **match.groupdict())
 
 
@@ -226,7 +290,11 @@ def deployment(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _texts(connection: Session, job: str) -> Iterator[tuple[str, str]]:
-    """(party, text): replies to the deployment, the error logs that sites stream to the server, the server's log."""
+    """(party, text) of all that may explain the end of a job.
+
+    These are the replies to the deployment, the error logs that sites stream to the server, and the
+    server's log.
+    """
     yield from deployment(connection.get_job_meta(job))
     if "ERRORLOG" in " ".join(connection.list_job_components(job)):
         downloaded = Path(connection.download_job_components(job))
@@ -234,5 +302,6 @@ def _texts(connection: Session, job: str) -> Iterator[tuple[str, str]]:
             for log in sorted(downloaded.rglob("ERRORLOG_*")):
                 yield log.name.removeprefix("ERRORLOG_"), log.read_text(errors="replace")
         finally:
-            shutil.rmtree(downloaded, ignore_errors=True)  # in the kit's transfer/, where results would get another name
+            # It is in the kit's transfer/, where results would get another name.
+            shutil.rmtree(downloaded, ignore_errors=True)
     yield from connection.get_job_logs(job)["logs"].items()

@@ -48,7 +48,7 @@ def _read_splits(file: Path) -> dict[tuple[str, str], str]:
     """(Site, image) -> split; DataError for a word that is no split, and an image in two splits."""
     table = read_frame(file, _COLUMNS)
     splits: dict[tuple[str, str], str] = {}
-    for image, site, word in zip(*(table[column] for column in _COLUMNS), strict=True):
+    for image, site, word in table[list(_COLUMNS)].itertuples(index=False, name=None):
         split = split_name(word)
         if not split:
             problem = f"split {word!r} of {image} is not known"
@@ -61,9 +61,11 @@ def _read_splits(file: Path) -> dict[tuple[str, str], str]:
 def _refuse_difference(file: Path, words: str, images: Iterable[tuple[str, str]]) -> None:
     names = [f"{image} of {site}" for site, image in sorted(images)]
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        listed = names[0]
+        if len(names) > 1:
+            listed += f" and {len(names) - 1} more"
         remedy = "correct the table, or complete the download"
-        raise DataError(f"{file}: {words} {names[0]}{more}; {remedy}")
+        raise DataError(f"{file}: {words} {listed}; {remedy}")
 
 
 def split_sites(sites: Sites, shares: Mapping[str, float], seed: int) -> dict[str, list[Item]]:
@@ -92,16 +94,24 @@ def split_sites(sites: Sites, shares: Mapping[str, float], seed: int) -> dict[st
     return {site: drawn[site] for site in sites}
 
 
-def _split_site(site: str, items: Sequence[Item], shares: Mapping[str, float], seed: int) -> list[Item]:
+def _split_site(
+    site: str, items: Sequence[Item], shares: Mapping[str, float], seed: int
+) -> list[Item]:
     """The images of a site with their splits, also where named splits divide patients."""
     if all(item.split for item in items):
         return list(items)
-    test = [item for item in items if item.split == "test"]
-    rest = [item for item in items if item.split != "test"]
+    test = []
+    rest = []
+    for item in items:
+        if item.split == "test":
+            test.append(item)
+        else:
+            rest.append(item)
     divided = {item.patient for item in test} & {item.patient for item in rest} - {""}
     if not divided:
         return draw_splits(items, site, shares, seed)
-    without_test = {split: share for split, share in shares.items() if split != "test"}
+    without_test = dict(shares)
+    without_test.pop("test", None)
     return [*draw_splits(rest, site, without_test, seed), *test]
 
 
@@ -150,8 +160,13 @@ def divided_warning(sites: Sites, group: str) -> str:
         return ""
     counts = []
     for site, items in sites.items():
-        test = [item.patient for item in items if item.split == "test"]
-        others = {item.patient for item in items if item.split != "test"}
+        test = []
+        others = set()
+        for item in items:
+            if item.split == "test":
+                test.append(item.patient)
+            else:
+                others.add(item.patient)
         if not test or not others:
             continue
         if any(test) or any(others):

@@ -1,0 +1,127 @@
+"""A model's metric by group of test patients (sex, age band, scanner), for the site itself.
+
+A group of too few patients is suppressed: its value would be nearly that of a single patient. The
+value of all patients is known, so the suppressed groups together must be large enough, too.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from medflare.data.attributes import in_order
+from medflare.tasks.class_metrics import of_outputs
+from medflare.tasks.classes import Cases
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.metrics_table import metric_table
+from medflare.tasks.summaries import ALL, Interval, summarize
+
+FEWEST_OF_GROUP: Final = 5  # patients of a group that is shown
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """A group of patients with the task's metric."""
+
+    group: str
+    patients: int | None  # number of them with a value of the metric; None if it is suppressed
+    value: float | None = None  # None if it is suppressed or undefined
+    interval: Interval | None = None  # 95 %, over patients; None for too few of them
+
+
+def group_rows(
+    cases: Cases, groups: Mapping[str, str], minimum: int, task: TaskConfig
+) -> list[GroupRow]:
+    """The task's metric in every group of patients, in the order of `attributes.in_order`.
+
+    Patients without a value of the metric do not count; a group of such patients is left out.
+
+    Args:
+        groups: patient -> group; every patient of `cases` is in one.
+        minimum: smallest number of patients that is shown; at least `FEWEST_OF_GROUP` in any case.
+    """
+    # Group -> patient -> its rows in `cases`.
+    by_group: dict[str, dict[str, list[int]]] = {}
+    for row in _defined_rows(cases, task):
+        patient = cases.patients[row]
+        by_patient = by_group.setdefault(groups[patient], {})
+        by_patient.setdefault(patient, []).append(row)
+    sizes = {group: len(by_group[group]) for group in in_order(by_group)}
+    suppressed = suppressed_groups(sizes, max(minimum, FEWEST_OF_GROUP))
+    rows: list[GroupRow] = []
+    for group, patients in sizes.items():
+        if group in suppressed:
+            rows.append(GroupRow(group, None))
+            continue
+        numbers = [row for of_patient in by_group[group].values() for row in of_patient]
+        of_group = _cases_of(cases, numbers)
+        value = _value(of_group, task)
+        intervals = summarize({task.metric: value}, of_group, task).intervals
+        interval = intervals.get(ALL, {}).get(task.metric)
+        rows.append(GroupRow(group, patients, value, interval))
+    return rows
+
+
+def suppressed_groups(sizes: Mapping[str, int], minimum: int) -> set[str]:
+    """The groups that are not shown: those of fewer than `minimum` patients, and the next larger
+    ones until two groups, and together `minimum` patients, are suppressed.
+
+    Otherwise the value of the suppressed patients could be computed: from the value of all patients
+    and those of the other groups.
+
+    Examples:
+        >>> sorted(suppressed_groups({"a": 9, "b": 7, "c": 4}, 5))
+        ['b', 'c']
+        >>> sorted(suppressed_groups({"a": 9, "b": 7, "c": 2, "d": 2}, 5))
+        ['b', 'c', 'd']
+        >>> suppressed_groups({"a": 9, "b": 5}, 5)
+        set()
+    """
+    suppressed: set[str] = set()
+    patients = 0
+    for group in sorted(sizes, key=lambda group: (sizes[group], group)):
+        is_small = sizes[group] < minimum
+        can_be_computed = len(suppressed) == 1 or 0 < patients < minimum
+        if is_small or can_be_computed:
+            suppressed.add(group)
+            patients += sizes[group]
+    return suppressed
+
+
+def _defined_rows(cases: Cases, task: TaskConfig) -> list[int]:
+    """The rows of `cases` that have a value of the task's metric; for classification all."""
+    if cases.probabilities is not None:
+        return list(range(len(cases.patients)))
+    values = cases.values.get(task.metric)
+    if values is None:
+        return []
+    return (~values.isnan()).nonzero().flatten().tolist()
+
+
+def _cases_of(cases: Cases, rows: Sequence[int]) -> Cases:
+    """Some rows of the cases, without structures."""
+    index = list(rows)
+    patients = tuple(cases.patients[row] for row in rows)
+    if cases.probabilities is None or cases.targets is None:
+        values = {metric: column[index] for metric, column in cases.values.items()}
+        return Cases(patients, values)
+    return replace(
+        cases,
+        patients=patients,
+        probabilities=cases.probabilities[index],
+        targets=cases.targets[index],
+    )
+
+
+def _value(cases: Cases, task: TaskConfig) -> float | None:
+    """The task's metric; the mean over patients for segmentation; None where it is undefined."""
+    if cases.probabilities is None or cases.targets is None:
+        value = float(cases.values[task.metric].mean())
+    else:
+        compute = metric_table()[task.metric].compute
+        weights = np.ones(len(cases.patients))
+        outputs = cases.probabilities.numpy(), cases.targets.long().numpy(), weights
+        value = float(of_outputs(compute, *outputs))
+    return value if math.isfinite(value) else None
