@@ -163,10 +163,9 @@ def task_settings() -> str:
 
 def governance() -> str:
     """The page on governance, ending with every item of a site's replies, from the declarations of the methods."""
-    from medflare.core.manifest import MetaSpec, TensorSpec
-    from medflare.federation.exchange import REPORTS_OF_ALL
+    from medflare.core.specs import MetaSpec, TensorSpec
     from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
-    from medflare.federation.update_validation.messages import SHARED
+    from medflare.federation.protocol import REPORTS_OF_ALL, SHARED
     from medflare.methods.catalogue import SURVEYS, get_method, method_names
 
     senders: dict[tuple[str, str, str], list[str]] = {}
@@ -174,7 +173,7 @@ def governance() -> str:
     def note(spec: TensorSpec | MetaSpec, sender: str) -> None:
         about = spec.purpose if isinstance(spec, TensorSpec) else spec.about
         kind = "tensors" if isinstance(spec, TensorSpec) else "metadata"
-        names = senders.setdefault((f"`{spec}` ({kind})", about, protection(spec)), [])
+        names = senders.setdefault((f"`{spec.name}` ({kind})", about, protection(spec)), [])
         if sender not in names:
             names.append(sender)
 
@@ -184,10 +183,10 @@ def governance() -> str:
             note(reported, sender)
     note(SHARED, "all, with `cross_site` and `share_model`")
     for name in (*method_names(), *SURVEYS):
-        for phase in get_method(name).site_class.phases:
+        for phase in get_method(name).site_class.phases.values():
             for tensors in phase.reply:
                 note(tensors, f"`{name}`")
-            for number in phase.reply_meta:
+            for number in phase.meta:
                 note(number, f"`{name}`")
     rows = ["| item | what it is | protection at the site | methods |", "|---|---|---|---|"]
     rows += ["| `events` (metadata) | what the site noticed, of declared kinds | no small count, no name of a file or patient | all |"]
@@ -202,9 +201,9 @@ def governance() -> str:
 def protection(spec: Any) -> str:
     """What a site does with an item before it is sent, in words."""
     words = []
-    if spec == "classes":
+    if spec.name == "classes":
         words.append("no counts if a cell of a matrix has fewer patients")
-    if spec == "reports":
+    if spec.name == "reports":
         words.append("not sent if a count is of fewer patients")
     if spec.measured:
         words.append(f"not sent if fewer than `minimum_patients` {spec.measured} patients")
@@ -212,11 +211,11 @@ def protection(spec: Any) -> str:
         words.append("not sent for a class of fewer patients")
     if spec.per_class == "counts":
         words.append("not sent if a class has fewer patients")
-    if spec == "n":
+    if spec.name == "n":
         words.append("not sent for a split of fewer than `minimum_patients` patients")
-    if spec == "class_counts":
+    if spec.name == "class_counts":
         words.append("not sent if a class has fewer than `minimum_patients` patients")
-    if spec == "n_samples":
+    if spec.name == "n_samples":
         words.append("a site with fewer than `minimum_patients` patients does not train")
     if not words and hasattr(spec, "template"):
         words.append("none but DP-SGD, if the method has it")

@@ -26,7 +26,6 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"components": "phase"},
     {"phase_mean": "circular"},
     {"window": "official"},
-    {"layout": "out_major"},
 )
 
 

@@ -182,7 +182,7 @@ def measure(method: str, sites: int, narrow: int, scratch: Path, clock: str = "p
     plan = chosen.plan(task, tuple(names), METHODS[method])
     exchange = Stored(names, scratch, lambda phase: chosen.site_class.manifest(phase, plan), CLOCKS[clock])
     template = ServerContext(plan, 0, 1, phases=chosen.site_class.phases).initial_state()
-    for phase in chosen.site_class.phases:
+    for phase in chosen.site_class.phases.values():
         if exchange.manifest(phase.name):
             exchange.answer(phase.name, template)
     model = sum(tensor.nbytes for tensor in template.values())

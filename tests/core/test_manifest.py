@@ -1,10 +1,12 @@
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from medflare.core.manifest import MetaSpec, StateSpec, TensorSpec, count, listing, models, negative, non_finite, number, table, text
 from medflare.core.message import Message
+from medflare.core.specs import MetaSpec, StateSpec, TensorSpec, count, listing, models, number, table, text
+from medflare.federation.protocol import negative, non_finite
 
 
 def test_only_nan_and_infinity_are_non_finite() -> None:
@@ -26,14 +28,24 @@ def test_a_running_variance_below_zero_is_detected() -> None:
 
 def test_an_optional_declaration_keeps_everything_else() -> None:
     entry = TensorSpec("a", "why", measured="train", per_class="values")
-    assert vars(entry.as_optional()) == {**vars(entry), "optional": True} and entry.as_optional() == "a"
-    item = MetaSpec("b", "what", count(), "train", per_class="counts")
+    assert vars(entry.as_optional()) == {**vars(entry), "optional": True}
+    item = MetaSpec[int]("b", "what", count(), "train", per_class="counts")
     assert vars(item.as_optional()) == {**vars(item), "optional": True}
+
+
+def test_entries_are_read_and_written_by_their_declarations() -> None:
+    model, loss = TensorSpec("model"), MetaSpec[float]("loss")
+    message = Message.of({model: {"w": torch.ones(1)}, loss: 0.5})
+    assert message.states.keys() == {"model"} and message.meta == {"loss": 0.5}
+    assert model in message and loss in message and message[loss] == 0.5 and message[model]["w"] == 1
+    assert MetaSpec("model") not in message and message.get(TensorSpec("loss")) is None
+    with pytest.raises(KeyError, match="other"):
+        message[TensorSpec("other")]
 
 
 @pytest.mark.parametrize("name", ["", " ", "a\nb", "$x$", "\ud800", "x" * 101, 3])
 def test_only_printable_plain_names_are_names_of_models(name: object) -> None:
-    item = MetaSpec("item", type=models(number()))
+    item = MetaSpec[Any]("item", type=models(number()))
     assert item.problem({name: 0.5})
     assert item.problem({"global": 0.5, "personal/Zürich-2": 1, "mixture running": 0}) is None
 
@@ -55,7 +67,7 @@ def test_only_printable_plain_names_are_names_of_models(name: object) -> None:
     ],
 )
 def test_an_item_accepts_values_of_its_type(type: object, right: list[object], wrong: list[object]) -> None:
-    item = MetaSpec("item", type=type)
+    item = MetaSpec[Any]("item", type=type)
     assert [item.problem(value) for value in right] == [None] * len(right)
     for value in wrong:
         problem = item.problem(value)

@@ -15,8 +15,8 @@ from medflare.core.message import Message
 from medflare.core.store import csv_cell, csv_text
 from medflare.core.text import printable_json
 from medflare.data.datalist import read_datalist
-from medflare.federation.update_validation import messages
-from medflare.federation.update_validation.messages import message_problem
+from medflare.federation import protocol
+from medflare.federation.protocol import message_problem
 from medflare.tasks.config import load_task
 
 EVIL = "a\x1b]0;PWN\x07\x1b[2J\r\nb\u202egnp.exe\u2066\u200b\x00\x9b31m\ud800"
@@ -26,7 +26,7 @@ TASK = load_task("phantom").to_dict()
 def test_errors_and_events_are_one_printable_line() -> None:
     events = EventLog()
     events.add("warning", EVIL)
-    texts = [str(DataError(EVIL)), one_line(ValueError(EVIL)), messages.reason_line(EVIL), next(iter(events))["message"]]
+    texts = [str(DataError(EVIL)), one_line(ValueError(EVIL)), protocol.reason_line(EVIL), next(iter(events))["message"]]
     assert len(set(texts)) == 1 and texts[0].isprintable() and r"\x1b[2J" in texts[0] and r"\u202e" in texts[0]
 
 

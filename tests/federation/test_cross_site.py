@@ -17,7 +17,7 @@ from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
-from medflare.federation.update_validation.messages import SHARED
+from medflare.federation.protocol import SHARED
 from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.tasks.config import load_task
@@ -64,10 +64,10 @@ def test_a_faulty_model_is_not_sent_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(exchange: LocalExchange, step: Step, outgoing: dict[str, Message]) -> dict[str, Reply]:
         replies = dict(honest(exchange, step, outgoing))
         if step.phase == FINALIZE:
-            state = replies["site-1"].message.states[SHARED]  # type: ignore[union-attr]
+            state = replies["site-1"].message[SHARED]  # type: ignore[index]
             name = next(iter(state))
             state[name] = state[name] * torch.nan
-            replies["site-2"].message.states[SHARED] = {"other": torch.ones(3)}  # type: ignore[union-attr]
+            replies["site-2"].message[SHARED] = {"other": torch.ones(3)}  # type: ignore[index]
         assert step.phase != CROSS_SITE
         return replies
 
@@ -117,7 +117,7 @@ def finished(*, share: bool | None = True, hyper: dict[str, Any] | None = None, 
 )
 def test_a_personal_model_leaves_if_the_site_agrees(share: bool | None, settings: dict[str, Any], leaves: bool, named: str) -> None:
     _, reply = finished(share=share, **settings)
-    assert set(reply.states) == ({SHARED} if leaves else set())
+    assert set(reply.states) == ({SHARED.name} if leaves else set())
     messages = [event["message"] for event in reply.meta["events"] if "personal model" in event["message"]]
     assert [named in message for message in messages] == [True] * bool(named)
 
@@ -125,7 +125,7 @@ def test_a_personal_model_leaves_if_the_site_agrees(share: bool | None, settings
 @pytest.mark.parametrize(("minimum", "sent"), [(5, True), (6, False)])
 def test_a_metric_of_few_patients_does_not_leave(minimum: int, sent: bool) -> None:
     participant, reply = finished(local=LocalSettings(share_model=True, minimum_patients=minimum))
-    request = Message({f"{SHARED}/B": reply.states[SHARED]}, {"step": 1, "run_rounds": 1})
+    request = Message({f"{SHARED.name}/B": reply[SHARED]}, {"step": 1, "run_rounds": 1})
     value = participant.answer(CROSS_SITE, 1, request).meta[CROSS_SITE]["B"]
     assert (value is not None) == sent
     if sent:
@@ -134,7 +134,7 @@ def test_a_metric_of_few_patients_does_not_leave(minimum: int, sent: bool) -> No
 
 def test_a_site_takes_models_of_members_that_fit() -> None:
     participant, reply = finished(local=LocalSettings(share_model=True))
-    state = reply.states[SHARED]
-    for states in ({f"{SHARED}/stranger": state}, {str(SHARED): state}, {f"{SHARED}/B": {"other": torch.ones(3)}}):
+    state = reply[SHARED]
+    for states in ({f"{SHARED.name}/stranger": state}, {SHARED.name: state}, {f"{SHARED.name}/B": {"other": torch.ones(3)}}):
         with pytest.raises(MessageError):
             participant.answer(CROSS_SITE, 1, Message(states, {"step": 1, "run_rounds": 1}))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from federation.replayed import FAULTY, FEDERATIONS, ROUNDS, SITES, Place, Recorded, Replay, cases, copied, nearly, recorded
-from medflare.core.manifest import non_finite
+from medflare.federation.protocol import non_finite
 from medflare.core.message import Message
 from medflare.evaluation.results import REPORT_FILE, validate_results
 from medflare.federation.exchange import Reply

@@ -15,8 +15,8 @@ from medflare.core.store import MemoryStore
 from medflare.federation.exchange import numbered
 from medflare.federation.participant import Participant
 from medflare.federation.settings import ENROL, FINALIZE
-from medflare.federation.update_validation.messages import DELIVERS, ENROLS, INVITES, NUMBERED, declaration_problem, message_problem
-from medflare.methods.base import MEASURED
+from medflare.federation.protocol import COUNTS, DELIVERS, ENROLS, INVITES, METRICS, NUMBERED, declaration_problem, message_problem
+from medflare.methods.parts.measured import MEASURED
 from medflare.methods.catalogue import get_method, method_names
 from methods import squares
 
@@ -70,8 +70,8 @@ def test_a_valid_reply_has_no_problem() -> None:
     meta = {"n_samples": 7, "loss": 0.5, "validation": {"global": None, "personal": 0.5}, **event(site="A", round=2)}
     message = Message({"model": {"w": torch.ones(2, 2).T, "count": torch.tensor(3)}}, meta)
     assert message_problem(message, "A") is None and declaration_problem(message, MEASURED) is None
-    assert declaration_problem(Message({}, {"metrics": {"deployed": {"dice": None, "hd95": 40.0}}}), DELIVERS, ("metrics",)) is None
-    assert "'n'" in str(declaration_problem(Message(), ENROLS, ("n",)))
+    assert declaration_problem(Message({}, {"metrics": {"deployed": {"dice": None, "hd95": 40.0}}}), DELIVERS, (METRICS,)) is None
+    assert "'n'" in str(declaration_problem(Message(), ENROLS, (COUNTS,)))
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,6 @@ def test_every_item_of_every_method_has_a_type() -> None:
     items = [*INVITES, *NUMBERED, *ENROLS, *DELIVERS]
     for name in method_names():
         algorithm = get_method(name).site_class
-        assert algorithm.delivery is not None, name
-        items += [item for phase in (*algorithm.phases, algorithm.delivery) for item in (*phase.request_meta, *phase.reply_meta)]
+        assert "finalize" in algorithm.phases, name
+        items += [item for phase in algorithm.phases.values() for item in (*phase.request_meta, *phase.meta)]
     assert [item for item in items if item.type is Any] == []

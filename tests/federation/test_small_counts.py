@@ -22,7 +22,7 @@ from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
 from medflare.federation.study_record import StudyRecord, selection_digest
-from medflare.federation.update_validation.suppression import has_small_cell, small_report
+from medflare.federation.suppression import has_small_cell, small_report
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method, method_names
 from medflare.tasks.classes import Cases, class_report

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from helpers.small_tasks import small_task
-from medflare.core.manifest import MetaSpec, PerClass, Phase, TensorSpec
+from medflare.core.phases import Phase
+from medflare.core.specs import MetaSpec, PerClass, TensorSpec
 from medflare.core.message import Message
 from medflare.data.loading import SiteData, Split
 from medflare.data.local import LocalSettings
@@ -25,11 +26,12 @@ from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
 from medflare.federation.run import Run
 from medflare.federation.settings import ENROL, run_settings
-from medflare.federation.update_validation.messages import DELIVERS, declaration_problem
-from medflare.federation.update_validation.suppression import Suppression, has_small_class, small_classes
+from medflare.federation.protocol import DELIVERS, declaration_problem
+from medflare.federation.suppression import Suppression, has_small_class, small_classes
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method, method_names
+from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
@@ -180,11 +182,15 @@ def test_suppressed_statistics_do_not_change_the_ridge_selector() -> None:
         server.aggregate(step, replies)
         return dict(server.selector.state)
 
+    def suppressed_at(name: str, reply: Message) -> Message:
+        algorithm = algorithms[name]
+        return Suppression(algorithm.site, 13).suppressed(reply, phase, algorithm.plan)
+
     without = solved({name: replies[name] for name in ("A", "C")})
-    suppressed = {**replies, "B": Suppression(algorithms["B"].site, 13).suppressed(replies["B"], phase)}
+    suppressed = {**replies, "B": suppressed_at("B", replies["B"])}
     assert not any(tensor.any() for tensor in suppressed["B"].states["selector_statistics"].values())
     assert squares.equal(solved(suppressed), without) and not squares.equal(solved(replies), without)
-    all_suppressed = {name: Suppression(algorithms[name].site, 13).suppressed(reply, phase) for name, reply in replies.items()}
+    all_suppressed = {name: suppressed_at(name, reply) for name, reply in replies.items()}
     assert squares.equal(solved(all_suppressed), solved(replies)), "the selector does not change"
 
 
@@ -193,8 +199,9 @@ def test_suppressed_statistics_do_not_change_the_ridge_selector() -> None:
 
 def reply_of(per_class: PerClass, states: dict[str, Any], meta: dict[str, Any], measured: str = "", minimum: int = 3) -> Message:
     entry = TensorSpec("cells", "for a test", per_class=per_class, measured=measured)
-    phase = Phase("train", reply=(entry, TensorSpec("model")), reply_meta=(MetaSpec("table", per_class=per_class, measured=measured),))
-    return Suppression(rare_square(squares.CLASSIFICATION), minimum).suppressed(Message(states, meta), phase)
+    table: MetaSpec[Any] = MetaSpec("table", per_class=per_class, measured=measured)
+    phase = Phase("train", reply=(entry, TensorSpec("model")), meta=(table,))
+    return Suppression(rare_square(squares.CLASSIFICATION), minimum).suppressed(Message(states, meta), phase, squares.plan_of(FedAvgSite, FedAvgServer))
 
 
 def test_values_of_a_small_class_and_all_counts_are_suppressed() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from medflare.core.manifest import StateSpec
+from medflare.core.specs import StateSpec
 from medflare.core.message import Message
 from medflare.federation.update_validation.updates import Validated, capped, validate_replies
 

@@ -13,12 +13,12 @@ import torch
 
 from helpers import small_tasks
 from helpers.small_tasks import small_task
-from medflare.core.manifest import StateSpec
+from medflare.core.specs import StateSpec
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
 from medflare.data.loading import SiteData, Split
-from medflare.federation.update_validation.messages import message_problem, request_problem
+from medflare.federation.protocol import message_problem, request_problem
 from medflare.federation.update_validation.updates import validate_replies
 from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, SiteAlgorithm, Step
 from medflare.methods.catalogue import get_method, method_names

@@ -1,6 +1,7 @@
 """The bases of all algorithms: persistent states, declared phases, the plan and the context that both algorithms share."""
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -8,11 +9,22 @@ from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.manifest import MetaSpec, Phase, TensorSpec
 from medflare.core.message import Message
+from medflare.core.phases import asks, extends, handles, phase
 from medflare.core.settings import STRICT
+from medflare.core.specs import MetaSpec, TensorSpec
 from medflare.core.store import MemoryStore
-from medflare.methods.base import PersistentState, Plan, ServerContext, ServerHyper, SiteAlgorithm, SiteHyper
+from medflare.federation.protocol import request_problem
+from medflare.methods.base import (
+    PersistentState,
+    Plan,
+    ServerAlgorithm,
+    ServerContext,
+    ServerHyper,
+    SiteAlgorithm,
+    SiteHyper,
+    Step,
+)
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.method import extended
 from methods import squares
@@ -32,24 +44,29 @@ MODEL, COPY = (
     TensorSpec("model", "the incoming model", lambda plan: W),
     TensorSpec("copy", "", lambda plan: W, lambda plan: plan.site_hyper.twice),
 )
-LOSS = MetaSpec("loss")
+LOSS = MetaSpec[float]("loss")
+COUNT = MetaSpec[int]("count")
 
 
 class Echo(SiteAlgorithm[EchoHyper]):
     """Sends back what it is sent, or something else."""
 
-    Hyper: ClassVar[type] = EchoHyper
-    phases: ClassVar[tuple[Phase, ...]] = (Phase("train", request=(MODEL,), reply=(MODEL, COPY), reply_meta=(LOSS,)), Phase("look"))
     last = PersistentState("last")
     first = PersistentState("first")
 
+    @phase(request=(MODEL,), reply=(MODEL, COPY), meta=(LOSS,))
     def train(self, round: int, incoming: Message) -> Message:
-        self.last = incoming.states["model"]
-        states = {} if self.hyper.less else {"model": self.last}
+        self.last = incoming[MODEL]
+        reply = Message.of({LOSS: 1.0})
+        if not self.hyper.less:
+            reply[MODEL] = self.last
         if self.hyper.more or self.hyper.twice:
-            states["copy"] = self.last
-        return Message(states, {"loss": 1.0, **({"name": "somebody"} if self.hyper.more_meta else {})})
+            reply[COPY] = self.last
+        if self.hyper.more_meta:
+            reply.meta["name"] = "somebody"
+        return reply
 
+    @phase()
     def look(self, round: int, incoming: Message) -> Message:
         return Message()
 
@@ -97,40 +114,121 @@ class TestPhases:
                 ask()
 
 
+class Loud(Echo):
+    """An override keeps the declaration; the class's type parameter is inherited."""
+
+    def train(self, round: int, incoming: Message) -> Message:
+        return super().train(round, incoming)
+
+
+class Quiet(Echo):
+    """An override with a declaration of its own replaces the inherited one."""
+
+    @phase(request=(MODEL,), meta=(LOSS,))
+    def train(self, round: int, incoming: Message) -> Message:
+        return Message.of({LOSS: 0.0})
+
+
+def test_an_override_keeps_its_declaration_or_replaces_it() -> None:
+    assert Loud.phases == Echo.phases and Loud.Hyper is EchoHyper
+    assert Loud.phase("train").reply == (MODEL, COPY) and Quiet.phase("train").reply == ()
+    assert Quiet.phase("look") == Echo.phase("look")
+
+
+def test_a_family_is_declared_by_the_names_of_its_members() -> None:
+    """Clusters, sites or anything else that the plan names."""
+    clusters = TensorSpec("model", "of a cluster", lambda plan: W, of=lambda plan: ("first", "second"))
+
+    class Clustered(Echo):
+        @phase(request=(clusters,), reply=(clusters,))
+        def train(self, round: int, incoming: Message) -> Message:
+            reply = Message()
+            for name, state in incoming.family(clusters).items():
+                reply[clusters.member(name)] = state
+            return reply
+
+    algorithm = squares.algorithm(Clustered)
+    sent = Message({"model/first": W, "model/second": W})
+    assert algorithm.perform("train", 0, sent).states.keys() == sent.states.keys()
+    assert Clustered.manifest("train", algorithm.plan).keys() == sent.states.keys()
+    assert request_problem(Clustered.phase("train"), algorithm.plan, sent) is None
+    third = Message({"model/third": W})
+    assert "model/third" in str(request_problem(Clustered.phase("train"), algorithm.plan, third))
+    with pytest.raises(ConfigError, match="model/second"):
+        algorithm.perform("train", 0, Message({"model/first": W}))
+
+
+class EchoServer(ServerAlgorithm[ServerHyper]):
+    """Asks by one method and handles by another."""
+
+    @asks(Echo.train)
+    def request(self, step: Step, site: str) -> Message:
+        return Message.of({MODEL: W})
+
+    @handles(Echo.train)
+    def note(self, step: Step, replies: Mapping[str, Message]) -> None:
+        self.memory.meta["sites"] = sorted(replies)
+
+    def configure_final(self, site: str) -> Message:
+        return Message()
+
+
+class OtherEchoServer(EchoServer):
+    """An override is called for the phases of what it overrides."""
+
+    def note(self, step: Step, replies: Mapping[str, Message]) -> None:
+        self.memory.meta["sites"] = ["other"]
+
+
+def test_a_servers_methods_are_called_for_the_phases_that_they_name() -> None:
+    context = ServerContext(squares.plan_of(Echo, EchoServer), squares.SEED, 1, phases=Echo.phases)
+    server, other = EchoServer(context), OtherEchoServer(context)
+    train, look = Step.of(Echo.train, 0), Step.of(Echo.look, 0)
+    assert (train.phase, look.phase) == ("train", "look")
+    assert server.configure(train, "A").states.keys() == {"model"}
+    assert server.configure(look, "A") == Message(), "no method asks"
+    server.aggregate(train, {"A": Message({"model": W})})
+    other.aggregate(train, {"A": Message({"model": W})})
+    assert (server.memory.meta["sites"], other.memory.meta["sites"]) == (["A"], ["other"])
+    server.aggregate(look, {"A": Message()})
+    with pytest.raises(ConfigError, match=r"EchoServer does nothing with the models of 'look'.*@handles"):
+        server.aggregate(look, {"A": Message({"model": W})})
+
+
 class Counting(SiteAlgorithm[Any]):
     """An extension of any site algorithm."""
 
-    phases: ClassVar[tuple[Phase, ...]] = tuple(Phase(name, reply_meta=(MetaSpec("count"),)) for name in ("train", "count"))
-
+    @extends(meta=(COUNT,))
     def train(self, round: int, incoming: Message) -> Message:
         reply: Message = super().train(round, incoming)  # type: ignore[misc]
-        reply.meta["count"] = 3
+        reply[COUNT] = 3
         return reply
 
+    @phase(meta=(COUNT,))
     def count(self, round: int, incoming: Message) -> Message:
-        return Message({}, {"count": 3})
+        return Message.of({COUNT: 3})
 
 
 def test_an_extended_site_algorithm_has_the_phases_of_both() -> None:
     both: Any = extended(Echo, Counting)
-    assert [phase.name for phase in both.phases] == ["train", "look", "count"]
+    assert list(both.phases) == ["train", "look", "count"]
     assert issubclass(both, Echo) and both.Hyper is EchoHyper
     algorithm = squares.algorithm(both)
     assert algorithm.perform("train", 0, Message({"model": W})).meta == {"loss": 1.0, "count": 3}
     assert algorithm.perform("count", 0, Message()).meta == {"count": 3}
     assert extended(Echo, None) is Echo and extended(both, Counting) is both
-    assert [phase.name for phase in Echo.phases] == ["train", "look"]
+    assert list(Echo.phases) == ["train", "look"]
 
 
 class TestContext:
     def test_shapes_of_the_sites_replies(self) -> None:
         context = ServerContext(squares.plan_of(FedAvgSite, FedAvgServer), squares.SEED, 3, phases=FedAvgSite.phases)
-        spec = context.reply_spec("train", "model")
-        assert spec is not None and spec.tensors.keys() == squares.start().keys()
-        assert context.reply_spec("train", "other") is None and context.reply_spec("validate", "model") is None
+        spec = context.reply_spec("train", MODEL)
+        assert spec is not None and spec.spec(context.plan).tensors.keys() == squares.start().keys()
+        assert context.reply_spec("train", COPY) is None and context.reply_spec("validate", MODEL) is None
         for twice in (False, True):
             context = ServerContext(squares.plan_of(Echo, FedAvgServer, twice=twice), 0, 1, phases=Echo.phases)
-            assert (context.reply_spec("train", "copy") is not None) == twice
+            assert (context.reply_spec("train", COPY) is not None) == twice
 
     def test_notes_are_collected_by_site(self) -> None:
         context = ServerContext(squares.plan_of(FedAvgSite, FedAvgServer), squares.SEED, 3)

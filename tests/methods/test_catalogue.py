@@ -25,7 +25,7 @@ from medflare.federation.exchange import Reply
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.settings import PHASES_OF_ALL, RUN_SETTINGS
-from medflare.federation.update_validation.messages import request_problem
+from medflare.federation.protocol import request_problem
 from medflare.inference.deployed import load_model, save_model
 from medflare.methods import catalogue
 from medflare.methods.base import ServerContext, Step
@@ -150,7 +150,7 @@ def test_hyper_parameters_are_described_and_no_settings_of_a_run(name: str) -> N
 def test_every_entry_that_leaves_a_site_has_a_purpose(name: str) -> None:
     method = get_method(name)
     plan = method.plan(TASK, SITES, {})
-    for phase in method.site_class.phases:
+    for phase in method.site_class.phases.values():
         assert all(spec.purpose for spec in method.site_class.manifest(phase.name, plan).values()), phase.name
 
 

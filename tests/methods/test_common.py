@@ -88,11 +88,11 @@ def test_a_model_of_the_sites_own_is_of_the_best_round_by_its_validation(name: s
     for site, algorithm in algorithms.items():
         values = [turn.replies[site].meta["validation"][metric] for turn in log[1:]]
         last_of_equals = max(round for round, value in enumerate(values, start=1) if value == max(values))
-        assert (algorithm.best.value, algorithm.best.round) == (max(values), last_of_equals)
+        assert (algorithm.selection.selected.value, algorithm.selection.selected.round) == (max(values), last_of_equals)
         models = algorithm.finalize(server.configure_final(site))
         state = models["personal"].states["model"]
-        assert models["deployed"] is models["personal"] and equal(state, algorithm.best.state)
-        assert algorithm.validation(algorithm.network("again", state)) == pytest.approx(algorithm.best.value)
+        assert models["deployed"] is models["personal"] and equal(state, algorithm.selection.selected.state)
+        assert algorithm.validation(algorithm.network("again", state)) == pytest.approx(algorithm.selection.selected.value)
     last = squares.federation(method.site_class, method.server_class, rounds=4, selection="last")
     state = last.algorithms["A"].finalize(last.server.configure_final("A"))["personal"].states["model"]
     assert all(torch.equal(state[entry], tensor) for entry, tensor in getattr(last.algorithms["A"], own).items())

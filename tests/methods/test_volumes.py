@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from helpers.volume_sites import PATCHES, TASK, cube_task, make_sites, make_volumes
+from medflare.core.errors import ConfigError
 from medflare.federation.local.loop import run_local
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
@@ -46,9 +47,14 @@ def test_patches_teach_what_whole_volumes_are_scored_on(root: Path) -> None:
     assert results[0] == results[1], "equal seeds draw equal patches"
 
 
-def test_a_whole_volume_may_be_labelled_by_its_best_model() -> None:
-    get_method("fedsm_extra").check({}, cube_task())
-    get_method("fedsm_extra").check({"combine": "ensemble"}, load_task(PATCHES))
+def test_fedsm_extra_labels_whole_volumes_and_no_patches() -> None:
+    """The two accepted pairs differ from the refused one in one setting each."""
+    method = get_method("fedsm_extra")
+    patches = load_task(PATCHES)
+    with pytest.raises(ConfigError, match="combine=extra"):
+        method.check({"combine": "extra"}, patches)
+    method.check({"combine": "extra"}, cube_task())
+    method.check({"combine": "ensemble"}, patches)
 
 
 def test_what_was_left_out_is_an_event(tmp_path: Path) -> None:

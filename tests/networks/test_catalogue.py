@@ -1,7 +1,9 @@
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from helpers.fixture_types import TaskOf
 from medflare.core.errors import ConfigError
@@ -68,21 +70,52 @@ def test_published_sizes() -> None:
 
 def test_vgg16_slim_is_as_published() -> None:
     network = build_network({"name": "vgg16_slim"}, 3, 3)
-    convolutions = [layer for layer in network.modules() if isinstance(layer, torch.nn.Conv2d)]
+    convolutions = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d)]
     assert [layer.out_channels for layer in convolutions] == [32, 32, 64, 64, 128, 128, 128, 128, 128, 128, 256, 256, 256]
-    linear = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
+    linear = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
     assert [(layer.in_features, layer.out_features) for layer in linear] == [(256, 64), (64, 3)]
     assert all(layer.bias is None for layer in [*convolutions, *linear])
     assert (network.features_and_output(torch.randn(4, 3, 32, 32))[0] >= 0).all()
 
 
-def test_second_derivatives_exist() -> None:
-    """GRACE's second-order meta step differentiates a gradient."""
-    for spec in ({"name": "efficientnet_b0"}, {"name": "unet", "channels": [4, 8]}):
-        network = build_network(spec, 1, 1)
-        loss = network(torch.randn(2, 1, 32, 32)).square().mean()
-        gradients = torch.autograd.grad(loss, list(network.parameters()), create_graph=True)
-        torch.stack([gradient.square().sum() for gradient in gradients]).sum().backward()
+def _gradients(network: nn.Module, images: Tensor, *, twice: bool = False) -> list[Tensor]:
+    """Of the mean squared output, in the order of the parameters; `twice`: they can be
+    differentiated.
+    """
+    torch.manual_seed(0)  # some layers leave out parts at random
+    loss = network(images).square().mean()
+    return list(torch.autograd.grad(loss, list(network.parameters()), create_graph=twice))
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+@pytest.mark.parametrize(
+    "spec", [{"name": "efficientnet_b0"}, {"name": "unet", "channels": [4, 8]}], ids=str
+)
+def test_second_derivatives_are_finite_and_those_of_the_gradient(spec: dict[str, Any]) -> None:
+    """GRACE's second-order meta step differentiates a gradient.
+
+    The product of the Hessian and the gradient is compared with the difference of two gradients, a
+    small step apart.
+    """
+    torch.manual_seed(0)
+    network = build_network(spec, 1, 1).double()
+    images = torch.randn(2, 1, 64, 64, dtype=torch.float64)
+    parameters = list(network.parameters())
+    gradients = _gradients(network, images, twice=True)
+    direction = [gradient.detach() for gradient in gradients]
+    second = _joined(torch.autograd.grad(gradients, parameters, grad_outputs=direction))
+    assert second.isfinite().all() and second.norm() > 1e-6
+
+    step = 1e-7
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, direction, strict=True):
+            parameter.add_(gradient, alpha=step)
+    expected = (_joined(_gradients(network, images)) - _joined(direction)) / step
+    print((second - expected).norm() / expected.norm())
+    assert (second - expected).norm() < 0.01 * expected.norm()
 
 
 def test_initial_weights_depend_on_seed_and_purpose_alone(make_task: TaskOf) -> None:

@@ -1,4 +1,6 @@
-"""The server algorithm after every step, on disk, so that a killed server continues after the last finished step."""
+"""The server algorithm after every step, on disk, so that a killed server continues after the last
+finished step.
+"""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +24,8 @@ class Checkpoint:
     """The checkpoint of one run in a folder.
 
     Attributes:
-        plan: method, task, settings, ... of the run; only the same run can resume from the checkpoint.
+        plan: method, task, settings, ... of the run; only the same run can resume from the
+            checkpoint.
     """
 
     folder: Path
@@ -30,8 +33,10 @@ class Checkpoint:
 
     def save(self, finished: int, federation: Federation) -> None:
         """Store the server algorithm and the state of the run after so many steps."""
-        algorithm, outcome = federation.server.state(), federation.outcome
-        members = {**federation.returning, **{site: meta["n"] for site, meta in outcome.enrolled.items()}}
+        outcome = federation.outcome
+        members = dict(federation.returning)
+        for site, meta in outcome.enrolled.items():
+            members[site] = meta["n"]
         run = {
             "finished": finished,
             "enrolled": dict(sorted(members.items())),  # also those that have not returned yet
@@ -41,8 +46,12 @@ class Checkpoint:
             "drift": federation.drift.memory.meta,
             "plan": dict(self.plan),
         }
-        drift = {f"{_DRIFT}{entry}": state for entry, state in federation.drift.memory.states.items()}
-        StateStore(self.folder).save(CHECKPOINT, Message({**algorithm.states, **drift}, {**algorithm.meta, _RUN: run}))
+        algorithm = federation.server.state()
+        states = dict(algorithm.states)
+        for entry, state in federation.drift.memory.states.items():
+            states[f"{_DRIFT}{entry}"] = state
+        message = Message(states, {**algorithm.meta, _RUN: run})
+        StateStore(self.folder).save(CHECKPOINT, message)
 
     def restore(self, federation: Federation) -> int:
         """Restore a federation from the checkpoint; returns the number of finished steps.
@@ -53,13 +62,16 @@ class Checkpoint:
         message = _stored(self.folder)
         run = message.meta.pop(_RUN)
         for name, value in json.loads(json.dumps(dict(self.plan))).items():
-            if run["plan"].get(name) != value:
+            stored = run["plan"].get(name)
+            if stored != value:
                 raise StateError(
-                    f"the checkpoint in {self.folder} has {name} = {run['plan'].get(name)!r}, this run {value!r}; use the same"
+                    f"the checkpoint in {self.folder} has {name} = {stored!r}, this run {value!r}; "
+                    "use the same"
                 )
         names = [name for name in message.states if name.startswith(_DRIFT)]
         sampled = {name.removeprefix(_DRIFT): message.states.pop(name) for name in names}
-        federation.drift.memory = Message(sampled, run.get("drift", {}))  # a checkpoint of an older release has none
+        # A checkpoint of an older release has no "drift".
+        federation.drift.memory = Message(sampled, run.get("drift", {}))
         federation.server.restore(message)
         federation.returning = run["enrolled"]
         outcome = federation.outcome
@@ -91,5 +103,8 @@ def stored_plan(folder: Path) -> dict[str, Any]:
 def _stored(folder: Path) -> Message:
     message = StateStore(folder).load(CHECKPOINT)
     if message is None:
-        raise StateError(f"no checkpoint in {folder}: the run did not finish its first step, or is complete; start it again")
+        raise StateError(
+            f"no checkpoint in {folder}: the run did not finish its first step, or is complete; "
+            "start it again"
+        )
     return message

@@ -1,16 +1,15 @@
-"""How the schedule reaches the sites: the exchange that an engine supplies, and the transport that validates and counts."""
+"""How the schedule reaches the sites: the exchange that an engine supplies, and the transport that
+validates and counts.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Protocol
 
 from medflare.core.message import Message
 from medflare.federation.outcome import Cost, Outcome
-from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
-from medflare.federation.update_validation.messages import (
-    CROSS,
-    DELIVERS,
-    ENROLS,
+from medflare.federation.protocol import (
+    REPORTS_OF_ALL,
     RUN_ROUNDS,
     SHARED,
     STEP,
@@ -18,13 +17,8 @@ from medflare.federation.update_validation.messages import (
     message_problem,
     reason_line,
 )
+from medflare.federation.settings import FINALIZE
 from medflare.methods.base import Step
-
-REPORTS_OF_ALL: Final = {  # phase -> (metadata, required items)
-    ENROL: (ENROLS, ("n", "class_counts")),
-    FINALIZE: (DELIVERS, ("metrics",)),
-    CROSS_SITE: (CROSS.reply_meta, (CROSS_SITE,)),
-}
 
 
 @dataclass
@@ -33,7 +27,8 @@ class Reply:
 
     Attributes:
         problem: empty if there is a message; else one line.
-        kind: the kind of event of a problem: "failed" (the site reported an error), "rejected" (not valid), "late" or "missing".
+        kind: the kind of event of a problem: "failed" (the site reported an error), "rejected" (not
+            valid), "late" or "missing".
         seconds: that the site worked on it.
     """
 
@@ -57,35 +52,61 @@ class Exchange(Protocol):
 
 
 class Transport:
-    """Asks sites over an exchange, counts bytes and seconds, and replaces invalid replies by their problem."""
+    """Asks sites over an exchange, counts bytes and seconds, and replaces invalid replies by their
+    problem.
+    """
 
     def __init__(self, exchange: Exchange, outcome: Outcome):
-        self.exchange, self.outcome = exchange, outcome
+        self.exchange = exchange
+        self.outcome = outcome
 
     def ask(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        """site -> reply for every site in `outgoing`, sorted; without a reply its kind is "missing"."""
+        """site -> reply for every site in `outgoing`, sorted; without a reply its kind is
+        "missing".
+        """
         replies = self.exchange(step, outgoing) if outgoing else {}
-        missing = Reply(problem=f"no answer to '{step.phase}' of round {step.round}", kind="missing")
-        valid = {site: _validated(replies.get(site, missing), site, step.phase) for site in sorted(outgoing)}
-        for site, reply in valid.items():
+        missing = Reply(
+            problem=f"no answer to '{step.phase}' of round {step.round}", kind="missing"
+        )
+        valid: dict[str, Reply] = {}
+        for site in sorted(outgoing):
+            reply = _validated(replies.get(site, missing), site, step.phase)
             cost = self.outcome.costs.setdefault(site, Cost())
             cost.down_bytes += outgoing[site].nbytes
             cost.up_bytes += 0 if reply.message is None else reply.message.nbytes
             cost.seconds += reply.seconds
+            valid[site] = reply
         return valid
 
 
 def numbered(message: Message, index: int, rounds: int) -> Message:
-    """The message with the number of its step, by which a site recognizes a repeated one, and the number of rounds."""
-    return Message(message.states, {**message.meta, STEP: index, RUN_ROUNDS: rounds})
+    """The message with the number of its step, by which a site recognizes a repeated one, and the
+    number of rounds.
+    """
+    request = Message(message.states, dict(message.meta))
+    request[STEP] = index
+    request[RUN_ROUNDS] = rounds
+    return request
 
 
 def _validated(reply: Reply, site: str, phase: str) -> Reply:
-    """The reply, or its problem; `update_validation.updates` checks what the phases of a method declare."""
+    """The reply, or its problem; `update_validation.updates` checks what the phases of a method
+    declare.
+    """
     if reply.message is None:
         return replace(reply, problem=reason_line(reply.problem))
     problem = message_problem(reply.message, site)
     if problem is None and phase in REPORTS_OF_ALL:
-        others = reply.message.states.keys() - ({SHARED} if phase == FINALIZE else set())
-        problem = "unexpected tensors" if others else declaration_problem(reply.message, *REPORTS_OF_ALL[phase])
-    return reply if problem is None else Reply(problem=reason_line(problem), kind="rejected", seconds=reply.seconds)
+        problem = _report_problem(reply.message, phase)
+    if problem is None:
+        return reply
+    return Reply(problem=reason_line(problem), kind="rejected", seconds=reply.seconds)
+
+
+def _report_problem(message: Message, phase: str) -> str | None:
+    """How a reply to a phase of every run differs from its declaration, in words, or None."""
+    allowed = {SHARED.name} if phase == FINALIZE else set()
+    if message.states.keys() - allowed:
+        return "unexpected tensors"
+    declared, required = REPORTS_OF_ALL[phase]
+    return declaration_problem(message, declared, required)

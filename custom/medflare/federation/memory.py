@@ -1,6 +1,8 @@
-"""What a site stores of a run: its algorithm before the last two steps, so that a step can be repeated, and its working time.
+"""What a site stores of a run: its algorithm before the last two steps, so that a step can be
+repeated, and its working time.
 
-A step is repeated if too few replies were usable, and when a killed server continues from its last checkpoint.
+A step is repeated if too few replies were usable, and when a killed server continues from its last
+checkpoint.
 """
 
 import time
@@ -13,39 +15,53 @@ from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.core.store import StateStore, Store
-from medflare.federation.update_validation.messages import START
+from medflare.federation.protocol import ROLE, SITES, START
 from medflare.methods.base import SiteAlgorithm
 
+# (role, inside sites, initial weights) -> a new algorithm
+Make = Callable[[str, tuple[str, ...], StateDict | None], SiteAlgorithm[Any]]
 _PREFIX = "algorithm-"
 _MEMBERSHIP = "membership"
 _WORK = "work"
 
 
 class StoredAlgorithm:
-    """A site's algorithm, ready for the requested step: that of this process, or a new one restored from the store.
+    """A site's algorithm, ready for the requested step: that of this process, or a new one restored
+    from the store.
 
-    The store holds the memory under the number of the step that it precedes: the newest one and the one before it.
+    The store holds the memory under the number of the step that it precedes: the newest one and the
+    one before it.
 
     `make` is (role, inside sites, initial weights) -> a new algorithm.
     """
 
-    def __init__(self, name: str, store: Store, make: Callable[[str, tuple[str, ...], StateDict | None], SiteAlgorithm[Any]]):
-        self.name, self.store, self.make = name, store, make
+    def __init__(self, name: str, store: Store, make: Make):
+        self.name = name
+        self.store = store
+        self.make = make
         self._algorithm: SiteAlgorithm[Any] | None = None
         self._precedes = 0  # the step that the algorithm of this process is ready for
 
     def begin(self, role: str, sites: tuple[str, ...], start: StateDict | None = None) -> None:
-        """Begin a new run and delete what an earlier run stored; without `start` the initial weights are drawn from the seed."""
-        self._algorithm, self._precedes = self.make(role, sites, start), 0
+        """Begin a new run and delete what an earlier run stored; without `start` the initial
+        weights are drawn from the seed.
+        """
+        self._algorithm = self.make(role, sites, start)
+        self._precedes = 0
         for step in self._stored_steps():
             self.store.delete(f"{_PREFIX}{step}")
-        states = {} if start is None else {START: start}
-        self.store.save(_MEMBERSHIP, Message(states, {"site": self.name, "sites": list(sites), "role": role}))
+        membership = Message({}, {"site": self.name})
+        membership[SITES] = list(sites)
+        membership[ROLE] = role
+        if start is not None:
+            membership[START] = start
+        self.store.save(_MEMBERSHIP, membership)
         self._save(0, self._algorithm.memory)
 
     @contextmanager
     def ready(self, step: int, *, keep: bool = True) -> Iterator[SiteAlgorithm[Any]]:
-        """The algorithm as the last step before `step` left it; if `keep`, it is stored as this step leaves it.
+        """The algorithm as the last step before `step` left it; if `keep`, it is stored as this
+        step leaves it.
 
         If the block raises, the next step starts from what was stored.
 
@@ -73,16 +89,28 @@ class StoredAlgorithm:
             return self._algorithm
         membership = self.store.load(_MEMBERSHIP)
         if membership is None:
-            raise StateError(f"site {self.name} has not enrolled, or its state is lost; restore the state or start the run again")
-        if (owner := membership.meta["site"]) != self.name:
-            raise StateError(f"the stored state of site {self.name} belongs to site {owner}; restore the state of each site")
+            raise StateError(
+                f"site {self.name} has not enrolled, or its state is lost; "
+                "restore the state or start the run again"
+            )
+        owner = membership.meta["site"]
+        if owner != self.name:
+            raise StateError(
+                f"the stored state of site {self.name} belongs to site {owner}; "
+                "restore the state of each site"
+            )
         usable = [stored for stored in self._stored_steps() if stored <= step]
         memory = self.store.load(f"{_PREFIX}{usable[-1]}") if usable else None
         if memory is None:
-            raise StateError(f"site {self.name} has lost its state before step {step}; restore it or start the run again")
-        algorithm = self.make(membership.meta["role"], tuple(membership.meta["sites"]), membership.states.get(START))
+            raise StateError(
+                f"site {self.name} has lost its state before step {step}; "
+                "restore it or start the run again"
+            )
+        sites = tuple(membership[SITES])
+        algorithm = self.make(membership[ROLE], sites, membership.get(START))
         algorithm.restore(memory)
-        self._algorithm, self._precedes = algorithm, usable[-1]
+        self._algorithm = algorithm
+        self._precedes = usable[-1]
         return algorithm
 
     def _save(self, step: int, memory: Message) -> None:
@@ -94,11 +122,13 @@ class StoredAlgorithm:
             self.store.delete(f"{_PREFIX}{stored}")
 
     def _stored_steps(self) -> list[int]:
-        return sorted(int(name.removeprefix(_PREFIX)) for name in self.store.names() if name.startswith(_PREFIX))
+        names = [name for name in self.store.names() if name.startswith(_PREFIX)]
+        return sorted(int(name.removeprefix(_PREFIX)) for name in names)
 
 
 class WorkingTime:
-    """A site's working time on a run over all its processes, without waiting, and its limits (`Bounds.minutes`, `Bounds.hours`).
+    """A site's working time on a run over all its processes, without waiting, and its limits
+    (`Bounds.minutes`, `Bounds.hours`).
 
     Args:
         store: keeps the seconds; those of a step in which a process was killed are lost.
@@ -107,8 +137,13 @@ class WorkingTime:
     """
 
     def __init__(self, name: str, store: Store, minutes: float, hours: float | None):
-        self.name, self.store, self.minutes, self.hours = name, store, minutes, hours
-        self._began, self._before, self._limited = time.monotonic(), 0.0, False
+        self.name = name
+        self.store = store
+        self.minutes = minutes
+        self.hours = hours
+        self._began = time.monotonic()
+        self._before = 0.0  # seconds of earlier steps
+        self._limited = False
 
     @contextmanager
     def step(self, limited: bool) -> Iterator[None]:
@@ -117,15 +152,18 @@ class WorkingTime:
         Raises:
             ConfigError: the limit of the run is reached.
         """
-        self._began, self._limited = time.monotonic(), limited
-        if self.hours is not None and (stored := self.store.load(_WORK)) is not None:
+        self._began = time.monotonic()
+        self._limited = limited
+        stored = None if self.hours is None else self.store.load(_WORK)
+        if stored is not None:
             self._before = stored.meta["seconds"]
         self._check_hours()
         try:
             yield
         finally:
             if self.hours is not None:
-                self.store.save(_WORK, Message({}, {"seconds": self._before + time.monotonic() - self._began}))
+                seconds = self._before + time.monotonic() - self._began
+                self.store.save(_WORK, Message({}, {"seconds": seconds}))
 
     def check(self) -> None:
         """Called before every batch.
@@ -135,13 +173,21 @@ class WorkingTime:
         """
         seconds = time.monotonic() - self._began
         if seconds > 60 * self.minutes:
-            raise ConfigError(f"site {self.name} stops: the step takes longer than the {self.minutes:g} minutes of its bounds.minutes")
+            raise ConfigError(
+                f"site {self.name} stops: the step takes longer than the {self.minutes:g} minutes "
+                "of its bounds.minutes"
+            )
         self._check_hours()
 
     def _check_hours(self) -> None:
-        seconds = time.monotonic() - self._began
-        if self.hours is not None and self._limited and self._before + seconds > 3600 * self.hours:
-            raise ConfigError(f"site {self.name} stops: it has worked on this job for the {self.hours:g} hours of its bounds.hours")
+        if self.hours is None or not self._limited:
+            return
+        seconds = self._before + time.monotonic() - self._began
+        if seconds > 3600 * self.hours:
+            raise ConfigError(
+                f"site {self.name} stops: it has worked on this job for the {self.hours:g} hours "
+                "of its bounds.hours"
+            )
 
 
 def stored_members(folder: Path) -> tuple[str, ...]:
@@ -153,4 +199,4 @@ def stored_members(folder: Path) -> tuple[str, ...]:
     membership = StateStore(folder).load(_MEMBERSHIP)
     if membership is None:
         raise StateError(f"{folder}: the site has not enrolled in this job, or its state is lost")
-    return tuple(membership.meta["sites"])
+    return tuple(membership[SITES])

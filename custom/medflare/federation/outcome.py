@@ -26,13 +26,21 @@ class StepReport:
 
     def line(self) -> dict[str, Any]:
         """The step as a line of metrics.jsonl."""
-        step = {"step": self.index, "phase": self.step.phase, "round": self.step.round, "seconds": self.seconds}
-        return {**step, "sites": self.meta, "aggregation": self.aggregation}
+        return {
+            "step": self.index,
+            "phase": self.step.phase,
+            "round": self.step.round,
+            "seconds": self.seconds,
+            "sites": self.meta,
+            "aggregation": self.aggregation,
+        }
 
 
 @dataclass
 class Cost:
-    """What one site has cost so far: bytes of tensors sent to it and received from it, and seconds of its work if the engine knows them."""
+    """What one site has cost so far: bytes of tensors sent to it and received from it, and seconds
+    of its work if the engine knows them.
+    """
 
     down_bytes: int = 0
     up_bytes: int = 0
@@ -49,7 +57,8 @@ class Outcome:
         history: one `StepReport.line` per step.
         seconds: stage -> wall-clock seconds.
         costs: site -> cost.
-        model_selection: model -> {"round": of the final model, "rule": used, "candidates": see `ModelSelector.record`}.
+        model_selection: model -> {"round": of the final model, "rule": used, "candidates": see
+            `ModelSelector.record`}.
         tables, selector: see `ServerAlgorithm.tables` and `ServerAlgorithm.selector_summary`.
         rounds: of training that were done; None if the run failed.
         cross_site: site of a personal model -> site of the test images -> the task's metric.

@@ -1,4 +1,6 @@
-"""One site's part in a federation, the same in every engine: enroll, reply to steps, store its state, evaluate the final models."""
+"""One site's part in a federation, the same in every engine: enroll, reply to steps, store its
+state, evaluate the final models.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -17,26 +19,33 @@ from medflare.data.targets import scarce_classes, scarce_line
 from medflare.federation.enrolment import versions_here
 from medflare.federation.final_models import ArtifactStore, evaluated, metric_of, with_choice
 from medflare.federation.memory import StoredAlgorithm, WorkingTime
-from medflare.federation.request_order import RequestOrder
-from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL
-from medflare.federation.study_record import StudyRecord
-from medflare.federation.update_validation.messages import (
+from medflare.federation.protocol import (
+    CLASS_COUNTS,
+    CONSTANT,
+    COUNTS,
     CROSS,
     DELIVERS,
+    EVENTS,
     FINISHED,
+    PRIVACY_COST,
     RANGE,
     ROLE,
     RUN_ROUNDS,
     SHARE,
     SHARED,
+    SHARED_MODELS,
     SITES,
     START,
     STEP,
+    TESTED,
     TRAINING_FINDINGS,
     VERSIONS,
     RequestValidator,
 )
-from medflare.federation.update_validation.suppression import (
+from medflare.federation.request_order import RequestOrder
+from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL
+from medflare.federation.study_record import StudyRecord
+from medflare.federation.suppression import (
     Suppression,
     count_in_words,
     counts_of_splits,
@@ -45,25 +54,38 @@ from medflare.federation.update_validation.suppression import (
     suppress_splits,
     suppress_test_events,
 )
-from medflare.inference.deployed import MODEL, plain_message
+from medflare.inference.deployed import plain_message
 from medflare.methods.base import SiteAlgorithm
+from medflare.methods.fedavg.site import MODEL
 from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.training.site import Site
 from medflare.training.site_rules import check_inside_sites, check_selection
 
-_MOST_NOTES: Final = 20  # about its data, each of at most 400 characters: up to 48 kB of JSON, in which a character may take six bytes
-_LONGEST_NOTE: Final = 400
+# Notes about a site's data, up to 48 kB of JSON, in which a character may take six bytes.
+_MOST_NOTES: Final = 20
+_LONGEST_NOTE: Final = 400  # characters
 
 
-def identity_of(method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int) -> dict[str, Any]:
-    """The metadata in which server and site must agree: "method", "hyper" (all, with defaults), "task" and "seed"."""
-    return {"method": method.name, "hyper": method.effective(hyper), "task": task_fingerprint, "seed": seed}
+def identity_of(
+    method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int
+) -> dict[str, Any]:
+    """The metadata in which server and site must agree: "method", "hyper" (all, with defaults),
+    "task" and "seed".
+    """
+    return {
+        "method": method.name,
+        "hyper": method.effective(hyper),
+        "task": task_fingerprint,
+        "seed": seed,
+    }
 
 
 def import_ahead() -> None:
-    """Import what every participant needs, for a process from which those of the participants are forked."""
+    """Import what every participant needs, for a process from which those of the participants are
+    forked.
+    """
     import monai  # noqa: F401
 
     from medflare.evaluation.report import template
@@ -73,11 +95,14 @@ def import_ahead() -> None:
     if installed("matplotlib"):
         import matplotlib.figure  # noqa: F401
 
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch imports a third of itself for the first optimizer
+    torch.optim.SGD(
+        [torch.zeros(1, requires_grad=True)]
+    )  # torch imports a third of itself for the first optimizer
 
 
 def first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:
-    """(dotted name, value here, value there) of the first setting in which two nested mappings differ.
+    """(dotted name, value here, value there) of the first setting in which two nested mappings
+    differ.
 
     Examples:
         >>> first_difference("hyper", {"site": {"mu": 1, "lr": 2}}, {"site": {"mu": 1, "lr": 3}})
@@ -102,7 +127,8 @@ class Participant:
         budget: the site's privacy budget over all runs; None: no limit.
         local: the site's settings.
         hours: limit of the site's work on the run; None: no limit.
-        study: opens the record of the site's data over all jobs; None: there is none, as for a site without secrets.
+        study: opens the record of the site's data over all jobs; None: there is none, as for a site
+            without secrets.
     """
 
     def __init__(
@@ -119,11 +145,17 @@ class Participant:
         hours: float | None = None,
         study: Callable[[], StudyRecord | None] = lambda: None,
     ):
-        self.name, self.open_site, self.method, self.hyper = name, open_site, method, hyper
+        self.name = name
+        self.open_site = open_site
+        self.method = method
+        self.hyper = hyper
         self.store = store or MemoryStore()
         self.artifacts = artifacts or ArtifactStore()
-        self.minimum_patients, self.chosen, self.shares = local.minimum_patients, local.keep, local.share_model
-        self.bounds, self.study = local.bounds, study
+        self.minimum_patients = local.minimum_patients
+        self.chosen = local.keep
+        self.shares = local.share_model
+        self.bounds = local.bounds
+        self.study = study
         self.working = WorkingTime(name, self.store, local.bounds.minutes, hours)
         self.account = Account(Ledger(self.store), budget)
         self._algorithm = StoredAlgorithm(name, self.store, self._make)
@@ -134,8 +166,8 @@ class Participant:
     def answer(self, phase: str, round: int, incoming: Message) -> Message:
         """The reply to one step. The engine turns errors into a reply that names the site.
 
-        A step that is requested again (the item "step" counts the steps of the run) is answered from the same state as before. Any other
-        order than the schedule's is refused.
+        A step that is requested again (the item "step" counts the steps of the run) is answered
+        from the same state as before. Any other order than the schedule's is refused.
 
         Args:
             phase: "enrol", "finalize", "cross_site" or a phase of the method's site algorithm.
@@ -144,17 +176,24 @@ class Participant:
 
         Raises:
             MessageError: the server's message is not as declared; nothing of it was used.
-            MedflareError: the site's data, state or configuration is wrong, or its GPU has too little memory.
+            MedflareError: the site's data, state or configuration is wrong, or its GPU has too
+                little memory.
         """
         with self.working.step(limited=phase not in PHASES_OF_ALL):
-            return self._enrol(round, incoming) if phase == ENROL else self._step(phase, round, incoming)
+            if phase == ENROL:
+                return self._enrol(round, incoming)
+            return self._step(phase, round, incoming)
 
     def _step(self, phase: str, round: int, incoming: Message) -> Message:
         numbers = self._validator.pop_numbers(phase, round, incoming)
-        step, rounds = numbers[STEP], numbers[RUN_ROUNDS]
+        step = numbers[STEP]
+        rounds = numbers[RUN_ROUNDS]
         recalled = self._algorithm.recall(step)
         if phase not in PHASES_OF_ALL and self.name not in recalled.plan.sites:
-            raise MessageError(f"site {self.name} refuses '{phase}' of round {round}: it is an outside site, which does not train")
+            raise MessageError(
+                f"site {self.name} refuses '{phase}' of round {round}: "
+                "it is an outside site, which does not train"
+            )
         self._validator.check_request(phase, round, incoming, recalled)
         new = self._order.admit(phase, round, incoming, step, rounds, recalled)
         if new and phase in (FINALIZE, CROSS_SITE):
@@ -162,66 +201,94 @@ class Participant:
         self.artifacts.note_step(phase, round, rounds, True)
         try:
             with self._algorithm.ready(step, keep=phase not in PHASES_OF_ALL) as algorithm:
-                algorithm.site.rate_factor = algorithm.site.task.schedule.rate_factor(round, rounds)
+                schedule = algorithm.site.task.schedule
+                algorithm.site.rate_factor = schedule.rate_factor(round, rounds)
                 if phase == FINALIZE:
                     return self._finalize(algorithm, incoming, numbers)
                 if phase == CROSS_SITE:
                     return self._cross_site(algorithm.site, incoming)
                 reply = algorithm.perform(phase, round, incoming)
-                return self._suppression.suppressed(reply, algorithm.phase(phase))
+                declared = algorithm.phase(phase)
+                return self._suppression.suppressed(reply, declared, algorithm.plan)
         except torch.OutOfMemoryError as error:
-            remedy = f"set a smaller batch_size in its {PLACE}, or end other programs on the GPU"
-            raise ConfigError(f"site {self.name}: the GPU's memory is full in '{phase}' of round {round}; {remedy}") from error
+            raise ConfigError(
+                f"site {self.name}: the GPU's memory is full in '{phase}' of round {round}; "
+                f"set a smaller batch_size in its {PLACE}, or end other programs on the GPU"
+            ) from error
         finally:
             self.artifacts.note_step(phase, round, rounds, False)
 
     def _note_evaluation(self, phase: str, incoming: Message) -> None:
-        """Note in the study's record how many models are evaluated on test images: one final, or those of other sites."""
+        """Note in the study's record how many models are evaluated on test images: one final, or
+        those of other sites.
+        """
         study = self.study()
         if study is not None:
             models = len(incoming.states) if phase == CROSS_SITE else 1
             study.note_evaluation(phase, models, self.name)
 
     def _enrol(self, round: int, incoming: Message) -> Message:
-        """Check that server and site run the same federation, store the membership, and report the site's data."""
+        """Check that server and site run the same federation, store the membership, and report the
+        site's data.
+        """
         self._validator.check_invitation(round, incoming)
-        role, sites = incoming.meta[ROLE], tuple(incoming.meta[SITES])
+        role = incoming[ROLE]
+        sites = tuple(incoming[SITES])
         site = self._opened(role)
         self._check_identity(site, role, incoming.meta)
-        if role == "inside" and self.method.trains:
+        trains = self.method.trains
+        if role == "inside" and trains:
             check_inside_sites(self.name, len(sites), self.bounds)
             check_selection(self.name, site.task, site.data, self.minimum_patients, self.bounds)
-        if (study := self.study()) is not None:
+        study = self.study()
+        if study is not None:
             study.fix_selection(site)
-        if self.method.trains and self.chosen == "personal" and role == "outside":
-            raise ConfigError(f"site {self.name}: keep in its {PLACE} is 'personal', but a site that does not train has no personal model")
-        self._validator.check_start(round, incoming, self.method.plan(site.task, sites, self.hyper))
-        if incoming.meta.get(FINISHED, 0):
-            self._algorithm.recall(incoming.meta[FINISHED])
+        if trains and self.chosen == "personal" and role == "outside":
+            raise ConfigError(
+                f"site {self.name}: keep in its {PLACE} is 'personal', "
+                "but a site that does not train has no personal model"
+            )
+        plan = self.method.plan(site.task, sites, self.hyper)
+        self._validator.check_start(round, incoming, plan)
+        finished = incoming.get(FINISHED)
+        if finished:
+            self._algorithm.recall(finished)
         else:
-            self._algorithm.begin(role, sites, incoming.states.get(START))
+            self._algorithm.begin(role, sites, incoming.get(START))
         self._order.note_enrolment(round)
+        return self._enrolment(site, role)
+
+    def _enrolment(self, site: Site, role: str) -> Message:
+        """What the server learns of the site's data."""
         small = bool(small_classes(site, "train", self.minimum_patients))
-        n = counts_of_splits(site, self.minimum_patients)
-        meta = {"n": n, "class_counts": [] if small else site.class_counts().tolist(), VERSIONS: versions_here()}
-        trained_on = site.trained_on(self.minimum_patients) if self.method.trains and role == "inside" and not self._private(site) else None
-        if trained_on is not None:
-            meta[RANGE] = trained_on.to_dict()
-        return Message({}, {**meta, "events": _data_events(site, self.minimum_patients, small)})
+        reply = Message.of({COUNTS: counts_of_splits(site, self.minimum_patients)})
+        reply[CLASS_COUNTS] = [] if small else site.class_counts().tolist()
+        reply[VERSIONS] = versions_here()
+        if self.method.trains and role == "inside" and not self._private(site):
+            trained_on = site.trained_on(self.minimum_patients)
+            if trained_on is not None:
+                reply[RANGE] = trained_on.to_dict()
+        reply[EVENTS] = _data_events(site, self.minimum_patients, small)
+        return reply
 
     def _check_identity(self, site: Site, role: str, server: Mapping[str, Any]) -> None:
-        """Raise ConfigError if site and server run different federations, or the site's settings forbid this one."""
+        """Raise ConfigError if site and server run different federations, or the site's settings
+        forbid this one.
+        """
         limited = self.account.budget is not None and self.method.site_class.uses_training
         if limited and role == "inside" and not self._private(site):
             raise ConfigError(
-                f"site {self.name} trains with differential privacy only (privacy in its local/medflare.json), this job without: "
+                f"site {self.name} trains with differential privacy only "
+                f"(privacy in its local/medflare.json), this job without: "
                 f"{self.method.dp_unsupported_reason or 'set dp_noise'}"
             )
-        for name, value in identity_of(self.method, self.hyper, site.task.fingerprint(), site.seed).items():
+        identity = identity_of(self.method, self.hyper, site.task.fingerprint(), site.seed)
+        for name, value in identity.items():
             if name in server and server[name] != value:
                 setting, here, there = first_difference(name, value, server[name])
                 raise ConfigError(
-                    f"site {self.name} and the server differ in {setting}: {here!r} here, {there!r} there; "
+                    f"site {self.name} and the server differ in {setting}: "
+                    f"{here!r} here, {there!r} there; "
                     "submit one job folder to all, and do not edit the site's copy"
                 )
 
@@ -230,7 +297,9 @@ class Participant:
         return is_private(self.method.plan(site.task, (), self.hyper).site_hyper)
 
     def _opened(self, role: str) -> Site:
-        """The site with its data, read once in this process; its `abort` also checks the limits of working time."""
+        """The site with its data, read once in this process; its `abort` also checks the limits of
+        working time.
+        """
         if self._site is None:
             site = self.open_site(role)
             aborted = site.abort
@@ -240,45 +309,68 @@ class Participant:
                 return aborted()
 
             site.abort = abort
-            self._site, self._suppression = site, Suppression(site, self.minimum_patients)
+            self._site = site
+            self._suppression = Suppression(site, self.minimum_patients)
         return self._site
 
-    def _make(self, role: str, sites: tuple[str, ...], start: StateDict | None) -> SiteAlgorithm[Any]:
+    def _make(
+        self, role: str, sites: tuple[str, ...], start: StateDict | None
+    ) -> SiteAlgorithm[Any]:
         site = self._opened(role)
         site.start = start
         algorithm = self.method.make_site(site, self.method.plan(site.task, sites, self.hyper))
-        algorithm.account, algorithm.minimum_patients = self.account, self.minimum_patients
+        algorithm.account = self.account
+        algorithm.minimum_patients = self.minimum_patients
         return algorithm
 
-    def _finalize(self, algorithm: SiteAlgorithm[Any], incoming: Message, numbers: Mapping[str, Any]) -> Message:
-        """Make, evaluate and store the final models; of `NUMBERED`: RANGE goes into their cards, SHARE requests the personal one."""
-        trained_on, share, of_training = numbers.get(RANGE), bool(numbers.get(SHARE)), numbers.get(TRAINING_FINDINGS, [])
+    def _finalize(
+        self, algorithm: SiteAlgorithm[Any], incoming: Message, numbers: Message
+    ) -> Message:
+        """Make, evaluate and store the final models; of `NUMBERED`: RANGE goes into their cards,
+        SHARE requests the personal one.
+        """
         models, notes = with_choice(algorithm.finalize(incoming), self.chosen)
-        for model in models.values():
-            model.meta.update({} if trained_on is None else {RANGE: trained_on})
-        meta = evaluated(algorithm.site, models, self.artifacts.keep, self.minimum_patients, method=self.method, inside=algorithm.inside)
-        meta["events"] += [{"kind": "warning", "message": note} for note in notes]
+        if RANGE in numbers:
+            for model in models.values():
+                model[RANGE] = numbers[RANGE]
+        meta = evaluated(
+            algorithm.site,
+            models,
+            self.artifacts.keep,
+            self.minimum_patients,
+            method=self.method,
+            inside=algorithm.inside,
+        )
+        reply = Message({}, meta)
+        events = reply[EVENTS]
+        events += [{"kind": "warning", "message": note} for note in notes]
         small = small_splits(algorithm.site, self.minimum_patients)
-        suppress_splits(meta, DELIVERS, small)
+        suppress_splits(reply, DELIVERS, small)
         for name, png in algorithm.pictures(incoming).items():
             self.artifacts.show(name, png)
         try:
             role = "inside" if algorithm.inside else "outside"
-            self.artifacts.finish(algorithm.site, role, models, meta["events"], meta.get("constant"), of_training)
+            findings = numbers.get(TRAINING_FINDINGS) or []
+            constant = reply.get(CONSTANT)
+            self.artifacts.finish(algorithm.site, role, models, events, constant, findings)
         except Aborted:
             raise
         except Exception as error:  # models and metrics are not lost because of the site's report
             text = f"the site's report could not be written ({type(error).__name__})"
-            meta["events"].append({"kind": "warning", "message": text})
-        suppress_test_events(meta["events"], small)
-        states: dict[str, StateDict] = {}
-        if share and (personal := models.get("personal")) is not None:
-            if reason := self._unshared(algorithm.site, personal):
-                meta["events"].append({"kind": "warning", "message": f"its personal model is not tested at other sites: {reason}"})
+            events.append({"kind": "warning", "message": text})
+        suppress_test_events(events, small)
+        personal = models.get("personal")
+        if numbers.get(SHARE) and personal is not None:
+            reason = self._unshared(algorithm.site, personal)
+            if reason:
+                text = f"its personal model is not tested at other sites: {reason}"
+                events.append({"kind": "warning", "message": text})
             else:
-                states = {SHARED: personal.states[MODEL]}
+                reply[SHARED] = personal[MODEL]
         cost = algorithm.privacy()
-        return Message(states, meta if cost is None else {**meta, "privacy": cost})
+        if cost is not None:
+            reply[PRIVACY_COST] = cost
+        return reply
 
     def _unshared(self, site: Site, personal: Message) -> str:
         """Why the personal model does not leave the site; "" if it does."""
@@ -286,32 +378,47 @@ class Participant:
             return f"share_model in its {PLACE} is not true"
         if self._private(site):
             return "it is trained with differential privacy, which does not cover this"
-        return "" if personal.meta["kind"] == "plain" else f"it is of kind {personal.meta['kind']}"
+        kind = personal.meta["kind"]
+        return "" if kind == "plain" else f"it is of kind {kind}"
 
     def _cross_site(self, site: Site, incoming: Message) -> Message:
         """The task's metric of the other sites' personal models on this site's test images."""
-        models = CROSS.request[0].family(incoming.states)
-        meta = {CROSS_SITE: {owner: metric_of(plain_message(state), site) for owner, state in models.items()}}
-        suppress_splits(meta, CROSS.reply_meta, small_splits(site, self.minimum_patients))
-        return Message({}, meta)
+        values = {}
+        for owner, state in incoming.family(SHARED_MODELS).items():
+            values[owner] = metric_of(plain_message(state), site)
+        reply = Message.of({TESTED: values})
+        suppress_splits(reply, CROSS.meta, small_splits(site, self.minimum_patients))
+        return reply
 
 
 def _data_events(site: Site, minimum_patients: int, small: bool) -> list[dict[str, Any]]:
-    """What the server learns of the site's data as events: what is suppressed, and the notes of its data check."""
+    """What the server learns of the site's data as events: what is suppressed, and the notes of its
+    data check.
+    """
     log = EventLog()
     for split in small_splits(site, minimum_patients):
-        log.add("warning", f"no metric of its {split} patients leaves the site: they are fewer than {minimum_patients}")
+        reason = f"they are fewer than {minimum_patients}"
+        log.add("warning", f"no metric of its {split} patients leaves the site: {reason}")
     if small:  # neither the class nor the number is sent
-        log.add("warning", f"no counts by class leave the site: a class has fewer than {minimum_patients} training patients")
-        log.add("rare_class", "a class has too few training images for its number to leave the site")
-    elif scarce := scarce_classes(site.data.train.targets, site.task, site.data.annotated):
-        log.add("rare_class", scarce_line(scarce))
+        reason = f"a class has fewer than {minimum_patients} training patients"
+        log.add("warning", f"no counts by class leave the site: {reason}")
+        log.add(
+            "rare_class", "a class has too few training images for its number to leave the site"
+        )
+    else:
+        scarce = scarce_classes(site.data.train.targets, site.task, site.data.annotated)
+        if scarce:
+            log.add("rare_class", scarce_line(scarce))
     for note in site.notes[:_MOST_NOTES]:
         log.add("warning", note[:_LONGEST_NOTE])
     if len(site.notes) > _MOST_NOTES:
-        log.add("warning", f"and {len(site.notes) - _MOST_NOTES} more, which the site's data check names")
+        log.add(
+            "warning",
+            f"and {len(site.notes) - _MOST_NOTES} more, which the site's data check names",
+        )
     if site.data.dropped:
-        log.add("warning", f"{count_in_words(site.data.dropped, minimum_patients)} images left out: {NOT_LISTED}")
+        count = count_in_words(site.data.dropped, minimum_patients)
+        log.add("warning", f"{count} images left out: {NOT_LISTED}")
     if site.data.left_out:  # their names are not sent
         count = count_in_words(tuple(site.data.left_out.values()), minimum_patients)
         log.add("left_out", f"{count} images cannot be used; the site's data check names them")

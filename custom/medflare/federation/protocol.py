@@ -1,7 +1,9 @@
-"""Validation of messages: the form of any message, the metadata of every run, and a server's requests at a site.
+"""What the declarations of phases mean: the messages of every run, and whether a message is as
+declared.
 
-The server checks every reply and every site every request before a method sees it. The parties are honest, but may have a full disk,
-another version or a different method.
+The server checks every reply and every site every request before a method sees it, and the guard
+checks again what leaves a site. The parties are honest, but may have a full disk, another version
+or a different method.
 """
 
 import json
@@ -15,8 +17,20 @@ from typing_extensions import Required, TypedDict
 
 from medflare.core.errors import MessageError
 from medflare.core.events import OF_SITES
-from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count, listing, models, negative, non_finite, number, table, text, violation
 from medflare.core.message import Message
+from medflare.core.phases import Phase, difference
+from medflare.core.specs import (
+    Manifest,
+    MetaSpec,
+    TensorSpec,
+    count,
+    listing,
+    models,
+    number,
+    table,
+    text,
+)
+from medflare.core.states import StateDict
 from medflare.core.text import printable
 from medflare.data.acquisition import TRAINED_ON, check_range
 from medflare.evaluation.verdicts import OF_TRAINING
@@ -38,34 +52,45 @@ _REQUEST_LIMIT: Final = 2**18  # bytes of metadata of a request: names of all si
 def message_problem(message: Message, site: str) -> str | None:
     """Why a site's reply cannot be used, whatever its phase, in words, or None."""
     try:
-        return state_problem(message.states) or meta_problem(message.meta) or event_problem(message.meta.get("events", []), site)
+        problem = state_problem(message.states) or meta_problem(message.meta)
+        return problem or event_problem(message.get(EVENTS) or [], site)
     except Exception as error:  # a method that only the site has may have put anything into it
         return f"it cannot be read ({type(error).__name__})"
 
 
 def state_problem(states: object) -> str | None:
-    """Which tensor is not a dense, detached tensor in memory, or which name is too long or not printable, in words, or None."""
+    """Which tensor is not a dense, detached tensor in memory, or which name is too long or not
+    printable, in words, or None.
+    """
     if not isinstance(states, Mapping):
         return f"its states are {type(states).__name__}"
     for entry, state in states.items():
         if not _is_name(entry) or not isinstance(state, Mapping):
             return f"entry {shown(entry)} is not a state ({type(state).__name__})"
         for name, tensor in state.items():
-            dense = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
-            if not _is_name(name) or not dense or tensor.requires_grad:
-                return f"{entry}/{shown(name)} is not a dense, detached tensor in memory ({type(tensor).__name__})"
+            if not _is_name(name) or not _is_plain_tensor(tensor):
+                kind = type(tensor).__name__
+                return f"{entry}/{shown(name)} is not a dense, detached tensor in memory ({kind})"
     return None
 
 
+def _is_plain_tensor(tensor: object) -> bool:
+    if type(tensor) is not Tensor:
+        return False
+    dense = tensor.layout == torch.strided and not tensor.is_quantized
+    return dense and not tensor.is_meta and not tensor.requires_grad
+
+
 def meta_problem(meta: object, limit: int = META_LIMIT) -> str | None:
-    """Why metadata are not plain JSON values with printable text in at most `limit` bytes, in words, or None.
+    """Why metadata are not plain JSON values with printable text in at most `limit` bytes, in
+    words, or None.
 
     Texts of events need not be printable: `core.events` makes them so.
     """
     if not isinstance(meta, dict):
         return f"its metadata are {type(meta).__name__}"
     try:
-        _check_plain({name: value for name, value in meta.items() if name != "events"}, 0)
+        _check_plain({name: value for name, value in meta.items() if name != EVENTS.name}, 0)
         size = len(json.dumps(meta))
     except (TypeError, ValueError) as error:
         return f"metadata: {error}"
@@ -83,17 +108,27 @@ def _check_plain(value: object, depth: int) -> None:
         raise ValueError(f"text with characters that cannot be printed: {shown(value)}")
     if isinstance(value, int) and abs(value) > _LARGEST_INT:
         raise ValueError(f"a number of {value.bit_length()} bits")
-    inner: Iterable[object] = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    inner: Iterable[object] = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
     for item in inner:
         _check_plain(item, depth + 1)
 
 
 def event_problem(events: object, site: str) -> str | None:
-    """Why the events of a reply cannot be recorded, in words, or None; a site may send events in its name only."""
-    if problem := _EVENTS.problem(list(events) if isinstance(events, tuple) else events):
+    """Why the events of a reply cannot be recorded, in words, or None; a site may send events in
+    its name only.
+    """
+    listed: Any = list(events) if isinstance(events, tuple) else events
+    problem = EVENTS.problem(listed)
+    if problem:
         return f"events: {problem}"
-    other = next((event["site"] for event in events if event.get("site") not in (None, site)), None)  # type: ignore[attr-defined]
-    return None if other is None else f"an event in the name of {shown(other)}"
+    for event in listed:
+        if event.get("site") not in (None, site):
+            return f"an event in the name of {shown(event['site'])}"
+    return None
 
 
 def _is_name(name: object) -> bool:
@@ -104,7 +139,9 @@ def shown(value: object) -> str:
     """A value of another party for a message: the beginning of a text, else its type."""
     if isinstance(value, str):
         return repr(value[:60])
-    return str(value) if isinstance(value, int) and abs(value) < _LARGEST_INT else type(value).__name__
+    return (
+        str(value) if isinstance(value, int) and abs(value) < _LARGEST_INT else type(value).__name__
+    )
 
 
 def reason_line(text: object) -> str:
@@ -113,15 +150,24 @@ def reason_line(text: object) -> str:
     return line[:_LONGEST_REASON] or "no reason given"
 
 
-def declaration_problem(message: Message, declared: tuple[MetaSpec, ...], required: Iterable[str] = ()) -> str | None:
-    """Which item of plain metadata is not declared, missing or of another type, in words, or None; events need no declaration."""
-    if extra := sorted(message.meta.keys() - {*declared, "events"}):
+def declaration_problem(
+    message: Message, declared: Iterable[MetaSpec[Any]], required: Iterable[MetaSpec[Any]] = ()
+) -> str | None:
+    """Which item of plain metadata is not declared, missing or of another type, in words, or None;
+    events need no declaration.
+    """
+    declared = tuple(declared)
+    extra = sorted(message.meta.keys() - {item.name for item in (*declared, EVENTS)})
+    if extra:
         return f"unexpected item {shown(extra[0])}"
-    if missing := [name for name in required if name not in message.meta]:
-        return f"item {missing[0]!r} is missing"
+    for item in required:
+        if item not in message:
+            return f"item {item.name!r} is missing"
     for item in declared:
-        if item in message.meta and (problem := item.problem(message.meta[item])):
-            return f"{item}: {problem}"
+        if item in message:
+            problem = item.problem(message[item])
+            if problem:
+                return f"{item.name}: {problem}"
     return None
 
 
@@ -172,145 +218,316 @@ class _Classes(TypedDict):
     """See `tasks.classes.class_report`; suppressed lists are empty."""
 
     __pydantic_config__ = _FORBID  # type: ignore[misc]
-    confusion: Annotated[list[Annotated[list[list[_Count]], AfterValidator(_check_square)]], Field(max_length=MOST_CLASSES)]
-    roc: Annotated[list[Annotated[_Curve, AfterValidator(_check_curve)]], Field(max_length=MOST_CLASSES)]
+    confusion: Annotated[
+        list[Annotated[list[list[_Count]], AfterValidator(_check_square)]],
+        Field(max_length=MOST_CLASSES),
+    ]
+    roc: Annotated[
+        list[Annotated[_Curve, AfterValidator(_check_curve)]], Field(max_length=MOST_CLASSES)
+    ]
 
 
-METRIC: Final = MetaSpec("metric", "a metric from 0 to 1", number(0.0, 1.0, optional=True))
+METRIC: Final = MetaSpec[float | None](
+    "metric", "a metric from 0 to 1", number(0.0, 1.0, optional=True)
+)
 
 
 def _check_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     for name, value in metrics.items():
-        for bound in value if isinstance(value, list) else [value]:
-            if problem := _bounds(name).problem(bound):
+        bounds = value if isinstance(value, list) else [value]
+        for bound in bounds:
+            problem = _bounds(name).problem(bound)
+            if problem:
                 raise ValueError(f"{shown(name)}: {problem}")
     return metrics
 
 
-def _bounds(name: str) -> MetaSpec:
-    if name not in metric_table() and name not in ONE_CLASS:
-        raise ValueError(f"{shown(name)} is not a metric")
-    return MetaSpec("metric", "", number(*metric_table()[name].bounds, optional=True)) if name in metric_table() else METRIC
+def _bounds(name: str) -> MetaSpec[float | None]:
+    if name in metric_table():
+        low, high = metric_table()[name].bounds
+        return MetaSpec("metric", "", number(low, high, optional=True))
+    if name in ONE_CLASS:
+        return METRIC
+    raise ValueError(f"{shown(name)} is not a metric")
 
 
 _Version = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9_.+!-]{1,64}$")]
-_EVENTS: Final = MetaSpec("events", "what the site noticed", listing(_Event, 100))
-VERSIONS: Final = MetaSpec("versions", "of the packages that results depend on", table(_Version))
+_Metrics = Annotated[
+    dict[str, Annotated[float, Field(strict=True)] | None], AfterValidator(_check_metrics)
+]
+_Interval = Annotated[list[float], Field(max_length=2)]
+_Intervals = Annotated[dict[str, _Interval], AfterValidator(_check_metrics)]
 _Range = Annotated[Any, AfterValidator(check_range)]
-_RANGE_OF = "range of size, spacing and intensities of the training images, for the models' cards"
-RANGE: Final = MetaSpec(TRAINED_ON, _RANGE_OF, _Range, "train", optional=True)
-ENROLS: Final = (
-    MetaSpec("n", "images by split", _Counts),
-    MetaSpec("class_counts", "training images or pixels by class; empty if suppressed", listing(count())),
-    VERSIONS,
-    RANGE,
-)
-_Metrics = Annotated[dict[str, Annotated[float, Field(strict=True)] | None], AfterValidator(_check_metrics)]
-_ByLabel = table(_Metrics, MOST_LABELS)
-_Intervals = table(Annotated[dict[str, Annotated[list[float], Field(max_length=2)]], AfterValidator(_check_metrics)], MOST_LABELS + 1)
-DELIVERS: Final = (
-    MetaSpec("metrics", "model -> metric -> value on test images", models(_Metrics, 1000), "test"),
-    MetaSpec("by_label", "model -> structure or class -> metric -> value on test images", models(_ByLabel, 1000), "test"),
-    MetaSpec(
-        "intervals", "model -> structure, class or all -> metric -> 95 % interval over test patients", models(_Intervals, 1000), "test"
-    ),
-    MetaSpec("constant", "the task's metric of the constant prediction on test images", number(0.0, 1.0, optional=True), "test"),
-    MetaSpec("n", "images by split", _Counts),
-    MetaSpec("reports", "what models report of their predictions", models(table(), 1000), "test"),
-    MetaSpec("classes", "model -> confusion counts and ROC curves of test images", models(_Classes, 1000), "test"),
-    MetaSpec("privacy", "privacy cost of the run for the site's patients", Cost),
-)
+_Table = dict[str, Any]
 
-SHARED: Final = TensorSpec("personal", "personal model, to be tested at the other sites")
-_Tested = table(number(0.0, 1.0, optional=True))
-_TESTED: Final = MetaSpec(CROSS_SITE, "site of the model -> the task's metric on test images", _Tested, "test")
-CROSS: Final = Phase(CROSS_SITE, request=(TensorSpec(f"{SHARED}/"),), reply_meta=(_TESTED,))
+EVENTS: Final = MetaSpec[list[_Table]]("events", "what the site noticed", listing(_Event, 100))
 
-START: Final = "start"  # entry of an invitation: the initial weights, if the task names a weights file
-ROLE, SITES, FINISHED, STEP, RUN_ROUNDS = "role", "sites", "finished", "step", "run_rounds"
+# -- enrollment: an invitation and its reply ------------------------------------------------------
+
+START: Final = TensorSpec("start")  # the initial weights, if the task names a weights file
+ROLE: Final = MetaSpec[str]("role", "whether the site trains", text("inside", "outside"))
+SITES: Final = MetaSpec[list[str]]("sites", "the inside sites, sorted", listing(text(), 10_000))
+FINISHED: Final = MetaSpec[int]("finished", "steps that were done before", count(), optional=True)
 INVITES: Final = (
-    MetaSpec(ROLE, "whether the site trains", text("inside", "outside")),
-    MetaSpec(SITES, "the inside sites, sorted", listing(text(), 10_000)),
-    MetaSpec(FINISHED, "steps that were done before", count(), optional=True),
-    MetaSpec("method", "name of the method", text(), optional=True),
-    MetaSpec("hyper", "all hyper-parameters", table(), optional=True),
-    MetaSpec("task", "hash of the task", text(), optional=True),
-    MetaSpec("seed", "of the run", number(), optional=True),
+    ROLE,
+    SITES,
+    FINISHED,
+    MetaSpec[str]("method", "name of the method", text(), optional=True),
+    MetaSpec[_Table]("hyper", "all hyper-parameters", table(), optional=True),
+    MetaSpec[str]("task", "hash of the task", text(), optional=True),
+    MetaSpec[float]("seed", "of the run", number(), optional=True),
 )
-SHARE: Final = MetaSpec("share", "whether the other sites test the personal model", Annotated[bool, Field(strict=True)], optional=True)
-_CONCERN: Final = "kinds of the findings of the training that concern the site, for its page"
-TRAINING_FINDINGS: Final = MetaSpec("training_findings", _CONCERN, listing(text(*OF_TRAINING), len(OF_TRAINING)), optional=True)
-NUMBERED: Final = (
-    MetaSpec(STEP, "its number in the run", count(10**9)),
-    MetaSpec(RUN_ROUNDS, "rounds of the run", count(10**9)),
-    RANGE,
-    SHARE,
-    TRAINING_FINDINGS,
+COUNTS: Final = MetaSpec[dict[str, int]]("n", "images by split", _Counts)
+CLASS_COUNTS: Final = MetaSpec[list[int]](
+    "class_counts", "training images or pixels by class; empty if suppressed", listing(count())
 )
+VERSIONS: Final = MetaSpec[dict[str, str]](
+    "versions", "of the packages that results depend on", table(_Version)
+)
+RANGE: Final = MetaSpec[_Table](
+    TRAINED_ON,
+    "range of size, spacing and intensities of the training images, for the models' cards",
+    _Range,
+    "train",
+    optional=True,
+)
+ENROLS: Final = (COUNTS, CLASS_COUNTS, VERSIONS, RANGE)
+
+# -- the end: the request for final models and its reply ------------------------------------------
+
+METRICS: Final = MetaSpec[_Table](
+    "metrics", "model -> metric -> value on test images", models(_Metrics, 1000), "test"
+)
+CONSTANT: Final = MetaSpec[float | None](
+    "constant",
+    "the task's metric of the constant prediction on test images",
+    number(0.0, 1.0, optional=True),
+    "test",
+)
+PRIVACY_COST: Final = MetaSpec[_Table](
+    "privacy", "privacy cost of the run for the site's patients", Cost
+)
+DELIVERS: Final = (
+    METRICS,
+    MetaSpec[_Table](
+        "by_label",
+        "model -> structure or class -> metric -> value on test images",
+        models(table(_Metrics, MOST_LABELS), 1000),
+        "test",
+    ),
+    MetaSpec[_Table](
+        "intervals",
+        "model -> structure, class or all -> metric -> 95 % interval over test patients",
+        models(table(_Intervals, MOST_LABELS + 1), 1000),
+        "test",
+    ),
+    CONSTANT,
+    COUNTS,
+    MetaSpec[_Table](
+        "reports", "what models report of their predictions", models(table(), 1000), "test"
+    ),
+    MetaSpec[_Table](
+        "classes",
+        "model -> confusion counts and ROC curves of test images",
+        models(_Classes, 1000),
+        "test",
+    ),
+    PRIVACY_COST,
+)
+SHARED: Final = TensorSpec("personal", "personal model, to be tested at the other sites")
+SHARED_MODELS: Final = TensorSpec("personal", of=lambda plan: plan.sites)
+TESTED: Final = MetaSpec[dict[str, float | None]](
+    CROSS_SITE,
+    "site of the model -> the task's metric on test images",
+    table(number(0.0, 1.0, optional=True)),
+    "test",
+)
+CROSS: Final = Phase(CROSS_SITE, request=(SHARED_MODELS,), meta=(TESTED,))
+
+# -- every step: items beside those of the method -------------------------------------------------
+
+STEP: Final = MetaSpec[int]("step", "its number in the run", count(10**9))
+RUN_ROUNDS: Final = MetaSpec[int]("run_rounds", "rounds of the run", count(10**9))
+SHARE: Final = MetaSpec[bool](
+    "share",
+    "whether the other sites test the personal model",
+    Annotated[bool, Field(strict=True)],
+    optional=True,
+)
+TRAINING_FINDINGS: Final = MetaSpec[list[str]](
+    "training_findings",
+    "kinds of the findings of the training that concern the site, for its page",
+    listing(text(*OF_TRAINING), len(OF_TRAINING)),
+    optional=True,
+)
+NUMBERED: Final = (STEP, RUN_ROUNDS, RANGE, SHARE, TRAINING_FINDINGS)
+# Phase of every run -> (metadata of a reply, those that it must have).
+REPORTS_OF_ALL: Final[Mapping[str, tuple[tuple[MetaSpec[Any], ...], tuple[MetaSpec[Any], ...]]]] = {
+    ENROL: (ENROLS, (COUNTS, CLASS_COUNTS)),
+    FINALIZE: (DELIVERS, (METRICS,)),
+    CROSS_SITE: (CROSS.meta, (TESTED,)),
+}
+
+
+# -- states as declared ---------------------------------------------------------------------------
+
+
+def violation(message: Message, manifest: Manifest) -> str | None:
+    """How the states differ from the manifest in names, shapes or dtypes; None if they match
+    exactly.
+    """
+    problem = difference("entry", manifest, message.states)
+    if problem is not None:
+        return problem
+    for entry, spec in manifest.items():
+        state = message.states[entry]
+        problem = difference("tensor", spec.tensors, state)
+        if problem is not None:
+            return f"{entry}: {problem}"
+        for name, (shape, dtype) in spec.tensors.items():
+            tensor = state[name]
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                return (
+                    f"{entry}/{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, "
+                    f"expected {shape} and {dtype}"
+                )
+    return None
+
+
+def non_finite(message: Message) -> str | None:
+    """The first tensor that holds NaN or infinity, in words, or None."""
+    for entry, state in sorted(message.states.items()):
+        for name, tensor in state.items():
+            if not tensor.is_floating_point():
+                continue
+            # A finite sum is ten times as fast to check; the sum of finite values may overflow.
+            if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
+                return f"{entry}/{name} holds NaN or infinity"
+    return None
+
+
+def negative(message: Message, manifest: Manifest) -> str | None:
+    """The first nonnegative tensor with a value below 0, in words, or None; the message must match
+    the manifest.
+    """
+    for entry, spec in manifest.items():
+        for name in sorted(spec.nonnegative):
+            if (message.states[entry][name] < 0).any():
+                return (
+                    f"{entry}/{name} holds a value below 0, "
+                    "which a variance or a mean square cannot be"
+                )
+    return None
+
+
+# -- requests at a site ---------------------------------------------------------------------------
 
 
 class RequestValidator:
-    """Checks the messages of a server at one site; every method raises MessageError with the site, the step and the problem."""
+    """Checks the messages of a server at one site; every method raises MessageError with the site,
+    the step and the problem.
+    """
 
     def __init__(self, site: str):
         self.site = site
 
     def check_invitation(self, round: int, message: Message) -> None:
         """Check an invitation, as far as is possible before the site's task is loaded."""
-        self._check(ENROL, round, _form_problem(round, message) or _request_meta_problem(message, INVITES))
-        if (message.meta[ROLE] == "inside") != (self.site in message.meta[SITES]):
-            self._check(ENROL, round, f"item {SITES!r} and the role {message.meta[ROLE]!r} of {self.site} do not agree")
+        self._check(
+            ENROL, round, _form_problem(round, message) or _request_meta_problem(message, INVITES)
+        )
+        trains = message[ROLE] == "inside"
+        if trains != (self.site in message[SITES]):
+            problem = (
+                f"item {SITES.name!r} and the role {message[ROLE]!r} of {self.site} do not agree"
+            )
+            self._check(ENROL, round, problem)
 
     def check_start(self, round: int, message: Message, plan: Plan[Any, Any]) -> None:
-        """Check that an invitation holds the initial weights if the task names a weights file, and no other tensors."""
-        request = (TensorSpec(START),) if plan.task.network.get("weights") else ()
-        self._check(ENROL, round, request_problem(Phase(ENROL, request=request, request_meta=INVITES), plan, message))
+        """Check that an invitation holds the initial weights if the task names a weights file, and
+        no other tensors.
+        """
+        request = (START,) if plan.task.network.get("weights") else ()
+        invitation = Phase(ENROL, request=request, request_meta=INVITES)
+        self._check(ENROL, round, request_problem(invitation, plan, message))
 
-    def pop_numbers(self, phase: str, round: int, message: Message) -> dict[str, Any]:
-        """The items of `NUMBERED`, which do not belong to the method; they are removed from the message."""
+    def pop_numbers(self, phase: str, round: int, message: Message) -> Message:
+        """The items of `NUMBERED`, which do not belong to the method; they are removed from the
+        message.
+        """
         self._check(phase, round, _form_problem(round, message))
-        numbers = {str(item): message.meta.pop(item) for item in NUMBERED if item in message.meta}
-        self._check(phase, round, _request_meta_problem(Message({}, numbers), NUMBERED))
+        numbers = Message()
+        for item in NUMBERED:
+            if item in message:
+                numbers[item] = message.meta.pop(item.name)
+        self._check(phase, round, _request_meta_problem(numbers, NUMBERED))
         return numbers
 
-    def check_request(self, phase: str, round: int, message: Message, algorithm: SiteAlgorithm[Any]) -> None:
-        """Check a message, without the items of `NUMBERED`, against the declaration of its phase."""
+    def check_request(
+        self, phase: str, round: int, message: Message, algorithm: SiteAlgorithm[Any]
+    ) -> None:
+        """Check a message, without the items of `NUMBERED`, against the declaration of its phase.
+        """
         if phase == CROSS_SITE:
             self._check(phase, round, request_problem(CROSS, algorithm.plan, message))
-            return
-        declared = algorithm.delivery if phase == FINALIZE else algorithm.phase(phase)
-        if declared is not None:
-            problem = request_problem(declared, algorithm.plan, message)
+        elif phase != FINALIZE or FINALIZE in algorithm.phases:
+            problem = request_problem(algorithm.phase(phase), algorithm.plan, message)
             self._check(phase, round, problem or algorithm.validate_request(message))
 
     def _check(self, phase: str, round: int, problem: str | None) -> None:
         if problem is not None:
-            raise MessageError(f"site {self.site} rejects the server's message for '{phase}' of round {round}: {problem}")
+            raise MessageError(
+                f"site {self.site} rejects the server's message for '{phase}' of round {round}: "
+                f"{problem}"
+            )
 
 
 def _form_problem(round: object, message: Message) -> str | None:
     problem = state_problem(message.states) or meta_problem(message.meta, _REQUEST_LIMIT)
-    return problem or (None if type(round) is int and round >= 0 else f"its round is {shown(round)}")
+    if problem:
+        return problem
+    if type(round) is int and round >= 0:
+        return None
+    return f"its round is {shown(round)}"
 
 
-def _request_meta_problem(message: Message, declared: tuple[MetaSpec, ...]) -> str | None:
-    return declaration_problem(message, declared, tuple(item for item in declared if not item.optional))
+def _request_meta_problem(message: Message, declared: Iterable[MetaSpec[Any]]) -> str | None:
+    declared = tuple(declared)
+    required = [item for item in declared if not item.optional]
+    return declaration_problem(message, declared, required)
 
 
 def request_problem(phase: Phase, plan: Plan[Any, Any], message: Message) -> str | None:
-    """How a server's message, without the items of `NUMBERED`, differs from its phase's declaration, in words, or None."""
-    specs = [spec for spec in phase.request if spec.when(plan)]
-    if missing := [spec for spec in specs if not (spec.optional or spec.endswith("/") or spec in message.states)]:
-        return f"missing entry {shown(missing[0])}"
-    for name in message.states:
-        part, problem = Message({name: message.states[name]}), f"unexpected entry {shown(name)}"
-        for spec in specs:
-            if not spec.covers(name) or (spec.endswith("/") and name.removeprefix(spec) not in plan.sites):
-                continue
-            manifest = {name: spec.spec(plan)}
-            problem = violation(part, manifest) or non_finite(part) or negative(part, manifest) or ""
-            if not problem:
-                break
+    """How a server's message, without the items of `NUMBERED`, differs from its phase's
+    declaration, in words, or None.
+    """
+    entries: dict[str, list[TensorSpec]] = {}
+    for spec in phase.request:
+        if not spec.when(plan):
+            continue
+        for name, member in spec.members(plan).items():
+            entries.setdefault(name, []).append(member)
+        required = spec.of is None and not spec.optional
+        if required and spec not in message:
+            return f"missing entry {shown(spec.name)}"
+    for name, state in message.states.items():
+        if name not in entries:
+            return f"unexpected entry {shown(name)}"
+        problem = _entry_problem(name, state, entries[name], plan)
         if problem:
             return problem
     return _request_meta_problem(message, phase.request_meta)
+
+
+def _entry_problem(
+    name: str, state: StateDict, specs: Iterable[TensorSpec], plan: Plan[Any, Any]
+) -> str | None:
+    """Why a state is as none of its specs declares, in words, or None."""
+    part = Message({name: state})
+    problem = None
+    for spec in specs:
+        manifest = {name: spec.spec(plan)}
+        problem = violation(part, manifest) or non_finite(part) or negative(part, manifest)
+        if problem is None:
+            return None
+    return problem

@@ -1,7 +1,7 @@
 """What a server may ask a site next: the steps of the job's schedule, in their order, each once.
 
-Each reply measures models on the site's images. A server that may ask in any order, as often as it likes and
-with any models, can find out which patients a site has.
+Each reply measures models on the site's images. A server that may ask in any order, as often as it
+likes and with any models, can find out which patients a site has.
 """
 
 from collections.abc import Mapping
@@ -19,20 +19,37 @@ from medflare.methods.base import Plan, ServerContext, SiteAlgorithm, Step
 from medflare.methods.method import Method
 
 _STORED: Final = "request"  # name of the last request in the site's store
-_ENDINGS: Final = {FINALIZE: 10**9, CROSS_SITE: 10**9 + 1}  # phase of every run -> its place, after the schedule
-_NOTHING: Final[dict[str, Any]] = {"step": -1, "phase": "", "round": -1, "rounds": 10**9, "position": -1}
+_ENDINGS: Final = {
+    FINALIZE: 10**9,
+    CROSS_SITE: 10**9 + 1,
+}  # phase of every run -> its place, after the schedule
+_NOTHING: Final[dict[str, Any]] = {
+    "step": -1,
+    "phase": "",
+    "round": -1,
+    "rounds": 10**9,
+    "position": -1,
+}
 
 
 class _ScheduleContext(ServerContext):
     """A server algorithm's context for its schedule alone: no initial weights are drawn."""
 
-    def initial_state(self, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> StateDict:
+    def initial_state(
+        self,
+        purpose: str = "model",
+        spec: Mapping[str, Any] | None = None,
+        outputs: int | None = None,
+    ) -> StateDict:
         template = self.plan.template(spec, outputs)
-        return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in template.items()}
+        return {
+            name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in template.items()
+        }
 
 
 def schedule_of(method: Method, plan: Plan[Any, Any], seed: int, rounds: int) -> list[Step]:
-    """The steps of a run of so many rounds with outside sites; without them its last steps may be missing.
+    """The steps of a run of so many rounds with outside sites; without them its last steps may be
+    missing.
 
     Empty for a method that does not train: its server algorithm needs what only the server has.
     """
@@ -53,16 +70,29 @@ class RequestOrder:
     """
 
     def __init__(self, site: str, store: Store, method: Method, most_rounds: int):
-        self.site, self.store, self.method, self.most_rounds = site, store, method, most_rounds
-        self._schedules: dict[tuple[tuple[str, ...], int], list[Step]] = {}  # by inside sites and rounds
+        self.site = site
+        self.store = store
+        self.method = method
+        self.most_rounds = most_rounds
+        # By inside sites and rounds.
+        self._schedules: dict[tuple[tuple[str, ...], int], list[Step]] = {}
 
     def note_enrolment(self, round: int) -> None:
         """Note the round in which the server enrolled the site first."""
         if self.store.load(_STORED) is None:
             self.store.save(_STORED, Message({}, {**_NOTHING, "enrolled": round}))
 
-    def admit(self, phase: str, round: int, incoming: Message, step: int, rounds: int, algorithm: SiteAlgorithm[Any]) -> bool:
-        """Check a request and note it as the last one; returns whether it is new, not the last one again.
+    def admit(
+        self,
+        phase: str,
+        round: int,
+        incoming: Message,
+        step: int,
+        rounds: int,
+        algorithm: SiteAlgorithm[Any],
+    ) -> bool:
+        """Check a request and note it as the last one; returns whether it is new, not the last one
+        again.
 
         A site may miss steps. A step that is asked again has the same number and the same models.
 
@@ -72,48 +102,75 @@ class RequestOrder:
             algorithm: that is to answer it.
 
         Raises:
-            MessageError: the request is not in the schedule after the last one, or it asks for the last step
-                with other models.
+            MessageError: the request is not in the schedule after the last one, or it asks for the
+                last step with other models.
         """
         if rounds > self.most_rounds:
             allowed = f"bounds.rounds in its {PLACE} allows {self.most_rounds}"
             self._refuse(phase, round, f"the run has {rounds} rounds, {allowed}")
         stored = self.store.load(_STORED)
         if stored is None:
-            raise StateError(f"site {self.site} has not enrolled, or its state is lost; start the run again")
+            raise StateError(
+                f"site {self.site} has not enrolled, or its state is lost; start the run again"
+            )
         last = stored.meta
         request = {"phase": phase, "round": round, "digest": states_digest(incoming.states)}
         if rounds > last["rounds"]:
-            self._refuse(phase, round, f"the run has {rounds} rounds, and had {last['rounds']} before")
+            self._refuse(
+                phase, round, f"the run has {rounds} rounds, and had {last['rounds']} before"
+            )
         if (step, phase) == (last["step"], last["phase"]):
             if request.items() <= last.items():
                 return False
-            self._refuse(phase, round, "the same step was asked before, with other models or in another round")
+            self._refuse(
+                phase,
+                round,
+                "the same step was asked before, with other models or in another round",
+            )
         if phase == FINALIZE and self._never_asked(last, rounds, algorithm):
             self._refuse(phase, round, "the site was asked for no step of the schedule before")
         position = self._position(phase, round, rounds, last["position"], algorithm)
         if position is None or step < last["step"]:
             before = f", after '{last['phase']}' of round {last['round']}" if last["phase"] else ""
-            self._refuse(phase, round, f"the schedule of {rounds} rounds has no such step now{before}")
-        noted = {**request, "step": step, "rounds": rounds, "position": position, "enrolled": last["enrolled"]}
+            self._refuse(
+                phase, round, f"the schedule of {rounds} rounds has no such step now{before}"
+            )
+        noted = {
+            **request,
+            "step": step,
+            "rounds": rounds,
+            "position": position,
+            "enrolled": last["enrolled"],
+        }
         self.store.save(_STORED, Message({}, noted))
         return True
 
-    def _never_asked(self, last: Mapping[str, Any], rounds: int, algorithm: SiteAlgorithm[Any]) -> bool:
-        """Whether the site trains, enrolled before the last round ended, and was asked for no step."""
+    def _never_asked(
+        self, last: Mapping[str, Any], rounds: int, algorithm: SiteAlgorithm[Any]
+    ) -> bool:
+        """Whether the site trains, enrolled before the last round ended, and was asked for no step.
+        """
         trains = self.method.trains and self.site in algorithm.plan.sites
         return trains and last["enrolled"] < rounds and last["position"] < 0
 
-    def _position(self, phase: str, round: int, rounds: int, last: int, algorithm: SiteAlgorithm[Any]) -> int | None:
-        """The first place of a phase and round in the schedule after the place `last`; None if there is none."""
+    def _position(
+        self, phase: str, round: int, rounds: int, last: int, algorithm: SiteAlgorithm[Any]
+    ) -> int | None:
+        """The first place of a phase and round in the schedule after the place `last`; None if
+        there is none.
+        """
         if phase in _ENDINGS:
             position = _ENDINGS[phase]
-            return position if position > last and round == rounds else None
+            follows = position > last and round == rounds
+            return position if follows else None
         key = algorithm.plan.sites, rounds
         if key not in self._schedules:
-            self._schedules[key] = schedule_of(self.method, algorithm.plan, algorithm.site.seed, rounds)
+            self._schedules[key] = schedule_of(
+                self.method, algorithm.plan, algorithm.site.seed, rounds
+            )
         if not self._schedules[key]:  # not known
-            return last + 1 if last < _ENDINGS[FINALIZE] else None
+            ended = last >= _ENDINGS[FINALIZE]
+            return None if ended else last + 1
         for position, step in enumerate(self._schedules[key]):
             if position > last and (step.phase, step.round) == (phase, round):
                 return position

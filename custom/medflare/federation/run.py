@@ -14,7 +14,15 @@ from medflare.data.acquisition import TRAINED_ON
 from medflare.data.progress import RoundsLeft
 from medflare.evaluation.console import round_line
 from medflare.evaluation.report import write_results
-from medflare.evaluation.results import REPORT_FILE, RESULTS_FILE, ROUNDS_FILE, RunRecord, SiteRecord, append_round, build_results
+from medflare.evaluation.results import (
+    REPORT_FILE,
+    RESULTS_FILE,
+    ROUNDS_FILE,
+    RunRecord,
+    SiteRecord,
+    append_round,
+    build_results,
+)
 from medflare.federation.checkpoint import Checkpoint
 from medflare.federation.enrolment import trained_on
 from medflare.federation.exchange import Exchange
@@ -35,6 +43,8 @@ from medflare.tasks.config import TaskConfig
 
 MODELS = "models"
 SITES = "sites"  # folder of the sites' folders, in the plain loop
+# Metadata of a site's final evaluation that results.json has, too.
+_EVALUATION = ("metrics", "reports", "privacy", "classes", "by_label", "intervals", "constant")
 
 
 @dataclass
@@ -44,10 +54,13 @@ class Run:
     Attributes:
         hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
         sites: inside sites, sorted.
-        aggregation: the formula of FLARE's aggregator component; None: that of the server algorithm.
-        folder: of results.json, metrics.jsonl, report.html, models and the checkpoint; None: only the returned dict.
+        aggregation: the formula of FLARE's aggregator component; None: that of the server
+            algorithm.
+        folder: of results.json, metrics.jsonl, report.html, models and the checkpoint; None: only
+            the returned dict.
         checkpoints: folder of the checkpoint if it is not `folder`.
-        weights: file of the initial weights, or its folder; None: see `networks.weights.find_weights`.
+        weights: file of the initial weights, or its folder; None: see
+            `networks.weights.find_weights`.
         about: further settings for the results, for example the engine.
         say: called with progress lines.
         observe: called after every step.
@@ -70,25 +83,39 @@ class Run:
     events: EventLog = field(default_factory=EventLog)
 
     def execute(self, exchange: Exchange, *, resume: bool = False) -> dict[str, Any]:
-        """Run to the end and return the results dict; after a MedflareError its status is FAILED, with the reason.
+        """Run to the end and return the results dict.
+
+        After a MedflareError its status is FAILED, with the reason.
 
         Args:
             exchange: how the engine reaches the sites.
             resume: continue after the last step of the checkpoint.
 
         Raises:
-            Exception: Aborted, KeyboardInterrupt and every error that is not a MedflareError, after the results were written.
+            Exception: Aborted, KeyboardInterrupt and every error that is not a MedflareError, after
+                the results were written.
         """
-        started, outcome, reason = time.monotonic(), Outcome(), ""
+        started = time.monotonic()
+        outcome = Outcome()
+        reason = ""
         if self.folder is not None:
-            make_folder(self.folder, public=True)  # others may read its report, not the folders in it
-            for path in () if resume else (*(self.folder / name for name in (RESULTS_FILE, ROUNDS_FILE, REPORT_FILE)), *self._pictures()):
-                path.unlink(missing_ok=True)
+            # Others may read its report, not the folders in it.
+            make_folder(self.folder, public=True)
+            if not resume:
+                files = [self.folder / name for name in (RESULTS_FILE, ROUNDS_FILE, REPORT_FILE)]
+                for path in (*files, *self._pictures()):
+                    path.unlink(missing_ok=True)
         name = f"{self.method.name}-seed{self.settings.seed}"
         tracker = Tracker(self.track, self.folder, f"medflare {self.task.name}", name, self._warn)
         try:
-            settings = self.settings
-            check_run(self.method, self.task, self.hyper, rounds=settings.rounds, outside=settings.outside, cross_site=settings.cross_site)
+            check_run(
+                self.method,
+                self.task,
+                self.hyper,
+                rounds=self.settings.rounds,
+                outside=self.settings.outside,
+                cross_site=self.settings.cross_site,
+            )
             plan = self.method.plan(self.task, self.sites, self.hyper)
             federation = self._federation(plan, exchange, outcome, tracker)
             finished = 0
@@ -99,7 +126,9 @@ class Run:
             federation.run(finished)
             self._store(federation.server, outcome)
         except (Aborted, KeyboardInterrupt) as error:
-            reason = f"aborted: {error}" if isinstance(error, Aborted) else "interrupted from the keyboard"
+            reason = "interrupted from the keyboard"
+            if isinstance(error, Aborted):
+                reason = f"aborted: {error}"
             self.events.add("aborted", str(error) or reason)
             raise
         except MedflareError as error:
@@ -112,7 +141,10 @@ class Run:
         finally:
             outcome.seconds["total"] = time.monotonic() - started
             record = self._record(outcome, reason)
-            results = build_results(record) if self.folder is None else write_results(self.folder, record)
+            if self.folder is None:
+                results = build_results(record)
+            else:
+                results = write_results(self.folder, record)
             tracker.end(results)
         return results
 
@@ -120,12 +152,15 @@ class Run:
         self.events.add("warning", problem)
         self.say(f"warning: {problem}")
 
-    def _federation(self, plan: Plan[Any, Any], exchange: Exchange, outcome: Outcome, tracker: Tracker) -> Federation:
+    def _federation(
+        self, plan: Plan[Any, Any], exchange: Exchange, outcome: Outcome, tracker: Tracker
+    ) -> Federation:
         seed = self.settings.seed
+        rounds = self.settings.rounds
         context = ServerContext(
             plan,
             seed,
-            self.settings.rounds,
+            rounds,
             self.settings.outside,
             phases=self.method.site_class.phases,
             aggregation=self.aggregation,
@@ -133,17 +168,25 @@ class Run:
             start=starting_state(self.task, seed, self.weights),
             weights=self.weights,
         )
-
-        rounds_left = RoundsLeft(context.rounds)
+        rounds_left = RoundsLeft(rounds)
 
         def after_step(report: StepReport) -> None:
-            step = report.step.phase, report.step.round, context.rounds
-            line = round_line(*step, report.meta, report.rejected, report.seconds, report.aggregation)
-            left = rounds_left.after(report.step.round)
+            step = report.step
+            line = round_line(
+                step.phase,
+                step.round,
+                rounds,
+                report.meta,
+                report.rejected,
+                report.seconds,
+                report.aggregation,
+            )
+            left = rounds_left.after(step.round)
             self.say(f"{line} | {left}" if left else line)
             if self.folder is not None:
                 append_round(self.folder, report.line())
-            tracker.step(report, self.task.optimizer["lr"] * self.task.schedule.rate_factor(report.step.round, context.rounds))
+            factor = self.task.schedule.rate_factor(step.round, rounds)
+            tracker.step(report, self.task.optimizer["lr"] * factor)
             self.observe(report)
 
         def save_checkpoint(finished: int) -> None:
@@ -151,7 +194,15 @@ class Run:
                 self._checkpoint.save(finished, federation)
 
         identity = identity_of(self.method, self.hyper, self.task.fingerprint(), seed)
-        federation = Federation(self.method.make_server(context), exchange, self.settings, identity, after_step, save_checkpoint, outcome)
+        federation = Federation(
+            self.method.make_server(context),
+            exchange,
+            self.settings,
+            identity,
+            after_step,
+            save_checkpoint,
+            outcome,
+        )
         return federation
 
     @cached_property
@@ -165,53 +216,74 @@ class Run:
             "task": self.task.to_dict(),
             "hyper": self.method.effective(self.hyper),
             "sites": list(self.sites),
-            **{name: value for name, value in self.settings.to_dict().items() if name not in (*WAITS, "resume")},
         }
+        for name, value in self.settings.to_dict().items():
+            if name not in (*WAITS, "resume"):
+                plan[name] = value
         return Checkpoint(folder, plan)
 
     def _store(self, server: ServerAlgorithm[Any], outcome: Outcome) -> None:
         """Write the models and files that the server algorithm holds into the folder."""
-        outcome.tables, outcome.selector = server.tables(), server.selector_summary()
+        outcome.tables = server.tables()
+        outcome.selector = server.selector_summary()
         if self.folder is None:
             return
         total = trained_on(outcome.enrolled)
         for path, model in server.models().items():
-            card: dict[str, Any] = {"method": self.method.name, "site": None, "role": path, "seed": self.settings.seed}
-            card |= {"rounds": server.context.rounds, "round": model.meta.get(SELECTED_ROUND)}
-            card |= {TRAINED_ON: total} if total is not None else {}
+            card: dict[str, Any] = {
+                "method": self.method.name,
+                "site": None,
+                "role": path,
+                "seed": self.settings.seed,
+                "rounds": server.context.rounds,
+                "round": model.get(SELECTED_ROUND),
+            }
+            if total is not None:
+                card[TRAINED_ON] = total
             save_model(self.folder / MODELS / path, self.task, model, card)
         for name, content in server.documents().items():
             write_json(self.folder / name, content, public=True)
 
     def _pictures(self) -> list[Path]:
         """The pictures in the sites' folders, which only the plain loop has here."""
-        return [] if self.folder is None else sorted(self.folder.glob(f"{SITES}/*/{PICTURES}/*.png"))
+        if self.folder is None:
+            return []
+        return sorted(self.folder.glob(f"{SITES}/*/{PICTURES}/*.png"))
+
+    def _site_record(self, site: str, outcome: Outcome) -> SiteRecord:
+        role = "outside" if site in self.settings.outside else "inside"
+        counts = outcome.enrolled.get(site, {}).get("n", {})
+        delivered = outcome.delivered.get(site, {})
+        parts = {name: delivered[name] for name in _EVALUATION if name in delivered}
+        return SiteRecord(role, counts, **parts)
 
     def _record(self, outcome: Outcome, reason: str) -> RunRecord:
         """The record of the run so far; `reason` why it failed."""
-
-        def site_record(site: str) -> SiteRecord:
-            delivered = outcome.delivered.get(site, {})
-            names = ("metrics", "reports", "privacy", "classes", "by_label", "intervals", "constant")
-            parts = {name: delivered[name] for name in names if name in delivered}
-            return SiteRecord(
-                "outside" if site in self.settings.outside else "inside", outcome.enrolled.get(site, {}).get("n", {}), **parts
-            )
-
+        sites = (*self.sites, *self.settings.outside)
+        costs = outcome.costs
+        pictures: dict[str, bytes] = {}
+        for path in self._pictures():
+            site = path.parts[-3]
+            pictures[f"{site}: {path.stem}"] = path.read_bytes()
         return RunRecord(
             method=self.method.name,
             task=self.task,
             seed=self.settings.seed,
             rounds=self.settings.rounds if outcome.rounds is None else outcome.rounds,
-            sites={site: site_record(site) for site in (*self.sites, *self.settings.outside)},
+            sites={site: self._site_record(site, outcome) for site in sites},
             reason=reason,
             events=self.events.to_list(),
-            down_bytes=sum(cost.down_bytes for cost in outcome.costs.values()),
-            up_bytes=sum(cost.up_bytes for cost in outcome.costs.values()),
+            down_bytes=sum(cost.down_bytes for cost in costs.values()),
+            up_bytes=sum(cost.up_bytes for cost in costs.values()),
             hyper=self.method.effective(self.hyper),
             settings={**self.settings.to_dict(), **self.about},
-            pictures={f"{path.parts[-3]}: {path.stem}": path.read_bytes() for path in self._pictures()},
-            costs={site: asdict(cost) for site, cost in outcome.costs.items()},
+            pictures=pictures,
+            costs={site: asdict(cost) for site, cost in costs.items()},
             citation=self.method.paper,
-            **{name: getattr(outcome, name) for name in ("seconds", "history", "model_selection", "tables", "cross_site", "selector")},
+            seconds=outcome.seconds,
+            history=outcome.history,
+            model_selection=outcome.model_selection,
+            tables=outcome.tables,
+            cross_site=outcome.cross_site,
+            selector=outcome.selector,
         )

@@ -1,6 +1,8 @@
-"""The schedule of a federation, written once for every engine: enrollment, the method's steps, final models.
+"""The schedule of a federation, written once for every engine: enrollment, the method's steps,
+final models.
 
-An engine supplies an `Exchange`. What happens to a reply (validation, k of n, repetition, failure) is decided here.
+An engine supplies an `Exchange`. What happens to a reply (validation, k of n, repetition, failure)
+is decided here.
 """
 
 import time
@@ -10,19 +12,38 @@ from typing import Any, Final
 
 from medflare.core.errors import FederationFailed
 from medflare.core.events import EventLog
-from medflare.core.manifest import Manifest, Phase, StateSpec, non_finite, violation
 from medflare.core.message import Message
+from medflare.core.phases import Phase
 from medflare.core.rng import numpy_generator
+from medflare.core.specs import Manifest, StateSpec
 from medflare.core.states import StateDict
 from medflare.evaluation.verdicts import kinds_of_training
 from medflare.federation.enrolment import Enrolment, join_problems, trained_on
 from medflare.federation.exchange import Exchange, Transport, numbered
 from medflare.federation.outcome import Outcome, StepReport
+from medflare.federation.protocol import (
+    COUNTS,
+    EVENTS,
+    RANGE,
+    ROLE,
+    SHARE,
+    SHARED,
+    SHARED_MODELS,
+    TESTED,
+    TRAINING_FINDINGS,
+    non_finite,
+    violation,
+)
 from medflare.federation.settings import CROSS_SITE, FINALIZE, Rules
 from medflare.federation.update_validation.drift import DriftMemory
-from medflare.federation.update_validation.messages import CROSS, RANGE, SHARE, SHARED, TRAINING_FINDINGS
-from medflare.federation.update_validation.updates import Validated, capped, drop_invalid_metrics, validate_replies
+from medflare.federation.update_validation.updates import (
+    Validated,
+    capped,
+    drop_invalid_metrics,
+    validate_replies,
+)
 from medflare.methods.base import ServerAlgorithm, Step
+from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
 from medflare.methods.parts.selection import FEW_IMAGES, images_behind, plateau
 
 _REPEATS: Final = 1  # how often a step with too few usable replies is repeated before the run fails
@@ -33,7 +54,8 @@ class Federation:
     """One run of a method over an exchange.
 
     Attributes:
-        server: the server algorithm; its context names the inside and outside sites, and the site algorithm's phases.
+        server: the server algorithm; its context names the inside and outside sites, and the site
+            algorithm's phases.
         identity: metadata in which the sites must agree, see `participant.identity_of`.
         on_step: called after every step, for progress and tracking.
         checkpoint: called after every step with the number of finished steps.
@@ -61,204 +83,388 @@ class Federation:
         return self.server.context.events
 
     def run(self, finished: int = 0) -> Outcome:
-        """Everything from enrollment to final models; `finished` steps are skipped (a resumed run has restored the server algorithm).
+        """Everything from enrollment to final models; `finished` steps are skipped (a resumed run
+        has restored the server algorithm).
 
         Raises:
-            FederationFailed: with the reason; `events` and `outcome` hold what was noted until then.
+            FederationFailed: with the reason; `events` and `outcome` hold what was noted until
+                then.
             Aborted: raised by the exchange when the engine is stopped.
         """
-        started, context = time.monotonic(), self.server.context
-        enrolment = Enrolment(context, self._transport, self.identity, self.returning, finished, self.rules.max_client_weight)
+        started = time.monotonic()
+        context = self.server.context
+
+        # 1. Enroll.
+        enrolment = Enrolment(
+            context,
+            self._transport,
+            self.identity,
+            self.returning,
+            finished,
+            self.rules.max_client_weight,
+        )
         enrolment.open(self._needed)
-        while finished < len(steps := self._steps(finished)):
+
+        # 2. Train, step by step; early stopping may shorten the schedule.
+        steps = self._steps(finished)
+        while finished < len(steps):
             self._step(finished, steps[finished], enrolment)
             finished += 1
             self.checkpoint(finished)
-        self.outcome.rounds = context.rounds
-        for model, selector in self.server.model_selectors().items():
-            self.outcome.model_selection[model] = {"round": selector.round, "rule": selector.rule, "candidates": selector.record}
-        if getattr(self.server.hyper, "selection", "last") != "last":  # a survey has no such setting
-            self._note_few_validation_images()
+            steps = self._steps(finished)
+        self._note_selections()
         self.outcome.seconds["training"] = time.monotonic() - started
+
+        # 3. Deliver the final models, which the sites evaluate.
         self._finalize(finished, enrolment)
         self.outcome.seconds["total"] = time.monotonic() - started
         return self.outcome
 
     @property
     def _needed(self) -> int:
-        return self.rules.min_sites if self.rules.min_sites is not None else min(2, len(self.server.context.sites))
+        """Usable replies that a step needs."""
+        if self.rules.min_sites is not None:
+            return self.rules.min_sites
+        return min(2, len(self.server.context.sites))
+
+    # -- the schedule -----------------------------------------------------------------------------
 
     def _steps(self, finished: int) -> list[Step]:
         """The whole schedule; after early stopping, that of as many rounds as are done.
 
         It follows from the history alone, so that a resumed run stops in the same round.
         """
-        context, steps, patience = self.server.context, self.server.steps(), self.rules.patience
+        context = self.server.context
+        steps = self.server.steps()
+        patience = self.rules.patience
         if patience is None or not 0 < finished < len(steps):
             return steps
-        rounds, done = context.rounds, plateau((line for line in self.outcome.history if line["round"] < steps[finished].round), patience)
+        round = steps[finished].round
+        earlier = (line for line in self.outcome.history if line["round"] < round)
+        done = plateau(earlier, patience)
+        rounds = context.rounds
         if done is None or done >= rounds:
             return steps
         context.rounds = done
         shorter = self.server.steps()
-        # Early stopping is possible if the shorter schedule has the steps so far, and then only phases that end the run.
-        so_far = [step for step in steps if step.round < done] == [step for step in shorter if step.round < done]
-        endings = {step.phase for step in steps if step.round >= rounds}
-        if not so_far or not {step.phase for step in shorter if step.round >= done} <= endings:
+        if not _can_end(steps, shorter, done, rounds):
             context.rounds = rounds
             return steps
         if not self.events.of("stopped_early"):  # a resumed run has it already
-            text = f"no validated model became better in {patience} rounds; training ends after {done} of {rounds} rounds"
+            text = (
+                f"no validated model became better in {patience} rounds; "
+                f"training ends after {done} of {rounds} rounds"
+            )
             self.events.add("stopped_early", text, round=done - 1)
         return shorter
 
-    def _participants(self, step: Step, members: list[str], attempt: int, failed: Collection[str]) -> list[str]:
-        """The sites to ask, sorted: all members that are present or, with `sites_per_round`, those drawn for the round.
+    def _participants(
+        self, step: Step, members: list[str], attempt: int, failed: Collection[str]
+    ) -> list[str]:
+        """The sites to ask, sorted: all members that are present or, with `sites_per_round`, those
+        drawn for the round.
 
-        Sites that `failed` in an earlier attempt at the step are not drawn if there are enough others.
+        Sites that `failed` in an earlier attempt at the step are not drawn if there are enough
+        others.
         """
         count = self.rules.sites_per_round
         if step.everyone or count is None or count >= len(members):
             return members
-        history, repeated = self.outcome.history, self.events.of("repeated")
-        if not attempt and history and history[-1]["round"] == step.round and any(event["round"] == step.round for event in repeated):
-            return [site for site in members if site in history[-1]["sites"]]  # steps of a round build on each other
+        if not attempt:
+            drawn = self._drawn_before(step)
+            if drawn is not None:
+                return [site for site in members if site in drawn]
         others = [site for site in members if site not in failed]
-        keys = ("server", step.round, "participants", *((attempt,) if attempt else ()))
+        candidates = others if len(others) >= count else members
+        keys: tuple[str | int, ...] = ("server", step.round, "participants")
+        if attempt:
+            keys = (*keys, attempt)
         generator = numpy_generator(self.server.context.seed, *keys)
-        return sorted(generator.choice(others if len(others) >= count else members, size=count, replace=False).tolist())
+        return sorted(generator.choice(candidates, size=count, replace=False).tolist())
+
+    def _drawn_before(self, step: Step) -> Collection[str] | None:
+        """The sites of the round's last step, if one of its steps was repeated: steps of a round
+        build on each other. None: they are drawn anew, and are the same.
+        """
+        history = self.outcome.history
+        if not history or history[-1]["round"] != step.round:
+            return None
+        repeated = [event["round"] for event in self.events.of("repeated")]
+        sites: Collection[str] = history[-1]["sites"]
+        return sites if step.round in repeated else None
+
+    # -- one step ---------------------------------------------------------------------------------
 
     def _step(self, index: int, step: Step, enrolment: Enrolment) -> None:
-        context, failed = self.server.context, set[str]()
-        for attempt in range(_REPEATS + 1):
-            started = time.monotonic()
-            members = enrolment.members(step)
-            participants = self._participants(step, members, attempt, failed)
-            outgoing = {site: numbered(self.server.configure(step, site), index, context.rounds) for site in participants}
-            validated, rejected = self._exchange(step, outgoing)
-            accepted = validated.accepted
-            if len(accepted) >= min(self._needed, self.rules.sites_per_round or self._needed):
-                break
-            reason = f"{len(accepted)} usable replies to '{step.phase}' in round {step.round}, {self._needed} are needed"
-            absent = dict.fromkeys((site for site in enrolment.inside if site not in members), "not there")
-            problems = join_problems({**absent, **rejected}) if participants else "no site is present"
-            if attempt == _REPEATS:
-                raise FederationFailed(f"{reason} ({problems})")
-            self.events.add("repeated", f"{reason}; asking again ({problems})", round=step.round)
-            failed |= rejected.keys()
+        """Ask the sites, refuse what is not usable, limit weights, aggregate, report."""
+        started = time.monotonic()
+
+        # 1. Ask; 2. refuse.
+        validated, rejected = self._asked(index, step, enrolment)
+        accepted = validated.accepted
         self.drift.remember(_named(step), validated.sketches)
         for site, reason in validated.suspicious.items():
-            self.events.add("suspicious", f"update to '{step.phase}' used, though {reason}", site=site, round=step.round)
+            text = f"update to '{step.phase}' used, though {reason}"
+            self.events.add("suspicious", text, site=site, round=step.round)
+
+        # 3. Limit the weight of single sites.
         if self.rules.max_client_weight is not None:
-            samples = {site: message.meta["n_samples"] for site, message in accepted.items() if "n_samples" in message.meta}
-            for site, count in capped(samples, self.rules.max_client_weight).items():
-                accepted[site].meta["n_samples"] = count
+            _cap(accepted, self.rules.max_client_weight)
+
+        # 4. Aggregate.
+        context = self.server.context
         context.notes = {}
         self.server.aggregate(step, accepted)
+
+        # 5. Report.
         meta = {site: reply.meta for site, reply in accepted.items()}
-        report = StepReport(step, index, meta, rejected, time.monotonic() - started, context.notes)
+        seconds = time.monotonic() - started
+        report = StepReport(step, index, meta, rejected, seconds, context.notes)
         self.outcome.history.append(report.line())
         self.on_step(report)
 
-    def _exchange(self, step: Step, outgoing: Mapping[str, Message]) -> tuple[Validated, dict[str, str]]:
-        """The validated replies, and site -> reason for every other site; each reason becomes an event."""
-        phase = next((phase for phase in self.server.context.phases if phase.name == step.phase), Phase(step.phase))
+    def _asked(
+        self, index: int, step: Step, enrolment: Enrolment
+    ) -> tuple[Validated, dict[str, str]]:
+        """Enough usable replies, and why others are not usable; a step with too few is repeated.
+
+        Raises:
+            FederationFailed: too few also when it is repeated.
+        """
+        needed = self._needed
+        if self.rules.sites_per_round:
+            needed = min(needed, self.rules.sites_per_round)
+        failed = set[str]()
+        for attempt in range(_REPEATS + 1):
+            members = enrolment.members(step)
+            participants = self._participants(step, members, attempt, failed)
+            outgoing = {site: self._request(index, step, site) for site in participants}
+            validated, rejected = self._exchange(step, outgoing)
+            usable = len(validated.accepted)
+            if usable >= needed:
+                break
+            reason = (
+                f"{usable} usable replies to '{step.phase}' in round {step.round}, "
+                f"{self._needed} are needed"
+            )
+            problems = "no site is present"
+            if participants:
+                absent = [site for site in enrolment.inside if site not in members]
+                problems = join_problems({**dict.fromkeys(absent, "not there"), **rejected})
+            if attempt == _REPEATS:
+                raise FederationFailed(f"{reason} ({problems})")
+            text = f"{reason}; asking again ({problems})"
+            self.events.add("repeated", text, round=step.round)
+            failed |= rejected.keys()
+        return validated, rejected
+
+    def _request(self, index: int, step: Step, site: str) -> Message:
+        return numbered(self.server.configure(step, site), index, self.server.context.rounds)
+
+    def _exchange(
+        self, step: Step, outgoing: Mapping[str, Message]
+    ) -> tuple[Validated, dict[str, str]]:
+        """The validated replies, and site -> reason for every other site; each reason becomes an
+        event.
+        """
+        replies: dict[str, Message] = {}
+        rejected: dict[str, str] = {}
+        for site, reply in self._transport.ask(step, outgoing).items():
+            if reply.message is None:
+                rejected[site] = reply.problem
+                self.events.add(reply.kind, reply.problem, site=site, round=step.round)
+            else:
+                replies[site] = reply.message
+        validated = self._validate(step, outgoing, replies)
+        for site, reason in validated.rejected.items():
+            text = f"update to '{step.phase}' not used: {reason}"
+            self.events.add("rejected", text, site=site, round=step.round)
+        for site, message in validated.accepted.items():
+            for model, (kind, problem) in drop_invalid_metrics(message).items():
+                text = f"validation metric of the {model} model {problem}; its vote does not count"
+                self.events.add(kind, text, site=site, round=step.round)
+            self._extend_events(message, site, step.round)
+        return validated, {**rejected, **validated.rejected}
+
+    def _validate(
+        self, step: Step, outgoing: Mapping[str, Message], replies: Mapping[str, Message]
+    ) -> Validated:
+        """The replies that are as the phase declares them; see `update_validation`."""
+        context = self.server.context
+        phase = context.phases.get(step.phase) or Phase(step.phase)
         if phase.name not in self._manifests:
-            self._manifests[phase.name] = phase.manifest(self.server.context.plan)
+            self._manifests[phase.name] = phase.manifest(context.plan)
         manifest = self._manifests[phase.name]
-        replies = self._transport.ask(step, outgoing)
-        rejected = {site: reply.problem for site, reply in replies.items() if reply.message is None}
-        for site, problem in rejected.items():
-            self.events.add(replies[site].kind, problem, site=site, round=step.round)
-        validated = validate_replies(
-            {site: reply.message for site, reply in replies.items() if reply.message is not None},
+        weights = []
+        for entry, spec in manifest.items():
+            if spec.tensors.items() <= self._network:
+                weights.append(entry)
+        enrolled = {}
+        for site, meta in self.outcome.enrolled.items():
+            enrolled[site] = meta.get(COUNTS.name, {})
+        return validate_replies(
+            replies,
             manifest,
             outgoing,
-            {site: meta.get("n", {}) for site, meta in self.outcome.enrolled.items()},
-            reply_meta=phase.reply_meta,
-            weights=[entry for entry, spec in manifest.items() if spec.tensors.items() <= self._network],
+            enrolled,
+            reply_meta=phase.meta,
+            weights=weights,
             strict=self.rules.outlier_policy == "rejected",
             drift=self.drift,
             phase=_named(step),
         )
-        for site, reason in validated.rejected.items():
-            self.events.add("rejected", f"update to '{step.phase}' not used: {reason}", site=site, round=step.round)
-        for site, message in validated.accepted.items():
-            for model, (kind, problem) in drop_invalid_metrics(message.meta).items():
-                text = f"validation metric of the {model} model {problem}; its vote does not count"
-                self.events.add(kind, text, site=site, round=step.round)
-            self.events.extend(message.meta.pop("events", []), site=site, round=step.round)
-        return validated, {**rejected, **validated.rejected}
+
+    def _extend_events(self, message: Message, site: str, round: int | None = None) -> None:
+        """Take the site's events out of its reply into those of the run."""
+        events = message.meta.pop(EVENTS.name, [])
+        self.events.extend(events, site=site, round=round)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _note_selections(self) -> None:
+        """Which rounds were selected, and whether on few images."""
+        self.outcome.rounds = self.server.context.rounds
+        for model, selector in self.server.model_selectors().items():
+            self.outcome.model_selection[model] = {
+                "round": selector.round,
+                "rule": selector.rule,
+                "candidates": selector.record,
+            }
+        if getattr(self.server.hyper, "selection", "last") != "last":  # a survey has no rule
+            self._note_few_validation_images()
 
     def _finalize(self, index: int, enrolment: Enrolment) -> None:
-        """Every enrolled site, inside and outside, gets its final models and evaluates them on its test images."""
+        """Every enrolled site, inside and outside, gets its final models and evaluates them on its
+        test images.
+        """
         step = Step(FINALIZE, self.server.context.rounds, everyone=True)
         enrolment.admit(step.round)
-        total = trained_on(self.outcome.enrolled)
-        outgoing = {site: numbered(self.server.configure_final(site), index, step.round) for site in sorted(self.outcome.enrolled)}
-        task = self.server.context.plan.task.to_dict()
-        so_far = {
-            "sites": {},
-            "events": self.events.to_list(),
-            "configuration": {"task": task},
-            "model_selection": self.outcome.model_selection,
-        }
-        kinds = kinds_of_training(so_far, self.outcome.history, outgoing)
-        for site, message in outgoing.items():
-            message.meta[TRAINING_FINDINGS] = kinds[site]
-            message.meta |= {RANGE: total} if total else {}
-            message.meta |= {SHARE: True} if self.rules.cross_site else {}
         shared: dict[str, StateDict] = {}
-        for site, reply in self._transport.ask(step, outgoing).items():
+        for site, reply in self._transport.ask(step, self._final_requests(index, step)).items():
             if reply.message is None:
-                self.events.add(reply.kind, f"final models not evaluated: {reply.problem}", site=site, round=step.round)
+                text = f"final models not evaluated: {reply.problem}"
+                self.events.add(reply.kind, text, site=site, round=step.round)
                 continue
-            meta = dict(reply.message.meta)
-            self.events.extend(meta.pop("events", []), site=site)
-            self.outcome.delivered[site] = meta
-            if reply.message.states:
-                manifest = {str(SHARED): SHARED.spec(self.server.context.plan)} if self.rules.cross_site else {}
-                if problem := violation(reply.message, manifest) or non_finite(reply.message):
-                    self.events.add("rejected", f"its personal model is not tested at other sites: {problem}", site=site, round=step.round)
-                else:
-                    shared[site] = reply.message.states[SHARED]
+            message = Message(reply.message.states, dict(reply.message.meta))
+            self._extend_events(message, site)
+            self.outcome.delivered[site] = message.meta
+            if message.states and self._is_shared(site, step, message):
+                shared[site] = message[SHARED]
         if not self.outcome.delivered:
             raise FederationFailed("no site evaluated the final models; see the events")
         if shared:
             self._cross_site(index, shared)
 
+    def _final_requests(self, index: int, step: Step) -> dict[str, Message]:
+        outgoing = {}
+        for site in sorted(self.outcome.enrolled):
+            outgoing[site] = numbered(self.server.configure_final(site), index, step.round)
+        findings = kinds_of_training(self._so_far(), self.outcome.history, outgoing)
+        total = trained_on(self.outcome.enrolled)
+        for site, message in outgoing.items():
+            message[TRAINING_FINDINGS] = findings[site]
+            if total:
+                message[RANGE] = total
+            if self.rules.cross_site:
+                message[SHARE] = True
+        return outgoing
+
+    def _so_far(self) -> dict[str, Any]:
+        """What the verdicts on a training read of results.json."""
+        return {
+            "sites": {},
+            "events": self.events.to_list(),
+            "configuration": {"task": self.server.context.plan.task.to_dict()},
+            "model_selection": self.outcome.model_selection,
+        }
+
+    def _is_shared(self, site: str, step: Step, message: Message) -> bool:
+        """Whether a site's personal model can be tested at the others; else an event says why."""
+        manifest: Manifest = {}
+        if self.rules.cross_site:
+            manifest = {SHARED.name: SHARED.spec(self.server.context.plan)}
+        problem = violation(message, manifest) or non_finite(message)
+        if problem:
+            text = f"its personal model is not tested at other sites: {problem}"
+            self.events.add("rejected", text, site=site, round=step.round)
+        return problem is None
+
     def _cross_site(self, index: int, shared: Mapping[str, StateDict]) -> None:
         """Every site that evaluated its final models tests the shared personal models."""
         step = Step(CROSS_SITE, self.server.context.rounds, everyone=True)
-        request = Message({CROSS.request[0].of(site): state for site, state in shared.items()})
-        outgoing = {site: numbered(request, index, step.round) for site in sorted(self.outcome.delivered)}
+        request = Message()
+        for site, state in shared.items():
+            request[SHARED_MODELS.member(site)] = state
+        outgoing = {}
+        for site in sorted(self.outcome.delivered):
+            outgoing[site] = numbered(request, index, step.round)
         self.outcome.cross_site = {owner: {} for owner in shared}
         for site, reply in self._transport.ask(step, outgoing).items():
             if reply.message is None:
-                self.events.add(reply.kind, f"personal models of other sites not tested: {reply.problem}", site=site, round=step.round)
+                text = f"personal models of other sites not tested: {reply.problem}"
+                self.events.add(reply.kind, text, site=site, round=step.round)
                 continue
             for owner in shared:
-                self.outcome.cross_site[owner][site] = reply.message.meta[CROSS_SITE].get(owner)
+                self.outcome.cross_site[owner][site] = reply.message[TESTED].get(owner)
 
     def _note_few_validation_images(self) -> None:
-        """An event for every model whose round was chosen on few validation images, of all sites or of one that chooses alone."""
+        """An event for every model whose round was chosen on few validation images, of all sites or
+        of one that chooses alone.
+        """
         outcome = self.outcome
-        images = {site: enrolled["n"].get("validation", 0) for site, enrolled in outcome.enrolled.items() if enrolled["role"] == "inside"}
+        images = {}
+        for site, enrolled in outcome.enrolled.items():
+            if enrolled[ROLE.name] == "inside":
+                images[site] = enrolled[COUNTS.name].get("validation", 0)
         for model, selection in outcome.model_selection.items():
-            voters = sorted({site for candidate in selection["candidates"] for site in candidate["votes"]})
-            counts = {site: images[site] for site in voters if site in images}
-            if selection["candidates"] and images_behind(counts, selection["rule"]) < FEW_IMAGES:
+            voters: set[str] = set()
+            for candidate in selection["candidates"]:
+                voters |= candidate["votes"].keys()
+            counts = {site: images[site] for site in sorted(voters) if site in images}
+            few = images_behind(counts, selection["rule"]) < FEW_IMAGES
+            if selection["candidates"] and few:
                 listed = ", ".join(f"{site} {count}" for site, count in counts.items()) or "none"
-                self.events.add("few_validation_images", f"the round of the {model} model was chosen on few validation images ({listed})")
+                text = f"the round of the {model} model was chosen on few validation images"
+                self.events.add("few_validation_images", f"{text} ({listed})")
         for site in sorted(images):
-            reports: list[Mapping[str, Any]] = [line["sites"].get(site, {}) for line in outcome.history if line["round"] > 0]
-            validated = {model for meta in reports for model in meta.get("validation") or {}}
-            alone = sorted(validated - outcome.model_selection.keys())
+            alone = sorted(self._validated_at(site) - outcome.model_selection.keys())
             if alone and images[site] < FEW_IMAGES:
-                text = f"its {' and '.join(alone)} model was chosen on {images[site]} validation images of this site"
+                text = (
+                    f"its {' and '.join(alone)} model was chosen on {images[site]} "
+                    "validation images of this site"
+                )
                 self.events.add("few_validation_images", text, site=site)
+
+    def _validated_at(self, site: str) -> set[str]:
+        """The models that a site has validated after some training."""
+        models: set[str] = set()
+        for line in self.outcome.history:
+            if line["round"] > 0:
+                meta = line["sites"].get(site, {})
+                models |= (meta.get(VALIDATION.name) or {}).keys()
+        return models
 
 
 def _named(step: Step) -> str:
     """The exchange of a round whose updates are compared over the rounds."""
     return f"{step.phase}/{step.part}"
+
+
+def _can_end(steps: list[Step], shorter: list[Step], done: int, rounds: int) -> bool:
+    """Whether training can end after `done` rounds: the shorter schedule has the steps so far, and
+    then only phases that end the run.
+    """
+    before = [step for step in steps if step.round < done]
+    endings = {step.phase for step in steps if step.round >= rounds}
+    rest = {step.phase for step in shorter if step.round >= done}
+    return before == [step for step in shorter if step.round < done] and rest <= endings
+
+
+def _cap(accepted: Mapping[str, Message], most: float) -> None:
+    """Lower the sites' numbers of samples, in place, see `updates.capped`."""
+    samples = {}
+    for site, message in accepted.items():
+        if N_SAMPLES in message:
+            samples[site] = message[N_SAMPLES]
+    for site, count in capped(samples, most).items():
+        accepted[site][N_SAMPLES] = count

@@ -1,4 +1,6 @@
-"""The settings of a run beside its method and task: one list for Python, the command line, jobs and results."""
+"""The settings of a run beside its method and task: one list for Python, the command line, jobs and
+results.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,9 +11,12 @@ from pydantic.dataclasses import dataclass
 
 from medflare.core.settings import STRICT, checked
 
-ENROL, FINALIZE, CROSS_SITE = "enrol", "finalize", "cross_site"
+ENROL = "enrol"
+FINALIZE = "finalize"
+CROSS_SITE = "cross_site"
 PHASES_OF_ALL: Final = (ENROL, FINALIZE, CROSS_SITE)  # of every run, whatever the method
-META_LIMIT: Final = 65_536  # bytes of JSON in a message: enough for counts and metrics, not for a model
+# Bytes of JSON in a message: enough for counts and metrics, not for a model.
+META_LIMIT: Final = 65_536
 Sites = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(ge=0)]
@@ -26,9 +31,11 @@ class Rules:
         sites_per_round: inside sites drawn for a round; None: all.
         max_client_weight: maximum aggregation weight of one site, as a fraction; None: no maximum.
         outlier_policy: an update against all others is "used", with an event, or "rejected".
-        patience: training stops after so many rounds in which no validated model became better by the median over the sites (see
-            `parts.selection.plateau`); the best round is used in any case. None: all rounds.
-        cross_site: in the end every site tests the personal models of the sites that share theirs (`share_model` in local/medflare.json).
+        patience: training stops after so many rounds in which no validated model became better by
+            the median over the sites (see `parts.selection.plateau`); the best round is used in any
+            case. None: all rounds.
+        cross_site: in the end every site tests the personal models of the sites that share theirs
+            (`share_model` in local/medflare.json).
     """
 
     min_sites: Sites | None = None
@@ -48,7 +55,8 @@ class RunSettings(Rules):
         seed: of everything that is random.
         outside: names of sites that do not train and only receive the final models.
         step_timeout: seconds after which a step continues without the missing sites; 0: no timeout.
-        enrol_timeout: seconds that sites have to read their images and enroll; the run starts with those that are ready. 0: no timeout.
+        enrol_timeout: seconds that sites have to read their images and enroll; the run starts with
+            those that are ready. 0: no timeout.
         heartbeat_timeout: seconds without a heartbeat after which a site counts as gone.
         resume: id of the interrupted job that this one resumes.
     """
@@ -63,13 +71,17 @@ class RunSettings(Rules):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values by name."""
-        return {name: list(self.outside) if name == "outside" else getattr(self, name) for name in RUN_SETTINGS}
+        values = {name: getattr(self, name) for name in RUN_SETTINGS}
+        values["outside"] = list(self.outside)
+        return values
 
 
-WAITS: Final = ("step_timeout", "enrol_timeout", "heartbeat_timeout")  # a resumed run may have others
+# A resumed run may have others.
+WAITS: Final = ("step_timeout", "enrol_timeout", "heartbeat_timeout")
 RULES: Final = tuple(field.name for field in dataclasses.fields(Rules))
-_OWN: Final = tuple(field.name for field in dataclasses.fields(RunSettings) if field.name not in RULES)
-RUN_SETTINGS: Final = (*_OWN[:3], *RULES, *_OWN[3:])
+# A subclass lists the fields of its base class first.
+_RUN_ONLY: Final = tuple(field.name for field in dataclasses.fields(RunSettings))[len(RULES) :]
+RUN_SETTINGS: Final = (*_RUN_ONLY[:3], *RULES, *_RUN_ONLY[3:])
 
 
 def run_settings(values: Mapping[str, Any]) -> RunSettings:

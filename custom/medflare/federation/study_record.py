@@ -1,7 +1,8 @@
 """What a site has reported of one data folder over all jobs: a study.
 
-The first job fixes which images are used, with which labels, in which split: from the counts and metrics of two
-jobs that differ in them, those of single patients could be computed. Each evaluation on test images is noted.
+The first job fixes which images are used, with which labels, in which split: from the counts and
+metrics of two jobs that differ in them, those of single patients could be computed. Each evaluation
+on test images is noted.
 """
 
 import csv
@@ -36,8 +37,9 @@ class StudyRecord:
         data: the data folder.
         job: id of the present job.
         most_evaluations: `Bounds.evaluations`.
-        private: whether the site has a privacy budget; then the split stays that of the first job also when the
-            datalist changes: evaluations must not reach patients that DP-SGD has trained on.
+        private: whether the site has a privacy budget; then the split stays that of the first job
+            also when the datalist changes: evaluations must not reach patients that DP-SGD has
+            trained on.
     """
 
     folder: Path
@@ -53,16 +55,25 @@ class StudyRecord:
             ConfigError: this job selects or splits the images in another way.
         """
         path = self.folder / SELECTION
-        present = {"datalist": file_digest(self.data / FILE), "selection": selection_digest(site), "resplit": site.task.resplit}
+        present = {
+            "datalist": file_digest(self.data / FILE),
+            "selection": selection_digest(site),
+            "resplit": site.task.resplit,
+        }
         with locked(self.folder / _LOCK):  # two jobs at the same time are not both the first
             first = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
             same_data = first is not None and first["datalist"] == present["datalist"]
-            fixed = ["selection"] * same_data + ["resplit"] * self.private
+            fixed: list[str] = []
+            if same_data:
+                fixed.append("selection")
+            if self.private:
+                fixed.append("resplit")
             if first is not None and any(first[name] != present[name] for name in fixed):
                 raise ConfigError(
-                    f"site {site.name}: an earlier job used other images, classes or splits of this data, and two such jobs "
-                    "would tell the numbers of single patients; use the label_values, unlisted_labels and resplit of that "
-                    f"job, or have the site allow another selection by deleting its {SELECTION}"
+                    f"site {site.name}: an earlier job used other images, classes or splits of "
+                    "this data, and two such jobs would tell the numbers of single patients; use "
+                    "the label_values, unlisted_labels and resplit of that job, or have the site "
+                    f"allow another selection by deleting its {SELECTION}"
                 )
             if not same_data:
                 write_json(path, {**present, "job": self.job, "time": _now()})
@@ -75,28 +86,33 @@ class StudyRecord:
         """
         path = self.folder / EVALUATIONS
         with locked(self.folder / _LOCK):
-            rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
-            total = models + sum(int(row["models"]) for row in rows)
-            if total > self.most_evaluations:
+            earlier: list[dict[str, str]] = []
+            if path.exists():
+                earlier = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+            evaluated = sum(int(row["models"]) for row in earlier)
+            if evaluated + models > self.most_evaluations:
                 raise ConfigError(
-                    f"site {site}: its jobs have evaluated {total - models} models on the test images of this data; "
-                    f"bounds.evaluations in its {PLACE} allows {self.most_evaluations}"
+                    f"site {site}: its jobs have evaluated {evaluated} models on the test images "
+                    f"of this data; bounds.evaluations in its {PLACE} allows "
+                    f"{self.most_evaluations}"
                 )
             row = {"time": _now(), "job": self.job, "phase": phase, "models": models}
             with open(path, "a", encoding="utf-8", opener=private_opener) as file:
-                file.write(csv_text([row], _COLUMNS, header=not rows))
+                file.write(csv_text([row], _COLUMNS, header=not earlier))
 
 
 def study_folder(records: Path, data: Path) -> Path:
-    """The folder of a data folder's record below `records`: its name, and a checksum of its path."""
+    """The folder of a data folder's record below `records`: its name and a checksum of its path."""
     path = data.resolve()
-    return records / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    checksum = hashlib.sha256(str(path).encode()).hexdigest()
+    return records / f"{path.name}-{checksum[:8]}"
 
 
 def selection_digest(site: Site) -> str:
     """A checksum of the images that a task uses, with their splits and labels.
 
-    Of a mask the labels are the task's `label_values`; the names of labels and the size of images do not matter.
+    Of a mask the labels are the task's `label_values`; the names of labels and the size of images
+    do not matter.
     """
     task = site.task
     content: dict[str, Any] = {"kind": task.kind, "target": task.target}

@@ -1,7 +1,9 @@
-"""Small-cell suppression: a site does not send values that describe fewer patients than its `minimum_patients`.
+"""Small-cell suppression: a site does not send values that describe fewer patients than its
+`minimum_patients`.
 
-A method declares what its values describe (`TensorSpec` and `MetaSpec`: `measured`, `per_class`); the participant suppresses them here.
-What a site says about how many images or patients it has is decided here, too.
+A method declares what its values describe (`TensorSpec` and `MetaSpec`: `measured`, `per_class`);
+the participant suppresses them here. What a site says about how many images or patients it has is
+decided here, too.
 """
 
 import math
@@ -12,9 +14,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from medflare.core.manifest import MetaSpec, PerClass, Phase, TensorSpec
 from medflare.core.message import Message
+from medflare.core.phases import Phase
+from medflare.core.specs import MetaSpec, PerClass, Spec, TensorSpec
 from medflare.data.targets import counts_by_image
+from medflare.methods.base import Plan
 from medflare.tasks.classes import Cases, class_names, patients_of_cells, patients_of_classes
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
@@ -24,7 +28,9 @@ _OF_TEST: Final = ("constant_output", "at_chance", "reverted")  # events that de
 
 
 def small_splits(site: Site, minimum: int) -> tuple[str, ...]:
-    """The splits with patients (not images), but fewer than the site's `minimum_patients`; 0 and 1 suppress nothing."""
+    """The splits with patients (not images), but fewer than the site's `minimum_patients`; 0 and 1
+    suppress nothing.
+    """
     patients = {split: len(set(site.data.split(split).patients)) for split in SPLITS}
     return tuple(split for split in SPLITS if 0 < patients[split] < minimum)
 
@@ -36,7 +42,8 @@ def counts_of_splits(site: Site, minimum: int) -> dict[str, int]:
 
 
 def count_in_words(patients: Collection[str], minimum: int) -> str:
-    """The number of images with these patients (one for each image), or words if they are of fewer patients than `minimum`.
+    """The number of images with these patients (one for each image), or words if they are of fewer
+    patients than `minimum`.
 
     Examples:
         >>> count_in_words(["a", "a", "b"], 0), count_in_words(["a", "a", "b"], 3)
@@ -62,61 +69,83 @@ def has_small_cell(cases: Cases, task: TaskConfig, minimum: int) -> bool:
 
     Then no cell is sent: the sums of rows follow from the metrics of classes.
     """
-    return any(patients < minimum for patients in patients_of_cells(cases, task.target, task.labels))
+    return any(
+        patients < minimum for patients in patients_of_cells(cases, task.target, task.labels)
+    )
 
 
 def has_small_class(cases: Cases, task: TaskConfig, minimum: int) -> bool:
     """Whether a class, its complement, or a structure has test patients, but too few.
 
-    No numbers by class or structure are sent then: those of one could be computed from the others and the mean.
+    No numbers by class or structure are sent then: those of one could be computed from the others
+    and the mean.
     """
     if cases.targets is None:
-        rows = [values for by_metric in cases.structures.values() for values in by_metric.values()]
-        return any(0 < int((~values.isnan()).sum()) < minimum for values in rows)
-    counts = patients_of_classes(cases.patients, cases.targets.numpy(), task.target, len(task.labels))
+        for by_metric in cases.structures.values():
+            for values in by_metric.values():
+                defined = int((~values.isnan()).sum())
+                if 0 < defined < minimum:
+                    return True
+        return False
+    counts = patients_of_classes(
+        cases.patients, cases.targets.numpy(), task.target, len(task.labels)
+    )
     return any(0 < patients < minimum for patients in counts)
 
 
 def small_classes(site: Site, split: str, minimum: int) -> frozenset[str]:
-    """The classes (see `tasks.classes.class_names`) that some patients of a split have, but fewer than `minimum`.
+    """The classes (see `tasks.classes.class_names`) that some patients of a split have, but fewer
+    than `minimum`.
 
-    In a multilabel segmentation task every patient has the negative class: its images have background.
+    In a multilabel segmentation task every patient has the negative class: its images have
+    background.
     """
     if minimum < 2:
         return frozenset()
-    data, task = site.data.split(split), site.task
+    data = site.data.split(split)
+    task = site.task
     present = counts_by_image(data.targets, task) > 0
     images = dict(zip(task.classes, present.T, strict=True))
     if task.target == "multilabel":
         everywhere = task.kind == "segmentation"
-        images |= {f"not {label}": torch.ones_like(rows) if everywhere else ~rows for label, rows in images.items()}
-    patients = {name: {data.patients[row] for row in rows.nonzero().flatten().tolist()} for name, rows in images.items()}
-    return frozenset(name for name, names in patients.items() if 0 < len(names) < minimum)
+        for label, rows in list(images.items()):
+            images[f"not {label}"] = torch.ones_like(rows) if everywhere else ~rows
+    small = set()
+    for name, rows in images.items():
+        patients = {data.patients[row] for row in rows.nonzero().flatten().tolist()}
+        if 0 < len(patients) < minimum:
+            small.add(name)
+    return frozenset(small)
 
 
 class Suppression:
-    """Suppresses values of too few patients in a site's replies; `minimum` is the site's `minimum_patients`."""
+    """Suppresses values of too few patients in a site's replies; `minimum` is the site's
+    `minimum_patients`.
+    """
 
     def __init__(self, site: Site, minimum: int):
-        self.site, self.minimum = site, minimum
+        self.site = site
+        self.minimum = minimum
         self._small: dict[str, frozenset[str]] = {}
 
-    def suppressed(self, reply: Message, phase: Phase) -> Message:
+    def suppressed(self, reply: Message, phase: Phase, plan: Plan[Any, Any]) -> Message:
         """A new reply; suppressed tensors keep their shapes and are zero."""
         splits = small_splits(self.site, self.minimum)
-        specs = {str(spec): spec for spec in phase.reply if spec.measured in splits or self._small_of(spec)}
-        states = {
-            name: state if name not in specs else {key: self._tensor(tensor, specs[name], splits) for key, tensor in state.items()}
-            for name, state in reply.states.items()
-        }
-        meta = dict(reply.meta)
-        suppress_splits(meta, phase.reply_meta, splits)
-        for item in phase.reply_meta:
-            if item in meta and (small := self._small_of(item)):
-                meta[item] = self._without_classes(meta[item], item.per_class, small)
-        return Message(states, meta)
+        specs = phase.replied(plan)
+        sent = Message({}, dict(reply.meta))
+        for entry, state in reply.states.items():
+            spec = specs.get(entry)
+            if spec is not None and (spec.measured in splits or self._small_of(spec)):
+                state = {name: self._tensor(tensor, spec, splits) for name, tensor in state.items()}
+            sent.states[entry] = state
+        suppress_splits(sent, phase.meta, splits)
+        for item in phase.meta:
+            small = self._small_of(item)
+            if item in sent and small:
+                sent[item] = self._without_classes(sent[item], item.per_class, small)
+        return sent
 
-    def _small_of(self, spec: TensorSpec | MetaSpec) -> frozenset[str]:
+    def _small_of(self, spec: Spec) -> frozenset[str]:
         """The classes whose values are suppressed."""
         if not spec.per_class:
             return frozenset()
@@ -127,7 +156,8 @@ class Suppression:
 
     def _tensor(self, tensor: Tensor, spec: TensorSpec, splits: tuple[str, ...]) -> Tensor:
         rows = self._rows(len(tensor), self._small_of(spec)) if tensor.dim() else None
-        counts = spec.per_class == "counts" or not (tensor.is_floating_point() or tensor.dtype == torch.bool)
+        integers = not tensor.is_floating_point() and tensor.dtype != torch.bool
+        counts = spec.per_class == "counts" or integers
         if rows is None or counts or spec.measured in splits:
             return torch.zeros_like(tensor)
         kept = tensor.clone()
@@ -135,7 +165,9 @@ class Suppression:
         return kept
 
     def _rows(self, length: int, small: frozenset[str]) -> list[int] | None:
-        """The indices of small classes in an axis of this length; None if it is not an axis of classes."""
+        """The indices of small classes in an axis of this length; None if it is not an axis of
+        classes.
+        """
         names = [name for group in class_names(self.site.task) for name in group]
         for axis in (names, list(self.site.task.labels)):
             if len(axis) == length:
@@ -147,32 +179,44 @@ class Suppression:
             return _without_numbers(value)
         if isinstance(value, dict):
             names = {name for group in class_names(self.site.task) for name in group}
-            return {
-                name: inner if name in names else self._without_classes(inner, kind, small)
-                for name, inner in value.items()
-                if name not in small
-            }
+            table = {}
+            for name, inner in value.items():
+                if name in small:
+                    continue
+                if name not in names:
+                    inner = self._without_classes(inner, kind, small)
+                table[name] = inner
+            return table
         rows = self._rows(len(value), small) if isinstance(value, list) else None
         if rows is None:
             return _without_numbers(value)
-        return [_without_numbers(inner) if row in rows else inner for row, inner in enumerate(value)]
+        kept = list(value)
+        for row in rows:
+            kept[row] = _without_numbers(kept[row])
+        return kept
 
 
-def suppress_splits(meta: dict[str, Any], declared: Iterable[MetaSpec], splits: tuple[str, ...]) -> None:
+def suppress_splits(
+    message: Message, declared: Iterable[MetaSpec[Any]], splits: tuple[str, ...]
+) -> None:
     """Remove the numbers of every item that was measured on one of these splits, in place."""
     for item in declared:
-        if item.measured in splits and item in meta:
-            meta[item] = _without_numbers(meta[item])
+        if item.measured in splits and item in message:
+            message[item] = _without_numbers(message[item])
 
 
 def suppress_test_events(events: list[dict[str, Any]], splits: tuple[str, ...]) -> None:
-    """Remove the events that describe test patients, in place, if "test" is among the small splits."""
+    """Remove the events that describe test patients, in place, if "test" is among the small splits.
+    """
     if "test" in splits:
         events[:] = [event for event in events if event["kind"] not in _OF_TEST]
 
 
 def _without_numbers(value: Any) -> Any:
-    """Tables keep their names, lists become empty. NaN and infinity show a failure and no patient, and stay."""
+    """Tables keep their names, lists become empty.
+
+    NaN and infinity show a failure and no patient, and stay.
+    """
     if isinstance(value, dict):
         return {name: _without_numbers(inner) for name, inner in value.items()}
     if isinstance(value, list):

@@ -1,6 +1,7 @@
-"""Curves, test metrics and settings of a run for TensorBoard, MLflow or Weights & Biases, in every engine.
+"""Curves, test metrics and settings of a run for TensorBoard, MLflow or Weights & Biases.
 
-The run feeds one writer, where the server is. Its package is imported when the run begins, and may be missing.
+In every engine, the run feeds one writer, where the server is. Its package is imported when the run
+begins, and may be missing.
 """
 
 import json
@@ -24,13 +25,18 @@ _BATCH: Final = 100  # settings that MLflow takes at a time
 
 
 def check_track(track: str | None, *, here: bool = True) -> None:
-    """Check the setting `track`: "tensorboard", "mlflow[=URI]", "wandb[=PROJECT]", "none"; None: TensorBoard where it is installed.
+    """Check the setting `track`: "tensorboard", "mlflow[=URI]", "wandb[=PROJECT]" or "none".
+
+    None is TensorBoard where it is installed.
 
     Raises:
         ConfigError: it is something else or, with `here`, its package is not installed here.
     """
     if track is not None and not _TRACK.fullmatch(track):
-        raise ConfigError(f"track must be tensorboard, mlflow, mlflow=URI (http or https), wandb, wandb=PROJECT or none, got {track!r}")
+        raise ConfigError(
+            "track must be tensorboard, mlflow, mlflow=URI (http or https), wandb, wandb=PROJECT "
+            f"or none, got {track!r}"
+        )
     if here and track not in (None, "none"):
         package = track.partition("=")[0]
         require(package, f"track {package}")
@@ -47,7 +53,14 @@ class Tracker:
         warn: called with what failed.
     """
 
-    def __init__(self, track: str | None, folder: Path | None, experiment: str, name: str, warn: Callable[[str], None]):
+    def __init__(
+        self,
+        track: str | None,
+        folder: Path | None,
+        experiment: str,
+        name: str,
+        warn: Callable[[str], None],
+    ):
         self._warn = warn
         self._writer: Any = None  # a `_TensorBoard`, `_MLflow` or `_Wandb`
         default = "tensorboard" if folder is not None and installed("tensorboard") else "none"
@@ -55,27 +68,35 @@ class Tracker:
             check_track(track)
             kind, _, target = (track or default).partition("=")
             if kind != "none":
-                writer: Any = {"tensorboard": _TensorBoard, "mlflow": _MLflow, "wandb": _Wandb}[kind]
-                self._writer = writer(folder, experiment, name, target)
+                self._writer = _WRITERS[kind](folder, experiment, name, target)
 
     def step(self, report: StepReport, rate: float) -> None:
         """Take a finished step and the learning rate of its round."""
         for site in sorted({*report.meta, *report.aggregation}):
-            self._log(site, site_curves(report.meta.get(site, {}), report.aggregation.get(site, {}), rate), report.step.round)
+            aggregation = report.aggregation.get(site, {})
+            curves = site_curves(report.meta.get(site, {}), aggregation, rate)
+            self._log(site, curves, report.step.round)
 
     def end(self, results: Mapping[str, Any]) -> None:
         """Take the results."""
         for site, content in results["sites"].items():
-            tests = {f"test_{model}_{tag}": value for model, values in content["metrics"].items() for tag, value in values.items()}
+            tests: dict[str, Any] = {}
+            for model, values in content["metrics"].items():
+                for tag, value in values.items():
+                    tests[f"test_{model}_{tag}"] = value
             self._log(site, tests, results["rounds"])
         with self._guarded():
             if self._writer:
-                self._writer.end(flat_settings(results["configuration"]), results["status"] == COMPLETED)
+                settings = flat_settings(results["configuration"])
+                self._writer.end(settings, results["status"] == COMPLETED)
 
     def _log(self, site: str, values: Mapping[str, Any], round: int) -> None:
         """Write those that are finite numbers."""
         with self._guarded():
-            numbers = {tag: float(value) for tag, value in values.items() if isinstance(value, int | float) and math.isfinite(value)}
+            numbers: dict[str, float] = {}
+            for tag, value in values.items():
+                if isinstance(value, int | float) and math.isfinite(value):
+                    numbers[tag] = float(value)
             if self._writer and numbers:
                 self._writer.log(site, numbers, round)
 
@@ -88,19 +109,29 @@ class Tracker:
             self._warn(f"the run is not tracked any more: {one_line(error)}")
 
 
-def site_curves(meta: Mapping[str, Any], aggregation: Mapping[str, Any], rate: float) -> dict[str, Any]:
-    """A site's curves after a step: loss and learning rate, validation metric by role, and what the aggregation noted.
+def site_curves(
+    meta: Mapping[str, Any], aggregation: Mapping[str, Any], rate: float
+) -> dict[str, Any]:
+    """A site's curves after a step: loss, learning rate, validation metric by role, aggregation.
 
     Examples:
         >>> site_curves({"loss": 0.5, "validation": {"global": 0.75}}, {"weight": 1}, 0.01)
         {'loss': 0.5, 'learning_rate': 0.01, 'validation_global': 0.75, 'aggregation_weight': 1}
     """
-    trained = {} if meta.get("loss") is None else {"loss": meta["loss"], "learning_rate": rate}
-    validation = {f"validation_{role}": value for role, value in (meta.get("validation") or {}).items()}
-    return trained | validation | {f"aggregation_{name}": value for name, value in aggregation.items()}
+    curves: dict[str, Any] = {}
+    if meta.get("loss") is not None:
+        curves["loss"] = meta["loss"]
+        curves["learning_rate"] = rate
+    for role, value in (meta.get("validation") or {}).items():
+        curves[f"validation_{role}"] = value
+    for name, value in aggregation.items():
+        curves[f"aggregation_{name}"] = value
+    return curves
 
 
-def flat_settings(content: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+def flat_settings(
+    content: Mapping[str, Any], prefix: str = ""
+) -> dict[str, bool | int | float | str]:
     """Settings by dotted names, in characters that all writers take.
 
     Examples:
@@ -110,8 +141,12 @@ def flat_settings(content: Mapping[str, Any], prefix: str = "") -> dict[str, boo
     settings: dict[str, bool | int | float | str] = {}
     for key, value in content.items():
         name = prefix + re.sub(r"[^\w.-]", "_", key)
-        nested = flat_settings(value, f"{name}.") if isinstance(value, Mapping) else {}
-        settings |= nested or {name: value if isinstance(value, bool | int | float | str) else json.dumps(value)}
+        if isinstance(value, Mapping) and value:
+            settings |= flat_settings(value, f"{name}.")
+        elif isinstance(value, bool | int | float | str):
+            settings[name] = value
+        else:
+            settings[name] = json.dumps(value)
     return settings
 
 
@@ -123,7 +158,8 @@ class _TensorBoard:
 
         if folder is None:
             raise ConfigError("TensorBoard needs files; give the run a folder")
-        self._package, self._folder = tensorboard, folder / TENSORBOARD
+        self._package = tensorboard
+        self._folder = folder / TENSORBOARD
         self._sites: dict[str, Any] = {}
 
     def log(self, site: str, values: Mapping[str, float], round: int) -> None:
@@ -135,51 +171,76 @@ class _TensorBoard:
 
     def end(self, settings: Mapping[str, Any], completed: bool) -> None:
         for writer in self._sites.values():
-            for summary in self._package.summary.hparams(dict(settings), {})[1:]:  # `add_hparams` would open a second file
+            _, *summaries = self._package.summary.hparams(dict(settings), {})
+            for summary in summaries:  # `add_hparams` would open a second file
                 writer.file_writer.add_summary(summary)
             writer.close()
 
 
 class _MLflow:
-    """One MLflow run with the curves "SITE/loss"; without a URI at MLFLOW_TRACKING_URI, else in the run's folder."""
+    """One MLflow run with the curves "SITE/loss".
+
+    Without a URI it is at MLFLOW_TRACKING_URI, else in the run's folder.
+    """
 
     def __init__(self, folder: Path | None, experiment: str, name: str, target: str):
         import mlflow.entities
 
         if not target and folder is not None and not os.environ.get("MLFLOW_TRACKING_URI"):
             target = f"sqlite:///{folder.resolve() / 'mlflow.db'}"
-        self._package, self._client = mlflow, mlflow.MlflowClient(tracking_uri=target or None)
-        known = self._client.get_experiment_by_name(experiment)
-        identity = self._client.create_experiment(experiment) if known is None else known.experiment_id
+        self._package = mlflow
+        self._client = mlflow.MlflowClient(tracking_uri=target or None)
+        existing = self._client.get_experiment_by_name(experiment)
+        if existing is None:
+            identity = self._client.create_experiment(experiment)
+        else:
+            identity = existing.experiment_id
         self._run = self._client.create_run(identity, run_name=name).info.run_id
 
     def log(self, site: str, values: Mapping[str, float], round: int) -> None:
-        metric, now = self._package.entities.Metric, int(time.time() * 1000)
-        self._client.log_batch(self._run, metrics=[metric(f"{site}/{tag}", value, now, round) for tag, value in values.items()])
+        metric = self._package.entities.Metric
+        now = int(time.time() * 1000)
+        metrics = [metric(f"{site}/{tag}", value, now, round) for tag, value in values.items()]
+        self._client.log_batch(self._run, metrics=metrics)
 
     def end(self, settings: Mapping[str, Any], completed: bool) -> None:
-        params = [self._package.entities.Param(name, str(value)) for name, value in settings.items()]
+        param = self._package.entities.Param
+        params = [param(name, str(value)) for name, value in settings.items()]
         for start in range(0, len(params), _BATCH):
             self._client.log_batch(self._run, params=params[start : start + _BATCH])
         self._client.set_terminated(self._run, "FINISHED" if completed else "FAILED")
 
 
 class _Wandb:
-    """One W&B run with the curves "SITE/loss", in the run's folder; sends nothing unless the environment's WANDB_MODE says so."""
+    """One W&B run with the curves "SITE/loss", in the run's folder.
+
+    It sends nothing unless the environment's WANDB_MODE says so.
+    """
 
     def __init__(self, folder: Path | None, experiment: str, name: str, target: str):
-        mode, place = os.environ.get("WANDB_MODE", "offline"), None if folder is None else str(folder)
+        mode = os.environ.get("WANDB_MODE", "offline")
         if mode == "offline":
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would send even then
         import wandb
 
-        own = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
-        self._run = wandb.init(project=target or "medflare", group=experiment, name=name, dir=place, mode=mode, settings=own)
+        settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
+        self._run = wandb.init(
+            project=target or "medflare",
+            group=experiment,
+            name=name,
+            dir=None if folder is None else str(folder),
+            mode=mode,
+            settings=settings,
+        )
         self._run.define_metric("*", step_metric="round")
 
     def log(self, site: str, values: Mapping[str, float], round: int) -> None:
-        self._run.log({"round": round, **{f"{site}/{tag}": value for tag, value in values.items()}})
+        curves = {f"{site}/{tag}": value for tag, value in values.items()}
+        self._run.log({"round": round, **curves})
 
     def end(self, settings: Mapping[str, Any], completed: bool) -> None:
         self._run.config.update(settings)
         self._run.finish(exit_code=0 if completed else 1)
+
+
+_WRITERS: Final[dict[str, Any]] = {"tensorboard": _TensorBoard, "mlflow": _MLflow, "wandb": _Wandb}

@@ -10,23 +10,34 @@ from medflare.core.facade import public
 
 _MODULES = {
     "aggregation": "Aggregation SiteModel WeightedMean site_models states_of",
-    "base": "LOSS MEASURED N_SAMPLES VALIDATION PersistentState Plan ServerAlgorithm ServerContext ServerHyper "
+    "base": "PersistentState Plan ServerAlgorithm ServerContext ServerHyper "
     "SiteAlgorithm SiteHyper Step",
     "catalogue": "build_deployed get_method method_names",
     "fedavg.partial": "PartialSite",
     "fedavg.server": "FedAvgServer FedAvgServerHyper",
-    "fedavg.site": "GLOBAL MODEL SELECTED_ROUND TRAIN VALIDATE FedAvgHyper FedAvgSite FedAvgSiteHyper received trained_model",
+    "fedavg.site": "MODEL SELECTED_ROUND FedAvgHyper FedAvgSite FedAvgSiteHyper "
+    "received trained_model",
     "method": "Method",
+    "parts.measured": "LOSS MEASURED N_SAMPLES VALIDATION",
     "parts.partial": "LocalPart",
+    "parts.personal": "PersonalModel",
     "parts.proximal": "proximal_term",
     "parts.selection": "Best ModelSelector",
-    "medflare.training.epochs": "Steps epochs finite_or_none run_epochs train_epochs trainable",
+    "medflare.core.errors": "ConfigError",
     "medflare.core.hyper": "param",
-    "medflare.core.manifest": "TensorSpec MetaSpec Phase count listing number table text",
     "medflare.core.message": "Message",
+    "medflare.core.phases": "Phase asks extends handles phase",
+    "medflare.core.rng": "torch_generator",
     "medflare.core.settings": "STRICT",
+    "medflare.core.specs": "MetaSpec TensorSpec count listing number table text",
     "medflare.core.states": "StateDict blend copy_state weighted_mean",
+    "medflare.inference.deployed": "build plain_message",
+    "medflare.networks.features": "FeatureNetwork",
     "medflare.privacy.settings": "PrivacyHyper",
+    "medflare.tasks.config": "TaskConfig",
+    "medflare.training.epochs": "Steps epochs finite_or_none pack_optimizer run_epochs "
+    "train_epochs trainable",
+    "medflare.training.site": "Site",
 }
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = sorted(_PUBLIC)

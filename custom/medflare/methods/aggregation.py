@@ -1,6 +1,8 @@
-"""A server algorithm's formula, apart from its schedule: from the sites' models to the next global one, or to one for each site.
+"""A server algorithm's formula, apart from its schedule: from the sites' models to the next global
+one, or to one for each site.
 
-The same object is called by a server algorithm on the replies of a round, and by FLARE's aggregator on the models of FLARE's workflows.
+The same object is called by a server algorithm on the replies of a round, and by FLARE's aggregator
+on the models of FLARE's workflows.
 """
 
 from abc import ABC, abstractmethod
@@ -10,7 +12,9 @@ from typing import Any, Generic, TypeVar
 
 from medflare.core.errors import ConfigError, UpdateError
 from medflare.core.message import Message
+from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict, weighted_mean
+from medflare.methods.parts.measured import N_SAMPLES
 from medflare.methods.parts.robust import RobustLimits, combined
 from medflare.tasks.config import TaskConfig
 
@@ -19,7 +23,9 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class SiteModel:
-    """One site's part in an aggregation: its model, its number n_k of training samples, and the metadata of its reply."""
+    """One site's part in an aggregation: its model, its number n_k of training samples, and the
+    metadata of its reply.
+    """
 
     state: StateDict
     samples: float = 1.0
@@ -30,17 +36,22 @@ def states_of(models: Mapping[str, SiteModel]) -> dict[str, StateDict]:
     return {site: model.state for site, model in models.items()}
 
 
-def site_models(replies: Mapping[str, Message], entry: str) -> dict[str, SiteModel]:
-    """Site -> the state `entry` of its reply, for example "model", with its samples and metadata.
+def site_models(replies: Mapping[str, Message], entry: TensorSpec) -> dict[str, SiteModel]:
+    """Site -> an entry of its reply, for example `MODEL`, with its samples and metadata.
 
     Raises:
         UpdateError: a reply without its number of samples.
     """
-    states = {site: reply.states[entry] for site, reply in replies.items()}
-    try:
-        return {site: SiteModel(states[site], float(reply.meta["n_samples"]), reply.meta) for site, reply in replies.items()}
-    except KeyError as error:
-        raise UpdateError("a reply without the item 'n_samples' cannot be weighted by samples; use weighting=uniform") from error
+    models: dict[str, SiteModel] = {}
+    for site, reply in replies.items():
+        state = reply[entry]
+        if N_SAMPLES not in reply:
+            raise UpdateError(
+                "a reply without the item 'n_samples' cannot be weighted by samples; "
+                "use weighting=uniform"
+            )
+        models[site] = SiteModel(state, float(reply[N_SAMPLES]), reply.meta)
+    return models
 
 
 class Aggregation(ABC, Generic[V]):
@@ -61,7 +72,9 @@ class Aggregation(ABC, Generic[V]):
         self.rounds = rounds
 
     @abstractmethod
-    def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+    def shared(
+        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
+    ) -> StateDict:
         """The next model for all sites.
 
         Args:
@@ -84,22 +97,37 @@ class Aggregation(ABC, Generic[V]):
 class NoAggregation(Aggregation[Any]):
     """Of a server algorithm that averages no models."""
 
-    def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
-        raise ConfigError("the method's server algorithm averages no models; run it with its own server algorithm")
+    def shared(
+        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
+    ) -> StateDict:
+        raise ConfigError(
+            "the method's server algorithm averages no models; run it with its own server algorithm"
+        )
 
 
 class WeightedMean(Aggregation[Any]):
-    """w <- sum_k p_k w_k with p_k = n_k / n, or 1 / K if `hyper.weighting` is "uniform" (McMahan et al. 2017, Alg. 1).
+    """w <- sum_k p_k w_k with p_k = n_k / n, or 1 / K if `hyper.weighting` is "uniform" (McMahan et
+    al. 2017, Alg. 1).
 
     If `hyper.rule` is not "mean", a robust mean takes its place (`parts.robust`).
     """
 
-    def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+    def shared(
+        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
+    ) -> StateDict:
         return self.combined(states_of(models), self.shares(models), previous)
 
-    def combined(self, states: Mapping[str, StateDict], shares: Mapping[str, float], origin: StateDict | None = None) -> StateDict:
-        """The mean by `hyper.rule`, which sets `weights`; arguments as of `parts.robust.combined`."""
-        rule = getattr(self.hyper, "rule", "mean")  # methods of other distributions may have no rule
+    def combined(
+        self,
+        states: Mapping[str, StateDict],
+        shares: Mapping[str, float],
+        origin: StateDict | None = None,
+    ) -> StateDict:
+        """The mean by `hyper.rule`, which sets `weights`; arguments as of
+        `parts.robust.combined`.
+        """
+        # Methods of other distributions may have no rule.
+        rule = getattr(self.hyper, "rule", "mean")
         if rule == "mean":
             return weighted_mean(states, shares)
         limits = self.hyper if isinstance(self.hyper, RobustLimits) else RobustLimits()
@@ -108,4 +136,6 @@ class WeightedMean(Aggregation[Any]):
 
     def shares(self, models: Mapping[str, SiteModel]) -> dict[str, float]:
         """Site -> p_k, up to a common factor."""
-        return {site: 1.0 if self.hyper.weighting == "uniform" else model.samples for site, model in models.items()}
+        if self.hyper.weighting == "uniform":
+            return dict.fromkeys(models, 1.0)
+        return {site: model.samples for site, model in models.items()}

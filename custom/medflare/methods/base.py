@@ -1,32 +1,34 @@
-"""The two algorithms of a method. They know nothing of FLARE, files or processes; an engine carries messages between them."""
+"""The two algorithms of a method.
+
+They know nothing of FLARE, files or processes; an engine carries messages between them.
+"""
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.hyper import param
-from medflare.core.manifest import Manifest, MetaSpec, Phase, StateSpec, models, number
 from medflare.core.message import Message
+from medflare.core.phases import Phase, declared_phases, reply_methods, request_methods
 from medflare.core.settings import STRICT
+from medflare.core.specs import Manifest, MetaSpec, TensorSpec
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, NoAggregation
-from medflare.methods.parts.selection import Best, ModelSelector, Selection
+from medflare.methods.parts.measured import LOSS, N_SAMPLES, VALIDATION
+from medflare.methods.parts.selection import ModelSelector, Selection
 from medflare.networks.catalogue import initial_network, meta_network
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.ledger import Account
 from medflare.tasks.config import TaskConfig
 from medflare.training.epochs import finite_or_none
 from medflare.training.site import Site
-
-Capability = Literal["accumulate", "freeze"]  # see `SiteAlgorithm.capabilities`
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -38,21 +40,23 @@ class SiteHyper:
 class ServerHyper:
     """Hyper-parameters of every server algorithm."""
 
-    selection: Selection = param("median", "deliver the best round by the sites' median, median gain (paired), weighted mean; or the last")
+    selection: Selection = param(
+        "median",
+        "deliver the best round by the sites' median, median gain (paired), weighted mean; or the last",
+    )
 
 
-# Metadata of every reply to training or validation, see `SiteAlgorithm.meta`.
-N_SAMPLES = MetaSpec("n_samples", "training images", Annotated[number(), Field(gt=0)])
-LOSS = MetaSpec("loss", "mean training loss", number(-1e12, 1e12, optional=True), "train")
-VALIDATION = MetaSpec(
-    "validation",
-    "model -> the task's metric on validation images before training; the server ignores values that no metric can have",
-    models(Annotated[float, Field(strict=True)] | None),
-    "validation",
-)
-MEASURED = (N_SAMPLES, LOSS, VALIDATION)
 S = TypeVar("S", bound=SiteHyper)
 V = TypeVar("V", bound=ServerHyper)
+
+
+def _type_parameter(algorithm: type) -> type | None:
+    """The class of hyper-parameters in `class MySite(FedAvgSite[MyHyper])`; None without one."""
+    for base in vars(algorithm).get("__orig_bases__", ()):
+        for argument in get_args(base):
+            if isinstance(argument, type) and argument is not Any:
+                return argument
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +64,8 @@ class Step:
     """One exchange with the sites.
 
     Attributes:
-        phase: name of the phase, and of the site algorithm's method that replies: "train", "validate", ...
+        phase: name of the phase, and of the site algorithm's method that replies: "train",
+            "validate", ...
         round: 0-based; steps after the last round carry the number of rounds.
         everyone: ask all inside sites, also in a round for which only some were drawn.
         part: 0-based number of the exchange if a phase comes more than once in a round.
@@ -70,6 +75,13 @@ class Step:
     round: int
     everyone: bool = False
     part: int = 0
+
+    @classmethod
+    def of(
+        cls, replying: Callable[..., Any], round: int, *, everyone: bool = False, part: int = 0
+    ) -> "Step":
+        """The step to which a method of a site algorithm replies."""
+        return cls(replying.__name__, round, everyone, part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +96,19 @@ class Plan(Generic[S, V]):
     sites: tuple[str, ...]
     site_hyper: S
     server_hyper: V
-    _templates: dict[str, StateDict] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    _templates: dict[str, StateDict] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    def network(self, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
+    def network(
+        self, spec: Mapping[str, Any] | None = None, outputs: int | None = None
+    ) -> FeatureNetwork:
         """The task's network, or one by `spec`, on the meta device."""
         return meta_network(self.task, spec, outputs)
 
-    def template(self, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> StateDict:
+    def template(
+        self, spec: Mapping[str, Any] | None = None, outputs: int | None = None
+    ) -> StateDict:
         """That network's state on the meta device: names, shapes and dtypes."""
         key = repr((spec, outputs))
         if key not in self._templates:
@@ -103,20 +121,24 @@ class ServerContext:
     """What a server algorithm is given.
 
     Attributes:
-        phases: of the site algorithm; empty if unknown.
-        aggregation: the formula to aggregate with (that of FLARE's aggregator component); None: the algorithm's own.
-        site_counts: site -> its reply to "enrol": {"n": {"train", "validation", "test"}, "class_counts": [...]}; filled as sites enrol.
+        phases: of the site algorithm, by name; empty if unknown.
+        aggregation: the formula to aggregate with (that of FLARE's aggregator component); None: the
+            algorithm's own.
+        site_counts: site -> its reply to "enrol": {"n": {"train", "validation", "test"},
+            "class_counts": [...]}; filled as sites enrol.
         notes: site -> numbers of this step's aggregation, see `note`.
-        start: the task's initial weights if they are not random, see `networks.weights.starting_state`.
+        start: the task's initial weights if they are not random, see
+            `networks.weights.starting_state`.
         weights: file or folder of weights at the server; None: see `networks.weights.find_weights`.
-        counted: site -> fraction of its training images that counts, if the maximum client weight limits it.
+        counted: site -> fraction of its training images that counts, if the maximum client weight
+            limits it.
     """
 
     plan: Plan[Any, Any]
     seed: int
     rounds: int
     outside: tuple[str, ...] = ()
-    phases: tuple[Phase, ...] = ()
+    phases: Mapping[str, Phase] = dataclasses.field(default_factory=dict)
     aggregation: Aggregation[Any] | None = None
     site_counts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     events: EventLog = dataclasses.field(default_factory=EventLog)
@@ -133,25 +155,40 @@ class ServerContext:
     def sites(self) -> tuple[str, ...]:
         return self.plan.sites
 
-    def reply_spec(self, phase: str, entry: str) -> StateSpec | None:
-        """Shapes of an entry of the sites' replies to a phase; None if the site algorithm declares no such entry."""
-        specs = (spec for declared in self.phases if declared.name == phase for spec in declared.answered(self.plan))
-        return next((spec.spec(self.plan) for spec in specs if spec == entry), None)
+    def reply_spec(self, phase: str, entry: TensorSpec) -> TensorSpec | None:
+        """The site algorithm's declaration of an entry of its replies to a phase; None if it
+        declares none of that name.
+        """
+        if phase not in self.phases:
+            return None
+        return self.phases[phase].replied(self.plan).get(entry.name)
 
     def note(self, **numbers: Mapping[str, float]) -> None:
-        """Adds numbers by site to the record of this step, for example `note(weight={"A": 0.4, "B": 0.6})`."""
+        """Adds numbers by site to the record of this step, for example `note(weight={"A": 0.4, "B":
+        0.6})`.
+        """
         for name, by_site in numbers.items():
             for site, value in by_site.items():
                 self.notes.setdefault(site, {})[name] = finite_or_none(value)
 
-    def initial_state(self, purpose: str = "model", spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> StateDict:
-        """The initial weights that every site would draw from the same seed; arguments as of `SiteAlgorithm.network`."""
+    def initial_state(
+        self,
+        purpose: str = "model",
+        spec: Mapping[str, Any] | None = None,
+        outputs: int | None = None,
+    ) -> StateDict:
+        """The initial weights that every site would draw from the same seed; arguments as of
+        `SiteAlgorithm.network`.
+        """
         network = initial_network(self.task, self.seed, purpose, spec, outputs, self.start)
         return {name: tensor.clone() for name, tensor in network.state_dict().items()}
 
 
 class PersistentState:
-    """A state dict as an attribute of an algorithm, stored in its `memory`: `personal = PersistentState("personal")`; None if absent."""
+    """A state dict as an attribute of an algorithm, in its `memory`; None if absent.
+
+    `personal = PersistentState("personal")`.
+    """
 
     def __init__(self, entry: str):
         self.entry = entry
@@ -169,36 +206,47 @@ class PersistentState:
 class SiteAlgorithm(ABC, Generic[S]):
     """A method's work at one site.
 
-    An algorithm may be rebuilt in another process after any task: its state between tasks is `memory`. Random numbers are keyed by
-    (seed, site, round, purpose).
+    Each method with `@phase` replies to the phase of its name: (round, message) -> reply. An
+    algorithm may be rebuilt in another process after any task: its state between tasks is `memory`.
+    Random numbers are keyed by (seed, site, round, purpose).
 
     Attributes:
+        Hyper: the class of its hyper-parameters, by default the class's type parameter.
         server_hyper: the class that the server algorithm's hyper-parameters must have.
-        phases: requests and replies; each phase has a method of its name, (round, message) -> reply.
-        delivery: the server's message with the final models; None: not declared.
-        capabilities: "accumulate": all optimizer steps go through `training.epochs.Steps`, which supports `TaskConfig.accumulate` and
-            fp16; "freeze": supports `TaskConfig.freeze`. A subclass that trains in another way removes them.
+        phases: name -> declaration, from the methods with `@phase`.
+        accumulates: whether all optimizer steps go through `training.epochs.Steps`, which supports
+            `TaskConfig.accumulate` and fp16.
+        freezes: whether it supports `TaskConfig.freeze`.
         dp_unsupported_reason: why there is no DP-SGD, unless `Hyper` is a `privacy.PrivacyHyper`.
-        uses_training: whether replies depend on training images; else sites with a privacy budget take part without DP-SGD.
-        memory: states and meta that are kept until the next task; empty if every round starts from the incoming message alone.
+        uses_training: whether replies depend on training images; else sites with a privacy budget
+            take part without DP-SGD.
+        memory: states and meta that are kept until the next task; empty if every round starts from
+            the incoming message alone.
         account: the privacy ledger, stored by the participant.
         minimum_patients: numbers of fewer patients are suppressed.
     """
 
     Hyper: ClassVar[type] = SiteHyper
     server_hyper: ClassVar[type] = ServerHyper
-    phases: ClassVar[tuple[Phase, ...]] = ()
-    delivery: ClassVar[Phase | None] = None
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    phases: ClassVar[Mapping[str, Phase]] = {}
+    accumulates: ClassVar[bool] = False
+    freezes: ClassVar[bool] = False
     dp_unsupported_reason: ClassVar[str] = "its training takes no gradient of each patient's own"
     uses_training: ClassVar[bool] = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "Hyper" not in vars(cls):
+            cls.Hyper = _type_parameter(cls) or cls.Hyper
+        cls.phases = declared_phases(cls)
 
     def __init__(self, site: Site, plan: Plan[S, Any]):
         self.site = site
         self.plan = plan
         self.hyper: S = plan.site_hyper
         self.memory = Message()
-        self.account, self.minimum_patients = Account(), 0
+        self.account = Account()
+        self.minimum_patients = 0
         self._networks: dict[str, FeatureNetwork] = {}
 
     @property
@@ -208,23 +256,29 @@ class SiteAlgorithm(ABC, Generic[S]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: S, server_hyper: Any) -> None:
-        """Raises ConfigError, before anything starts, for a task or settings that the algorithm does not support."""
+        """Raises ConfigError, before anything starts, for a task or settings that the algorithm
+        does not support.
+        """
 
     @classmethod
     def needs_features(cls, hyper: S) -> bool:
-        """Whether the algorithm uses a network's features or head, under these settings; networks without them are then refused."""
+        """Whether the algorithm uses a network's features or head, under these settings; networks
+        without them are then refused.
+        """
         return False
 
     @classmethod
     def phase(cls, name: str) -> Phase:
         """The declaration of a phase; ConfigError if there is none."""
-        for phase in cls.phases:
-            if phase.name == name:
-                return phase
-        raise ConfigError(f"{cls.__name__} has no phase {name!r}; it has {', '.join(phase.name for phase in cls.phases)}")
+        if name not in cls.phases:
+            known = ", ".join(cls.phases)
+            raise ConfigError(f"{cls.__name__} has no phase {name!r}; it has {known}")
+        return cls.phases[name]
 
     def validate_request(self, incoming: Message) -> str | None:
-        """What in a well-formed message does not fit this run, or None; such a message is refused."""
+        """What in a well-formed message does not fit this run, or None; such a message is
+        refused.
+        """
         return None
 
     @classmethod
@@ -233,48 +287,66 @@ class SiteAlgorithm(ABC, Generic[S]):
         return cls.phase(phase).manifest(plan)
 
     def perform(self, phase: str, round: int, incoming: Message) -> Message:
-        """The reply to one step.
+        """The reply to one step, from the method that declares the phase.
 
         Raises:
             ConfigError: an unknown phase, or a reply that differs from the phase's declaration.
         """
         declared = self.phase(phase)
-        reply: Message = getattr(self, phase)(round, incoming)
-        if problem := declared.undeclared(reply, self.plan):
-            raise ConfigError(f"{type(self).__name__}: the reply to '{phase}' differs from its declaration in `phases`: {problem}")
+        reply: Message = getattr(self, declared.name)(round, incoming)
+        problem = declared.undeclared(reply, self.plan)
+        if problem:
+            raise ConfigError(
+                f"{type(self).__name__}: the reply to '{phase}' differs from its declaration: "
+                f"{problem}"
+            )
         return reply
 
     @abstractmethod
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Final models by role ("global", "personal", "deployed"), each a message that `Method.models` builds a module from.
+        """Final models by role ("global", "personal", "deployed"), each a message that
+        `Method.models` builds a module from.
 
-        Outside sites call it too; roles that a site cannot have are left out.
+        Outside sites call it too; roles that a site cannot have are left out. `@phase` declares the
+        server's message.
         """
 
-    def meta(self, *, validation: Mapping[str, float | None], loss: float | None = None, **more: Any) -> dict[str, Any]:
-        """The metadata of a reply: `MEASURED` and `more`.
+    def measured(
+        self, *, validation: Mapping[str, float | None], loss: float | None = None
+    ) -> dict[MetaSpec[Any], Any]:
+        """The metadata `MEASURED` of a reply.
 
         Args:
             validation: role -> metric of the incoming model; None if undefined.
             loss: mean training loss, also if it is not finite; None if the phase does not train.
-            more: further meta of the phase.
         """
-        measured = {role: finite_or_none(value) for role, value in validation.items()}
-        return {N_SAMPLES: self.site.n["train"], LOSS: loss, VALIDATION: measured, **more}
+        by_role = {role: finite_or_none(value) for role, value in validation.items()}
+        return {N_SAMPLES: self.site.n["train"], LOSS: loss, VALIDATION: by_role}
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
-        """PNG files by name, of the site's own images, made with the final models; kept at the site, never sent."""
+        """PNG files by name, of the site's own images, made with the final models; kept at the
+        site, never sent.
+        """
         return {}
 
     def privacy(self) -> dict[str, Any] | None:
-        """The privacy cost of this run, see `privacy.settings.privacy_cost`; None without differential privacy."""
+        """The privacy cost of this run, see `privacy.settings.privacy_cost`; None without
+        differential privacy.
+        """
         return None
 
     def restore(self, memory: Message) -> None:
         """Continues with the memory of an earlier object."""
-        self.memory.states, self.memory.meta = memory.states, memory.meta
+        self.memory.states = memory.states
+        self.memory.meta = memory.meta
 
-    def network(self, purpose: str, state: StateDict, spec: Mapping[str, Any] | None = None, outputs: int | None = None) -> FeatureNetwork:
+    def network(
+        self,
+        purpose: str,
+        state: StateDict,
+        spec: Mapping[str, Any] | None = None,
+        outputs: int | None = None,
+    ) -> FeatureNetwork:
         """A network with the weights `state`, built once per process and purpose.
 
         Args:
@@ -288,41 +360,51 @@ class SiteAlgorithm(ABC, Generic[S]):
         return self._networks[purpose]
 
     def frozen(self, state: StateDict, purpose: str = "frozen") -> FeatureNetwork:
-        """A network in evaluation mode without gradients; two that are needed at once need two purposes."""
+        """A network in evaluation mode without gradients; two that are needed at once need two
+        purposes.
+        """
         network = self.network(purpose, state)
         network.eval().requires_grad_(False)
         return network
 
     def validation(self, model: nn.Module, metric: str | None = None) -> float | None:
-        """A metric, by default the task's, of a network of logits on this site's validation images; None if undefined."""
+        """A metric, by default the task's, of a network of logits on this site's validation images;
+        None if undefined.
+        """
         name = metric or self.site.task.metric
-        return finite_or_none(self.site.score(self.site.predictor(model), "validation", [name]).values[name])
-
-    def offered(self, best: Best, round: int, state: StateDict | None, purpose: str = "model") -> float | None:
-        """The validation metric of the site's own model at the start of a round, which also enters its selection; None without one."""
-        if state is None:
-            return None
-        value = self.validation(self.network(purpose, state))
-        best.offer(value, round, state)
-        return value
+        scores = self.site.score(self.site.predictor(model), "validation", [name])
+        return finite_or_none(scores.values[name])
 
 
 class ServerAlgorithm(ABC, Generic[V]):
     """A method's work at the server.
 
+    Methods with `@asks` make the requests of a phase, methods with `@handles` process its replies.
+
     Attributes:
-        site_hyper: the class that the site algorithm's hyper-parameters must have.
+        Hyper: the class of its hyper-parameters, by default the class's type parameter.
+        site_algorithm: the class that the site algorithm must have.
         aggregation_class: the formula that aggregates models; FLARE's aggregators run the same one.
-        capabilities: "freeze", as of a site algorithm.
-        site_extension: a class that is mixed into any site algorithm (`method.extended`), for requests beside training.
+        freezes: whether it supports `TaskConfig.freeze`.
+        site_extension: a class that is mixed into any site algorithm (`method.extended`), for
+            requests beside training.
         memory: all state between steps, for a new server process.
     """
 
     Hyper: ClassVar[type] = ServerHyper
-    site_hyper: ClassVar[type] = SiteHyper
+    site_algorithm: ClassVar[type[SiteAlgorithm[Any]]] = SiteAlgorithm  # type: ignore[type-abstract]
     aggregation_class: ClassVar[type[Aggregation[Any]]] = NoAggregation
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    freezes: ClassVar[bool] = False
     site_extension: ClassVar[type[SiteAlgorithm[Any]] | None] = None
+    _requests: ClassVar[Mapping[str, str]] = {}
+    _handlers: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "Hyper" not in vars(cls):
+            cls.Hyper = _type_parameter(cls) or cls.Hyper
+        cls._requests = request_methods(cls)
+        cls._handlers = reply_methods(cls)
 
     def __init__(self, context: ServerContext):
         self.context = context
@@ -332,17 +414,32 @@ class ServerAlgorithm(ABC, Generic[V]):
         self.aggregation.prepare(context.task, context.rounds)
 
     def steps(self) -> list[Step]:
-        """The whole schedule; by default a training step per round and a validation of the last round's models."""
+        """The whole schedule; by default a training step per round and a validation of the last
+        round's models.
+        """
         rounds = [Step("train", round) for round in range(self.context.rounds)]
         return [*rounds, Step("validate", self.context.rounds, everyone=True)]
 
-    @abstractmethod
     def configure(self, step: Step, site: str) -> Message:
-        """The request to a site for a step."""
+        """The request to a site for a step; empty if no method makes the phase's requests."""
+        if step.phase not in self._requests:
+            return Message()
+        request: Message = getattr(self, self._requests[step.phase])(step, site)
+        return request
 
-    @abstractmethod
     def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """Processes the valid replies of a step, by site in sorted order."""
+        """Processes the valid replies of a step, by site in sorted order.
+
+        Raises:
+            ConfigError: the replies have states, and no method handles the phase.
+        """
+        if step.phase in self._handlers:
+            getattr(self, self._handlers[step.phase])(step, replies)
+        elif any(reply.states for reply in replies.values()):
+            raise ConfigError(
+                f"{type(self).__name__} does nothing with the models of '{step.phase}'; "
+                "mark the method that does with @handles"
+            )
 
     @abstractmethod
     def configure_final(self, site: str) -> Message:
@@ -361,11 +458,15 @@ class ServerAlgorithm(ABC, Generic[V]):
         return {}
 
     def selector_summary(self) -> dict[str, Any]:
-        """How the deployed model selects one of its networks for an image, as `RunRecord.selector`; empty if it does not."""
+        """How the deployed model selects one of its networks for an image, as `RunRecord.selector`;
+        empty if it does not.
+        """
         return {}
 
     def model_selectors(self) -> dict[str, ModelSelector]:
-        """Selections by all sites, by model; empty if each site selects alone, or the last round is delivered."""
+        """Selections by all sites, by model; empty if each site selects alone, or the last round is
+        delivered.
+        """
         return {}
 
     def state(self) -> Message:
@@ -376,5 +477,6 @@ class ServerAlgorithm(ABC, Generic[V]):
 
     def restore(self, state: Message) -> None:
         """Continues from an earlier object's `state`."""
-        self.memory.states, self.memory.meta = state.states, state.meta
+        self.memory.states = state.states
+        self.memory.meta = state.meta
         self.aggregation.unpack(state)

@@ -1,7 +1,7 @@
 """All methods by name: those of this folder and those of other distributions.
 
-Every module and package of this folder may hold `Method` objects, one of them as `METHOD`; another distribution names its own in the
-entry-point group `medflare.methods`:
+Every module and package of this folder may hold `Method` objects, one of them as `METHOD`; another
+distribution names its own in the entry-point group `medflare.methods`:
 
     [project.entry-points."medflare.methods"]
     my_method = "my_package.my_method:METHOD"
@@ -11,7 +11,7 @@ A method is imported when it is first used: its name is that of the module or pa
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -29,16 +29,24 @@ if TYPE_CHECKING:
 
 GROUP = "medflare.methods"  # the entry points of other distributions, and this package
 RESERVED = ("create", "fetch", "list", "submit", "watch")  # words in the place of a method
-_NO_METHODS = ("aggregation", "base", "catalogue", "method", "parts")  # other modules of this folder
+_NO_METHODS = (
+    "aggregation",
+    "base",
+    "catalogue",
+    "method",
+    "parts",
+)  # other modules of this folder
 SURVEYS = ("evaluate", "fingerprint")  # methods that do not train; not in `method_names`
 _OBJECTS: dict[str, Method] = {}  # methods given to this process as objects
 
 
 def get_method(name: str | Method, *, site: str | None = None, server: str | None = None) -> Method:
-    """A method by name; `site` and `server` take an algorithm of another method, for example GRACE's server on a MOON site.
+    """A method by name; `site` and `server` take an algorithm of another method, for example
+    GRACE's server on a MOON site.
 
     Args:
-        name: of the method, or a method that no package declares; its models can then be built in this process alone.
+        name: of the method, or a method that no package declares; its models can then be built in
+            this process alone.
         site: method of the site algorithm; None: `name`.
         server: method of the server algorithm; None: `name`.
 
@@ -47,12 +55,13 @@ def get_method(name: str | Method, *, site: str | None = None, server: str | Non
     """
     if isinstance(name, Method):
         name = _registered(name)
-    of_site, of_server = (_by_name(part or name) for part in (site, server))
-    return paired(of_site, of_server)
+    return paired(_by_name(site or name), _by_name(server or name))
 
 
 def module_of(name: str) -> str:
-    """The module that holds a method, without importing it; ConfigError, with the nearest name, if there is none."""
+    """The module that holds a method, without importing it; ConfigError, with the nearest name, if
+    there is none.
+    """
     if name in _builtin():
         return _builtin()[name]
     if name in _foreign():
@@ -84,11 +93,15 @@ def _builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
 
 
 def builtin_builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
-    """The builder of models of a kind that a method of this folder has; imports no other package."""
+    """The builder of models of a kind that a method of this folder has; imports no other
+    package.
+    """
     return _first_builder(kind, _builtin())
 
 
-def _first_builder(kind: str, names: Iterable[str]) -> "Callable[[TaskConfig, Message], nn.Module] | None":
+def _first_builder(
+    kind: str, names: Iterable[str]
+) -> "Callable[[TaskConfig, Message], nn.Module] | None":
     for name in names:
         try:
             models = _by_name(name).models
@@ -100,10 +113,15 @@ def _first_builder(kind: str, names: Iterable[str]) -> "Callable[[TaskConfig, Me
 
 
 def _registered(method: Method) -> str:
-    """The name of a method object, now known to this process; a later one of that name replaces it, unless a package declares it."""
+    """The name of a method object, now known to this process; a later one of that name replaces it,
+    unless a package declares it.
+    """
     declared = method.name in _builtin() or method.name in _foreign()
     if declared and _by_name(method.name) is not method:
-        raise ConfigError(f"method {method.name!r} exists already, from {module_of(method.name)}; give yours another name")
+        raise ConfigError(
+            f"method {method.name!r} exists already, from {module_of(method.name)}; "
+            "give yours another name"
+        )
     if not declared and _OBJECTS.get(method.name) is not method:
         _OBJECTS[method.name] = method
         _builder.cache_clear()
@@ -121,7 +139,9 @@ def _by_name(name: str) -> Method:
 
 @cache
 def _builtin() -> dict[str, str]:
-    """Method -> module, in this folder; a package without `Method` objects holds a module for each method."""
+    """Method -> module, in this folder; a package without `Method` objects holds a module for each
+    method.
+    """
     modules: dict[str, str] = {}
     folder = Path(__file__).parent
     for item in pkgutil.iter_modules([str(folder)]):
@@ -130,25 +150,34 @@ def _builtin() -> dict[str, str]:
             continue
         if not item.ispkg:
             modules[item.name] = module
-        elif methods := list(_methods_in(module)):
-            modules |= {method.name: module for method in methods}
-        else:
-            modules |= {inner.name: f"{module}.{inner.name}" for inner in pkgutil.iter_modules([str(folder / item.name)])}
+            continue
+        names = [method.name for method in _methods_in(module)]
+        modules |= dict.fromkeys(names, module)
+        if not names:
+            for inner in pkgutil.iter_modules([str(folder / item.name)]):
+                modules[inner.name] = f"{module}.{inner.name}"
     return modules
 
 
-def _methods_in(module: str) -> Iterator[Method]:
-    return (value for value in vars(importlib.import_module(module)).values() if isinstance(value, Method))
+def _methods_in(module: str) -> list[Method]:
+    values = vars(importlib.import_module(module)).values()
+    return [value for value in values if isinstance(value, Method)]
 
 
 @cache
 def _foreign() -> dict[str, EntryPoint]:
-    """Methods of other distributions by name; ConfigError if it is in use, also as a word of the command line."""
+    """Methods of other distributions by name; ConfigError if it is in use, also as a word of the
+    command line.
+    """
     points: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
-        other = points.get(point.name)
-        if point.name in RESERVED or point.name in _builtin() or (other is not None and other.value != point.value):
-            raise ConfigError(f"method {point.name!r} of {_owner(point)} has a name that is in use; uninstall it, or give it another name")
+        first = points.get(point.name, point)
+        reserved = point.name in RESERVED or point.name in _builtin()
+        if reserved or point.value != first.value:
+            raise ConfigError(
+                f"method {point.name!r} of {_owner(point)} has a name that is in use; "
+                "uninstall it, or give it another name"
+            )
         points[point.name] = point
     return points
 
@@ -157,11 +186,19 @@ def _from_entry_point(point: EntryPoint) -> Method:
     try:
         method = point.load()
     except Exception as error:
-        raise ConfigError(f"method {point.name!r} of {_owner(point)} cannot be loaded ({type(error).__name__}: {error})") from error
+        raise ConfigError(
+            f"method {point.name!r} of {_owner(point)} cannot be loaded "
+            f"({type(error).__name__}: {error})"
+        ) from error
     if not isinstance(method, Method) or method.name != point.name:
-        raise ConfigError(f"entry point {point.name!r} of {_owner(point)} must name a Method of that name, it names {method!r}")
+        raise ConfigError(
+            f"entry point {point.name!r} of {_owner(point)} must name a Method of that name, "
+            f"it names {method!r}"
+        )
     return method
 
 
 def _owner(point: EntryPoint) -> str:
-    return f"the distribution {point.dist.name}" if point.dist is not None else point.value
+    if point.dist is None:
+        return point.value
+    return f"the distribution {point.dist.name}"

@@ -1,10 +1,12 @@
-"""A method as one object: its algorithms, the models it delivers, its paper. Importing it imports no torch."""
+"""A method as one object: its algorithms, the models it delivers, its paper. Importing it imports
+no torch.
+"""
 
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import SplitHyper, build_hyper, plain, split_hyper
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
     from medflare.training.site import Site
 
 Builder: TypeAlias = "Callable[[TaskConfig, Message], nn.Module]"
-MODEL_ROLES: Final = ("global", "personal", "deployed")  # the final models of a site, as results name them
+# The final models of a site, as results name them.
+MODEL_ROLES: Final = ("global", "personal", "deployed")
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,14 @@ class Method:
 
     Attributes:
         site, server: the two algorithms, each a class or "module:Class".
-        models: kind of a final model -> builder of its module, or "module:function"; the kind "plain" needs none.
-        trains: False for a method that only queries the sites: no rounds of training, no new models.
+        models: kind of a final model -> builder of its module, or "module:function"; the kind
+            "plain" needs none.
+        trains: False for a method that only queries the sites: no rounds of training, no new
+            models.
         roles: final models of an inside site, of `MODEL_ROLES`; () for none.
         outside: whether outside sites get a model; if not, a run with outside sites is refused.
-        origin: names of the methods of the site algorithm and the server algorithm, for a pair of two methods.
+        origin: names of the methods of the site algorithm and the server algorithm, for a pair of
+            two methods.
     """
 
     name: str
@@ -65,7 +71,9 @@ class Method:
         return {"site": self.site_class.Hyper, "server": self.server_class.Hyper}
 
     def check(self, values: Mapping[str, Any], task: "TaskConfig | None" = None) -> None:
-        """Raises ConfigError for invalid hyper-parameters (see `core.hyper.split_hyper`), or a task that does not go with them."""
+        """Raises ConfigError for invalid hyper-parameters (see `core.hyper.split_hyper`), or a task
+        that does not go with them.
+        """
         self._check_pair()
         site, server = self._built(values)
         if task is None:
@@ -79,59 +87,84 @@ class Method:
         network = check_network(task)
         if self.site_class.needs_features(site) and not network.has_features:
             network_name = f"network {task.network['name']} of task {task.name}"
-            raise ConfigError(f"method {self.name!r} works with features, and {network_name} has none; choose another network")
+            raise ConfigError(
+                f"method {self.name!r} works with features, and {network_name} has none; "
+                "choose another network"
+            )
         if task.freeze.parts:
             self._check_freeze(task, network)
-        if "accumulate" not in self.site_class.capabilities:
-            if task.precision == "fp16":
-                remedy = "set task.precision 'bf16' or 'fp32'"
-                raise ConfigError(f"method {self.name!r} takes its own steps, which do not support the scaled losses of fp16; {remedy}")
-            if task.accumulate > 1:
-                remedy = "leave out task.accumulate, or make task.batch_size larger"
-                raise ConfigError(f"method {self.name!r} takes its own steps, one for every batch; {remedy}")
+        if not self.site_class.accumulates:
+            self._check_steps(task)
         self.site_class.check(task, site, server)
 
     def _check_freeze(self, task: "TaskConfig", network: "nn.Module") -> None:
         from medflare.methods.parts.partial import LocalPart
 
-        if "freeze" not in self.site_class.capabilities & self.server_class.capabilities:
-            problem = f"method {self.name!r} trains all of the network from the first round"
-            remedy = "add --set task.freeze=[] --lr 0.0003 (pretrained weights change slowly), or run fedavg"
-            raise ConfigError(f"{problem}; leave out task.freeze: {remedy}")
+        if not (self.site_class.freezes and self.server_class.freezes):
+            raise ConfigError(
+                f"method {self.name!r} trains all of the network from the first round; "
+                "leave out task.freeze: add --set task.freeze=[] --lr 0.0003 "
+                "(pretrained weights change slowly), or run fedavg"
+            )
         try:
             shared = LocalPart.of_paths(network, task.freeze.parts).shared(network.state_dict())
         except ValueError as error:
             raise ConfigError(f"task {task.name}: freeze.parts: {error}") from error
         if not shared:
-            raise ConfigError(f"task {task.name}: freeze.parts {task.freeze.parts} leave nothing to train; leave one of them out")
+            raise ConfigError(
+                f"task {task.name}: freeze.parts {task.freeze.parts} leave nothing to train; "
+                "leave one of them out"
+            )
+
+    def _check_steps(self, task: "TaskConfig") -> None:
+        """Raises ConfigError for settings that an algorithm with its own steps does not support."""
+        problem = f"method {self.name!r} takes its own steps"
+        if task.precision == "fp16":
+            raise ConfigError(
+                f"{problem}, which do not support the scaled losses of fp16; "
+                "set task.precision 'bf16' or 'fp32'"
+            )
+        if task.accumulate > 1:
+            raise ConfigError(
+                f"{problem}, one for every batch; "
+                "leave out task.accumulate, or make task.batch_size larger"
+            )
 
     def effective(self, values: Mapping[str, Any]) -> SplitHyper:
-        """All hyper-parameters, checked, with the defaults of those not in `values` (see `core.hyper.split_hyper`)."""
+        """All hyper-parameters, checked, with the defaults of those not in `values` (see
+        `core.hyper.split_hyper`).
+        """
         site, server = self._built(values)
         return {"site": plain(site), "server": plain(server)}
 
     def _built(self, values: Mapping[str, Any]) -> tuple[Any, Any]:
         names = [name.rpartition(".")[2] for name in values]
-        names += [name for value in values.values() if isinstance(value, Mapping) for name in value]
-        private = [name for name in names if name.startswith("dp_")]
-        if private and self.dp_unsupported_reason:
-            raise ConfigError(f"{private[0]}: {self.dp_unsupported_reason}")
+        for value in values.values():
+            if isinstance(value, Mapping):
+                names += value
+        for name in names:
+            if name.startswith("dp_") and self.dp_unsupported_reason:
+                raise ConfigError(f"{name}: {self.dp_unsupported_reason}")
         by_algorithm = split_hyper(values, self.hyper_classes, self.name)
-        built: dict[str, Any] = {
-            algorithm: build_hyper(cls, by_algorithm[algorithm], f"method {self.name}, {algorithm} algorithm")
-            for algorithm, cls in self.hyper_classes.items()
-        }
+        built: dict[str, Any] = {}
+        for algorithm, cls in self.hyper_classes.items():
+            source = f"method {self.name}, {algorithm} algorithm"
+            built[algorithm] = build_hyper(cls, by_algorithm[algorithm], source)
         return built["site"], built["server"]
 
     def _check_pair(self) -> None:
         """Raises ConfigError if an algorithm needs its own method's other algorithm."""
-        (of_site, of_server), site, server = self.algorithms, self.site_class, self.server_class
-        for algorithm, method, fits in (
-            ("site", of_site, issubclass(server.Hyper, site.server_hyper)),
-            ("server", of_server, issubclass(site.Hyper, server.site_hyper)),
-        ):
-            if not fits:
-                raise ConfigError(f"method {self.name!r}: the {algorithm} algorithm of {method!r} needs its own other one; run {method!r}")
+        of_site, of_server = self.algorithms
+        if not issubclass(self.server_class.Hyper, self.site_class.server_hyper):
+            self._refuse_pair("site", of_site)
+        if not issubclass(self.site_class, self.server_class.site_algorithm):
+            self._refuse_pair("server", of_server)
+
+    def _refuse_pair(self, algorithm: str, method: str) -> NoReturn:
+        raise ConfigError(
+            f"method {self.name!r}: the {algorithm} algorithm of {method!r} needs its own other "
+            f"one; run {method!r}"
+        )
 
     @property
     def dp_unsupported_reason(self) -> str:
@@ -140,10 +173,15 @@ class Method:
 
         if issubclass(self.site_class.Hyper, PrivacyHyper):
             return ""
-        return f"method {self.name!r} cannot train with differential privacy: {self.site_class.dp_unsupported_reason}"
+        reason = self.site_class.dp_unsupported_reason
+        return f"method {self.name!r} cannot train with differential privacy: {reason}"
 
-    def plan(self, task: "TaskConfig", sites: tuple[str, ...], values: Mapping[str, Any]) -> "Plan[Any, Any]":
-        """The plan of the inside sites (sorted names), with hyper-parameters as in `check`, which raises the same errors."""
+    def plan(
+        self, task: "TaskConfig", sites: tuple[str, ...], values: Mapping[str, Any]
+    ) -> "Plan[Any, Any]":
+        """The plan of the inside sites (sorted names), with hyper-parameters as in `check`, which
+        raises the same errors.
+        """
         from medflare.methods.base import Plan
 
         self._check_pair()
@@ -157,12 +195,16 @@ class Method:
 
 
 def paired(of_site: Method, of_server: Method) -> Method:
-    """The site algorithm of one method with the server algorithm of another; ConfigError if one of the two does not train."""
+    """The site algorithm of one method with the server algorithm of another; ConfigError if one of
+    the two does not train.
+    """
     if of_site is of_server:
         return of_site
     if not (of_site.trains and of_server.trains):
         alone = of_server if of_site.trains else of_site
-        raise ConfigError(f"method {alone.name!r} does not train and cannot be paired; run {alone.name!r}")
+        raise ConfigError(
+            f"method {alone.name!r} does not train and cannot be paired; run {alone.name!r}"
+        )
     return replace(
         of_site,
         name=f"{of_site.name}+{of_server.name}",
@@ -183,14 +225,18 @@ def loaded(target: Any) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{target!r} cannot be loaded ({error}); write it as 'module:name'") from error
+        raise ConfigError(
+            f"{target!r} cannot be loaded ({error}); write it as 'module:name'"
+        ) from error
 
 
-def extended(site_class: "type[SiteAlgorithm[Any]]", extension: "type[SiteAlgorithm[Any]] | None") -> "type[SiteAlgorithm[Any]]":
-    """The site algorithm with a server algorithm's `site_extension` mixed in; its hyper-parameters stay its own."""
-    from medflare.core.manifest import merged_phases
-
+def extended(
+    site_class: "type[SiteAlgorithm[Any]]", extension: "type[SiteAlgorithm[Any]] | None"
+) -> "type[SiteAlgorithm[Any]]":
+    """The site algorithm with a server algorithm's `site_extension` mixed in; its hyper-parameters
+    stay its own.
+    """
     if extension is None or issubclass(site_class, extension):
         return site_class
-    phases = merged_phases(site_class.phases, extension.phases)
-    return type(f"{extension.__name__}{site_class.__name__}", (extension, site_class), {"Hyper": site_class.Hyper, "phases": phases})
+    name = f"{extension.__name__}{site_class.__name__}"
+    return type(name, (extension, site_class), {"Hyper": site_class.Hyper})

@@ -70,13 +70,13 @@ def test_a_site_with_too_few_patients_sends_no_fingerprint(volumes: Path, tmp_pa
 
 def test_numbers_of_single_patients_are_held_back(volumes: Path) -> None:
     algorithm = METHOD.make_site(open_site("A", CUBES, data_root=volumes), METHOD.plan(CUBES, ("A", "B"), {}))
-    whole = algorithm.perform("describe", 0, Message()).meta[FINGERPRINT]
+    whole = algorithm.perform("describe", 0, Message())[FINGERPRINT]
     algorithm.minimum_patients = 3
-    guarded = algorithm.perform("describe", 0, Message()).meta[FINGERPRINT]
+    guarded = algorithm.perform("describe", 0, Message())[FINGERPRINT]
     assert guarded["sizes"]["minimum"] == guarded["sizes"]["p10"] == whole["sizes"]["p10"]
     assert guarded["classes"] == whole["classes"], "three patients have the class"
     algorithm.minimum_patients = 4
-    assert algorithm.perform("describe", 0, Message()).meta == {FINGERPRINT: {}}
+    assert algorithm.perform("describe", 0, Message())== Message.of({FINGERPRINT: {}})
 
 
 @pytest.mark.parametrize(("change", "token"), [({"images": -1}, "images"), ({"zeros": float("nan")}, ""), ({"names": ["smith"]}, "names")])

@@ -52,7 +52,7 @@ def test_local_parts_of_the_baselines(name: str) -> None:
     network, method = squares.site().network(), get_method(name)
     kept = batch_norm_entries(network) if name == "fedbn" else HEAD
     plan = method.plan(squares.SEGMENTATION, SITES, {})
-    manifests = {phase.name: method.site_class.manifest(phase.name, plan) for phase in method.site_class.phases}
+    manifests = {name: method.site_class.manifest(name, plan) for name in method.site_class.phases}
     assert manifests["train"]["model"].tensors.keys() == network.state_dict().keys() - kept
     assert manifests["share"]["local"].tensors.keys() == kept and manifests["validate"] == {}
 

@@ -115,21 +115,13 @@ def test_centred_scores_do_not_have_the_evaluators_levels() -> None:
     assert centred.unique().numel() == 1 and centred[0].item() == pytest.approx(plain.mean().item())
 
 
-def test_readings_that_the_product_does_not_use() -> None:
-    assert [feddag.ema_decay(step, 0.7, ramp=True) for step in (0, 1, 9)] == [0.0, 0.5, 0.7] and feddag.ema_decay(0, 0.9) == 0.9
-    torch.testing.assert_close(feddag.softmax_weights([0.5, 0.4], 0.1), torch.tensor([1.0, math.exp(-1)]) / (1 + math.exp(-1)))
-    torch.testing.assert_close(feddag.softmax_weights([0.5, 0.5, 0.5], 0.1), torch.full((3,), 1 / 3))
-
-
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("sites", [3, 5])
-def test_centred_scores_are_the_models_own(sites: int, weighted: bool) -> None:
+def test_centred_scores_are_the_models_own(sites: int) -> None:
     """a_ij = u_i + v_j: differences of scores are those of u."""
     generator = torch.Generator().manual_seed(sites)
     models = 0.2 * torch.rand(sites, 1, dtype=torch.float64, generator=generator)
     evaluators = 0.3 + 0.3 * torch.rand(1, sites, dtype=torch.float64, generator=generator)
-    counts = torch.arange(1, sites + 1) if weighted else None
-    scores = feddag.centred_scores(without_diagonal(models + evaluators), counts)
+    scores = feddag.centred_scores(without_diagonal(models + evaluators))
     torch.testing.assert_close(scores - scores[0], (models - models[0]).squeeze(1), rtol=0, atol=1e-8)
 
 
@@ -178,21 +170,18 @@ def test_earlier_models_with_a_higher_score_join() -> None:
     assert score == pytest.approx((0.9 + 0.8 + 0.5) / 3)
 
 
-def test_the_window_counts_rounds_or_passing_models() -> None:
-    states, scores = [state(1), state(2), state(3), state(7)], [0.9, 0.4, 0.8, 0.5]
-    assert feddag.within_client_average(states, scores, kappa=1)[0]["weight"][0] == 5
+def test_kappa_counts_rounds_not_models_with_a_higher_score() -> None:
+    states = [state(1), state(2), state(3), state(7)]
+    assert feddag.within_client_average(states, [0.9, 0.4, 0.8, 0.5], kappa=1)[0]["weight"][0] == 5
     assert feddag.within_client_average(states, [0.9, 0.4, 0.3, 0.5], kappa=2)[0]["weight"][0] == 7
-    assert feddag.within_client_average(states, [0.9, 0.4, 0.3, 0.5], kappa=2, window="passing")[0]["weight"][0] == 4
-    assert feddag.within_client_average(states, scores, kappa=1, window="passing")[0]["weight"][0] == 5
 
 
-@pytest.mark.parametrize("window", ["rounds", "passing"])
-def test_without_history_or_score_the_current_model_is_returned(window: str) -> None:
+def test_without_history_or_score_the_current_model_is_returned() -> None:
     states = [state(1), state(7)]
-    assert feddag.within_client_average(states, [0.9, 0.5], 0, window)[0]["weight"][0] == 7
-    assert feddag.within_client_average(states, [0.5, 0.5], 4, window)[0]["weight"][0] == 7
-    assert feddag.within_client_average(states, [math.nan, 0.5], 4, window)[0]["weight"][0] == 7
-    mean, score = feddag.within_client_average(states, [0.9, math.nan], 4, window)
+    assert feddag.within_client_average(states, [0.9, 0.5], 0)[0]["weight"][0] == 7
+    assert feddag.within_client_average(states, [0.5, 0.5], 4)[0]["weight"][0] == 7
+    assert feddag.within_client_average(states, [math.nan, 0.5], 4)[0]["weight"][0] == 7
+    mean, score = feddag.within_client_average(states, [0.9, math.nan], 4)
     assert mean["weight"][0] == 7 and math.isnan(score)
 
 

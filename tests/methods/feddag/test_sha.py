@@ -15,7 +15,7 @@ from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgSite
 from medflare.methods.feddag.formulas import soft_balancing_weights
-from medflare.methods.feddag.sha import CANDIDATE, HierarchicalAggregation, SHAHyper, SHAServer
+from medflare.methods.feddag.sha import CANDIDATES, HierarchicalAggregation, SHAHyper, SHAServer
 from methods import squares
 
 SHASite = get_method("sha").site_class
@@ -127,7 +127,7 @@ class TestServer:
         sent_by_round = []
         for round in range(8):
             server.aggregate(Step("train", round), replies_to_train((1, 2, 3)))
-            sent = {site: set(CANDIDATE.family(server.configure(Step("score", round), site).states)) for site in "ABC"}
+            sent = {site: set(server.configure(Step("score", round), site).family(CANDIDATES)) for site in "ABC"}
             assert sorted(model for models in sent.values() for model in models) == ["A", "B", "C"]  # each is scored once
             assert all(site not in models for site, models in sent.items())
             sent_by_round.append(sent)
@@ -148,7 +148,7 @@ class TestServer:
     def test_only_scores_of_sent_models_count(self) -> None:
         server, score = squares.server(SHAServer, evaluators=1), Step("score", 0)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
-        sent = CANDIDATE.family(server.configure(score, "A").states)
+        sent = server.configure(score, "A").family(CANDIDATES)
         told: dict[str, Any] = {"A": dict.fromkeys(sent, 0.5), "B": {"B": 1.0}, "C": {"absent": 1.0}}
         server.aggregate(score, {site: Message({}, {"scores": scores}) for site, scores in told.items()})
         assert {site for site, value in server.aggregation.scores.items() if not math.isnan(value)} == set(sent)

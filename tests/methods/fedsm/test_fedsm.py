@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from helpers.small_tasks import predicted
 from medflare.core.states import StateDict, copy_state, weighted_mean
 from medflare.data.loading import Batch, SiteData, Split
-from medflare.federation.update_validation.suppression import suppress_splits
+from medflare.federation.suppression import suppress_splits
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedsm.extra import ExtraSuperModel, FedSMExtraServer, FedSMExtraSite
 from medflare.methods.fedsm.formulas import GAMMAS, adam_step, fitted_temperature, soft_pull, tuned_gamma
@@ -55,7 +55,7 @@ def test_fedsm_extra_trains_its_selector_after_the_rounds(combine: str, tmp_path
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
-def test_personal_models_are_pulled_by_eq_11(lam: float) -> None:
+def test_the_server_calls_soft_pull(lam: float) -> None:
     log, server, _ = federation(lam=lam)
     for before, after in pairwise(log[:3]):
         pulled = soft_pull({name: reply.states["personal"] for name, reply in before.replies.items()}, lam)
@@ -80,7 +80,7 @@ def test_every_option_changes_what_is_delivered() -> None:
 # ---- γ and temperature -----------------------------------------------------------------------------------------------------------
 
 
-def test_gamma_is_tuned_at_the_end_or_set() -> None:
+def test_the_server_calls_tuned_gamma_unless_gamma_is_set() -> None:
     tuned = federation()
     assert [turn.step.phase for turn in tuned.log] == ["train", "train", "validate", "selector_confidence", "evaluate_gamma"]
     assert tuned.log[-2].outgoing["A"].states.keys() == {"selector"}, "the whole super model is sent once"
@@ -96,7 +96,7 @@ def test_the_summary_leaves_out_suppressed_sites() -> None:
     played = federation()
     calibrate, tune = played.log[-2:]
     for turn in (calibrate, tune):
-        suppress_splits(turn.replies["B"].meta, FedSMSite.phase(turn.step.phase).reply_meta, ("validation",))
+        suppress_splits(turn.replies["B"], FedSMSite.phase(turn.step.phase).meta, ("validation",))
         played.server.aggregate(turn.step, turn.replies)
     summary = played.server.selector_summary()
     assert list(summary["votes"]) == ["A", "C"] and summary["candidates"] == list(GAMMAS)
@@ -107,7 +107,7 @@ def test_the_summary_leaves_out_suppressed_sites() -> None:
     assert summary["temperature"] == fitted_temperature(told) and calibrate.replies["B"].meta["calibration"] == []
 
 
-def test_the_delivered_selector_is_calibrated() -> None:
+def test_the_delivered_selector_is_divided_by_the_fitted_temperature() -> None:
     """Its scores are those of the elected round at the temperature that the sites' validation images ask for."""
     played = federation()
     temperature = fitted_temperature({site: reply.meta["calibration"] for site, reply in played.log[-2].replies.items()})

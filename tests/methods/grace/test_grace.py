@@ -49,7 +49,7 @@ class TestLocalTraining:
         assert squares.trained(GraceSite, probe=True, counts=(1, 1, 1))[1]["a_distance"] is None  # one image cannot be split
 
 
-def test_the_server_weights_by_consistency() -> None:
+def test_the_server_calls_consistent_aggregate() -> None:
     log, server, _ = squares.federation(GraceSite, GraceServer, rounds=1, counts={"B": (6, 4, 5)})
     states = {name: reply.states["model"] for name, reply in log[0].replies.items()}
     expected, weights = grace.consistent_aggregate(squares.start(), states, {"A": 12, "B": 6, "C": 12}, server.aggregation.parameters)

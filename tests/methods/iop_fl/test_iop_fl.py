@@ -17,7 +17,7 @@ from medflare.methods.catalogue import build_deployed
 from medflare.methods.iop_fl import METHOD, outside
 from medflare.methods.iop_fl import formulas as iop_math
 from medflare.methods.iop_fl.formulas import agreeing, image_spread
-from medflare.methods.iop_fl.outside import EXPERT, MIXTURE, RoutedModel, Summary, contradict, gate_refusal, summarize, test_time_loss
+from medflare.methods.iop_fl.outside import EXPERTS, MIXTURE, RoutedModel, Summary, contradict, gate_refusal, summarize, test_time_loss
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPHyper, IOPSite
 from medflare.tasks.config import TaskConfig, load_task
@@ -259,7 +259,7 @@ def test_experts_that_agree_leave_the_mixture_as_the_start() -> None:
 
 def with_opposite_masks(incoming: Message, site: str) -> Message:
     """The message with an expert whose last layer has the opposite sign."""
-    entry = EXPERT.of(site)
+    entry = EXPERTS.member(site).name
     state = copy_state(incoming.states[entry])
     for name in list(state)[-2:]:
         state[name] = -state[name]

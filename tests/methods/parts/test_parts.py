@@ -15,6 +15,7 @@ from medflare.core.states import batch_norm_entries, copy_state
 from medflare.methods.aggregation import SiteModel, WeightedMean, site_models
 from medflare.methods.base import ServerHyper
 from medflare.methods.fedavg.server import FedAvgServerHyper
+from medflare.methods.fedavg.site import MODEL
 from medflare.methods.parts.normalisation import batch_statistics, still_statistics
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.proximal import proximal_gradients, proximal_term
@@ -318,4 +319,4 @@ def test_weighted_mean_by_hand() -> None:
 def test_a_reply_without_samples_is_refused_with_the_remedy() -> None:
     replies = {"A": Message({"model": {}}, {"n_samples": 7}), "B": Message({"model": {}})}
     with pytest.raises(UpdateError, match="n_samples"):
-        site_models(replies, "model")
+        site_models(replies, MODEL)

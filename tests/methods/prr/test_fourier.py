@@ -73,19 +73,15 @@ def test_half_a_spectrum_gives_what_the_whole_one_gives(
         torch.testing.assert_close(actual, transcribed(matrices, r, window, components, phase_mean), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("layout", ["in_major", "out_major"])
-def test_layouts_are_the_matrices_they_say(layout: str) -> None:
+def test_the_matrix_of_a_convolution_has_rows_of_inputs_and_columns_of_outputs() -> None:
     weights = normal(3, 4, 5, 3, 2)  # (K, O, I, kh, kw)
-    if layout == "in_major":
-        matrices = torch.stack([torch.cat([torch.cat([w[:, i, :, x].T for x in range(2)], 1) for i in range(5)]) for w in weights])
-    else:
-        matrices = torch.stack([torch.cat([torch.cat([w[o, i] for i in range(5)], 1) for o in range(4)]) for w in weights])
-    expected = transcribed(matrices, 0.4, "closed", "both", "arithmetic")
-    actual = fourier_aggregate(weights, 0.4, layout=layout)
-    if layout == "in_major":
-        torch.testing.assert_close(actual[1, 3, 2, :, 1], expected[1, 6:9, 4 + 3])
-    else:
-        torch.testing.assert_close(actual[1, 3, 2], expected[1, 9:12, 4:6])
+    matrices = []
+    for w in weights:
+        rows = [torch.cat([w[:, i, :, x].T for x in range(2)], dim=1) for i in range(5)]
+        matrices.append(torch.cat(rows))
+    expected = transcribed(torch.stack(matrices), 0.4, "closed", "both", "arithmetic")
+    actual = fourier_aggregate(weights, 0.4)
+    torch.testing.assert_close(actual[1, 3, 2, :, 1], expected[1, 6:9, 4 + 3])
 
 
 def test_a_classifier_is_aggregated_class_by_class() -> None:
@@ -129,7 +125,6 @@ def test_half_precision_comes_back_as_half_precision() -> None:
     [
         ({"r": 0.6}, "0.6"),
         ({"r": math.nan}, "nan"),
-        ({"layout": "paper"}, "layout"),
         ({"window": "open"}, "window"),
         ({"components": "amp"}, "components"),
         ({"phase_mean": "median"}, "phase_mean"),
@@ -180,14 +175,13 @@ def test_entries_are_told_apart_by_the_type_of_their_layer() -> None:
     assert actual["head.weight"] == Treatment("classifier")
 
 
-@pytest.mark.parametrize("layout", ["in_major", "out_major"])
 @pytest.mark.parametrize("classifier", [False, True])
-def test_a_kernel_of_depth_one_is_the_plane_that_it_is(layout: str, classifier: bool) -> None:
+def test_a_kernel_of_depth_one_is_the_plane_that_it_is(classifier: bool) -> None:
     planes = normal(3, 5, 4, 3, 2)
-    flat = fourier_aggregate(planes, 0.4, layout=layout, classifier=classifier)
-    deep = fourier_aggregate(planes[..., None], 0.4, layout=layout, classifier=classifier)
+    flat = fourier_aggregate(planes, 0.4, classifier=classifier)
+    deep = fourier_aggregate(planes[..., None], 0.4, classifier=classifier)
     assert torch.equal(deep[..., 0], flat)
-    whole = fourier_aggregate(normal(3, 5, 4, 3, 2, 3), 0.4, layout=layout, classifier=classifier)
+    whole = fourier_aggregate(normal(3, 5, 4, 3, 2, 3), 0.4, classifier=classifier)
     assert whole.shape == (3, 5, 4, 3, 2, 3) and not torch.allclose(whole[0], whole[1])
 
 
@@ -204,7 +198,7 @@ def models(count: int) -> dict[str, dict[str, Tensor]]:
     return {f"site-{k}": {n: normal(*shape, key=f"{k}{n}", dtype=torch.float32) for n, shape in shapes.items()} for k in range(count)}
 
 
-def test_every_site_gets_its_own_model() -> None:
+def test_aggregate_models_calls_fourier_aggregate_for_each_kernel() -> None:
     states, plan = models(3), treatments(mixed())
     aggregated = aggregate_models(states, plan, 0.4)
     assert aggregated.keys() == states.keys()

@@ -58,7 +58,7 @@ def test_without_its_parts_and_batch_normalisation_it_is_fedavg() -> None:
     assert equal(server.aggregated["B"], fedavg.model)
 
 
-def test_every_site_gets_a_model_of_its_own_and_the_band_grows() -> None:
+def test_the_server_calls_fourier_aggregate_with_the_frequency_ratio_of_the_round() -> None:
     log, server, _ = federation(rounds=3)
     sent = [outgoing["A"].states["model"] for _, outgoing, _ in log]
     assert not equal(server.aggregated["A"], server.aggregated["B"])

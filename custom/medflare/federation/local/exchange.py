@@ -1,6 +1,7 @@
-"""How the plain loop reaches its sites: one after the other in this process, or several at a time in forks of it.
+"""How the plain loop reaches its sites: one after the other here, or several at a time in forks.
 
-A site computes in the same way, on as many threads, in either case, so that any number of workers ends in the same weights.
+A site computes in the same way, on as many threads, in either case, so that any number of workers
+ends in the same weights.
 """
 
 import json
@@ -21,6 +22,7 @@ from safetensors.torch import load, save
 
 from medflare.core.errors import Aborted, ConfigError, MedflareError
 from medflare.core.message import Message
+from medflare.core.states import StateDict
 from medflare.core.store import SEPARATOR, flat
 from medflare.federation.exchange import Reply
 from medflare.federation.participant import Participant, import_ahead
@@ -31,14 +33,19 @@ class LocalExchange:
     """Calls the sites' participants one after the other, in sorted order.
 
     Args:
-        open_participant: makes a site's participant at its first request; its errors are that site's errors.
+        open_participant: makes a site's participant at its first request; its errors are that
+            site's errors.
         absent: round -> sites that cannot be reached in it.
     """
 
     def __init__(
-        self, sites: Sequence[str], open_participant: Callable[[str], Participant], absent: Mapping[int, Iterable[str]] | None = None
+        self,
+        sites: Sequence[str],
+        open_participant: Callable[[str], Participant],
+        absent: Mapping[int, Iterable[str]] | None = None,
     ):
-        self.sites, self.open_participant = sorted(sites), open_participant
+        self.sites = sorted(sites)
+        self.open_participant = open_participant
         self.absent = {round: set(names) for round, names in (absent or {}).items()}
         self.participants: dict[str, Participant] = {}
 
@@ -71,22 +78,32 @@ class LocalExchange:
 
 
 def send(connection: Connection, words: dict[str, Any], message: Message) -> None:
-    """Send a message, and JSON values beside it, to another process, which calls `receive`; OSError if it is gone."""
-    names = {entry: list(state) for entry, state in message.states.items()}  # safetensors changes the order
-    connection.send_bytes(json.dumps({"words": words, "meta": message.meta, "names": names}).encode())
+    """Send a message, and JSON values beside it, to another process, which calls `receive`.
+
+    OSError if the process is gone.
+    """
+    # safetensors changes the order.
+    names = {entry: list(state) for entry, state in message.states.items()}
+    header = {"words": words, "meta": message.meta, "names": names}
+    connection.send_bytes(json.dumps(header).encode())
     connection.send_bytes(save(flat(message)))
 
 
 def receive(connection: Connection) -> tuple[dict[str, Any], Message]:
-    """The next message, and the JSON values beside it; EOFError if the other process has closed the connection."""
+    """The next message, and the JSON values beside it.
+
+    EOFError if the other process has closed the connection.
+    """
     header = json.loads(connection.recv_bytes())
     tensors = load(connection.recv_bytes())
-    states = {entry: {name: tensors[f"{entry}{SEPARATOR}{name}"] for name in names} for entry, names in header["names"].items()}
+    states: dict[str, StateDict] = {}
+    for entry, names in header["names"].items():
+        states[entry] = {name: tensors[f"{entry}{SEPARATOR}{name}"] for name in names}
     return header["words"], Message(states, header["meta"])
 
 
 class ForkedExchange(LocalExchange):
-    """A `LocalExchange` with every site in a separate process, which is forked at its first request.
+    """A `LocalExchange` with every site in a separate process, forked at its first request.
 
     Args:
         workers: how many sites work at the same time.
@@ -96,25 +113,33 @@ class ForkedExchange(LocalExchange):
     """
 
     def __init__(
-        self, sites: Sequence[str], open_participant: Callable[[str], Participant], absent: Mapping[int, Iterable[str]] | None, workers: int
+        self,
+        sites: Sequence[str],
+        open_participant: Callable[[str], Participant],
+        absent: Mapping[int, Iterable[str]] | None,
+        workers: int,
     ):
         super().__init__(sites, open_participant, absent)
         if not hasattr(os, "fork"):
             raise ConfigError("this system cannot fork a process: remove 'workers'")
         if torch.cuda.is_initialized():
-            raise ConfigError("this process has used a GPU already and cannot be forked: start a new one, or remove 'workers'")
+            raise ConfigError(
+                "this process has used a GPU already and cannot be forked: "
+                "start a new one, or remove 'workers'"
+            )
         import_ahead()
         self._workers = workers
         self._forks: dict[str, tuple[BaseProcess, Connection]] = {}
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        waiting = sorted(outgoing)[::-1]
+        waiting = sorted(outgoing, reverse=True)
         replies: dict[str, Reply] = {}
         with selectors.DefaultSelector() as busy:
             while waiting or busy.get_map():
                 while waiting and len(busy.get_map()) < self._workers:
                     site = waiting.pop()
-                    busy.register(self._start(site, step, outgoing[site]), selectors.EVENT_READ, site)
+                    connection = self._start(site, step, outgoing[site])
+                    busy.register(connection, selectors.EVENT_READ, site)
                 for key, _ in busy.select():
                     busy.unregister(key.fileobj)
                     replies[key.data] = self._reply(key.data, step)
@@ -141,7 +166,7 @@ class ForkedExchange(LocalExchange):
         return self._forks[site][1]
 
     def _end(self, site: str) -> int:
-        """Kill the site's process and return its exit code; minus the number of the signal that ended it."""
+        """Kill the site's process and return its exit code: minus the signal that ended it."""
         process, connection = self._forks.pop(site)
         connection.close()
         process.kill()
@@ -149,29 +174,35 @@ class ForkedExchange(LocalExchange):
         return process.exitcode or 0
 
     def _reply(self, site: str, step: Step) -> Reply:
+        where = f"'{step.phase}' of round {step.round}"
         try:
             words, message = receive(self._forks[site][1])
         except (EOFError, ConnectionError):
             code = self._end(site)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            return Reply(problem=f"site {site}: its process ended in '{step.phase}' of round {step.round} ({how})")
-        if trace := words.get("trace"):
-            raise RuntimeError(f"site {site} failed in '{step.phase}' of round {step.round}:\n{trace}")
+            return Reply(problem=f"site {site}: its process ended in {where} ({how})")
+        if "trace" in words:
+            raise RuntimeError(f"site {site} failed in {where}:\n{words['trace']}")
         if "aborted" in words:
             raise Aborted(words["aborted"])
-        problem, seconds = words["problem"], words["seconds"]
-        return Reply(problem=problem, seconds=seconds) if problem else Reply(message, seconds=seconds)
+        if words["problem"]:
+            return Reply(problem=words["problem"], seconds=words["seconds"])
+        return Reply(message, seconds=words["seconds"])
 
     def _fork(self, site: str) -> None:
         here, there = Pipe()
         inherited = [here, *(connection for _, connection in self._forks.values())]
-        process = get_context("fork").Process(target=self._work, args=(site, there, os.getpid(), inherited))
+        process = get_context("fork").Process(
+            target=self._work, args=(site, there, os.getpid(), inherited)
+        )
         process.start()
         there.close()
         self._forks[site] = process, here
 
-    def _work(self, site: str, connection: Connection, parent: int, inherited: Iterable[Connection]) -> None:
-        """The site's process: step after step, until the parent closes the connection or is gone."""
+    def _work(
+        self, site: str, connection: Connection, parent: int, inherited: Iterable[Connection]
+    ) -> None:
+        """The site's process: step after step, until the parent closes the connection or ends."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
         for of_the_parent in inherited:
             of_the_parent.close()
@@ -180,7 +211,9 @@ class ForkedExchange(LocalExchange):
                 request, message = receive(connection)
                 if os.getppid() != parent:
                     break
-                send(connection, *self._answered(site, Step(request["phase"], request["round"]), message))
+                step = Step(request["phase"], request["round"])
+                words, message = self._answered(site, step, message)
+                send(connection, words, message)
         os._exit(0)
 
     def _answered(self, site: str, step: Step, message: Message) -> tuple[dict[str, Any], Message]:
@@ -190,14 +223,16 @@ class ForkedExchange(LocalExchange):
             return {"aborted": str(error)}, Message()
         except Exception:
             return {"trace": traceback.format_exc()}, Message()
-        return {"problem": reply.problem, "seconds": reply.seconds}, reply.message or Message()
+        words = {"problem": reply.problem, "seconds": reply.seconds}
+        return words, reply.message or Message()
 
 
 @contextmanager
 def threads_of_a_site() -> Iterator[None]:
     """Inside, this process and its forks compute on OMP_NUM_THREADS threads, by default one.
 
-    The number of threads decides the order of sums, hence the last bits: it must not depend on the number of workers.
+    The number of threads decides the order of sums, hence the last bits: it must not depend on the
+    number of workers.
 
     Raises:
         ConfigError: OMP_NUM_THREADS is not a number of threads.
@@ -205,7 +240,9 @@ def threads_of_a_site() -> Iterator[None]:
     value = os.environ.get("OMP_NUM_THREADS") or "1"
     first = value.split(",")[0].strip()  # it may list a number for each level of nested regions
     if not first.isdecimal() or int(first) < 1:
-        raise ConfigError(f"OMP_NUM_THREADS is {value!r}: give the number of threads of a site, for example 1")
+        raise ConfigError(
+            f"OMP_NUM_THREADS is {value!r}: give the number of threads of a site, for example 1"
+        )
     before = torch.get_num_threads()
     torch.set_num_threads(int(first))
     try:

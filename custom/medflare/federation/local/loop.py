@@ -1,7 +1,7 @@
-"""The plain loop: a federation on one machine without FLARE, with the same algorithms and schedule."""
+"""The plain loop: a federation on one machine without FLARE, with the same algorithms."""
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,8 @@ from medflare.training.opening import open_site
 from medflare.training.site import Site
 
 STATE = "state"  # folder in a site's folder: its state between two steps
-Delivered = Callable[[str, str, Message, Cases], None]  # (site, role, final model, its test scores by patient)
+# (site, role, final model, its test scores by patient)
+Delivered = Callable[[str, str, Message, Cases], None]
 
 
 def run_local(
@@ -61,7 +62,9 @@ def run_local(
     delivered: Delivered = lambda site, role, model, cases: None,
     **options: Any,
 ) -> RunResults:
-    """Run a federation on this machine and return its results: a dict, the content of results.json, that a notebook shows as a page.
+    """Run a federation on this machine and return its results.
+
+    They are a dict, the content of results.json, that a notebook shows as a page.
 
     Args:
         method: name of the method, or a `Method`.
@@ -69,34 +72,45 @@ def run_local(
         sites: names of the sites, or how many (site-1, site-2, ...); all but those outside train.
         rounds: federation rounds.
         seed: of everything that is random.
-        outside: sites that do not train and only receive the final models, whether `sites` names them or not.
-        data_root: folder with one folder per site; None: MEDFLARE_DATA_ROOT, else the task's embedded images.
-        weights: file of the task's network.weights, or its folder; None: MEDFLARE_WEIGHTS, else an installed package's.
+        outside: sites that do not train and only receive the final models, whether `sites` names
+            them or not.
+        data_root: folder with one folder per site; None: MEDFLARE_DATA_ROOT, else the task's
+            embedded images.
+        weights: file of the task's network.weights, or its folder; None: MEDFLARE_WEIGHTS, else an
+            installed package's.
         device: torch device of the networks; None: MEDFLARE_DEVICE, else cpu.
         resplit: draw the splits again by patient with this seed.
         site_algorithm: method whose site algorithm replaces that of `method`.
         server_algorithm: method whose server algorithm replaces that of `method`.
         absent: round -> sites that cannot be reached in it.
         opener: (name, role) -> site, for data from elsewhere than `data_root`.
-        out: folder for results.json, report.html, models and the sites' folders; None: nothing is written.
+        out: folder for results.json, report.html, models and the sites' folders; None: nothing is
+            written.
         resume: continue an interrupted run in `out`; everything else must be as before.
-        workers: how many sites train at the same time, each in a process with OMP_NUM_THREADS threads (default 1); any number
-            gives the same models. None: one after the other in this process, on all of torch's threads.
-        track: "tensorboard", "mlflow[=URI]", "wandb[=PROJECT]" or "none"; None: TensorBoard files in `out`, where it is installed.
+        workers: how many sites train at the same time, each in a process with OMP_NUM_THREADS
+            threads (default 1); any number gives the same models. None: one after the other in this
+            process, on all of torch's threads.
+        track: "tensorboard", "mlflow[=URI]", "wandb[=PROJECT]" or "none"; None: TensorBoard files
+            in `out`, where it is installed.
         progress: print a progress line after every step; None: in a notebook only.
         say: called with a progress line after every step, in place of `print`.
         observe: called after every step.
-        delivered: called with every final model, in the site's process if there are several workers.
-        options: the fields of `settings.Rules` (`min_sites`, `sites_per_round`, ...), and the method's hyper-parameters: by name if one
-            algorithm has the name, else `site={name: value}`, `server={name: value}`.
+        delivered: called with every final model, in the site's process if there are several
+            workers.
+        options: the fields of `settings.Rules` (`min_sites`, `sites_per_round`, ...), and the
+            method's hyper-parameters: by name if one algorithm has the name, else `site={name:
+            value}`, `server={name: value}`.
 
     Raises:
-        ConfigError: the method, task, a hyper-parameter or a site name is wrong. Later errors give a result with status FAILED.
-        Exception: an error that is not a MedflareError is a bug; it is raised after results.json says FAILED.
+        ConfigError: the method, task, a hyper-parameter or a site name is wrong. Later errors give
+            a result with status FAILED.
+        Exception: an error that is not a MedflareError is a bug; it is raised after results.json
+            says FAILED.
     """
     chosen = get_method(method, site=site_algorithm, server=server_algorithm)
     config = load_task(task)
-    config = config if resplit is None else replace(config, resplit=resplit)
+    if resplit is not None:
+        config = replace(config, resplit=resplit)
     apart = tuple(sorted(_listed(outside, "outside")))
     inside = tuple(name for name in _names(sites) if name not in apart)
     if not inside:
@@ -106,74 +120,94 @@ def run_local(
     rules = {name: options[name] for name in RULES if name in options}
     hyper = {name: value for name, value in options.items() if name not in RULES}
     settings = run_settings({"rounds": rounds, "seed": seed, "outside": apart, **rules})
-    check_run(chosen, config, hyper, rounds=settings.rounds, outside=apart, cross_site=settings.cross_site)
+    check_run(
+        chosen, config, hyper, rounds=settings.rounds, outside=apart, cross_site=settings.cross_site
+    )
     check_track(track)
-    folder, about = None if out is None else Path(out), {"engine": "local"}
+    folder = None if out is None else Path(out)
     steps: list[dict[str, Any]] = []
 
     def observed(report: StepReport) -> None:
         steps.append(report.line())
         observe(report)
 
-    line_printer = _line_printer(progress, say)
-    run = Run(chosen, config, hyper, settings, inside, folder=folder, about=about, say=line_printer, observe=observed)
-    run.weights, run.track = None if weights is None else Path(weights), track
+    run = Run(
+        chosen,
+        config,
+        hyper,
+        settings,
+        inside,
+        folder=folder,
+        weights=None if weights is None else Path(weights),
+        about={"engine": "local"},
+        say=_line_printer(progress, say),
+        observe=observed,
+        track=track,
+    )
 
-    def participant(name: str) -> Participant:
-        def opened(role: str) -> Site:
-            return opener(name, role) if opener else open_site(name, config, seed=seed, role=role, data_root=data_root, device=device)
+    def open_participant(name: str) -> Participant:
+        def open_data(role: str) -> Site:
+            if opener is not None:
+                return opener(name, role)
+            return open_site(name, config, seed=seed, role=role, data_root=data_root, device=device)
 
-        home = None if folder is None else SiteFolder(folder / SITES / name, name, chosen, config, seed)
-        store = None if home is None else StateStore(home.folder / STATE)
-        artifacts = _Shown(name, delivered, home or ArtifactStore())
-        return Participant(name, opened, chosen, hyper, store=store, artifacts=artifacts, local=LocalSettings(share_model=True))
+        artifacts = ArtifactStore()
+        state = None
+        if folder is not None:
+            site_folder = folder / SITES / name
+            artifacts = SiteFolder(site_folder, name, chosen, config, seed)
+            state = StateStore(site_folder / STATE)
+        return Participant(
+            name,
+            open_data,
+            chosen,
+            hyper,
+            store=state,
+            artifacts=_DeliveringStore(name, delivered, artifacts),
+            local=LocalSettings(share_model=True),
+        )
 
     names = (*inside, *apart)
     if folder is not None and not resume:  # a new run begins in the folder of an earlier one
         for name in names:
             shutil.rmtree(folder / SITES / name / STATE, ignore_errors=True)
     with nullcontext() if workers is None else threads_of_a_site():
-        exchange = LocalExchange(names, participant, absent)
+        exchange = LocalExchange(names, open_participant, absent)
         if workers is not None and workers > 1:
-            exchange = ForkedExchange(names, participant, absent, workers)
+            exchange = ForkedExchange(names, open_participant, absent, workers)
         with closing(exchange):
             results = run.execute(exchange, resume=resume)
     return RunResults(results, steps if folder is None else read_rounds(folder), folder)
 
 
-def _line_printer(progress: bool | None, say: Callable[[str], None] | None) -> Callable[[str], None]:
+def _line_printer(
+    progress: bool | None, say: Callable[[str], None] | None
+) -> Callable[[str], None]:
     """What gets the progress lines of a run, see `run_local`."""
     if say is not None:
         return say
-    shown = in_notebook() if progress is None else progress
-    return print if shown else lambda line: None
+    if progress is None:
+        progress = in_notebook()
+    return print if progress else lambda line: None
 
 
 @dataclass(frozen=True)
-class _Shown(ArtifactStore):
-    """The store of a site's folder, which also passes models to the caller of `run_local`."""
+class _DeliveringStore(ArtifactStore):
+    """A site's store that also passes final models to the caller of `run_local`."""
 
-    name: str
+    site: str
     delivered: Delivered
-    home: ArtifactStore
+    store: ArtifactStore
 
     def keep(self, role: str, model: Message, summary: Summary) -> None:
-        self.delivered(self.name, role, model, summary.cases)
-        self.home.keep(role, model, summary)
+        self.delivered(self.site, role, model, summary.cases)
+        self.store.keep(role, model, summary)
 
     def show(self, title: str, png: bytes) -> None:
-        self.home.show(title, png)
+        self.store.show(title, png)
 
-    def finish(
-        self,
-        site: Site,
-        role: str,
-        models: Mapping[str, Message],
-        events: Sequence[Mapping[str, Any]],
-        constant: float | None = None,
-        of_training: Sequence[str] = (),
-    ) -> None:
-        self.home.finish(site, role, models, events, constant, of_training)
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        self.store.finish(*args, **kwargs)
 
 
 def resume_local(
@@ -186,7 +220,9 @@ def resume_local(
     track: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> RunResults:
-    """Finish an interrupted run of the plain loop in `folder`, its `out`; the other arguments are those of `run_local`.
+    """Finish an interrupted run of the plain loop in `folder`, its `out`.
+
+    The other arguments are those of `run_local`.
 
     Raises:
         StateError: the folder holds no checkpoint.
@@ -214,7 +250,10 @@ def resume_local(
 
 
 def _names(sites: int | Iterable[str]) -> tuple[str, ...]:
-    names = [f"site-{number + 1}" for number in range(sites)] if isinstance(sites, int) else _listed(sites, "sites")
+    if isinstance(sites, int):
+        names = [f"site-{number + 1}" for number in range(sites)]
+    else:
+        names = _listed(sites, "sites")
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"sites = {names}: name at least one site, each once")
     return tuple(sorted(names))
@@ -223,9 +262,14 @@ def _names(sites: int | Iterable[str]) -> tuple[str, ...]:
 def _listed(names: Iterable[str], setting: str) -> list[str]:
     """The names of sites, which are names of folders, too."""
     if isinstance(names, str):
-        raise ConfigError(f"{setting} = {names!r}: give a list of site names, for example [{names!r}]")
+        raise ConfigError(
+            f"{setting} = {names!r}: give a list of site names, for example [{names!r}]"
+        )
     listed = list(names)
     for name in listed:
         if not isinstance(name, str) or not is_name(name) or "/" in name or "\\" in name:
-            raise ConfigError(f"site {name!r}: a site's name is also a folder's name; use letters, digits, - and _")
+            raise ConfigError(
+                f"site {name!r}: a site's name is also a folder's name; "
+                "use letters, digits, - and _"
+            )
     return listed

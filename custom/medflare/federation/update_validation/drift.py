@@ -1,4 +1,5 @@
-"""Drift: a site that moves the model round after round in a direction of its own, each time by no more than is usual.
+"""Drift: a site that moves the model round after round in a direction of its own, each time by no
+more than is usual.
 
 The server keeps a sample of the coordinates of every site's last updates, never whole updates.
 """
@@ -18,7 +19,8 @@ from medflare.federation.update_validation.clipping import usual_lengths
 
 _WINDOW: Final = 3  # updates of a site that are added up
 _SAMPLE: Final = 512  # coordinates of a tensor
-# Of 711 sums of honest sites (phantom, ham10000, fundus_vessels, brain_lgg) none meets all four conditions, of 84 drifting ones all do.
+# Of 711 sums of honest sites (phantom, ham10000, fundus_vessels, brain_lgg) none meets all four
+# conditions, of 84 drifting ones all do.
 _APART: Final = 0.1  # a drifting sum has a smaller cosine to that of every other site
 _AGREE: Final = 0.2  # the others' sums have a larger cosine to each other, by their median
 _SHORT: Final = 0.25  # a sum below this fraction of the usual length does no harm
@@ -29,21 +31,29 @@ Sketches = dict[str, dict[str, Tensor]]  # entry -> site -> sampled coordinates 
 
 @dataclass
 class DriftMemory:
-    """The last sampled updates of every site, for each phase and entry; `memory` is all of it, for a checkpoint."""
+    """The last sampled updates of every site, for each phase and entry; `memory` is all of it, for
+    a checkpoint.
+    """
 
     seed: int
     memory: Message = field(default_factory=Message)
 
     def sketch(
-        self, phase: str, entry: str, replies: Mapping[str, StateDict], sent: Mapping[str, StateDict], salt: str
+        self,
+        phase: str,
+        entry: str,
+        replies: Mapping[str, StateDict],
+        sent: Mapping[str, StateDict],
+        salt: str,
     ) -> dict[str, Tensor]:
-        """Site -> coordinates of its update, each times sqrt(size / sample) of its tensor, so that lengths are estimated without bias.
+        """Site -> coordinates of its update, each times sqrt(size / sample) of its tensor, so that
+        lengths are estimated without bias.
 
         Args:
             replies: site -> state that it sent.
             sent: site -> state that it was sent.
-            salt: part of the random generator's key, in the first round. It holds what no single site knows: a site that could foresee
-                the coordinates would drift along others.
+            salt: part of the random generator's key, in the first round. It holds what no single
+                site knows: a site that could foresee the coordinates would drift along others.
         """
         salt = self.memory.meta.setdefault(f"{phase}/{entry}", salt)
         parts: dict[str, list[Tensor]] = {site: [] for site in replies}
@@ -56,55 +66,77 @@ class DriftMemory:
                 drawn = torch.randint(tensor.numel(), (_SAMPLE,), generator=generator)
             scale = math.sqrt(tensor.numel() / max(len(drawn), 1))
             for site, state in replies.items():
-                update = state[name].reshape(-1)[drawn].float() - sent[site][name].reshape(-1)[drawn].float()
-                parts[site].append(scale * update)
+                end = state[name].reshape(-1)[drawn].float()
+                start = sent[site][name].reshape(-1)[drawn].float()
+                parts[site].append(scale * (end - start))
         return {site: torch.cat(updates) for site, updates in parts.items() if updates}
 
-    def drifting(self, phase: str, sketches: Sketches, images: Mapping[str, int]) -> tuple[dict[str, str], dict[str, str]]:
-        """Sites whose last updates, with the present one, are a drift, with the reason: long ones, which are not used, and others."""
-        long, others = dict[str, str](), dict[str, str]()
+    def drifting(
+        self, phase: str, sketches: Sketches, images: Mapping[str, int]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Sites whose last updates, with the present one, are a drift, with the reason: long ones,
+        which are not used, and others.
+        """
+        long: dict[str, str] = {}
+        others: dict[str, str] = {}
         for entry, present in sketches.items():
-            windows = {site: self._window(phase, entry, site, sketch) for site, sketch in present.items()}
-            full = [site for site, window in windows.items() if len(window) == _WINDOW]
+            full: dict[str, Tensor] = {}  # windows of the sites with enough updates
+            for site, sketch in present.items():
+                window = self._window(phase, entry, site, sketch)
+                if len(window) == _WINDOW:
+                    full[site] = window
             if len(full) < 3:  # two sites have no majority
                 continue
-            found = drift(torch.stack([windows[site] for site in full]), [images.get(site, 0) for site in full])
-            for site, times in zip(full, found, strict=True):
-                text = f"its last {_WINDOW} updates of {entry} add up in a direction that no other site shares, {times:.3g} times as far"
-                if times > 0:
-                    (long if times > _LONG else others).setdefault(site, text)
+            counts = [images.get(site, 0) for site in full]
+            drifts = drift(torch.stack(list(full.values())), counts)
+            for site, times in zip(full, drifts, strict=True):
+                text = (
+                    f"its last {_WINDOW} updates of {entry} add up in a direction "
+                    f"that no other site shares, {times:.3g} times as far"
+                )
+                if times > _LONG:
+                    long.setdefault(site, text)
+                elif times > 0:
+                    others.setdefault(site, text)
         return long, others
 
     def remember(self, phase: str, sketches: Sketches) -> None:
         """Keep the updates of a finished step."""
         for entry, present in sketches.items():
             state = self.memory.states.setdefault(f"{phase}/{entry}", {})
-            state |= {site: self._window(phase, entry, site, sketch)[1 - _WINDOW :] for site, sketch in present.items()}
+            for site, sketch in present.items():
+                state[site] = self._window(phase, entry, site, sketch)[1 - _WINDOW :]
 
     def _window(self, phase: str, entry: str, site: str, sketch: Tensor) -> Tensor:
         """The site's last updates and the present one, (rounds, coordinates)."""
-        earlier = self.memory.states.get(f"{phase}/{entry}", {}).get(site, sketch.new_zeros(0, len(sketch)))
+        none = sketch.new_zeros(0, len(sketch))
+        earlier = self.memory.states.get(f"{phase}/{entry}", {}).get(site, none)
         return torch.cat([earlier, sketch.unsqueeze(0)])
 
 
 def drift(updates: Tensor, images: Sequence[int]) -> list[float]:
-    """|s_k| / usual length for those of K sites that drift, else 0; s_k = Σ_r u_rk of its last R updates, (K, R, coordinates).
+    """|s_k| / usual length for those of K sites that drift, else 0; s_k = Σ_r u_rk of its last R
+    updates, (K, R, coordinates).
 
-    1. cos(s_k, s_j) < 0.1 for every other site j, and the median of cos(s_i, s_j) over the others is above 0.2: they agree.
+    1. cos(s_k, s_j) < 0.1 for every other site j, and the median of cos(s_i, s_j) over the others
+       is above 0.2: they agree.
     2. |s_k| / Σ_r |u_rk| is larger than every other site's: it is the straightest.
     3. |s_k| is at least a quarter of the usual length.
     """
     sums = updates.double().sum(dim=1)
-    lengths, paths = sums.norm(dim=1), updates.double().norm(dim=2).sum(dim=1)
+    lengths = sums.norm(dim=1)
+    paths = updates.double().norm(dim=2).sum(dim=1)
     straight = torch.where(paths > 0, lengths / paths, torch.zeros_like(paths))
     cosine = cosines(sums @ sums.T)
     usual = usual_lengths(lengths, images)
-    found = []
+    drifts = [0.0] * len(sums)
     for site in range(len(sums)):
         others = [other for other in range(len(sums)) if other != site]
         pairs = cosine[others][:, others][torch.triu_indices(len(others), len(others), 1).unbind()]
         apart = bool((cosine[site, others] < _APART).all()) and float(pairs.median()) > _AGREE
         straightest = bool((straight[site] > straight[others]).all())
-        times = float(lengths[site] / usual[site]) if usual[site] > 0 else 0.0
-        found.append(times if apart and straightest and times >= _SHORT else 0.0)
-    return found
+        if apart and straightest and usual[site] > 0:
+            times = float(lengths[site] / usual[site])
+            if times >= _SHORT:
+                drifts[site] = times
+    return drifts

@@ -1,35 +1,49 @@
-"""Update validation: what the server does with replies to a method's phase before it aggregates them.
+"""Update validation: what the server does with replies to a method's phase before it aggregates
+them.
 
-A reply is rejected if it differs from the phase's declaration, is not finite, has other counts than at enrollment, or is much longer
-than the others' updates, or if it and its site's last ones add up far in a direction of their own (`drift`). A longer one than usual is
-clipped (`clipping`). One that points against the others', or a short drift, may come from other patients: it is used, with an event.
+A reply is rejected if it differs from the phase's declaration, is not finite, has other counts than
+at enrollment, or is much longer than the others' updates, or if it and its site's last ones add up
+far in a direction of their own (`drift`). A longer one than usual is clipped (`clipping`). One that
+points against the others', or a short drift, may come from other patients: it is used, with an
+event.
 """
 
 import math
 import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
-from medflare.core.manifest import Manifest, MetaSpec, negative, non_finite, violation
 from medflare.core.message import Message
+from medflare.core.specs import Manifest, MetaSpec
 from medflare.core.states import CHUNK, StateDict, cosines, iter_chunks
+from medflare.federation.protocol import (
+    METRIC,
+    declaration_problem,
+    negative,
+    non_finite,
+    reason_line,
+    violation,
+)
 from medflare.federation.update_validation import clipping
 from medflare.federation.update_validation.drift import DriftMemory, Sketches
-from medflare.federation.update_validation.messages import METRIC, declaration_problem, reason_line
+from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
 
-_REQUIRED: Final = ("n_samples",)  # if the phase declares it
+T = TypeVar("T")
 _LIMIT: Final = 10.0  # times the median length of the others' updates
-_LARGEST_LIMIT: Final = 100.0  # with two sites, without a usual length, and for gradients and statistics
+_LARGEST_LIMIT: Final = (
+    100.0  # with two sites, without a usual length, and for gradients and statistics
+)
 OPPOSITE: Final = -0.3  # an update with a smaller cosine to the others is suspicious; those of honest phantom sites are positive
 
 
 @dataclass(frozen=True)
 class Validated:
-    """Usable replies in sorted site order; site -> why a reply is not usable; site -> why a usable one is suspicious.
+    """Usable replies in sorted site order; site -> why a reply is not usable; site -> why a usable
+    one is suspicious.
 
     `sketches` are for `DriftMemory.remember`, once the step is finished.
     """
@@ -57,13 +71,14 @@ def validate_replies(
     outgoing: Mapping[str, Message],
     enrolled: Mapping[str, Mapping[str, int]],
     *,
-    reply_meta: tuple[MetaSpec, ...] = (),
+    reply_meta: tuple[MetaSpec[Any], ...] = (),
     weights: Collection[str] | None = None,
     strict: bool = False,
     drift: DriftMemory | None = None,
     phase: str = "",
 ) -> Validated:
-    """Check every reply against its declaration and its site's counts, and the updates against each other; clip long ones.
+    """Check every reply against its declaration and its site's counts, and the updates against each
+    other; clip long ones.
 
     Args:
         replies: site -> reply.
@@ -71,67 +86,111 @@ def validate_replies(
         outgoing: site -> request; an update is the difference to the entry of the same name.
         enrolled: site -> {"train", "validation", "test"} counts at enrollment.
         reply_meta: the metadata that a reply may hold.
-        weights: entries with weights of the task's network, whose directions are compared; None: all.
+        weights: entries with weights of the task's network, whose directions are compared; None:
+            all.
         strict: also reject suspicious updates, if they are the minority of at least three.
         drift: earlier updates; None: they are not compared.
         phase: whose earlier updates.
     """
-    problems = {site: _problem(replies[site], manifest, reply_meta, enrolled.get(site, {})) for site in sorted(replies)}
-    rejected = {site: problem for site, problem in problems.items() if problem is not None}
-    accepted = {site: replies[site] for site in problems if site not in rejected}
+    accepted: dict[str, Message] = {}
+    rejected: dict[str, str] = {}
+    for site in sorted(replies):
+        problem = _problem(replies[site], manifest, reply_meta, enrolled.get(site, {}))
+        if problem is None:
+            accepted[site] = replies[site]
+        else:
+            rejected[site] = problem
     entries = sorted(next(iter(accepted.values())).states) if accepted else []
     updates = {entry: _updates(accepted, outgoing, entry) for entry in entries}
     images = {site: counts.get("train", 0) for site, counts in enrolled.items()}
+
     rejected |= _too_long(updates, images)
-    accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
-    compared = {entry: update for entry, update in updates.items() if update.replaces and (weights is None or entry in weights)}
-    sketches = {} if drift is None else _sketches(compared, accepted, outgoing, drift, phase)
-    long, drifting = ({}, {}) if drift is None else drift.drifting(phase, sketches, images)
-    rejected |= long
-    accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
-    drifting = {site: reason for site, reason in drifting.items() if site not in rejected}
+    accepted = _without(accepted, rejected)
+    compared = {}
+    for entry, update in updates.items():
+        if update.replaces and (weights is None or entry in weights):
+            compared[entry] = update
+    sketches: Sketches = {}
+    drifting: Mapping[str, str] = {}
+    if drift is not None:
+        sketches = _sketches(compared, accepted, outgoing, drift, phase)
+        long, drifting = drift.drifting(phase, sketches, images)
+        rejected |= long
+        accepted = _without(accepted, rejected)
+        drifting = _without(drifting, rejected)
     accepted, clipped = _clip(updates, accepted, outgoing, images)
+
     suspicious: dict[str, str] = {}
     for reasons in (clipped, _against_the_others(compared, accepted), drifting):
         for site, reason in reasons.items():
-            suspicious[site] = f"{suspicious[site]}; {reason}" if site in suspicious else reason
-    if strict and len(accepted) > 2 and 2 * len(suspicious) < len(accepted):
-        rejected, suspicious = rejected | suspicious, {}
-        accepted = {site: reply for site, reply in accepted.items() if site not in rejected}
-    return Validated(accepted, dict(sorted(rejected.items())), dict(sorted(suspicious.items())), sketches)
+            earlier = f"{suspicious[site]}; " if site in suspicious else ""
+            suspicious[site] = earlier + reason
+    minority = 2 * len(suspicious) < len(accepted)
+    if strict and len(accepted) > 2 and minority:
+        rejected |= suspicious
+        suspicious = {}
+        accepted = _without(accepted, rejected)
+    return Validated(
+        accepted, dict(sorted(rejected.items())), dict(sorted(suspicious.items())), sketches
+    )
 
 
-def _problem(reply: Message, manifest: Manifest, reply_meta: tuple[MetaSpec, ...], counts: Mapping[str, int]) -> str | None:
+def _without(by_site: Mapping[str, T], rejected: Collection[str]) -> dict[str, T]:
+    return {site: value for site, value in by_site.items() if site not in rejected}
+
+
+def _problem(
+    reply: Message,
+    manifest: Manifest,
+    reply_meta: tuple[MetaSpec[Any], ...],
+    counts: Mapping[str, int],
+) -> str | None:
     """Why a reply by itself is not usable, one line, or None."""
     problem = violation(reply, manifest) or non_finite(reply) or negative(reply, manifest)
     if reply_meta and not problem:
-        problem = declaration_problem(reply, reply_meta, [item for item in reply_meta if item in _REQUIRED])
-    samples, images = reply.meta.get("n_samples"), counts.get("train")
-    if not problem and samples is not None and images is not None and samples != images:
-        problem = f"n_samples is {samples}, the site enrolled with {images} training images; counts do not change during a run"
+        required = [item for item in reply_meta if item.name == N_SAMPLES.name]
+        problem = declaration_problem(reply, reply_meta, required)
+    samples = reply.get(N_SAMPLES)
+    images = counts.get("train")
+    known = samples is not None and images is not None
+    if not problem and known and samples != images:
+        problem = (
+            f"n_samples is {samples}, the site enrolled with {images} training images; "
+            "counts do not change during a run"
+        )
     return None if problem is None else reason_line(problem)
 
 
-def _updates(replies: Mapping[str, Message], outgoing: Mapping[str, Message], entry: str) -> _Updates:
+def _updates(
+    replies: Mapping[str, Message], outgoing: Mapping[str, Message], entry: str
+) -> _Updates:
     """The updates of one entry; integer tensors are ignored."""
     states = [reply.states[entry] for reply in replies.values()]
-    origins: list[StateDict] = [outgoing[site].states.get(entry, {}) if site in outgoing else {} for site in replies]
-    replaces = all(origin and state.keys() <= origin.keys() for state, origin in zip(states, origins, strict=True))
-    products = torch.zeros(len(states), len(states), dtype=torch.float64)
-    squares, sizes = dict[str, Tensor](), dict[str, int]()
-    buffer = torch.empty(len(states), CHUNK, dtype=torch.float64)
+    origins: list[StateDict] = []
+    for site in replies:
+        sent = outgoing[site].states if site in outgoing else {}
+        origins.append(sent.get(entry, {}))
+    pairs = zip(states, origins, strict=True)
+    replaces = all(origin and state.keys() <= origin.keys() for state, origin in pairs)
+    count = len(states)
+    products = torch.zeros(count, count, dtype=torch.float64)
+    squares: dict[str, Tensor] = {}
+    sizes: dict[str, int] = {}
+    buffer = torch.empty(count, CHUNK, dtype=torch.float64)
     for name, tensor in states[0].items():
         if not tensor.is_floating_point():
             continue
-        squares[name], sizes[name] = torch.zeros(len(states), dtype=torch.float64), tensor.numel()
+        squares[name] = torch.zeros(count, dtype=torch.float64)
+        sizes[name] = tensor.numel()
         starts = [origin.get(name, torch.zeros(())).expand_as(tensor) for origin in origins]
         if all(origin.get(name) is origins[0].get(name) for origin in origins):
             starts = starts[:1]  # all sites were sent the same tensor
         for chunks in iter_chunks([*(state[name] for state in states), *starts]):
-            origin_chunks = [chunk.double() for chunk in chunks[len(states) :]]
+            origin_chunks = [chunk.double() for chunk in chunks[count:]]
             updates = buffer[:, : chunks[0].numel()]
             for index, update in enumerate(updates):
-                update.copy_(chunks[index]).sub_(origin_chunks[index % len(origin_chunks)])
+                origin_chunk = origin_chunks[index % len(origin_chunks)]
+                update.copy_(chunks[index]).sub_(origin_chunk)
             inner = updates @ updates.T
             products += inner
             squares[name] += inner.diagonal()
@@ -139,9 +198,14 @@ def _updates(replies: Mapping[str, Message], outgoing: Mapping[str, Message], en
 
 
 def _clip(
-    updates: Mapping[str, _Updates], accepted: dict[str, Message], outgoing: Mapping[str, Message], images: Mapping[str, int]
+    updates: Mapping[str, _Updates],
+    accepted: dict[str, Message],
+    outgoing: Mapping[str, Message],
+    images: Mapping[str, int],
 ) -> tuple[dict[str, Message], dict[str, str]]:
-    """The replies with long updates clipped (see `clipping.scales`), and site -> what was clipped; two sites have no majority."""
+    """The replies with long updates clipped (see `clipping.scales`), and site -> what was clipped;
+    two sites have no majority.
+    """
     reasons: dict[str, str] = {}
     sites = list(accepted)
     for entry, update in updates.items():
@@ -151,15 +215,23 @@ def _clip(
         squares = {name: lengths[rows] for name, lengths in update.squares.items()}
         scales = clipping.scales(squares, update.sizes, [images.get(site, 0) for site in sites])
         for index, site in enumerate(sites):
-            factors = {name: float(scale[index]) for name, scale in scales.items() if scale[index] < 1}
+            factors = {}
+            for name, scale in scales.items():
+                if scale[index] < 1:
+                    factors[name] = float(scale[index])
             if factors:
-                accepted = {**accepted, site: clipping.clipped(accepted[site], outgoing[site], entry, factors)}
+                clipped = clipping.clipped(accepted[site], outgoing[site], entry, factors)
+                accepted = {**accepted, site: clipped}
                 reasons.setdefault(site, clipping.reason(entry, factors, len(update.sizes)))
     return accepted, reasons
 
 
 def _sketches(
-    updates: Mapping[str, _Updates], accepted: Mapping[str, Message], outgoing: Mapping[str, Message], drift: DriftMemory, phase: str
+    updates: Mapping[str, _Updates],
+    accepted: Mapping[str, Message],
+    outgoing: Mapping[str, Message],
+    drift: DriftMemory,
+    phase: str,
 ) -> Sketches:
     """The sampled updates of the accepted sites."""
     sketches: Sketches = {}
@@ -173,26 +245,39 @@ def _sketches(
 
 
 def _too_long(updates: Mapping[str, _Updates], images: Mapping[str, int]) -> dict[str, str]:
-    """Sites whose update of some entry is longer than ten times the median of the others that moved, with the reason.
+    """Sites whose update of some entry is longer than ten times the median of the others that
+    moved, with the reason.
 
-    A site with r times the others' median count of training images takes more steps: it has r times this limit, at most a hundred.
+    A site with r times the others' median count of training images takes more steps: it has r times
+    this limit, at most a hundred.
     """
     rejected: dict[str, str] = {}
     for entry, update in updates.items():
-        lengths = dict(zip(update.sites, update.products.diagonal().clamp(min=0).sqrt().tolist(), strict=True))
+        squared = update.products.diagonal().clamp(min=0)
+        lengths = dict(zip(update.sites, squared.sqrt().tolist(), strict=True))
         for site, length in lengths.items():
-            others = [other for other, moved in lengths.items() if other != site and 0 < moved < math.inf]
+            others = []
+            for other, moved in lengths.items():
+                if other != site and 0 < moved < math.inf:
+                    others.append(other)
             if not others:
                 continue
             median = statistics.median(lengths[other] for other in others)
-            count = statistics.median(images.get(other, 0) for other in others)
-            ratio = max(1.0, images.get(site, 0) / count) if count else 1.0
-            limit = min(_LIMIT * ratio, _LARGEST_LIMIT) if update.replaces and len(others) > 1 else _LARGEST_LIMIT
+            limit = _LARGEST_LIMIT
+            if update.replaces and len(others) > 1:
+                count = statistics.median(images.get(other, 0) for other in others)
+                ratio = max(1.0, images.get(site, 0) / count) if count else 1.0
+                limit = min(_LIMIT * ratio, _LARGEST_LIMIT)
             if not length <= limit * median:  # also if it is NaN because the square overflows
-                rejected.setdefault(site, f"{entry} moved by {length:.3g}, more than {limit:.3g} times the others' median {median:.3g}")
+                reason = (
+                    f"{entry} moved by {length:.3g}, more than {limit:.3g} times "
+                    f"the others' median {median:.3g}"
+                )
+                rejected.setdefault(site, reason)
         if update.replaces and len(update.sites) > 2:
             counts = [images.get(site, 0) for site in update.sites]
-            for index, reason in clipping.absurd(update.squares, update.sizes, counts).items():
+            absurd = clipping.absurd(update.squares, update.sizes, counts)
+            for index, reason in absurd.items():
                 rejected.setdefault(update.sites[index], f"{entry}/{reason}, their median")
     return rejected
 
@@ -202,9 +287,13 @@ def _against_the_others(updates: Mapping[str, _Updates], sites: Collection[str])
     reasons: dict[str, str] = {}
     for entry, update in updates.items():
         rows = [row for row, site in enumerate(update.sites) if site in sites]
-        for row, cosine in zip(rows, cosines_to_the_others(update.products[rows][:, rows]).tolist(), strict=True):
+        by_row = cosines_to_the_others(update.products[rows][:, rows]).tolist()
+        for row, cosine in zip(rows, by_row, strict=True):
             if cosine < OPPOSITE:
-                reasons.setdefault(update.sites[row], f"{entry} moved against the others: cosine {cosine:.2f} to their mean direction")
+                reason = (
+                    f"{entry} moved against the others: cosine {cosine:.2f} to their mean direction"
+                )
+                reasons.setdefault(update.sites[row], reason)
     return reasons
 
 
@@ -214,7 +303,8 @@ def cosines_to_the_others(products: Tensor) -> Tensor:
     NaN for an update of length 0, if the others cancel out, and for a single update.
 
     Examples:
-        >>> cosines_to_the_others(torch.tensor([[1.0, 1.0, -2.0], [1.0, 1.0, -2.0], [-2.0, -2.0, 4.0]]))
+        >>> cosines_to_the_others(torch.tensor([[1.0, 1.0, -2.0], [1.0, 1.0, -2.0], [-2.0, -2.0,
+          4.0]]))
         tensor([nan, nan, -1.])
     """
     moved = products.diagonal() > 0
@@ -225,19 +315,27 @@ def cosines_to_the_others(products: Tensor) -> Tensor:
     return torch.where(defined, along / squared.clamp(min=1e-9).sqrt(), math.nan)
 
 
-def drop_invalid_metrics(meta: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Set validation values that no metric can have to None, in place; returns model -> (kind of event, problem).
+def drop_invalid_metrics(reply: Message) -> dict[str, tuple[str, str]]:
+    """Set validation values that no metric can have to None, in place; returns model -> (kind of
+    event, problem).
 
     Such a value costs the site its vote in model selection, not its update.
     """
-    values = meta.get("validation") or {}
-    problems = {model: problem for model, value in values.items() if (problem := METRIC.problem(value))}
-    meta["validation"] = {model: None if model in problems else value for model, value in values.items()}
-    return {model: ("undefined" if math.isnan(values[model]) else "rejected", problem) for model, problem in problems.items()}
+    problems = {}
+    values: dict[str, float | None] = {}
+    for model, value in (reply.get(VALIDATION) or {}).items():
+        problem = METRIC.problem(value)
+        values[model] = None if problem else value
+        if problem:
+            undefined = isinstance(value, float) and math.isnan(value)
+            problems[model] = ("undefined" if undefined else "rejected", problem)
+    reply[VALIDATION] = values
+    return problems
 
 
 def capped(samples: Mapping[str, float], most: float) -> dict[str, float]:
-    """Counts with the largest lowered so that no site has more than the fraction `most` of their sum.
+    """Counts with the largest lowered so that no site has more than the fraction `most` of their
+    sum.
 
     Args:
         samples: site -> training images, none of them 0.

@@ -1,6 +1,7 @@
-"""A method that trains nothing: the server sends a final model of any kind, and every site tests it on its own images."""
+"""A method that trains nothing: the server sends a final model of any kind, and every site tests it
+on its own images.
+"""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic.dataclasses import dataclass
@@ -30,7 +31,9 @@ METHOD = Method(
 class EvaluateHyper:
     """Which model is evaluated."""
 
-    file: str = param(WEIGHTS_FILE, "weights of the model, beside its card in the server's folder of weights")
+    file: str = param(
+        WEIGHTS_FILE, "weights of the model, beside its card in the server's folder of weights"
+    )
     sha256: str = param("", "SHA-256 of the weights")
 
 
@@ -45,7 +48,8 @@ class EvaluateSite(SiteAlgorithm[SiteHyper]):
         """The model.
 
         Raises:
-            ConfigError: a kind of model that no method of medflare builds; no other package is asked, since the server names the kind.
+            ConfigError: a kind of model that no method of medflare builds; no other package is
+                asked, since the server names the kind.
             StateError: weights that do not fit the task.
         """
         from medflare.methods.catalogue import builtin_builder
@@ -72,24 +76,28 @@ class EvaluateServer(ServerAlgorithm[Any]):
             raise ConfigError(str(error)) from error
         found, wanted = self._model.card["sha256"], self.hyper.sha256
         if found != wanted:
-            raise ConfigError(f"{path}: is another model than the run's (sha256 {found[:16]}..., not {wanted[:16]}...)")
+            raise ConfigError(
+                f"{path}: is another model than the run's (sha256 {found[:16]}..., not {wanted[:16]}...)"
+            )
 
     def steps(self) -> list[Step]:
         return []
 
-    def configure(self, step: Step, site: str) -> Message:
-        """Not called."""
-        return Message()
-
-    def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """Not called."""
-
     def configure_final(self, site: str) -> Message:
         """The model; its tensors are shared by all sites' messages."""
-        range_of_images = {name: self._model.card[name] for name in (TRAINED_ON,) if name in self._model.card}
+        range_of_images = {
+            name: self._model.card[name] for name in (TRAINED_ON,) if name in self._model.card
+        }
         return Message(self._model.message.states, {**self._model.message.meta, **range_of_images})
 
     def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
         card = self._model.card
-        origin = {"method": card.get("method"), "kind": self._model.kind, "site": card.get("site") or "all", "seed": card.get("seed")}
-        return {"Evaluated model": {str(card.get("role")): {**origin, "sha256": card["sha256"][:16]}}}
+        origin = {
+            "method": card.get("method"),
+            "kind": self._model.kind,
+            "site": card.get("site") or "all",
+            "seed": card.get("seed"),
+        }
+        return {
+            "Evaluated model": {str(card.get("role")): {**origin, "sha256": card["sha256"][:16]}}
+        }

@@ -1,9 +1,10 @@
 """FedBN (Li et al., ICLR 2021): batch normalisation stays at the site, everything else is averaged.
 
-A site's own statistics, scales and shifts compensate what its scanner, stain or camera does to the images. Layers are found by type.
+A site's own statistics, scales and shifts compensate what its scanner, stain or camera does to the
+images. Layers are found by type.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -26,8 +27,6 @@ METHOD = Method(
 
 class FedBNSite(PartialSite[FedAvgSiteHyper]):
     """Keeps weights and running statistics of every batch-normalisation layer."""
-
-    Hyper: ClassVar[type] = FedAvgSiteHyper
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:

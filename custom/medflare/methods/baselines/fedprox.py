@@ -1,11 +1,10 @@
-"""FedProx (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020): a proximal term.
+"""FedProx (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020): a proximal
+term.
 
     min_w h_k(w; w_g) = F_k(w) + μ/2 ||w - w_g||²        (Eq. 2)
 
 Every local step follows the gradient of h_k: that of the task plus μ (w - w_g). μ = 0 is FedAvg.
 """
-
-from typing import ClassVar
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -31,15 +30,25 @@ METHOD = Method(
 class FedProxHyper(FedAvgSiteHyper):
     """The proximal term."""
 
-    mu: float = param(0.1, "weight of the proximal term; 0: FedAvg", symbol="μ", source="Eq. 2; 0.1 as in GRACE's code", low=0)
+    mu: float = param(
+        0.1,
+        "weight of the proximal term; 0: FedAvg",
+        symbol="μ",
+        source="Eq. 2; 0.1 as in GRACE's code",
+        low=0,
+    )
 
 
 class FedProxSite(FedAvgSite[FedProxHyper]):
     """FedAvg's site algorithm with a proximal term to the round's global model."""
 
-    Hyper: ClassVar[type] = FedProxHyper
-
-    def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
-        """Epochs of the task's loss with μ (w - w_g) added to its gradients; returns the mean task loss."""
+    def fit(
+        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
+    ) -> float | None:
+        """Epochs of the task's loss with μ (w - w_g) added to its gradients; returns the mean task
+        loss.
+        """
         gradient_hook = proximal_term(model, model.state_dict(), self.hyper.mu)
-        return train_epochs(model, optimizer, self.site, round, "model", gradient_hook=gradient_hook)
+        return train_epochs(
+            model, optimizer, self.site, round, "model", gradient_hook=gradient_hook
+        )

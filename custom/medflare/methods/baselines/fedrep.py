@@ -1,14 +1,13 @@
-"""FedRep (Collins et al., ICML 2021, Alg. 1): sites share the network's body, and each keeps its own head.
+"""FedRep (Collins et al., ICML 2021, Alg. 1): sites share the network's body, and each keeps its
+own head.
 
     h_k <- τ epochs of descent on F_k(h, φ) in h, from the site's last head, with φ from the server
     φ_k <- epochs of descent on F_k(h_k, φ) in φ
     φ   <- Σ_k p_k φ_k
 
-The frozen part is in evaluation mode: its running statistics do not change, and the head is trained on the features that it will be
-used with.
+The frozen part is in evaluation mode: its running statistics do not change, and the head is trained
+on the features that it will be used with.
 """
-
-from typing import ClassVar
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -36,14 +35,23 @@ METHOD = Method(
 class FedRepHyper(FedAvgSiteHyper):
     """Epochs of head and body in a round."""
 
-    head_epochs: int = param(10, "epochs of the head, with a frozen body", symbol="τ", source="Alg. 1; 10 in Sec. 5", low=0)
-    body_epochs: int | None = param(None, "epochs of the body, with a frozen head; none: the task's local epochs", source="Alg. 1", low=0)
+    head_epochs: int = param(
+        10,
+        "epochs of the head, with a frozen body",
+        symbol="τ",
+        source="Alg. 1; 10 in Sec. 5",
+        low=0,
+    )
+    body_epochs: int | None = param(
+        None,
+        "epochs of the body, with a frozen head; none: the task's local epochs",
+        source="Alg. 1",
+        low=0,
+    )
 
 
 class FedRepSite(PartialSite[FedRepHyper]):
     """Keeps the network's head; trains the head, then the body."""
-
-    Hyper: ClassVar[type] = FedRepHyper
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:
@@ -53,7 +61,9 @@ class FedRepSite(PartialSite[FedRepHyper]):
     def needs_features(cls, hyper: FedRepHyper) -> bool:
         return True
 
-    def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
+    def fit(
+        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
+    ) -> float | None:
         """Returns the loss of the body's epochs; if it has none, of the head's."""
 
         def loss(_part: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
@@ -61,8 +71,24 @@ class FedRepSite(PartialSite[FedRepHyper]):
 
         with model.frozen(["body"]):
             model.train()
-            head_loss = train_epochs(model.head, optimizer, self.site, round, "head", loss=loss, count=self.hyper.head_epochs)
+            head_loss = train_epochs(
+                model.head,
+                optimizer,
+                self.site,
+                round,
+                "head",
+                loss=loss,
+                count=self.hyper.head_epochs,
+            )
         with model.frozen(["head"]):
             model.train()
-            body_loss = train_epochs(model.body, optimizer, self.site, round, "model", loss=loss, count=self.hyper.body_epochs)
+            body_loss = train_epochs(
+                model.body,
+                optimizer,
+                self.site,
+                round,
+                "model",
+                loss=loss,
+                count=self.hyper.body_epochs,
+            )
         return head_loss if self.hyper.body_epochs == 0 else body_loss

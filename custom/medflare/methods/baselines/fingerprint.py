@@ -1,6 +1,8 @@
-"""A method that trains nothing: each site sends the fingerprint of its training images, for `medflare task plan`.
+"""A method that trains nothing: each site sends the fingerprint of its training images, for
+`medflare task plan`.
 
-What a fingerprint holds, and what a site with `minimum_patients` holds back, is in `data.checking.fingerprint`.
+What a fingerprint holds, and what a site with `minimum_patients` holds back, is in
+`data.checking.fingerprint`.
 """
 
 from collections.abc import Mapping
@@ -9,8 +11,9 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import AfterValidator
 
 from medflare.core.errors import DataError
-from medflare.core.manifest import MetaSpec, Phase
 from medflare.core.message import Message
+from medflare.core.phases import handles, phase
+from medflare.core.specs import MetaSpec
 from medflare.data.checking.fingerprint import fingerprint_of, from_json, learnt_of, to_json
 from medflare.methods.base import ServerAlgorithm, SiteAlgorithm, SiteHyper, Step
 from medflare.methods.method import Method
@@ -28,7 +31,9 @@ FILE: Final = "fingerprints.json"
 
 
 def _check_fingerprint(value: dict[str, Any]) -> dict[str, Any]:
-    """Raise ValueError for a value that is no fingerprint; an empty one, of a site with too few patients, is valid."""
+    """Raise ValueError for a value that is no fingerprint; an empty one, of a site with too few
+    patients, is valid.
+    """
     try:
         _ = value and from_json(value)
     except DataError as error:
@@ -37,27 +42,38 @@ def _check_fingerprint(value: dict[str, Any]) -> dict[str, Any]:
 
 
 _Fingerprint = Annotated[dict[str, Any], AfterValidator(_check_fingerprint)]
-FINGERPRINT = MetaSpec("fingerprint", "sizes, spacings, intensities and classes of the training images", _Fingerprint, "train")
+FINGERPRINT = MetaSpec[dict[str, Any]](
+    "fingerprint",
+    "sizes, spacings, intensities and classes of the training images",
+    _Fingerprint,
+    "train",
+)
 
 
 class FingerprintSite(SiteAlgorithm[SiteHyper]):
     """Reads the site's training images as they are stored and sends their fingerprint."""
 
     server_hyper: ClassVar[type] = object
-    phases: ClassVar[tuple[Phase, ...]] = (Phase("describe", reply_meta=(FINGERPRINT,)),)
     dp_unsupported_reason: ClassVar[str] = "a fingerprint carries no noise"
 
+    @phase(meta=(FINGERPRINT,))
     def describe(self, round: int, incoming: Message) -> Message:
-        """The fingerprint; an empty one if the training images are of fewer than `minimum_patients` patients.
+        """The fingerprint; an empty one if the training images are of fewer than `minimum_patients`
+        patients.
 
         Raises:
             DataError: an image cannot be used, or the site has its images in memory only.
         """
         site = self.site
         if site.source is None:
-            raise DataError(f"site {site.name}: a fingerprint needs stored images, these were made in memory; see open_site")
-        fingerprint = fingerprint_of(site.name, site.task, site.source, self.minimum_patients, site.abort)
-        return Message({}, {FINGERPRINT: {} if fingerprint is None else to_json([fingerprint])["sites"][0]})
+            raise DataError(
+                f"site {site.name}: a fingerprint needs stored images, these were made in memory; see open_site"
+            )
+        fingerprint = fingerprint_of(
+            site.name, site.task, site.source, self.minimum_patients, site.abort
+        )
+        described = {} if fingerprint is None else to_json([fingerprint])["sites"][0]
+        return Message.of({FINGERPRINT: described})
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         return {}
@@ -69,30 +85,34 @@ class FingerprintServer(ServerAlgorithm[Any]):
     Hyper: ClassVar[type] = SiteHyper  # none
 
     def steps(self) -> list[Step]:
-        return [Step("describe", self.context.rounds, everyone=True)]
+        return [Step.of(FingerprintSite.describe, self.context.rounds, everyone=True)]
 
-    def configure(self, step: Step, site: str) -> Message:
-        return Message()
-
-    def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """Keep the fingerprints; an event names each site without one."""
-        kept = {site: reply.meta[FINGERPRINT] for site, reply in replies.items() if reply.meta.get(FINGERPRINT)}
-        for site in sorted(replies.keys() - kept.keys()):
-            text = "sends no fingerprint: fewer patients than its minimum_patients"
-            self.context.events.add("warning", text, site=site, round=step.round)
-        self.memory.meta["fingerprints"] = {
-            site: {**value, "site": site, "learnt": learnt_of(self.context.task)} for site, value in kept.items()
-        }
+    @handles(FingerprintSite.describe)
+    def collect(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """Store the fingerprints; an event names each site without one."""
+        learnt = learnt_of(self.context.task)
+        fingerprints = {}
+        for site, reply in sorted(replies.items()):
+            described = reply.get(FINGERPRINT)
+            if described:
+                fingerprints[site] = {**described, "site": site, "learnt": learnt}
+            else:
+                text = "sends no fingerprint: fewer patients than its minimum_patients"
+                self.context.events.add("warning", text, site=site, round=step.round)
+        self.memory.meta["fingerprints"] = fingerprints
 
     def configure_final(self, site: str) -> Message:
         return Message()
 
     def documents(self) -> dict[str, Any]:
-        return {FILE: to_json([from_json(item) for _, item in sorted(self.memory.meta["fingerprints"].items())])}
+        stored = sorted(self.memory.meta["fingerprints"].items())
+        return {FILE: to_json([from_json(item) for _, item in stored])}
 
     def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
         """One row a site: images, and patients and median size if the site sent a fingerprint."""
-        rows: dict[str, dict[str, Any]] = {site: {"images": counts["n"].get("train")} for site, counts in self.context.site_counts.items()}
+        rows: dict[str, dict[str, Any]] = {}
+        for site, counts in self.context.site_counts.items():
+            rows[site] = {"images": counts["n"].get("train")}
         for site, item in self.memory.meta["fingerprints"].items():
             size = " x ".join(f"{side:.4g}" for side in item["sizes"]["median"])
             rows[site] |= {"patients": item["patients"], "median size": size}

@@ -1,11 +1,12 @@
 """MOON (Li et al., "Model-Contrastive Federated Learning", CVPR 2021).
 
-A contrastive loss pulls a site's features to those of the global model and away from those of its own model of the previous round.
-As in GRACE's Tables 2 and 4, a site uses its own local model; `--server-algorithm grace` is their "+ GRACE".
+A contrastive loss pulls a site's features to those of the global model and away from those of its
+own model of the previous round. As in GRACE's Tables 2 and 4, a site uses its own local model;
+`--server-algorithm grace` is their "+ GRACE".
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -16,11 +17,11 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
-from medflare.methods.base import VALIDATION, Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import MODEL, TRAIN, VALIDATE, FedAvgSite, FedAvgSiteHyper, delivered, trained_model
+from medflare.methods.base import PersistentState, Plan
+from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper, delivered
 from medflare.methods.method import Method
 from medflare.methods.parts.normalisation import batch_statistics
-from medflare.methods.parts.selection import Best
+from medflare.methods.parts.personal import PersonalModel
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import PrivacyHyper
 from medflare.training.site import Site
@@ -34,8 +35,11 @@ METHOD = Method(
 )
 
 
-def contrastive_loss(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float = 0.5) -> Tensor:
-    """-log exp(cos(z, z_glob) / tau) / (exp(cos(z, z_glob) / tau) + exp(cos(z, z_prev) / tau)), mean over images (MOON, Eq. 3).
+def contrastive_loss(
+    z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float = 0.5
+) -> Tensor:
+    """-log exp(cos(z, z_glob) / tau) / (exp(cos(z, z_glob) / tau) + exp(cos(z, z_prev) / tau)),
+    mean over images (MOON, Eq. 3).
 
     log 2, without a gradient, where the global and the previous model agree.
 
@@ -46,7 +50,9 @@ def contrastive_loss(z: Tensor, z_global: Tensor, z_previous: Tensor, temperatur
         temperature: tau.
     """
     local = z.flatten(1)
-    cosines = [F.cosine_similarity(local, other.flatten(1), dim=1) for other in (z_global, z_previous)]
+    cosines = [
+        F.cosine_similarity(local, other.flatten(1), dim=1) for other in (z_global, z_previous)
+    ]
     logits = torch.stack(cosines, dim=1) / temperature
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device))
 
@@ -55,22 +61,24 @@ def contrastive_loss(z: Tensor, z_global: Tensor, z_previous: Tensor, temperatur
 class MoonHyper(PrivacyHyper, FedAvgSiteHyper):
     """The contrastive loss."""
 
-    mu: float = param(1.0, "weight of the contrastive loss", symbol="μ", source="MOON, Eq. 4", low=0)
-    temperature: float = param(0.5, "of the contrastive loss", symbol="τ", source="MOON, Eq. 3", low=1e-6)
+    mu: float = param(
+        1.0, "weight of the contrastive loss", symbol="μ", source="MOON, Eq. 4", low=0
+    )
+    temperature: float = param(
+        0.5, "of the contrastive loss", symbol="τ", source="MOON, Eq. 3", low=1e-6
+    )
 
 
 class MoonSite(FedAvgSite[MoonHyper]):
-    """Adds the contrastive loss from the second round on; uses its local model of the best round."""
+    """Adds the contrastive loss from the second round on; uses its local model of the best round.
+    """
 
-    Hyper: ClassVar[type] = MoonHyper
-    phases = (TRAIN, VALIDATE)
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
-
+    freezes = False
     previous = PersistentState("previous")
 
     def __init__(self, site: Site, plan: Plan[MoonHyper, Any]):
         super().__init__(site, plan)
-        self.best = Best(self.memory, "personal")
+        self.selection = PersonalModel(self)
 
     @classmethod
     def needs_features(cls, hyper: MoonHyper) -> bool:
@@ -78,16 +86,20 @@ class MoonSite(FedAvgSite[MoonHyper]):
         return True
 
     def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training; the trained model is validated and becomes the next round's previous one."""
+        """FedAvg's training; the trained model is validated and becomes the next round's previous
+        one.
+        """
         reply = super().train(round, incoming)
-        self.previous = reply.states[MODEL]
-        value = self.validation(self.network("model", self.previous))
-        reply.meta[VALIDATION]["personal"] = value
-        self.best.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, self.previous)
+        self.previous = reply[MODEL]
+        self.selection.add_trained(round, reply[MODEL], reply)
         return reply
 
-    def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
-        """Epochs of L_sup + μ L_con (MOON, Eq. 4), of L_sup alone in the first round; returns the mean loss."""
+    def fit(
+        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
+    ) -> float | None:
+        """Epochs of L_sup + μ L_con (MOON, Eq. 4), of L_sup alone in the first round; returns the
+        mean loss.
+        """
         if self.previous is None:
             return super().fit(model, optimizer, round)
         contrast = self._contrast(model, self.previous)
@@ -98,18 +110,30 @@ class MoonSite(FedAvgSite[MoonHyper]):
 
         return self.descend(model, optimizer, round, loss)
 
-    def _contrast(self, model: FeatureNetwork, previous: StateDict) -> Callable[[Tensor, Tensor], Tensor]:
-        """(images, local features) -> μ L_con. All three models normalise by the same batch, so that equal models give equal features."""
+    def _contrast(
+        self, model: FeatureNetwork, previous: StateDict
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """(images, local features) -> μ L_con.
+
+        All three models normalise by the same batch, so that equal models give equal features.
+        """
         others = [self.frozen(model.state_dict()), self.frozen(previous, "previous")]
 
         def penalty(images: Tensor, features: Tensor) -> Tensor:
             with torch.no_grad(), batch_statistics(*others):
                 z_global, z_previous = (other.features_and_output(images)[0] for other in others)
-            return self.hyper.mu * contrastive_loss(features, z_global, z_previous, self.hyper.temperature)
+            return self.hyper.mu * contrastive_loss(
+                features, z_global, z_previous, self.hyper.temperature
+            )
 
         return penalty
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Inside: the best local model (the global one if the site never trained). Outside: the global model."""
-        models = delivered(incoming, None if self.best.state is None else trained_model(self.best.state, self.best.round))
-        return {"personal": models["global"], **models} if self.inside else models
+        """Inside: the best local model (the global one if the site never trained).
+
+        Outside: the global model.
+        """
+        models = delivered(incoming, self.selection.best())
+        if self.inside:
+            models.setdefault("personal", models["global"])
+        return models

@@ -1,7 +1,9 @@
-"""FedAvg with a robust rule in place of the mean: a few faulty or harmful sites cannot move the model far.
+"""FedAvg with a robust rule in place of the mean: a few faulty or harmful sites cannot move the
+model far.
 
-The coordinate-wise median and the trimmed mean (Yin, Chen, Ramchandran and Bartlett, ICML 2018), Krum, the geometric median and clipped
-updates, see `parts.robust`. Sites have equal weights, since a harmful site can report a false number of images.
+The coordinate-wise median and the trimmed mean (Yin, Chen, Ramchandran and Bartlett, ICML 2018),
+Krum, the geometric median and clipped updates, see `parts.robust`. Sites have equal weights, since
+a harmful site can report a false number of images.
 """
 
 from collections.abc import Mapping
@@ -30,7 +32,9 @@ METHOD = Method(
 class RobustHyper(RobustLimits, ServerHyper):
     """The rule and its limits."""
 
-    rule: RobustRule = param("median", "median or trimmed by coordinate, krum, geometric median, or clipped updates")
+    rule: RobustRule = param(
+        "median", "median or trimmed by coordinate, krum, geometric median, or clipped updates"
+    )
 
 
 class RobustAggregation(WeightedMean):
@@ -43,5 +47,4 @@ class RobustAggregation(WeightedMean):
 class RobustServer(FedAvgServer[RobustHyper]):
     """FedAvg's server algorithm with a robust rule."""
 
-    Hyper: ClassVar[type] = RobustHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = RobustAggregation

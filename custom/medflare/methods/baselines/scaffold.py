@@ -1,15 +1,17 @@
-"""SCAFFOLD (Karimireddy et al., ICML 2020, Alg. 1): control variates correct the drift of local training.
+"""SCAFFOLD (Karimireddy et al., ICML 2020, Alg. 1): control variates correct the drift of local
+training.
 
     y <- y - η_l (g_k(y) - c_k + c)                       every local step
     c_k <- c_k - c + (w_g - y) / (K η_l)                  option (ii)
     w_g <- w_g + η_g Σ_k p_k (y_k - w_g),   c <- c + (1/N) Σ_{k in S} (c_k⁺ - c_k)
 
-With plain gradient steps, w_g - y is η_l times the sum of all corrected gradients, so option (ii) is the mean of the K mini-batch
-gradients along the site's path. It is computed as this mean: it needs no learning rate and remains a gradient under Adam, momentum and
-weight decay. η_g is 1, as in the paper's experiments.
+With plain gradient steps, w_g - y is η_l times the sum of all corrected gradients, so option (ii)
+is the mean of the K mini-batch gradients along the site's path. It is computed as this mean: it
+needs no learning rate and remains a gradient under Adam, momentum and weight decay. η_g is 1, as in
+the paper's experiments.
 
-c_k stays at its site. Its update counts once the server has used it: a reply that is late, lost or rejected changes neither side, so
-that c remains the mean of the c_k.
+c_k stays at its site. Its update counts once the server has used it: a reply that is late, lost or
+rejected changes neither side, so that c remains the mean of the c_k.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +22,16 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.core.hyper import param
-from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count
 from medflare.core.message import Message
+from medflare.core.phases import asks, phase
 from medflare.core.settings import STRICT
+from medflare.core.specs import MetaSpec, TensorSpec, count
 from medflare.core.states import StateDict, copy_state, moved
-from medflare.methods.base import MEASURED, Capability, PersistentState, Plan, ServerContext, Step
+from medflare.methods.base import PersistentState, Plan, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper
+from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.method import Method
+from medflare.methods.parts.measured import MEASURED
 from medflare.training.epochs import train_epochs
 
 METHOD = Method(
@@ -40,17 +44,24 @@ METHOD = Method(
 
 
 def _trained(plan: Plan[Any, Any]) -> StateDict:
-    return {name: weight.detach() for name, weight in plan.network().named_parameters() if weight.requires_grad}
+    return {
+        name: weight.detach()
+        for name, weight in plan.network().named_parameters()
+        if weight.requires_grad
+    }
 
 
 CONTROL = TensorSpec("control", template=_trained)  # c
-UPDATE = TensorSpec("control_update", "change of the site's control variate, a mean gradient of its training images", _trained)
-COUNTED = MetaSpec("counted", "round of the site's last control update that the server has used", count(optional=True))
-
-
-@dataclass(frozen=True, config=STRICT)
-class ScaffoldSiteHyper(FedAvgSiteHyper):
-    """A class of its own: the two algorithms work only with each other."""
+UPDATE = TensorSpec(
+    "control_update",
+    "change of the site's control variate, a mean gradient of its training images",
+    _trained,
+)
+COUNTED = MetaSpec[int | None](
+    "counted",
+    "round of the site's last control update that the server has used",
+    count(optional=True),
+)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -62,17 +73,25 @@ class ScaffoldServerHyper(FedAvgServerHyper):
     )
 
 
-def corrected_gradients(gradients: Sequence[Tensor], own: Sequence[Tensor], shared: Sequence[Tensor]) -> list[Tensor]:
-    """g_k(y) - c_k + c for every parameter (Alg. 1, line 10), with c_k `own` and c `shared`."""
-    return [g - c_k + c for g, c_k, c in zip(gradients, own, shared, strict=True)]
+def corrected_gradients(
+    gradients: Sequence[Tensor], of_site: Sequence[Tensor], shared: Sequence[Tensor]
+) -> list[Tensor]:
+    """g_k(y) - c_k + c for every parameter (Alg. 1, line 10), with c_k `of_site` and c `shared`."""
+    return [g - c_k + c for g, c_k, c in zip(gradients, of_site, shared, strict=True)]
 
 
 class Correction:
-    """A gradient hook for `train_epochs`: corrects the gradients by c_k and c, and averages them as they were before."""
+    """A gradient hook for `train_epochs`: corrects the gradients by c_k and c, and averages them as
+    they were before.
+    """
 
-    def __init__(self, network: nn.Module, own: StateDict, shared: StateDict):
-        self.weights = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
-        self.own, self.shared = ({name: state[name].to(w.device) for name, w in self.weights.items()} for state in (own, shared))
+    def __init__(self, network: nn.Module, of_site: StateDict, shared: StateDict):
+        self.weights = {}
+        for name, weight in network.named_parameters():
+            if weight.requires_grad:
+                self.weights[name] = weight
+        self.of_site = {name: of_site[name].to(w.device) for name, w in self.weights.items()}
+        self.shared = {name: shared[name].to(w.device) for name, w in self.weights.items()}
         self.steps = 0
         self._total = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
 
@@ -82,14 +101,16 @@ class Correction:
         for name, weight in self.weights.items():
             gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
             self._total[name] += gradient
-            (weight.grad,) = corrected_gradients([gradient], [self.own[name]], [self.shared[name]])
+            (weight.grad,) = corrected_gradients(
+                [gradient], [self.of_site[name]], [self.shared[name]]
+            )
 
     def mean(self) -> StateDict:
         """(1/K) Σ g_k(y) over the K steps, on the CPU; zeros without any."""
         return copy_state({name: total / max(self.steps, 1) for name, total in self._total.items()})
 
 
-class ScaffoldSite(FedAvgSite[ScaffoldSiteHyper]):
+class ScaffoldSite(FedAvgSite[FedAvgSiteHyper]):
     """Follows corrected gradients; sends the change of its control variate with its model.
 
     Attributes:
@@ -97,32 +118,41 @@ class ScaffoldSite(FedAvgSite[ScaffoldSiteHyper]):
         update: c_k⁺ - c_k of the last trained round, not yet known to be counted.
     """
 
-    Hyper: ClassVar[type] = ScaffoldSiteHyper
     server_hyper: ClassVar[type] = ScaffoldServerHyper
-    phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", request=(GLOBAL, CONTROL), request_meta=(COUNTED,), reply=(MODEL, UPDATE), reply_meta=MEASURED),
-        VALIDATE,
-    )
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    accumulates = False
+    freezes = False
     dp_unsupported_reason = "its control variates are means of gradients without noise"
-    control, update = PersistentState("control"), PersistentState("update")
+    control = PersistentState("control")
+    update = PersistentState("update")
 
+    @phase(request=(MODEL, CONTROL), request_meta=(COUNTED,), reply=(MODEL, UPDATE), meta=MEASURED)
     def train(self, round: int, incoming: Message) -> Message:
-        """Training along corrected gradients (Alg. 1, lines 9-13); the reply holds the model and c_k⁺ - c_k."""
-        shared = incoming.states[CONTROL]
-        control = self.control or {name: torch.zeros_like(tensor) for name, tensor in shared.items()}
-        if self.update is not None and incoming.meta[COUNTED] == self.memory.meta["updated"]:
+        """Training along corrected gradients (Alg. 1, lines 9-13); the reply holds the model and
+        c_k⁺ - c_k.
+        """
+        shared = incoming[CONTROL]
+        control = self.control
+        if not control:
+            control = {name: torch.zeros_like(tensor) for name, tensor in shared.items()}
+        if self.update is not None and incoming[COUNTED] == self.memory.meta["updated"]:
             control = moved(control, self.update)
-        model = self.network("model", incoming.states[GLOBAL])
+        model = self.network("model", incoming[MODEL])
         validation = self.validation(model)
         correction = Correction(model, control, shared)
-        loss = self.optimized(
-            model, "model", lambda optimizer: train_epochs(model, optimizer, self.site, round, "model", gradient_hook=correction)
-        )
-        self.control, self.update = control, moved(correction.mean(), control, -1.0)
+
+        def descend(optimizer: torch.optim.Optimizer) -> float:
+            return train_epochs(
+                model, optimizer, self.site, round, "model", gradient_hook=correction
+            )
+
+        loss = self.optimized(model, "model", descend)
+        self.control = control
+        self.update = moved(correction.mean(), control, -1.0)
         self.memory.meta["updated"] = round
-        states: dict[str, StateDict] = {MODEL: copy_state(model.state_dict()), UPDATE: self.update}
-        return Message(states, self.meta(loss=loss, validation={"global": validation}))
+        reply = Message.of(self.measured(loss=loss, validation={"global": validation}))
+        reply[MODEL] = copy_state(model.state_dict())
+        reply[UPDATE] = self.update
+        return reply
 
 
 class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
@@ -132,28 +162,34 @@ class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
         controls: Σ_k n_k c_k over all sites, whose weighted mean is c; n_k = 1 for uniform weights.
     """
 
-    Hyper: ClassVar[type] = ScaffoldServerHyper
-    site_hyper: ClassVar[type] = ScaffoldSiteHyper
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    site_algorithm = ScaffoldSite
+    freezes = False
     controls = PersistentState("controls")
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        self.controls = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in _trained(context.plan).items()}
+        self.controls = {
+            name: torch.zeros(tensor.shape, dtype=tensor.dtype)
+            for name, tensor in _trained(context.plan).items()
+        }
         self.memory.meta |= {"samples": {}, "counted": {}}
 
     @property
     def weights(self) -> dict[str, float]:
-        """site -> n_k of every inside site, absent ones included; by samples, of those that have enrolled.
+        """site -> n_k of every inside site, absent ones included; by samples, of those that have
+        enrolled.
 
-        Samples count as far as the lead permits (`ServerContext.counted`). A late site can change this for the others; what is already
-        in c keeps its weight, so that c remains the mean of the c_k.
+        Samples count as far as the lead permits (`ServerContext.counted`). A late site can change
+        this for the others; what is already in c keeps its weight, so that c remains the mean of
+        the c_k.
         """
         context = self.context
         if self.hyper.weighting == "uniform":
             return dict.fromkeys(context.sites, 1.0)
-        enrolled = {site: counts["n"]["train"] for site, counts in sorted(context.site_counts.items()) if site in context.sites}
-        current = {site: samples * context.counted.get(site, 1.0) for site, samples in enrolled.items()}
+        current: dict[str, float] = {}
+        for site, counts in sorted(context.site_counts.items()):
+            if site in context.sites:
+                current[site] = counts["n"]["train"] * context.counted.get(site, 1.0)
         return {**current, **self.memory.meta["samples"]}
 
     @property
@@ -162,20 +198,19 @@ class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
         total = sum(self.weights.values()) or 1.0
         return {name: tensor / total for name, tensor in self.controls.items()}
 
-    def configure(self, step: Step, site: str) -> Message:
-        """FedAvg's message; for training also c, and which of the site's updates has been counted."""
-        message = super().configure(step, site)
-        if step.phase == "train":
-            message.states[CONTROL] = self.control
-            message.meta[COUNTED] = self.memory.meta["counted"].get(site)
+    @asks(ScaffoldSite.train)
+    def request_of_training(self, step: Step, site: str) -> Message:
+        """FedAvg's message with c, and which of the site's updates has been counted."""
+        message = self.request_of_model(step, site)
+        message[CONTROL] = self.control
+        message[COUNTED] = self.memory.meta["counted"].get(site)
         return message
 
-    def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """FedAvg's aggregation; after training c moves by the mean of the sites' updates (Alg. 1, line 17)."""
-        super().aggregate(step, replies)
-        if step.phase != "train":
-            return
-        weights = self.memory.meta["samples"] = self.weights
+    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """FedAvg's aggregation; c moves by the mean of the sites' updates (Alg. 1, line 17)."""
+        super().aggregate_models(step, replies)
+        weights = self.weights
+        self.memory.meta["samples"] = weights
         for site, reply in replies.items():
-            self.controls = moved(self.controls, reply.states[UPDATE], weights[site])
+            self.controls = moved(self.controls, reply[UPDATE], weights[site])
             self.memory.meta["counted"][site] = step.round

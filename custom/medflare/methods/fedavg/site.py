@@ -1,4 +1,7 @@
-"""FedAvg's site algorithm: trains the incoming global model and sends it back. Most other site algorithms derive from it."""
+"""FedAvg's site algorithm: trains the incoming global model and sends it back.
+
+Most other site algorithms derive from it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,15 +13,25 @@ from torch import nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count
 from medflare.core.message import Message
+from medflare.core.phases import phase
 from medflare.core.settings import STRICT
+from medflare.core.specs import MetaSpec, TensorSpec, count
 from medflare.core.states import StateDict, copy_state
 from medflare.inference.deployed import plain_message
-from medflare.methods.base import MEASURED, Capability, Plan, SiteAlgorithm, SiteHyper
+from medflare.methods.base import Plan, SiteAlgorithm, SiteHyper
+from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.partial import LocalPart
 from medflare.networks.features import FeatureNetwork
-from medflare.privacy.settings import Cost, PrivacyHyper, check_private, check_private_site, is_private, privacy_cost, train_privately
+from medflare.privacy.settings import (
+    Cost,
+    PrivacyHyper,
+    check_private,
+    check_private_site,
+    is_private,
+    privacy_cost,
+    train_privately,
+)
 from medflare.tasks.config import TaskConfig
 from medflare.training.epochs import Loss, OptimizerMemory, train_epochs, trainable
 from medflare.training.site import Site
@@ -37,33 +50,33 @@ def trainable_part(plan: Plan[Any, Any]) -> StateDict:
 
 
 # Messages of FedAvg and of most other methods.
-GLOBAL = TensorSpec("model")
 MODEL = TensorSpec("model", "the site's locally trained model, for the weighted mean")
-LOCAL = TensorSpec("local")  # the local part of a model that is shared in part
-PRIVACY = MetaSpec("privacy", "privacy cost of the run so far, with DP-SGD", Cost)
-SELECTED_ROUND = MetaSpec("selected_round", "rounds of training behind a model", count(optional=True))
-
-TRAIN = Phase("train", request=(GLOBAL,), reply=(MODEL,), reply_meta=(*MEASURED, PRIVACY))
-TRAIN_PART = Phase(
-    "train_part",
-    request=(TensorSpec("model", template=trainable_part),),
-    reply=(TensorSpec("model", "the trainable part of the locally trained model, for the weighted mean", trainable_part),),
-    reply_meta=MEASURED,
+MODEL_PART = TensorSpec(
+    "model",
+    "the trainable part of the locally trained model, for the weighted mean",
+    trainable_part,
+    rest="initial",
 )
-VALIDATE = Phase("validate", request=(GLOBAL,), reply_meta=MEASURED)
-DELIVERY = Phase("finalize", request=(GLOBAL,), request_meta=(SELECTED_ROUND.as_optional(),))
+PRIVACY = MetaSpec[dict[str, Any]]("privacy", "privacy cost of the run so far, with DP-SGD", Cost)
+SELECTED_ROUND = MetaSpec[int | None](
+    "selected_round", "rounds of training behind a model", count(optional=True)
+)
 
 
 @dataclass(frozen=True, config=STRICT)
 class FedAvgSiteHyper(SiteHyper):
     """Hyper-parameters of every site algorithm that trains with the task's optimizer."""
 
-    reset_optimizer: bool = param(False, "start every round with a fresh optimizer; false keeps its moments at the site")
+    reset_optimizer: bool = param(
+        False, "start every round with a fresh optimizer; false keeps its moments at the site"
+    )
 
 
 @dataclass(frozen=True, config=STRICT)
 class FedAvgHyper(PrivacyHyper, FedAvgSiteHyper):
-    """FedAvg's own; other methods inherit `PrivacyHyper` too if DP-SGD protects all that they send."""
+    """FedAvg's own; other methods inherit `PrivacyHyper` too if DP-SGD protects all that they
+    send.
+    """
 
 
 F = TypeVar("F", bound=FedAvgSiteHyper)
@@ -71,27 +84,37 @@ F = TypeVar("F", bound=FedAvgSiteHyper)
 
 def trained_model(state: StateDict, round: int | None) -> Message:
     """A final model: a network's weights and its rounds of training, None if unknown."""
-    return plain_message(state, **{SELECTED_ROUND: round})
+    model = plain_message(state)
+    model[SELECTED_ROUND] = round
+    return model
 
 
 def received(incoming: Message) -> Message:
     """The incoming global model as a final model."""
-    return trained_model(incoming.states[GLOBAL], incoming.meta.get(SELECTED_ROUND))
+    return trained_model(incoming[MODEL], incoming.get(SELECTED_ROUND))
 
 
 def delivered(incoming: Message, personal: Message | None) -> dict[str, Message]:
-    """The incoming global model and, where there is one, the site's personal model, which it then deploys."""
+    """The incoming global model and, where there is one, the site's personal model, which it then
+    deploys.
+    """
     shared = received(incoming)
-    return {"global": shared, **({} if personal is None else {"personal": personal}), "deployed": personal or shared}
+    if personal is None:
+        return {"global": shared, "deployed": shared}
+    return {"global": shared, "personal": personal, "deployed": personal}
 
 
 class FedAvgSite(SiteAlgorithm[F]):
     """Trains the incoming global model for the task's local epochs and sends it back."""
 
     Hyper: ClassVar[type] = FedAvgHyper
-    phases: ClassVar[tuple[Phase, ...]] = (TRAIN, TRAIN_PART, VALIDATE)
-    delivery: ClassVar[Phase | None] = DELIVERY
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate", "freeze"})
+    accumulates = True
+    freezes = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if not cls.freezes:
+            cls.phases = {name: phase for name, phase in cls.phases.items() if name != "train_part"}
 
     def __init__(self, site: Site, plan: Plan[F, Any]):
         super().__init__(site, plan)
@@ -101,52 +124,78 @@ class FedAvgSite(SiteAlgorithm[F]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: F, server_hyper: Any) -> None:
-        """Raises ConfigError if DP-SGD cannot be used with the task, see `check_private`; frozen rounds are refused with it."""
-        if is_private(hyper):
-            check_private(task)
-            if task.freeze.parts:
-                raise ConfigError("dp_noise: rounds with frozen parts of the network are not counted; leave out task.freeze")
+        """Raises ConfigError if DP-SGD cannot be used with the task, see `check_private`; frozen
+        rounds are refused with it.
+        """
+        if not is_private(hyper):
+            return
+        check_private(task)
+        if task.freeze.parts:
+            raise ConfigError(
+                "dp_noise: rounds with frozen parts of the network are not counted; "
+                "leave out task.freeze"
+            )
 
+    @phase(request=(MODEL,), reply=(MODEL,), meta=(*MEASURED, PRIVACY))
     def train(self, round: int, incoming: Message) -> Message:
         """Validate the incoming global model, train it (`fit`) and send it back."""
-        model = self.network("model", incoming.states[GLOBAL])
+        model = self.network("model", incoming[MODEL])
         validation = self.validation(model)
         loss = self.optimized(model, "model", lambda optimizer: self.fit(model, optimizer, round))
+        reply = Message.of(self.measured(loss=loss, validation={"global": validation}))
+        reply[MODEL] = copy_state(model.state_dict())
         cost = self.privacy()
-        more = {} if cost is None else {PRIVACY: cost}
-        return Message({MODEL: copy_state(model.state_dict())}, self.meta(loss=loss, validation={"global": validation}, **more))
+        if cost is not None:
+            reply[PRIVACY] = cost
+        return reply
 
+    @phase(request=(MODEL_PART,), reply=(MODEL_PART,), meta=MEASURED)
     def train_part(self, round: int, incoming: Message) -> Message:
-        """A round with frozen parts: they are those of the common initial model, and do not travel."""
-        part, initial = frozen_part(self.plan), self.site.network().state_dict()
-        state = {**part.kept(copy_state(initial)), **incoming.states[GLOBAL]}
-        with self.network("model", state).frozen(self.site.task.freeze.parts):
-            reply = self.train(round, Message({GLOBAL: state}))
-        return Message({MODEL: part.shared(reply.states[MODEL])}, reply.meta)
+        """A round with frozen parts: they are those of the common initial model, and do not
+        travel.
+        """
+        part = frozen_part(self.plan)
+        initial = copy_state(self.site.network().state_dict())
+        whole = {**part.kept(initial), **incoming[MODEL_PART]}
+        with self.network("model", whole).frozen(self.site.task.freeze.parts):
+            reply = self.train(round, Message.of({MODEL: whole}))
+        reply[MODEL_PART] = part.shared(reply[MODEL])
+        return reply
 
-    def optimized(self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]) -> T:
-        """Returns `train(optimizer)` with the task's optimizer of the model's trainable parameters, see `continued`.
+    def optimized(
+        self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]
+    ) -> T:
+        """Returns `train(optimizer)` with the task's optimizer of the model's trainable parameters,
+        see `continued`.
 
         Args:
             purpose: names the optimizer's moments in the algorithm's memory.
         """
         weights = trainable(model)
-        moments = purpose if len(weights) == len(list(model.parameters())) else f"{purpose}/part"  # while parts of the network are frozen
+        all_train = len(weights) == len(list(model.parameters()))
+        if not all_train:  # parts of the network are frozen
+            purpose = f"{purpose}/part"
         optimizer = self.site.optimizer(weights)
-        with self.continued({moments: optimizer}):
+        with self.continued({purpose: optimizer}):
             return train(optimizer)
 
     @contextmanager
     def continued(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[None]:
-        """Inside, optimizers (by purpose) continue with the last round's moments, unless `reset_optimizer`; on exit these are kept."""
-        kept = {} if self.hyper.reset_optimizer else optimizers
-        for purpose, optimizer in kept.items():
+        """Inside, optimizers (by purpose) continue with the last round's moments, unless
+        `reset_optimizer`; on exit these are stored.
+        """
+        if self.hyper.reset_optimizer:
+            yield
+            return
+        for purpose, optimizer in optimizers.items():
             self.optimizers.recall(purpose, optimizer)
         yield
-        for purpose, optimizer in kept.items():
+        for purpose, optimizer in optimizers.items():
             self.optimizers.keep(purpose, optimizer)
 
-    def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
+    def fit(
+        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
+    ) -> float | None:
         """One round of local training in place; most local variants override this.
 
         Args:
@@ -159,14 +208,22 @@ class FedAvgSite(SiteAlgorithm[F]):
         """
         return self.descend(model, optimizer, round)
 
-    def descend(self, model: nn.Module, optimizer: torch.optim.Optimizer, round: int, loss: Loss | None = None) -> float | None:
-        """Epochs of the task's loss, or of another one that is a mean over images; with DP-SGD if it is set.
+    def descend(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        round: int,
+        loss: Loss | None = None,
+    ) -> float | None:
+        """Epochs of the task's loss, or of another one that is a mean over images; with DP-SGD if
+        it is set.
 
         Args:
             model: trained in place.
             optimizer: of its trainable parameters.
             round: 0-based, a key of batches and dropout.
-            loss: (model, images, targets) -> mean loss of the images; None: the task's loss of the model's output.
+            loss: (model, images, targets) -> mean loss of the images; None: the task's loss of the
+                model's output.
 
         Returns:
             The mean loss over all images; None with DP-SGD.
@@ -178,12 +235,17 @@ class FedAvgSite(SiteAlgorithm[F]):
 
     def privacy(self) -> dict[str, Any] | None:
         """The privacy cost of this run so far; None without DP-SGD."""
-        return privacy_cost(self.site, self.account, self.hyper) if is_private(self.hyper) else None
+        if not is_private(self.hyper):
+            return None
+        return privacy_cost(self.site, self.account, self.hyper)
 
+    @phase(request=(MODEL,), meta=MEASURED)
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metric of the incoming global model."""
-        return Message({}, self.meta(validation={"global": self.validation(self.network("model", incoming.states[GLOBAL]))}))
+        value = self.validation(self.network("model", incoming[MODEL]))
+        return Message.of(self.measured(validation={"global": value}))
 
+    @phase(request=(MODEL,), request_meta=(SELECTED_ROUND.as_optional(),))
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """The selected global model in all roles."""
         return dict.fromkeys(("global", "personal", "deployed"), received(incoming))

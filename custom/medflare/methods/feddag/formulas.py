@@ -1,6 +1,8 @@
-"""The formulas of FedDAG (Che et al., "FedDAG: Federated Domain Adversarial Generation", arXiv 2501.13967) as pure functions.
+"""The formulas of FedDAG as pure functions.
 
-The available text of the paper describes its equations without symbols, and there is no public code. Each function states its reading.
+Che et al., "FedDAG: Federated Domain Adversarial Generation", arXiv 2501.13967. The available text
+of the paper describes its equations without symbols, and there is no public code. Each function
+states its reading.
 """
 
 import math
@@ -17,17 +19,22 @@ from medflare.methods.parts.tensors import check_choice, refuse_shapes, widened
 
 
 def instance_discrepancy(f: Tensor, f_hat: Tensor) -> Tensor:
-    """1/2 ||f/||f|| - f^/||f^||||^2 = 1 - cos(f, f^) of every pair of rows: (N, D), (N, D) -> (N,), between 0 and 2."""
+    """1/2 ||f/||f|| - f^/||f^||||^2 = 1 - cos(f, f^) of every pair of rows, between 0 and 2.
+
+    (N, D), (N, D) -> (N,).
+    """
     refuse_shapes(f=f, f_hat=f_hat)
-    gap = F.normalize(widened(f), dim=1) - F.normalize(widened(f_hat), dim=1)  # half precision gives 0 / 0 and infinite norms
+    # Half precision gives 0 / 0 and infinite norms.
+    gap = F.normalize(widened(f), dim=1) - F.normalize(widened(f_hat), dim=1)
     return (gap.square().sum(dim=1) / 2).to(torch.result_type(f, f_hat))
 
 
 def discrepancy(f: Tensor, f_hat: Tensor, m: float, level: str = "instance") -> Tensor:
-    """L_dis (Eq. 1): how far the features of generated images are from those of the originals, capped at m.
+    """L_dis (Eq. 1): how far features of generated images are from those of the originals.
 
-    Read as mean_i min(1/2 ||f_i/||f_i|| - f^_i/||f^_i||||^2, m): the cap is applied to each image, so that an image that differs enough
-    gives the generator no gradient. Without the 1/2, m has twice the size.
+    Read as mean_i min(1/2 ||f_i/||f_i|| - f^_i/||f^_i||||^2, m): the cap is applied to each image,
+    so that an image that differs enough gives the generator no gradient. Without the 1/2, m has
+    twice the size.
 
     Args:
         m: cap; 0 switches the loss off, 2 or more is no cap.
@@ -38,19 +45,25 @@ def discrepancy(f: Tensor, f_hat: Tensor, m: float, level: str = "instance") -> 
     """
     check_choice("level", level, ("instance", "batch"))
     each = instance_discrepancy(f, f_hat)
-    return each.clamp(max=m).mean() if level == "instance" else each.mean().clamp(max=m)
+    if level == "batch":
+        return each.mean().clamp(max=m)
+    return each.clamp(max=m).mean()
 
 
 def similarity_loss(f: Tensor, f_hat: Tensor) -> Tensor:
-    """L_sim (Eq. 4): the discrepancy without a cap, minimised by the student; (N, D), (N, D) -> scalar."""
+    """L_sim (Eq. 4): the discrepancy without a cap, minimised by the student.
+
+    (N, D), (N, D) -> scalar.
+    """
     return instance_discrepancy(f, f_hat).mean()
 
 
 @torch.no_grad()
 def ema_update(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor], decay: float) -> None:
-    """teacher <- decay * teacher + (1 - decay) * student, in place (Sec. III-B3, after Tarvainen and Valpola, 2017).
+    """teacher <- decay * teacher + (1 - decay) * student, in place.
 
-    Floating buffers such as BatchNorm's running statistics are averaged too; integer entries are copied.
+    Sec. III-B3, after Tarvainen and Valpola, 2017. Floating buffers such as BatchNorm's running
+    statistics are averaged too; integer entries are copied.
 
     Args:
         teacher: name -> tensor, changed in place.
@@ -64,15 +77,11 @@ def ema_update(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor], dec
             tensor.copy_(student[name])
 
 
-def ema_decay(step: int, decay: float, ramp: bool = False) -> float:
-    """The decay of EMA step `step` (0-based); with `ramp` it grows as 1 - 1/(step + 1) until it reaches `decay`."""
-    return min(1 - 1 / (step + 1), decay) if ramp else decay
-
-
 def round_decay(batches: int) -> float:
-    """The teacher's decay by the round's length, exp(-1 / (0.2 B)) for B batches, at most 0.99 (from B = 498).
+    """The teacher's decay by the round's length, exp(-1 / (0.2 B)) for B batches.
 
-    Then exp(-5) = 0.7 % of the teacher at the start of a round is left at its end; a fixed 0.9 leaves 35 % after ten batches.
+    At most 0.99 (from B = 498). Up to there, exp(-5) = 0.7 % of the teacher at the start of a
+    round is left at its end; a fixed 0.9 leaves 35 % after ten batches.
 
     Examples:
         >>> [round(round_decay(batches), 4) for batches in (1, 10, 50, 1000)]
@@ -84,14 +93,16 @@ def round_decay(batches: int) -> float:
 @overload
 def sharpness_perturbation(gradients: Mapping[str, Tensor], rho: float) -> StateDict: ...
 @overload
-def sharpness_perturbation(gradients: Tensor, rho: float) -> Tensor: ...
-@overload
 def sharpness_perturbation(gradients: Sequence[Tensor], rho: float) -> list[Tensor]: ...
-def sharpness_perturbation(gradients: Mapping[str, Tensor] | Sequence[Tensor] | Tensor, rho: float) -> StateDict | list[Tensor] | Tensor:
-    """epsilon = rho g / ||g||_2 with one norm over all gradients together (Sec. III-C1, after Foret et al., ICLR 2021).
+def sharpness_perturbation(
+    gradients: Mapping[str, Tensor] | Sequence[Tensor], rho: float
+) -> StateDict | list[Tensor]:
+    """epsilon = rho g / ||g||_2 with one norm over all gradients together.
+
+    Sec. III-C1, after Foret et al., ICLR 2021.
 
     Args:
-        gradients: of the task loss, by parameter name, in a sequence, or one tensor.
+        gradients: of the task loss, by parameter name or in a sequence.
         rho: length of the perturbation, in the units of the parameters.
 
     Returns:
@@ -101,135 +112,144 @@ def sharpness_perturbation(gradients: Mapping[str, Tensor] | Sequence[Tensor] | 
         ValueError: rho < 0.
 
     Examples:
-        >>> sharpness_perturbation({"w": torch.tensor([3.0, 4.0])}, rho=0.5), sharpness_perturbation(torch.zeros(1), rho=0.5)
-        ({'w': tensor([0.3000, 0.4000])}, tensor([0.]))
+        >>> sharpness_perturbation({"w": torch.tensor([3.0, 4.0])}, rho=0.5)
+        {'w': tensor([0.3000, 0.4000])}
+        >>> sharpness_perturbation([torch.zeros(1)], rho=0.5)
+        [tensor([0.])]
     """
     if not rho >= 0:
         raise ValueError(f"rho must be a length, 0 or more, got {rho}")
-    if isinstance(gradients, Tensor):
-        return sharpness_perturbation([gradients], rho)[0]
-    if not isinstance(gradients, Mapping):
-        named = sharpness_perturbation({str(i): gradient for i, gradient in enumerate(gradients)}, rho)
-        return list(named.values())
-    norm = math.sqrt(sum(float(gradient.to(torch.float64).square().sum()) for gradient in gradients.values()))
+    if isinstance(gradients, Mapping):
+        epsilon = sharpness_perturbation(list(gradients.values()), rho)
+        return dict(zip(gradients, epsilon, strict=True))
+    squares = [float(gradient.to(torch.float64).square().sum()) for gradient in gradients]
+    norm = math.sqrt(sum(squares))
     scale = rho / norm if norm > 0 else 0.0
-    return {name: gradient.detach() * scale for name, gradient in gradients.items()}
+    return [gradient.detach() * scale for gradient in gradients]
 
 
 def generalization_scores(metrics: Tensor, n_validation: Tensor | None = None) -> Tensor:
     """s_i (Eq. 5): the mean of the other sites' metrics of site i's perturbed model.
 
     Args:
-        metrics: (K, K), row = model, column = evaluating site, in [0, 1], higher is better; NaN if not evaluated or undefined. The
-            diagonal is not read.
-        n_validation: (K,) validation images of the sites, as weights; None for the plain mean (the paper's).
+        metrics: (K, K), row = model, column = evaluating site, in [0, 1], higher is better; NaN if
+            not evaluated or undefined. The diagonal is not read.
+        n_validation: (K,) validation images of the sites, as weights; None for the plain mean (the
+            paper's).
 
     Returns:
         (K,) float64; NaN for a model without a score.
     """
     metrics = metrics.to(torch.float64)
-    weights = torch.ones(len(metrics), dtype=torch.float64) if n_validation is None else n_validation.to(torch.float64)
-    valid = ~metrics.isnan() & ~torch.eye(len(metrics), dtype=torch.bool)
+    weights = torch.ones(len(metrics), dtype=torch.float64)
+    if n_validation is not None:
+        weights = n_validation.to(torch.float64)
+    valid = _of_others(metrics)
     return (metrics.nan_to_num() * weights * valid).sum(dim=1) / (weights * valid).sum(dim=1)
 
 
-def centred_scores(metrics: Tensor, n_validation: Tensor | None = None) -> Tensor:
+def _of_others(metrics: Tensor) -> Tensor:
+    """(K, K) which metrics count: the defined ones that are not of a site's own model."""
+    return ~metrics.isnan() & ~torch.eye(len(metrics), dtype=torch.bool)
+
+
+def centred_scores(metrics: Tensor) -> Tensor:
     """s_i (Eq. 5) without the evaluators' own levels: a_ij = s_i + v_j, by least squares.
 
-    In the plain mean, a site with easy images raises the score of every model but its own. Here only models of the same evaluator are
-    compared. Groups of models without a common evaluator (two sites score one model each) get equal means.
+    In the plain mean, a site with easy images raises the score of every model but its own. Here
+    only models of the same evaluator are compared. Groups of models without a common evaluator (two
+    sites score one model each) get equal means.
+
+    Args:
+        metrics: see `generalization_scores`.
 
     Returns:
-        (K,) float64 in [0, 1], whose mean is that of all metrics unless clipped; NaN for a model without a score.
+        (K,) float64 in [0, 1], whose mean is that of all metrics unless clipped; NaN for a model
+        without a score.
     """
     metrics = metrics.to(torch.float64)
-    weights = torch.ones(len(metrics), dtype=torch.float64) if n_validation is None else n_validation.to(torch.float64)
-    valid = (~metrics.isnan() & ~torch.eye(len(metrics), dtype=torch.bool)) & (weights > 0)
+    valid = _of_others(metrics)
     counts = valid.sum(dim=0).clamp(min=1)  # models of each evaluator
     values = metrics.nan_to_num() * valid
     centred = (values - values.sum(dim=0) / counts) * valid
-    shared = valid.to(torch.float64)
-    normal = torch.diag((shared * weights).sum(dim=1)) - (shared * (weights / counts)) @ shared.T
-    effects = torch.linalg.pinv(normal, hermitian=True) @ (centred * weights).sum(dim=1)
-    mean = (values * weights).sum() / (shared * weights).sum()
-    scores = (mean + effects).clamp(0, 1).round(decimals=9)  # rounding errors must not decide which score is higher
+    scored = valid.to(torch.float64)
+    normal = torch.diag(scored.sum(dim=1)) - (scored / counts) @ scored.T
+    effects = torch.linalg.pinv(normal, hermitian=True) @ centred.sum(dim=1)
+    mean = values.sum() / scored.sum()
+    # Rounding errors must not decide which score is higher.
+    scores = (mean + effects).clamp(0, 1).round(decimals=9)
     return torch.where(valid.any(dim=1), scores, math.nan)
 
 
-def soft_balancing_weights(scores: Tensor | Sequence[float] | np.ndarray, beta: float = 1.0) -> Tensor:
-    """w_i = s_i^beta / sum_j s_j^beta (Eq. 6, read after the soft-balancing weight of Che et al., MICCAI 2023).
+def soft_balancing_weights(
+    scores: Tensor | Sequence[float] | np.ndarray, beta: float = 1.0
+) -> Tensor:
+    """w_i = s_i^beta / sum_j s_j^beta (Eq. 6).
 
-    There the weights are then inverted, since they balance losses; here a better model has a larger weight. Scores such as AUC are similar,
-    so beta = 1 is nearly the plain mean.
+    Read after the soft-balancing weight of Che et al., MICCAI 2023. There the weights are then
+    inverted, since they balance losses; here a better model has a larger weight. Scores such as AUC
+    are similar, so beta = 1 is nearly the plain mean.
 
     Args:
         scores: (K,), not negative; NaN for a model without a score, which counts as an average one.
         beta: exponent; 0 gives equal weights, a negative one the inverse.
 
     Returns:
-        (K,) weights that sum to 1, equal where all scores are equal, zero or NaN; in the dtype of `scores`.
+        (K,) weights that sum to 1, equal where all scores are equal, zero or NaN; in the dtype of
+        `scores`.
 
     Raises:
         ValueError: no score, or a negative or infinite one.
     """
-    scores = torch.as_tensor(scores)
-    logs = _defined_scores(scores).clamp(min=torch.finfo(torch.float64).tiny).log()
-    return torch.softmax(beta * logs, dim=0).to(_weight_dtype(scores))
-
-
-def softmax_weights(scores: Tensor | Sequence[float] | np.ndarray, temperature: float) -> Tensor:
-    """w_i = exp(s_i / T) / sum_j exp(s_j / T): another reading of Eq. 6.
-
-    Returns:
-        (K,) weights that sum to 1, in the dtype of `scores`.
-    """
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
     values = torch.as_tensor(scores)
-    return torch.softmax(_defined_scores(values) / temperature, dim=0).to(_weight_dtype(values))
+    dtype = values.dtype if values.is_floating_point() else torch.get_default_dtype()
+    logs = _defined_scores(values).clamp(min=torch.finfo(torch.float64).tiny).log()
+    return torch.softmax(beta * logs, dim=0).to(dtype)
 
 
 def _defined_scores(scores: Tensor) -> Tensor:
     """The scores in float64, with the mean of the others for NaN."""
     scores = scores.to(torch.float64)
     if scores.ndim != 1 or len(scores) == 0:
-        raise ValueError(f"scores must be a vector with one entry for each site, got shape {tuple(scores.shape)}")
+        raise ValueError(
+            f"scores must be a vector with one entry for each site, got shape {tuple(scores.shape)}"
+        )
     if bool((scores < 0).any()) or bool(scores.isinf().any()):
         raise ValueError(f"scores must be finite and not negative, got {scores.tolist()}")
     return scores.nan_to_num(nan=float(scores.nanmean().nan_to_num(nan=1.0)))
 
 
-def _weight_dtype(scores: Tensor) -> torch.dtype:
-    return scores.dtype if scores.is_floating_point() else torch.get_default_dtype()
-
-
 def within_client_average(
-    states: Sequence[StateDict], scores: Sequence[float], kappa: int, window: str = "rounds"
+    states: Sequence[StateDict], scores: Sequence[float], kappa: int
 ) -> tuple[StateDict, float]:
     """The mean of a site's current model and its earlier models with a higher score (Sec. III-C3).
 
     Args:
         states: the site's models by round, the current one last.
         scores: their scores; NaN for a model without one.
-        kappa: largest number of earlier models.
-        window: "rounds": those with a higher score among the kappa latest; "passing": the kappa latest with a higher score.
+        kappa: number of latest earlier models that are considered.
 
     Returns:
-        (plain mean of the models, mean of their scores); integer buffers are the current one's. A current model without a score is
-        returned alone.
+        (plain mean of the models, mean of their scores); integer buffers are the current one's. A
+        current model without a score is returned alone.
     """
-    check_choice("window", window, ("rounds", "passing"))
     current = len(states) - 1
-    first = max(0, current - kappa) if window == "rounds" else 0
-    higher = [t for t in range(first, current) if scores[t] > scores[current]]
-    chosen = [*higher[max(0, len(higher) - kappa) :], current]
-    mean = weighted_mean({f"{t:09d}": states[t] for t in chosen}, {f"{t:09d}": 1.0 for t in chosen})
-    counters = {name: tensor.clone() for name, tensor in states[-1].items() if not tensor.is_floating_point()}
-    return {**mean, **counters}, float(sum(scores[t] for t in chosen) / len(chosen))
+    chosen = [t for t in range(max(0, current - kappa), current) if scores[t] > scores[current]]
+    chosen.append(current)
+    models = {f"{t:09d}": states[t] for t in chosen}
+    mean = weighted_mean(models, dict.fromkeys(models, 1.0))
+    for name, tensor in states[current].items():
+        if not tensor.is_floating_point():
+            mean[name] = tensor.clone()
+    return mean, float(sum(scores[t] for t in chosen) / len(chosen))
 
 
-def choose_evaluators(sites: Sequence[str], number: int, generator: np.random.Generator) -> dict[str, list[str]]:
-    """E_i (Eq. 5): site -> the sites that score its perturbed model, sorted: all others, or `number` of them drawn for each model.
+def choose_evaluators(
+    sites: Sequence[str], number: int, generator: np.random.Generator
+) -> dict[str, list[str]]:
+    """E_i (Eq. 5): site -> the sites that score its perturbed model, sorted.
+
+    They are all others, or `number` of them drawn for each model.
 
     Args:
         number: evaluators of each model; 0 for all others.
@@ -238,7 +258,7 @@ def choose_evaluators(sites: Sequence[str], number: int, generator: np.random.Ge
         >>> choose_evaluators(["A", "B", "C"], 0, np.random.default_rng(0))
         {'A': ['B', 'C'], 'B': ['A', 'C'], 'C': ['A', 'B']}
     """
-    chosen = {}
+    chosen: dict[str, list[str]] = {}
     for site in sorted(sites):
         others = sorted(set(sites) - {site})
         if 0 < number < len(others):

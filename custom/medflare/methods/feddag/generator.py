@@ -1,4 +1,7 @@
-"""FedDAG's generator: a small fully convolutional network that perturbs an image (Eq. 2), and a picture of what it makes."""
+"""FedDAG's generator, a small fully convolutional network that perturbs an image (Eq. 2).
+
+And a picture of what it makes.
+"""
 
 from io import BytesIO
 
@@ -8,6 +11,7 @@ from torch import Tensor, nn
 
 from medflare.data.transforms import middle_slice
 
+_PICTURE_SIDE = 96  # pixels of an image in the picture
 _CONVOLUTIONS = {2: nn.Conv2d, 3: nn.Conv3d}  # by spatial dimensions
 _NORMS = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 
@@ -17,23 +21,30 @@ class _ResidualBlock(nn.Module):
 
     def __init__(self, width: int, dims: int):
         super().__init__()
-        self.body = nn.Sequential(*_convolution(width, width, dims), nn.ReLU(inplace=True), *_convolution(width, width, dims))
+        self.body = nn.Sequential(
+            *_convolution(width, width, dims),
+            nn.ReLU(inplace=True),
+            *_convolution(width, width, dims),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.body(x)
 
 
 def _convolution(inputs: int, outputs: int, dims: int, kernel: int = 3) -> list[nn.Module]:
-    """A bias-free convolution at constant size (reflected border) and instance normalisation without parameters."""
-    convolution = _CONVOLUTIONS[dims](inputs, outputs, kernel, padding=kernel // 2, padding_mode="reflect", bias=False)
+    """Bias-free convolution (same size, reflected border); instance norm without parameters."""
+    convolution = _CONVOLUTIONS[dims](
+        inputs, outputs, kernel, padding=kernel // 2, padding_mode="reflect", bias=False
+    )
     return [convolution, _NORMS[dims](outputs)]
 
 
 class DomainGenerator(nn.Module):
-    """A fully convolutional perturbation network with global context, as in DDAIG (Zhou et al., AAAI 2020), whose form FedDAG takes.
+    """A fully convolutional perturbation network with global context.
 
-    A 3x3 convolution, residual blocks, fusion with the features' mean over the image (so that a change of style can depend on the
-    whole image), and a 1x1 convolution with tanh. It has no buffers.
+    FedDAG takes the form of DDAIG's (Zhou et al., AAAI 2020): a 3x3 convolution, residual blocks,
+    fusion with the features' mean over the image (so that a change of style can depend on the whole
+    image), and a 1x1 convolution with tanh. It has no buffers.
 
     Args:
         width: feature channels; the paper's FCN16 and FCN32.
@@ -42,9 +53,13 @@ class DomainGenerator(nn.Module):
 
     def __init__(self, channels: int, width: int = 32, blocks: int = 3, dims: int = 2):
         super().__init__()
-        stem = [*_convolution(channels, width, dims), nn.ReLU(inplace=True)]
-        self.backbone = nn.Sequential(*stem, *(_ResidualBlock(width, dims) for _ in range(blocks)))
-        self.fusion = nn.Sequential(*_convolution(2 * width, width, dims, kernel=1), nn.ReLU(inplace=True))
+        backbone = [*_convolution(channels, width, dims), nn.ReLU(inplace=True)]
+        for _ in range(blocks):
+            backbone.append(_ResidualBlock(width, dims))
+        self.backbone = nn.Sequential(*backbone)
+        self.fusion = nn.Sequential(
+            *_convolution(2 * width, width, dims, kernel=1), nn.ReLU(inplace=True)
+        )
         self.head = _CONVOLUTIONS[dims](width, channels, 1)
         for layer in self.modules():
             if isinstance(layer, _CONVOLUTIONS[dims]):
@@ -52,14 +67,15 @@ class DomainGenerator(nn.Module):
         nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (N, C, ...) of at least 2 pixels a side -> perturbations of the same shape in [-1, 1]."""
+        """Images (N, C, ...), 2 pixels a side or more -> perturbations of that shape in [-1, 1]."""
         features = self.backbone(x)
-        context = features.mean(dim=tuple(range(2, features.ndim)), keepdim=True).expand_as(features)
-        return torch.tanh(self.head(self.fusion(torch.cat([features, context], dim=1))))
+        mean = features.mean(dim=tuple(range(2, features.ndim)), keepdim=True)
+        fused = self.fusion(torch.cat([features, mean.expand_as(features)], dim=1))
+        return torch.tanh(self.head(fused))
 
 
 def generated(
-    images: Tensor, perturbation: Tensor, alpha: float, limits: tuple[float, float] | None = None, unit: Tensor | float = 1.0
+    images: Tensor, perturbation: Tensor, alpha: float, unit: Tensor | float = 1.0
 ) -> Tensor:
     """x^ = x + alpha G(x) (Eq. 2): generated images; alpha = 0 returns the images themselves.
 
@@ -67,36 +83,49 @@ def generated(
         images: x, as the network's input, (N, C, H, W).
         perturbation: G(x), of the same shape, in [-1, 1].
         alpha: strength of the perturbation, in [0, 1].
-        limits: range that the generated images are clamped to.
-        unit: of alpha, in values of x: one number, or one for each channel (C, 1, 1); about 1 for the paper's images.
+        unit: of alpha, in values of x: one number, or one for each channel (C, 1, 1); about 1 for
+            the paper's images.
     """
     if alpha == 0:
         return images
-    images = images + alpha * unit * perturbation
-    return images if limits is None else images.clamp(*limits)
+    return images + alpha * unit * perturbation
 
 
-def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor, side: int = 96) -> bytes:
-    """A PNG with a column for each image: the original, G(x) and the generated image (as in the paper's Fig. 4).
+def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor) -> bytes:
+    """A PNG with a column for each image: the original, G(x) and the generated image.
+
+    As in the paper's Fig. 4.
 
     Args:
-        images: the originals (N, C, H, W), or volumes, whose middle slices are shown; RGB for three channels, else the first one. They have
-            the same intensity range as the generated images.
+        images: the originals (N, C, H, W), or volumes, whose middle slices are shown; RGB for three
+            channels, else the first one. They have the same intensity range as the generated
+            images.
         perturbations: G(x) of the same shape, with the range [-1, 1].
     """
     from PIL import Image
 
-    images, perturbations, x_hat = (_shown(part) for part in (images, perturbations, x_hat))
+    images = _shown(images)
     low, high = np.percentile(images.numpy(), [0.5, 99.5])
-    rows = [(images - low) / max(high - low, 1e-6), (perturbations + 1) / 2, (x_hat - low) / max(high - low, 1e-6)]
-    sheet = torch.cat([torch.cat(list(row.expand(-1, 3, -1, -1)), dim=2) for row in rows], dim=1)  # (3, height, width)
+    spread = max(high - low, 1e-6)
+    rows = [
+        (images - low) / spread,
+        (_shown(perturbations) + 1) / 2,
+        (_shown(x_hat) - low) / spread,
+    ]
+    strips = [torch.cat(list(row.expand(-1, 3, -1, -1)), dim=2) for row in rows]
+    sheet = torch.cat(strips, dim=1)
+    _, height, width = sheet.shape
     pixels = (255 * sheet.clamp(0, 1)).round().byte().permute(1, 2, 0).numpy()
-    buffer, enlarged = BytesIO(), side / images.shape[3]
-    size = round(sheet.shape[2] * enlarged), round(sheet.shape[1] * enlarged)
+    factor = _PICTURE_SIDE / images.shape[3]
+    size = (round(width * factor), round(height * factor))
+    buffer = BytesIO()
     Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST).save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 def _shown(images: Tensor) -> Tensor:
+    """The images that are shown: middle slices of volumes; RGB, else the first channel."""
     pictures = torch.stack([middle_slice(image) for image in images])
-    return pictures if pictures.shape[1] in (1, 3) and images.ndim == 4 else pictures[:, :1]
+    if images.ndim == 4 and pictures.shape[1] in (1, 3):
+        return pictures
+    return pictures[:, :1]

@@ -1,10 +1,13 @@
-"""FedDAG's site algorithm (Sec. III-B, III-D, Alg. 1): generator, student and teacher are trained on every batch."""
+"""FedDAG's site algorithm (Sec.
+
+III-B, III-D, Alg. 1): generator, student and teacher are trained on every batch.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import torch
 from pydantic import Field
@@ -13,18 +16,26 @@ from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.manifest import MetaSpec, Phase, TensorSpec, merged_phases, number, table
 from medflare.core.message import Message
+from medflare.core.phases import phase
 from medflare.core.rng import seeded
 from medflare.core.settings import STRICT
+from medflare.core.specs import MetaSpec, TensorSpec, number, table
 from medflare.core.states import StateDict, copy_state
 from medflare.core.text import format_shape
 from medflare.data.loading import Batch
-from medflare.methods.base import MEASURED, PersistentState, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, PRIVACY, SELECTED_ROUND, VALIDATE, FedAvgSite, FedAvgSiteHyper
-from medflare.methods.feddag.formulas import discrepancy, ema_update, round_decay, sharpness_perturbation, similarity_loss
+from medflare.methods.base import PersistentState, Plan
+from medflare.methods.fedavg.site import MODEL, PRIVACY, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper
+from medflare.methods.feddag.formulas import (
+    discrepancy,
+    ema_update,
+    round_decay,
+    sharpness_perturbation,
+    similarity_loss,
+)
 from medflare.methods.feddag.generator import DomainGenerator, generated, picture_grid
-from medflare.methods.feddag.sha import ScoredSite
+from medflare.methods.feddag.sha import PERTURBED, ScoredSite
+from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.normalisation import batch_statistics, still_statistics
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
@@ -38,24 +49,47 @@ _PICTURES: Final = 4  # generated images in the site's own report
 class FedDAGSiteHyper(FedAvgSiteHyper):
     """Domain-adversarial generation; the server reads it too."""
 
-    ndag: bool = param(True, "false: students are trained on the original images alone (w/o NDAG)", source="Table V")
-    alpha: float = param(
-        0.3, "strength of the perturbation, in deviations of the site's training images", symbol="α", source="Eq. 2", low=0, high=1
+    ndag: bool = param(
+        True,
+        "false: students are trained on the original images alone (w/o NDAG)",
+        source="Table V",
     )
-    m: float = param(0.1, "cap of the feature discrepancy 1 - cos; 2: none", symbol="m", source="Eq. 1", low=0)
+    alpha: float = param(
+        0.3,
+        "strength of the perturbation, in deviations of the site's training images",
+        symbol="α",
+        source="Eq. 2",
+        low=0,
+        high=1,
+    )
+    m: float = param(
+        0.1, "cap of the feature discrepancy 1 - cos; 2: none", symbol="m", source="Eq. 1", low=0
+    )
     train_on: Literal["both", "perturbation"] = param(
-        "both", "the student's images: generated and original, or the bare perturbations α G(x)", source="Eq. 4, Fig. 11"
+        "both",
+        "the student's images: generated and original, or the bare perturbations α G(x)",
+        source="Eq. 4, Fig. 11",
     )
     ema: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = param(
-        "auto", "decay of the teacher's average; auto: by the round's length, see round_decay", source="Sec. III-B3"
+        "auto",
+        "decay of the teacher's average; auto: by the round's length, see round_decay",
+        source="Sec. III-B3",
     )
     distribution: Literal["type1", "type2", "type3"] = param(
         "type3",
         "1: θ_g to student and teacher, 2: a global student beside θ_g, 3: θ_g to the student, the teacher stays at the site",
         source="Sec. III-D, Fig. 5",
     )
-    sam_rho: float = param(0.0, "FedSAM: length of the student's ascent step on every batch; 0: none", symbol="ρ", source="Fig. 9", low=0)
-    generator_width: int = param(16, "the generator's feature channels (FCN16, FCN32)", source="Table VII", low=1)
+    sam_rho: float = param(
+        0.0,
+        "FedSAM: length of the student's ascent step on every batch; 0: none",
+        symbol="ρ",
+        source="Fig. 9",
+        low=0,
+    )
+    generator_width: int = param(
+        16, "the generator's feature channels (FCN16, FCN32)", source="Table VII", low=1
+    )
 
 
 def initial_generator(task: TaskConfig, seed: int, hyper: FedDAGSiteHyper) -> DomainGenerator:
@@ -76,35 +110,26 @@ GENERATOR = TensorSpec(
     lambda plan: plan.site_hyper.ndag,
 )
 STUDENT = TensorSpec(
-    "student", "the site's student, for the mean that students start from", when=lambda plan: plan.site_hyper.distribution == "type2"
+    "student",
+    "the site's student, for the mean that students start from",
+    when=lambda plan: plan.site_hyper.distribution == "type2",
 )
-LOSSES = MetaSpec("losses", "mean of each loss of the round", table(number(optional=True)), "train")
+LOSSES = MetaSpec[dict[str, float | None]](
+    "losses", "mean of each loss of the round", table(number(optional=True)), "train"
+)
 
 
 class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
-    """Trains generator, student and teacher on every batch; sends the teacher, the generator and θ^.
+    """Trains generator, student and teacher on every batch; sends the teacher, the generator and
+    θ^.
 
     In distribution type 3 the teacher is never overwritten: it is the site's state.
     """
 
-    Hyper: ClassVar[type] = FedDAGSiteHyper
-    phases: ClassVar[tuple[Phase, ...]] = merged_phases(
-        (
-            Phase("warm_up", request=(GLOBAL,), reply=(MODEL,), reply_meta=(*MEASURED, PRIVACY)),
-            Phase(
-                "train",
-                request=(GLOBAL, GENERATOR.as_optional(), STUDENT.as_optional()),
-                reply=(MODEL, GENERATOR, STUDENT),
-                reply_meta=(*MEASURED, LOSSES),
-            ),
-            VALIDATE,
-        ),
-        ScoredSite.phases,
+    dp_unsupported_reason = (
+        "generator, student and teacher are trained on every batch, "
+        "and the perturbed model reveals a gradient"
     )
-    delivery: ClassVar[Phase | None] = Phase(
-        "finalize", request=(GLOBAL, GENERATOR.as_optional()), request_meta=(SELECTED_ROUND.as_optional(),)
-    )
-    dp_unsupported_reason = "generator, student and teacher are trained on every batch, and the perturbed model reveals a gradient"
     teacher = PersistentState("teacher")  # type 3: the teacher, which stays at the site
     _last_batch: Batch  # of a round, set by `train`
 
@@ -114,11 +139,15 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedDAGSiteHyper, server_hyper: Any) -> None:
-        """Also raises ConfigError if images have a side of one pixel, which the generator's reflected border does not allow."""
+        """Also raises ConfigError if images have a side of one pixel, which the generator's
+        reflected border does not allow.
+        """
         super().check(task, hyper, server_hyper)
         if hyper.ndag and min(task.size) < 2:
             shape = format_shape(task.size)
-            raise ConfigError(f"ndag: the generator needs images of 2 pixels a side, task {task.name} has {shape}; set ndag=false")
+            raise ConfigError(
+                f"ndag: the generator needs images of 2 pixels a side, task {task.name} has {shape}; set ndag=false"
+            )
 
     @cached_property
     def generator(self) -> DomainGenerator:
@@ -127,21 +156,35 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
     @property
     def unit(self) -> Tensor:
-        """The unit of α: standard deviations of the training images by channel (C, 1, 1), which stay at the site."""
+        """The unit of α: standard deviations of the training images by channel (C, 1, 1), which
+        stay at the site.
+        """
         if "deviations" not in self.memory.meta:
-            self.memory.meta["deviations"] = channel_deviations(batch.images for batch in self.site.ordered("train"))
-        deviations = torch.tensor(self.memory.meta["deviations"], dtype=torch.float32, device=self.site.device)
+            self.memory.meta["deviations"] = channel_deviations(
+                batch.images for batch in self.site.ordered("train")
+            )
+        deviations = torch.tensor(
+            self.memory.meta["deviations"], dtype=torch.float32, device=self.site.device
+        )
         return deviations.view(-1, *[1] * self.site.task.spatial_dims)
 
+    @phase(request=(MODEL,), reply=(MODEL,), meta=(*MEASURED, PRIVACY))
     def warm_up(self, round: int, incoming: Message) -> Message:
+        """A round of FedAvg."""
         return FedAvgSite.train(self, round, incoming)
 
+    @phase(
+        request=(MODEL, GENERATOR.as_optional(), STUDENT.as_optional()),
+        reply=(MODEL, GENERATOR, STUDENT, PERTURBED),
+        meta=(*MEASURED, LOSSES),
+    )
     def train(self, round: int, incoming: Message) -> Message:
-        """A round of NDAG (Alg. 1); the reply has the teacher, the states of the distribution type and the perturbed model."""
-        validation = self.validation(self.network("model", incoming.states[GLOBAL]))
+        """A round of NDAG (Alg. 1); the reply has the teacher, the states of the distribution type
+        and the perturbed model.
+        """
+        validation = self.validation(self.network("model", incoming[MODEL]))
         generation = self._generation(incoming)
-        batches = self.site.task.local_epochs * math.ceil(samples_of_pass(self.site) / self.site.batch_size)
-        decay = round_decay(max(1, batches)) if self.hyper.ema == "auto" else self.hyper.ema
+        decay = self._decay()
 
         def step(batch: Batch) -> dict[str, Tensor]:
             self._last_batch = batch
@@ -150,35 +193,52 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         with self.continued(generation.optimizers):
             losses = run_epochs(self.site, round, "model", step)
         teacher = copy_state(generation.teacher.state_dict())
-        states: dict[str, StateDict] = {MODEL: teacher}
-        if self.hyper.ndag:
-            states[GENERATOR] = copy_state(generation.generator.state_dict())
-        if self.hyper.distribution == "type2":
-            states[STUDENT] = copy_state(generation.student.state_dict())
         if self.hyper.distribution == "type3":
             self.teacher = teacher
-        reply = Message(states, self.meta(loss=losses["student"], validation={"global": validation}, losses=losses))
+        measured = self.measured(loss=losses["student"], validation={"global": validation})
+        reply = Message.of({**measured, LOSSES: losses, MODEL: teacher})
+        if self.hyper.ndag:
+            reply[GENERATOR] = copy_state(generation.generator.state_dict())
+        if self.hyper.distribution == "type2":
+            reply[STUDENT] = copy_state(generation.student.state_dict())
         self.add_perturbed(round, reply)
         return reply
 
+    def _decay(self) -> float:
+        """Of the teacher's average."""
+        if self.hyper.ema != "auto":
+            return self.hyper.ema
+        batches = math.ceil(samples_of_pass(self.site) / self.site.batch_size)
+        return round_decay(max(1, self.site.task.local_epochs * batches))
+
     def _generation(self, incoming: Message) -> "AdversarialGeneration":
-        """Student, teacher and generator at the start of a round (Sec. III-D); θ_g for a state that the site does not have."""
-        shared = incoming.states[GLOBAL]
-        if GENERATOR in incoming.states:
-            self.generator.load_state_dict(incoming.states[GENERATOR])
-        student = self.network("model", incoming.states.get(STUDENT, shared))
+        """Student, teacher and generator at the start of a round (Sec. III-D); θ_g for a state that
+        the site does not have.
+        """
+        shared = incoming[MODEL]
+        if GENERATOR in incoming:
+            self.generator.load_state_dict(incoming[GENERATOR])
+        student = self.network("model", incoming.get(STUDENT) or shared)
         teacher = self.network("teacher", shared if self.teacher is None else self.teacher)
-        return AdversarialGeneration(self.site, self.hyper, student, teacher, self.generator, self.unit if self.hyper.ndag else 1.0)
+        unit = self.unit if self.hyper.ndag else 1.0
+        return AdversarialGeneration(self.site, self.hyper, student, teacher, self.generator, unit)
 
     def last_batch(self, round: int) -> Batch:
         return self._last_batch
 
+    @phase(request=(MODEL, GENERATOR.as_optional()), request_meta=(SELECTED_ROUND.as_optional(),))
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        """The selected global model in all roles."""
+        return super().finalize(incoming)
+
     def pictures(self, incoming: Message) -> dict[str, bytes]:
-        """Some training images, the final generator's perturbations of them, and their sums (Fig. 4)."""
-        if GENERATOR not in incoming.states or not self.site.n["train"]:
+        """Some training images, the final generator's perturbations of them, and their sums (Fig.
+        4).
+        """
+        if GENERATOR not in incoming or not self.site.n["train"]:
             return {}
         images = next(self.site.ordered("train", _PICTURES)).images.cpu()
-        self.generator.load_state_dict(incoming.states[GENERATOR])
+        self.generator.load_state_dict(incoming[GENERATOR])
         with torch.no_grad():
             perturbations = self.generator(images.to(self.site.device)).cpu()
         x_hat = generated(images, perturbations, self.hyper.alpha, unit=self.unit.cpu())
@@ -187,7 +247,8 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
 @dataclasses.dataclass
 class AdversarialGeneration:
-    """NDAG (Sec. III-B, Alg. 1): one step of the generator and one of the student on each batch, then the teacher's update.
+    """NDAG (Sec. III-B, Alg. 1): one step of the generator and one of the student on each batch,
+    then the teacher's update.
 
     Attributes:
         generator: images (N, C, H, W) -> perturbations of the same shape.
@@ -203,12 +264,18 @@ class AdversarialGeneration:
 
     def __post_init__(self) -> None:
         self.teacher.eval()
-        self._averaged = self.teacher.state_dict(), self.student.state_dict()  # share memory with the networks
+        self._averaged = (
+            self.teacher.state_dict(),
+            self.student.state_dict(),
+        )  # share memory with the networks
         networks = {"model": self.student, "generator": self.generator}
-        self.optimizers = {name: self.site.optimizer(trainable(network)) for name, network in networks.items()}
+        self.optimizers = {
+            name: self.site.optimizer(trainable(network)) for name, network in networks.items()
+        }
 
     def step(self, batch: Batch, decay: float) -> dict[str, Tensor]:
-        """Both stages on one batch and the teacher's update; returns the losses by name, detached."""
+        """Both stages on one batch and the teacher's update; returns the losses by name, detached.
+        """
         images, targets, _ = batch
         losses: dict[str, Tensor] = {}
         reference = self.reference(images) if self.hyper.ndag else None
@@ -220,23 +287,29 @@ class AdversarialGeneration:
 
     @torch.no_grad()
     def reference(self, images: Tensor) -> Tensor:
-        """f = T(x): features (N, D) of the originals, normalised by the batch like the student's."""
+        """f = T(x): features (N, D) of the originals, normalised by the batch like the student's.
+        """
         with batch_statistics(self.teacher):
             return pooled(self.teacher.features_and_output(images)[0])
 
     @torch.no_grad()
     def student_images(self, images: Tensor) -> Tensor:
-        """x^ of the student's stage (N, C, H, W), without a graph; α G(x) alone for train_on=perturbation."""
+        """x^ of the student's stage (N, C, H, W), without a graph; α G(x) alone for
+        train_on=perturbation.
+        """
         perturbation = self.generator(images)
         if self.hyper.train_on == "perturbation":
             return self.hyper.alpha * self.unit * perturbation
         return generated(images, perturbation, self.hyper.alpha, unit=self.unit)
 
-    def _generator_step(self, images: Tensor, targets: Tensor, reference: Tensor) -> dict[str, Tensor]:
-        """Stage 1: G moves features away from the teacher's (Eq. 1) while the image stays classifiable (Eq. 3); S and T are frozen.
+    def _generator_step(
+        self, images: Tensor, targets: Tensor, reference: Tensor
+    ) -> dict[str, Tensor]:
+        """Stage 1: G moves features away from the teacher's (Eq. 1) while the image stays
+        classifiable (Eq. 3); S and T are frozen.
 
-        The student normalises by the batch, as in its training. With running statistics G would learn a constant shift of colours, which
-        normalisation by the batch removes in stage 2.
+        The student normalises by the batch, as in its training. With running statistics G would
+        learn a constant shift of colours, which normalisation by the batch removes in stage 2.
         """
         self.student.eval()  # running statistics do not change
         x_hat = generated(images, self.generator(images), self.hyper.alpha, unit=self.unit)
@@ -249,8 +322,12 @@ class AdversarialGeneration:
         self.optimizers["generator"].step()
         return {"discrepancy": away, "generator_task": task}
 
-    def _student_step(self, images: Tensor, targets: Tensor, reference: Tensor | None) -> dict[str, Tensor]:
-        """Stage 2: S learns the teacher's features of the originals (Eq. 4) and the targets on generated images; G and T are frozen."""
+    def _student_step(
+        self, images: Tensor, targets: Tensor, reference: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Stage 2: S learns the teacher's features of the originals (Eq. 4) and the targets on
+        generated images; G and T are frozen.
+        """
         self.student.train()
         x_hat = self.student_images(images) if reference is not None else None
         losses: dict[str, Tensor] = {}
@@ -262,10 +339,13 @@ class AdversarialGeneration:
         sharpness_aware_step(self.student, self.optimizers["model"], loss, self.hyper.sam_rho)
         return losses
 
-    def student_losses(self, images: Tensor, x_hat: Tensor | None, targets: Tensor, reference: Tensor | None) -> dict[str, Tensor]:
+    def student_losses(
+        self, images: Tensor, x_hat: Tensor | None, targets: Tensor, reference: Tensor | None
+    ) -> dict[str, Tensor]:
         """L_S = L_sim + L_task and its parts; L_task of the originals without generated images.
 
-        Running statistics are those of the originals: the generated images of training would shift predictions for real ones.
+        Running statistics are those of the originals: the generated images of training would shift
+        predictions for real ones.
 
         Args:
             images: the originals (N, C, H, W).
@@ -273,7 +353,8 @@ class AdversarialGeneration:
             reference: f, features of the originals (N, D); None without generated images.
 
         Returns:
-            The scalars "task", "student" (the minimised one) and, with generated images, "similarity".
+            The scalars "task", "student" (the minimised one) and, with generated images,
+            "similarity".
         """
         student = self.student
         if x_hat is None or reference is None:
@@ -291,15 +372,23 @@ class AdversarialGeneration:
         return {"task": task, "similarity": similarity, "student": task + similarity}
 
 
-def sharpness_aware_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], rho: float) -> None:
-    """One optimiser step; with rho > 0 along the gradient at θ + ε (FedSAM: Caldarola et al., ECCV 2022), ε of length rho as in SHA."""
+def sharpness_aware_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], rho: float
+) -> None:
+    """One optimiser step; with rho > 0 along the gradient at θ + ε (FedSAM: Caldarola et al., ECCV
+    2022), ε of length rho as in SHA.
+    """
     optimizer.zero_grad(set_to_none=True)
     loss().backward()
     if rho > 0:
         weights = [weight for weight in trainable(model) if weight.grad is not None]
         origin = [weight.detach().clone() for weight in weights]
         with torch.no_grad():
-            for weight, epsilon in zip(weights, sharpness_perturbation([w.grad for w in weights if w.grad is not None], rho), strict=True):
+            for weight, epsilon in zip(
+                weights,
+                sharpness_perturbation([w.grad for w in weights if w.grad is not None], rho),
+                strict=True,
+            ):
                 weight.add_(epsilon)
         optimizer.zero_grad(set_to_none=True)
         with still_statistics(model):
@@ -311,11 +400,16 @@ def sharpness_aware_step(model: nn.Module, optimizer: torch.optim.Optimizer, los
 
 
 def channel_deviations(batches: Iterable[Tensor]) -> list[float]:
-    """The standard deviation of every channel over all pixels of all images (population form, float64); 0 for a constant channel."""
-    moments = [
-        (values.shape[1], values.mean(dim=1), values.square().mean(dim=1))
-        for values in (images.to(torch.float64).transpose(0, 1).flatten(1) for images in batches)
-    ]
-    counts = torch.tensor([count for count, _, _ in moments], dtype=torch.float64).unsqueeze(1)
-    mean, square = ((counts * torch.stack(part).cpu()).sum(dim=0) / counts.sum() for part in list(zip(*moments, strict=True))[1:])
+    """The standard deviation of every channel over all pixels of all images (population form,
+    float64); 0 for a constant channel.
+    """
+    counts, means, squares = [], [], []
+    for images in batches:
+        values = images.to(torch.float64).transpose(0, 1).flatten(1)
+        counts.append(values.shape[1])
+        means.append(values.mean(dim=1))
+        squares.append(values.square().mean(dim=1))
+    weights = torch.tensor(counts, dtype=torch.float64).unsqueeze(1)
+    mean = (weights * torch.stack(means).cpu()).sum(dim=0) / weights.sum()
+    square = (weights * torch.stack(squares).cpu()).sum(dim=0) / weights.sum()
     return (square - mean.square()).clamp(min=0).sqrt().tolist()

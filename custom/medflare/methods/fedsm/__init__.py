@@ -1,6 +1,8 @@
-"""FedSM (Xu et al., CVPR 2022): a "super model" of a global model, one personal model per site and a selector.
+"""FedSM (Xu et al., CVPR 2022): a "super model" of a global model, one personal model per site and
+a selector.
 
-For each image, the personal model of the selector's most probable site predicts if the probability exceeds γ, else the global model.
+For each image, the personal model of the selector's most probable site predicts if the probability
+exceeds γ, else the global model.
 """
 
 from functools import partial
@@ -26,6 +28,16 @@ EXTRA = Method(
 )
 
 _PUBLIC = dict.fromkeys(
-    ("GAMMAS", "choose_model", "ensemble_output", "extra_labels", "soft_pull", "tuned_gamma", "apfl_mixture", "pfedme_outer"), "formulas"
+    (
+        "GAMMAS",
+        "choose_model",
+        "ensemble_output",
+        "extra_labels",
+        "soft_pull",
+        "tuned_gamma",
+        "apfl_mixture",
+        "pfedme_outer",
+    ),
+    "formulas",
 )
 __getattr__ = partial(public, __name__, _PUBLIC)

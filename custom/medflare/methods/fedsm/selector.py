@@ -1,7 +1,9 @@
-"""FedSM's model selector: solved at the server (ridge regression), or trained by the sites' gradients.
+"""FedSM's model selector: solved at the server (ridge regression), or trained by the sites'
+gradients.
 
-All images of a site have one label, the site itself. So a least-squares fit needs of each site only the mean of its features and the mean
-of their products, sent once; and only the server, which has the mean of all gradients, can step a trained selector.
+All images of a site have one label, the site itself. So a least-squares fit needs of each site only
+the mean of its features and the mean of their products, sent once; and only the server, which has
+the mean of all gradients, can step a trained selector.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medflare.core.manifest import TensorSpec
 from medflare.core.message import Message
 from medflare.core.rng import seeded
+from medflare.core.specs import MetaSpec, TensorSpec, count
 from medflare.core.states import StateDict, weighted_mean
 from medflare.data.loading import Batch
 from medflare.methods.base import PersistentState, Plan, ServerContext, SiteAlgorithm
@@ -25,7 +27,6 @@ from medflare.training.site import Site
 
 RIDGE, COMPACT, VGG11 = "ridge_selector", "compact_selector", "vgg11"
 RATES = {COMPACT: 1e-2, VGG11: 1e-3}  # of Adam; VGG-11: the paper's
-GRADIENT = "selector_gradient"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PENALTY = 0.01  # of the ridge selector, as a share of each feature's variance
 SelectorLoss = Callable[[Tensor, Batch], Tensor]  # (selector's logits, batch) -> mean loss
@@ -40,8 +41,9 @@ def is_ridge(plan: SelectorPlan) -> bool:
 def selector_spec(plan: SelectorPlan) -> Mapping[str, Any]:
     """The selector's network.
 
-    VGG-11 has 129 M parameters; with two Adam moments they are 99 % of the traffic of the published example. "auto" is the compact
-    selector if VGG-11 is larger than the task's network, and for volumes, which VGG-11 does not take.
+    VGG-11 has 129 M parameters; with two Adam moments they are 99 % of the traffic of the published
+    example. "auto" is the compact selector if VGG-11 is larger than the task's network, and for
+    volumes, which VGG-11 does not take.
     """
     if is_ridge(plan):
         return {"name": RIDGE}
@@ -49,37 +51,67 @@ def selector_spec(plan: SelectorPlan) -> Mapping[str, Any]:
         return {"name": plan.site_hyper.selector}
     if plan.task.spatial_dims != 2:
         return {"name": COMPACT}
-    task, vgg = (sum(tensor.numel() for tensor in plan.template(spec).values()) for spec in (None, {"name": VGG11}))
-    return {"name": COMPACT if vgg > task else VGG11}
+    of_task = _size(plan.template())
+    of_vgg = _size(plan.template({"name": VGG11}))
+    return {"name": COMPACT if of_vgg > of_task else VGG11}
 
 
-def selector_entries(outputs: Callable[[SelectorPlan], int]) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
-    """Declarations of a selector with `outputs` scores: its weights; its weights if it is trained; its gradient if it is trained."""
+def _size(state: StateDict) -> int:
+    return sum(tensor.numel() for tensor in state.values())
 
-    def weights(plan: SelectorPlan) -> StateDict:
-        return plan.template(selector_spec(plan), outputs(plan))
 
-    def parameters(plan: SelectorPlan) -> StateDict:
-        names = dict(plan.network(selector_spec(plan), outputs(plan)).named_parameters())
-        return {name: tensor for name, tensor in weights(plan).items() if name in names}
+def _is_trained(plan: SelectorPlan) -> bool:
+    return not is_ridge(plan)
 
-    def trained(plan: SelectorPlan) -> bool:
-        return not is_ridge(plan)
 
-    gradient = TensorSpec(GRADIENT, "the gradient of the selector, which tells sites apart", parameters, trained)
-    return TensorSpec("selector", template=weights), TensorSpec("selector", template=weights, when=trained), gradient
+class SelectorEntries:
+    """The declarations of a selector with `outputs(plan)` scores.
+
+    Attributes:
+        outputs: plan -> number of scores.
+        weights: its weights, once it is finished.
+        trained: its weights while it is trained.
+        gradient: what the sites reply while it is trained.
+    """
+
+    def __init__(self, outputs: Callable[[SelectorPlan], int]):
+        def weights(plan: SelectorPlan) -> StateDict:
+            return plan.template(selector_spec(plan), outputs(plan))
+
+        def parameters(plan: SelectorPlan) -> StateDict:
+            network = plan.network(selector_spec(plan), outputs(plan))
+            names = dict(network.named_parameters())
+            return {name: tensor for name, tensor in weights(plan).items() if name in names}
+
+        self.outputs = outputs
+        self.weights = TensorSpec("selector", template=weights)
+        self.trained = TensorSpec("selector", template=weights, when=_is_trained)
+        self.gradient = TensorSpec(
+            "selector_gradient",
+            "the gradient of the selector, which tells sites apart",
+            parameters,
+            _is_trained,
+        )
+
+
+OF_SITES = SelectorEntries(lambda plan: len(plan.sites))
+UPDATE = MetaSpec[int]("update", "number of the selector's update within a round", count())
 
 
 def _statistics(plan: SelectorPlan) -> StateDict:
     network = meta_network(plan.task, {"name": RIDGE}, len(plan.sites))
-    width = network.features_and_output(example(plan.task.image_channels, plan.task.size, "meta"))[0].shape[1]
-    return {"mean": torch.empty(width, dtype=torch.float64), "products": torch.empty(width, width, dtype=torch.float64)}
+    image = example(plan.task.image_channels, plan.task.size, "meta")
+    width = network.features_and_output(image)[0].shape[1]
+    return {
+        "mean": torch.empty(width, dtype=torch.float64),
+        "products": torch.empty(width, width, dtype=torch.float64),
+    }
 
 
 STATISTICS = TensorSpec(
     "selector_statistics",
-    "mean and mean product of features of the training images (a thumbnail, intensity quantiles, edge strength): together they show an "
-    "average image and how images vary around it",
+    "mean and mean product of features of the training images (a thumbnail, intensity quantiles, "
+    "edge strength): together they show an average image and how images vary around it",
     _statistics,
     is_ridge,
     measured="train",
@@ -90,11 +122,13 @@ STATISTICS = TensorSpec(
 
 
 class SiteSelector:
-    """The selector at one site; `outputs` scores, one for every site, or for the global model too."""
+    """The selector at one site."""
 
-    def __init__(self, algorithm: SiteAlgorithm[Any], outputs: int):
-        self.algorithm, self.outputs = algorithm, outputs
+    def __init__(self, algorithm: SiteAlgorithm[Any], entries: SelectorEntries):
+        self.algorithm = algorithm
         self.plan: SelectorPlan = algorithm.plan
+        self.entries = entries
+        self.outputs = entries.outputs(self.plan)
 
     @property
     def label(self) -> int:
@@ -107,92 +141,129 @@ class SiteSelector:
 
     @torch.no_grad()
     def logits(self, state: StateDict, split: str) -> Tensor:
-        """Logits (N, outputs) of the split's images, or with `image_mode` "patch" of their windows, on the CPU."""
+        """Logits (N, outputs) of the split's images, or with `image_mode` "patch" of their windows,
+        on the CPU.
+        """
         selector = self.network(state).eval()
-        return torch.cat([selector(batch.images).cpu() for batch in self.algorithm.site.ordered(split)])
+        batches = self.algorithm.site.ordered(split)
+        return torch.cat([selector(batch.images).cpu() for batch in batches])
 
     def accuracy(self, state: StateDict) -> float:
-        """Share of the site's validation images that are recognized as the site's; there must be at least one image."""
-        return float((self.logits(state, "validation").argmax(dim=1) == self.label).float().mean())
+        """Share of the site's validation images that are recognized as the site's; there must be at
+        least one image.
+        """
+        recognised = self.logits(state, "validation").argmax(dim=1) == self.label
+        return float(recognised.float().mean())
 
-    def gradient(self, round: int, incoming: Message, loss: SelectorLoss) -> tuple[dict[str, StateDict], float]:
-        """The gradient of the mean loss over all training images, as an entry of the reply, and that loss."""
-        site, selector = self.algorithm.site, self.network(incoming.states["selector"]).train()
-        keys = (round, "selector", incoming.meta.get("update", 0), 0)
-        values, shares, total = list[Tensor](), list[float](), samples_of_pass(site)
+    def add_gradient(
+        self, round: int, incoming: Message, reply: Message, loss: SelectorLoss
+    ) -> float:
+        """Adds the gradient of the mean loss over all training images to the reply; returns that
+        loss.
+        """
+        site = self.algorithm.site
+        selector = self.network(incoming[self.entries.trained]).train()
+        keys = (round, "selector", incoming.get(UPDATE) or 0, 0)
+        total = samples_of_pass(site)
+        values: list[Tensor] = []
+        shares: list[float] = []
         selector.zero_grad(set_to_none=True)
         with seeded(site.seed, site.name, *keys, "dropout"):
             for batch in site.batches("train", *keys):
-                value, share = loss(selector(batch.images), batch), len(batch.images) / total
+                value = loss(selector(batch.images), batch)
+                share = len(batch.images) / total
                 (value * share).backward()
                 values.append(value.detach())
                 shares.append(share)
-        gradients = {
-            name: weight.grad.detach().to("cpu", copy=True) for name, weight in selector.named_parameters() if weight.grad is not None
-        }
-        return {GRADIENT: gradients}, weighted_sum(values, shares)
+        gradients = {}
+        for name, weight in selector.named_parameters():
+            if weight.grad is not None:
+                gradients[name] = weight.grad.detach().to("cpu", copy=True)
+        reply[self.entries.gradient] = gradients
+        return weighted_sum(values, shares)
 
     def own_label_loss(self, logits: Tensor, batch: Batch) -> Tensor:
         """Cross entropy with y_s = one_hot(k) for all images of site k (Eq. 2)."""
-        return F.cross_entropy(logits, torch.full((len(logits),), self.label, device=logits.device))
+        labels = torch.full((len(logits),), self.label, device=logits.device)
+        return F.cross_entropy(logits, labels)
 
 
 @torch.no_grad()
 def site_statistics(site: Site) -> StateDict:
-    """{"mean": (F,), "products": (F, F)}, float64: E[φ] and E[φ φᵀ] over the site's training images without augmentation."""
+    """{"mean": (F,), "products": (F, F)}, float64: E[φ] and E[φ φᵀ] over the site's training images
+    without augmentation.
+    """
     body = task_network(site.task, {"name": RIDGE}, 2).to(site.device)
-    mean, products, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
+    products = torch.zeros((), dtype=torch.float64)
+    count = 0
     for images, _, _ in site.ordered("train"):
         features = body.features_and_output(images)[0].double().cpu()
-        mean, products, count = mean + features.sum(dim=0), products + features.T @ features, count + len(features)
-    return {"mean": mean / count, "products": products / count}
+        total = total + features.sum(dim=0)
+        products = products + features.T @ features
+        count += len(features)
+    return {"mean": total / count, "products": products / count}
 
 
-# -- at the server -----------------------------------------------------------------------------------------------------------
+# -- at the server -------------------------------------------------------------------------------
 
 
 class ServerSelector:
-    """The selector at the server: weights, Adam moments and step count, in the algorithm's memory."""
+    """The selector at the server: weights, Adam moments and step count, in the algorithm's
+    memory.
+    """
 
     state = PersistentState("selector")  # its weights
 
-    def __init__(self, context: ServerContext, memory: Message, outputs: int):
+    def __init__(self, context: ServerContext, memory: Message, entries: SelectorEntries):
         self.plan: SelectorPlan = context.plan
         self.memory = memory
+        self.entries = entries
         spec = selector_spec(self.plan)
+        outputs = entries.outputs(self.plan)
         self.state = context.initial_state("selector", spec, outputs)
         memory.meta["selector_step"] = 0
         if not is_ridge(self.plan):
             names = dict(self.plan.network(spec, outputs).named_parameters())
-            zeros = {name: torch.zeros_like(tensor) for name, tensor in self.state.items() if name in names}
+            weights = {name: tensor for name, tensor in self.state.items() if name in names}
+            zeros = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
             memory.states |= {f"selector_{moment}": dict(zeros) for moment in MOMENTS}
 
-    @property
-    def sent(self) -> dict[str, StateDict]:
-        """The entry that a site needs to train it; empty if it is never trained."""
-        return {} if is_ridge(self.plan) else {"selector": self.state}
+    def add_request(self, message: Message) -> None:
+        """Adds the weights that a site needs to train the selector, unless it is never trained."""
+        if not is_ridge(self.plan):
+            message[self.entries.trained] = self.state
 
     def solve(self, replies: Mapping[str, Message]) -> bool:
-        """Solves the ridge selector; False, and it stays as it is, without statistics or if they are singular.
+        """Solves the ridge selector; False, and it stays as it is, without statistics or if they
+        are singular.
 
         A site without statistics is never chosen.
         """
-        statistics = {self.plan.sites.index(site): reply.states[STATISTICS] for site, reply in replies.items()}
-        statistics = {label: state for label, state in statistics.items() if state["products"].any()}
+        statistics = {}
+        for site, reply in replies.items():
+            if reply[STATISTICS]["products"].any():
+                statistics[self.plan.sites.index(site)] = reply[STATISTICS]
         try:
             weight, bias = ridge_solution(statistics, len(self.plan.sites), PENALTY)
-        except (ValueError, torch.linalg.LinAlgError):  # invalid statistics of one site must not end the run
-            return False
+        except (ValueError, torch.linalg.LinAlgError):
+            return False  # invalid statistics of one site must not end the run
         solved = bool(torch.isfinite(weight).all())
         if solved:
             self.state = {name: weight if name.endswith("weight") else bias for name in self.state}
         return solved
 
     def step(self, replies: Mapping[str, Message]) -> None:
-        """One Adam step along the sites' mean gradient. Sites, its classes, have equal weights: else it would choose the largest site."""
-        states, step = self.memory.states, self.memory.meta["selector_step"] + 1
-        mean = weighted_mean({site: reply.states[GRADIENT] for site, reply in replies.items()}, dict.fromkeys(replies, 1.0))
+        """One Adam step along the sites' mean gradient.
+
+        Sites, its classes, have equal weights: else it would choose the largest site.
+        """
+        states = self.memory.states
+        step = self.memory.meta["selector_step"] + 1
+        gradients = {site: reply[self.entries.gradient] for site, reply in replies.items()}
+        mean = weighted_mean(gradients, dict.fromkeys(replies, 1.0))
         moments = {moment: states[f"selector_{moment}"] for moment in MOMENTS}
-        self.state, moments = adam_step(self.state, mean, moments, step, RATES[selector_spec(self.plan)["name"]])
+        rate = RATES[selector_spec(self.plan)["name"]]
+        self.state, moments = adam_step(self.state, mean, moments, step, rate)
         states |= {f"selector_{moment}": moments[moment] for moment in MOMENTS}
         self.memory.meta["selector_step"] = step

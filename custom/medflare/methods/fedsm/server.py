@@ -1,146 +1,243 @@
-"""FedSM's server algorithm: averages the global model, pulls personal models together (Eq. 11), solves or steps the selector."""
+"""FedSM's server algorithm: averages the global model, pulls personal models together (Eq. 11),
+solves or steps the selector.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 from medflare.core.message import Message
+from medflare.core.phases import asks, handles
 from medflare.core.states import StateDict
-from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
-from medflare.methods.base import Capability, ServerContext, Step
+from medflare.methods.aggregation import Aggregation
+from medflare.methods.base import ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import trained_model
-from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, soft_pull, tempered, tuned_gamma
-from medflare.methods.fedsm.personalization import PERSONAL_OF, ServerPersonal
-from medflare.methods.fedsm.selector import ServerSelector, is_ridge, selector_spec
-from medflare.methods.fedsm.site import CALIBRATION, GAINS, UPDATE, FedSMServerHyper, FedSMSiteHyper
+from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, tempered, tuned_gamma
+from medflare.methods.fedsm.personalization import PERSONALS, ServerPersonal, SoftPull
+from medflare.methods.fedsm.selector import (
+    OF_SITES,
+    UPDATE,
+    SelectorEntries,
+    ServerSelector,
+    is_ridge,
+    selector_spec,
+)
+from medflare.methods.fedsm.site import CALIBRATION, GAINS, ROUNDS, FedSMServerHyper, FedSMSite
+from medflare.methods.fedsm.super_model import CHOOSE_BY, CLASSES, GAMMA, SPEC
 from medflare.methods.parts.selection import ModelSelector
 
-SELECTOR = "selector"
-_UPDATES: Final = 100  # of a trained selector in a run with `selector_updates=auto`: as many as in the published code
-
-
-class SoftPull(WeightedMean):
-    """The weighted mean for the global model, SoftPull (Eq. 11) for the sites' personal models."""
-
-    def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
-        """Site -> its personal model, pulled towards those of the others (Eq. 11)."""
-        return soft_pull(states_of(models), self.hyper.lam)
+_UPDATES: Final = 100  # of a trained selector in a run, as many as in the published code
+_CANDIDATES: Final = {f"{gamma:g}": gamma for gamma in GAMMAS}
 
 
 class FedSMServer(FedAvgServer[FedSMServerHyper]):
-    """FedAvg's global model, the personal models and the selector; at the end temperature and γ are chosen on validation images."""
+    """FedAvg's global model, the personal models and the selector; at the end temperature and γ are
+    chosen on validation images.
+    """
 
-    Hyper: ClassVar[type] = FedSMServerHyper
-    site_hyper: ClassVar[type] = FedSMSiteHyper
+    site_algorithm = FedSMSite
     aggregation_class: ClassVar[type[Aggregation[Any]]] = SoftPull
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    freezes = False
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
         self.ridge = is_ridge(context.plan)
         self.personal = ServerPersonal(context, self.memory, self.model)
-        self.selector = ServerSelector(context, self.memory, len(context.sites))
-        self.best_selector = ModelSelector(self.memory, SELECTOR, self.hyper.selection, zero_sum=True)
-        self.memory.meta |= {"gamma": 0.0 if isinstance(self.hyper.gamma, str) else float(self.hyper.gamma), "temperature": 1.0}
+        self.selector = ServerSelector(context, self.memory, OF_SITES)
+        rule = self.hyper.selection
+        self.best_selector = ModelSelector(self.memory, "selector", rule, zero_sum=True)
+        gamma = 0.0 if isinstance(self.hyper.gamma, str) else float(self.hyper.gamma)
+        self.memory.meta |= {"gamma": gamma, "temperature": 1.0}
 
     @property
     def gamma(self) -> float:
         """γ in [0, 1], as set or as tuned."""
         return self.memory.meta["gamma"]
 
-    def steps(self) -> list[Step]:
-        """FedAvg's schedule with the updates of a trained selector; at the end the ridge selector, the temperature, and the tuning of γ."""
-        rounds, updates = self.context.rounds, self.hyper.selector_updates
+    @property
+    def updates(self) -> int:
+        """Of a trained selector in each round."""
         if self.ridge:
-            updates = 1
-        elif isinstance(updates, str):
-            updates = -(-_UPDATES // max(1, rounds))
+            return 1
+        if isinstance(self.hyper.selector_updates, str):
+            return -(-_UPDATES // max(1, self.context.rounds))
+        return self.hyper.selector_updates
+
+    def steps(self) -> list[Step]:
+        """FedAvg's schedule with the updates of a trained selector; at the end the ridge selector,
+        the temperature, and the tuning of γ.
+        """
         steps = []
         for step in super().steps():
-            further = range(1, updates) if step.phase == "train" else ()
-            steps += [step, *(Step("train_selector", step.round, part=part) for part in further)]
-        last = ["selector_features"] * self.ridge + ["selector_confidence"] + ["evaluate_gamma"] * (self.hyper.gamma == "tune")
-        return [*steps, *(Step(phase, rounds, everyone=True) for phase in last)]
+            steps.append(step)
+            if step.phase == "train":
+                for part in range(1, self.updates):
+                    steps.append(Step.of(FedSMSite.train_selector, step.round, part=part))
+        last = self.context.rounds
+        if self.ridge:
+            steps.append(Step.of(FedSMSite.selector_features, last, everyone=True))
+        steps.append(Step.of(FedSMSite.selector_confidence, last, everyone=True))
+        if self.hyper.gamma == "tune":
+            steps.append(Step.of(FedSMSite.evaluate_gamma, last, everyone=True))
+        return steps
 
-    def configure(self, step: Step, site: str) -> Message:
-        """In a round the site's models; to train or calibrate the selector the selector alone; to tune γ the whole super model."""
-        match step.phase:
-            case "train_selector":
-                return Message(self.selector.sent, {UPDATE: step.part})
-            case "selector_features":
-                return Message()
-            case "selector_confidence":
-                return Message({SELECTOR: self.delivered_selector})
-            case "evaluate_gamma":
-                return self.configure_final(site)
-        return Message({**super().configure(step, site).states, **self.personal.sent(site), **self.selector.sent})
+    # -- global and personal models ---------------------------------------------------------------
 
-    def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """The next models; at the end the ridge selector, its temperature, and γ."""
-        match step.phase:
-            case "train_selector":
-                self.selector.step(replies)
-            case "selector_features":
-                if not self.selector.solve(replies):
-                    self.context.events.add("warning", "the sites' statistics give no selector: the models that it selects mean nothing")
-            case "selector_confidence":
-                losses = {site: reply.meta[CALIBRATION] for site, reply in replies.items() if CALIBRATION in reply.meta}
-                self.memory.meta["temperature"] = fitted_temperature(losses)
-            case "evaluate_gamma":
-                replied = {site: reply.meta[GAINS] for site, reply in replies.items() if GAINS in reply.meta}
-                gains = {site: {name: by_gamma.get(name) for name in map("{:g}".format, GAMMAS)} for site, by_gamma in replied.items()}
-                self.memory.meta |= {"gains": gains, "gamma": tuned_gamma(gains)}
-            case _:  # "train" and the last "validate": the measured models are candidates, then come the next ones
-                super().aggregate(step, replies)
-                self.personal.aggregate(step, replies, self.aggregation)
-                if not self.ridge:
-                    self.best_selector.update(replies, "selector", step.round, self.selector.state)
-                    if step.phase == "train":
-                        self.selector.step(replies)
+    def request_of_model(self, step: Step, site: str) -> Message:
+        """The global model, the site's personal one, and the selector if it is trained."""
+        message = super().request_of_model(step, site)
+        self.personal.add_request(site, message)
+        self.selector.add_request(message)
+        return message
+
+    def select_model(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """The measured models are candidates."""
+        super().select_model(step, replies)
+        self.personal.validated(step, replies)
+        if not self.ridge:
+            self.best_selector.update(replies, "selector", step.round, self.selector.state)
+
+    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """The next global and personal models, and a step of the selector if it is trained."""
+        super().aggregate_models(step, replies)
+        self.personal.trained(step, replies, self.aggregation)
+        if not self.ridge:
+            self.selector.step(replies)
+
+    # -- the selector -----------------------------------------------------------------------------
+
+    @asks(FedSMSite.train_selector)
+    def request_of_selector(self, step: Step, site: str) -> Message:
+        """The selector alone."""
+        message = Message.of({UPDATE: step.part})
+        self.selector.add_request(message)
+        return message
+
+    @handles(FedSMSite.train_selector)
+    def step_selector(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """A further update of the selector within a round."""
+        self.selector.step(replies)
+
+    @handles(FedSMSite.selector_features)
+    def solve_selector(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """The ridge selector."""
+        if not self.selector.solve(replies):
+            self.context.events.add(
+                "warning",
+                "the sites' statistics give no selector: the models that it selects mean nothing",
+            )
+
+    @asks(FedSMSite.selector_confidence)
+    def request_of_confidence(self, step: Step, site: str) -> Message:
+        """The finished selector."""
+        return Message.of({OF_SITES.weights: self.delivered_selector})
+
+    @handles(FedSMSite.selector_confidence)
+    def fit_temperature(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """The selector's temperature."""
+        losses = {}
+        for site, reply in replies.items():
+            if CALIBRATION in reply:
+                losses[site] = reply[CALIBRATION]
+        self.memory.meta["temperature"] = fitted_temperature(losses)
+
+    @asks(FedSMSite.evaluate_gamma)
+    def request_of_gains(self, step: Step, site: str) -> Message:
+        """The whole super model."""
+        return self.configure_final(site)
+
+    @handles(FedSMSite.evaluate_gamma)
+    def tune_gamma(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """γ with the best mean gain over the global model."""
+        gains = {}
+        for site, reply in replies.items():
+            if GAINS in reply:
+                by_gamma = reply[GAINS]
+                gains[site] = {name: by_gamma.get(name) for name in _CANDIDATES}
+        self.memory.meta |= {"gains": gains, "gamma": tuned_gamma(gains)}
 
     @property
     def delivered_selector(self) -> StateDict:
         """The selector of the round with the best accuracy, or the last one, at its temperature."""
-        chosen = (self.hyper.selection != "last" and self.best_selector.state) or self.selector.state
+        best = self.best_selector.state
+        chosen = self.selector.state
+        if self.hyper.selection != "last" and best is not None:
+            chosen = best
         return tempered(chosen, self.memory.meta["temperature"])
+
+    # -- results ----------------------------------------------------------------------------------
 
     def model_selectors(self) -> dict[str, ModelSelector]:
         """Those of the global model and of the selector."""
         selectors = super().model_selectors()
-        return {**selectors, SELECTOR: self.best_selector} if selectors else {}
+        if selectors:
+            selectors["selector"] = self.best_selector
+        return selectors
 
     def selector_summary(self) -> dict[str, Any]:
         """γ, the selector's temperature, and the sites' gains by candidate if γ was tuned."""
-        gains = {site: by_gamma for site, by_gamma in self.memory.meta.get("gains", {}).items() if set(by_gamma.values()) - {None}}
-        reached = [gain for by_gamma in gains.values() if (gain := by_gamma[f"{self.gamma:g}"]) is not None]
+        votes = {}
+        gains = []
+        for site, by_gamma in sorted(self.memory.meta.get("gains", {}).items()):
+            if all(gain is None for gain in by_gamma.values()):
+                continue
+            votes[site] = [by_gamma[name] for name in _CANDIDATES]
+            gain = by_gamma[f"{self.gamma:g}"]
+            if gain is not None:
+                gains.append(gain)
         return {
             "gamma": self.gamma,
             "temperature": self.memory.meta["temperature"],
             "candidates": list(GAMMAS) if self.hyper.gamma == "tune" else [],
-            "votes": {site: [by_gamma[f"{gamma:g}"] for gamma in GAMMAS] for site, by_gamma in sorted(gains.items())},
-            "mean_gain": sum(reached) / len(reached) if reached else None,
+            "votes": votes,
+            "mean_gain": sum(gains) / len(gains) if gains else None,
         }
 
     def configure_final(self, site: str) -> Message:
         """The whole super model: every site may meet images that look like another site's."""
-        message = with_members(super().configure_final(site), self.context, self.personal, self.delivered_selector)
-        message.meta |= {"gamma": self.gamma, "choose_by": self.hyper.choose_by}
+        message = super().configure_final(site)
+        add_members(message, self.context, self.personal, OF_SITES, self.delivered_selector)
+        message[GAMMA] = self.gamma
+        message[CHOOSE_BY] = self.hyper.choose_by
         return message
 
     def models(self) -> dict[str, Message]:
         """The global model, every site's personal one, and the super model as "deployed"."""
-        return {**super().models(), **members(self.configure_final(self.context.sites[0]), self.context, "super")}
+        whole = self.configure_final(self.context.sites[0])
+        return {**super().models(), **members(whole, self.context, "super")}
 
 
-def with_members(message: Message, context: ServerContext, personal: ServerPersonal, selector: StateDict) -> Message:
-    """The final message of the global model with personal models and selector: a super model's."""
-    states, rounds = personal.delivered(best=context.plan.server_hyper.selection != "last")
-    meta = {"sites": list(context.sites), "selector": dict(selector_spec(context.plan)), **({"rounds": rounds} if rounds else {})}
-    return Message({**message.states, SELECTOR: selector, **states}, {**message.meta, **meta})
+def add_members(
+    message: Message,
+    context: ServerContext,
+    personal: ServerPersonal,
+    entries: SelectorEntries,
+    selector: StateDict,
+) -> None:
+    """Adds personal models and selector to the final message of the global model: a super
+    model's.
+    """
+    best = context.plan.server_hyper.selection != "last"
+    message[entries.weights] = selector
+    for site in context.sites:
+        state = personal.selected(site) if best else personal[site]
+        message[PERSONALS.member(site)] = state
+    message[CLASSES] = list(context.sites)
+    message[SPEC] = dict(selector_spec(context.plan))
+    if best:
+        rounds: dict[str, int | None] = personal.selected_rounds()
+        if rounds:
+            message[ROUNDS] = rounds
 
 
 def members(whole: Message, context: ServerContext, kind: str) -> dict[str, Message]:
-    """Every site's personal model of a super model, and the super model itself as "deployed", of a `Method.models` kind."""
-    rounds = whole.meta.get("rounds", dict.fromkeys(context.sites, context.rounds))
-    personal = {PERSONAL_OF.of(site): trained_model(whole.states[PERSONAL_OF.of(site)], rounds[site]) for site in context.sites}
-    return {**personal, "deployed": Message(whole.states, {**whole.meta, "kind": kind})}
+    """Every site's personal model of a super model, and the super model itself as "deployed", of a
+    `Method.models` kind.
+    """
+    rounds = whole.get(ROUNDS) or dict.fromkeys(context.sites, context.rounds)
+    models = {}
+    for site in context.sites:
+        personal = PERSONALS.member(site)
+        models[personal.name] = trained_model(whole[personal], rounds[site])
+    models["deployed"] = Message(whole.states, {**whole.meta, "kind": kind})
+    return models

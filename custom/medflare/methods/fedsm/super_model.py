@@ -1,6 +1,8 @@
-"""FedSM's deployed model: the selector reads an image, then a personal model or the global one predicts.
+"""FedSM's deployed model: the selector reads an image, then a personal model or the global one
+predicts.
 
-With `image_mode` "patch" the selector decides for every window of an image alone; predictions of neighbouring windows are blended.
+With `image_mode` "patch" the selector decides for every window of an image alone; predictions of
+neighbouring windows are blended.
 """
 
 from collections import Counter
@@ -12,17 +14,27 @@ from torch import Tensor, nn
 
 from medflare.core.errors import StateError
 from medflare.core.message import Message
+from medflare.core.specs import MetaSpec, Spec, listing, number, table, text
 from medflare.inference.deployed import network_with
+from medflare.methods.fedavg.site import MODEL
 from medflare.methods.fedsm.formulas import GAMMAS, choose_model, paired_gain, patient_scores
+from medflare.methods.fedsm.personalization import PERSONALS
+from medflare.methods.fedsm.selector import OF_SITES
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Scores
 from medflare.training.patches import Predictor
 from medflare.training.scoring import BatchPrediction
 from medflare.training.site import Site
 
+CLASSES = MetaSpec[list[str]]("sites", "the selector's classes", listing(text()))
+SPEC = MetaSpec[dict[str, Any]]("selector", "the selector's network", table())
+GAMMA = MetaSpec[float]("gamma", "γ", number(0.0, 1.0))
+CHOOSE_BY = MetaSpec[str]("choose_by", "whose scores choose", text("image", "patient"))
+
 
 class SuperModel(nn.Module):
-    """Images (N, C, H, W) to probabilities (N, outputs, ...); each image is predicted by one of K + 1 networks.
+    """Images (N, C, H, W) to probabilities (N, outputs, ...); each image is predicted by one of K +
+    1 networks.
 
     Args:
         task: gives the probabilities.
@@ -30,7 +42,8 @@ class SuperModel(nn.Module):
         selector: images (N, C, H, W) -> logits (N, K).
         names: "global" and the sites, in the order of the networks.
         gamma: γ of `choose_model`.
-        choose_by: "patient": one choice for all images of a patient, if patients are known; "image": one for each image.
+        choose_by: "patient": one choice for all images of a patient, if patients are known;
+            "image": one for each image.
 
     Attributes:
         chosen: how often each network has predicted since the module was built.
@@ -39,7 +52,13 @@ class SuperModel(nn.Module):
     """
 
     def __init__(
-        self, task: TaskConfig, networks: list[nn.Module], selector: nn.Module, names: list[str], gamma: float, choose_by: str = "image"
+        self,
+        task: TaskConfig,
+        networks: list[nn.Module],
+        selector: nn.Module,
+        names: list[str],
+        gamma: float,
+        choose_by: str = "image",
     ):
         super().__init__()
         self.task, self.names, self.gamma, self.choose_by = task, names, gamma, choose_by
@@ -53,13 +72,20 @@ class SuperModel(nn.Module):
         return self.selector(images).softmax(dim=1)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The network of each image, (N,) in 0..K, by the selector's scores (N, K); see `choose_model`."""
+        """The network of each image, (N,) in 0..K, by the selector's scores (N, K); see
+        `choose_model`.
+        """
         return choose_model(scores, self.gamma)
 
     def answer(self, images: Tensor, choice: Tensor) -> Tensor:
-        """Probabilities (N, outputs, ...) of the chosen networks (N,); a network runs once on all images that chose it."""
+        """Probabilities (N, outputs, ...) of the chosen networks (N,); a network runs once on all
+        images that chose it.
+        """
         parts = {network: choice == network for network in choice.unique().tolist()}
-        predicted = {network: self.task.probabilities(self.networks[network](images[rows])) for network, rows in parts.items()}
+        predicted = {}
+        for network, rows in parts.items():
+            logits = self.networks[network](images[rows])
+            predicted[network] = self.task.probabilities(logits)
         first = next(iter(predicted.values()))
         output = first.new_empty((len(images), *first.shape[1:]))
         for network, rows in parts.items():
@@ -67,7 +93,9 @@ class SuperModel(nn.Module):
         return output
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to the probabilities (N, outputs, ...) of the network that was chosen for each."""
+        """Images (N, C, H, W) to the probabilities (N, outputs, ...) of the network that was chosen
+        for each.
+        """
         scores = self.scores(images)
         choice = self.choose(scores)
         self.note(choice, scores)
@@ -79,16 +107,21 @@ class SuperModel(nn.Module):
         return self.choose_by == "patient"
 
     def predict_patient(self, parts: Sequence[Tensor]) -> Tensor:
-        """Probabilities of all images of one patient, (N, outputs, ...), by their mean scores; `parts` are batches of its images."""
+        """Probabilities of all images of one patient, (N, outputs, ...), by their mean scores;
+        `parts` are batches of its images.
+        """
         scores = torch.cat([self.scores(images) for images in parts])
         scores = scores.mean(dim=0, keepdim=True).expand_as(scores)
         choice = self.choose(scores)
         self.note(choice, scores)
         choices = choice.split([len(images) for images in parts])
-        return torch.cat([self.answer(images, chosen) for images, chosen in zip(parts, choices, strict=True)])
+        pairs = zip(parts, choices, strict=True)
+        return torch.cat([self.answer(images, chosen) for images, chosen in pairs])
 
     def note(self, choice: Tensor, scores: Tensor) -> None:
-        """Counts the chosen networks (N,) and the most probable classes of the scores, (N, K) or (N, K + 1), of a batch."""
+        """Counts the chosen networks (N,) and the most probable classes of the scores, (N, K) or
+        (N, K + 1), of a batch.
+        """
         classes = self.names[-scores.shape[1] :]
         self.answered = [self.names[network] for network in choice.tolist()]
         self.chosen.update(self.answered)
@@ -96,10 +129,13 @@ class SuperModel(nn.Module):
 
     def every_answer(self, images: Tensor) -> Tensor:
         """Probabilities of all networks, (N, K + 1, ...)."""
-        return torch.stack([self.task.probabilities(network(images)) for network in self.networks], dim=1)
+        answers = [self.task.probabilities(network(images)) for network in self.networks]
+        return torch.stack(answers, dim=1)
 
     def combined(self, answers: Tensor, scores: Tensor) -> Tensor:
-        """The prediction (N, ...) from the probabilities of all networks (N, K + 1, ...) and the selector's scores (N, K)."""
+        """The prediction (N, ...) from the probabilities of all networks (N, K + 1, ...) and the
+        selector's scores (N, K).
+        """
         choice = self.choose(scores)
         index = choice.reshape(-1, *[1] * (answers.ndim - 1)).expand(-1, 1, *answers.shape[2:])
         return answers.gather(1, index).squeeze(1)
@@ -109,13 +145,22 @@ class SuperModel(nn.Module):
         return UnbranchedSuperModel(self)
 
     def report(self) -> dict[str, Any]:
-        """Images predicted by each network, and under "selector" images by most probable class; of all sites, the confusion matrix."""
-        recognised = {name: self.recognised[name] for name in self.names if name != "global" or self.recognised[name]}
-        return {**{name: self.chosen[name] for name in self.names}, "selector": recognised}
+        """Images predicted by each network, and under "selector" images by most probable class; of
+        all sites, the confusion matrix.
+        """
+        report: dict[str, Any] = {name: self.chosen[name] for name in self.names}
+        recognised = {}
+        for name in self.names:
+            if name != "global" or self.recognised[name]:
+                recognised[name] = self.recognised[name]
+        report["selector"] = recognised
+        return report
 
 
 class UnbranchedSuperModel(nn.Module):
-    """A super model for exporters, which allow no branches: all networks compute, one prediction is taken."""
+    """A super model for exporters, which allow no branches: all networks compute, one prediction is
+    taken.
+    """
 
     def __init__(self, model: SuperModel):
         super().__init__()
@@ -127,21 +172,27 @@ class UnbranchedSuperModel(nn.Module):
 
 
 def super_model(task: TaskConfig, message: Message) -> SuperModel:
-    """The super model of a final message: entries "model", "personal/<site>" and "selector"; meta "sites", "gamma", "selector"."""
-    parts = super_model_parts(task, message, outputs=len(message.meta["sites"]))
-    return SuperModel(task, *parts, float(message.meta["gamma"]), message.meta.get("choose_by", "image")).eval()
+    """The super model of a final message, see `super_model_parts`; its metadata also hold γ."""
+    networks, selector, names = super_model_parts(task, message, outputs=len(message[CLASSES]))
+    choose_by = message.get(CHOOSE_BY) or "image"
+    return SuperModel(task, networks, selector, names, float(message[GAMMA]), choose_by).eval()
 
 
-def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple[list[nn.Module], nn.Module, list[str]]:
-    """(networks, selector with `outputs` scores, names) of a super model's message, in evaluation mode; StateError if it is incomplete."""
-    sites = list(message.meta.get("sites", ()))
-    entries = ["model", *(f"personal/{site}" for site in sites)]
-    missing = [item for item in ("sites", "selector") if item not in message.meta]
-    missing += [entry for entry in [*entries, "selector"] if entry not in message.states]
+def super_model_parts(
+    task: TaskConfig, message: Message, outputs: int
+) -> tuple[list[nn.Module], nn.Module, list[str]]:
+    """(networks, selector with `outputs` scores, names) of a super model's message, in evaluation
+    mode; StateError if it is incomplete.
+    """
+    sites = list(message.get(CLASSES) or ())
+    entries = [MODEL, *(PERSONALS.member(site) for site in sites)]
+    needed: list[Spec] = [CLASSES, SPEC, *entries, OF_SITES.weights]
+    missing = [spec.name for spec in needed if spec not in message]
     if missing:
         raise StateError(f"the super model lacks {', '.join(missing)}; fetch the model again")
-    selector = network_with(task, message.states["selector"], message.meta["selector"], outputs)
-    return [network_with(task, message.states[entry]) for entry in entries], selector, ["global", *sites]
+    selector = network_with(task, message[OF_SITES.weights], message[SPEC], outputs)
+    networks = [network_with(task, message[entry]) for entry in entries]
+    return networks, selector, ["global", *sites]
 
 
 # -- tuning γ ----------------------------------------------------------------------------------------------------------------
@@ -149,42 +200,63 @@ def super_model_parts(task: TaskConfig, message: Message, outputs: int) -> tuple
 
 @torch.no_grad()
 def gain_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
-    """γ of `GAMMAS` (as text) -> gain over γ = 1, the global model, by the task's metric on a site's validation images; None if undefined.
+    """γ of `GAMMAS` (as text) -> gain over γ = 1, the global model, by the task's metric on a
+    site's validation images; None if undefined.
 
-    The gain is the mean of the patients' gains if the metric is one of patients, else the difference of the site's two values.
+    The gain is the mean of the patients' gains if the metric is one of patients, else the
+    difference of the site's two values.
     """
-    scores = (_scores_of_patches if site.task.image_mode == "patch" else _scores_of_images)(model, site)
-    return {f"{gamma:g}": _gain(reached, scores[1.0], site.task.metric) for gamma, reached in scores.items()}
+    in_patches = site.task.image_mode == "patch"
+    scores = _scores_of_patches(model, site) if in_patches else _scores_of_images(model, site)
+    of_global = scores[1.0]
+    gains = {}
+    for gamma, reached in scores.items():
+        gains[f"{gamma:g}"] = _gain(reached, of_global, site.task.metric)
+    return gains
 
 
 def _gain(reached: Scores, reference: Scores, metric: str) -> float | None:
-    values, others = reached.cases.values.get(metric), reference.cases.values.get(metric)
+    values = reached.cases.values.get(metric)
+    others = reference.cases.values.get(metric)
     if values is not None and others is not None:
         return paired_gain(values, others)
-    value, other = reached.values[metric], reference.values[metric]
-    return None if value is None or other is None else value - other
+    value = reached.values[metric]
+    other = reference.values[metric]
+    if value is None or other is None:
+        return None
+    return value - other
 
 
 def _scores_of_images(model: SuperModel, site: Site) -> dict[float, Scores]:
-    """Each image has two possible predictions for all γ: the global network's, and that of the most probable site."""
+    """Each image has two possible predictions for all γ: the global network's, and that of the most
+    probable site.
+    """
     data = site.data.validation
     parts = [model.scores(batch.images) for batch in site.ordered("validation")]
-    sizes, scores = [len(part) for part in parts], torch.cat(parts) if parts else torch.zeros(0, 1)
-    scores = patient_scores(scores, data.patients) if model.choose_by == "patient" else scores
+    sizes = [len(part) for part in parts]
+    scores = torch.cat(parts) if parts else torch.zeros(0, 1)
+    if model.choose_by == "patient":
+        scores = patient_scores(scores, data.patients)
     most_probable = choose_model(scores, 0.0).cpu()
-    both = [_measured(site, _predicted(model, site, choice.split(sizes))) for choice in (torch.zeros_like(most_probable), most_probable)]
-    measured = Measured(
-        site.task,
-        [site.task.metric],
-        {name: torch.cat([part.parts[name] for part in both]) for name in both[0].parts},
-        torch.cat([part.finite for part in both]),
+    choices = (torch.zeros_like(most_probable), most_probable)
+    first, second = (
+        _measured(site, _predicted(model, site, choice.split(sizes))) for choice in choices
     )
+    joined = {name: torch.cat([part, second.parts[name]]) for name, part in first.parts.items()}
+    finite = torch.cat([first.finite, second.finite])
+    measured = Measured(site.task, [site.task.metric], joined, finite)
     rows = torch.arange(len(data))
-    return {gamma: measured.of(rows + len(data) * (choose_model(scores, gamma).cpu() > 0)).scores(data.patients) for gamma in GAMMAS}
+    by_gamma = {}
+    for gamma in GAMMAS:
+        personal = choose_model(scores, gamma).cpu() > 0
+        by_gamma[gamma] = measured.of(rows + len(data) * personal).scores(data.patients)
+    return by_gamma
 
 
 def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
-    """Windows overlap, so all of them run again for every γ that changes the choice of at least one."""
+    """Windows overlap, so all of them run again for every γ that changes the choice of at least
+    one.
+    """
     largest: list[Tensor] = []  # each window's largest score, from the first evaluation
 
     def predictor(gamma: float) -> Predictor:
@@ -204,13 +276,16 @@ def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
     count = -1
     for gamma in GAMMAS:
         if personal(gamma) != count:
-            reached = _measured(site, site.predictions(predictor(gamma), "validation")).scores(site.data.validation.patients)
+            predictions = site.predictions(predictor(gamma), "validation")
+            reached = _measured(site, predictions).scores(site.data.validation.patients)
             count = personal(gamma)
         by_gamma[gamma] = reached
     return by_gamma
 
 
-def _predicted(model: SuperModel, site: Site, choices: Iterable[Tensor]) -> Iterator[BatchPrediction]:
+def _predicted(
+    model: SuperModel, site: Site, choices: Iterable[Tensor]
+) -> Iterator[BatchPrediction]:
     """Predictions of the validation images by the networks chosen for each batch."""
     for batch, choice in zip(site.ordered("validation"), choices, strict=True):
         yield model.answer(batch.images, choice).cpu(), batch.targets.cpu(), batch.index

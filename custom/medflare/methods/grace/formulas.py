@@ -1,8 +1,9 @@
-"""The formulas of GRACE (Zhang et al., "GRACE: A Generalized and Personalized Federated Learning Method for Medical Imaging",
-MICCAI 2023) as pure functions: server weights by consistency, feature alignment, the meta-train step, the A-distance probe.
+"""The formulas of GRACE (Zhang et al., "GRACE: A Generalized and Personalized Federated Learning
+Method for Medical Imaging", MICCAI 2023) as pure functions: server weights by consistency, feature
+alignment, the meta-train step, the A-distance probe.
 
-The paper defines neither the alignment losses nor its last update step, and the printed sign of the server step leads away
-from the sites; each function states its reading.
+The paper defines neither the alignment losses nor its last update step, and the printed sign of the
+server step leads away from the sites; each function states its reading.
 """
 
 import math
@@ -18,11 +19,10 @@ from medflare.core.states import StateDict, blend, cosines, gram, weighted_mean
 from medflare.methods.parts.tensors import check_choice, refuse_widths, widened
 
 Granularity = Literal["total", "split", "reweight"]
-NegativeRule = Literal["shift", "clip", "none"]
 CoralForm = Literal["domainbed", "deep_coral"]
 Inner = Literal["optimizer", "sgd"]
 
-_FLOOR = 1e-3  # consistency of the least consistent site after the shift and clip rules
+_FLOOR = 1e-3  # consistency of the least consistent site after the shift
 _EQUAL = 1e-6  # consistencies that differ by less are equal
 
 
@@ -30,14 +30,20 @@ _EQUAL = 1e-6  # consistencies that differ by less are equal
 
 
 def consistency_weights(
-    deltas: Tensor, p: Tensor, *, include_self: bool = True, negative: str = "shift", granularity: str = "total", sizes: Sequence[int] = ()
+    deltas: Tensor,
+    p: Tensor,
+    *,
+    include_self: bool = True,
+    granularity: str = "total",
+    sizes: Sequence[int] = (),
 ) -> Tensor:
     """p' = Norm[(Sigma 1) o p] (Eq. 3): aggregation weights by how well the sites' updates agree.
 
     Args:
         deltas: flattened updates theta_m - theta_g, one row per site (M, D).
         p: FedAvg's weights n_m / n (M,); only the ratios matter.
-        include_self: include sigma_mm = 1 in the mean, as in the paper; the published code does not.
+        include_self: include sigma_mm = 1 in the mean, as in the paper; the published code does
+            not.
         sizes: lengths of the model's tensors along D; default: one tensor.
 
     Returns:
@@ -47,28 +53,42 @@ def consistency_weights(
         UpdateError: an update that is not finite, by its row.
         ValueError: shapes or options that do not fit.
     """
-    deltas, p = torch.as_tensor(deltas, dtype=torch.float64), torch.as_tensor(p, dtype=torch.float64)
+    deltas = torch.as_tensor(deltas, dtype=torch.float64)
+    p = torch.as_tensor(p, dtype=torch.float64)
     if deltas.ndim != 2 or p.shape != deltas.shape[:1]:
-        raise ValueError(f"deltas must be (M, D) and p (M,), got {tuple(deltas.shape)} and {tuple(p.shape)}")
-    if bad := [row for row, delta in enumerate(deltas) if not bool(torch.isfinite(delta).all())]:
-        raise UpdateError(f"updates in rows {bad} hold NaN or infinity; leave these sites out of the round")
-    if deltas.numel():  # cosines do not depend on lengths, and squares overflow float64 from 1e154 on
-        deltas = deltas / deltas.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    grams = torch.stack([part @ part.T for part in deltas.split(list(sizes) or [deltas.shape[1]], dim=1)])
-    return reweighted(average_consistency(similarity(grams, granularity), include_self), p, negative)
+        raise ValueError(
+            f"deltas must be (M, D) and p (M,), got {tuple(deltas.shape)} and {tuple(p.shape)}"
+        )
+    finite = deltas.isfinite().all(dim=1)
+    if not finite.all():
+        rows = (~finite).nonzero().flatten().tolist()
+        raise UpdateError(
+            f"updates in rows {rows} hold NaN or infinity; leave these sites out of the round"
+        )
+    # Cosines do not depend on lengths, and squares overflow float64 from 1e154 on.
+    if deltas.numel():
+        longest = deltas.abs().amax(dim=1, keepdim=True)
+        deltas = deltas / longest.clamp(min=torch.finfo(torch.float64).tiny)
+    tensors = deltas.split(list(sizes) or [deltas.shape[1]], dim=1)
+    grams = torch.stack([part @ part.T for part in tensors])
+    return reweighted(average_consistency(similarity(grams, granularity), include_self), p)
 
 
 def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
-    """Sigma = cos(Delta_i, Delta_j): (L, M, M) -> (M, M); the cosine with a zero update is 0, its own included.
+    """Sigma = cos(Delta_i, Delta_j): (L, M, M) -> (M, M); the cosine with a zero update is 0, its
+    own included.
 
     Args:
         grams: Gram matrices of the M sites' updates of the model's L tensors, shallow to deep.
-        granularity: "total": the model as one vector (the paper); "split": mean of the cosines by tensor; "reweight": the same with weights
-            that fall linearly from the first tensor to 0 at the last (the published code's `gm_type`).
+        granularity: "total": the model as one vector (the paper); "split": mean of the cosines by
+            tensor; "reweight": the same with weights that fall linearly from the first tensor to 0
+            at the last (the published code's `gm_type`).
 
     Examples:
-        >>> similarity(torch.tensor([[[1.0, 2.0], [2.0, 4.0]]])).tolist(), similarity(torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])).tolist()
-        ([[1.0, 1.0], [1.0, 1.0]], [[1.0, 0.0], [0.0, 0.0]])
+        >>> similarity(torch.tensor([[[1.0, 2.0], [2.0, 4.0]]])).tolist()
+        [[1.0, 1.0], [1.0, 1.0]]
+        >>> similarity(torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])).tolist()
+        [[1.0, 0.0], [0.0, 0.0]]
     """
     check_choice("granularity", granularity, get_args(Granularity))
     if granularity == "total":
@@ -80,35 +100,35 @@ def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
 
 
 def average_consistency(sigma: Tensor, include_self: bool = True) -> Tensor:
-    """c_m = 1/M sum_n sigma_mn (before Eq. 4), or the mean over the other M - 1 sites if there are any: (M, M) -> (M,)."""
+    """c_m = 1/M sum_n sigma_mn (before Eq. 4), or the mean over the other M - 1 sites if there are
+    any: (M, M) -> (M,).
+    """
     if include_self or len(sigma) == 1:
         return sigma.mean(dim=1)
     return (sigma.sum(dim=1) - sigma.diagonal()) / (len(sigma) - 1)
 
 
-def reweighted(c: Tensor, p: Tensor, negative: str = "shift") -> Tensor:
-    """p'_m proportional to c_m p_m (Eq. 3), with p' in (0, 1) also for consistencies that are not positive: (M,) with sum 1.
+def reweighted(c: Tensor, p: Tensor) -> Tensor:
+    """p'_m proportional to c_m p_m (Eq. 3), with p' in (0, 1) also for consistencies that are not
+    positive: (M,) with sum 1.
 
-    p' = p for equal consistencies: one site, identical sites, no update at all, two opposite sites.
+    If the smallest c is <= 0, the same number is added to all until it is 0.001; the published code
+    does so only below 0 and divides by zero at 0. p' = p for equal consistencies: one site,
+    identical sites, no update at all, two opposite sites.
 
     Args:
         c: consistencies (M,).
         p: FedAvg's weights (M,), >= 0.
-        negative: the rule if the smallest c is <= 0. "shift" adds the same number to all until it is 0.001 (the published code does so only
-            below 0 and divides by zero at 0), "clip" raises those below 0.001, "none" gives p' = p.
 
     Raises:
-        ValueError: an unknown rule, or weights p that are negative, not finite or all zero.
+        ValueError: weights p that are negative, not finite or all zero.
     """
-    check_choice("negative", negative, get_args(NegativeRule))
     if not bool((p >= 0).all()) or not 0 < float(p.sum()) < math.inf:
         raise ValueError(f"p must be finite, >= 0 and not all zero, got {p.tolist()}")
     lowest = float(c.min())
-    if float(c.max()) - lowest < _EQUAL or (negative == "none" and lowest <= 0):
+    if float(c.max()) - lowest < _EQUAL:
         return p / p.sum()
-    if negative == "clip":
-        c = c.clamp(min=_FLOOR)
-    elif lowest <= 0:
+    if lowest <= 0:
         c = c - lowest + _FLOOR
     return c * p / (c * p).sum()
 
@@ -120,14 +140,15 @@ def consistent_aggregate(
     parameters: Collection[str],
     *,
     include_self: bool = True,
-    negative: str = "shift",
     granularity: str = "total",
     server_rate: float = 1.0,
 ) -> tuple[StateDict, dict[str, float]]:
-    """The next global model theta_g + eta_g sum_m p'_m Delta_m (Eq. 3 and the line after it, with the sign towards the sites).
+    """The next global model theta_g + eta_g sum_m p'_m Delta_m (Eq. 3 and the line after it, with
+    the sign towards the sites).
 
-    Buffers such as BatchNorm's running statistics are averaged with the weights p' for any server rate; integer buffers take the
-    largest value. The other options are those of `consistency_weights`.
+    Buffers such as BatchNorm's running statistics are averaged with the weights p' for any server
+    rate; integer buffers take the largest value. The other options are those of
+    `consistency_weights`.
 
     Args:
         model: the global model that the sites started from.
@@ -143,42 +164,63 @@ def consistent_aggregate(
         ValueError: no parameters.
     """
     if not parameters:
-        raise ValueError("consistent_aggregate: no parameters to compare updates by; name the trainable entries")
+        raise ValueError(
+            "consistent_aggregate: no parameters to compare updates by; name the trainable entries"
+        )
     sites = sorted(states)
-    grams = torch.stack([gram([states[site][name] for site in sites], model[name]) for name in parameters])
-    if bad := [site for site, square in zip(sites, grams.sum(dim=0).diagonal(), strict=True) if not math.isfinite(square)]:
-        raise UpdateError(f"the update of {', '.join(bad)} holds NaN or infinity; leave it out of the round")
+    by_tensor: list[Tensor] = []
+    for name in parameters:
+        by_tensor.append(gram([states[site][name] for site in sites], model[name]))
+    grams = torch.stack(by_tensor)
+    _refuse_non_finite(sites, grams)
     shares = torch.tensor([p[site] for site in sites], dtype=torch.float64)
-    weights = reweighted(average_consistency(similarity(grams, granularity), include_self), shares, negative).tolist()
-    by_site = dict(zip(sites, weights, strict=True))
-    mean = {name: tensor.to(model[name].dtype) for name, tensor in weighted_mean(states, by_site).items()}
+    consistency = average_consistency(similarity(grams, granularity), include_self)
+    weights = dict(zip(sites, reweighted(consistency, shares).tolist(), strict=True))
+    averaged = weighted_mean(states, weights)
+    mean = {name: tensor.to(model[name].dtype) for name, tensor in averaged.items()}
     if server_rate == 1:  # exactly the mean
-        return mean, by_site
-    stepped = blend({name: model[name] for name in parameters}, mean, server_rate)  # sum p' = 1: theta_g + eta_g (mean - theta_g)
-    return {**mean, **stepped}, by_site
+        return mean, weights
+    # sum p' = 1: theta_g + eta_g (mean - theta_g)
+    stepped = blend({name: model[name] for name in parameters}, mean, server_rate)
+    return {**mean, **stepped}, weights
 
 
-# Site: feature alignment (Eq. 2); the paper names CORAL, MMD and adversarial training without formulas
+def _refuse_non_finite(sites: Sequence[str], grams: Tensor) -> None:
+    """Raises UpdateError with the sites whose update has no finite length."""
+    lengths = grams.sum(dim=0).diagonal()
+    refused = [site for site, square in zip(sites, lengths, strict=True) if not square.isfinite()]
+    if refused:
+        raise UpdateError(
+            f"the update of {', '.join(refused)} holds NaN or infinity; leave it out of the round"
+        )
+
+
+# Site: feature alignment (Eq. 2); the paper names CORAL, MMD and adversarial training without
+# formulas
 
 
 def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
-    """CORAL distance of two feature sets (Sun and Saenko, ECCV workshops 2016), a scalar; 0 if a set has fewer than two rows.
+    """CORAL distance of two feature sets (Sun and Saenko, ECCV workshops 2016), a scalar; 0 if a
+    set has fewer than two rows.
 
     Args:
         x: features (N, D).
         y: features (M, D).
-        form: with C the unbiased covariance, "domainbed": mean((C_x - C_y)^2) + mean((mean x - mean y)^2); "deep_coral":
-            ||C_x - C_y||_F^2 / (4 D^2).
+        form: with C the unbiased covariance, "domainbed": mean((C_x - C_y)^2) +
+            mean((mean x - mean y)^2); "deep_coral": ||C_x - C_y||_F^2 / (4 D^2).
     """
     check_choice("form", form, get_args(CoralForm))
     refuse_widths(x, y)
-    dtype, x, y = torch.result_type(x, y), widened(x), widened(y)
+    dtype = torch.result_type(x, y)
+    x = widened(x)
+    y = widened(y)
     if min(len(x), len(y)) < 2:
-        return (0 * (x.sum() + y.sum())).to(dtype)  # in the graph, so that a caller can differentiate it
+        return (0 * (x.sum() + y.sum())).to(dtype)  # in the graph, so that it has a gradient
     gap = (_covariance(x) - _covariance(y)).square()
     if form == "deep_coral":
         return (gap.sum() / (4 * x.shape[1] ** 2)).to(dtype)
-    return (gap.mean() + (x.mean(dim=0) - y.mean(dim=0)).square().mean()).to(dtype)
+    shift = (x.mean(dim=0) - y.mean(dim=0)).square()
+    return (gap.mean() + shift.mean()).to(dtype)
 
 
 def _covariance(features: Tensor) -> Tensor:
@@ -186,28 +228,26 @@ def _covariance(features: Tensor) -> Tensor:
     return centred.T @ centred / (len(features) - 1)
 
 
-def mmd(x: Tensor, y: Tensor, kernel: str = "mixture") -> Tensor:
-    """Squared maximum mean discrepancy E k(x, x') + E k(y, y') - 2 E k(x, y), diagonals included, a scalar.
+def mmd(x: Tensor, y: Tensor) -> Tensor:
+    """Squared maximum mean discrepancy E k(x, x') + E k(y, y') - 2 E k(x, y), diagonals included, a
+    scalar.
+
+    k is a sum of Gaussian kernels exp(-gamma d^2), gamma = 0.001, 0.01, ... 1000 (as in MMD-AAE,
+    Li et al., CVPR 2018).
 
     Args:
         x: features (N, D).
         y: features (M, D).
-        kernel: "mixture": sum of Gaussian kernels exp(-gamma d^2), gamma = 0.001, 0.01, ... 1000 (as in MMD-AAE, Li et al., CVPR 2018);
-            "dan": five kernels whose bandwidths double around the mean squared distance of the joined set (Long et al., TPAMI 2019).
     """
-    check_choice("kernel", kernel, ("mixture", "dan"))
     refuse_widths(x, y)
-    dtype, joined = torch.result_type(x, y), torch.cat([widened(x), widened(y)])
+    dtype = torch.result_type(x, y)
+    joined = torch.cat([widened(x), widened(y)])
     squared = (joined.unsqueeze(1) - joined.unsqueeze(0)).square().sum(dim=-1)
-    if kernel == "mixture":
-        gammas: Sequence[Any] = [10.0**power for power in range(-3, 4)]
-    else:
-        pairs = max(len(joined) * (len(joined) - 1), 1)
-        bandwidth = (squared.detach().sum() / pairs).clamp(min=torch.finfo(squared.dtype).eps)
-        gammas = [2.0**power / bandwidth for power in range(-2, 3)]
-    values = torch.stack([torch.exp(-gamma * squared) for gamma in gammas]).sum(dim=0)
+    kernels = [torch.exp(-(10.0**power) * squared) for power in range(-3, 4)]
+    values = torch.stack(kernels).sum(dim=0)
     n = len(x)
-    return (values[:n, :n].mean() + values[n:, n:].mean() - 2 * values[:n, n:].mean()).to(dtype)
+    within = values[:n, :n].mean() + values[n:, n:].mean()
+    return (within - 2 * values[:n, n:].mean()).to(dtype)
 
 
 class _Reversal(torch.autograd.Function):
@@ -222,17 +262,15 @@ class _Reversal(torch.autograd.Function):
 
 
 def reverse_gradient(features: Tensor, alpha: float = 1.0) -> Tensor:
-    """Gradient reversal layer (Ganin et al., JMLR 2016): the identity, whose gradient is multiplied by -alpha."""
+    """Gradient reversal layer (Ganin et al., JMLR 2016): the identity, whose gradient is multiplied
+    by -alpha.
+    """
     return _Reversal.apply(features, alpha)
 
 
-def reversal_ramp(progress: float) -> float:
-    """alpha = 2 / (1 + exp(-10 progress)) - 1 (Ganin et al., JMLR 2016), progress from 0 to 1 over the federation."""
-    return 2 / (1 + math.exp(-10 * progress)) - 1
-
-
 def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
-    """Binary cross-entropy of a discriminator between global (label 1) and local features (label 0): (N, D), (M, D) -> scalar.
+    """Binary cross-entropy of a discriminator between global (label 1) and local features
+    (label 0): (N, D), (M, D) -> scalar.
 
     Its gradient trains the discriminator and, reversed, the local feature extractor against it.
 
@@ -242,7 +280,8 @@ def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1
         y: features of the local model.
     """
     logits = discriminator(torch.cat([x, reverse_gradient(y, alpha)])).squeeze(-1)
-    labels = torch.cat([torch.ones_like(logits[: len(x)]), torch.zeros_like(logits[len(x) :])])
+    labels = torch.zeros_like(logits)
+    labels[: len(x)] = 1
     return F.binary_cross_entropy_with_logits(logits, labels)
 
 
@@ -250,21 +289,25 @@ def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1
 
 
 def gradients_of(
-    parameters: Mapping[str, Tensor], loss: Callable[[Mapping[str, Tensor]], Tensor], create_graph: bool = False
+    parameters: Mapping[str, Tensor], loss: Callable[[Mapping[str, Tensor]], Tensor]
 ) -> dict[str, Tensor]:
     """Gradients of a loss of named parameters; zero for an unused parameter."""
-    values = list(parameters.values())
-    gradients = torch.autograd.grad(loss(parameters), values, create_graph=create_graph, allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        loss(parameters), list(parameters.values()), allow_unused=True, materialize_grads=True
+    )
     return dict(zip(parameters, gradients, strict=True))
 
 
 def meta_trained(
-    parameters: Mapping[str, Tensor], task_loss: Callable[[Mapping[str, Tensor]], Tensor], rate: float, second_order: bool = False
+    parameters: Mapping[str, Tensor],
+    task_loss: Callable[[Mapping[str, Tensor]], Tensor],
+    rate: float,
 ) -> dict[str, Tensor]:
-    """theta' = theta - eta grad L_task(theta; x_tr, y_tr) (Eq. 1; the printed Delta is a gradient), by name, as a function of theta.
+    """theta' = theta - eta grad L_task(theta; x_tr, y_tr) (Eq. 1; the printed Delta is a gradient),
+    by name, as a function of theta.
 
-    The gradient of L_meta(theta') by theta is that of the meta-update: first order, with the inner gradient as a constant (as in the
-    published code), or the exact one with `second_order`.
+    The gradient of L_meta(theta') by theta is that of the meta-update of first order, with the
+    inner gradient as a constant (as in the published code).
 
     Args:
         parameters: theta by name; leaves that require gradients.
@@ -276,18 +319,22 @@ def meta_trained(
         >>> meta_trained(theta, lambda parameters: parameters["w"] ** 2, rate=0.5)["w"].item()
         0.0
     """
-    gradients = gradients_of(parameters, task_loss, create_graph=second_order)
+    gradients = gradients_of(parameters, task_loss)
     return {name: value - rate * gradients[name] for name, value in parameters.items()}
 
 
 # Probe (Fig. 2)
 
 
-def a_distance(global_features: Tensor, local_features: Tensor, *, repeats: int = 10, seed: int = 0) -> float:
-    """Proxy A-distance 2 (1 - 2 err) between the features that two models give the same images (Ben-David et al., 2010).
+def a_distance(
+    global_features: Tensor, local_features: Tensor, *, repeats: int = 10, seed: int = 0
+) -> float:
+    """Proxy A-distance 2 (1 - 2 err) between the features that two models give the same images
+    (Ben-David et al., 2010).
 
-    err is the test error of a logistic classifier between the two models' features, trained on 80 % of the images, averaged over `repeats`
-    splits. Both features of an image are on the same side of a split; otherwise equal models would have distances below 0.
+    err is the test error of a logistic classifier between the two models' features, trained on 80 %
+    of the images, averaged over `repeats` splits. Both features of an image are on the same side of
+    a split; otherwise equal models would have distances below 0.
 
     Args:
         global_features: (N, D) under the global model.
@@ -305,8 +352,10 @@ def a_distance(global_features: Tensor, local_features: Tensor, *, repeats: int 
     if n < 2:
         return math.nan
     features = torch.cat([global_features, local_features]).detach().cpu().double().numpy()
-    labels, images = [1] * n + [0] * n, [*range(n), *range(n)]
+    labels = [1] * n + [0] * n
+    images = [*range(n), *range(n)]
     splits = GroupShuffleSplit(repeats, test_size=0.2, random_state=seed)
     classifier = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
-    accuracy = float(cross_val_score(classifier, features, labels, groups=images, cv=splits).mean())
+    scores = cross_val_score(classifier, features, labels, groups=images, cv=splits)
+    accuracy = float(scores.mean())
     return 2 * (1 - 2 * (1 - accuracy))

@@ -1,4 +1,6 @@
-"""GRACE's server algorithm: updates are averaged with weights that grow with their mean cosine to all updates (Eq. 3)."""
+"""GRACE's server algorithm: updates are averaged with weights that grow with their mean cosine to
+all updates (Eq. 3).
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
@@ -9,7 +11,7 @@ from medflare.core.hyper import param
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
-from medflare.methods.base import Capability, ServerContext
+from medflare.methods.base import ServerContext
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.grace.formulas import consistent_aggregate
 from medflare.networks.catalogue import meta_network
@@ -26,10 +28,12 @@ class GraceServerHyper(FedAvgServerHyper):
 
 
 class ConsistencyAggregation(WeightedMean):
-    """Consistency-enhanced re-weighting; the weighted mean if there is no previous model (the first round of FLARE's own workflows).
+    """Consistency-enhanced re-weighting; the weighted mean if there is no previous model (the first
+    round of FLARE's own workflows).
 
-    Cosines are over the trainable entries, shallow to deep, or over all floating ones if there is no task. A robust `rule` uses the
-    weights by consistency if it uses weights (geometric, clipped).
+    Cosines are over the trainable entries, shallow to deep, or over all floating ones if there is
+    no task. A robust `rule` uses the weights by consistency if it uses weights (geometric,
+    clipped).
     """
 
     def __init__(self, hyper: GraceServerHyper):
@@ -38,29 +42,41 @@ class ConsistencyAggregation(WeightedMean):
 
     def prepare(self, task: TaskConfig, rounds: int) -> None:
         super().prepare(task, rounds)
-        self.parameters = [name for name, parameter in meta_network(task).named_parameters() if parameter.requires_grad]
+        parameters = meta_network(task).named_parameters()
+        self.parameters = [name for name, parameter in parameters if parameter.requires_grad]
 
-    def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+    def shared(
+        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
+    ) -> StateDict:
         self.weights = {}
         if previous is None or not self.hyper.consistency:
             return super().shared(models, round, previous)
         sent = next(iter(models.values())).state
-        names = [name for name, tensor in sent.items() if tensor.is_floating_point()] if self.parameters is None else self.parameters
+        if self.parameters is None:
+            names = [name for name, tensor in sent.items() if tensor.is_floating_point()]
+        else:
+            names = [name for name in self.parameters if name in sent]
         origin = {name: previous[name] for name in sent}
-        model, self.weights = consistent_aggregate(origin, states_of(models), self.shares(models), [name for name in names if name in sent])
-        return model if self.hyper.rule == "mean" else self.combined(states_of(models), self.weights, origin)
+        states = states_of(models)
+        model, self.weights = consistent_aggregate(origin, states, self.shares(models), names)
+        if self.hyper.rule == "mean":
+            return model
+        return self.combined(states, self.weights, origin)
 
 
 class GraceServer(FedAvgServer[GraceServerHyper]):
     """Works with every site algorithm that sends a model as FedAvg's does."""
 
-    Hyper: ClassVar[type] = GraceServerHyper
     aggregation_class: ClassVar[type[Aggregation[Any]]] = ConsistencyAggregation
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    freezes = False
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        task, site = context.task, context.plan.site_hyper
-        if getattr(site, "client", None) == "coral" and task.batch_size < SMALLEST_BATCH:
-            text = f"CORAL's covariances are of half a batch of {task.batch_size}, mostly noise below {SMALLEST_BATCH}"
-            context.events.add("warning", f"{text}; make task.batch_size larger, or set client=meta")
+        size = context.task.batch_size
+        aligns = getattr(context.plan.site_hyper, "client", None) == "coral"
+        if aligns and size < SMALLEST_BATCH:
+            context.events.add(
+                "warning",
+                f"CORAL's covariances are of half a batch of {size}, mostly noise below "
+                f"{SMALLEST_BATCH}; make task.batch_size larger, or set client=meta",
+            )

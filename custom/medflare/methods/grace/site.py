@@ -1,14 +1,16 @@
-"""GRACE's site algorithm (MICCAI 2023, Sec. 2.2): every batch is cut into a meta-train and a meta-test half.
+"""GRACE's site algorithm (MICCAI 2023, Sec. 2.2): every batch is cut into a meta-train and a
+meta-test half.
 
-A step on the first half (meta-train) gives theta'. The update is the gradient at theta' of the task loss on the second half plus beta
-times the distance between its features under the frozen global model and under theta' (meta-update).
+A step on the first half (meta-train) gives theta'. The update is the gradient at theta' of the task
+loss on the second half plus beta times the distance between its features under the frozen global
+model and under theta' (meta-update).
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -17,17 +19,27 @@ from torch.func import functional_call
 
 from medflare.adaptation.registry import check_adaptable, dsbn_for, with_tent
 from medflare.core.hyper import param
-from medflare.core.manifest import MetaSpec, Phase, number
 from medflare.core.message import Message
+from medflare.core.phases import phase
 from medflare.core.rng import derived_seed, seeded
 from medflare.core.settings import STRICT
-from medflare.core.states import copy_state
+from medflare.core.specs import MetaSpec, number
+from medflare.core.states import StateDict, copy_state
 from medflare.inference.deployed import build
-from medflare.methods.base import MEASURED, VALIDATION, Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, VALIDATE, FedAvgSite, FedAvgSiteHyper, delivered, trained_model
-from medflare.methods.grace.formulas import Inner, a_distance, adversarial, coral, gradients_of, meta_trained, mmd
+from medflare.methods.base import PersistentState, Plan
+from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper, delivered
+from medflare.methods.grace.formulas import (
+    Inner,
+    a_distance,
+    adversarial,
+    coral,
+    gradients_of,
+    meta_trained,
+    mmd,
+)
+from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.normalisation import batch_statistics
-from medflare.methods.parts.selection import Best
+from medflare.methods.parts.personal import PersonalModel
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
 from medflare.training.epochs import finite_or_none, preserved_moments, train_epochs
@@ -37,45 +49,66 @@ _HIDDEN: Final = 64  # width of the two-layer discriminator
 _DISCRIMINATOR_RATE: Final = 7e-4  # of its Adam, as in the published code
 _SMALLEST_CUT: Final = 4  # each half then has two images, which BatchNorm and covariances need
 
-A_DISTANCE = MetaSpec("a_distance", "between global and local features", number(-2.0, 2.0, optional=True), "train")
+A_DISTANCE = MetaSpec[float | None](
+    "a_distance", "between global and local features", number(-2.0, 2.0, optional=True), "train"
+)
 
-Penalty = Callable[[Tensor, Tensor], Tensor]  # (images, the local model's features of them) -> scalar
+Penalty = Callable[
+    [Tensor, Tensor], Tensor
+]  # (images, the local model's features of them) -> scalar
 Parameters = Mapping[str, Tensor]
-Adapt = Callable[[Parameters, Callable[[Parameters], Tensor]], Parameters]  # (theta, loss on the meta-train half) -> theta'
+Adapt = Callable[
+    [Parameters, Callable[[Parameters], Tensor]], Parameters
+]  # (theta, loss on the meta-train half) -> theta'
 
 
 @dataclass(frozen=True, config=STRICT)
 class GraceSiteHyper(FedAvgSiteHyper):
     """Meta-train, meta-update, alignment and test-time adaptation."""
 
-    tta: Literal["none", "dsbn", "tent"] = param("none", "adaptation of the global model at an outside site", source="Table 3")
-    probe: bool = param(False, "report the A-distance between global and local features every round", source="Fig. 2")
+    tta: Literal["none", "dsbn", "tent"] = param(
+        "none", "adaptation of the global model at an outside site", source="Table 3"
+    )
+    probe: bool = param(
+        False,
+        "report the A-distance between global and local features every round",
+        source="Fig. 2",
+    )
     client: Literal["erm", "meta", "coral", "mmd", "adv"] = param(
         "coral",
         "plain training, two steps without alignment, or two steps with CORAL, MMD or adversarial alignment",
         source="Sec. 2.2, Table 4",
     )
     beta: float = param(1.0, "weight of the alignment", symbol="β", source="Eq. 2", low=0)
-    inner: Inner = param("optimizer", "the meta-train step: one of the task's optimizer, or a plain gradient step", source="Eq. 1")
-    swap: bool = param(True, "each half of a batch is meta-test once; false: only the second", source="Sec. 2.2")
+    inner: Inner = param(
+        "optimizer",
+        "the meta-train step: one of the task's optimizer, or a plain gradient step",
+        source="Eq. 1",
+    )
+    swap: bool = param(
+        True, "each half of a batch is meta-test once; false: only the second", source="Sec. 2.2"
+    )
 
 
 class GraceSite(FedAvgSite[GraceSiteHyper]):
-    """Two-step training with feature alignment; `client` selects the paper's variants, "erm" is FedAvg's training.
+    """Two-step training with feature alignment; `client` selects the paper's variants, "erm" is
+    FedAvg's training.
 
-    The personal model is the local one after training, of the best round by the site's own validation.
+    The personal model is the local one after training, of the best round by the site's own
+    validation.
     """
 
-    Hyper: ClassVar[type] = GraceSiteHyper
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
-    phases: ClassVar[tuple[Phase, ...]] = (Phase("train", request=(GLOBAL,), reply=(MODEL,), reply_meta=(*MEASURED, A_DISTANCE)), VALIDATE)
-    dp_unsupported_reason = "its alignment compares the features of a whole batch, and meta-train follows a gradient without noise"
-
+    accumulates = False
+    freezes = False
+    dp_unsupported_reason = (
+        "its alignment compares the features of a whole batch, "
+        "and meta-train follows a gradient without noise"
+    )
     discriminator = PersistentState("discriminator")
 
     def __init__(self, site: Site, plan: Plan[GraceSiteHyper, Any]):
         super().__init__(site, plan)
-        self.personal = Best(self.memory, "personal")
+        self.selection = PersonalModel(self)
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: GraceSiteHyper, server_hyper: Any) -> None:
@@ -89,28 +122,40 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         """Two steps, alignment and the probe need them."""
         return hyper.client != "erm" or hyper.probe
 
+    @phase(request=(MODEL,), reply=(MODEL,), meta=(*MEASURED, A_DISTANCE))
     def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training; then the local model is validated as the personal one and, with `probe`, its A-distance is computed."""
+        """FedAvg's training; then the local model is validated as the personal one and, with
+        `probe`, its A-distance is computed.
+        """
         reply = super().train(round, incoming)
-        state = reply.states[MODEL]
-        local = self.network("model", state)
-        value = self.validation(local)
-        reply.meta[VALIDATION]["personal"] = value
-        self.personal.offer(value if self.plan.server_hyper.selection != "last" else None, round + 1, state)
+        self.selection.add_trained(round, reply[MODEL], reply)
         if self.hyper.probe:
-            features = (self._features(model) for model in (self.frozen(incoming.states[GLOBAL]), local))
-            seed = derived_seed(self.site.seed, self.site.name, round, "probe") % 2**32
-            reply.meta[A_DISTANCE] = finite_or_none(a_distance(*features, seed=seed))
+            reply[A_DISTANCE] = self._distance(round, incoming[MODEL], reply[MODEL])
         return reply
+
+    def _distance(self, round: int, shared: StateDict, local: StateDict) -> float | None:
+        """The A-distance between the features of the global and of the local model."""
+        of_shared = self._features(self.frozen(shared))
+        of_local = self._features(self.network("model", local))
+        seed = derived_seed(self.site.seed, self.site.name, round, "probe") % 2**32
+        return finite_or_none(a_distance(of_shared, of_local, seed=seed))
 
     @torch.no_grad()
     def _features(self, model: FeatureNetwork) -> Tensor:
         """Pooled features (N, D) of the site's training images."""
         model.eval()
-        return torch.cat([pooled(model.features_and_output(batch.images)[0]).cpu() for batch in self.site.ordered("train")])
+        return torch.cat(
+            [
+                pooled(model.features_and_output(batch.images)[0]).cpu()
+                for batch in self.site.ordered("train")
+            ]
+        )
 
-    def fit(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int) -> float | None:
-        """Two-step training with the alignment that `client` selects; "erm" is FedAvg's training."""
+    def fit(
+        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
+    ) -> float | None:
+        """Two-step training with the alignment that `client` selects; "erm" is FedAvg's training.
+        """
         client = self.hyper.client
         if client == "erm":
             return super().fit(model, optimizer, round)
@@ -118,11 +163,21 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
             return self._two_steps(model, optimizer, round)
         shared = self.frozen(model.state_dict())
         if client != "adv":
-            return self._two_steps(model, optimizer, round, self.aligned(shared, coral if client == "coral" else mmd))
+            return self._two_steps(
+                model, optimizer, round, self.aligned(shared, coral if client == "coral" else mmd)
+            )
         with self._adversary(shared, optimizer) as discriminator:
-            return self._two_steps(model, optimizer, round, self.aligned(shared, partial(adversarial, discriminator)))
+            return self._two_steps(
+                model, optimizer, round, self.aligned(shared, partial(adversarial, discriminator))
+            )
 
-    def _two_steps(self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int, penalty: Penalty | None = None) -> float:
+    def _two_steps(
+        self,
+        model: FeatureNetwork,
+        optimizer: torch.optim.Optimizer,
+        round: int,
+        penalty: Penalty | None = None,
+    ) -> float:
         """One round of two-step training in place; returns the mean meta-loss (Eq. 2)."""
 
         def adapt(parameters: Parameters, task_loss: Callable[[Parameters], Tensor]) -> Parameters:
@@ -135,10 +190,11 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         return train_epochs(model, optimizer, self.site, round, "model", loss=loss)
 
     def aligned(self, shared: FeatureNetwork, distance: Penalty) -> Penalty:
-        """beta * L_align(h(x; phi_g), h(x; phi')) of Eq. 2 as (images, local features) -> scalar; 0 for a single row.
+        """beta * L_align(h(x; phi_g), h(x; phi')) of Eq. 2 as (images, local features) -> scalar; 0
+        for a single row.
 
-        Both models normalise by the same batch. With running statistics in one of them, CORAL between a model and itself is not 0 but
-        most of its value between different models.
+        Both models normalise by the same batch. With running statistics in one of them, CORAL
+        between a model and itself is not 0 but most of its value between different models.
         """
 
         def penalty(images: Tensor, features: Tensor) -> Tensor:
@@ -150,15 +206,23 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         return penalty
 
     @contextmanager
-    def _adversary(self, shared: FeatureNetwork, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
-        """The site's discriminator for a round; its own Adam steps with the model's optimizer, after the same backward pass."""
+    def _adversary(
+        self, shared: FeatureNetwork, optimizer: torch.optim.Optimizer
+    ) -> Iterator[nn.Module]:
+        """The site's discriminator for a round; its own Adam steps with the model's optimizer,
+        after the same backward pass.
+        """
         with torch.no_grad():
             features, _ = shared.features_and_output(next(self.site.ordered("train")).images[:1])
         with seeded(self.site.seed, self.site.name, "discriminator"):
-            discriminator = nn.Sequential(nn.Linear(features.shape[1], _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1)).to(self.site.device)
+            discriminator = nn.Sequential(
+                nn.Linear(features.shape[1], _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1)
+            ).to(self.site.device)
         if self.discriminator is not None:
             discriminator.load_state_dict(self.discriminator)
-        adam = self.optimizers.recall("discriminator", torch.optim.Adam(discriminator.parameters(), lr=_DISCRIMINATOR_RATE))
+        adam = self.optimizers.recall(
+            "discriminator", torch.optim.Adam(discriminator.parameters(), lr=_DISCRIMINATOR_RATE)
+        )
 
         def step(*_: object) -> None:
             adam.step()
@@ -173,12 +237,15 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         self.discriminator = copy_state(discriminator.state_dict())
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Inside: the local model (the global one if the site never trained). Outside: the global one, adapted by `tta`."""
-        best, task = self.personal, self.site.task
-        models = delivered(incoming, None if best.state is None else trained_model(best.state, best.round))
+        """Inside: the local model (the global one if the site never trained).
+
+        Outside: the global one, adapted by `tta`.
+        """
+        models = delivered(incoming, self.selection.best())
+        task = self.site.task
         if self.inside:
-            return {"personal": models["global"], **models}
-        if self.hyper.tta == "tent":
+            models.setdefault("personal", models["global"])
+        elif self.hyper.tta == "tent":
             models["deployed"] = with_tent(models["global"], task)
         elif self.hyper.tta == "dsbn":
             models["deployed"] = dsbn_for(self.site, models["global"], partial(build, task))
@@ -205,10 +272,17 @@ class MetaLoss:
 
     def __post_init__(self) -> None:
         self.model = _WithFeatures(self.network)
-        self.parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.parameters = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
 
     def __call__(self, _network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
-        losses = [self._loss(images, targets, train, test) for train, test in halves(len(images), self.swap)]
+        losses = [
+            self._loss(images, targets, train, test)
+            for train, test in halves(len(images), self.swap)
+        ]
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
     def _loss(self, images: Tensor, targets: Tensor, train: slice, test: slice) -> Tensor:
@@ -236,10 +310,11 @@ class _WithFeatures(nn.Module):
 
 
 def halves(count: int, swap: bool) -> list[tuple[slice, slice]]:
-    """The (meta-train, meta-test) halves of a batch by position; with `swap` also exchanged, and the update is the mean of both.
+    """The (meta-train, meta-test) halves of a batch by position; with `swap` also exchanged, and
+    the update is the mean of both.
 
-    The paper's update is the gradient of half of the images; the swapped one uses all of them, at twice the passes. A batch of fewer than
-    four images is not cut: it is both halves.
+    The paper's update is the gradient of half of the images; the swapped one uses all of them, at
+    twice the passes. A batch of fewer than four images is not cut: it is both halves.
 
     Examples:
         >>> halves(8, swap=False), len(halves(8, swap=True)), len(halves(3, swap=True))
@@ -252,9 +327,12 @@ def halves(count: int, swap: bool) -> list[tuple[slice, slice]]:
 
 
 def optimizer_step(
-    parameters: Parameters, task_loss: Callable[[Parameters], Tensor], optimizer: torch.optim.Optimizer
+    parameters: Parameters,
+    task_loss: Callable[[Parameters], Tensor],
+    optimizer: torch.optim.Optimizer,
 ) -> dict[str, Tensor]:
-    """theta' by a step of the optimizer, as a function of theta (Eq. 1 with the optimizer's step, first order).
+    """theta' by a step of the optimizer, as a function of theta (Eq. 1 with the optimizer's step,
+    first order).
 
     The step changes the optimizer's moments, unless it is inside `preserved_moments`.
 

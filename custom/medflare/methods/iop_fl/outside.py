@@ -1,4 +1,5 @@
-"""IOP-FL at an outside site: test-time routing over all personal models and the global one (Sec. III-C, Algorithm 1).
+"""IOP-FL at an outside site: test-time routing over all personal models and the global one
+(Sec. III-C, Algorithm 1).
 
 The coefficients of every layer (`routing`) are fitted to the site's unlabelled images by
 consistency under noise, shape and certainty (Eq. 7-10), from the uniform mixture. Where personal
@@ -24,26 +25,33 @@ from torch.func import functional_call
 
 from medflare.core.errors import StateError
 from medflare.core.hyper import build_hyper, param
-from medflare.core.manifest import TensorSpec
 from medflare.core.message import Message
 from medflare.core.rng import seeded, torch_generator
 from medflare.core.settings import STRICT
+from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict
-from medflare.inference.deployed import MODEL, Repeated, network_with
+from medflare.inference.deployed import Repeated, network_with
 from medflare.methods.base import SiteHyper
+from medflare.methods.fedavg.site import MODEL
 from medflare.methods.iop_fl import formulas
 from medflare.methods.iop_fl.routing import RoutedNetwork, Routing, Statistics
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import foreground
 
-EXPERT = TensorSpec("expert/")  # the sites' personal models
-ROUTER = "router"  # the entry of the fitted coefficients
+EXPERTS = TensorSpec("expert", of=lambda plan: plan.sites)  # the sites' personal models
+ROUTER = TensorSpec("router")  # the fitted coefficients of a delivered model
 
-ANCHOR: Final = 0.05  # weight of the divergence from the start's prediction; at 0 an empty mask has the lowest loss
-GATE_INFORMATION: Final = 0.8  # least mutual information of a state, as a fraction of the start's
-START_INFORMATION: Final = 0.5  # least mutual information of an expert as a start, as a fraction of the mixture's: else it predicts nothing
-GATE_AGREEMENT: Final = 0.9  # least agreement (Dice) with the mixture or an expert
-CONTRADICTION: Final = 0.5  # two experts contradict each other if their masks agree less (Dice): more differs than coincides
+# Weight of the divergence from the start's prediction; at 0 an empty mask has the lowest loss.
+ANCHOR: Final = 0.05
+# Least mutual information of a state, as a fraction of the start's.
+GATE_INFORMATION: Final = 0.8
+# Least mutual information of an expert as a start, as a fraction of the mixture's: else it predicts
+# nothing.
+START_INFORMATION: Final = 0.5
+# Least agreement (Dice) with the mixture or an expert.
+GATE_AGREEMENT: Final = 0.9
+# Two experts contradict each other if their masks agree less (Dice): more differs than coincides.
+CONTRADICTION: Final = 0.5
 MIXTURE: Final = "mixture"
 _MEASURABLE: Final = 1e-6  # nats; less mutual information is rounding
 
@@ -53,27 +61,50 @@ class OutsideHyper(SiteHyper):
     """Test-time routing at a site that never trained."""
 
     routing: Literal["layer", "global"] = param(
-        "layer", "coefficients for every layer, or one set for the network", symbol="R", source="Table III"
+        "layer",
+        "coefficients for every layer, or one set for the network",
+        symbol="R",
+        source="Table III",
     )
-    bn_statistics: Statistics = param("batch", "normalise by the test batch, or as in training", source="Sec. III-C")
+    bn_statistics: Statistics = param(
+        "batch", "normalise by the test batch, or as in training", source="Sec. III-C"
+    )
     route_epochs: int = param(10, "passes over the test images", source="Sec. III-D", low=0)
     route_lr: float = param(1e-3, "Adam rate of the routers", source="Sec. III-D", low=0)
-    beta: float = param(0.01, "weight of shape and entropy beside consistency", symbol="β", source="Eq. 10", low=0)
-    radius: Annotated[int, Field(ge=0)] | Literal["auto"] = param(
-        "auto", "the shape term's neighbourhood radius in pixels; auto: 10 / 384 of the image's shortest side", symbol="d", source="Eq. 8"
+    beta: float = param(
+        0.01, "weight of shape and entropy beside consistency", symbol="β", source="Eq. 10", low=0
     )
-    noise: float = param(0.5, "noise added to images, in each image's own standard deviation", symbol="ε", source="Eq. 7", low=0)
-    use_consistency: bool = param(True, "the consistency term", symbol="L_cons", source="Eq. 7, Fig. 8")
-    use_shape: bool = param(True, "the shape term (segmentation only)", symbol="L_s", source="Eq. 9, Fig. 8")
+    radius: Annotated[int, Field(ge=0)] | Literal["auto"] = param(
+        "auto",
+        "the shape term's neighbourhood radius in pixels; "
+        "auto: 10 / 384 of the image's shortest side",
+        symbol="d",
+        source="Eq. 8",
+    )
+    noise: float = param(
+        0.5,
+        "noise added to images, in each image's own standard deviation",
+        symbol="ε",
+        source="Eq. 7",
+        low=0,
+    )
+    use_consistency: bool = param(
+        True, "the consistency term", symbol="L_cons", source="Eq. 7, Fig. 8"
+    )
+    use_shape: bool = param(
+        True, "the shape term (segmentation only)", symbol="L_s", source="Eq. 9, Fig. 8"
+    )
     use_entropy: bool = param(True, "the entropy term", symbol="L_e", source="Eq. 9, Fig. 8")
     objective: Literal["information", "paper"] = param(
         "information",
-        "protected from collapse: mutual information for entropy, softmax coefficients, a gate; or Eq. 6 and 10 as printed",
+        "protected from collapse: mutual information for entropy, softmax coefficients, a gate; "
+        "or Eq. 6 and 10 as printed",
         source="Eq. 6, 10",
     )
     comparisons: bool = param(
         False,
-        "also deploy each single model, their ensemble, Tent on the global model, and routing by the printed objective",
+        "also deploy each single model, their ensemble, Tent on the global model, "
+        "and routing by the printed objective",
         source="Table II",
     )
 
@@ -85,7 +116,8 @@ class Summary:
     Attributes:
         loss: the test-time loss.
         information: mutual information of pixel and prediction, in nats, >= 0.
-        agreement: with the masks, or classes, of the reference that it agrees with most; see `formulas.agreeing`.
+        agreement: with the masks, or classes, of the reference that it agrees with most; see
+            `formulas.agreeing`.
     """
 
     loss: float
@@ -125,7 +157,9 @@ class PackedDecisions(Sequence[Tensor]):
         return torch.from_numpy(bits).bool().view(shape)
 
 
-def summarize(task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor]], references: Sequence[Decisions] = ()) -> Summary:
+def summarize(
+    task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor]], references: Sequence[Decisions] = ()
+) -> Summary:
     """The summary of all batches together.
 
     Args:
@@ -137,32 +171,41 @@ def summarize(task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor]], refere
     shares: Tensor | float = 0.0
     decisions = PackedDecisions()
     for loss, p in batches:
-        classes = formulas.all_classes(p, task.target).double()  # a difference of entropies needs the precision
+        # A difference of entropies needs the precision.
+        classes = formulas.all_classes(p, task.target).double()
         count += len(p)
         sums += len(p) * torch.stack([loss.double(), formulas.entropy_loss(classes)]).cpu()
         shares = shares + len(p) * formulas.class_shares(classes).cpu()
         decisions.append(_decisions(p, task))
     mean_loss, entropy = (sums / count).tolist()
+    # I = H(mean p) - mean H(p)
     information = float(formulas.entropy_of(torch.as_tensor(shares / count))) - entropy
     agreements = [agreement(decisions, reference) for reference in references]
     return Summary(mean_loss, max(0.0, information), max(agreements, default=1.0))
 
 
 def agreement(first: Decisions, second: Decisions) -> float:
-    """Dice of the masks, or accuracy of the classes, of all batches together; 1 for masks that are all empty."""
-    equal = total = 0
+    """Dice of the masks, or accuracy of the classes, of all batches together; 1 for masks that are
+    all empty.
+    """
+    equal = 0
+    total = 0
     for one, other in zip(first, second, strict=True):
         equal_here, total_here = formulas.agreeing(one, other)
-        equal, total = equal + equal_here, total + total_here
+        equal += equal_here
+        total += total_here
     return equal / total if total else 1.0
 
 
 def _decisions(p: Tensor, task: TaskConfig) -> Tensor:
-    """Masks (bool) of a segmentation, else classes, or 0 and 1 for each label of a multilabel task; on the CPU."""
+    """Masks (bool) of a segmentation, else classes, or 0 and 1 for each label of a multilabel task;
+    on the CPU.
+    """
     if task.kind == "segmentation":
         return foreground(p, task).cpu()
-    classes = p.argmax(dim=1) if task.target == "multiclass" else (p > 0.5).long()
-    return classes.cpu()
+    if task.target == "multiclass":
+        return p.argmax(dim=1).cpu()
+    return (p > 0.5).long().cpu()
 
 
 def gate_refusal(state: Summary, start: Summary) -> str:
@@ -170,14 +213,20 @@ def gate_refusal(state: Summary, start: Summary) -> str:
 
     Examples:
         >>> start = Summary(loss=0.04, information=0.08, agreement=1.0)
-        >>> gate_refusal(Summary(0.03, 0.07, 0.95), start), gate_refusal(Summary(0.01, 0.0, 0.95), start)
-        ('', 'its mutual information is 0.00 of the start, below 0.8')
+        >>> gate_refusal(Summary(0.03, 0.07, 0.95), start)
+        ''
+        >>> gate_refusal(Summary(0.01, 0.0, 0.95), start)
+        'its mutual information is 0.00 of the start, below 0.8'
     """
-    if start.information > _MEASURABLE and state.information < GATE_INFORMATION * start.information:
+    least = GATE_INFORMATION * start.information
+    if start.information > _MEASURABLE and state.information < least:
         fraction = state.information / start.information
         return f"its mutual information is {fraction:.2f} of the start, below {GATE_INFORMATION:g}"
     if state.agreement < GATE_AGREEMENT:
-        return f"its agreement with the mixture and with each expert is at most {state.agreement:.2f}, below {GATE_AGREEMENT:g}"
+        return (
+            "its agreement with the mixture and with each expert is at most "
+            f"{state.agreement:.2f}, below {GATE_AGREEMENT:g}"
+        )
     return ""
 
 
@@ -187,36 +236,56 @@ def contradict(experts: Sequence[Decisions]) -> bool:
 
 
 class RoutedModel(nn.Module):
-    """The outside model: images (N, C, H, W) to probabilities by a routed network; `adapt` fits it to unlabelled images.
+    """The outside model: images (N, C, H, W) to probabilities by a routed network; `adapt` fits it
+    to unlabelled images.
 
     Attributes:
-        counts_images: whether the numbers of `report` are counts of images; here they are of epochs.
+        counts_images: whether the numbers of `report` are counts of images; here they are of
+            epochs.
         gated: whether the gate is used; not with objective=paper.
-        adaptation: the record of `adapt`; before the first epoch and after each one the "losses" over all images, the "information" and
-            "agreement" of the predictions, and "refused", the gate's reason or ""; "chosen", the index of the used state; "start", the
-            mixture or an expert; "coefficients", R by layer, averaged over the images. Empty before.
+        adaptation: the record of `adapt`; before the first epoch and after each one the "losses"
+            over all images, the "information" and "agreement" of the predictions, and "refused",
+            the gate's reason or ""; "chosen", the index of the used state; "start", the mixture or
+            an expert; "coefficients", R by layer, averaged over the images. Empty before.
     """
 
     counts_images: Final = False
 
-    def __init__(self, task: TaskConfig, network: RoutedNetwork, experts: Sequence[str], hyper: OutsideHyper, seed: int):
+    def __init__(
+        self,
+        task: TaskConfig,
+        network: RoutedNetwork,
+        experts: Sequence[str],
+        hyper: OutsideHyper,
+        seed: int,
+    ):
         """`experts`: names of the network's experts."""
         super().__init__()
-        self.task, self.network, self.hyper, self.seed = task, network, hyper, seed
+        self.task = task
+        self.network = network
+        self.hyper = hyper
+        self.seed = seed
         self.gated = hyper.objective != "paper"
         self.adaptation: dict[str, Any] = {}
         self._experts = tuple(experts)
         self._mixture = network.adapted_state()
-        self._anchor: StateDict = self._mixture  # the start, whose prediction the fit does not leave far
+        # The start, whose prediction the fit does not leave far.
+        self._anchor: StateDict = self._mixture
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to probabilities (N, outputs, ...), in the same batches as `adapt`."""
+        """Images (N, C, H, W) to probabilities (N, outputs, ...), in the batches of `adapt`."""
         self.network.eval()
         return torch.cat([self._probabilities(part) for part in self._batches(images)])
 
     def _batches(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Even batches of at most the task's size, so that their statistics do not depend on the caller's batches."""
+        """Even batches of at most the task's size, so that their statistics do not depend on the
+        caller's batches.
+        """
         return images.tensor_split(math.ceil(len(images) / self.task.batch_size))
+
+    def _all_batches(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        for images in batches:
+            yield from self._batches(images)
 
     def _probabilities(self, images: Tensor) -> Tensor:
         return self.task.probabilities(self.network(images))
@@ -224,25 +293,32 @@ class RoutedModel(nn.Module):
     def adapt(self, batches: Sequence[Tensor] | Repeated[Tensor]) -> None:
         """Fit the coefficients to these images.
 
-        After every epoch the state is evaluated on all images, without dropout and with the same noise, so that epochs can be compared.
-        The start is a candidate too; states that the gate refuses are none.
+        After every epoch the state is evaluated on all images, without dropout and with the same
+        noise, so that epochs can be compared. The start is a candidate too; states that the gate
+        refuses are none.
         """
-        parts = Repeated(lambda: (part for images in batches for part in self._batches(images)))
+        parts = Repeated(lambda: self._all_batches(batches))
         references = self._references(parts)
-        start, summary = self._start(parts, references)
+        start, start_summary = self._start(parts, references)
         self.load_start(start)
         optimizer = torch.optim.Adam(self.network.adaptable().values(), lr=self.hyper.route_lr)
-        summaries, selected, chosen, refused = [summary], self.network.adapted_state(), 0, [""]
+        # The candidates are the start and the state after every epoch.
+        summaries = [start_summary]
+        refused = [""]
+        chosen = 0
+        chosen_state = self.network.adapted_state()
         for epoch in range(self.hyper.route_epochs):
-            for place, images in enumerate(parts):
-                self._step(optimizer, images, "epoch", epoch, place)
-            summaries.append(self.measure(parts, references))
-            refused.append(gate_refusal(summaries[-1], summary) if self.gated else "")
-            if not refused[-1] and summaries[-1].loss < summaries[chosen].loss:
-                selected, chosen = self.network.adapted_state(), epoch + 1
-        self.network.load_adapted_state(selected)
+            for batch, images in enumerate(parts):
+                self._step(optimizer, images, "epoch", epoch, batch)
+            summary = self.measure(parts, references)
+            reason = gate_refusal(summary, start_summary) if self.gated else ""
+            if not reason and summary.loss < summaries[chosen].loss:
+                chosen = epoch + 1
+                chosen_state = self.network.adapted_state()
+            summaries.append(summary)
+            refused.append(reason)
+        self.network.load_adapted_state(chosen_state)
         self.network.eval()
-        by_batch = [self.network.coefficients(images) for images in parts]
         self.adaptation = {
             "start": start,
             "losses": [summary.loss for summary in summaries],
@@ -250,17 +326,30 @@ class RoutedModel(nn.Module):
             "agreement": [summary.agreement for summary in summaries],
             "refused": refused,
             "chosen": chosen,
-            "coefficients": {layer: torch.cat([r[layer] for r in by_batch]).mean(dim=0).tolist() for layer in by_batch[0]},
+            "coefficients": self._mean_coefficients(parts),
         }
 
-    def _start(self, parts: Iterable[Tensor], references: Sequence[Decisions]) -> tuple[str, Summary]:
-        """From where the fit starts: the mixture or, if personal models contradict each other, the one of these of lowest loss.
+    def _mean_coefficients(self, batches: Iterable[Tensor]) -> dict[str, list[float]]:
+        """R by layer, averaged over the images."""
+        by_batch = [self.network.coefficients(images) for images in batches]
+        means: dict[str, list[float]] = {}
+        for layer in by_batch[0]:
+            of_images = torch.cat([by_layer[layer] for by_layer in by_batch])
+            means[layer] = of_images.mean(dim=0).tolist()
+        return means
 
-        An expert with less than half of the mixture's information is no start: it predicts next to nothing here. Nor is the global model,
-        the mean of models that contradict each other.
+    def _start(
+        self, parts: Iterable[Tensor], references: Sequence[Decisions]
+    ) -> tuple[str, Summary]:
+        """From where the fit starts: the mixture or, if personal models contradict each other, the
+        one of these of lowest loss.
+
+        An expert with less than half of the mixture's information is no start: it predicts next to
+        nothing here. Nor is the global model, the mean of models that contradict each other.
         """
         self.load_start(MIXTURE)
-        start, summary = MIXTURE, self.measure(parts, references)
+        start = MIXTURE
+        summary = self.measure(parts, references)
         if not self.gated or not contradict(references[1:-1]):
             return start, summary
         least = START_INFORMATION * summary.information
@@ -268,13 +357,18 @@ class RoutedModel(nn.Module):
             self.load_start(expert)
             measured = self.measure(parts, references)
             if measured.information >= least and measured.loss < summary.loss:
-                start, summary = expert, measured
+                start = expert
+                summary = measured
         return start, summary
 
     def load_start(self, start: str) -> None:
-        """The state of the mixture, whose base is the global model, or of an expert, which is its own base."""
-        base, state = -1, self._mixture
-        if start != MIXTURE:
+        """The state of the mixture, whose base is the global model, or of an expert, which is its
+        own base.
+        """
+        if start == MIXTURE:
+            base = -1
+            state = self._mixture
+        else:
             base = self._experts.index(start)
             state = self.network.states_of_experts()[base]
         self.network.set_base(base)
@@ -283,14 +377,18 @@ class RoutedModel(nn.Module):
 
     def _references(self, batches: Iterable[Tensor]) -> list[Decisions]:
         """The decisions of the mixture and, with the gate, of each expert."""
-        starts = [MIXTURE, *self._experts] if self.gated else [MIXTURE]
+        starts = [MIXTURE]
+        if self.gated:
+            starts += self._experts
         return [self._decisions_of(start, batches) for start in starts]
 
     @torch.no_grad()
     def _decisions_of(self, start: str, batches: Iterable[Tensor]) -> Decisions:
         self.load_start(start)
         self.network.eval()
-        return PackedDecisions(_decisions(self._probabilities(images), self.task) for images in batches)
+        return PackedDecisions(
+            _decisions(self._probabilities(images), self.task) for images in batches
+        )
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Tensor], references: Sequence[Decisions] = ()) -> Summary:
@@ -298,8 +396,8 @@ class RoutedModel(nn.Module):
         self.network.eval()
 
         def results() -> Iterator[tuple[Tensor, Tensor]]:
-            for place, images in enumerate(batches):
-                clean, noisy, anchor = self._predictions(images, "measure", place)
+            for batch, images in enumerate(batches):
+                clean, noisy, anchor = self._predictions(images, "measure", batch)
                 yield test_time_loss(clean, noisy, self.task, self.hyper, anchor), clean
 
         return summarize(self.task, results(), references)
@@ -320,27 +418,42 @@ class RoutedModel(nn.Module):
         return self.task.probabilities(functional_call(self.network, start, (images,)))
 
     def _predictions(self, images: Tensor, *key: str | int) -> tuple[Tensor, Tensor, Tensor]:
-        """Probabilities for a batch, for its noisy copy, whose noise `key` seeds, and those of the start."""
-        noise = torch.randn(images.shape, generator=torch_generator(self.seed, "noise", *key)).to(images)
+        """Probabilities for a batch, for its noisy copy, whose noise `key` seeds, and those of the
+        start.
+        """
+        generator = torch_generator(self.seed, "noise", *key)
+        noise = torch.randn(images.shape, generator=generator).to(images)
         clean = self._probabilities(images)
-        noisy = self._probabilities(images + self.hyper.noise * formulas.image_spread(images) * noise)
-        return clean, noisy, self._at_start(images)  # the start is last, since it ends in evaluation mode
+        scale = self.hyper.noise * formulas.image_spread(images)
+        noisy = self._probabilities(images + scale * noise)
+        return clean, noisy, self._at_start(images)  # the start is last: it sets evaluation mode
 
     def report(self) -> dict[str, Any]:
         return self.adaptation
 
     def notices(self) -> list[str]:
         """One line if the gate refused the state of the lowest loss; empty otherwise."""
-        losses, refused, chosen = (self.adaptation.get(name, []) for name in ("losses", "refused", "chosen"))
-        better = [place for place, reason in enumerate(refused) if reason and losses[place] < losses[chosen]]
-        if not better:
+        refused = self.adaptation.get("refused", [])
+        if not any(refused):
             return []
-        used = f"the state after epoch {chosen}" if chosen else f"the start ({self.adaptation.get('start', MIXTURE)})"
-        lowest = min(better, key=losses.__getitem__)
-        return [f"routing uses {used}, although the loss was lower after epoch {lowest}: {refused[lowest]}"]
+        losses = self.adaptation["losses"]
+        chosen = self.adaptation["chosen"]
+        lowest = chosen
+        for state, refusal in enumerate(refused):
+            if refusal and losses[state] < losses[lowest]:
+                lowest = state
+        if lowest == chosen:
+            return []
+        used = f"the start ({self.adaptation.get('start', MIXTURE)})"
+        if chosen:
+            used = f"the state after epoch {chosen}"
+        reason = refused[lowest]
+        return [f"routing uses {used}, although the loss was lower after epoch {lowest}: {reason}"]
 
 
-def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideHyper, start: Tensor) -> Tensor:
+def test_time_loss(
+    p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideHyper, start: Tensor
+) -> Tensor:
     """Eq. 10 with the terms and weights of `hyper`, a scalar.
 
     Args:
@@ -348,46 +461,60 @@ def test_time_loss(p: Tensor, p_noisy: Tensor, task: TaskConfig, hyper: OutsideH
         p_noisy: those for their noisy copies.
         start: those of the start for the images.
     """
-    classes, classes_noisy = (formulas.all_classes(q, task.target) for q in (p, p_noisy))
+    classes = formulas.all_classes(p, task.target)
     consistency = shape = entropy = information = p.new_zeros(())
-    if hyper.use_consistency:
+    if hyper.use_consistency:  # Eq. 7
+        classes_noisy = formulas.all_classes(p_noisy, task.target)
         consistency = formulas.consistency_loss(classes, classes_noisy)
-    if hyper.use_shape and task.kind == "segmentation":
-        shape = formulas.shape_loss(classes, formulas.window_radius(p.shape[2:]) if hyper.radius == "auto" else hyper.radius)
-    if hyper.use_entropy:
+    if hyper.use_shape and task.kind == "segmentation":  # Eq. 8-9
+        radius = hyper.radius
+        if radius == "auto":
+            radius = formulas.window_radius(p.shape[2:])
+        shape = formulas.shape_loss(classes, radius)
+    if hyper.use_entropy:  # Eq. 9
         entropy = formulas.entropy_loss(classes)
-    if hyper.objective == "paper":
+    if hyper.objective == "paper":  # Eq. 10
         return formulas.total_loss(consistency, shape, entropy, hyper.beta)
     if hyper.use_entropy:
         information = formulas.mean_entropy(classes) - entropy
     divergence = formulas.divergence(formulas.all_classes(start, task.target), classes)
-    return formulas.information_total(consistency, shape, information, divergence, hyper.beta, ANCHOR)
+    return formulas.information_total(
+        consistency, shape, information, divergence, hyper.beta, ANCHOR
+    )
 
 
 test_time_loss.__test__ = False  # type: ignore[attr-defined]  # not a test, in spite of its name
 
 
-# -- final models --------------------------------------------------------------------------------------------------------------
+# Final models
 
 
 def routed_message(incoming: Message, hyper: OutsideHyper, seed: int) -> Message:
     """A model of kind "routed", not yet fitted, from a message with w_g and every P_k."""
-    settings = {field.name: getattr(hyper, field.name) for field in dataclasses.fields(OutsideHyper)}
-    return Message(dict(incoming.states), {**incoming.meta, "kind": "routed", "routing": settings, "seed": seed})
+    fields = dataclasses.fields(OutsideHyper)
+    settings = {field.name: getattr(hyper, field.name) for field in fields}
+    meta = {**incoming.meta, "kind": "routed", "routing": settings, "seed": seed}
+    return Message(dict(incoming.states), meta)
 
 
 def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
     """The module of a final model of kind "routed", with the fitted coefficients if it has them.
 
     Raises:
-        StateError: experts that do not fit the task's network, coefficients of other settings, or a start that is no expert.
+        StateError: experts that do not fit the task's network, coefficients of other settings, or a
+            start that is no expert.
     """
     names = {field.name for field in dataclasses.fields(OutsideHyper)}
-    stored = {"objective": "paper", **message.meta["routing"]}  # of 0.2 the printed form, with settings that are gone
-    hyper, seed = build_hyper(OutsideHyper, {name: value for name, value in stored.items() if name in names}), int(message.meta["seed"])
-    personal = EXPERT.family(message.states)
-    states, experts = [*personal.values(), message.states[MODEL]], [*personal, "global"]
-    coefficients = stored.get("coefficients", "sigmoid" if hyper.objective == "paper" else "softmax")
+    # Models of 0.2 have the printed objective, and settings that no longer exist.
+    stored = {"objective": "paper", **message.meta["routing"]}
+    settings = {name: value for name, value in stored.items() if name in names}
+    hyper = build_hyper(OutsideHyper, settings)
+    seed = int(message.meta["seed"])
+    personal = message.family(EXPERTS)
+    states = [*personal.values(), message[MODEL]]
+    experts = [*personal, "global"]
+    usual = "sigmoid" if hyper.objective == "paper" else "softmax"
+    coefficients = stored.get("coefficients", usual)
     routing = Routing(hyper.routing == "layer", coefficients, hyper.bn_statistics, seed)
     network = RoutedNetwork(network_with(task, states[-1]), states, routing)
     model = RoutedModel(task, network, experts, hyper, seed)
@@ -396,13 +523,15 @@ def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
     if start not in (MIXTURE, *experts):
         raise StateError(f"a routed model starts from {start!r}, and has no such expert")
     model.load_start(start)
-    if ROUTER in message.states:
-        network.load_adapted_state(message.states[ROUTER])
+    if ROUTER in message:
+        network.load_adapted_state(message[ROUTER])
     return model.eval()
 
 
 class Ensemble(nn.Module):
-    """Mean logits of several networks (Table II, "Ensemble"): images (N, C, H, W) to probabilities."""
+    """Mean logits of several networks (Table II, "Ensemble"): images (N, C, H, W) to
+    probabilities.
+    """
 
     def __init__(self, task: TaskConfig, networks: Sequence[nn.Module]):
         super().__init__()
@@ -410,9 +539,11 @@ class Ensemble(nn.Module):
         self.networks = nn.ModuleList(networks)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.task.probabilities(torch.stack([network(images) for network in self.networks]).mean(dim=0))
+        logits = torch.stack([network(images) for network in self.networks])
+        return self.task.probabilities(logits.mean(dim=0))
 
 
 def ensemble_model(task: TaskConfig, message: Message) -> Ensemble:
     """The module of a final model of kind "ensemble": every entry of the message is a member."""
-    return Ensemble(task, [network_with(task, state) for _, state in sorted(message.states.items())]).eval()
+    networks = [network_with(task, state) for _, state in sorted(message.states.items())]
+    return Ensemble(task, networks).eval()

@@ -1,16 +1,19 @@
-"""Test-time routing: one network whose convolutions and linear layers are mixtures of K+1 trained ones (IOP-FL, Eq. 5-6).
+"""Test-time routing: one network whose convolutions and linear layers are mixtures of K+1 trained
+ones (IOP-FL, Eq. 5-6).
 
     W_o^l = sum_k r_k^l W_k^l,   r_k^l = sigmoid(theta_k^l(GAP(h^l)))
 
-with h^l the layer's input, so every sample of a batch has its own weights. The sum of sigmoids is not fixed, so a layer's weights can
-shrink to 0; a softmax over the experts prevents this. Layers are found by type and run by their own `forward`, so any network of
-convolutions, transposed convolutions and linear layers can be routed. All other entries (normalisation, learnt activations, embeddings)
-are those of one expert, the base: the last one, the global model, unless `set_base` is called.
+with h^l the layer's input, so every sample of a batch has its own weights. The sum of sigmoids is
+not fixed, so a layer's weights can shrink to 0; a softmax over the experts prevents this. Layers
+are found by type and run by their own `forward`, so any network of convolutions, transposed
+convolutions and linear layers can be routed. All other entries (normalisation, learnt activations,
+embeddings) are those of one expert, the base: the last one, the global model, unless `set_base` is
+called.
 """
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,13 +33,23 @@ _DROPOUT = 0.2  # of a router during fitting, as in the published code
 _NEARLY_ALL = 0.97  # coefficient of a preferred expert; at 1 the softmax would have no gradient
 
 # Exact types: a subclass can use its weight outside `forward` (attention's output projection does).
-ROUTED_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
+ROUTED_TYPES = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
 
 
 class MLPRouter(nn.Module):
-    """Coefficients from the layer's pooled input: linear C -> 2C, dropout, linear 2C -> experts, softmax or sigmoid (Eq. 6).
+    """Coefficients from the layer's pooled input: linear C -> 2C, dropout, linear 2C -> experts,
+    softmax or sigmoid (Eq. 6).
 
-    The last layer starts with weight 0 and a bias for which every coefficient is 1/experts: 0, or logit(1/experts) for sigmoids.
+    The last layer starts with weight 0 and a bias for which every coefficient is 1/experts: 0, or
+    logit(1/experts) for sigmoids.
     """
 
     def __init__(self, channels: int, experts: int, kind: Coefficients = "softmax"):
@@ -58,15 +71,20 @@ class MLPRouter(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """inputs (N, C, ...) -> coefficients (N, experts) in (0, 1)."""
-        pooled = inputs.flatten(2).mean(dim=2) if inputs.dim() > 2 else inputs
+        pooled = inputs
+        if inputs.dim() > 2:
+            pooled = inputs.flatten(2).mean(dim=2)
         logits = self.fc2(self.dropout(self.fc1(pooled)))
+        # Eq. 6, or its softmax
         coefficients = logits.softmax(dim=-1) if self.kind == "softmax" else logits.sigmoid()
         self.coefficients = coefficients.detach()  # of the latest inputs
         return coefficients
 
 
 class _SharedCoefficients(nn.Module):
-    """In place of a layer's router: the coefficients that the network's only router computed from the image."""
+    """In place of a layer's router: the coefficients that the network's only router computed from
+    the image.
+    """
 
     coefficients: Tensor
 
@@ -83,19 +101,29 @@ class RoutedLayer(nn.Module):
         router: the layer's input, channels second -> coefficients (N, K+1).
     """
 
-    def __init__(self, layer: nn.Module, experts: Sequence[StateDict], router: "MLPRouter | _SharedCoefficients"):
+    def __init__(
+        self,
+        layer: nn.Module,
+        experts: Sequence[StateDict],
+        router: "MLPRouter | _SharedCoefficients",
+    ):
         super().__init__()
-        self.layer, self.router = layer, router
+        self.layer = layer
+        self.router = router
         self.parts = tuple(experts[0])
         for part in self.parts:
-            self.register_buffer(f"experts_{part}", torch.stack([expert[part] for expert in experts]), persistent=False)
+            stacked = torch.stack([expert[part] for expert in experts])
+            self.register_buffer(f"experts_{part}", stacked, persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The layer's output, with its own weights for every sample."""
-        channels_second = inputs.movedim(-1, 1) if isinstance(self.layer, nn.Linear) else inputs  # in a linear layer they are last
+        channels_second = inputs
+        if isinstance(self.layer, nn.Linear):  # there the channels are last
+            channels_second = inputs.movedim(-1, 1)
         mixed = self.mixed(self.router(channels_second))
         if len(inputs) == 1:
-            return functional_call(self.layer, {part: mixture[0] for part, mixture in mixed.items()}, (inputs,))
+            weights = {part: mixture[0] for part, mixture in mixed.items()}
+            return functional_call(self.layer, weights, (inputs,))
 
         def one_sample(sample: Tensor, parts: dict[str, Tensor]) -> Tensor:
             return functional_call(self.layer, parts, (sample[None],))[0]
@@ -104,18 +132,29 @@ class RoutedLayer(nn.Module):
 
     def mixed(self, coefficients: Tensor) -> dict[str, Tensor]:
         """coefficients (B, experts) -> weights and biases (B, ...) (Eq. 5)."""
-        stacked = {part: getattr(self, f"experts_{part}") for part in self.parts}
-        return {part: torch.tensordot(coefficients, experts, dims=1) for part, experts in stacked.items()}
+        mixed: dict[str, Tensor] = {}
+        for part in self.parts:
+            experts = getattr(self, f"experts_{part}")
+            mixed[part] = torch.tensordot(coefficients, experts, dims=1)
+        return mixed
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Settings of a routed network."""
+    """Settings of a routed network.
 
-    per_layer: bool = True  # a router for every layer, or one for all layers, whose input is the image (Table III, "global")
-    coefficients: Coefficients = "softmax"  # or "sigmoid" as printed
-    statistics: Statistics = "batch"  # BatchNorm's: of the test batch, or the global model's running ones
-    seed: int = 0  # of the routers' initial weights
+    Attributes:
+        per_layer: a router for every layer, or one for all layers, whose input is the image
+            (Table III, "global").
+        coefficients: "sigmoid" is the printed form.
+        statistics: BatchNorm's: of the test batch, or the global model's running ones.
+        seed: of the routers' initial weights.
+    """
+
+    per_layer: bool = True
+    coefficients: Coefficients = "softmax"
+    statistics: Statistics = "batch"
+    seed: int = 0
 
 
 class RoutedNetwork(nn.Module):
@@ -129,7 +168,9 @@ class RoutedNetwork(nn.Module):
         StateError: no layer to route.
     """
 
-    def __init__(self, network: nn.Module, experts: Sequence[StateDict], routing: Routing = Routing()):
+    def __init__(
+        self, network: nn.Module, experts: Sequence[StateDict], routing: Routing = Routing()
+    ):
         super().__init__()
         self._experts = list(experts)
         self.network = copy.deepcopy(network)
@@ -138,27 +179,51 @@ class RoutedNetwork(nn.Module):
         self._shared = _SharedCoefficients()
         self.router: MLPRouter | None = None
         with seeded(routing.seed, "router"):
-            self._route(experts, routing)
+            self._route(routing)
         if routing.statistics == "batch":
             for name, layer in list(self.network.named_modules()):
                 if isinstance(layer, _BatchNorm):
-                    replace_layer(self, f"network.{name}".rstrip("."), TestTimeNorm(layer))
+                    self._replace(name, TestTimeNorm(layer))
         self.eval()
 
-    def _route(self, experts: Sequence[StateDict], routing: Routing) -> None:
-        layers = [(name, layer) for name, layer in self.network.named_modules(remove_duplicate=False) if type(layer) in ROUTED_TYPES]
+    def _replace(self, name: str, layer: nn.Module) -> None:
+        """Put a layer in the place of the network's of this name, "" for the network itself."""
+        replace_layer(self, f"network.{name}".rstrip("."), layer)
+
+    def _route(self, routing: Routing) -> None:
+        layers: dict[str, nn.Module] = {}
+        # A layer that is used in two places has two names and is replaced at both.
+        for name, layer in self.network.named_modules(remove_duplicate=False):
+            if type(layer) in ROUTED_TYPES:
+                layers[name] = layer
         if not layers:
-            raise StateError(f"{type(self.network).__name__} has no convolution and no linear layer to route")
-        self._unrouted = _entries(self.network, without=dict(layers))
+            network = type(self.network).__name__
+            raise StateError(f"{network} has no convolution and no linear layer to route")
+        self._unrouted = _entries(self.network, without=layers)
         if not routing.per_layer:
-            self.router = MLPRouter(_input_channels(layers[0][1]), len(experts), routing.coefficients)
+            self.router = self._new_router(next(iter(layers.values())), routing)
         routed: dict[nn.Module, RoutedLayer] = {}
-        for name, layer in layers:  # a layer that is used in two places has two names and is replaced at both
+        for name, layer in layers.items():
             if layer not in routed:
-                parts = [{part: expert[f"{name}.{part}" if name else part] for part, _ in layer.named_parameters()} for expert in experts]
-                router = MLPRouter(_input_channels(layer), len(experts), routing.coefficients) if routing.per_layer else self._shared
-                routed[layer] = RoutedLayer(layer, parts, router)
-            replace_layer(self, f"network.{name}".rstrip("."), routed[layer])
+                router: MLPRouter | _SharedCoefficients = self._shared
+                if routing.per_layer:
+                    router = self._new_router(layer, routing)
+                routed[layer] = RoutedLayer(layer, self._weights_of(name, layer), router)
+            self._replace(name, routed[layer])
+
+    def _new_router(self, layer: nn.Module, routing: Routing) -> MLPRouter:
+        """A router whose input is that of the layer."""
+        return MLPRouter(_input_channels(layer), len(self._experts), routing.coefficients)
+
+    def _weights_of(self, name: str, layer: nn.Module) -> list[StateDict]:
+        """Weight and bias of a layer in every expert."""
+        states: list[StateDict] = []
+        for expert in self._experts:
+            weights: StateDict = {}
+            for part, _ in layer.named_parameters():
+                weights[part] = expert[_entry(name, part)]
+            states.append(weights)
+        return states
 
     def forward(self, images: Tensor) -> Any:
         if self.router is not None:
@@ -166,7 +231,9 @@ class RoutedNetwork(nn.Module):
         return self.network(images)
 
     def train(self, mode: bool = True) -> "RoutedNetwork":
-        """Training mode applies to the routers' dropout only; the network stays in evaluation mode."""
+        """Training mode applies to the routers' dropout only; the network stays in evaluation
+        mode.
+        """
         super().train(False)
         for router in self.routers():
             router.train(mode)
@@ -176,16 +243,20 @@ class RoutedNetwork(nn.Module):
         return [module for module in self.modules() if isinstance(module, MLPRouter)]
 
     def adaptable(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        parameters = self.named_parameters()
+        return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
     def adapted_state(self) -> StateDict:
         """A copy of the routers' parameters, by name, on the CPU."""
         return copy_state(self.adaptable())
 
     def load_adapted_state(self, state: StateDict) -> None:
-        """Restore what `adapted_state` returned; raises StateError if it belongs to other settings."""
+        """Restore what `adapted_state` returned; raises StateError if it belongs to other
+        settings.
+        """
         parameters = self.adaptable()
-        if reason := misfit(state, parameters):
+        reason = misfit(state, parameters)
+        if reason:
             raise StateError(f"this routing state belongs to other settings: {reason}")
         with torch.no_grad():
             for name, parameter in parameters.items():
@@ -193,13 +264,18 @@ class RoutedNetwork(nn.Module):
 
     @torch.no_grad()
     def set_base(self, expert: int) -> None:
-        """Take the entries that are not routed from this expert; then the network that prefers it nearly equals it."""
+        """Take the entries that are not routed from this expert; then the network that prefers it
+        nearly equals it.
+        """
         for name, (module, part) in self._unrouted.items():
             getattr(module, part).copy_(self._experts[expert][name])
 
     def states_of_experts(self) -> list[StateDict]:
-        """For each expert the routers' parameters that prefer it, see `MLPRouter.prefer`; the present ones stay."""
-        present, states = self.adapted_state(), []
+        """For each expert the routers' parameters that prefer it, see `MLPRouter.prefer`; the
+        present ones stay.
+        """
+        present = self.adapted_state()
+        states: list[StateDict] = []
         for expert in range(len(self._experts)):
             for router in self.routers():
                 router.prefer(expert)
@@ -211,23 +287,33 @@ class RoutedNetwork(nn.Module):
     def coefficients(self, images: Tensor) -> dict[str, Tensor]:
         """R for these images: layer -> (N, K+1), in the network's order."""
         self(images)
-        layers = {name: module for name, module in self.network.named_modules() if isinstance(module, RoutedLayer)}
-        return {name: layer.router.coefficients for name, layer in layers.items()}
+        by_layer: dict[str, Tensor] = {}
+        for name, module in self.network.named_modules():
+            if isinstance(module, RoutedLayer):
+                by_layer[name] = module.router.coefficients
+        return by_layer
 
 
-def _entries(network: nn.Module, without: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]:
+def _entries(network: nn.Module, without: Collection[str]) -> dict[str, tuple[nn.Module, str]]:
     """Entry of the network's state -> its module and its name there; not those of some layers."""
-    entries = {}
+    entries: dict[str, tuple[nn.Module, str]] = {}
     names = network.state_dict().keys()
     for name, module in network.named_modules(remove_duplicate=False):
         if name in without:
             continue
         for part in (*module._parameters, *module._buffers):
-            entry = f"{name}.{part}" if name else part
+            entry = _entry(name, part)
             if entry in names:
                 entries[entry] = (module, part)
     return entries
 
 
+def _entry(layer: str, part: str) -> str:
+    """The name in a network's state of a part of its layer, "" for the network itself."""
+    return f"{layer}.{part}" if layer else part
+
+
 def _input_channels(layer: nn.Module) -> int:
-    return int(layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels)  # type: ignore[arg-type]
+    if isinstance(layer, nn.Linear):
+        return layer.in_features
+    return int(layer.in_channels)  # type: ignore[arg-type]

@@ -1,81 +1,112 @@
-"""IOP-FL's site algorithm: FedAvg's with a local adapted model P_k; outside, a network routed over all of them."""
+"""IOP-FL's site algorithm: FedAvg's with a local adapted model P_k; outside, a network routed over
+all of them.
+"""
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic.dataclasses import dataclass
 
 from medflare.adaptation.registry import with_tent
 from medflare.core.errors import StateError
 from medflare.core.hyper import param
-from medflare.core.manifest import Phase, TensorSpec
 from medflare.core.message import Message
+from medflare.core.phases import phase
 from medflare.core.settings import STRICT
+from medflare.core.specs import TensorSpec
 from medflare.core.states import batch_norm_entries, copy_state
 from medflare.inference.deployed import Repeated, plain_message
-from medflare.methods.base import N_SAMPLES, Capability, PersistentState, Plan
-from medflare.methods.fedavg.site import GLOBAL, MODEL, SELECTED_ROUND, TRAIN, VALIDATE, FedAvgHyper, FedAvgSite, delivered, trained_model
+from medflare.methods.base import PersistentState, Plan
+from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgHyper, FedAvgSite, delivered
 from medflare.methods.iop_fl.formulas import local_adapted
-from medflare.methods.iop_fl.outside import EXPERT, ROUTER, OutsideHyper, routed_message, routed_model
+from medflare.methods.iop_fl.outside import (
+    EXPERTS,
+    ROUTER,
+    OutsideHyper,
+    routed_message,
+    routed_model,
+)
 from medflare.methods.iop_fl.routing import Statistics
-from medflare.methods.parts.selection import Best
+from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
+from medflare.methods.parts.personal import PersonalModel
 from medflare.training.site import Site
 
-ADAPTED = TensorSpec("adapted", "the site's local adapted model, an expert of the routed models of outside sites")
+ADAPTED = TensorSpec(
+    "adapted", "the site's local adapted model, an expert of the routed models of outside sites"
+)
 
 
 @dataclass(frozen=True, config=STRICT)
 class IOPHyper(OutsideHyper, FedAvgHyper):
     """Training inside, routing outside."""
 
-    tau: float = param(0.9, "accumulation rate; 1 gives the local model of the round", symbol="τ", source="Eq. 4, Fig. 6", low=0, high=1)
+    tau: float = param(
+        0.9,
+        "accumulation rate; 1 gives the local model of the round",
+        symbol="τ",
+        source="Eq. 4, Fig. 6",
+        low=0,
+        high=1,
+    )
 
 
 class IOPSite(FedAvgSite[IOPHyper]):
-    """FedAvg's site algorithm with a local adapted model P_k, of the best round by the site's own validation."""
+    """FedAvg's site algorithm with a local adapted model P_k, of the best round by the site's own
+    validation.
+    """
 
-    Hyper: ClassVar[type] = IOPHyper
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
-    phases: ClassVar[tuple[Phase, ...]] = (TRAIN, VALIDATE, Phase("submit", reply=(ADAPTED,), reply_meta=(N_SAMPLES, SELECTED_ROUND)))
-    delivery: ClassVar[Phase | None] = Phase("finalize", request=(GLOBAL, EXPERT), request_meta=(SELECTED_ROUND.as_optional(),))
+    freezes = False
     adapted = PersistentState("adapted")  # P_k
 
     def __init__(self, site: Site, plan: Plan[IOPHyper, Any]):
         super().__init__(site, plan)
-        self.best = Best(self.memory, "adapted")
+        self.selection = PersonalModel(self, "adapted")
 
     def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training, after which P_k is updated (Eq. 4); the reply has the validation metric of P_k before."""
-        global_ = incoming.states[GLOBAL]
-        personal = self.offered(self.best, round, self.adapted)
+        """FedAvg's training, after which P_k is updated (Eq. 4); the reply has the validation
+        metric of P_k before.
+        """
+        personal = self.selection.validated(round, self.adapted)
         reply = super().train(round, incoming)
         if self.adapted is None:  # P_k^0 = w_g, which has just been validated
-            self.adapted, personal = copy_state(global_), reply.meta["validation"]["global"]
-        self.adapted = local_adapted(self.adapted, reply.states[MODEL], self.hyper.tau)
-        reply.meta["validation"]["personal"] = personal
+            self.adapted = copy_state(incoming[MODEL])
+            personal = reply[VALIDATION]["global"]
+        self.adapted = local_adapted(self.adapted, reply[MODEL], self.hyper.tau)
+        reply[VALIDATION]["personal"] = personal
         return reply
 
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the incoming global model and of P_k."""
         reply = super().validate(round, incoming)
-        reply.meta["validation"]["personal"] = self.offered(self.best, round, self.adapted)
+        reply[VALIDATION]["personal"] = self.selection.validated(round, self.adapted)
         return reply
 
+    @phase(reply=(ADAPTED,), meta=(N_SAMPLES, SELECTED_ROUND))
     def submit(self, round: int, incoming: Message) -> Message:
-        """P_k, once, at the end, if there are outside sites; raises StateError if the site has not trained."""
+        """P_k, once, at the end, if there are outside sites; raises StateError if the site has not
+        trained.
+        """
         if self.adapted is None:
-            raise StateError(f"site {self.site.name} has not trained and has no local adapted model to submit")
-        state, rounds = self.best.chosen(self.plan.server_hyper.selection, self.adapted)
-        return Message({ADAPTED: state}, {N_SAMPLES: self.site.n["train"], SELECTED_ROUND: rounds})
+            raise StateError(
+                f"site {self.site.name} has not trained and has no local adapted model to submit"
+            )
+        model = self.selection.final(self.adapted)
+        reply = Message.of({ADAPTED: model[MODEL], N_SAMPLES: self.site.n["train"]})
+        reply[SELECTED_ROUND] = model[SELECTED_ROUND]
+        return reply
 
+    @phase(request=(MODEL, EXPERTS), request_meta=(SELECTED_ROUND.as_optional(),))
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Inside: the global model and P_k. Outside: the global model and the routed one, fitted to this site's test images."""
+        """Inside: the global model and P_k. Outside: the global model and the routed one, fitted to
+        this site's test images.
+        """
         if self.inside and self.adapted is not None:
-            rule = self.plan.server_hyper.selection
-            rounds = incoming.meta.get(SELECTED_ROUND) if rule == "last" else None  # else it is the global model's alone
-            return delivered(incoming, trained_model(*self.best.chosen(rule, self.adapted, rounds)))
+            rounds = None
+            if self.plan.server_hyper.selection == "last":  # else it is the global model's alone
+                rounds = incoming.get(SELECTED_ROUND)
+            return delivered(incoming, self.selection.final(self.adapted, rounds))
         models = delivered(incoming, None)
-        if not self.inside and EXPERT.family(incoming.states):
+        if not self.inside and incoming.family(EXPERTS):
             models["deployed"] = self._routed(incoming, self.hyper)
             if self.hyper.comparisons:
                 models |= self._comparisons(incoming)
@@ -84,30 +115,38 @@ class IOPSite(FedAvgSite[IOPHyper]):
     def _routed(self, incoming: Message, hyper: IOPHyper) -> Message:
         message = routed_message(incoming, hyper, self.site.seed)
         model = routed_model(self.site.task, message).to(self.site.device)
-        model.adapt(Repeated(lambda: (batch.images for batch in self.site.ordered("test", self.site.scoring_batch))))
-        message.states[ROUTER] = model.network.adapted_state()
+        size = self.site.scoring_batch
+        batches = Repeated(lambda: (batch.images for batch in self.site.ordered("test", size)))
+        model.adapt(batches)
+        message[ROUTER] = model.network.adapted_state()
         message.meta["adaptation"] = model.adaptation
         return message
 
     def _comparisons(self, incoming: Message) -> dict[str, Message]:
         """Comparators of routing: the rows of Table II, and controls without adaptation.
 
-        Table II: every personal model (their mean metric is "Average"), their ensemble, and Tent. Routing by the printed objective
-        ("printed_objective"). Controls: w_g with the statistics of the test batch ("batch_statistics"), and the uniform mixture with
-        these ("mixture") or with w_g's own ("mixture_running").
+        Table II: every personal model (their mean metric is "Average"), their ensemble, and Tent.
+        Routing by the printed objective ("printed_objective"). Controls: w_g with the statistics of
+        the test batch ("batch_statistics"), and the uniform mixture with these ("mixture") or with
+        w_g's own ("mixture_running").
         """
-        experts, global_ = EXPERT.family(incoming.states), incoming.states[GLOBAL]
+        experts = incoming.family(EXPERTS)
+        shared = plain_message(incoming[MODEL])
+        task = self.site.task
         models = {"ensemble": Message(dict(experts), {"kind": "ensemble"})}
-        models |= {f"personal/{site}": plain_message(state) for site, state in experts.items()}
-        if batch_norm_entries(self.network("model", global_)):
-            models["tent"] = with_tent(plain_message(global_), self.site.task)
-            models["batch_statistics"] = with_tent(plain_message(global_), self.site.task, steps=0, episodic=True)
+        for site, state in experts.items():
+            models[f"personal/{site}"] = plain_message(state)
+        if batch_norm_entries(self.network("model", incoming[MODEL])):
+            models["tent"] = with_tent(shared, task)
+            models["batch_statistics"] = with_tent(shared, task, steps=0, episodic=True)
             models["mixture_running"] = self._mixture(incoming, "running")
         models["mixture"] = self._mixture(incoming, self.hyper.bn_statistics)
         if self.hyper.objective != "paper":
-            models["printed_objective"] = self._routed(incoming, replace(self.hyper, objective="paper"))
+            printed = replace(self.hyper, objective="paper")
+            models["printed_objective"] = self._routed(incoming, printed)
         return models
 
     def _mixture(self, incoming: Message, statistics: Statistics) -> Message:
         """The routed model before any step."""
-        return routed_message(incoming, replace(self.hyper, route_epochs=0, bn_statistics=statistics), self.site.seed)
+        hyper = replace(self.hyper, route_epochs=0, bn_statistics=statistics)
+        return routed_message(incoming, hyper, self.site.seed)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -12,16 +13,24 @@ _MOVED = ("momentum", "running_mean", "running_var")  # what a forward pass move
 
 @contextmanager
 def still_statistics(*networks: nn.Module) -> Iterator[None]:
-    """Inside, no forward pass changes running statistics; each layer normalises as its mode says. Networks may share layers."""
-    layers = _tracking(networks)
-    batch = [layer for layer in layers if not isinstance(layer, _InstanceNorm)]
-    instance = [(layer, [getattr(layer, name) for name in _MOVED]) for layer in layers if isinstance(layer, _InstanceNorm)]
+    """Inside, no forward pass changes running statistics; each layer normalises as its mode says.
+    Networks may share layers.
+    """
+    batch: list[_NormBase] = []
+    instance: list[tuple[_InstanceNorm, list[Any]]] = []
+    for layer in _tracking(networks):
+        if isinstance(layer, _InstanceNorm):
+            instance.append((layer, [getattr(layer, name) for name in _MOVED]))
+        else:
+            batch.append(layer)
     for layer in batch:
         layer.track_running_stats = False
-    # Without tracking, instance normalisation would use the image in either mode, and still change its statistics. A momentum of 0
-    # changes copies by rounding only.
+    # Without tracking, instance normalisation would use the image in either mode, and still change
+    # its statistics. A momentum of 0 changes copies by rounding only.
     for layer, (_, mean, variance) in instance:
-        layer.momentum, layer.running_mean, layer.running_var = 0.0, mean.clone(), variance.clone()
+        layer.momentum = 0.0
+        layer.running_mean = mean.clone()
+        layer.running_var = variance.clone()
     try:
         yield
     finally:
@@ -33,7 +42,8 @@ def still_statistics(*networks: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def batch_statistics(*networks: nn.Module) -> Iterator[None]:
-    """Inside, networks normalise by the batch as in training, and no forward pass changes running statistics.
+    """Inside, networks normalise by the batch as in training, and no forward pass changes running
+    statistics.
 
     No other layer changes its mode: dropout of a network in evaluation mode stays off.
     """
@@ -49,4 +59,9 @@ def batch_statistics(*networks: nn.Module) -> Iterator[None]:
 
 
 def _tracking(networks: Sequence[nn.Module]) -> list[_NormBase]:
-    return [layer for network in networks for layer in network.modules() if isinstance(layer, _NormBase) and layer.track_running_stats]
+    layers: list[_NormBase] = []
+    for network in networks:
+        for layer in network.modules():
+            if isinstance(layer, _NormBase) and layer.track_running_stats:
+                layers.append(layer)
+    return layers

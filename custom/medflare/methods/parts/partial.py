@@ -1,4 +1,6 @@
-"""Models of which only a part is shared: the entries that stay at the site, found by the type of their layer or by their path."""
+"""Models of which only a part is shared: the entries that stay at the site, found by the type of
+their layer or by their path.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,11 +28,14 @@ class LocalPart:
         Raises:
             ValueError: a path of no module of the network.
         """
-        chosen, modules = tuple(paths), dict(network.named_modules())
-        if missing := [path for path in chosen if path not in modules]:
-            top = ", ".join(sorted(name for name in modules if name and "." not in name))
-            raise ValueError(f"the network has no module {missing[0]!r}; it has {top}")
-        return cls(frozenset(name for name in network.state_dict() if any(name.startswith(f"{path}.") for path in chosen)))
+        chosen = tuple(paths)
+        modules = dict(network.named_modules())
+        for path in chosen:
+            if path not in modules:
+                top = ", ".join(sorted(name for name in modules if name and "." not in name))
+                raise ValueError(f"the network has no module {path!r}; it has {top}")
+        prefixes = tuple(f"{path}." for path in chosen)
+        return cls(frozenset(name for name in network.state_dict() if name.startswith(prefixes)))
 
     def kept(self, state: Mapping[str, Tensor]) -> StateDict:
         """The entries that stay."""

@@ -1,16 +1,24 @@
-"""Means of sites' models that a few bad sites cannot move far, for every server algorithm that averages.
+"""Means of sites' models that a few bad sites cannot move far, for every server algorithm that
+averages.
 
-    median:    w_j <- median of w_kj over the sites k                                (Yin et al., ICML 2018, Definition 1)
-    trimmed:   w_j <- mean of w_kj without the largest and smallest floor(β K)        (the same, Definition 2)
-    krum:      w <- the w_k with the least Σ |w_k - w_i|² over its K - f - 2 nearest  (Blanchard et al., NeurIPS 2017, Sec. 4)
-    geometric: w <- argmin_v Σ_k p_k |v - w_k|                                        (Pillutla et al., IEEE TSP 2022, Eq. 5 and Alg. 2)
-    clipped:   w <- w_g + Σ_k p_k Δ_k / max(1, |Δ_k| / M)                             (Sun et al., 2019, Sec. 4, norm thresholding)
+    median:    w_j <- median of w_kj over the sites k
+               (Yin et al., ICML 2018, Definition 1)
+    trimmed:   w_j <- mean of w_kj without the largest and smallest floor(β K)
+               (the same, Definition 2)
+    krum:      w <- the w_k with the least Σ |w_k - w_i|² over its K - f - 2 nearest
+               (Blanchard et al., NeurIPS 2017, Sec. 4)
+    geometric: w <- argmin_v Σ_k p_k |v - w_k|
+               (Pillutla et al., IEEE TSP 2022, Eq. 5 and Alg. 2)
+    clipped:   w <- w_g + Σ_k p_k Δ_k / max(1, |Δ_k| / M)
+               (Sun et al., 2019, Sec. 4, norm thresholding)
 
-Distances and lengths are those of whole models. Running statistics have a large share in them, since scanners differ more than updates do;
-but a rule by weights alone would accept any statistics from a site whose weights are central.
+Distances and lengths are those of whole models. Running statistics have a large share in them,
+since scanners differ more than updates do; but a rule by weights alone would accept any statistics
+from a site whose weights are central.
 
-"mean" is the weighted mean Σ_k p_k w_k. The first three treat every site alike, since a bad site could report a false sample count. Update
-validation comes first and rejects what is plainly wrong; these rules are for bad updates that look plausible.
+"mean" is the weighted mean Σ_k p_k w_k. The first three treat every site alike, since a bad site
+could report a false sample count. Update validation comes first and rejects what is plainly wrong;
+these rules are for bad updates that look plausible.
 """
 
 import math
@@ -25,11 +33,21 @@ from torch import Tensor
 
 from medflare.core.hyper import param
 from medflare.core.settings import STRICT
-from medflare.core.states import LONG_CHUNK, StateDict, check_same_shapes, difference, iter_chunks, moved, weighted_mean
+from medflare.core.states import (
+    LONG_CHUNK,
+    StateDict,
+    check_same_shapes,
+    difference,
+    iter_chunks,
+    moved,
+    weighted_mean,
+)
 from medflare.methods.parts.tensors import check_choice
 
 RobustRule = Literal["median", "trimmed", "krum", "geometric", "clipped"]
-_STEPS: Final = 2000  # of Weiszfeld's algorithm; two sites of nearly equal shares need most: shares of 1.01 and 1 about 900
+# Steps of Weiszfeld's algorithm; two sites of nearly equal shares need most: shares of 1.01 and 1
+# about 900.
+_STEPS: Final = 2000
 _NEAR: Final = 1e-6  # ν: distances below this do not count as smaller
 
 
@@ -37,9 +55,23 @@ _NEAR: Final = 1e-6  # ν: distances below this do not count as smaller
 class RobustLimits:
     """Parameters of the rules."""
 
-    trim: Annotated[float, Field(lt=0.5)] = param(0.2, "trimmed: share cut at each end", symbol="β", source="Yin, Def. 2", low=0, high=0.5)
-    faulty: int | None = param(None, "krum: bad sites to reckon with; none: as many as it bears", symbol="f", source="Blanchard", low=0)
-    clip: float = param(1.0, "clipped: longest update, in medians of the round", symbol="M", source="Sun, Sec. 4", low=0.0)
+    trim: Annotated[float, Field(lt=0.5)] = param(
+        0.2, "trimmed: share cut at each end", symbol="β", source="Yin, Def. 2", low=0, high=0.5
+    )
+    faulty: int | None = param(
+        None,
+        "krum: bad sites to reckon with; none: as many as it bears",
+        symbol="f",
+        source="Blanchard",
+        low=0,
+    )
+    clip: float = param(
+        1.0,
+        "clipped: longest update, in medians of the round",
+        symbol="M",
+        source="Sun, Sec. 4",
+        low=0.0,
+    )
 
 
 def combined(
@@ -56,13 +88,15 @@ def combined(
         shares: site -> p_k, up to a common factor; not used by "median", "trimmed" and "krum".
         rule: "mean" or one of `RobustRule`.
         limits: of the rules.
-        origin: the model that the round began with, for "clipped"; None: the coordinate-wise median of the states.
+        origin: the model that the round began with, for "clipped"; None: the coordinate-wise
+            median of the states.
 
     Returns:
         (the state, site -> its weight; empty for coordinate-wise rules).
 
     Raises:
-        ValueError: an unknown rule, no states, states that differ in names or shapes, or NaN where a rule needs lengths.
+        ValueError: an unknown rule, no states, states that differ in names or shapes, or NaN where
+            a rule needs lengths.
     """
     check_choice("rule", rule, ("mean", *get_args(RobustRule)))
     if not states:
@@ -70,35 +104,57 @@ def combined(
     check_same_shapes(states)
     if rule in ("median", "trimmed"):
         return robust_mean(states, rule, limits.trim), {}
-    sites = sorted(states)
     if rule == "clipped":
-        centre = robust_mean(states, "median") if origin is None else {name: origin[name] for name in states[sites[0]]}
-        updates = {site: difference(states[site], centre) for site in sites}
-        lengths = [_length(updates[site]) for site in sites]
-        _refuse_non_finite(sites, lengths)
-        factors = clip_factors(lengths, limits.clip)
-        states = {site: moved(centre, updates[site], factor) for site, factor in zip(sites, factors, strict=True)}
-        return weighted_mean(states, shares), dict(shares)
+        return weighted_mean(_clipped(states, limits.clip, origin), shares), dict(shares)
     weights = dict(shares)
     if rule == "krum":
-        weights = dict(zip(sites, krum_weights(squared_distances(states), limits.faulty), strict=True))
+        chosen = krum_weights(squared_distances(states), limits.faulty)
+        weights = dict(zip(sorted(states), chosen, strict=True))
     elif rule == "geometric":
+        sites = sorted(states)
         distances = squared_distances(states)
-        _refuse_non_finite(sites, distances.diagonal().tolist())  # 0, or NaN for a state that is not finite
-        weights = dict(zip(sites, geometric_weights(distances, [shares[site] for site in sites]), strict=True))
+        # Of a state to itself: 0, or NaN for one that is not finite.
+        _refuse_non_finite(sites, distances.diagonal().tolist())
+        by_site = geometric_weights(distances, [shares[site] for site in sites])
+        weights = dict(zip(sites, by_site, strict=True))
     return weighted_mean(states, weights), weights
 
 
+def _clipped(
+    states: Mapping[str, StateDict], clip: float, origin: Mapping[str, Tensor] | None
+) -> dict[str, StateDict]:
+    """w_g + Δ_k / max(1, |Δ_k| / M) of every site."""
+    sites = sorted(states)
+    if origin is None:
+        centre = robust_mean(states, "median")
+    else:
+        centre = {name: origin[name] for name in states[sites[0]]}
+    updates = [difference(states[site], centre) for site in sites]
+    lengths = [_length(update) for update in updates]
+    _refuse_non_finite(sites, lengths)
+    clipped: dict[str, StateDict] = {}
+    for site, update, factor in zip(sites, updates, clip_factors(lengths, clip), strict=True):
+        clipped[site] = moved(centre, update, factor)
+    return clipped
+
+
 def _refuse_non_finite(sites: Sequence[str], lengths: Sequence[float]) -> None:
-    if bad := [site for site, length in zip(sites, lengths, strict=True) if not math.isfinite(length)]:
-        raise ValueError(f"the state of {', '.join(bad)} holds NaN or infinite values; leave it out")
+    refused = [
+        site for site, length in zip(sites, lengths, strict=True) if not math.isfinite(length)
+    ]
+    if refused:
+        raise ValueError(
+            f"the state of {', '.join(refused)} holds NaN or infinite values; leave it out"
+        )
 
 
 def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -> StateDict:
-    """Coordinate-wise median or trimmed mean of states with equal names and shapes (Yin et al. 2018, Definitions 1 and 2).
+    """Coordinate-wise median or trimmed mean of states with equal names and shapes (Yin et al.
+    2018, Definitions 1 and 2).
 
-    Floating tensors are computed in float64 and return to their own dtype; integer ones (BatchNorm's counters) take the largest
-    value that is not cut off. With an even number of sites the median is the mean of the two in the middle.
+    Floating tensors are computed in float64 and return to their own dtype; integer ones
+    (BatchNorm's counters) take the largest value that is not cut off. With an even number of sites
+    the median is the mean of the two in the middle.
 
     Args:
         states: site -> state.
@@ -106,7 +162,8 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
         trim: fraction cut off at either end, 0 <= trim < 0.5; floor(trim K) sites.
 
     Raises:
-        ValueError: no states, states that differ in names or shapes, an unknown rule, or a trim outside its range.
+        ValueError: no states, states that differ in names or shapes, an unknown rule, or a trim
+            outside its range.
     """
     if not states:
         raise ValueError("robust_mean needs at least one state")
@@ -114,26 +171,38 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
     if not 0 <= trim < 0.5:
         raise ValueError(f"trim = {trim} is outside [0, 0.5)")
     check_same_shapes(states)
-    cut = (len(states) - 1) // 2 if rule == "median" else math.floor(trim * len(states))
+    cut = math.floor(trim * len(states))
+    if rule == "median":
+        cut = (len(states) - 1) // 2
     ordered = [states[site] for site in sorted(states)]
-    return {name: _trimmed([state[name] for state in ordered], cut) for name in ordered[0]}
+    mean: StateDict = {}
+    for name in ordered[0]:
+        mean[name] = _trimmed([state[name] for state in ordered], cut)
+    return mean
 
 
 def _trimmed(tensors: list[Tensor], cut: int) -> Tensor:
-    """The mean without the `cut` largest and smallest values of every coordinate; with the largest possible cut it is the median."""
+    """The mean without the `cut` largest and smallest values of every coordinate; with the largest
+    possible cut it is the median.
+    """
     if not tensors[0].is_floating_point():
         return torch.stack(tensors).sort(dim=0).values[len(tensors) - cut - 1]
     mean = torch.empty(tensors[0].shape, dtype=tensors[0].dtype)
     for result, *parts in iter_chunks([mean, *tensors]):
-        result.copy_(torch.stack(parts).double().sort(dim=0).values[cut : len(tensors) - cut].mean(dim=0))
+        ordered = torch.stack(parts).double().sort(dim=0).values
+        result.copy_(ordered[cut : len(tensors) - cut].mean(dim=0))
     return mean
 
 
 def squared_distances(states: Mapping[str, StateDict]) -> Tensor:
-    """(K, K) squared Euclidean distances between states, in sorted order of the sites; without integer entries."""
+    """(K, K) squared Euclidean distances between states, in sorted order of the sites; without
+    integer entries.
+    """
     ordered = [states[site] for site in sorted(states)]
     total = torch.zeros(len(ordered), len(ordered), dtype=torch.float64)
-    for name in [name for name, tensor in ordered[0].items() if tensor.is_floating_point()]:
+    for name, tensor in ordered[0].items():
+        if not tensor.is_floating_point():
+            continue
         for parts in iter_chunks([state[name] for state in ordered], LONG_CHUNK):
             rows = torch.stack(parts).double()
             total += torch.stack([(rows - row).square().sum(dim=1) for row in rows])
@@ -143,8 +212,9 @@ def squared_distances(states: Mapping[str, StateDict]) -> Tensor:
 def krum_weights(distances: Tensor, faulty: int | None = None) -> list[float]:
     """1 for the site that Krum chooses, 0 for all others (Blanchard et al. 2017, Sec. 4).
 
-    A site's score is the sum of its squared distances to its K - f - 2 nearest neighbours; the smallest wins, ties go to the first. The
-    theory needs K > 2f + 2; with fewer than three sites all have equal weights.
+    A site's score is the sum of its squared distances to its K - f - 2 nearest neighbours; the
+    smallest wins, ties go to the first. The theory needs K > 2f + 2; with fewer than three sites
+    all have equal weights.
 
     Args:
         distances: (K, K) squared distances; NaN counts as infinite.
@@ -154,27 +224,32 @@ def krum_weights(distances: Tensor, faulty: int | None = None) -> list[float]:
     if count < 3:
         return [1.0] * count
     most = max(0, (count - 3) // 2)
-    nearest = count - min(most, most if faulty is None else faulty) - 2
+    if faulty is None or faulty > most:
+        faulty = most
+    nearest = count - faulty - 2
     finite = torch.where(distances.isnan(), torch.inf, distances)
-    scores = finite.sort(dim=1).values[:, 1 : nearest + 1].sum(dim=1)  # the first one is the distance to itself
+    # The least distance is that to itself.
+    scores = finite.sort(dim=1).values[:, 1 : nearest + 1].sum(dim=1)
     chosen = int(scores.argmin())
     return [float(site == chosen) for site in range(count)]
 
 
 def geometric_weights(distances: Tensor, shares: Sequence[float]) -> list[float]:
-    """Weights of the geometric median, summing to 1, by smoothed Weiszfeld (Pillutla et al. 2022, Alg. 2).
+    """Weights of the geometric median, summing to 1, by smoothed Weiszfeld (Pillutla et al. 2022,
+    Alg. 2).
 
         β_k <- p_k / max(ν, |v - w_k|),  v <- Σ_k β_k w_k / Σ_k β_k
 
-    All iterates are means of the w_k, so (K, K) squared distances d are enough: |v - w_k|² = Σ_i β_i d_ik - 1/2 Σ_ij β_i β_j d_ij for
-    weights β that sum to 1. `shares` are the p_k, up to a common factor.
+    All iterates are means of the w_k, so (K, K) squared distances d are enough: |v - w_k|² =
+    Σ_i β_i d_ik - 1/2 Σ_ij β_i β_j d_ij for weights β that sum to 1. `shares` are the p_k, up to a
+    common factor.
     """
     prior = torch.tensor(shares, dtype=torch.float64)
     weights = prior / prior.sum()
     for _ in range(_STEPS):
         to_mean = distances @ weights
-        reach = (to_mean - weights @ to_mean / 2).clamp(min=0).sqrt()
-        new = prior / reach.clamp(min=_NEAR)
+        distance = (to_mean - weights @ to_mean / 2).clamp(min=0).sqrt()  # |v - w_k|
+        new = prior / distance.clamp(min=_NEAR)
         new = new / new.sum()
         converged = bool((new - weights).abs().max() < 1e-9)
         weights = new
@@ -184,11 +259,18 @@ def geometric_weights(distances: Tensor, shares: Sequence[float]) -> list[float]
 
 
 def clip_factors(lengths: Sequence[float], clip: float = 1.0) -> list[float]:
-    """1 / max(1, |Δ_k| / M) for lengths |Δ_k|, with M = clip times their median (Sun et al. 2019, Sec. 4; there M is a constant)."""
+    """1 / max(1, |Δ_k| / M) for lengths |Δ_k|, with M = clip times their median (Sun et al. 2019,
+    Sec. 4; there M is a constant).
+    """
     most = clip * median(lengths)
     return [1.0 if length <= most else most / length for length in lengths]
 
 
 def _length(state: Mapping[str, Tensor]) -> float:
-    floating = [tensor for tensor in state.values() if tensor.is_floating_point()]
-    return math.sqrt(sum(float(part.double().square().sum()) for tensor in floating for (part,) in iter_chunks([tensor], LONG_CHUNK)))
+    """Euclidean length of the floating entries."""
+    squares: list[float] = []
+    for tensor in state.values():
+        if tensor.is_floating_point():
+            for (part,) in iter_chunks([tensor], LONG_CHUNK):
+                squares.append(float(part.double().square().sum()))
+    return math.sqrt(sum(squares))

@@ -1,4 +1,6 @@
-"""Requirements of formulas on their arguments: known options, equal shapes, and more than half precision for squares and sums."""
+"""Requirements of formulas on their arguments: known options, equal shapes, and more than half
+precision for squares and sums.
+"""
 
 from collections.abc import Sequence
 
@@ -7,8 +9,12 @@ from torch import Tensor
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """A tensor of half precision as float32, since squares and sums leave its range; any other as it is."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    """A tensor of half precision as float32, since squares and sums leave its range; any other as
+    it is.
+    """
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.float()
+    return tensor
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -18,13 +24,18 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def refuse_shapes(**tensors: Tensor) -> None:
-    """Raises ValueError if two tensors differ in shape, which torch would broadcast; arguments by the names in the message."""
+    """Raises ValueError if two tensors differ in shape, which torch would broadcast; arguments by
+    the names in the message.
+    """
     if len({tensor.shape for tensor in tensors.values()}) > 1:
-        shapes = " and ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items())
-        raise ValueError(f"{shapes}; give both the same shape")
+        shapes = [f"{name} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()]
+        raise ValueError(f"{' and '.join(shapes)}; give both the same shape")
 
 
 def refuse_widths(x: Tensor, y: Tensor) -> None:
     """Raises ValueError if features (N, D) and (M, D) differ in D."""
     if x.shape[1:] != y.shape[1:]:
-        raise ValueError(f"features of shapes {tuple(x.shape)} and {tuple(y.shape)}: give both sets rows of one length")
+        raise ValueError(
+            f"features of shapes {tuple(x.shape)} and {tuple(y.shape)}: "
+            "give both sets rows of one length"
+        )

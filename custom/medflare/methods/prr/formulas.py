@@ -1,7 +1,8 @@
-"""Formulas of PRR's site algorithm: transfer stages, the CPA loss, its prototypes; those of the server are in `fourier.py`.
+"""Formulas of PRR's site algorithm: transfer stages, the CPA loss and its prototypes.
 
-Paper: Chen et al., "Personalized Retrogress-Resilient Federated Learning Toward Imbalanced Medical Data", IEEE TMI 41(12),
-2022. "Official" is the authors' published code where it differs from the printed equations.
+Those of the server are in `fourier.py`. Paper: Chen et al., "Personalized Retrogress-Resilient
+Federated Learning Toward Imbalanced Medical Data", IEEE TMI 41(12), 2022. "Official" is the
+authors' published code where it differs from the printed equations.
 """
 
 from collections.abc import Mapping
@@ -14,11 +15,21 @@ from medflare.methods.parts.tensors import check_choice, widened
 
 # Deputy-Enhanced Transfer (Sec. III-C)
 
-RECOVER, EXCHANGE, SUBLIMATE = 1, 2, 3  # 0 stands for the start of a round
+# Stages of an epoch; 0 stands for the start of a round.
+RECOVER = 1
+EXCHANGE = 2
+SUBLIMATE = 3
 EPOCHS_TO_HALVE = 25  # Sec. IV-A, both of the paper's tasks
 
 
-def next_stage(stage: int, deputy: float, personal: float, lam1: float = 0.7, lam2: float = 0.9, rule: str = "official") -> int:
+def next_stage(
+    stage: int,
+    deputy: float,
+    personal: float,
+    lam1: float = 0.7,
+    lam2: float = 0.9,
+    rule: str = "official",
+) -> int:
     """The stage of the coming epoch (PRR, Sec. III-C).
 
     Args:
@@ -27,8 +38,8 @@ def next_stage(stage: int, deputy: float, personal: float, lam1: float = 0.7, la
         personal: phi(P), likewise.
         lam1: ratio phi(D) / phi(P) at which Exchange begins.
         lam2: ratio at which Sublimate begins.
-        rule: "official": the first epoch of a round is Recover, and Sublimate only follows an epoch of Exchange; "threshold": the printed
-            rule, the ratio alone.
+        rule: "official": the first epoch of a round is Recover, and Sublimate only follows an epoch
+            of Exchange; "threshold": the printed rule, the ratio alone.
 
     Returns:
         1 Recover, 2 Exchange or 3 Sublimate.
@@ -36,15 +47,18 @@ def next_stage(stage: int, deputy: float, personal: float, lam1: float = 0.7, la
     check_choice("rule", rule, ("official", "threshold"))
     if stage not in (0, RECOVER, EXCHANGE, SUBLIMATE):
         raise ValueError(f"stage = {stage}: a stage is 0 (start of a round), 1, 2 or 3")
-    if not deputy >= lam1 * personal or (rule == "official" and stage == 0):
+    in_turn = rule == "official"
+    if not deputy >= lam1 * personal or (in_turn and stage == 0):
         return RECOVER
-    if not deputy >= lam2 * personal or (rule == "official" and stage == RECOVER):
+    if not deputy >= lam2 * personal or (in_turn and stage == RECOVER):
         return EXCHANGE
     return SUBLIMATE
 
 
 def halvings(halve_every: int | str, round: int, epoch: int, epochs: int) -> int:
-    """How often the learning rate has been halved (PRR, Sec. IV-A: "divided by 2 after every 25 epochs").
+    """How often the learning rate has been halved.
+
+    PRR, Sec. IV-A: "divided by 2 after every 25 epochs".
 
     Args:
         halve_every: rounds between two halvings, 0 for none; "auto": every 25 local epochs.
@@ -53,31 +67,35 @@ def halvings(halve_every: int | str, round: int, epoch: int, epochs: int) -> int
         epochs: of a round.
 
     Examples:
-        >>> [halvings("auto", round, 0, epochs=5) for round in (0, 4, 5, 10)], halvings(2, 3, 0, epochs=5), halvings(0, 99, 0, epochs=5)
-        ([0, 0, 1, 2], 1, 0)
+        >>> [halvings("auto", round, 0, epochs=5) for round in (0, 4, 5, 10)]
+        [0, 0, 1, 2]
+        >>> halvings(2, 3, 0, epochs=5), halvings(0, 99, 0, epochs=5)
+        (1, 0)
     """
     if halve_every == "auto":
         return (round * epochs + epoch) // EPOCHS_TO_HALVE
-    return round // int(halve_every) if halve_every else 0
+    if not halve_every:
+        return 0
+    return round // int(halve_every)
 
 
 def better_model(personal: float | None, deputy: float | None) -> str:
-    """The model that a site deploys, "personal" or "global" (its deputy), by validation metrics (PRR, Sec. IV-A); None is undefined."""
-    return "global" if personal is not None and deputy is not None and deputy > personal else "personal"
+    """The model that a site deploys, "personal" or "global" (its deputy), by validation metrics.
 
-
-def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Tensor:
-    """KL(teacher || student) of logits (N, C, ...), mean over samples or pixels (Eq. 5-6); the teacher receives no gradient.
-
-    Args:
-        student: logits (N, C, ...).
-        teacher: logits of the same shape.
-        form: "kl", or "mse10": ten times the squared difference of the probabilities, as in the official segmentation code.
+    PRR, Sec. IV-A. None is undefined.
     """
-    check_choice("form", form, ("kl", "mse10"))
-    if form == "mse10":
-        return 10 * functional.mse_loss(student.softmax(dim=1), teacher.detach().softmax(dim=1))
-    log_student, log_teacher = student.log_softmax(dim=1), teacher.detach().log_softmax(dim=1)
+    if personal is not None and deputy is not None and deputy > personal:
+        return "global"
+    return "personal"
+
+
+def distillation_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(teacher || student) of logits (N, C, ...), mean over samples or pixels (Eq. 5-6).
+
+    The teacher receives no gradient.
+    """
+    log_student = student.log_softmax(dim=1)
+    log_teacher = teacher.detach().log_softmax(dim=1)
     total = functional.kl_div(log_student, log_teacher, reduction="sum", log_target=True)
     return total * student.shape[1] / student.numel()
 
@@ -86,7 +104,9 @@ def distillation_loss(student: Tensor, teacher: Tensor, form: str = "kl") -> Ten
 
 
 def conjoint_mask(counts: Tensor, beta: float) -> Tensor:
-    """G_cj = min(1, (N_j / N_c)^beta), how much class j competes with true class c (PRR, Sec. III-D.1).
+    """G_cj = min(1, (N_j / N_c)^beta), how much class j competes with true class c.
+
+    PRR, Sec. III-D.1.
 
     Args:
         counts: (C,) training samples, or pixels, of each class over all sites.
@@ -102,7 +122,9 @@ def conjoint_mask(counts: Tensor, beta: float) -> Tensor:
 
 
 def prototype_gamma(local: Tensor, global_: Tensor, tau: float) -> Tensor:
-    """gamma_c = (1 + tau) / (cos(f_c, f_bar_c) + tau), the weight of class c at a site (PRR, Eq. 11-12).
+    """gamma_c = (1 + tau) / (cos(f_c, f_bar_c) + tau), the weight of class c at a site.
+
+    PRR, Eq. 11-12.
 
     Args:
         local: (C, D) prototypes of the site; a zero row stands for a class without a prototype.
@@ -116,16 +138,23 @@ def prototype_gamma(local: Tensor, global_: Tensor, tau: float) -> Tensor:
         ValueError: prototypes of two shapes.
     """
     if local.shape != global_.shape:
-        raise ValueError(f"local prototypes of shape {tuple(local.shape)} and global ones of {tuple(global_.shape)}; both are (C, D)")
+        raise ValueError(
+            f"local prototypes of shape {tuple(local.shape)} "
+            f"and global ones of {tuple(global_.shape)}; both are (C, D)"
+        )
     present = (local != 0).any(dim=1) & (global_ != 0).any(dim=1)
-    similarity = functional.cosine_similarity(local, global_, dim=1)
-    return torch.where(present, (1 + tau) / (similarity + tau).clamp(min=1e-3), 1.0)
+    similarity = functional.cosine_similarity(local, global_, dim=1)  # Eq. 11
+    gamma = (1 + tau) / (similarity + tau).clamp(min=1e-3)  # Eq. 12
+    return torch.where(present, gamma, 1.0)
 
 
-def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tensor | None, beta: float) -> Tensor:
+def cpa_loss(
+    logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tensor | None, beta: float
+) -> Tensor:
     """L_CPA = mean_i -gamma_{y_i} log p_hat_{y_i} (PRR, Eq. 9 and 13).
 
-    Adding log G_cj to logit j turns the modified softmax of Eq. 9 into an ordinary one, so no exponent overflows.
+    Adding log G_cj to logit j turns the modified softmax of Eq. 9 into an ordinary one, so no
+    exponent overflows.
 
     Args:
         logits: (N, C), or (N, C, ...) for pixels.
@@ -139,25 +168,37 @@ def cpa_loss(logits: Tensor, targets: Tensor, counts: Tensor | None, gamma: Tens
     """
     for name, numbers in (("counts", counts), ("gamma", gamma)):
         if numbers is not None and numbers.shape != logits.shape[1:2]:
-            raise ValueError(f"{name} of shape {tuple(numbers.shape)} for {logits.shape[1]} classes")
+            shape = tuple(numbers.shape)
+            raise ValueError(f"{name} of shape {shape} for {logits.shape[1]} classes")
     if counts is not None:
         log_mask = conjoint_mask(counts.to(logits.device), beta).log().to(logits.dtype)
         logits = logits + log_mask.T[:, targets].movedim(0, 1)
     if gamma is None:
         return functional.cross_entropy(logits, targets)
-    return functional.cross_entropy(logits, targets, weight=gamma.to(logits), reduction="sum") / targets.numel()
+    weight = gamma.to(logits)
+    total = functional.cross_entropy(logits, targets, weight=weight, reduction="sum")
+    return total / targets.numel()
 
 
 class PrototypeMean:
-    """Running mean of the embeddings of each class, f_c of Eq. 10; for segmentation, masked average pooling over all pixels."""
+    """Running mean of the embeddings of each class, f_c of Eq. 10.
+
+    For segmentation, masked average pooling over all pixels.
+    """
 
     def __init__(self, classes: int, width: int, device: torch.device | str = "cpu"):
         self.sums = torch.zeros(classes, width, dtype=torch.float64, device=device)
         self.counts = torch.zeros(classes, dtype=torch.float64, device=device)
 
     def add(self, features: Tensor, targets: Tensor) -> None:
-        """Adds embeddings (N, D) or (N, D, ...) of the classes `targets` (N, ...); no gradient flows through prototypes."""
-        rows = widened(features.detach().flatten(2) if features.dim() > 2 else features.detach()[:, :, None])
+        """Adds embeddings (N, D) or (N, D, ...) of the classes `targets` (N, ...).
+
+        No gradient flows through prototypes.
+        """
+        features = features.detach()
+        if features.dim() == 2:
+            features = features[:, :, None]
+        rows = widened(features.flatten(2))
         classes = torch.arange(len(self.counts), device=targets.device)
         members = targets.reshape(len(targets), 1, -1) == classes[None, :, None]
         self.sums += torch.einsum("ncp,ndp->cd", members.to(rows.dtype), rows)
@@ -168,15 +209,17 @@ class PrototypeMean:
         return (self.sums / self.counts.clamp(min=1)[:, None]).float()
 
 
-def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str = "gaussian") -> Tensor:
+def global_prototypes(
+    local: Tensor, present: Tensor, noise: Tensor, spread: str = "gaussian"
+) -> Tensor:
     """Sample f_bar_c ~ N(mu, sigma^2) from the sites' prototypes of each class (PRR, Sec. III-D.2).
 
     Args:
         local: (K, C, D) prototypes.
         present: (K, C) whether the site has the class.
         noise: (C, D) standard normal numbers.
-        spread: "gaussian": population variance, as printed; "clamped": unbiased standard deviation of at least 1, as in the official
-            code; "mean": mu itself.
+        spread: "gaussian": population variance, as printed; "clamped": unbiased standard deviation
+            of at least 1, as in the official code; "mean": mu itself.
 
     Returns:
         (C, D); zero for a class that no site has.
@@ -195,14 +238,19 @@ def global_prototypes(local: Tensor, present: Tensor, noise: Tensor, spread: str
 
 
 def most_representative(counts: Mapping[str, Tensor]) -> str:
-    """The site whose class distribution is closest to that of all sites, by total variation; ties go to the first name (PRR, Sec. IV-E).
+    """The site whose class distribution is closest to that of all sites, by total variation.
+
+    PRR, Sec. IV-E. Ties go to the first name.
 
     Args:
         counts: site -> (G, C) counts of G groups of C classes.
     """
+    everyone = _shares(torch.stack(list(counts.values())).sum(dim=0))
+    distances: dict[str, float] = {}
+    for site in sorted(counts):
+        distances[site] = float((_shares(counts[site]) - everyone).abs().sum())
+    return min(distances, key=distances.__getitem__)
 
-    def shares(table: Tensor) -> Tensor:
-        return table / table.sum(dim=1, keepdim=True).clamp(min=1)
 
-    everyone = shares(torch.stack(list(counts.values())).sum(dim=0))
-    return min(sorted(counts), key=lambda site: float((shares(counts[site]) - everyone).abs().sum()))
+def _shares(counts: Tensor) -> Tensor:
+    return counts / counts.sum(dim=1, keepdim=True).clamp(min=1)

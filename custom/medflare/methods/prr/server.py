@@ -1,4 +1,6 @@
-"""PRR's server algorithm: gives every site a model of its own by Fourier aggregation, and samples the global prototypes."""
+"""PRR's server algorithm: gives every site a model of its own by Fourier aggregation, and samples
+the global prototypes.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -7,15 +9,31 @@ import torch
 from torch import Tensor
 
 from medflare.core.message import Message
+from medflare.core.phases import asks, handles
 from medflare.core.rng import torch_generator
 from medflare.core.states import StateDict, weighted_mean
 from medflare.methods.aggregation import Aggregation, SiteModel, site_models, states_of
 from medflare.methods.base import PersistentState, ServerAlgorithm, ServerContext, Step
-from medflare.methods.fedavg.site import trained_model
+from medflare.methods.fedavg.site import MODEL, trained_model
 from medflare.methods.prr.formulas import global_prototypes, most_representative
-from medflare.methods.prr.fourier import Treatment, aggregate_models, frequency_ratio, treatments, treatments_by_shape
-from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
-from medflare.methods.prr.site import CLASS_TOTALS, DEPUTY, NORMALISATION, PERSONAL, PROTOTYPES, local_part
+from medflare.methods.prr.fourier import (
+    Treatment,
+    aggregate_models,
+    frequency_ratio,
+    treatments,
+    treatments_by_shape,
+)
+from medflare.methods.prr.hyper import PRRServerHyper
+from medflare.methods.prr.site import (
+    CLASS_TOTALS,
+    DEPUTY,
+    GLOBAL_PROTOTYPES,
+    NORMALISATION,
+    PERSONAL,
+    PROTOTYPES,
+    PRRSite,
+    local_part,
+)
 from medflare.methods.prr.transfer import class_totals
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.classes import class_names
@@ -25,7 +43,8 @@ _ROUNDS = 50  # of the published schedule; used under FLARE's own workflows, whi
 
 
 class FourierAggregation(Aggregation[PRRServerHyper]):
-    """Progressive Fourier Aggregation (Eq. 1-4): a model for every site, and the plain mean for other sites.
+    """Progressive Fourier Aggregation (Eq. 1-4): a model for every site, and the plain mean for
+    other sites.
 
     Without a task (FLARE's own workflows) the kind of a layer follows from its shape.
     """
@@ -38,7 +57,9 @@ class FourierAggregation(Aggregation[PRRServerHyper]):
         super().prepare(task, rounds)
         self.treatments = treatments(meta_network(task))
 
-    def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+    def shared(
+        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
+    ) -> StateDict:
         return weighted_mean(states_of(models), dict.fromkeys(models, 1.0))
 
     def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
@@ -47,22 +68,27 @@ class FourierAggregation(Aggregation[PRRServerHyper]):
         rounds = self.rounds or _ROUNDS
         low_band = frequency_ratio(min(round, rounds), rounds, hyper.r0, hyper.r1)
         plan = self.treatments or treatments_by_shape(states)
-        return aggregate_models(states, plan, low_band, fourier=hyper.pfa, components=hyper.components)
+        return aggregate_models(
+            states, plan, low_band, fourier=hyper.pfa, components=hyper.components
+        )
 
 
 class PRRServer(ServerAlgorithm[PRRServerHyper]):
-    """A site that misses a round keeps its last model; one that joins later starts from the mean of the others' deputies.
+    """A site that misses a round keeps its last model; one that joins later starts from the mean of
+    the others' deputies.
 
     Attributes:
         mean: the mean deputy, without batch normalisation.
-        outside: the model for outside sites; complete only if `memory.meta["complete"]`, else its normalisation is the initial one.
+        outside: the model for outside sites; complete only if `memory.meta["complete"]`, else its
+            normalisation is the initial one.
         prototypes: the global ones, None before the first round.
     """
 
-    Hyper: ClassVar[type] = PRRServerHyper
-    site_hyper: ClassVar[type] = PRRSiteHyper
+    site_algorithm = PRRSite
     aggregation_class: ClassVar[type[Aggregation[Any]]] = FourierAggregation
-    mean, outside, prototypes = PersistentState("mean"), PersistentState("outside"), PersistentState("prototypes")
+    mean = PersistentState("mean")
+    outside = PersistentState("outside")
+    prototypes = PersistentState("prototypes")
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
@@ -73,85 +99,141 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         self.normalised = bool(part.names)
         self.memory.meta["complete"] = not part.names
         if not part.names:
-            context.events.add("warning", f"network {context.task.network['name']} has no batch normalisation: PRR keeps none local")
+            name = context.task.network["name"]
+            context.events.add(
+                "warning", f"network {name} has no batch normalisation: PRR keeps none local"
+            )
 
     @property
     def aggregated(self) -> dict[str, StateDict]:
         """Site -> S_k, of the sites that have trained."""
-        return {site: self.memory.states[f"model/{site}"] for site in self.context.sites if f"model/{site}" in self.memory.states}
+        return self.memory.family(MODEL)
 
     def steps(self) -> list[Step]:
-        """Training, validation of the last models, and the exchange that makes the outside sites' model if they need one."""
-        personal = self.hyper.outside_model == "personal"
-        if not self.context.outside or not (personal or self.normalised):
-            return super().steps()
-        return [*super().steps(), Step("share_personal" if personal else "share_normalisation", self.context.rounds, everyone=True)]
+        """Training, validation of the last models, and the exchange that makes the outside sites'
+        model if they need one.
+        """
+        steps = super().steps()
+        if not self.context.outside:
+            return steps
+        last = self.context.rounds
+        if self.hyper.outside_model == "personal":
+            steps.append(Step.of(PRRSite.share_personal, last, everyone=True))
+        elif self.normalised:
+            steps.append(Step.of(PRRSite.share_normalisation, last, everyone=True))
+        return steps
 
     @property
     def class_totals(self) -> Tensor:
-        """(G, C) training images or pixels of each class over the enrolled inside sites, limited as `ServerContext.counted` says."""
-        context = self.context
-        enrolled = {site: context.site_counts[site] for site in context.sites if site in context.site_counts}
-        if not context.counted:
-            return class_totals(context.task, enrolled)
-        totals = [class_totals(context.task, {site: counts}).double() * context.counted.get(site, 1.0) for site, counts in enrolled.items()]
+        """(G, C) training images or pixels of each class over the enrolled inside sites, limited as
+        `ServerContext.counted` says.
+        """
+        task, counts = self.context.task, self.context.site_counts
+        enrolled = {site: counts[site] for site in self.context.sites if site in counts}
+        if not self.context.counted:
+            return class_totals(task, enrolled)
+        totals = []
+        for site, of_site in enrolled.items():
+            fraction = self.context.counted.get(site, 1.0)
+            totals.append(class_totals(task, {site: of_site}).double() * fraction)
         return torch.stack(totals).sum(dim=0).round().long()
 
-    def configure(self, step: Step, site: str) -> Message:
-        """The site's S_k, the class counts of all sites and the global prototypes, if there are any."""
-        message = Message({DEPUTY: self.aggregated.get(site, self.mean)}, {CLASS_TOTALS: self.class_totals.tolist()})
+    @asks(PRRSite.train, PRRSite.validate, PRRSite.share_normalisation, PRRSite.share_personal)
+    def request(self, step: Step, site: str) -> Message:
+        """The site's S_k, the class counts of all sites and the global prototypes, if there are
+        any.
+        """
+        message = Message.of({DEPUTY: self.aggregated.get(site, self.mean)})
+        message[CLASS_TOTALS] = self.class_totals.tolist()
         if self.prototypes is not None:
-            message.states[PROTOTYPES] = self.prototypes
+            message[GLOBAL_PROTOTYPES] = self.prototypes
         return message
 
-    def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """Every site's next model and the next prototypes; at the end the model for outside sites."""
-        if step.phase.startswith("share"):
-            self.outside, self.memory.meta["complete"] = self._outside(replies), True
-        if step.phase != "train":
-            return
-        round = step.round
-        if round == 0:
+    @handles(PRRSite.train)
+    def aggregate_deputies(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """Every site's next model and the next prototypes."""
+        if step.round == 0:
             self._warn_of_absent_classes(self.class_totals)
         deputies = site_models(replies, DEPUTY)
-        self.memory.states |= {f"model/{site}": state for site, state in self.aggregation.own(deputies, round).items()}
-        self.mean = self.aggregation.shared(deputies, round)
+        for site, state in self.aggregation.own(deputies, step.round).items():
+            self.memory[MODEL.member(site)] = state
+        self.mean = self.aggregation.shared(deputies, step.round)
         self.outside = {**self.outside, **self.mean}
         if self.refines:
-            local = torch.stack([reply.states[PROTOTYPES]["prototypes"] for reply in replies.values()])
-            present = torch.stack([reply.states[PROTOTYPES]["present"] for reply in replies.values()])
-            noise = torch.randn(local.shape[1:], generator=torch_generator(self.context.seed, "server", round, "prototypes"))
-            self.prototypes = {"prototypes": global_prototypes(local, present, noise)}
+            self.prototypes = {"prototypes": self._sampled(step.round, replies)}
+
+    def _sampled(self, round: int, replies: Mapping[str, Message]) -> Tensor:
+        """The global prototypes, sampled around those of the sites."""
+        local = torch.stack([reply[PROTOTYPES]["prototypes"] for reply in replies.values()])
+        present = torch.stack([reply[PROTOTYPES]["present"] for reply in replies.values()])
+        generator = torch_generator(self.context.seed, "server", round, "prototypes")
+        noise = torch.randn(local.shape[1:], generator=generator)
+        return global_prototypes(local, present, noise)
 
     def _warn_of_absent_classes(self, totals: Tensor) -> None:
-        suppressed = [site for site in self.context.sites if self.context.site_counts.get(site, {}).get("class_counts") == []]
-        for site in suppressed:
-            text = "keeps its counts by class (minimum_patients): the class totals of the CPA loss are those of the other sites"
-            self.context.events.add("warning", text, site=site)
+        events, counts = self.context.events, self.context.site_counts
+        suppressed = False
+        for site in self.context.sites:
+            if counts.get(site, {}).get("class_counts") == []:
+                suppressed = True
+                text = (
+                    "keeps its counts by class (minimum_patients): "
+                    "the class totals of the CPA loss are those of the other sites"
+                )
+                events.add("warning", text, site=site)
         if suppressed and not totals.any():
             return
         names = [name for group in class_names(self.context.task) for name in group]
-        for name in (name for name, count in zip(names, totals.flatten().tolist(), strict=True) if count == 0):
-            self.context.events.add("warning", f"class {name} is in no site's training images: the CPA loss does not weight it")
+        for name, count in zip(names, totals.flatten().tolist(), strict=True):
+            if count == 0:
+                reason = "is in no site's training images: the CPA loss does not weight it"
+                events.add("warning", f"class {name} {reason}")
 
-    def _outside(self, replies: Mapping[str, Message]) -> StateDict:
-        """The model for outside sites: the mean deputy, or the personal model of the most representative site."""
-        if self.hyper.outside_model == "mean":
-            parts = {site: reply.states[NORMALISATION] for site, reply in replies.items()}
-            return {**self.mean, **weighted_mean(parts, dict.fromkeys(parts, 1.0))}
+    @handles(PRRSite.share_normalisation)
+    def complete_mean(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """Outside sites get the mean deputy with the mean normalisation."""
+        parts = {site: reply[NORMALISATION] for site, reply in replies.items()}
+        normalisation = weighted_mean(parts, dict.fromkeys(parts, 1.0))
+        self.outside = {**self.mean, **normalisation}
+        self.memory.meta["complete"] = True
+
+    @handles(PRRSite.share_personal)
+    def take_personal(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """Outside sites get the personal model of the most representative site."""
+        self.outside = replies[self._most_representative(replies)][PERSONAL]
+        self.memory.meta["complete"] = True
+
+    def _most_representative(self, replies: Mapping[str, Message]) -> str:
+        """The site whose classes are most like those of all; without counts by class the largest
+        one.
+        """
         counts = self.context.site_counts
-        totals = {site: class_totals(self.context.task, {site: counts[site]}) for site in replies if counts[site]["class_counts"]}
-        chosen = most_representative(totals) if totals else max(sorted(replies), key=lambda site: counts[site]["n"]["train"])
+        totals = {}
+        for site in replies:
+            if counts[site]["class_counts"]:
+                totals[site] = class_totals(self.context.task, {site: counts[site]})
+        if totals:
+            chosen = most_representative(totals)
+        else:
+            chosen = max(sorted(replies), key=lambda site: counts[site]["n"]["train"])
         if len(totals) < len(replies):
-            text = f"some sites keep their counts by class: outside sites get the model of {chosen}, chosen among the others or by size"
-            self.context.events.add("warning", text)
-        return replies[chosen].states[PERSONAL]
+            self.context.events.add(
+                "warning",
+                "some sites keep their counts by class: outside sites get the model of "
+                f"{chosen}, chosen among the others or by size",
+            )
+        return chosen
 
     def configure_final(self, site: str) -> Message:
         """The site's last S_k, or the outside model."""
-        return Message({DEPUTY: self.outside if site in self.context.outside else self.aggregated.get(site, self.outside)})
+        if site in self.context.outside:
+            return Message.of({MODEL: self.outside})
+        return Message.of({DEPUTY: self.aggregated.get(site, self.outside)})
 
     def models(self) -> dict[str, Message]:
         """The model for outside sites, if it is complete."""
-        rounds = self.context.rounds if self.hyper.outside_model == "mean" else None  # a personal model is of its site's best round
-        return {"global": trained_model(self.outside, rounds)} if self.memory.meta["complete"] else {}
+        if not self.memory.meta["complete"]:
+            return {}
+        of_best_round = self.hyper.outside_model != "mean"  # a personal model, of its site's own
+        rounds = None if of_best_round else self.context.rounds
+        return {"global": trained_model(self.outside, rounds)}

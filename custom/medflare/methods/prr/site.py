@@ -1,4 +1,6 @@
-"""PRR's site algorithm: trains a deputy and a personal model together; only the deputy, without batch normalisation, leaves the site."""
+"""PRR's site algorithm: trains a deputy and a personal model together; only the deputy, without
+batch normalisation, leaves the site.
+"""
 
 from typing import Any, ClassVar
 
@@ -6,12 +8,14 @@ import torch
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.manifest import MetaSpec, Phase, TensorSpec, count, listing, models, number, table
 from medflare.core.message import Message
+from medflare.core.phases import phase
+from medflare.core.specs import MetaSpec, TensorSpec, count, listing, models, number, table
 from medflare.core.states import StateDict, copy_state
-from medflare.inference.deployed import KEPT, MODEL, plain_message
-from medflare.methods.base import MEASURED, Capability, PersistentState, Plan, SiteAlgorithm
-from medflare.methods.fedavg.site import trained_model
+from medflare.inference.deployed import KEPT, plain_message
+from medflare.methods.base import PersistentState, Plan, SiteAlgorithm
+from medflare.methods.fedavg.site import MODEL, trained_model
+from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.parts.selection import Best
 from medflare.methods.prr.formulas import better_model
@@ -43,14 +47,18 @@ DEPUTY = TensorSpec(
 )
 PROTOTYPES = TensorSpec(
     "prototypes",
-    "mean embedding of each class over the training images or pixels, and whether the site has the class",
+    "mean embedding of each class over the training images or pixels, "
+    "and whether the site has the class",
     _prototypes,
     lambda plan: plan.site_hyper.refines,
     measured="train",
     per_class="values",
 )
-_GLOBAL_PROTOTYPES = TensorSpec(
-    "prototypes", template=lambda plan: {"prototypes": _prototypes(plan)["prototypes"]}, when=PROTOTYPES.when, optional=True
+GLOBAL_PROTOTYPES = TensorSpec(
+    "prototypes",
+    template=lambda plan: {"prototypes": _prototypes(plan)["prototypes"]},
+    when=PROTOTYPES.when,
+    optional=True,
 )  # absent in the first round
 NORMALISATION = TensorSpec(
     "normalisation",
@@ -58,31 +66,47 @@ NORMALISATION = TensorSpec(
     lambda plan: local_part(plan).kept(plan.template()),
 )
 PERSONAL = TensorSpec("personal", "the site's personal model, a candidate for outside sites")
-CLASS_TOTALS = MetaSpec("class_totals", "training images or pixels of each class over all sites", listing(listing(number(0.0))))
-STAGES = MetaSpec("stages", "the stage of every epoch: 1 Recover, 2 Exchange, 3 Sublimate", listing(count(3)))
-GAMMA = MetaSpec("gamma", "γ of every class in the last epoch; 1 before the refinement", table(number(0.0)), per_class="values")
-GAMMAS = MetaSpec("gammas", "γ of every class, epoch by epoch", table(listing(number(0.0))), "train", per_class="values")
-TRAINED = MetaSpec(
-    "validation_trained", "model -> the metric after training, before aggregation", models(number(optional=True)), "validation"
+CLASS_TOTALS = MetaSpec[list[list[float]]](
+    "class_totals",
+    "training images or pixels of each class over all sites",
+    listing(listing(number(0.0))),
 )
-_REQUEST: dict[str, Any] = {"request": (DEPUTY, _GLOBAL_PROTOTYPES), "request_meta": (CLASS_TOTALS,)}
+STAGES = MetaSpec[list[int]](
+    "stages", "the stage of every epoch: 1 Recover, 2 Exchange, 3 Sublimate", listing(count(3))
+)
+GAMMA = MetaSpec[dict[str, float]](
+    "gamma",
+    "γ of every class in the last epoch; 1 before the refinement",
+    table(number(0.0)),
+    per_class="values",
+)
+GAMMAS = MetaSpec[dict[str, list[float]]](
+    "gammas",
+    "γ of every class, epoch by epoch",
+    table(listing(number(0.0))),
+    "train",
+    per_class="values",
+)
+TRAINED = MetaSpec[dict[str, float | None]](
+    "validation_trained",
+    "model -> the metric after training, before aggregation",
+    models(number(optional=True)),
+    "validation",
+)
+REQUEST = (DEPUTY, GLOBAL_PROTOTYPES)
 
 
 class PRRSite(SiteAlgorithm[PRRSiteHyper]):
-    """Deputy-Enhanced Transfer under the CPA loss. With DET off there is one model: the incoming one with the site's own normalisation."""
+    """Deputy-Enhanced Transfer under the CPA loss.
 
-    Hyper: ClassVar[type] = PRRSiteHyper
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({"accumulate"})
+    With DET off there is one model: the incoming one with the site's own normalisation.
+    """
+
+    accumulates = True
     server_hyper: ClassVar[type] = PRRServerHyper
-    phases: ClassVar[tuple[Phase, ...]] = (
-        Phase("train", reply=(DEPUTY, PROTOTYPES), reply_meta=(*MEASURED, STAGES, GAMMA, GAMMAS, TRAINED), **_REQUEST),
-        Phase("validate", reply_meta=MEASURED, **_REQUEST),
-        Phase("share_normalisation", reply=(NORMALISATION,), reply_meta=MEASURED, **_REQUEST),
-        Phase("share_personal", reply=(PERSONAL,), reply_meta=MEASURED, **_REQUEST),
-    )
-    delivery: ClassVar[Phase | None] = Phase("finalize", request=(DEPUTY, TensorSpec("model")))  # an outside site's model is whole
     dp_unsupported_reason = (
-        "class prototypes are means of image features that leave the site, and two models teach each other on every batch"
+        "class prototypes are means of image features that leave the site, "
+        "and two models teach each other on every batch"
     )
     personal = PersistentState("personal")  # P_k, None before the first training
     normalisation = PersistentState("normalisation")  # the deputy's
@@ -100,71 +124,126 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: PRRSiteHyper, server_hyper: Any) -> None:
-        """Raises ConfigError for a layer without a rule in Fourier aggregation, and for class totals that patches do not give."""
+        """Raises ConfigError for a layer without a rule in Fourier aggregation, and for class
+        totals that patches do not give.
+        """
         super().check(task, hyper, server_hyper)
         if server_hyper.pfa and (layer := without_rule(meta_network(task))):
-            raise ConfigError(f"prr: layer {layer} of network {task.network['name']} has no rule in Fourier aggregation; set pfa=false")
-        if task.image_mode == "patch" and task.target == "multilabel" and hyper.supervision in ("both", "global", "fedeamc"):
+            raise ConfigError(
+                f"prr: layer {layer} of network {task.network['name']} has no rule in Fourier aggregation; set pfa=false"
+            )
+        if (
+            task.image_mode == "patch"
+            and task.target == "multilabel"
+            and hyper.supervision in ("both", "global", "fedeamc")
+        ):
             raise ConfigError(
                 "prr: negatives of a multilabel task cannot be counted with image_mode 'patch'; set cpa=local, or image_mode 'resize'"
             )
 
     def validate_request(self, incoming: Message) -> str | None:
         """Refuses class totals of other classes than the task's."""
-        names, totals = class_names(self.site.task), incoming.meta.get(CLASS_TOTALS)
-        if totals is None or [len(group) for group in totals] == [len(group) for group in names]:
+        totals = incoming.get(CLASS_TOTALS)
+        expected = [len(group) for group in class_names(self.site.task)]
+        if totals is None or [len(group) for group in totals] == expected:
             return None
-        return f"item {CLASS_TOTALS!r} is not of the task's classes"
+        return f"item {CLASS_TOTALS.name!r} is not of the task's classes"
 
+    @phase(
+        request=REQUEST,
+        request_meta=(CLASS_TOTALS,),
+        reply=(DEPUTY, PROTOTYPES),
+        meta=(*MEASURED, STAGES, GAMMA, GAMMAS, TRAINED),
+    )
     def train(self, round: int, incoming: Message) -> Message:
-        """A round of `Transfer`; the reply holds the deputy without normalisation, and the prototypes if the loss uses them."""
+        """A round of `Transfer`; the reply holds the deputy without normalisation, and the
+        prototypes if the loss uses them.
+        """
         personal, deputy = self._models(incoming)
         validation = self._measure(round, personal, deputy)
-        totals = torch.tensor(incoming.meta[CLASS_TOTALS])
-        refined = round >= self.hyper.warm_up
-        prototypes = incoming.states.get(PROTOTYPES, {}).get("prototypes") if refined else None
-        supervision = Supervision(self.site, self.hyper, totals, prototypes)
-        transfer = Transfer(self.site, self.hyper, personal, deputy, supervision, self.validation, self.width, self.prototypes or {})
+        transfer = Transfer(
+            self.site,
+            self.hyper,
+            personal,
+            deputy,
+            self._supervision(round, incoming),
+            self.validation,
+            self.width,
+            self.prototypes or {},
+        )
         loss = transfer.run(round, validation)
         trained = copy_state(deputy.state_dict())
-        self.personal, self.normalisation = copy_state(personal.state_dict()), self.part.kept(trained)
+        self.personal = copy_state(personal.state_dict())
+        self.normalisation = self.part.kept(trained)
         self.prototypes = transfer.prototypes
-        states: dict[str, StateDict] = {DEPUTY: self.part.shared(trained)}
+
+        reply = Message.of(self.measured(loss=loss, validation=validation))
+        reply[DEPUTY] = self.part.shared(trained)
+        reply[STAGES] = transfer.stages
         if self.hyper.refines:
-            states[PROTOTYPES] = transfer.prototypes
-        more = self._gammas(transfer)
+            reply[PROTOTYPES] = transfer.prototypes
+            self._add_gammas(reply, transfer)
         if self.hyper.retrogress:
-            more[TRAINED] = self._validation(personal, deputy)
-        return Message(states, self.meta(loss=loss, validation=validation, stages=transfer.stages, **more))
+            reply[TRAINED] = self._validation(personal, deputy)
+        return reply
 
-    def _gammas(self, transfer: Transfer) -> dict[str, Any]:
-        """The curves of γ by class, if the loss was refined."""
-        if not (self.hyper.refines and transfer.gammas):
-            return {}
+    def _supervision(self, round: int, incoming: Message) -> Supervision:
+        """The losses of the round; global prototypes from the end of the warm-up."""
+        prototypes = None
+        if round >= self.hyper.warm_up and GLOBAL_PROTOTYPES in incoming:
+            prototypes = incoming[GLOBAL_PROTOTYPES]["prototypes"]
+        totals = torch.tensor(incoming[CLASS_TOTALS])
+        return Supervision(self.site, self.hyper, totals, prototypes)
+
+    def _add_gammas(self, reply: Message, transfer: Transfer) -> None:
+        """The curves of γ by class, if there are any."""
+        if not transfer.gammas:
+            return
         names = [name for group in class_names(self.site.task) for name in group]
-        curves = [list(curve) for curve in zip(*([g for group in gamma for g in group] for gamma in transfer.gammas), strict=True)]
-        by_class = dict(zip(names, curves, strict=True))
-        return {GAMMA: {name: curve[-1] for name, curve in by_class.items()}, GAMMAS: by_class}
+        curves: dict[str, list[float]] = {name: [] for name in names}
+        for epoch in transfer.gammas:
+            values = [gamma for group in epoch for gamma in group]
+            for name, value in zip(names, values, strict=True):
+                curves[name].append(value)
+        reply[GAMMA] = {name: curve[-1] for name, curve in curves.items()}
+        reply[GAMMAS] = curves
 
+    @phase(request=REQUEST, request_meta=(CLASS_TOTALS,), meta=MEASURED)
     def validate(self, round: int, incoming: Message) -> Message:
-        return Message({}, self.meta(validation=self._measure(round, *self._models(incoming))))
+        """The validation metrics of the incoming deputy and of the personal model."""
+        values = self._measure(round, *self._models(incoming))
+        return Message.of(self.measured(validation=values))
 
+    @phase(request=REQUEST, request_meta=(CLASS_TOTALS,), reply=(NORMALISATION,), meta=MEASURED)
     def share_normalisation(self, round: int, incoming: Message) -> Message:
-        """The deputy's normalisation; asked for once, after the last round, if there are outside sites."""
-        return Message({NORMALISATION: self.part.kept(self._deputy_state(incoming))}, self.meta(validation={}))
+        """The deputy's normalisation, once, after the last round, if there are outside sites."""
+        reply = Message.of(self.measured(validation={}))
+        reply[NORMALISATION] = self.part.kept(self._deputy_state(incoming))
+        return reply
 
+    @phase(request=REQUEST, request_meta=(CLASS_TOTALS,), reply=(PERSONAL,), meta=MEASURED)
     def share_personal(self, round: int, incoming: Message) -> Message:
-        """The personal model as a candidate for outside sites (`outside_model`); asked for once, after the last round."""
-        return Message({PERSONAL: self._delivered(incoming)["personal"][0]}, self.meta(validation={}))
+        """The personal model as a candidate for outside sites (`outside_model`), once, after the
+        last round.
+        """
+        state, _ = self._delivered(incoming)["personal"]
+        reply = Message.of(self.measured(validation={}))
+        reply[PERSONAL] = state
+        return reply
 
     def _deputy_state(self, incoming: Message) -> StateDict:
-        """S_k with the site's own batch normalisation; that of the common initial model before the first training."""
+        """S_k with the site's own batch normalisation; that of the common initial model before the
+        first training.
+        """
         if self.normalisation is None:
             self.normalisation = self.part.kept(copy_state(self.site.network().state_dict()))
-        return {**self.normalisation, **incoming.states[DEPUTY]}
+        return {**self.normalisation, **incoming[DEPUTY]}
 
     def _models(self, incoming: Message) -> tuple[FeatureNetwork, FeatureNetwork]:
-        """(P_k, D_k); P_k starts as the first model that the site receives. With DET off both are the deputy."""
+        """(P_k, D_k); P_k starts as the first model that the site receives.
+
+        With DET off both are the deputy.
+        """
         state = self._deputy_state(incoming)
         deputy = self.network("model", state)
         if not self.hyper.det:
@@ -173,29 +252,55 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
 
     def _validation(self, personal: nn.Module, deputy: nn.Module) -> dict[str, float | None]:
         value = self.validation(deputy)
-        return {"global": value, "personal": value if personal is deputy else self.validation(personal)}
+        if personal is deputy:
+            return {"global": value, "personal": value}
+        return {"global": value, "personal": self.validation(personal)}
 
-    def _measure(self, round: int, personal: nn.Module, deputy: nn.Module) -> dict[str, float | None]:
-        """Validation metrics of both models at the start of the round; the site keeps the best model of each role."""
+    def _measure(
+        self, round: int, personal: nn.Module, deputy: nn.Module
+    ) -> dict[str, float | None]:
+        """Validation metrics of both models at the start of the round; the site keeps the best
+        model of each role.
+        """
         values = self._validation(personal, deputy)
-        for role, model in (("global", deputy), ("personal", personal)):
-            self.best[role].offer(values[role], round, model.state_dict())
+        self.best["global"].offer(values["global"], round, deputy.state_dict())
+        self.best["personal"].offer(values["personal"], round, personal.state_dict())
         return values
 
     def _delivered(self, incoming: Message) -> dict[str, tuple[StateDict, int | None]]:
-        """The site's final deputy and personal model with their rounds: of its best round or of the last one."""
+        """The site's final deputy and personal model with their rounds: of its best round or of the
+        last one.
+        """
         deputy = self._deputy_state(incoming)
-        last = {"global": deputy, "personal": self.personal if self.hyper.det and self.personal else deputy}
-        return {role: self.best[role].chosen(self.plan.server_hyper.selection, state) for role, state in last.items()}
+        personal = deputy
+        if self.hyper.det and self.personal:
+            personal = self.personal
+        rule = self.plan.server_hyper.selection
+        return {
+            "global": self.best["global"].chosen(rule, deputy),
+            "personal": self.best["personal"].chosen(rule, personal),
+        }
 
+    @phase(request=(DEPUTY, MODEL))  # an outside site's model is whole
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """An inside site deploys the better of its deputy and its personal model by validation (Sec. IV-A), an outside site what it got."""
+        """An inside site deploys the better of its deputy and its personal model by validation
+        (Sec. IV-A), an outside site the model that it gets.
+        """
         if self.personal is None:
-            return dict.fromkeys(("global", "deployed"), plain_message(self._deputy_state(incoming)))
-        models = {role: trained_model(*delivered) for role, delivered in self._delivered(incoming).items()}
+            whole = plain_message(self._deputy_state(incoming))
+            return {"global": whole, "deployed": whole}
+        models = {
+            role: trained_model(state, rounds)
+            for role, (state, rounds) in self._delivered(incoming).items()
+        }
         if not self.hyper.det:
             return {**models, "deployed": models["personal"]}
-        reached = {role: self.validation(self.network(role, models[role].states[MODEL])) for role in models}
+        reached = {
+            role: self.validation(self.network(role, model[MODEL]))
+            for role, model in models.items()
+        }
         role = better_model(reached["personal"], reached["global"])
-        meta = {**models[role].meta, KEPT: {"keep": "best", "model": role, "validation": reached}}
-        return {**models, "deployed": Message(models[role].states, meta)}
+        chosen = models[role]
+        choice = {"keep": "best", "model": role, "validation": reached}
+        deployed = Message(chosen.states, {**chosen.meta, KEPT: choice})
+        return {**models, "deployed": deployed}

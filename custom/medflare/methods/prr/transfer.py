@@ -1,7 +1,8 @@
-"""A round of training at a PRR site: Deputy-Enhanced Transfer (Sec. III-C) under the CPA loss (Sec. III-D).
+"""A round of training at a PRR site: Deputy-Enhanced Transfer under the CPA loss (Sec. III-C, D).
 
-A task is seen as G softmax problems ("groups") of C classes each, so that one formula serves every task: one problem over all classes
-(multiclass), one over (negative, positive) with logits (0, z) (binary), or one such pair for each label (multilabel).
+A task is seen as G softmax problems ("groups") of C classes each, so that one formula serves every
+task: one problem over all classes (multiclass), one over (negative, positive) with logits (0, z)
+(binary), or one such pair for each label (multilabel).
 """
 
 import math
@@ -23,7 +24,7 @@ from medflare.tasks.config import TaskConfig
 from medflare.training.epochs import Steps, epochs, trainable, weighted_sum
 from medflare.training.site import Site
 
-# -- a task as groups of classes ---------------------------------------------------------------------------------------------
+# -- a task as groups of classes -------------------------------------------------------------------
 
 
 def groups_and_classes(task: TaskConfig) -> tuple[int, int]:
@@ -33,7 +34,7 @@ def groups_and_classes(task: TaskConfig) -> tuple[int, int]:
 
 
 def class_logits(logits: Tensor, task: TaskConfig) -> Tensor:
-    """Logits (N, outputs, ...) as (G, N, C, P) with P pixels, or 1; (0, z) for a sigmoid output z."""
+    """Logits (N, outputs, ...) as (G, N, C, P) with P pixels, or 1; (0, z) for a sigmoid's z."""
     outputs = logits.reshape(len(logits), task.outputs, -1)
     if task.target == "multiclass":
         return outputs[None]
@@ -48,11 +49,15 @@ def class_targets(targets: Tensor, task: TaskConfig) -> Tensor:
 
 
 def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) -> Tensor:
-    """N_c of the conjoint objective: training images or pixels of each class over the sites, (G, C) int64.
+    """N_c of the conjoint objective: training images or pixels of each class over the sites.
 
     Args:
         task: names the classes.
-        enrolled: inside site -> {"n": {"train": images, ...}, "class_counts": counts of `task.classes`; empty if the site sent none}.
+        enrolled: inside site -> {"n": {"train": images, ...}, "class_counts": counts of
+            `task.classes`; empty if the site sent none}.
+
+    Returns:
+        (G, C) int64.
     """
     groups, classes = groups_and_classes(task)
     totals = torch.zeros(groups, classes, dtype=torch.int64)
@@ -61,23 +66,31 @@ def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) ->
         if not meta["class_counts"]:
             continue
         counts = torch.tensor(meta["class_counts"])
-        if task.target == "multilabel":  # only positives are counted; the other pixels are the negatives
-            counts = torch.stack([(meta["n"]["train"] * pixels - counts).clamp(min=0), counts], dim=1)
+        if task.target == "multilabel":
+            # Only positives are counted; the other pixels are the negatives.
+            negatives = (meta["n"]["train"] * pixels - counts).clamp(min=0)
+            counts = torch.stack([negatives, counts], dim=1)
         totals += counts.reshape(groups, classes)
     return totals
 
 
-# -- prototypes and loss -----------------------------------------------------------------------------------------------------
+# -- prototypes and loss ---------------------------------------------------------------------------
 
 
 def prototype_width(task: TaskConfig) -> int:
     """D of a prototype: channels of the network's features."""
+    network = meta_network(task).eval()
     with torch.no_grad():
-        return meta_network(task).eval().features_and_output(example(task.image_channels, task.size, "meta"))[0].shape[1]
+        images = example(task.image_channels, task.size, "meta")
+        features, _ = network.features_and_output(images)
+    return features.shape[1]
 
 
 class SitePrototypes:
-    """Local prototypes f^(k) of every class, collected batch by batch from the personal model's embeddings (PRR, Eq. 10)."""
+    """Local prototypes f^(k) of every class (PRR, Eq. 10).
+
+    Collected batch by batch from the personal model's embeddings.
+    """
 
     def __init__(self, task: TaskConfig, width: int, device: torch.device | str):
         self.task = task
@@ -85,26 +98,32 @@ class SitePrototypes:
         self._means = [formulas.PrototypeMean(classes, width, device) for _ in range(groups)]
 
     def add(self, features: Tensor, targets: Tensor) -> None:
-        """Adds a batch: features (N, D) or (N, D, ...); label maps are resized to the feature map (nearest)."""
-        dims = features.dim() - 2
-        if dims and features.shape[2:] != targets.shape[-dims:]:
+        """Adds a batch: features (N, D) or (N, D, ...).
+
+        Label maps are resized to the feature map (nearest).
+        """
+        size = features.shape[2:]
+        dims = len(size)
+        if dims and size != targets.shape[-dims:]:
             maps = targets.reshape(len(targets), -1, *targets.shape[-dims:]).float()
-            nearest = functional.interpolate(maps, features.shape[2:], mode="nearest")
-            targets = nearest.reshape(*targets.shape[:-dims], *features.shape[2:]).to(targets.dtype)
+            nearest = functional.interpolate(maps, size, mode="nearest")
+            targets = nearest.reshape(*targets.shape[:-dims], *size).to(targets.dtype)
         for mean, labels in zip(self._means, class_targets(targets, self.task), strict=True):
             mean.add(features, labels)
 
     def state(self) -> StateDict:
-        """{"prototypes": (G C, D), "present": (G C,) bool}; the prototype of a class without samples is zero."""
+        """{"prototypes": (G C, D), "present": (G C,) bool}; zero for a class without samples."""
         prototypes = torch.cat([mean.means() for mean in self._means])
-        return {"prototypes": prototypes, "present": torch.cat([mean.counts for mean in self._means]) > 0}
+        counts = torch.cat([mean.counts for mean in self._means])
+        return {"prototypes": prototypes, "present": counts > 0}
 
 
 class Supervision:
     """L_sup of a round at a site: (logits, targets) -> scalar (PRR, Sec. III-D and IV-A).
 
-    `hyper.supervision` is "both", "global" or "local": the CPA loss, its conjoint objective alone or its refinement alone; or a loss that
-    it is compared with: "task" (the task's own loss), "ce", "focal", "fedeamc". All but "task" add Dice in segmentation.
+    `hyper.supervision` is "both", "global" or "local": the CPA loss, its conjoint objective alone
+    or its refinement alone; or a loss that it is compared with: "task" (the task's own loss), "ce",
+    "focal", "fedeamc". All but "task" add Dice in segmentation.
 
     Args:
         totals: (G, C) class counts over all sites.
@@ -112,15 +131,24 @@ class Supervision:
     """
 
     def __init__(self, site: Site, hyper: PRRSiteHyper, totals: Tensor, global_: Tensor | None):
-        self.site, self.hyper, self.kind = site, hyper, hyper.supervision
-        self.counts: list[Tensor | None] = list(totals) if self.kind in ("both", "global") else [None] * len(totals)
+        self.site = site
+        self.hyper = hyper
+        self.kind = hyper.supervision
+        self.counts: list[Tensor | None] = [None] * len(totals)
+        if self.kind in ("both", "global"):
+            self.counts = list(totals)
         self.gamma = _inverse_frequencies(site) if self.kind == "fedeamc" else None
         self._global = global_ if self.kind in ("both", "local") else None
-        self._dice = site.annotation.loss({"name": "dice"}) if site.task.kind == "segmentation" else None
+        segmentation = site.task.kind == "segmentation"
+        self._dice = site.annotation.loss({"name": "dice"}) if segmentation else None
         self._focal = site.annotation.loss({"name": "focal"}) if self.kind == "focal" else None
 
     def refine(self, local: Tensor | None) -> None:
-        """Weights the classes by the distance of the site's prototypes (G C, D) to the global ones (Eq. 11-12)."""
+        """Weights the classes by how far local prototypes are from global ones (Eq. 11-12).
+
+        Args:
+            local: (G C, D); None if the site has none yet.
+        """
         if local is not None and self._global is not None:
             gamma = formulas.prototype_gamma(local, self._global, self.hyper.tau)
             self.gamma = gamma.reshape(groups_and_classes(self.site.task)).to(self.site.device)
@@ -128,21 +156,35 @@ class Supervision:
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.kind == "task":
             return self.site.loss(logits, targets)
-        value = self._focal(logits, targets) if self._focal is not None else self._classification(logits, targets)
-        return value if self._dice is None else value + self._dice(logits, targets)
+        if self._focal is not None:
+            value = self._focal(logits, targets)
+        else:
+            value = self._classification(logits, targets)
+        if self._dice is None:
+            return value
+        return value + self._dice(logits, targets)
 
     def _classification(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The CPA loss over the classes that the site annotated, mean over the groups; cross entropy without counts and gamma."""
+        """The CPA loss over the classes that the site annotated, mean over the groups.
+
+        Cross entropy without counts and gamma.
+        """
         annotation = self.site.annotation
-        grouped = class_logits(annotation.logits(logits), annotation.reduced)
-        labels = class_targets(annotation.targets(targets), annotation.reduced)
-        gamma = [None] * len(self.counts) if self.gamma is None else list(self.gamma)
-        counts, gammas = self._annotated(self.counts), self._annotated(gamma)
-        parts = [formulas.cpa_loss(*group, self.hyper.beta) for group in zip(grouped, labels, counts, gammas, strict=True)]
-        return torch.stack(parts).mean()
+        gammas: Sequence[Tensor | None] = [None] * len(self.counts)
+        if self.gamma is not None:
+            gammas = list(self.gamma)
+        groups = zip(
+            class_logits(annotation.logits(logits), annotation.reduced),
+            class_targets(annotation.targets(targets), annotation.reduced),
+            self._annotated(self.counts),
+            self._annotated(gammas),
+            strict=True,
+        )
+        losses = [formulas.cpa_loss(*group, self.hyper.beta) for group in groups]
+        return torch.stack(losses).mean()
 
     def _annotated(self, numbers: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The numbers (C,) of every group, without groups and classes that the site did not annotate."""
+        """The numbers (C,) of every group, of the groups and classes that the site annotated."""
         annotation = self.site.annotation
         if annotation.complete:
             return list(numbers)
@@ -153,10 +195,15 @@ class Supervision:
 
 
 def _inverse_frequencies(site: Site) -> Tensor:
-    """FedeAMC as PRR describes it (Sec. V-A): class weights inverse to the site's own counts, mean 1 over its samples."""
-    counts = class_totals(site.task, {site.name: {"n": site.n, "class_counts": site.class_counts().tolist()}})
+    """FedeAMC as PRR describes it (Sec. V-A): class weights inverse to the site's own counts.
+
+    Their mean over its samples is 1.
+    """
+    enrolled = {"n": site.n, "class_counts": site.class_counts().tolist()}
+    counts = class_totals(site.task, {site.name: enrolled})
     present = counts > 0
-    weight = counts.sum(dim=1, keepdim=True) / (present.sum(dim=1, keepdim=True) * counts.clamp(min=1))
+    classes = present.sum(dim=1, keepdim=True)
+    weight = counts.sum(dim=1, keepdim=True) / (classes * counts.clamp(min=1))
     return torch.where(present, weight, 1.0).to(site.device)
 
 
@@ -169,7 +216,8 @@ class Transfer:
         deputy: D_k, trained in place.
         measure: the validation metric of a network.
         width: of the prototypes.
-        prototypes: the site's own of the round before, empty at the start; `run` updates them every epoch.
+        prototypes: the site's own of the round before, empty at the start; `run` updates them every
+            epoch.
         stages: of every epoch; empty if DET is off.
         gammas: (G, C) γ of every epoch, as nested lists; empty without refinement.
     """
@@ -193,16 +241,23 @@ class Transfer:
         """The round's local epochs; returns the personal model's mean loss over all images.
 
         Args:
-            validation: metric of the deputy ("global") and the personal model ("personal") at the start of the round.
+            validation: metric of the deputy ("global") and the personal model ("personal") at the
+                start of the round.
         """
-        models = [self.personal] if self._single else [self.personal, self.deputy]
-        rate = self.site.task.optimizer["lr"] * 0.5 ** self._halvings(round, 0)
-        optimizers = [self.site.optimizer(trainable(model), lr=rate) for model in models]  # two: gradient norms are clipped by model
-        steps, losses_of_personal, sizes = [Steps(optimizer, self.site) for optimizer in optimizers], list[Tensor](), list[int]()
+        models = [self.personal]
+        if not self._single:
+            models.append(self.deputy)
+        halved = self._halvings(round, 0)
+        rate = self.site.task.optimizer["lr"] * 0.5**halved
+        # One for each model: gradient norms are clipped by model.
+        optimizers = [self.site.optimizer(trainable(model), lr=rate) for model in models]
+        steps = [Steps(optimizer, self.site) for optimizer in optimizers]
+        losses_of_personal: list[Tensor] = []
+        sizes: list[int] = []
         for epoch, batches in enumerate(epochs(self.site, round, "model")):
-            if self._halvings(round, epoch) > self._halvings(round, max(0, epoch - 1)):
-                for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                    group["lr"] *= 0.5
+            if self._halvings(round, epoch) > halved:
+                halved = self._halvings(round, epoch)
+                _halve_rates(optimizers)
             collected = self._begin_epoch(validation)
             for model in models:
                 model.train()
@@ -222,9 +277,14 @@ class Transfer:
         return formulas.halvings(self.hyper.halve_every, round, epoch, self.site.task.local_epochs)
 
     def _begin_epoch(self, validation: dict[str, float | None]) -> SitePrototypes | None:
-        """Sets the stage and the class weights; returns the collector of this epoch's prototypes, if they are needed."""
+        """Sets the stage and the class weights.
+
+        Returns:
+            The collector of this epoch's prototypes, if they are needed.
+        """
         if not self._single:
-            self.stages.append(self._stage(self.stages[-1] if self.stages else 0, validation))
+            stage = self.stages[-1] if self.stages else 0
+            self.stages.append(self._stage(stage, validation))
         if not self.hyper.refines:
             return None
         self.supervision.refine(self.prototypes.get("prototypes"))
@@ -233,21 +293,28 @@ class Transfer:
         return SitePrototypes(self.site.task, self.width, self.site.device)
 
     def _stage(self, stage: int, validation: dict[str, float | None]) -> int:
-        """The stage of the coming epoch; `stage` is that of the one before, 0 at the start of a round."""
-        hyper, several = self.hyper, self.site.task.local_epochs > 1
+        """The stage of the coming epoch; `stage` is the last one, 0 at the start of a round."""
+        hyper = self.hyper
+        several = self.site.task.local_epochs > 1
         if hyper.det_steps == "E":
             return formulas.EXCHANGE
-        if several and stage == 0:
+        if stage == 0 and several:
             return formulas.RECOVER
-        metrics = validation if stage == 0 else {"global": self.measure(self.deputy), "personal": self.measure(self.personal)}
-        phi = {role: math.nan if value is None else value for role, value in metrics.items()}
-        # With one epoch a round, the official machine would stay in Recover: the printed thresholds decide.
-        following = formulas.next_stage(
-            stage, phi["global"], phi["personal"], hyper.lam1, hyper.lam2, "official" if several else "threshold"
-        )
-        return min(following, formulas.EXCHANGE) if hyper.det_steps == "RE" else following
+        metrics = validation
+        if stage != 0:
+            metrics = {"global": self.measure(self.deputy), "personal": self.measure(self.personal)}
+        deputy = _or_nan(metrics["global"])
+        personal = _or_nan(metrics["personal"])
+        # With one epoch a round, the official rule would stay in Recover: the printed one decides.
+        rule = "official" if several else "threshold"
+        following = formulas.next_stage(stage, deputy, personal, hyper.lam1, hyper.lam2, rule)
+        if hyper.det_steps == "RE":
+            return min(following, formulas.EXCHANGE)
+        return following
 
-    def _losses(self, images: Tensor, targets: Tensor, collected: SitePrototypes | None) -> list[Tensor]:
+    def _losses(
+        self, images: Tensor, targets: Tensor, collected: SitePrototypes | None
+    ) -> list[Tensor]:
         """[L_P, L_D] of a batch (Eq. 5-6), or [L_sup] of the only model."""
         features, logits = self.personal.features_and_output(images)
         if collected is not None:
@@ -257,9 +324,22 @@ class Transfer:
             return [loss_p]
         deputy_logits = self.deputy(images)
         loss_d = self.supervision(deputy_logits, targets)
-        p, d = (class_logits(output, self.site.task).flatten(0, 1) for output in (logits, deputy_logits))
+        p = class_logits(logits, self.site.task).flatten(0, 1)
+        d = class_logits(deputy_logits, self.site.task).flatten(0, 1)
         if self.stages[-1] in (formulas.EXCHANGE, formulas.SUBLIMATE):
             loss_p = loss_p + formulas.distillation_loss(p, d)
         if self.stages[-1] in (formulas.RECOVER, formulas.EXCHANGE):
             loss_d = loss_d + formulas.distillation_loss(d, p)
         return [loss_p, loss_d]
+
+
+def _halve_rates(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+def _or_nan(value: float | None) -> float:
+    if value is None:
+        return math.nan
+    return value

@@ -1,0 +1,175 @@
+"""Phases: what the server requests and a site replies, declared at the method that handles it.
+
+    class DittoSite(FedAvgSite[DittoHyper]):
+        @phase(request=(MODEL,), reply=(MODEL,), meta=MEASURED)
+        def train(self, round: int, incoming: Message) -> Message: ...
+
+    class DittoServer(FedAvgServer[DittoServerHyper]):
+        @handles(DittoSite.train)
+        def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None: ...
+
+An overridden method keeps its declaration, unless it has one of its own.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from medflare.core.message import Message
+from medflare.core.specs import Manifest, MetaSpec, TensorSpec
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+Tensors = tuple[TensorSpec, ...]
+Items = tuple[MetaSpec[Any], ...]
+_PHASE, _ADDED, _ASKS, _HANDLES = "_phase", "_added", "_asks", "_handles"  # marks of methods
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One kind of exchange.
+
+    Attributes:
+        name: also the name of the site algorithm's method that replies.
+        request, request_meta: tensors and metadata of the server's message.
+        reply, meta: tensors and metadata of the site's reply: all that leaves the hospital.
+    """
+
+    name: str
+    request: Tensors = ()
+    reply: Tensors = ()
+    meta: Items = ()
+    request_meta: Items = ()
+
+    def extended(self, more: "Phase") -> "Phase":
+        """This phase with the entries of another one added."""
+        return Phase(
+            self.name,
+            self.request + more.request,
+            self.reply + more.reply,
+            self.meta + more.meta,
+            self.request_meta + more.request_meta,
+        )
+
+    def replied(self, plan: Any) -> dict[str, TensorSpec]:
+        """Entry -> spec of the states of a reply with a plan's settings, families by member."""
+        entries: dict[str, TensorSpec] = {}
+        for spec in self.reply:
+            if spec.when(plan):
+                entries |= spec.members(plan)
+        return entries
+
+    def manifest(self, plan: Any) -> Manifest:
+        """Names, shapes and dtypes of everything that a reply holds with a plan's settings."""
+        return {entry: spec.spec(plan) for entry, spec in self.replied(plan).items()}
+
+    def undeclared(self, reply: Message, plan: Any) -> str | None:
+        """Which state of a reply is missing, or which state or metadata item is not declared; None
+        if it is as declared.
+        """
+        items = {item.name for item in self.meta}
+        declared = items & reply.meta.keys()  # a declared item may be missing
+        states = self.replied(plan).keys()
+        return difference("entry", states, reply.states) or difference("item", declared, reply.meta)
+
+
+def difference(kind: str, expected: Any, names: Any) -> str | None:
+    """What is missing and what is unexpected among names, in words, or None."""
+    missing = set(expected) - set(names)
+    unexpected = set(names) - set(expected)
+    parts: list[str] = []
+    if missing:
+        parts.append(f"missing {kind} {min(missing)!r}")
+    if unexpected:
+        parts.append(f"unexpected {kind} {min(unexpected)!r}")
+    return " and ".join(parts) or None
+
+
+# -- at the method that handles it ---------------------------------------------------------------
+
+
+def phase(
+    *, request: Tensors = (), reply: Tensors = (), meta: Items = (), request_meta: Items = ()
+) -> Callable[[Handler], Handler]:
+    """Declares that a site algorithm's method replies to the phase of its name; see `Phase`."""
+
+    def declare(method: Handler) -> Handler:
+        declared = Phase(method.__name__, request, reply, meta, request_meta)
+        setattr(method, _PHASE, declared)
+        return method
+
+    return declare
+
+
+def extends(
+    *, request: Tensors = (), reply: Tensors = (), meta: Items = (), request_meta: Items = ()
+) -> Callable[[Handler], Handler]:
+    """Declares what a method adds to the phase that the class inherits or is mixed into."""
+
+    def declare(method: Handler) -> Handler:
+        added = Phase(method.__name__, request, reply, meta, request_meta)
+        setattr(method, _ADDED, added)
+        return method
+
+    return declare
+
+
+def asks(*replying: Callable[..., Any]) -> Callable[[Handler], Handler]:
+    """Declares that a server algorithm's method, (step, site) -> message, makes the requests that
+    these methods of a site algorithm reply to.
+    """
+    return _marked(_ASKS, replying)
+
+
+def handles(*replying: Callable[..., Any]) -> Callable[[Handler], Handler]:
+    """Declares that a server algorithm's method, (step, replies) -> None, processes the replies of
+    these methods of a site algorithm.
+    """
+    return _marked(_HANDLES, replying)
+
+
+def _marked(mark: str, replying: tuple[Callable[..., Any], ...]) -> Callable[[Handler], Handler]:
+    names = tuple(method.__name__ for method in replying)
+
+    def declare(method: Handler) -> Handler:
+        setattr(method, mark, names)
+        return method
+
+    return declare
+
+
+# -- collected by the class ----------------------------------------------------------------------
+
+
+def declared_phases(algorithm: type) -> dict[str, Phase]:
+    """Name -> phase of a site algorithm's class."""
+    phases: dict[str, Phase] = {}
+    for name, method in _methods(algorithm):
+        if hasattr(method, _PHASE):
+            phases[name] = getattr(method, _PHASE)
+        elif hasattr(method, _ADDED):
+            phases[name] = phases.get(name, Phase(name)).extended(getattr(method, _ADDED))
+    return phases
+
+
+def request_methods(algorithm: type) -> dict[str, str]:
+    """Phase -> name of the method of a server algorithm's class that makes its requests."""
+    return _names_by_phase(algorithm, _ASKS)
+
+
+def reply_methods(algorithm: type) -> dict[str, str]:
+    """Phase -> name of the method of a server algorithm's class that processes its replies."""
+    return _names_by_phase(algorithm, _HANDLES)
+
+
+def _names_by_phase(algorithm: type, mark: str) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for name, method in _methods(algorithm):
+        for phase_name in getattr(method, mark, ()):
+            names[phase_name] = name
+    return names
+
+
+def _methods(algorithm: type) -> Iterator[tuple[str, Any]]:
+    """All methods of a class, those of its base classes first."""
+    for base in reversed(algorithm.__mro__):
+        yield from vars(base).items()

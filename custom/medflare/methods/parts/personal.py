@@ -1,0 +1,66 @@
+"""The model that a site uses itself: that of its best round, by its own validation images."""
+
+from typing import Any
+
+from medflare.core.message import Message
+from medflare.core.states import StateDict
+from medflare.methods.base import SiteAlgorithm
+from medflare.methods.fedavg.site import trained_model
+from medflare.methods.parts.measured import VALIDATION
+from medflare.methods.parts.selection import Best, Selection
+
+
+class PersonalModel:
+    """The selection of a site algorithm's personal model, in the algorithm's memory.
+
+    Args:
+        name: of the selection in the memory.
+
+    Attributes:
+        selected: the best candidate so far.
+    """
+
+    def __init__(self, algorithm: SiteAlgorithm[Any], name: str = "personal"):
+        self._algorithm = algorithm
+        self.selected = Best(algorithm.memory, name)
+
+    @property
+    def _rule(self) -> Selection:
+        rule: Selection = self._algorithm.plan.server_hyper.selection
+        return rule
+
+    def validated(
+        self, round: int, state: StateDict | None, purpose: str = "model"
+    ) -> float | None:
+        """The validation metric of the model at the start of a round, where it becomes a candidate;
+        None without a model.
+
+        Args:
+            purpose: of the network that computes it, see `SiteAlgorithm.network`.
+        """
+        if state is None:
+            return None
+        value = self._algorithm.validation(self._algorithm.network(purpose, state))
+        self.add(value, round, state)
+        return value
+
+    def add(self, value: float | None, round: int, state: StateDict) -> None:
+        """A candidate with its validation metric and the rounds of training behind it."""
+        self.selected.offer(value, round, state)
+
+    def add_trained(self, round: int, state: StateDict, reply: Message) -> None:
+        """A candidate that this round has trained; its metric enters the reply."""
+        value = self._algorithm.validation(self._algorithm.network("model", state))
+        reply[VALIDATION]["personal"] = value
+        self.add(None if self._rule == "last" else value, round + 1, state)
+
+    def final(self, last: StateDict, rounds: int | None = None) -> Message:
+        """The selected model; by the rule "last" `last`, with `rounds` of training behind it."""
+        state, behind = self.selected.chosen(self._rule, last, rounds)
+        return trained_model(state, behind)
+
+    def best(self) -> Message | None:
+        """The best candidate; None without any."""
+        if self.selected.state is None:
+            return None
+        return trained_model(self.selected.state, self.selected.round)
