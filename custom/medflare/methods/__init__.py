@@ -20,7 +20,7 @@ _MODULES = {
     "method": "Method",
     "parts.measured": "LOSS MEASURED N_SAMPLES VALIDATION",
     "parts.partial": "LocalPart",
-    "parts.personal": "PersonalModel",
+    "fedavg.personal": "PersonalModel",
     "parts.proximal": "proximal_term",
     "parts.selection": "Best ModelSelector",
     "medflare.core.errors": "ConfigError",

@@ -18,6 +18,7 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import copy_state
 from medflare.methods.base import PersistentState, Plan
+from medflare.methods.fedavg.personal import PersonalModel
 from medflare.methods.fedavg.site import (
     MODEL,
     SELECTED_ROUND,
@@ -27,7 +28,6 @@ from medflare.methods.fedavg.site import (
 )
 from medflare.methods.method import Method
 from medflare.methods.parts.measured import VALIDATION
-from medflare.methods.parts.personal import PersonalModel
 from medflare.methods.parts.proximal import proximal_term
 from medflare.training.epochs import train_epochs
 from medflare.training.site import Site

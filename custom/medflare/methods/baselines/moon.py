@@ -18,10 +18,10 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.methods.base import PersistentState, Plan
+from medflare.methods.fedavg.personal import PersonalModel
 from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper, delivered
 from medflare.methods.method import Method
 from medflare.methods.parts.normalisation import batch_statistics
-from medflare.methods.parts.personal import PersonalModel
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import PrivacyHyper
 from medflare.training.site import Site

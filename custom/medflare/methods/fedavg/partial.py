@@ -17,6 +17,7 @@ from medflare.core.phases import phase
 from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.base import PersistentState, Plan
+from medflare.methods.fedavg.personal import PersonalModel
 from medflare.methods.fedavg.site import (
     MODEL,
     SELECTED_ROUND,
@@ -26,7 +27,6 @@ from medflare.methods.fedavg.site import (
 )
 from medflare.methods.parts.measured import MEASURED, VALIDATION
 from medflare.methods.parts.partial import LocalPart
-from medflare.methods.parts.personal import PersonalModel
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 

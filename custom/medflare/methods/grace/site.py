@@ -27,6 +27,7 @@ from medflare.core.specs import MetaSpec, number
 from medflare.core.states import StateDict, copy_state
 from medflare.inference.deployed import build
 from medflare.methods.base import PersistentState, Plan
+from medflare.methods.fedavg.personal import PersonalModel
 from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper, delivered
 from medflare.methods.grace.formulas import (
     Inner,
@@ -39,7 +40,6 @@ from medflare.methods.grace.formulas import (
 )
 from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.normalisation import batch_statistics
-from medflare.methods.parts.personal import PersonalModel
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
 from medflare.training.epochs import finite_or_none, preserved_moments, train_epochs

@@ -17,6 +17,7 @@ from medflare.core.specs import TensorSpec
 from medflare.core.states import batch_norm_entries, copy_state
 from medflare.inference.deployed import Repeated, plain_message
 from medflare.methods.base import PersistentState, Plan
+from medflare.methods.fedavg.personal import PersonalModel
 from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgHyper, FedAvgSite, delivered
 from medflare.methods.iop_fl.formulas import local_adapted
 from medflare.methods.iop_fl.outside import (
@@ -28,7 +29,6 @@ from medflare.methods.iop_fl.outside import (
 )
 from medflare.methods.iop_fl.routing import Statistics
 from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
-from medflare.methods.parts.personal import PersonalModel
 from medflare.training.site import Site
 
 ADAPTED = TensorSpec(

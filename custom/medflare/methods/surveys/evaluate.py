@@ -20,8 +20,8 @@ METHOD = Method(
     name="evaluate",
     title="A final model on the test images of every site, without training",
     paper="none; the tests are those of every method's final models",
-    site="medflare.methods.baselines.evaluate:EvaluateSite",
-    server="medflare.methods.baselines.evaluate:EvaluateServer",
+    site="medflare.methods.surveys.evaluate:EvaluateSite",
+    server="medflare.methods.surveys.evaluate:EvaluateServer",
     trains=False,
     roles=("global", "deployed"),
 )

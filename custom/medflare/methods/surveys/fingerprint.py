@@ -22,8 +22,8 @@ METHOD = Method(
     name="fingerprint",
     title="Fingerprints of the sites' training images, without training",
     paper="for planning by Isensee et al., nnU-Net, Nature Methods 18, 2021",
-    site="medflare.methods.baselines.fingerprint:FingerprintSite",
-    server="medflare.methods.baselines.fingerprint:FingerprintServer",
+    site="medflare.methods.surveys.fingerprint:FingerprintSite",
+    server="medflare.methods.surveys.fingerprint:FingerprintServer",
     trains=False,
     roles=(),
 )

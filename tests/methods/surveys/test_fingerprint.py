@@ -18,7 +18,7 @@ from medflare.evaluation.results import validate_results
 from medflare.federation.local import loop
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
-from medflare.methods.baselines.fingerprint import FILE, FINGERPRINT
+from medflare.methods.surveys.fingerprint import FILE, FINGERPRINT
 from medflare.methods.catalogue import get_method, method_names
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.opening import open_site

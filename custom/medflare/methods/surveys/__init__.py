@@ -1,0 +1,1 @@
+"""Methods that train nothing: they query the sites."""
