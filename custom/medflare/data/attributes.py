@@ -58,6 +58,9 @@ class Attributes(NamedTuple):
         return {"sex": self.sex, "age": band, "scanner": self.scanner}
 
 
+NO_ATTRIBUTES: Final = Attributes()
+
+
 def parse_attributes(sex: Any = None, age: Any = None, scanner: Any = None) -> Attributes:
     """Attributes from texts, numbers or None; ValueError for a text that is no age.
 
@@ -88,9 +91,7 @@ def _age(value: Any) -> float | None:
     return years
 
 
-def groups_of_patients(
-    images: Iterable[tuple[str, Attributes]],
-) -> dict[str, dict[str, str]]:
+def groups_of_patients(images: Iterable[tuple[str, Attributes]]) -> dict[str, dict[str, str]]:
     """Attribute -> patient -> group, from the patient and the attributes of every image.
 
     An attribute that no image has is left out. In the others, every patient is in one group.

@@ -20,7 +20,7 @@ from medflare.core.errors import DataError
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT, checked, takes
 from medflare.core.text import printable, read_json
-from medflare.data.attributes import Attributes, parse_attributes
+from medflare.data.attributes import NO_ATTRIBUTES, Attributes, parse_attributes
 from medflare.data.local import FOLDERS, PLACE, allowed_folders
 
 FILE = "datalist.json"
@@ -69,7 +69,7 @@ class DatalistItem:
     place: str  # "DIR/datalist.json training[3]", for messages
     # a file for every channel, None for one that is missing; empty where one file holds all
     channels: tuple[Path | None, ...] = ()
-    attributes: Attributes = Attributes()  # for results by group
+    attributes: Attributes = NO_ATTRIBUTES  # for results by group
 
     @property
     def name(self) -> str:

@@ -502,7 +502,8 @@ def _by_label(
 def _by_group(
     report: SiteReport, deployed: classes.Cases
 ) -> dict[str, tuple[list[str], list[list[str]]]]:
-    """Sex, age or scanner -> (headings, rows) of the deployed model's metric by group of patients.
+    """Sex, age or scanner -> (headings, rows) of the deployed model's metric by group of patients;
+    suppressed groups have one mark, whatever their size.
 
     `deployed`: its cases.
     """

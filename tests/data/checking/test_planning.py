@@ -3,15 +3,23 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from helpers import small_tasks
 from helpers.volume_sites import cube_task
 from medflare.core.errors import ConfigError
 from medflare.data.checking.fingerprint import LEARNT, Channel, DatasetFingerprint, Intensities, Presence, Spread
 from medflare.data.checking.planning import Topology, plan, topology
-from medflare.tasks.config import load_task
+from medflare.data.transforms import Augmentation
+from medflare.networks.catalogue import initial_network
+from medflare.tasks.config import TaskConfig, load_task
+from medflare.tasks.losses import build_loss
+from medflare.tasks.optimizers import build_optimizer
 from medflare.training.check import check_task
+from medflare.training.step_cost import noise_targets
 
 VALUES = Intensities(-100, 20, 300, 50, 80)
 SIDE = 16
@@ -149,10 +157,45 @@ def test_every_decided_setting_has_one_reason() -> None:
     assert proposed.settings["name"] == "mine"
 
 
+def _always(transforms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**transform, "prob": 1.0} for transform in transforms]
+
+
+def _noise(task: TaskConfig) -> tuple[Tensor, Tensor]:
+    """Two images and their targets."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(2, task.image_channels, *task.size, generator=generator)
+    return images, noise_targets(task, 2)
+
+
 @pytest.mark.parametrize("dims", [2, 3])
-def test_a_planned_task_trains_with_every_transform(dims: int) -> None:
+def test_every_transform_of_a_planned_task_changes_images(dims: int) -> None:
     settings = planned(fingerprint(*[SIDE] * dims))
-    check_task(load_task(settings | {"augment": [{**transform, "prob": 1.0} for transform in settings["augment"]]}))
+    for transform in settings["augment"]:
+        task = load_task(settings | {"augment": _always([transform])})
+        images, targets = _noise(task)
+        changed, moved = Augmentation(task)(images, targets, np.random.RandomState(0))
+        assert changed.shape == images.shape and moved.shape == targets.shape
+        assert changed.isfinite().all() and not torch.equal(changed, images), transform["name"]
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_planned_task_learns_with_all_transforms(dims: int) -> None:
+    """A few of its optimizer's steps on one batch, which is the same each time, lower its loss."""
+    settings = planned(fingerprint(*[SIDE] * dims))
+    task = load_task(settings | {"augment": _always(settings["augment"])})
+    check_task(task)
+    images, targets = Augmentation(task)(*_noise(task), np.random.RandomState(0))
+    network, loss = initial_network(task, seed=0), build_loss(task)
+    optimizer = build_optimizer(task.optimizer, network.parameters(), "task")
+    losses = []
+    for _ in range(4):
+        value = loss(network(images), targets)
+        losses.append(value.item())
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0], losses
 
 
 def test_fingerprints_that_do_not_fit_are_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.fixture_types import SiteOf, TaskOf
+from helpers.fixture_types import Edit, SiteOf, TaskOf
 from medflare import run_local
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import FILE
@@ -53,6 +53,18 @@ def test_features_are_those_of_the_frozen_body(spec: dict[str, Any], make_task: 
     with torch.no_grad():
         torch.testing.assert_close(network.head(seen.flatten(1)), network(images_of))
     assert seen.shape == (3, 1, 1, actual.task.size[1])
+
+
+def test_sex_age_and_scanner_go_with_the_features(
+    task: TaskConfig, make_site: SiteOf, edit: Edit, tmp_path: Path
+) -> None:
+    folder = make_site(kind="classification")
+    known = {"sex": "female", "age": 63, "scanner": "Aera"}
+    edit(folder, lambda content: content["test"][0].update(known))
+    write_features(folder, task, tmp_path / "features", weights=tmp_path)
+    first, *others = json.loads((tmp_path / "features" / FILE).read_text())["test"]
+    assert {**first, **known} == first
+    assert all("sex" not in entry for entry in others)
 
 
 def test_a_federation_trains_heads_on_them(task: TaskConfig, make_site: SiteOf, tmp_path: Path) -> None:

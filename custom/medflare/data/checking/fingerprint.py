@@ -350,7 +350,7 @@ def _read_rows(
         inside: np.ndarray | None = None
         areas = {"": 0}
         if task.kind == "segmentation":
-            covered: np.ndarray = label.any(axis=0)
+            covered = np.asarray(label.any(axis=0))
             inside = covered
             areas[""] = int(covered.sum())
             layout.add(label, entry.patient)

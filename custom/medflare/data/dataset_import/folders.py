@@ -18,7 +18,7 @@ import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.core.text import read_json
-from medflare.data.attributes import Attributes
+from medflare.data.attributes import NO_ATTRIBUTES, Attributes
 from medflare.data.datalist import FILE, patient_id
 from medflare.data.dicom import SEGMENTATION, is_other_object, tags_of
 from medflare.data.local import FOLDERS, allowed_folders
@@ -98,7 +98,7 @@ class Item:
     # Files that do not exist yet -> a function that makes their pixels, uint8 (H, W) or (H, W, 3);
     # written as PNG.
     rendered: Mapping[Path, Callable[[], np.ndarray]] = field(default_factory=dict, compare=False)
-    attributes: Attributes = Attributes()  # for results by group
+    attributes: Attributes = NO_ATTRIBUTES  # for results by group
 
     @property
     def first(self) -> Path:
@@ -679,7 +679,7 @@ def structure_folders(folder: ImageFolder, images: Collection[Path], kind: str) 
         return None
     home = homes[0]
     photographs = files[home]
-    masks: set[str] = set()
+    masks: set[tuple[str, ...]] = set()
     for structure in structures:
         masks.update(files[structure])
     if len(homes) > 1 or masks.isdisjoint(photographs):

@@ -328,10 +328,7 @@ def _used_columns(
                 raise DataError(no_such("column", column, header, f"{path}: --{name}-column"))
         if not used[name]:
             used[name] = _usual_column(_USUAL_NAMES.get(name, ()), header)
-    taken = [column for listed in used.values() for column in listed]
-    others = [column for column in header if column not in taken]
-    for name, usual_names in _USUAL_ATTRIBUTES.items():
-        used[name] = _usual_column(usual_names, others)
+    used |= _attribute_columns(header, used)
     if not used["image"]:
         counts = {name: find.count(frame[name]) for name in header}
         most = max(header, key=counts.__getitem__)
@@ -351,6 +348,18 @@ def _used_columns(
             remedy = f"give --{name}-column, one of {', '.join(header)}"
             raise DataError(f"{path}: {problem}; {remedy}")
     return used
+
+
+def _attribute_columns(
+    header: Sequence[str], used: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Sex, age and scanner -> the column, if there is one that has no other use."""
+    taken = [column for listed in used.values() for column in listed]
+    others = [column for column in header if column not in taken]
+    columns = {}
+    for name, usual_names in _USUAL_ATTRIBUTES.items():
+        columns[name] = _usual_column(usual_names, others)
+    return columns
 
 
 def _usual_column(usual_names: Sequence[str], header: Sequence[str]) -> list[str]:
