@@ -164,8 +164,8 @@ def task_settings() -> str:
 def governance() -> str:
     """The page on governance, ending with every item of a site's replies, from the declarations of the methods."""
     from medflare.core.specs import MetaSpec, TensorSpec
-    from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
     from medflare.federation.protocol import REPORTS_OF_ALL, SHARED
+    from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
     from medflare.methods.catalogue import SURVEYS, get_method, method_names
 
     senders: dict[tuple[str, str, str], list[str]] = {}

@@ -39,9 +39,14 @@ ALONE = "without the site"
 COUNTS = (24, 6, 8)  # training, validation and test images of a site
 _NETWORK = {"name": "unet", "channels": [8, 16], "norm": "instance"}
 TASK = load_task({**load_task("phantom").to_dict(), "size": [32, 32], "network": _NETWORK})
-METHODS: dict[str, dict[str, Any]] = {"feddag": {"warmup": 0}, "robust": {"rule": "median"}}  # what differs from the defaults
+METHODS: dict[str, dict[str, Any]] = {
+    "feddag": {"warmup": 0},
+    "robust": {"rule": "median"},
+}  # what differs from the defaults
 LETTERS = {"rejected": "R", "suspicious": "S", "warning": "W"}
-Lie = Callable[[Step, Message, Message, dict[str, StateDict]], Message]  # (step, sent, honest reply, memory of the liar) -> reply
+Lie = Callable[
+    [Step, Message, Message, dict[str, StateDict]], Message
+]  # (step, sent, honest reply, memory of the liar) -> reply
 
 
 def scaled(factor: float) -> Lie:
@@ -49,7 +54,10 @@ def scaled(factor: float) -> Lie:
 
     def lie(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
         changed = {
-            entry: moved(sent.states[entry], difference(reply.states[entry], sent.states[entry]), factor) for entry in both(sent, reply)
+            entry: moved(
+                sent.states[entry], difference(reply.states[entry], sent.states[entry]), factor
+            )
+            for entry in both(sent, reply)
         }
         return Message({**reply.states, **changed}, reply.meta)
 
@@ -64,16 +72,28 @@ def noise(factor: float) -> Lie:
         for entry in both(sent, reply):
             update = difference(reply.states[entry], sent.states[entry])
             drawn = torch_generator(0, step.round, "noise", entry)
-            names = [name for name, tensor in update.items() if tensor.is_floating_point() and not name.endswith("running_var")]
-            random = {name: torch.randn(update[name].shape, generator=drawn, dtype=update[name].dtype) for name in names}
+            names = [
+                name
+                for name, tensor in update.items()
+                if tensor.is_floating_point() and not name.endswith("running_var")
+            ]
+            random = {
+                name: torch.randn(update[name].shape, generator=drawn, dtype=update[name].dtype)
+                for name in names
+            }
             wanted = factor * length(update) / max(length(random), 1e-12)
-            states[entry] = {**reply.states[entry], **{name: reply.states[entry][name] + wanted * random[name] for name in names}}
+            states[entry] = {
+                **reply.states[entry],
+                **{name: reply.states[entry][name] + wanted * random[name] for name in names},
+            }
         return Message(states, reply.meta)
 
     return lie
 
 
-def drift(factor: float, chosen: Callable[[StateDict], list[str]] | None = None, ones: bool = False) -> Lie:
+def drift(
+    factor: float, chosen: Callable[[StateDict], list[str]] | None = None, ones: bool = False
+) -> Lie:
     """What was sent, moved in one direction by so many times the length of the site's own update, in every round.
 
     Args:
@@ -86,15 +106,29 @@ def drift(factor: float, chosen: Callable[[StateDict], list[str]] | None = None,
         states = dict(reply.states)
         for entry in both(sent, reply):
             update = difference(reply.states[entry], sent.states[entry])
-            floating = {name: tensor for name, tensor in update.items() if tensor.is_floating_point()}
-            names = [name for name in floating if not name.endswith("running_var")] if chosen is None else chosen(floating)
+            floating = {
+                name: tensor for name, tensor in update.items() if tensor.is_floating_point()
+            }
+            names = (
+                [name for name in floating if not name.endswith("running_var")]
+                if chosen is None
+                else chosen(floating)
+            )
             drawn = torch_generator(0, "drift", entry)  # the same in every round
             direction: StateDict = {}
             for name in names:
-                direction[name] = torch.ones_like(update[name]) if ones else torch.randn(update[name].shape, generator=drawn)
+                direction[name] = (
+                    torch.ones_like(update[name])
+                    if ones
+                    else torch.randn(update[name].shape, generator=drawn)
+                )
             wanted = factor * length(update) / max(length(direction), 1e-12)
             moving = {name: sent.states[entry][name] + wanted * direction[name] for name in names}
-            states[entry] = {**reply.states[entry], **{name: sent.states[entry][name] for name in floating}, **moving}
+            states[entry] = {
+                **reply.states[entry],
+                **{name: sent.states[entry][name] for name in floating},
+                **moving,
+            }
         return Message(states, reply.meta)
 
     return lie
@@ -114,7 +148,13 @@ def middle_convolution(update: StateDict) -> list[str]:
 
 def length(state: Mapping[str, torch.Tensor]) -> float:
     """Euclidean, of all floating-point numbers together."""
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in state.values() if tensor.is_floating_point()))
+    return math.sqrt(
+        sum(
+            float(tensor.double().square().sum())
+            for tensor in state.values()
+            if tensor.is_floating_point()
+        )
+    )
 
 
 def steps(factor: float, honest: str = "") -> Lie:
@@ -126,9 +166,14 @@ def steps(factor: float, honest: str = "") -> Lie:
     """
 
     def lie(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
-        further = {entry: state for entry, state in reply.states.items() if entry not in both(sent, reply)}
+        further = {
+            entry: state for entry, state in reply.states.items() if entry not in both(sent, reply)
+        }
         scaled = {
-            entry: {name: tensor if honest and name.startswith(honest) else factor * tensor for name, tensor in state.items()}
+            entry: {
+                name: tensor if honest and name.startswith(honest) else factor * tensor
+                for name, tensor in state.items()
+            }
             for entry, state in further.items()
         }
         return Message({**reply.states, **scaled}, reply.meta)
@@ -140,7 +185,9 @@ def replayed(step: Step, sent: Message, reply: Message, memory: dict[str, StateD
     """The entries of its first update, again and again."""
     for entry in both(sent, reply):
         memory.setdefault(entry, reply.states[entry])
-    return Message({**reply.states, **{entry: memory[entry] for entry in both(sent, reply)}}, reply.meta)
+    return Message(
+        {**reply.states, **{entry: memory[entry] for entry in both(sent, reply)}}, reply.meta
+    )
 
 
 def praised(step: Step, sent: Message, reply: Message, memory: dict[str, StateDict]) -> Message:
@@ -156,8 +203,13 @@ def inflated(step: Step, sent: Message, reply: Message, memory: dict[str, StateD
     meta = dict(reply.meta)
     if step.phase == ENROL:
         counts = [count * MANY // meta["n"]["train"] for count in meta["class_counts"]]
-        whole = sum(meta["class_counts"]) // meta["n"]["train"] * MANY  # every image has as many pixels
-        meta |= {"n": {**meta["n"], "train": MANY}, "class_counts": [counts[0] + whole - sum(counts), *counts[1:]]}
+        whole = (
+            sum(meta["class_counts"]) // meta["n"]["train"] * MANY
+        )  # every image has as many pixels
+        meta |= {
+            "n": {**meta["n"], "train": MANY},
+            "class_counts": [counts[0] + whole - sum(counts), *counts[1:]],
+        }
     elif "n_samples" in meta:
         meta["n_samples"] = MANY
     return Message(reply.states, meta)
@@ -193,7 +245,11 @@ ATTACKS: dict[str, Lie] = {
 
 def both(sent: Message, reply: Message) -> list[str]:
     """Entries of a reply that are a new version of what was sent."""
-    return [entry for entry, state in reply.states.items() if state.keys() <= sent.states.get(entry, {}).keys()]
+    return [
+        entry
+        for entry, state in reply.states.items()
+        if state.keys() <= sent.states.get(entry, {}).keys()
+    ]
 
 
 class Lying(LocalExchange):
@@ -208,7 +264,12 @@ class Lying(LocalExchange):
         self.memory = {site: {} for site in self.liars}
 
     def answer(self, site: str, step: Step, message: Message) -> Reply:
-        sent = Message({entry: {name: tensor.clone() for name, tensor in state.items()} for entry, state in message.states.items()})
+        sent = Message(
+            {
+                entry: {name: tensor.clone() for name, tensor in state.items()}
+                for entry, state in message.states.items()
+            }
+        )
         reply = super().answer(site, step, message)
         if site not in self.liars or reply.message is None:
             return reply
@@ -219,13 +280,18 @@ class Lying(LocalExchange):
 def images(name: str) -> SiteData:
     """The first images of a site of the phantom."""
     data = open_site(name, TASK, seed=0, role="inside", data_root=None).data
-    train, validation, test = (first(split, count) for split, count in zip((data.train, data.validation, data.test), COUNTS, strict=True))
+    train, validation, test = (
+        first(split, count)
+        for split, count in zip((data.train, data.validation, data.test), COUNTS, strict=True)
+    )
     return SiteData(train, validation, test)
 
 
 def first(split: Any, count: int) -> Split:
     """Some images of a split."""
-    return Split(split.images[:count], split.targets[:count], split.patients[:count], split.names[:count])
+    return Split(
+        split.images[:count], split.targets[:count], split.patients[:count], split.names[:count]
+    )
 
 
 def inverted(split: Any) -> Split:
@@ -247,7 +313,13 @@ def opener(seed: int, flipped: tuple[str, ...]) -> Callable[[str, str], Site]:
 
 
 def run(
-    method: str, attack: str, seed: int, rounds: int, sites: tuple[str, ...] = SITES, liars: tuple[str, ...] = LIARS, **rules: str
+    method: str,
+    attack: str,
+    seed: int,
+    rounds: int,
+    sites: tuple[str, ...] = SITES,
+    liars: tuple[str, ...] = LIARS,
+    **rules: str,
 ) -> tuple[float, str]:
     """(mean Dice of the honest sites, letters of the events that name a liar, small ones of those that name an honest site)."""
     Lying.lie, Lying.liars = staticmethod(ATTACKS[attack]), liars
@@ -255,13 +327,19 @@ def run(
     try:
         options: dict[str, Any] = {**rules, **METHODS.get(method, {})}
         opened = opener(seed, liars if attack == "labels flipped" else ())
-        results = medflare.run_local(method, TASK, sites, rounds=rounds, seed=seed, opener=opened, **options)
+        results = medflare.run_local(
+            method, TASK, sites, rounds=rounds, seed=seed, opener=opened, **options
+        )
     finally:
         loop.LocalExchange = before  # type: ignore[misc]
     if results["status"] != "COMPLETED":
         return float("nan"), results["reason"]
-    dice = mean(results["sites"][site]["metrics"]["deployed"]["dice"] for site in sites if site not in liars)
-    kinds = {(event["kind"], event["site"] in liars) for event in results["events"] if event["site"]}
+    dice = mean(
+        results["sites"][site]["metrics"]["deployed"]["dice"] for site in sites if site not in liars
+    )
+    kinds = {
+        (event["kind"], event["site"] in liars) for event in results["events"] if event["site"]
+    }
     named = "".join(letter for kind, letter in LETTERS.items() if (kind, True) in kinds)
     blamed = "".join(letter.lower() for kind, letter in LETTERS.items() if (kind, False) in kinds)
     return dice, named + blamed or "-"
@@ -275,22 +353,38 @@ def table(found: Mapping[str, Mapping[str, list[tuple[float, str]]]], who: str) 
         cells = []
         for column in columns:
             runs = found[column][row]
-            letters = "".join(letter for letter in "RSWrsw" if any(letter in events for _, events in runs)) or "-"
+            letters = (
+                "".join(
+                    letter for letter in "RSWrsw" if any(letter in events for _, events in runs)
+                )
+                or "-"
+            )
             cells.append(f"{mean(dice for dice, _ in runs):.2f} {letters}")
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--methods", default="fedavg,robust,fedsm,prr,grace,iop_fl,feddag")
-    parser.add_argument("--attacks", default=",".join((ALONE, *(name for name in ATTACKS if not name.startswith("steps")))))
+    parser.add_argument(
+        "--attacks",
+        default=",".join((ALONE, *(name for name in ATTACKS if not name.startswith("steps")))),
+    )
     parser.add_argument("--outlier-policy", choices=("used", "rejected"), default="used")
-    parser.add_argument("--selection", choices=("median", "paired", "mean", "last"), default="median")
+    parser.add_argument(
+        "--selection", choices=("median", "paired", "mean", "last"), default="median"
+    )
     parser.add_argument("--colluding", action="store_true", help="two sites of four lie")
-    parser.add_argument("--out", type=Path, help="file that is written after every run, and gone on from where it is there")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="file that is written after every run, and gone on from where it is there",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     everybody, liars = (FOUR, COLLUDING) if options.colluding else (SITES, LIARS)
@@ -303,8 +397,20 @@ def main() -> None:
                 key = f"{method}/{attack}/{seed}/{options.rounds}/{options.outlier_policy}/{options.selection}/{len(liars)}"
                 if key not in stored:
                     alone = attack == ALONE
-                    sites = tuple(site for site in everybody if site not in liars) if alone else everybody
-                    stored[key] = run(method, "honest" if alone else attack, seed, options.rounds, sites, liars, **rules)
+                    sites = (
+                        tuple(site for site in everybody if site not in liars)
+                        if alone
+                        else everybody
+                    )
+                    stored[key] = run(
+                        method,
+                        "honest" if alone else attack,
+                        seed,
+                        options.rounds,
+                        sites,
+                        liars,
+                        **rules,
+                    )
                     print(key, *stored[key], flush=True)
                     if options.out:
                         options.out.write_text(json.dumps(stored))

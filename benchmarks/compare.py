@@ -41,14 +41,29 @@ if TYPE_CHECKING:
     from medflare.training.site import Site
 
 HERE = Path(__file__).resolve().parent
-RIVALS = {"Flower": "flwr", "pfl": "pfl", "BlazeFL": "blazefl"}  # name -> package, and module of `rivals/`
+RIVALS = {
+    "Flower": "flwr",
+    "pfl": "pfl",
+    "BlazeFL": "blazefl",
+}  # name -> package, and module of `rivals/`
 PIP = {"flwr": "'flwr[simulation]'"}
 SIMULATOR = "simulator"
 RATIO = "beside the floor"
-HEADINGS = ("engine", "seconds", RATIO, "without imports", RATIO, "processor seconds", RATIO, "peak memory, MB")
+HEADINGS = (
+    "engine",
+    "seconds",
+    RATIO,
+    "without imports",
+    RATIO,
+    "processor seconds",
+    RATIO,
+    "peak memory, MB",
+)
 _ADOPT = 36  # Linux, prctl(2), PR_SET_CHILD_SUBREAPER: processes whose parent ends become children of this one
 _LAST = 10.0  # seconds for what was started to notice that its time is over
-TASK: dict[str, Any] = {"network": {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}}
+TASK: dict[str, Any] = {
+    "network": {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}
+}
 
 
 def task_settings() -> dict[str, Any]:
@@ -66,7 +81,10 @@ def floor(hospitals: "Sequence[Site]", rounds: int) -> None:
     shares /= shares.sum()
     for round in range(rounds):
         states = [trained(site, weights, round) for site in hospitals]
-        weights = {name: sum(share * state[name] for share, state in zip(shares, states, strict=True)) for name in weights}
+        weights = {
+            name: sum(share * state[name] for share, state in zip(shares, states, strict=True))
+            for name in weights
+        }
 
 
 def trained(site: "Site", weights: "Mapping[str, Tensor]", round: int) -> "dict[str, Tensor]":
@@ -108,7 +126,9 @@ def loop(sites: int, rounds: int, workers: int) -> None:
     from medflare import run_local
 
     with tempfile.TemporaryDirectory() as out:
-        results = run_local("fedavg", task_settings(), sites, rounds=rounds, seed=0, out=out, workers=workers)
+        results = run_local(
+            "fedavg", task_settings(), sites, rounds=rounds, seed=0, out=out, workers=workers
+        )
     assert results["status"] == "COMPLETED", results["reason"]
 
 
@@ -122,9 +142,23 @@ def written_job(rounds: int, out: Path) -> Path:
 def simulator(job: Path, sites: int, threads: int) -> None:
     """The job under `nvflare simulator`."""
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "nvflare.cli", "simulator", str(job), "-w", f"{scratch}/w", "-n", str(sites), "-t", str(threads)]
+        command = [
+            sys.executable,
+            "-m",
+            "nvflare.cli",
+            "simulator",
+            str(job),
+            "-w",
+            f"{scratch}/w",
+            "-n",
+            str(sites),
+            "-t",
+            str(threads),
+        ]
         subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
-        results = json.loads((Path(scratch) / "w/server/simulate_job/medflare/results.json").read_text())
+        results = json.loads(
+            (Path(scratch) / "w/server/simulate_job/medflare/results.json").read_text()
+        )
     assert results["status"] == "COMPLETED", results["reason"]
 
 
@@ -137,7 +171,11 @@ def engines(sites: int, rounds: int, job: Path) -> dict[str, Callable[[], None]]
         f"{SIMULATOR} -t {sites}": lambda: simulator(job, sites, sites),
         f"{SIMULATOR} -t 2": lambda: simulator(job, sites, 2),
         f"{SIMULATOR} -t 1": lambda: simulator(job, sites, 1),
-        **{f"{name} {version(package)}": partial(rival, package, sites, rounds) for name, package in RIVALS.items() if find_spec(package)},
+        **{
+            f"{name} {version(package)}": partial(rival, package, sites, rounds)
+            for name, package in RIVALS.items()
+            if find_spec(package)
+        },
     }
 
 
@@ -161,7 +199,9 @@ def processor_seconds(work: Callable[[], None]) -> float:
     """Processor seconds of a piece of work: of this process and of all that it started, those among them that outlive their parents."""
 
     def so_far() -> float:
-        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        usages = [
+            resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        ]
         return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
     adopt = ctypes.CDLL(None).prctl
@@ -202,7 +242,16 @@ def measured(name: str, sites: int, rounds: int, job: Path) -> dict[str, float]:
         "seconds", those of the "call" after the imports of `import_first`, "processor" seconds, and peak memory in "megabytes"
         (proportional share of pages).
     """
-    command = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--sites", str(sites), "--rounds", str(rounds)]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--one",
+        name,
+        "--sites",
+        str(sites),
+        "--rounds",
+        str(rounds),
+    ]
     command += ["--job", str(job)]
     started = time.monotonic()
     mark = f"{os.getpid()}-{started}"  # also found in what leaves the tree of processes
@@ -216,8 +265,15 @@ def measured(name: str, sites: int, rounds: int, job: Path) -> dict[str, float]:
     watch.join()
     if process.returncode:
         raise SystemExit(f"{name}: exit code {process.returncode}")
-    processor = max(usage.ru_utime + usage.ru_stime, sum(times.values()))  # Ray's actors end without anybody who waits for them
-    return {"seconds": seconds, "call": float(call_file(job).read_text()), "processor": processor, "megabytes": peak[0]}
+    processor = max(
+        usage.ru_utime + usage.ru_stime, sum(times.values())
+    )  # Ray's actors end without anybody who waits for them
+    return {
+        "seconds": seconds,
+        "call": float(call_file(job).read_text()),
+        "processor": processor,
+        "megabytes": peak[0],
+    }
 
 
 def call_file(job: Path) -> Path:
@@ -248,11 +304,15 @@ def _watch(mark: str, peak: list[float], times: dict[int, float], done: threadin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sites", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--only", help="beginnings of names, separated by commas: floor, loop, simulator")
+    parser.add_argument(
+        "--only", help="beginnings of names, separated by commas: floor, loop, simulator"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -280,17 +340,27 @@ def show(options: argparse.Namespace, job: Path) -> None:
             except SystemExit as failure:
                 if name.split()[0] not in RIVALS:
                     raise
-                print(f"{failure}; left out", file=sys.stderr)  # algorithm installed, for example: the others' minutes are not lost
+                print(
+                    f"{failure}; left out", file=sys.stderr
+                )  # algorithm installed, for example: the others' minutes are not lost
                 del found[name]
             else:
                 print(name, found[name][-1], file=sys.stderr, flush=True)  # where a later one fails
-    middle = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in found.items()}
+    middle = {
+        name: {what: median(one[what] for one in runs) for what in runs[0]}
+        for name, runs in found.items()
+    }
     for name, package in RIVALS.items():
         if not find_spec(package):
-            print(f"{name} is not installed: pip install {PIP.get(package, package)}", file=sys.stderr)
+            print(
+                f"{name} is not installed: pip install {PIP.get(package, package)}", file=sys.stderr
+            )
     print(f"| {' | '.join(HEADINGS)} |\n{'|---' * len(HEADINGS)}|")
     for name, values in middle.items():
-        cells = [f"{values[what]:.1f} | {values[what] / middle['floor'][what]:.2f}" for what in ("seconds", "call", "processor")]
+        cells = [
+            f"{values[what]:.1f} | {values[what] / middle['floor'][what]:.2f}"
+            for what in ("seconds", "call", "processor")
+        ]
         if name.startswith(SIMULATOR):
             cells[1] = "– | –"
         print(f"| {name} | {' | '.join(cells)} | {values['megabytes']:.0f} |")

@@ -15,7 +15,13 @@ import time
 from statistics import median
 from typing import Any
 
-LIMITS = {"fedsm": 2.2, "prr": 2.2, "grace": 3.0, "iop_fl": 1.1, "feddag": 5.0}  # beside FedAvg; FedSM's without its selector
+LIMITS = {
+    "fedsm": 2.2,
+    "prr": 2.2,
+    "grace": 3.0,
+    "iop_fl": 1.1,
+    "feddag": 5.0,
+}  # beside FedAvg; FedSM's without its selector
 HYPER: dict[str, dict[str, Any]] = {"feddag": {"warmup": 0}}  # a warm-up round is one of FedAvg
 
 
@@ -31,9 +37,13 @@ def measure(method: str, task: str, sites: int, rounds: int) -> dict[str, Any]:
     def after_step(line: str) -> None:
         clock.append((len(clock), time.process_time()))
 
-    results = medflare.run_local(method, task, sites, rounds=rounds, seed=0, say=after_step, **HYPER.get(method, {}))
+    results = medflare.run_local(
+        method, task, sites, rounds=rounds, seed=0, say=after_step, **HYPER.get(method, {})
+    )
     assert results["status"] == "COMPLETED", results["reason"]
-    steps = (len(clock) - 1) // rounds  # steps of a round; those after the last round are fewer than a round's
+    steps = (
+        len(clock) - 1
+    ) // rounds  # steps of a round; those after the last round are fewer than a round's
     first, last = clock[steps - 1][1], clock[steps * rounds - 1][1]
     return {
         "seconds": (last - first) / (rounds - 1),
@@ -44,7 +54,9 @@ def measure(method: str, task: str, sites: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--task", default="phantom")
     parser.add_argument("--sites", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)
@@ -60,22 +72,46 @@ def main() -> None:
     for _ in range(options.repeats):
         for method in methods:
             command = [sys.executable, "-W", "ignore", __file__, "--one", method]
-            command += ["--task", options.task, "--sites", str(options.sites), "--rounds", str(options.rounds)]
-            found[method].append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]))
+            command += [
+                "--task",
+                options.task,
+                "--sites",
+                str(options.sites),
+                "--rounds",
+                str(options.rounds),
+            ]
+            found[method].append(
+                json.loads(
+                    subprocess.run(
+                        command, check=True, capture_output=True, text=True
+                    ).stdout.splitlines()[-1]
+                )
+            )
     print(table(found))
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
     """Markdown: a row a method, ratios to the first one."""
-    medians = {method: {key: median(run[key] for run in runs) for key in runs[0]} for method, runs in found.items()}
+    medians = {
+        method: {key: median(run[key] for run in runs) for key in runs[0]}
+        for method, runs in found.items()
+    }
     base = next(iter(medians.values()))
     lines = [
         "| method | round, s | beside FedAvg | limit | peak memory, MiB | down, MiB | up, MiB |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for method, cost in medians.items():
-        cells = [f"{cost['seconds']:.2f}", f"{cost['seconds'] / base['seconds']:.2f}", str(LIMITS.get(method, ""))]
-        cells += [f"{cost['memory'] / 2**20:.0f}", f"{cost['down'] / 2**20:.2f}", f"{cost['up'] / 2**20:.2f}"]
+        cells = [
+            f"{cost['seconds']:.2f}",
+            f"{cost['seconds'] / base['seconds']:.2f}",
+            str(LIMITS.get(method, "")),
+        ]
+        cells += [
+            f"{cost['memory'] / 2**20:.0f}",
+            f"{cost['down'] / 2**20:.2f}",
+            f"{cost['up'] / 2**20:.2f}",
+        ]
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

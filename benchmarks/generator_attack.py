@@ -86,9 +86,18 @@ class Attack:
                 before, _ = self.features(images)
                 after, logits = self.features(changed)
             wrong = (logits.argmax(dim=1) != targets).float()
-            rows.append([instance_discrepancy(before, after).mean(), centred(before, after).mean(), wrong.mean()])
+            rows.append(
+                [
+                    instance_discrepancy(before, after).mean(),
+                    centred(before, after).mean(),
+                    wrong.mean(),
+                ]
+            )
         distance, by_image, wrong_share = torch.tensor(rows).mean(dim=0).tolist()
-        print(f"{name:36} 1 - cos {distance:.3f}   centred {by_image:.3f}   wrong {wrong_share:.2f}", flush=True)
+        print(
+            f"{name:36} 1 - cos {distance:.3f}   centred {by_image:.3f}   wrong {wrong_share:.2f}",
+            flush=True,
+        )
 
     def shuffled(self, images: Tensor, targets: Tensor) -> Tensor:
         return images.roll(1, dims=0)
@@ -122,7 +131,9 @@ class Attack:
             with torch.no_grad():
                 before, _ = self.features(images)
             after, logits = self.features(generated(images, network(images), ALPHA, unit=self.unit))
-            distance = centred(before, after) if loss.centred else instance_discrepancy(before, after)
+            distance = (
+                centred(before, after) if loss.centred else instance_discrepancy(before, after)
+            )
             total = -loss.weight * distance.mean()
             if loss.task:
                 each = F.cross_entropy(logits, targets, reduction="none")
@@ -143,8 +154,12 @@ def endless(site: Site) -> Iterator[Batch]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", default="mechanisms/shifted_contrast", help="a classification task")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--task", default="mechanisms/shifted_contrast", help="a classification task"
+    )
     parser.add_argument("--site", default="A")
     parser.add_argument("--data", help="folder with a folder for each site")
     parser.add_argument("--steps", type=int, default=200, help="of each generator")

@@ -692,7 +692,7 @@ def memory(part: Part) -> None:
 def predict(part: Part) -> None:
     """From prepared images to probabilities on the CPU, as `medflare predict` but without files."""
     from medflare.inference.deployed import build, plain_message
-    from medflare.inference.predict import Prepared, predictions
+    from medflare.inference.predict import PreparedImage, predictions
 
     nothing: Any = None
     part.table("size", "device", "threads", "images/s")
@@ -701,7 +701,7 @@ def predict(part: Part) -> None:
         model = build(task, plain_message(copy_state(initial_network(task, 0).state_dict())))
         draw = torch_generator(0, "predict")
         image = torch.rand(1, task.image_channels, size.side, size.side, generator=draw)
-        prepared = Prepared(nothing, image, (size.side, size.side), False, nothing)
+        prepared = PreparedImage(nothing, image, (size.side, size.side), False, nothing)
         for device in sorted({"cpu", part.device.type}):
             count = 16 if part.tiny or device == "cpu" else 512
             model.to(device)

@@ -52,12 +52,21 @@ TASK: dict[str, Any] = {
 }
 COST = "processor ms a site and round"
 Row = dict[str, Any]
-Steps = list[dict[str, Any]]  # one for every step of a run: its phase, its round and what `usage` says after it
+Steps = list[
+    dict[str, Any]
+]  # one for every step of a run: its phase, its round and what `usage` says after it
 
 
 def task_settings(width: int) -> dict[str, Any]:
     """The task, with a U-Net of four levels: 0.04 million parameters at a width of 8, 1.0 at 40, 66 at 320."""
-    return {**TASK, "network": {"name": "unet", "channels": [width * 2**level for level in range(4)], "norm": "instance"}}
+    return {
+        **TASK,
+        "network": {
+            "name": "unet",
+            "channels": [width * 2**level for level in range(4)],
+            "norm": "instance",
+        },
+    }
 
 
 def names_of(sites: int) -> list[str]:
@@ -74,9 +83,13 @@ def make_sites(folder: Path, sites: int) -> None:
         (folder / name).mkdir(parents=True)
         Image.fromarray(mask).save(folder / name / "mask.png")
         for split, count in SPLITS.items():
-            listed[split] = [{"image": f"{split}{place}.png", "label": "mask.png"} for place in range(count)]
+            listed[split] = [
+                {"image": f"{split}{place}.png", "label": "mask.png"} for place in range(count)
+            ]
             for image in listed[split]:
-                Image.fromarray(random.integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)).save(folder / name / image["image"])
+                Image.fromarray(random.integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)).save(
+                    folder / name / image["image"]
+                )
         (folder / name / "datalist.json").write_text(json.dumps(listed))
 
 
@@ -98,7 +111,16 @@ def loop(scratch: Path, sites: int, rounds: int, width: int) -> Steps:
         aside += BESIDE * steps[-1]["bare"]
 
     task, names, data = task_settings(width), names_of(sites), scratch / "data"
-    results = run_local("fedavg", task, names, rounds=rounds, seed=0, data_root=data, out=scratch / "run", observe=note)
+    results = run_local(
+        "fedavg",
+        task,
+        names,
+        rounds=rounds,
+        seed=0,
+        data_root=data,
+        out=scratch / "run",
+        observe=note,
+    )
     assert results["status"] == "COMPLETED", results["reason"]
     return steps
 
@@ -118,14 +140,25 @@ def simulator(scratch: Path, sites: int, rounds: int, width: int) -> Steps:
     command += ["-c", ",".join(names_of(sites)), "-t", str(sites)]
     data, said = {"MEDFLARE_DATA_ROOT": str(scratch / "data")}, scratch / "simulator.log"
     with said.open("w") as log:
-        code = subprocess.run(command, env={**environment(), **data}, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        code = subprocess.run(
+            command,
+            env={**environment(), **data},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
+        ).returncode
     place = scratch / "w" / "server" / "simulate_job"
     found = place / "medflare" / "results.json"
     if not found.exists():
-        raise SystemExit(f"the simulator ended with exit code {code} and without results:\n{said.read_text()[-4000:]}")
+        raise SystemExit(
+            f"the simulator ended with exit code {code} and without results:\n{said.read_text()[-4000:]}"
+        )
     results = json.loads(found.read_text())
     assert results["status"] == "COMPLETED", results["reason"]
-    used, lines = ((place / file).read_text().splitlines() for file in ("usage.jsonl", "medflare/metrics.jsonl"))
+    used, lines = (
+        (place / file).read_text().splitlines()
+        for file in ("usage.jsonl", "medflare/metrics.jsonl")
+    )
     return [{**json.loads(line), **json.loads(use)} for line, use in zip(lines, used, strict=True)]
 
 
@@ -134,7 +167,9 @@ def bare(scratch: Path, width: int) -> Callable[[], float]:
     from medflare.tasks.config import load_task
     from medflare.training.opening import open_site
 
-    sites = [open_site("site-1", load_task(task_settings(width)), data_root=scratch / "data")] * BESIDE
+    sites = [
+        open_site("site-1", load_task(task_settings(width)), data_root=scratch / "data")
+    ] * BESIDE
     floor(sites, 1)
     return lambda: processor_seconds(lambda: floor(sites, 1)) / BESIDE
 
@@ -149,9 +184,13 @@ def measured(engine: str, sites: int, rounds: int, width: int) -> Steps:
     """A run in a process of its own."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--one", engine]
     command += ["--sites", str(sites), "--rounds", str(rounds), "--widths", str(width)]
-    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment(), stdout=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode:
-        raise SystemExit(f"{engine}, {sites} sites, {rounds} rounds, width {width}: exit code {done.returncode}")
+        raise SystemExit(
+            f"{engine}, {sites} sites, {rounds} rounds, width {width}: exit code {done.returncode}"
+        )
     found: Steps = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -168,7 +207,11 @@ def trained(steps: Steps) -> Steps:
 def cost(steps: Steps, sites: int, rounds: slice = slice(None)) -> dict[str, float | None]:
     """Of a site and round: processor milliseconds, and how many times a bare loop's that is."""
     found = of_rounds(steps, sites, "processor")[rounds]
-    bare = [(earlier["bare"] + later["bare"]) / 2 for earlier, later in pairwise(trained(steps)) if "bare" in later][rounds]
+    bare = [
+        (earlier["bare"] + later["bare"]) / 2
+        for earlier, later in pairwise(trained(steps))
+        if "bare" in later
+    ][rounds]
     ratio = median(own / plain for own, plain in zip(found, bare, strict=True)) if bare else None
     return {COST: 1000 * median(found), "beside a bare loop": ratio}
 
@@ -180,7 +223,16 @@ def by_sites(engine: str, runs: Mapping[int, Steps]) -> list[Row]:
         last, peak = trained(steps)[-1], max(step["megabytes"] for step in steps)
         further = (peak - rows[0]["peak MB"]) / (sites - rows[0]["sites"]) if rows else None
         threads = {"processes": last["processes"], "threads": last["threads"]}
-        rows.append({"engine": engine, "sites": sites, **cost(steps, sites), "peak MB": peak, "MB a further site": further, **threads})
+        rows.append(
+            {
+                "engine": engine,
+                "sites": sites,
+                **cost(steps, sites),
+                "peak MB": peak,
+                "MB a further site": further,
+                **threads,
+            }
+        )
     return rows
 
 
@@ -191,8 +243,16 @@ def by_rounds(engine: str, sites: int, steps: Steps) -> list[Row]:
     rows: list[Row] = []
     for begin in range(0, 10 * tenth, tenth):
         part, end = slice(begin, begin + tenth), trained(steps)[begin + tenth - 1]
-        row: Row = {"engine": engine, "rounds": f"{begin + 1} to {begin + tenth}", **cost(steps, sites, part)}
-        row |= {"written kB a site and round": median(written[part]) / 1000, "MB": end["megabytes"], "threads": end["threads"]}
+        row: Row = {
+            "engine": engine,
+            "rounds": f"{begin + 1} to {begin + tenth}",
+            **cost(steps, sites, part),
+        }
+        row |= {
+            "written kB a site and round": median(written[part]) / 1000,
+            "MB": end["megabytes"],
+            "threads": end["threads"],
+        }
         rows.append(row)
     return rows
 
@@ -212,7 +272,10 @@ def by_parameters(width: int, sites: int, steps: Steps) -> Row:
 def parameters(width: int) -> int:
     from medflare.networks.segmenters import unet
 
-    return sum(weight.numel() for weight in unet(3, 1, task_settings(width)["network"]["channels"]).parameters())
+    return sum(
+        weight.numel()
+        for weight in unet(3, 1, task_settings(width)["network"]["channels"]).parameters()
+    )
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -240,10 +303,14 @@ def draw(file: Path, curves: Mapping[str, list[tuple[str, list[float], list[floa
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(curves), 3.2), layout="constrained")
-    for axes, (what, lines) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
+    for axes, (what, lines) in zip(
+        figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True
+    ):
         for engine, across, up in lines:
             axes.plot(across, up, marker="o", label=engine)
-        axes.set(xlabel={"parameters": "million parameters"}.get(what, what), ylabel=COST, ylim=(0, None))
+        axes.set(
+            xlabel={"parameters": "million parameters"}.get(what, what), ylabel=COST, ylim=(0, None)
+        )
         axes.legend()
     with rc_context({"svg.fonttype": "none"}):  # text stays text
         figure.savefig(file)
@@ -253,26 +320,45 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def answered(options: argparse.Namespace, question: str, engine: str) -> tuple[list[Row], list[float]]:
+def answered(
+    options: argparse.Namespace, question: str, engine: str
+) -> tuple[list[Row], list[float]]:
     """(the table, what grows along it)"""
     if question == "sites":
-        rows = by_sites(engine, {sites: measured(engine, sites, options.few, 8) for sites in numbers(options.sites)})
+        rows = by_sites(
+            engine,
+            {sites: measured(engine, sites, options.few, 8) for sites in numbers(options.sites)},
+        )
         return rows, [float(row["sites"]) for row in rows]
     if question == "rounds":
         rows = by_rounds(engine, 4, measured(engine, 4, options.rounds, 8))
         return rows, [float(row["rounds"].split()[-1]) for row in rows]
-    rows = [by_parameters(width, 4, measured(engine, 4, options.few, width)) for width in numbers(options.widths)]
+    rows = [
+        by_parameters(width, 4, measured(engine, 4, options.few, width))
+        for width in numbers(options.widths)
+    ]
     return rows, [float(row["million parameters"]) for row in rows]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("questions", nargs="*", choices=["sites", "rounds", "parameters", []], metavar="sites|rounds|parameters")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "questions",
+        nargs="*",
+        choices=["sites", "rounds", "parameters", []],
+        metavar="sites|rounds|parameters",
+    )
     parser.add_argument("--sites", default="4,8,16,32,64")
     parser.add_argument("--rounds", type=int, default=100, help="of the question 'rounds'")
-    parser.add_argument("--few", type=int, default=5, help="rounds of the other questions, at least three")
+    parser.add_argument(
+        "--few", type=int, default=5, help="rounds of the other questions, at least three"
+    )
     parser.add_argument("--widths", default="40,80,160,320")
-    parser.add_argument("--engines", default="loop", help="of the questions 'sites' and 'rounds': loop, simulator")
+    parser.add_argument(
+        "--engines", default="loop", help="of the questions 'sites' and 'rounds': loop, simulator"
+    )
     parser.add_argument("--figure", type=Path, help="draw what was found")
     parser.add_argument("--one", choices=list(ENGINES), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -280,7 +366,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             scratch, sites = Path(folder), int(options.sites)
             make_sites(scratch / "data", sites)
-            print(json.dumps(ENGINES[options.one](scratch, sites, options.rounds, int(options.widths))))
+            print(
+                json.dumps(
+                    ENGINES[options.one](scratch, sites, options.rounds, int(options.widths))
+                )
+            )
         return
     curves: dict[str, list[tuple[str, list[float], list[float]]]] = {}
     for question in options.questions or ["sites"]:

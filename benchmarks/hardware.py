@@ -2,7 +2,7 @@
 
     python benchmarks/hardware.py [--device cuda] [--tasks brain_lgg,brain_lgg_3d]
 
-Each task runs in a process of its own and is measured as `medflare task init` measures: see `training.step_cost`.
+Each task runs in a process of its own and is measured as `medflare task init` measures: see `preparation.step_cost`.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 
 from medflare.networks.catalogue import meta_network
+from medflare.preparation.step_cost import measure_step
 from medflare.tasks.config import load_task
-from medflare.training.step_cost import measure_step
 
 TASKS = "phantom,ham10000,fundus_vessels,brain_lgg,brain_lgg_3d,papers/fundus_fedsm,papers/prostate_prr,papers/fed_isic2019_grace"
 

@@ -28,33 +28,75 @@ LARGER = {"name": "unet", "channels": [32, 64, 128], "norm": "instance"}  # abou
 def simulated(job: Path, workspace: Path, sites: int, threads: int) -> list[dict[str, Any]]:
     """The steps of a simulation, as metrics.jsonl has them."""
     run(job, workspace, sites, threads)
-    lines = (workspace / "server" / "simulate_job" / "medflare" / "metrics.jsonl").read_text().splitlines()
+    lines = (
+        (workspace / "server" / "simulate_job" / "medflare" / "metrics.jsonl")
+        .read_text()
+        .splitlines()
+    )
     return [json.loads(line) for line in lines]
 
 
 def run(job: Path, workspace: Path, sites: int, threads: int) -> None:
     """FLARE's simulator, to its end."""
-    command = [sys.executable, "-m", "nvflare.cli", "simulator", str(job), "-w", str(workspace), "-n", str(sites), "-t", str(threads)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "custom"), os.environ.get("PYTHONPATH", "")])}
+    command = [
+        sys.executable,
+        "-m",
+        "nvflare.cli",
+        "simulator",
+        str(job),
+        "-w",
+        str(workspace),
+        "-n",
+        str(sites),
+        "-t",
+        str(threads),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE.parent / "custom"), os.environ.get("PYTHONPATH", "")]
+        ),
+    }
     with open(workspace.with_suffix(".log"), "w") as log:
-        subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=1200, check=False)
+        subprocess.run(
+            command,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            timeout=1200,
+            check=False,
+        )
 
 
-def idle_rounds(folder: Path, sites: int, rounds: int) -> tuple[list[float], dict[str, list[dict[str, float]]]]:
+def idle_rounds(
+    folder: Path, sites: int, rounds: int
+) -> tuple[list[float], dict[str, list[dict[str, float]]]]:
     """A federation whose sites send a model of about 2 MB straight back.
 
     Returns:
         Seconds of every round, and by site {"threads", "megabytes"} of its process in every round.
     """
-    job = build_job("fedavg", load_task({**load_task("phantom").to_dict(), "network": LARGER}), out=folder / "job", rounds=rounds)
-    (job / "app" / "custom" / "idle_executor.py").write_text((HERE / "components" / "idle_executor.py").read_text())
+    job = build_job(
+        "fedavg",
+        load_task({**load_task("phantom").to_dict(), "network": LARGER}),
+        out=folder / "job",
+        rounds=rounds,
+    )
+    (job / "app" / "custom" / "idle_executor.py").write_text(
+        (HERE / "components" / "idle_executor.py").read_text()
+    )
     file = job / "app" / "config" / "config_fed_client.json"
     config = json.loads(file.read_text())
     config["executors"][0]["executor"]["path"] = "idle_executor.IdleExecutor"
     file.write_text(json.dumps(config))
     place = folder / "workspace"
-    seconds = [step["seconds"] for step in simulated(job, place, sites, sites) if step["phase"] == "train"]
-    usage = {file.parts[-3]: [json.loads(line) for line in file.read_text().splitlines()] for file in place.glob(f"*/simulate_job/{USAGE}")}
+    seconds = [
+        step["seconds"] for step in simulated(job, place, sites, sites) if step["phase"] == "train"
+    ]
+    usage = {
+        file.parts[-3]: [json.loads(line) for line in file.read_text().splitlines()]
+        for file in place.glob(f"*/simulate_job/{USAGE}")
+    }
     return seconds, usage
 
 
@@ -71,31 +113,51 @@ def seconds_per_noop(folder: Path, sites: int) -> float:
     config.mkdir(parents=True)
     custom.mkdir()
     (custom / "noop.py").write_text((HERE / "components" / "noop.py").read_text())
-    (folder / "job-noop" / "meta.json").write_text(json.dumps({"name": "noop", "min_clients": sites, "deploy_map": {"app": ["@ALL"]}}))
-    empty: dict[str, Any] = {"format_version": 2, "components": [], "task_data_filters": [], "task_result_filters": []}
+    (folder / "job-noop" / "meta.json").write_text(
+        json.dumps({"name": "noop", "min_clients": sites, "deploy_map": {"app": ["@ALL"]}})
+    )
+    empty: dict[str, Any] = {
+        "format_version": 2,
+        "components": [],
+        "task_data_filters": [],
+        "task_result_filters": [],
+    }
     workflow = {"id": "noop", "path": "noop.NoopController", "args": {}}
     server = {**empty, "workflows": [workflow], "server": {"task_request_interval": 0.1}}
-    client = {**empty, "executors": [{"tasks": ["*"], "executor": {"path": "noop.NoopExecutor", "args": {}}}]}
+    client = {
+        **empty,
+        "executors": [{"tasks": ["*"], "executor": {"path": "noop.NoopExecutor", "args": {}}}],
+    }
     (config / "config_fed_server.json").write_text(json.dumps(server))
     (config / "config_fed_client.json").write_text(json.dumps(client))
     run(folder / "job-noop", folder / "workspace-noop", sites, 1)
-    seconds = json.loads((folder / "workspace-noop" / "server" / "simulate_job" / "seconds.json").read_text())
+    seconds = json.loads(
+        (folder / "workspace-noop" / "server" / "simulate_job" / "seconds.json").read_text()
+    )
     return seconds[1] / sites
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sites", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         seconds, usage = idle_rounds(Path(scratch), options.sites, options.rounds)
-        print(f"round without training, {options.sites} sites: mean {statistics.mean(seconds[1:]):.2f} s, max {max(seconds[1:]):.2f} s")
+        print(
+            f"round without training, {options.sites} sites: mean {statistics.mean(seconds[1:]):.2f} s, max {max(seconds[1:]):.2f} s"
+        )
         for site, rounds in sorted(usage.items()):
             for what in ("threads", "megabytes"):
-                print(f"  {site} {what}: {rounds[2][what]:.0f} in round 2, {rounds[-1][what]:.0f} in round {len(rounds) - 1}")
+                print(
+                    f"  {site} {what}: {rounds[2][what]:.0f} in round 2, {rounds[-1][what]:.0f} in round {len(rounds) - 1}"
+                )
         task, noop = seconds_per_task(Path(scratch), 2), seconds_per_noop(Path(scratch), 2)
-        print(f"task in a process of its own: {task:.2f} s, one that does nothing: {noop:.2f} s, ratio {task / noop:.2f}")
+        print(
+            f"task in a process of its own: {task:.2f} s, one that does nothing: {noop:.2f} s, ratio {task / noop:.2f}"
+        )
 
 
 if __name__ == "__main__":

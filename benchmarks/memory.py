@@ -50,14 +50,19 @@ def make_site(folder: Path, count: int) -> None:
     random = np.random.default_rng(0)
     listed: dict[str, list[dict[str, str]]] = {"training": [], "validation": [], "test": []}
     for number in range(count):
-        picture, mask = random.integers(0, 120, (SIDE, SIDE, 3), dtype=np.uint8), np.zeros((SIDE, SIDE), np.uint8)
+        picture, mask = (
+            random.integers(0, 120, (SIDE, SIDE, 3), dtype=np.uint8),
+            np.zeros((SIDE, SIDE), np.uint8),
+        )
         row, column = random.integers(0, SIDE - 40, 2)
         mask[row : row + 40, column : column + 40] = 1
         picture[mask > 0] += 100
         Image.fromarray(picture).save(folder / f"images/{number}.tif")
         Image.fromarray(mask).save(folder / f"images/{number}_mask.png")
         split = {8: "validation", 9: "test"}.get(number % 10, "training")
-        listed[split].append({"image": f"images/{number}.tif", "label": f"images/{number}_mask.png"})
+        listed[split].append(
+            {"image": f"images/{number}.tif", "label": f"images/{number}_mask.png"}
+        )
     (folder / "datalist.json").write_text(json.dumps(listed))
 
 
@@ -72,7 +77,9 @@ def opened(folder: Path, memory_gb: float) -> Any:
 def one_round(folder: Path) -> None:
     from medflare import run_local
 
-    results = run_local("fedavg", TASK, [SITE], rounds=1, seed=0, opener=lambda name, role: opened(folder, 0))
+    results = run_local(
+        "fedavg", TASK, [SITE], rounds=1, seed=0, opener=lambda name, role: opened(folder, 0)
+    )
     assert results["status"] == "COMPLETED", results["reason"]
 
 
@@ -104,14 +111,21 @@ def measured(folder: Path, memory_gb: float) -> None:
                 optimizer.zero_grad(set_to_none=True)
                 site.loss(model(batch.images), batch.targets).backward()
                 optimizer.step()
-        print(json.dumps([images / (time.monotonic() - started), images / (time.process_time() - used)]), flush=True)
+        print(
+            json.dumps(
+                [images / (time.monotonic() - started), images / (time.process_time() - used)]
+            ),
+            flush=True,
+        )
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
     paths = [str(HERE.parent / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, str(Path(__file__).resolve()), *arguments]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def answer(process: subprocess.Popen[str], word: str = "") -> str:
@@ -125,7 +139,9 @@ def answer(process: subprocess.Popen[str], word: str = "") -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gb", type=float, default=1, help="decoded images, gigabytes")
     parser.add_argument("--limit", type=float, default=0.5, help="gigabytes above the imports")
     parser.add_argument("--repeats", type=int, default=15, help="turns of each process")
@@ -147,10 +163,14 @@ def main() -> None:
         process.communicate()
         cost = f"{alone['seconds']:.0f} s, {alone['gb']:.2f} GB above the imports at most"
         print(f"{count} images, {options.gb:g} GB: a round in {cost}", flush=True)
-        kinds = {kind: started("--one", kind, str(scratch / "large")) for kind in ("memory", "disk")}
+        kinds = {
+            kind: started("--one", kind, str(scratch / "large")) for kind in ("memory", "disk")
+        }
         for process in kinds.values():
             answer(process)
-        print("| | images/s in memory | images/s on disk | ratio | by processor time |\n|---|---|---|---|---|")
+        print(
+            "| | images/s in memory | images/s on disk | ratio | by processor time |\n|---|---|---|---|---|"
+        )
         for what in ("read", "train"):
             found: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
             for _ in range(options.repeats + 1):
@@ -158,8 +178,12 @@ def main() -> None:
                     found[kind].append(json.loads(answer(process, what)))
             turns = list(zip(found["memory"], found["disk"], strict=True))[1:]  # the first warms up
             memory, disk = (median(turn[place][0] for turn in turns) for place in (0, 1))
-            wall, processor = (median(turn[1][clock] / turn[0][clock] for turn in turns) for clock in (0, 1))
-            print(f"| {what} | {memory:.0f} | {disk:.0f} | {wall:.2f} | {processor:.2f} |", flush=True)
+            wall, processor = (
+                median(turn[1][clock] / turn[0][clock] for turn in turns) for clock in (0, 1)
+            )
+            print(
+                f"| {what} | {memory:.0f} | {disk:.0f} | {wall:.2f} | {processor:.2f} |", flush=True
+            )
         for process in kinds.values():
             process.communicate()
 

@@ -31,7 +31,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 def plain_transform(weights: Tensor) -> Tensor:
     """fft2 and ifft2 of the matrices that the aggregation sees, (K, I kh, kw O) or (K, O, I)."""
-    matrices = weights.permute(0, 2, 3, 4, 1).flatten(3).flatten(1, 2) if weights.dim() == 5 else weights
+    matrices = (
+        weights.permute(0, 2, 3, 4, 1).flatten(3).flatten(1, 2) if weights.dim() == 5 else weights
+    )
     return torch.fft.ifft2(torch.fft.fft2(matrices)).real
 
 
@@ -46,7 +48,9 @@ def fastest(action: Callable[[], object], repeats: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sites", type=int, default=4)
     parser.add_argument("--ratio", type=float, default=0.48, help="low-frequency threshold r")
     parser.add_argument("--repeats", type=int, default=3)
@@ -56,14 +60,21 @@ def main() -> None:
     shapes = CONVOLUTIONS if arguments.convolutions_only else [*CONVOLUTIONS, *LINEAR]
     plain, totals = 0.0, [0.0] * len(SETTINGS)
     for place, shape in enumerate(shapes):
-        weights = torch.randn(arguments.sites, *shape, generator=torch_generator(0, "benchmark", place))
+        weights = torch.randn(
+            arguments.sites, *shape, generator=torch_generator(0, "benchmark", place)
+        )
         plain += fastest(partial(plain_transform, weights), arguments.repeats)
         last = shape == LINEAR[-1]
         for i, options in enumerate(SETTINGS):
-            totals[i] += fastest(partial(fourier_aggregate, weights, arguments.ratio, classifier=last, **options), arguments.repeats)
+            totals[i] += fastest(
+                partial(fourier_aggregate, weights, arguments.ratio, classifier=last, **options),
+                arguments.repeats,
+            )
 
     millions = sum(torch.Size(shape).numel() for shape in shapes) / 1e6
-    print(f"{millions:.1f} million weights, {arguments.sites} sites, r = {arguments.ratio}, {torch.get_num_threads()} thread(s)")
+    print(
+        f"{millions:.1f} million weights, {arguments.sites} sites, r = {arguments.ratio}, {torch.get_num_threads()} thread(s)"
+    )
     print(f"{'fft2 + ifft2':42s} {plain:8.2f} s")
     for options, seconds in zip(SETTINGS, totals, strict=True):
         name = ", ".join(f"{key}={value}" for key, value in options.items()) or "defaults"

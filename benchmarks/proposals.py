@@ -24,9 +24,9 @@ import torch
 from medflare.core.errors import MedflareError
 from medflare.data.datalist import site_folders, site_name
 from medflare.federation.local.loop import run_local
+from medflare.preparation.learning_rate import usual_rate
+from medflare.preparation.proposing import TaskHints, propose
 from medflare.tasks.config import load_task
-from medflare.training.learning_rate import usual_rate
-from medflare.training.proposing import TaskHints, propose
 
 PROPOSED: Final = "proposed"
 Settings = dict[str, Any]

@@ -30,7 +30,27 @@ from torch import nn
 
 HERE = Path(__file__).resolve().parent
 GB = 10**9
-WIDTHS = (3, 64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # of VGG-16; 0 is a pooling
+WIDTHS = (
+    3,
+    64,
+    64,
+    0,
+    128,
+    128,
+    0,
+    256,
+    256,
+    256,
+    0,
+    512,
+    512,
+    512,
+    0,
+    512,
+    512,
+    512,
+    0,
+)  # of VGG-16; 0 is a pooling
 TASK: dict[str, Any] = {
     "name": "large",
     "kind": "classification",
@@ -46,7 +66,13 @@ TASK: dict[str, Any] = {
 }
 CLOCKS = {"processor": time.process_time, "wall": time.perf_counter}
 TRAINED: dict[str, Any] = {"gamma": 0.5, "selector": "vgg11", "selector_updates": 1}
-METHODS: dict[str, dict[str, Any]] = {"fedavg": {}, "fedsm": TRAINED, "prr": {"cpa": "off"}, "grace": {}, "sha": {}}
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "fedsm": TRAINED,
+    "prr": {"cpa": "off"},
+    "grace": {},
+    "sha": {},
+}
 
 
 class VGG16(nn.Sequential):
@@ -56,10 +82,20 @@ class VGG16(nn.Sequential):
         layers: list[nn.Module] = []
         width = in_channels
         for wide in WIDTHS[1:]:
-            layers += [nn.Conv2d(width, wide // narrow, 3, padding=1), nn.ReLU()] if wide else [nn.MaxPool2d(2)]
+            layers += (
+                [nn.Conv2d(width, wide // narrow, 3, padding=1), nn.ReLU()]
+                if wide
+                else [nn.MaxPool2d(2)]
+            )
             width = wide // narrow or width
-        for inputs, outputs in itertools.pairwise((width * 49, 4096 // narrow, 4096 // narrow, 1000 // narrow)):
-            layers += [nn.Flatten() if inputs == width * 49 else nn.Identity(), nn.Linear(inputs, outputs), nn.ReLU()]
+        for inputs, outputs in itertools.pairwise(
+            (width * 49, 4096 // narrow, 4096 // narrow, 1000 // narrow)
+        ):
+            layers += [
+                nn.Flatten() if inputs == width * 49 else nn.Identity(),
+                nn.Linear(inputs, outputs),
+                nn.ReLU(),
+            ]
         super().__init__(*layers, nn.Linear(1000 // narrow, out_channels))
 
 
@@ -88,15 +124,26 @@ class Stored:
         replies = {}
         for site in outgoing:
             meta = self._facts(step.phase, site)
-            states = read_message(self.path(step.phase, site)).states if self.path(step.phase, site).exists() else {}
+            states = (
+                read_message(self.path(step.phase, site)).states
+                if self.path(step.phase, site).exists()
+                else {}
+            )
             states = {
-                entry: {name: tensor.clone() for name, tensor in state.items()} for entry, state in states.items()
+                entry: {name: tensor.clone() for name, tensor in state.items()}
+                for entry, state in states.items()
             }  # as from the wire
             replies[site] = Reply(Message(states, meta))
         if step.phase == "finalize":
-            tensors = [tensor for message in outgoing.values() for state in message.states.values() for tensor in state.values()]
+            tensors = [
+                tensor
+                for message in outgoing.values()
+                for state in message.states.values()
+                for tensor in state.values()
+            ]
             self.sent, self.distinct = (
-                sum(t.nbytes for t in found) / GB for found in (tensors, {t.data_ptr(): t for t in tensors}.values())
+                sum(t.nbytes for t in found) / GB
+                for found in (tensors, {t.data_ptr(): t for t in tensors}.values())
             )
         self.left = self.now()
         return replies
@@ -110,7 +157,13 @@ class Stored:
         if phase == "finalize":
             return {"metrics": {"deployed": {"accuracy": 0.5}}, "n": {"train": 10}}
         if phase == "score":
-            return {"scores": {other: 0.5 + 0.1 * place for place, other in enumerate(self.sites) if other != site}}
+            return {
+                "scores": {
+                    other: 0.5 + 0.1 * place
+                    for place, other in enumerate(self.sites)
+                    if other != site
+                }
+            }
         return {"n_samples": 10, "loss": 0.5, "validation": {"global": 0.5, "personal": 0.5}}
 
     def answer(self, phase: str, start: Mapping[str, torch.Tensor]) -> None:
@@ -126,7 +179,11 @@ class Stored:
                 states[entry] = {}
                 for name, (shape, dtype) in spec.tensors.items():
                     noise = torch.randn(shape, generator=generator).mul_(0.01).to(dtype)
-                    states[entry][name] = noise.add_(start[name]) if name in start and start[name].shape == shape else noise.abs_()
+                    states[entry][name] = (
+                        noise.add_(start[name])
+                        if name in start and start[name].shape == shape
+                        else noise.abs_()
+                    )
             write_message(self.path(phase, site), Message(states))
 
     def read(self, phase: str) -> tuple[float, float]:
@@ -156,7 +213,9 @@ class Watched:
 
     def _now(self) -> float:
         lines = Path("/proc/self/status").read_text().splitlines()
-        return next(float(line.split()[1]) * 1024 / GB for line in lines if line.startswith("RssAnon"))
+        return next(
+            float(line.split()[1]) * 1024 / GB for line in lines if line.startswith("RssAnon")
+        )
 
     def _watch(self) -> None:
         while not self._over.wait(0.01):
@@ -168,7 +227,9 @@ class Watched:
         return self.most
 
 
-def measure(method: str, sites: int, narrow: int, scratch: Path, clock: str = "processor") -> dict[str, float]:
+def measure(
+    method: str, sites: int, narrow: int, scratch: Path, clock: str = "processor"
+) -> dict[str, float]:
     """One round of a method in this process."""
     from medflare.federation.schedule import Federation
     from medflare.methods.base import ServerContext
@@ -180,14 +241,18 @@ def measure(method: str, sites: int, narrow: int, scratch: Path, clock: str = "p
     task = load_task({**TASK, "network": {"name": "server:VGG16", "narrow": narrow}})
     chosen = get_method(method)
     plan = chosen.plan(task, tuple(names), METHODS[method])
-    exchange = Stored(names, scratch, lambda phase: chosen.site_class.manifest(phase, plan), CLOCKS[clock])
+    exchange = Stored(
+        names, scratch, lambda phase: chosen.site_class.manifest(phase, plan), CLOCKS[clock]
+    )
     template = ServerContext(plan, 0, 1, phases=chosen.site_class.phases).initial_state()
     for phase in chosen.site_class.phases.values():
         if exchange.manifest(phase.name):
             exchange.answer(phase.name, template)
     model = sum(tensor.nbytes for tensor in template.values())
     del template
-    reading, summing = (min(seconds) for seconds in zip(*(exchange.read("train") for _ in range(2)), strict=True))
+    reading, summing = (
+        min(seconds) for seconds in zip(*(exchange.read("train") for _ in range(2)), strict=True)
+    )
     size = sum(exchange.path("train", site).stat().st_size for site in names)
     seconds: dict[str, float] = {}
 
@@ -213,18 +278,26 @@ def measure(method: str, sites: int, narrow: int, scratch: Path, clock: str = "p
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sites", type=int, default=4)
-    parser.add_argument("--width", type=int, default=1, help="by how much the widths of VGG-16 are divided")
+    parser.add_argument(
+        "--width", type=int, default=1, help="by how much the widths of VGG-16 are divided"
+    )
     parser.add_argument("--clock", choices=list(CLOCKS), default="processor")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--one", nargs=2, metavar=("METHOD", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         method, folder = options.one
-        print(json.dumps(measure(method, options.sites, options.width, Path(folder), options.clock)))
+        print(
+            json.dumps(measure(method, options.sites, options.width, Path(folder), options.clock))
+        )
         return
-    print("| method | answers, GB | reading, s | bare sum, s | round, s | beside reading | memory | delivery sent | held |")
+    print(
+        "| method | answers, GB | reading, s | bare sum, s | round, s | beside reading | memory | delivery sent | held |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for method in options.methods.split(","):
         found = _one(method, options)
@@ -237,12 +310,19 @@ def main() -> None:
 
 def _one(method: str, options: argparse.Namespace) -> dict[str, float]:
     paths = [str(HERE), str(HERE.parent / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths), "MEDFLARE_NETWORKS": "server"}
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "MEDFLARE_NETWORKS": "server",
+    }
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", str(HERE / "server.py"), "--one", method, folder]
         command += ["--sites", str(options.sites), "--width", str(options.width)]
         command += ["--clock", options.clock]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
         found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
         return found
 

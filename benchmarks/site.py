@@ -46,7 +46,9 @@ Medians = dict[str, tuple[float, float]]  # name -> seconds of an epoch, and its
 def opened(task: TaskConfig, device: str, way: str) -> tuple[Site, Split]:
     """The first generated hospital with its training images alone, and these images."""
     of_task, of_site = WAYS[way]
-    site = open_site("site-1", load_task({**task.to_dict(), **of_task}), local={"device": device, **of_site})
+    site = open_site(
+        "site-1", load_task({**task.to_dict(), **of_task}), local={"device": device, **of_site}
+    )
     train = site.data.train
     assert isinstance(train, Split)
     none = Split(train.images[:0], train.targets[:0], (), ())
@@ -65,16 +67,28 @@ def site_epoch(site: Site) -> Callable[[int], None]:
     return run
 
 
-def plain_epoch(task: TaskConfig, images: Tensor, targets: Tensor, network: torch.nn.Module, device: torch.device) -> Callable[[int], None]:
+def plain_epoch(
+    task: TaskConfig,
+    images: Tensor,
+    targets: Tensor,
+    network: torch.nn.Module,
+    device: torch.device,
+) -> Callable[[int], None]:
     """What trains the same network by hand for an epoch."""
     loss, network = build_loss(task).to(device), network.to(device).train()
     optimizer = torch.optim.Adam(network.parameters(), lr=task.optimizer["lr"])
-    batches = loaded(task, images, targets) if task.augment else indexed(task, images.to(device), targets.to(device))
+    batches = (
+        loaded(task, images, targets)
+        if task.augment
+        else indexed(task, images.to(device), targets.to(device))
+    )
 
     def run(_round: int) -> None:
         for inputs, truth in batches():
             optimizer.zero_grad(set_to_none=True)
-            value = loss(network(inputs.to(device, non_blocking=True)), truth.to(device, non_blocking=True))
+            value = loss(
+                network(inputs.to(device, non_blocking=True)), truth.to(device, non_blocking=True)
+            )
             value.backward()
             optimizer.step()
 
@@ -83,7 +97,9 @@ def plain_epoch(task: TaskConfig, images: Tensor, targets: Tensor, network: torc
 
 def indexed(task: TaskConfig, images: Tensor, targets: Tensor) -> Callable[[], Any]:
     """Batches of images that lie on the device."""
-    return lambda: ((images[rows], targets[rows]) for rows in torch.randperm(len(images)).split(task.batch_size))
+    return lambda: (
+        (images[rows], targets[rows]) for rows in torch.randperm(len(images)).split(task.batch_size)
+    )
 
 
 def loaded(task: TaskConfig, images: Tensor, targets: Tensor) -> Callable[[], Any]:
@@ -95,9 +111,18 @@ def loaded(task: TaskConfig, images: Tensor, targets: Tensor) -> Callable[[], An
     made = []
     for settings in task.augment:
         arguments = {name: value for name, value in settings.items() if name != "name"}
-        made.append(getattr(transforms, f"{settings['name']}d")(keys=["image", "target"], **arguments))
-    rows = [{"image": image, "target": target} for image, target in zip(images, targets, strict=True)]
-    loader = DataLoader(Dataset(rows, transforms.Compose(made)), batch_size=task.batch_size, shuffle=True, num_workers=0)
+        made.append(
+            getattr(transforms, f"{settings['name']}d")(keys=["image", "target"], **arguments)
+        )
+    rows = [
+        {"image": image, "target": target} for image, target in zip(images, targets, strict=True)
+    ]
+    loader = DataLoader(
+        Dataset(rows, transforms.Compose(made)),
+        batch_size=task.batch_size,
+        shuffle=True,
+        num_workers=0,
+    )
     return lambda: ((batch["image"].as_tensor(), batch["target"].as_tensor()) for batch in loader)
 
 
@@ -135,24 +160,41 @@ def in_turns(timed: Mapping[str, Epoch], turns: Iterable[int], warming: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ways", default="site", help=f"separated by commas: {', '.join(WAYS)}")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--channels", default="16,32,64,128", help="of the U-Net; by default 0.17 M parameters")
+    parser.add_argument(
+        "--channels", default="16,32,64,128", help="of the U-Net; by default 0.17 M parameters"
+    )
     parser.add_argument("--norm", default="instance")
     parser.add_argument("--epochs", type=int, default=9)
     parser.add_argument("--augment", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     changes: dict[str, Any] = {"size": [options.size] * 2, "batch_size": options.batch}
-    changes["network"] = {"name": "unet", "channels": [int(width) for width in options.channels.split(",")], "norm": options.norm}
-    task = load_task({**load_task("phantom").to_dict(), **changes, **({} if options.augment else {"augment": []})})
+    changes["network"] = {
+        "name": "unet",
+        "channels": [int(width) for width in options.channels.split(",")],
+        "norm": options.norm,
+    }
+    task = load_task(
+        {
+            **load_task("phantom").to_dict(),
+            **changes,
+            **({} if options.augment else {"augment": []}),
+        }
+    )
     sites = {way: opened(task, options.device, way) for way in options.ways.split(",")}
     first, train = next(iter(sites.values()))
     runs = {way: site_epoch(site) for way, (site, _) in sites.items()}
-    runs = {PLAIN: plain_epoch(task, train.images, train.targets, first.network(), first.device), **runs}
+    runs = {
+        PLAIN: plain_epoch(task, train.images, train.targets, first.network(), first.device),
+        **runs,
+    }
     timed = {name: partial(seconds, run, device=first.device) for name, run in runs.items()}
     results = in_turns(timed, range(options.epochs + 1), warming=1)
     print("| | images/s | beside the plain loop |\n|---|---|---|")

@@ -12,7 +12,9 @@ import pytest
 from medflare import run_local
 from medflare.cli.command import main
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 SCRIPT = """<script>
 const faults = [];
 addEventListener("error", event => faults.push("error " + event.message));
@@ -62,9 +64,19 @@ addEventListener("load", () => {
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    run_local("fedsm", "phantom", ["site-1", "site-2"], rounds=1, seed=0, outside=["site-3"], out=folder / "run")
+    run_local(
+        "fedsm",
+        "phantom",
+        ["site-1", "site-2"],
+        rounds=1,
+        seed=0,
+        outside=["site-3"],
+        out=folder / "run",
+    )
     assert 'class="num answer' in (folder / "run/report.html").read_text()
-    run_local("fedavg", "phantom_grades", ["site-1", "site-2"], rounds=1, seed=0, out=folder / "grades")
+    run_local(
+        "fedavg", "phantom_grades", ["site-1", "site-2"], rounds=1, seed=0, out=folder / "grades"
+    )
     assert main(["study", "fedavg", "ditto", "--reference", "single-site", "--sites", "2", "--rounds", "1", "--seeds", "0,1",
                  "--out", str(folder / "study")]) == 0  # fmt: skip
     return {
@@ -77,7 +89,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (Debian: apt install chromium)")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="Chromium is not installed (Debian: apt install chromium)"
+)
 @pytest.mark.parametrize("width", [360, 768, 1440])
 def test_pages_fit_and_have_no_error(pages: dict[str, Path], width: int, tmp_path: Path) -> None:
     for name, page in pages.items():
@@ -85,8 +99,21 @@ def test_pages_fit_and_have_no_error(pages: dict[str, Path], width: int, tmp_pat
         assert len(text) < 5_000_000
         checked = tmp_path / "page.html"
         checked.write_text(text.replace("<head>", f"<head>{SCRIPT}"))
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", f"--window-size={width},900", "--dump-dom"]
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--virtual-time-budget=5000",
+            f"--window-size={width},900",
+            "--dump-dom",
+        ]
         profile = f"--user-data-dir={tmp_path / 'profile'}"
-        dom = subprocess.run([str(CHROMIUM), *options, profile, checked.as_uri()], capture_output=True, text=True, check=True, timeout=120)
+        dom = subprocess.run(
+            [str(CHROMIUM), *options, profile, checked.as_uri()],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
         reported = re.search(r'<pre id="faults">(.*)</pre>', dom.stdout)
         assert reported and json.loads(html.unescape(reported[1])) == [], name

@@ -14,7 +14,12 @@ import pytest
 from foreign.install import describe
 
 ROOT = Path(__file__).parents[1]
-SECTION = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("\n## Add a method\n")[1].split("\n## ")[0]
+SECTION = (
+    (ROOT / "CONTRIBUTING.md")
+    .read_text(encoding="utf-8")
+    .split("\n## Add a method\n")[1]
+    .split("\n## ")[0]
+)
 IN_THE_TREE, ELSEWHERE = SECTION.split("\n### ")
 HELPERS = (
     "conftest.py",
@@ -27,7 +32,12 @@ HELPERS = (
     "methods/squares.py",
     "methods/test_catalogue.py",
 )
-EASY = ("--set", "task.size=[16, 16]", "--set", "task.batch_size=32")  # the commands are tried, not their results
+EASY = (
+    "--set",
+    "task.size=[16, 16]",
+    "--set",
+    "task.batch_size=32",
+)  # the commands are tried, not their results
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -43,7 +53,13 @@ def places(text: str) -> list[Path]:
 def process(*command: str, folder: Path, path: str) -> "subprocess.CompletedProcess[str]":
     """A process of this Python in a folder, with PYTHONPATH."""
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +88,24 @@ def test_the_method_and_its_test_pass_as_they_stand(tree: Path) -> None:
     own = places(IN_THE_TREE)[1]
     ran = process("pytest", "-q", str(own), folder=tree, path="custom")
     assert ran.returncode == 0 and "2 passed" in ran.stdout, ran.stdout + ran.stderr
-    ran = process("pytest", "-q", "tests/methods/test_catalogue.py", "-k", "proximal or every_pair", folder=tree, path="custom")
-    assert ran.returncode == 0 and int(re.findall(r"(\d+) passed", ran.stdout)[0]) > 6, ran.stdout + ran.stderr
+    ran = process(
+        "pytest",
+        "-q",
+        "tests/methods/test_catalogue.py",
+        "-k",
+        "proximal or every_pair",
+        folder=tree,
+        path="custom",
+    )
+    assert ran.returncode == 0 and int(re.findall(r"(\d+) passed", ran.stdout)[0]) > 6, (
+        ran.stdout + ran.stderr
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [line for block in blocks(IN_THE_TREE, "console") for line in block.splitlines()])
+@pytest.mark.parametrize(
+    "command", [line for block in blocks(IN_THE_TREE, "console") for line in block.splitlines()]
+)
 def test_its_commands_run(tree: Path, tmp_path: Path, command: str) -> None:
     program, *arguments = shlex.split(command)
     more = (*EASY, "--out", str(tmp_path / "out")) if arguments[0] == "run" else ()
@@ -89,7 +117,14 @@ def test_its_commands_run(tree: Path, tmp_path: Path, command: str) -> None:
 @pytest.mark.slow
 def test_the_code_keeps_the_rules_of_the_house(tree: Path) -> None:
     files = [str(place) for place in places(IN_THE_TREE)]
-    assert max(len(line) for place in files for line in (tree / place).read_text(encoding="utf-8").splitlines()) <= 140
+    assert (
+        max(
+            len(line)
+            for place in files
+            for line in (tree / place).read_text(encoding="utf-8").splitlines()
+        )
+        <= 140
+    )
     for check in (("ruff", "check"), ("ruff", "format", "--check")):
         ran = process(*check, *files, folder=tree, path="custom")
         assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -107,6 +142,19 @@ def test_the_same_file_works_in_a_distribution_of_ones_own(tmp_path: Path) -> No
     (tmp_path / place).write_text(blocks(IN_THE_TREE, "python")[0], encoding="utf-8")
     describe(tmp_path, "our-methods", {name: target})
     path = os.pathsep.join([str(ROOT / "custom"), str(tmp_path)])
-    ran = process("medflare.cli", "run", name, "--sites", "2", "--rounds", "1", "--engine", "local", *EASY, folder=tmp_path, path=path)
+    ran = process(
+        "medflare.cli",
+        "run",
+        name,
+        "--sites",
+        "2",
+        "--rounds",
+        "1",
+        "--engine",
+        "local",
+        *EASY,
+        folder=tmp_path,
+        path=path,
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert f'"{place.parts[0]}"' in ELSEWHERE, "what a hospital adds to its packages"

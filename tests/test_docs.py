@@ -128,9 +128,14 @@ def test_the_site_has_a_page_for_every_room() -> None:
 
 
 def test_hooks_run_what_continuous_integration_runs() -> None:
-    hooks = [hook for group in yaml.safe_load(read(".pre-commit-config.yaml"))["repos"] for hook in group["hooks"]]
+    groups = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]
+    local = [hook for group in groups if group["repo"] == "local" for hook in group["hooks"]]
+    commands = [hook["entry"].split() for hook in local]
     targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE))
-    assert {hook["entry"].removeprefix("make ") for hook in hooks} <= targets
+    assert {arguments[0] for tool, *arguments in commands if tool == "make"} <= targets
+    assert {tool for tool, *_ in commands} == {"make", ".venv/bin/ruff"}
+    revisions = [group["rev"] for group in groups if group["repo"] != "local"]
+    assert all(re.fullmatch(r"[0-9a-f]{40}", revision) for revision in revisions)
     assert "exec make test" in read(".ci", "run")
 
 

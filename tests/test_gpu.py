@@ -34,19 +34,25 @@ def test_every_part_is_tried(gpu: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_fills_its_table(gpu: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_fills_its_table(
+    gpu: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "rows.jsonl"
     part = gpu.Part(name, torch.device("cpu"), tiny=True, out=out)
     gpu.PARTS[name](part)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert rows and all(row["part"] == name for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == len(rows) + 2
-    compared = [row[column] for row in rows for column in ("bits equal", "weights equal") if row.get(column)]
+    compared = [
+        row[column] for row in rows for column in ("bits equal", "weights equal") if row.get(column)
+    ]
     assert set(compared) <= {"True"}
     assert bool(compared) == (name in ("resident", "graph", "workers"))
 
 
-def test_a_span_counts_without_the_spans_inside_it(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_span_counts_without_the_spans_inside_it(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = iter([0.0, 1.0, 3.0, 10.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     ledger = gpu.Ledger(lambda: None)
@@ -55,7 +61,9 @@ def test_a_span_counts_without_the_spans_inside_it(gpu: Any, monkeypatch: pytest
     assert ledger.seconds == {"inner": 2.0, "outer": 8.0}
 
 
-def test_a_ratio_is_that_to_the_plain_epochs_around(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ratio_is_that_to_the_plain_epochs_around(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two warming turns, then plain epochs of 2, 4 and 6 s with others of 1 and 5 s between them."""
     taken = {"plain": iter([9.0, 9.0, 2.0, 4.0, 6.0]), "other": iter([9.0, 9.0, 1.0, 5.0, 1.0])}
 
@@ -97,7 +105,9 @@ def test_stacked_sites_train_as_single_ones(gpu: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_says_why_and_the_next_one_starts(gpu: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_fails_says_why_and_the_next_one_starts(
+    gpu: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "rows.jsonl"
     arguments = ["--device", "nowhere", "--tiny", "--parts", "memory,predict", "--out", str(out)]
     assert gpu.main(arguments) == 1

@@ -34,6 +34,15 @@ def test_a_table_says_what_a_site_adds(growth: Any) -> None:
         return [{"phase": "train", **use} for use in used] + [{**used[-1], "phase": "validate"}]
 
     few, many = growth.by_sites("loop", {4: steps(4), 8: steps(8)})
-    assert few["processor ms a site and round"] == many["processor ms a site and round"] == pytest.approx(500)
-    assert few["beside a bare loop"] == pytest.approx(2.0) and many["MB a further site"] == pytest.approx(2.0)
-    assert growth.table([{"sites": 4, "MB": 0.5, "more": None}]) == "| sites | MB | more |\n|---|---|---|\n| 4 | 0.50 |  |"
+    assert (
+        few["processor ms a site and round"]
+        == many["processor ms a site and round"]
+        == pytest.approx(500)
+    )
+    assert few["beside a bare loop"] == pytest.approx(2.0) and many[
+        "MB a further site"
+    ] == pytest.approx(2.0)
+    assert (
+        growth.table([{"sites": 4, "MB": 0.5, "more": None}])
+        == "| sites | MB | more |\n|---|---|---|\n| 4 | 0.50 |  |"
+    )

@@ -31,9 +31,15 @@ def test_what_processes_start_with_is_light(code: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"rounds": 0}, "rounds is 0, which trains nothing, and task phantom starts from random weights; give 1 or more"),
+        (
+            {"rounds": 0},
+            "rounds is 0, which trains nothing, and task phantom starts from random weights; give 1 or more",
+        ),
         ({"rounds": -1}, "rounds"),
-        ({"sites": "clinic1"}, r"sites = 'clinic1': give a list of site names, for example \['clinic1'\]"),
+        (
+            {"sites": "clinic1"},
+            r"sites = 'clinic1': give a list of site names, for example \['clinic1'\]",
+        ),
         ({"sites": 0}, "name at least one site"),
     ],
 )
@@ -44,7 +50,9 @@ def test_mistakes_of_the_first_minutes(settings: dict[str, Any], reason: str) ->
 
 
 def test_the_locked_versions_are_the_tested_ones() -> None:
-    tested = set(re.findall(r"^[\w.-]+==[\w.]+", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    tested = set(
+        re.findall(r"^[\w.-]+==[\w.]+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
     for file, package in (("requirements.lock", "nvflare"), ("requirements-torch.lock", "torch")):
         lock = (ROOT / file).read_text()
         (locked,) = re.findall(rf"^{package}==[\w.]+", lock, re.MULTILINE)
@@ -61,16 +69,41 @@ def test_actions_are_named_by_commit() -> None:
 
 @pytest.mark.slow
 def test_the_image_for_containers_has_the_presets(tmp_path: Path) -> None:
-    for line in re.findall(r"^COPY (.+)$", (ROOT / "poc_workspace/runtime/Dockerfile").read_text(), re.MULTILINE):
+    for line in re.findall(
+        r"^COPY (.+)$", (ROOT / "poc_workspace/runtime/Dockerfile").read_text(), re.MULTILINE
+    ):
         *sources, target = line.split()
         for source in sources:
             if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, tmp_path / target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+                shutil.copytree(
+                    ROOT / source,
+                    tmp_path / target,
+                    symlinks=True,
+                    ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
+                )
             else:
                 shutil.copy(ROOT / source, tmp_path / target)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", "wheels", "."]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        "wheels",
+        ".",
+    ]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
     (wheel,) = (tmp_path / "wheels").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        held = {name.removeprefix("medflare/tasks/presets/") for name in archive.namelist() if "/presets/" in name}
-    assert held == {path.relative_to(ROOT / "app_configs").as_posix() for path in (ROOT / "app_configs").rglob("*.json")}
+        held = {
+            name.removeprefix("medflare/tasks/presets/")
+            for name in archive.namelist()
+            if "/presets/" in name
+        }
+    assert held == {
+        path.relative_to(ROOT / "app_configs").as_posix()
+        for path in (ROOT / "app_configs").rglob("*.json")
+    }

@@ -16,7 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def compare() -> ModuleType:
     """benchmarks/compare.py."""
-    spec = importlib.util.spec_from_file_location("compare", Path(__file__).resolve().parents[1] / "benchmarks" / "compare.py")
+    spec = importlib.util.spec_from_file_location(
+        "compare", Path(__file__).resolve().parents[1] / "benchmarks" / "compare.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -32,10 +34,14 @@ def floor(compare: ModuleType) -> float:
 
 
 def test_the_plain_loop_costs_little_beside_training(compare: ModuleType, floor: float) -> None:
-    assert compare.processor_seconds(lambda: compare.loop(SITES, ROUNDS, 1)) < 3.5 * floor  # 1.9 when this was written
+    assert (
+        compare.processor_seconds(lambda: compare.loop(SITES, ROUNDS, 1)) < 3.5 * floor
+    )  # 1.9 when this was written
 
 
-def test_the_simulators_sites_share_one_import_of_torch(compare: ModuleType, floor: float, tmp_path: Path) -> None:
+def test_the_simulators_sites_share_one_import_of_torch(
+    compare: ModuleType, floor: float, tmp_path: Path
+) -> None:
     """Beside the training there are FLARE's processes, and one import of torch and MONAI at the server and one for all sites."""
     # 18.5 (2026-11-25); 13.1 on the same machine while a fork of the sites' host computed for the server, which then imported no torch
     job = compare.written_job(ROUNDS, tmp_path / "job")
@@ -51,7 +57,10 @@ def test_nothing_is_adopted_afterwards(compare: ModuleType) -> None:
 
 
 def test_a_rival_that_fails_is_left_out_and_nothing_else_is(
-    compare: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compare: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     def measured(name: str, *_: object) -> dict[str, float]:
         if name == broken:
@@ -59,7 +68,9 @@ def test_a_rival_that_fails_is_left_out_and_nothing_else_is(
         return {"seconds": 2.0, "call": 1.0, "processor": 2.0, "megabytes": 100.0}
 
     monkeypatch.setattr(compare, "measured", measured)
-    monkeypatch.setattr(compare, "engines", lambda *_: dict.fromkeys(("floor", "loop", "pfl 0.6.0")))
+    monkeypatch.setattr(
+        compare, "engines", lambda *_: dict.fromkeys(("floor", "loop", "pfl 0.6.0"))
+    )
     options = argparse.Namespace(sites=2, rounds=1, repeats=2, only=None)
     broken = "pfl 0.6.0"
     compare.show(options, tmp_path / "job")

@@ -17,11 +17,17 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 def commands(language: str) -> list[list[str]]:
     """The command lines of the page's blocks in a language."""
-    blocks = re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / "tutorial.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        rf"^```{language}\n(.*?)^```$",
+        (DOCS / "tutorial.md").read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
     return [shlex.split(line) for block in blocks for line in block.splitlines()]
 
 
-def test_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     printed: dict[str, str] = {}
     for program, *arguments in commands("console"):
@@ -30,10 +36,16 @@ def test_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "WARNING" not in printed["data init"] and printed["data check"].rstrip().endswith("OK")
     run = tmp_path / "runs" / "fedavg-photographs-seed0"
     results = json.loads((run / "results.json").read_text())
-    assert results["status"] == "COMPLETED" and results["mean"]["inside"]["global"]["dice"] > 0.7 and (run / "report.html").is_file()
+    assert (
+        results["status"] == "COMPLETED"
+        and results["mean"]["inside"]["global"]["dice"] > 0.7
+        and (run / "report.html").is_file()
+    )
     assert len([*(tmp_path / "predictions").glob("*_seg.png")]) == 98
     for name, sites in (("table", {"north", "south", "west"}), ("dicom", {"site-1", "site-2"})):
-        results = json.loads((tmp_path / "runs" / f"fedavg-{name}-seed0" / "results.json").read_text())
+        results = json.loads(
+            (tmp_path / "runs" / f"fedavg-{name}-seed0" / "results.json").read_text()
+        )
         assert results["status"] == "COMPLETED" and results["sites"].keys() == sites
 
 
@@ -57,6 +69,10 @@ def test_cells_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert not cell.get("outputs"), "kept without outputs, which change from machine to machine"
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), f"tutorial.ipynb {cell['id']}", "exec"), names)
-    assert names["results"]["status"] == "COMPLETED" and {*names["table"]["site"]} == {"site-1", "site-2", "site-3"}
+    assert names["results"]["status"] == "COMPLETED" and {*names["table"]["site"]} == {
+        "site-1",
+        "site-2",
+        "site-3",
+    }
     assert len(list((tmp_path / "predictions").glob("*.png"))) == 4
     assert os.listdir(tmp_path / "runs" / "discs" / "models")

@@ -26,10 +26,17 @@ class IdleExecutor(FedAvgExecutor):
             if phase == "enrol":
                 self.images = from_shareable(reply).data[FACTS].data["n"]["train"]
             return reply
-        with (Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id())) / USAGE).open("a") as file:
-            file.write(json.dumps({"threads": threading.active_count(), "megabytes": resident_megabytes()}) + "\n")
+        with (
+            Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id())) / USAGE
+        ).open("a") as file:
+            file.write(
+                json.dumps({"threads": threading.active_count(), "megabytes": resident_megabytes()})
+                + "\n"
+            )
         parts = from_shareable(incoming).data
-        parts[FACTS] = DXO(DataKind.METRICS, {"n_samples": self.images, "loss": 0.0, "validation": {"global": 0.0}})
+        parts[FACTS] = DXO(
+            DataKind.METRICS, {"n_samples": self.images, "loss": 0.0, "validation": {"global": 0.0}}
+        )
         return DXO(DataKind.COLLECTION, parts).to_shareable()
 
 

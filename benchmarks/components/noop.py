@@ -38,7 +38,9 @@ class NoopController(Controller):
         seconds = []
         for _ in range(self.rounds):
             started, sites = time.monotonic(), len(self._engine.get_clients())
-            self.broadcast_and_wait(Task("noop", Shareable()), fl_ctx, min_responses=sites, abort_signal=abort_signal)
+            self.broadcast_and_wait(
+                Task("noop", Shareable()), fl_ctx, min_responses=sites, abort_signal=abort_signal
+            )
             seconds.append(time.monotonic() - started)
         folder = Path(self._engine.get_workspace().get_run_dir(fl_ctx.get_job_id()))
         (folder / SECONDS).write_text(json.dumps(seconds))
@@ -47,5 +49,7 @@ class NoopController(Controller):
 class NoopExecutor(Executor):
     """Answers at once."""
 
-    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+    def execute(
+        self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
+    ) -> Shareable:
         return make_reply(ReturnCode.OK)

@@ -20,11 +20,17 @@ def usage() -> dict[str, float]:
     here = psutil.Process()
     for process in [here, *here.children(recursive=True)]:
         try:
-            times, threads, written = process.cpu_times(), process.num_threads(), process.io_counters().write_chars
+            times, threads, written = (
+                process.cpu_times(),
+                process.num_threads(),
+                process.io_counters().write_chars,
+            )
             memory = process.memory_full_info().pss
         except psutil.Error:  # it ended meanwhile
             continue
-        found["processor"] += times.user + times.system + times.children_user + times.children_system
+        found["processor"] += (
+            times.user + times.system + times.children_user + times.children_system
+        )
         found["megabytes"] += memory / 2**20
         found["threads"] += threads
         found["processes"] += 1

@@ -53,13 +53,19 @@ class Trainer(ProcessPoolClientTrainer[Up, Down, int]):
         return Up(torch.empty_like(self.weights), 0)
 
     @staticmethod
-    def worker(config: int, payload: Down, device: str, stop_event: threading.Event, *, shm_buffer: Up) -> Up:
+    def worker(
+        config: int, payload: Down, device: str, stop_event: threading.Event, *, shm_buffer: Up
+    ) -> Up:
         """A site's part of a round; its weights go into the buffer."""
         site = hospital(config)
         model = network_of(site)
-        vector_to_parameters(payload.weights.clone(), model.parameters())  # all sites see the same memory
+        vector_to_parameters(
+            payload.weights.clone(), model.parameters()
+        )  # all sites see the same memory
         state = trained(site, model.state_dict(), payload.round)
-        shm_buffer.weights.copy_(torch.cat([state[name].reshape(-1) for name, _ in model.named_parameters()]))
+        shm_buffer.weights.copy_(
+            torch.cat([state[name].reshape(-1) for name, _ in model.named_parameters()])
+        )
         return Up(SHMHandle(), site.n["train"])
 
     def uplink_package(self) -> list[Up]:
@@ -78,6 +84,8 @@ def run(sites: int, rounds: int) -> None:
         trainer.local_process(Down(weights, round), list(range(sites)))
         packages = trainer.uplink_package()
         total = sum(package.images for package in packages)
-        weights = torch.stack([package.weights * (package.images / total) for package in packages]).sum(dim=0)
+        weights = torch.stack(
+            [package.weights * (package.images / total) for package in packages]
+        ).sum(dim=0)
     assert len(packages) == sites
     trainer.manager.shutdown()

@@ -21,16 +21,29 @@ def run(sites: int, rounds: int) -> None:
     @client.train()
     def train(message: Message, context: Context) -> Message:
         site = hospital(int(context.node_config["partition-id"]))
-        state = trained(site, message.content["arrays"].to_torch_state_dict(), message.content["config"]["server-round"])
+        state = trained(
+            site,
+            message.content["arrays"].to_torch_state_dict(),
+            message.content["config"]["server-round"],
+        )
         metrics = MetricRecord({"num-examples": site.n["train"]})
-        return Message(content=RecordDict({"arrays": ArrayRecord(state), "metrics": metrics}), reply_to=message)
+        return Message(
+            content=RecordDict({"arrays": ArrayRecord(state), "metrics": metrics}), reply_to=message
+        )
 
     @server.main()
     def serve(grid: Grid, context: Context) -> None:
         strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=sites, min_available_nodes=sites)
-        result = strategy.start(grid=grid, initial_arrays=ArrayRecord(sites_model(sites).state_dict()), num_rounds=rounds)
+        result = strategy.start(
+            grid=grid,
+            initial_arrays=ArrayRecord(sites_model(sites).state_dict()),
+            num_rounds=rounds,
+        )
         counted.append(len(result.train_metrics_clientapp))
 
-    backend: dict[str, Any] = {"init_args": {"num_cpus": 2}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    backend: dict[str, Any] = {
+        "init_args": {"num_cpus": 2},
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+    }
     run_simulation(server, client, num_supernodes=sites, backend_config=backend)
     assert counted == [rounds], "Flower logs what went wrong and goes on"

@@ -31,10 +31,15 @@ def run(sites: int, rounds: int) -> None:
             return self.site.n["train"]
 
         def iter(self, batch_size: int | None) -> Iterable[tuple[Tensor, ...]]:
-            if batch_size is not None:  # pfl evaluates before the first round, for which there is nothing to do here
+            if (
+                batch_size is not None
+            ):  # pfl evaluates before the first round, for which there is nothing to do here
                 return [()]
             self.round += 1
-            return ((images, targets) for images, targets, _ in self.site.batches("train", self.round - 1, 0))
+            return (
+                (images, targets)
+                for images, targets, _ in self.site.batches("train", self.round - 1, 0)
+            )
 
     class Network(nn.Module):
         def __init__(self) -> None:
@@ -53,10 +58,23 @@ def run(sites: int, rounds: int) -> None:
     turns = cycle(users)
     data = FederatedDataset(users.__getitem__, lambda: next(turns))
     FederatedAveraging().run(
-        NNAlgorithmParams(central_num_iterations=rounds, evaluation_frequency=rounds + 1, train_cohort_size=sites, val_cohort_size=0),
+        NNAlgorithmParams(
+            central_num_iterations=rounds,
+            evaluation_frequency=rounds + 1,
+            train_cohort_size=sites,
+            val_cohort_size=0,
+        ),
         SimulatedBackend(data, data, postprocessors=[WeightByDatapoints()]),
-        PyTorchModel(model, lambda weights, lr: hospital(0).optimizer(weights), torch.optim.SGD(model.parameters(), 1.0)),
-        NNTrainHyperParams(local_num_epochs=hospital(0).task.local_epochs, local_learning_rate=1.0, local_batch_size=None),
+        PyTorchModel(
+            model,
+            lambda weights, lr: hospital(0).optimizer(weights),
+            torch.optim.SGD(model.parameters(), 1.0),
+        ),
+        NNTrainHyperParams(
+            local_num_epochs=hospital(0).task.local_epochs,
+            local_learning_rate=1.0,
+            local_batch_size=None,
+        ),
     )
     assert all(user.round == rounds for user in users.values())
     assert any(not weight.equal(before[name]) for name, weight in model.named_parameters())

@@ -43,7 +43,7 @@ def predict(
         options: adapt, device, strict, ... of `medflare.inference.predict.predict`.
 
     Returns:
-        A `medflare.inference.predict.Summary`; its `render()` is the summary in lines, `failed` a
+        A `medflare.inference.predict.PredictionSummary`; its `render()` is the summary in lines, `failed` a
         line for each image without a prediction.
     """
     if isinstance(model, str | Path):

@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medflare.adaptation.dsbn import TargetStatistics, TestTimeNorm, batch_norm_layers, estimate_statistics
+from medflare.adaptation.dsbn import (
+    TargetStatistics,
+    TestTimeNorm,
+    batch_norm_layers,
+    estimate_statistics,
+)
 from medflare.adaptation.tent import Tent, prediction_entropy
 from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.core.states import copy_state

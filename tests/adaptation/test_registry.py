@@ -17,7 +17,12 @@ from medflare.tasks.config import TaskConfig
 from methods import squares
 
 
-@pytest.fixture(params=[squares.SEGMENTATION, squares.task("classification", network={"name": "resnet18", "small_images": True})])
+@pytest.fixture(
+    params=[
+        squares.SEGMENTATION,
+        squares.task("classification", network={"name": "resnet18", "small_images": True}),
+    ]
+)
 def task(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -25,14 +30,26 @@ def task(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize(("tta", "kind"), [("dsbn", TargetStatistics), ("tent", Tent)])
 def test_stored_built_and_used(task: TaskConfig, tta: str, kind: type, tmp_path: Path) -> None:
     plain = plain_message(squares.start(task))
-    message = with_dsbn(plain) if tta == "dsbn" else with_tent(plain, task, rate=0.02, steps=2, episodic=True)
+    message = (
+        with_dsbn(plain)
+        if tta == "dsbn"
+        else with_tent(plain, task, rate=0.02, steps=2, episodic=True)
+    )
     save_model(tmp_path, task, message, {})
-    module, images = load_model(tmp_path).build(build_deployed), squares.site("O", task).data.test.images
+    module, images = (
+        load_model(tmp_path).build(build_deployed),
+        squares.site("O", task).data.test.images,
+    )
     assert type(module) is kind
     if isinstance(module, TargetStatistics):
         module.adapt([images])
     if isinstance(module, Tent):
-        assert (module.rate, module.steps, module.episodic, module.batch_size) == (0.02, 2, True, task.batch_size)
+        assert (module.rate, module.steps, module.episodic, module.batch_size) == (
+            0.02,
+            2,
+            True,
+            task.batch_size,
+        )
     actual, unadapted = module(images), build_deployed(task, plain)(images)
     assert actual.shape == unadapted.shape and not torch.allclose(actual, unadapted, atol=1e-3)
     assert ((actual >= 0) & (actual <= 1)).all()
@@ -57,7 +74,14 @@ def test_the_adapted_model_can_be_of_any_kind() -> None:
         kinds.append(message.meta["kind"])
         return build_deployed(squares.SEGMENTATION, plain)
 
-    assert type(adapted_model(squares.SEGMENTATION, with_dsbn(Message(plain.states, {"kind": "odd"})), build)) is TargetStatistics
+    assert (
+        type(
+            adapted_model(
+                squares.SEGMENTATION, with_dsbn(Message(plain.states, {"kind": "odd"})), build
+            )
+        )
+        is TargetStatistics
+    )
     odd = with_tent(Message(plain.states, {"kind": "odder", "more": 1}), squares.SEGMENTATION)
     assert odd.meta["more"] == 1 and type(adapted_model(squares.SEGMENTATION, odd, build)) is Tent
     assert kinds == ["odd", "odder"]

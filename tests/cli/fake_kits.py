@@ -27,32 +27,60 @@ class Root:
         self.name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         self.certificate = self.signed(self.name, self.key, days=(-1, 3650), is_root=True)
 
-    def signed(self, name: x509.Name, key: ec.EllipticCurvePrivateKey, days: tuple[float, float], is_root: bool = False) -> bytes:
+    def signed(
+        self,
+        name: x509.Name,
+        key: ec.EllipticCurvePrivateKey,
+        days: tuple[float, float],
+        is_root: bool = False,
+    ) -> bytes:
         """A certificate that is valid from so many days to so many days from now, in PEM."""
         begin, end = (NOW + timedelta(days=day) for day in days)
-        builder = x509.CertificateBuilder(self.name, name, key.public_key(), x509.random_serial_number(), begin, end)
-        builder = builder.add_extension(x509.BasicConstraints(ca=is_root, path_length=None), critical=True)
-        builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        builder = x509.CertificateBuilder(
+            self.name, name, key.public_key(), x509.random_serial_number(), begin, end
+        )
+        builder = builder.add_extension(
+            x509.BasicConstraints(ca=is_root, path_length=None), critical=True
+        )
+        builder = builder.add_extension(
+            x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
+        )
         own = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
         builder = builder.add_extension(own, critical=False)
-        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        builder = builder.add_extension(
+            x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False
+        )
         return builder.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-def make_kit(folder: Path, root: Root, kind: Kind = "site", port: int = 1, days: tuple[float, float] = (-1, 365)) -> Kit:
+def make_kit(
+    folder: Path,
+    root: Root,
+    kind: Kind = "site",
+    port: int = 1,
+    days: tuple[float, float] = (-1, 365),
+) -> Kit:
     """A freshly provisioned kit: certificates, FLARE's own files, no policies of medflare's."""
     name, part = ("localhost", "server") if kind == "server" else (folder.name, "client")
     startup, local = folder / "startup", folder / "local"
     for place in (startup, local):
         place.mkdir(mode=0o700, parents=True)
     key = ec.generate_private_key(ec.SECP256R1())
-    pem = (serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption())
+    pem = (
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.TraditionalOpenSSL,
+        serialization.NoEncryption(),
+    )
     (startup / f"{part}.key").write_bytes(key.private_bytes(*pem))
     (startup / f"{part}.key").chmod(0o600)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     (startup / f"{part}.crt").write_bytes(root.signed(subject, key, days))
     (startup / "rootCA.pem").write_bytes(root.certificate)
-    files = {"ssl_private_key": f"{part}.key", "ssl_cert": f"{part}.crt", "ssl_root_cert": "rootCA.pem"}
+    files = {
+        "ssl_private_key": f"{part}.key",
+        "ssl_cert": f"{part}.crt",
+        "ssl_root_cert": "rootCA.pem",
+    }
     server = {"name": "medflare", "service": {"target": f"localhost:{port}", "scheme": "http"}}
     content: dict[str, Any] = {"servers": [server], "client": {**files, "fqsn": name}}
     if kind == "server":
@@ -63,12 +91,24 @@ def make_kit(folder: Path, root: Root, kind: Kind = "site", port: int = 1, days:
 
 
 def _resources(kind: Kind) -> dict[str, object]:
-    content: dict[str, object] = {"class_list_enforcement_mode": "enforce", "class_allow_list": ["nvflare.app_common.np.NPTrainer"]}
+    content: dict[str, object] = {
+        "class_list_enforcement_mode": "enforce",
+        "class_allow_list": ["nvflare.app_common.np.NPTrainer"],
+    }
     if kind == "site":
         return {**content, "components": [{"id": "process_launcher", "path": PLAIN, "args": {}}]}
-    manager = {"id": "job_manager", "path": "manager", "args": {"uri_root": "/tmp/nvflare/jobs-storage"}}
+    manager = {
+        "id": "job_manager",
+        "path": "manager",
+        "args": {"uri_root": "/tmp/nvflare/jobs-storage"},
+    }
     snapshots = {"args": {"storage": {"args": {"root_dir": "/tmp/nvflare/snapshot-storage"}}}}
-    return {**content, "servers": [{"heart_beat_timeout": 600}], "snapshot_persistor": snapshots, "components": [manager]}
+    return {
+        **content,
+        "servers": [{"heart_beat_timeout": 600}],
+        "snapshot_persistor": snapshots,
+        "components": [manager],
+    }
 
 
 def free_port() -> int:

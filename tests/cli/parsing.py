@@ -12,7 +12,9 @@ def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The command's path, and its options by name."""
     context: Any = get_command(app).make_context("medflare", list(words))
     while hasattr(context.command, "resolve_command"):
-        name, command, rest = context.command.resolve_command(context, [*context._protected_args, *context.args])
+        name, command, rest = context.command.resolve_command(
+            context, [*context._protected_args, *context.args]
+        )
         context = command.make_context(name, rest, parent=context)
     return context.command_path, context.params
 
@@ -22,5 +24,7 @@ def command_names(command: Any = None, path: str = "") -> list[str]:
     actual = []
     top: Any = command or get_command(app)
     for name, one in top.commands.items():
-        actual += command_names(one, f"{path}{name} ") if hasattr(one, "commands") else [f"{path}{name}"]
+        actual += (
+            command_names(one, f"{path}{name} ") if hasattr(one, "commands") else [f"{path}{name}"]
+        )
     return actual

@@ -16,8 +16,18 @@ from medflare.core.errors import ConfigError
 
 
 def test_site_and_server_by_name(site: Kit, server: Kit) -> None:
-    assert (site.kind, site.name, site.host, site.port, site.key.name) == ("site", "site-1", "localhost", 1, "client.key")
-    assert (server.kind, server.name, server.certificate.name) == ("server", "localhost", "server.crt")
+    assert (site.kind, site.name, site.host, site.port, site.key.name) == (
+        "site",
+        "site-1",
+        "localhost",
+        1,
+        "client.key",
+    )
+    assert (server.kind, server.name, server.certificate.name) == (
+        "server",
+        "localhost",
+        "server.crt",
+    )
 
 
 def test_a_folder_that_is_no_kit_is_refused(tmp_path: Path, site: Kit) -> None:
@@ -70,10 +80,14 @@ def served(tmp_path: Path, root: Root) -> Kit:
 
 
 @pytest.mark.parametrize(("same_root", "named"), [(False, "another root"), (True, "handshake")])
-def test_another_federations_server_is_named(tmp_path: Path, served: Kit, same_root: bool, named: str) -> None:
+def test_another_federations_server_is_named(
+    tmp_path: Path, served: Kit, same_root: bool, named: str
+) -> None:
     stranger = make_kit(tmp_path / "site-1", Root("other"), port=served.port)
     with listening(served):
-        assert named in server_problem(replace(stranger, root=served.root) if same_root else stranger)
+        assert named in server_problem(
+            replace(stranger, root=served.root) if same_root else stranger
+        )
 
 
 def test_a_server_answers_or_closes_without_an_alert(site: Kit, served: Kit) -> None:
@@ -88,4 +102,6 @@ def test_a_server_that_is_not_there_is_named(site: Kit) -> None:
     assert "nothing listens" in server_problem(site)
     assert "no-such-host.invalid" in server_problem(replace(site, host="no-such-host.invalid"))
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert "firewall" in server_problem(replace(site, port=silent.getsockname()[1]), timeout=0.1)
+        assert "firewall" in server_problem(
+            replace(site, port=silent.getsockname()[1]), timeout=0.1
+        )

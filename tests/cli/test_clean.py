@@ -14,7 +14,11 @@ LASTING = ("results.json", "report.html", "metrics.jsonl")
 
 
 def files_of(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -29,19 +33,43 @@ def test_nothing_is_deleted_without_yes(run: Path, capsys: pytest.CaptureFixture
     before = files_of(run)
     assert main(["clean", str(run.parent)]) == 0
     printed = capsys.readouterr().out
-    assert files_of(run) == before and f"{run}: COMPLETED" in printed and "delete with --yes" in printed
-    assert all(f"  {what}: " in printed for what in ("copies of equal models", "checkpoint", "states of the sites"))
+    assert (
+        files_of(run) == before
+        and f"{run}: COMPLETED" in printed
+        and "delete with --yes" in printed
+    )
+    assert all(
+        f"  {what}: " in printed
+        for what in ("copies of equal models", "checkpoint", "states of the sites")
+    )
 
 
-def test_states_checkpoints_and_copies_are_freed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_states_checkpoints_and_copies_are_freed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = files_of(run)
     assert main(["clean", str(run), "--yes"]) == 0
     after = files_of(run)
-    assert after == {name: size for name, size in before.items() if name in after}, "nothing else was changed"
+    assert after == {name: size for name, size in before.items() if name in after}, (
+        "nothing else was changed"
+    )
     gone = {name for name in before if name not in after}
-    assert all(name == "checkpoint.safetensors" or "/state/" in name or name.endswith(("model.safetensors", "card.json")) for name in gone)
-    assert all(name in after for name in before if name.startswith("models/") or "scores/" in name or name.endswith(LASTING))
-    assert {"sites/site-1/global/model.safetensors", "sites/site-2/deployed/model.safetensors", "checkpoint.safetensors"} <= gone
+    assert all(
+        name == "checkpoint.safetensors"
+        or "/state/" in name
+        or name.endswith(("model.safetensors", "card.json"))
+        for name in gone
+    )
+    assert all(
+        name in after
+        for name in before
+        if name.startswith("models/") or "scores/" in name or name.endswith(LASTING)
+    )
+    assert {
+        "sites/site-1/global/model.safetensors",
+        "sites/site-2/deployed/model.safetensors",
+        "checkpoint.safetensors",
+    } <= gone
     assert main(["clean", str(run)]) == 0
     assert capsys.readouterr().out.endswith("0 B would be freed; delete with --yes\n")
     assert main(["results", str(run)]) == 0
@@ -56,12 +84,18 @@ def test_a_model_that_only_its_site_has_stays(run: Path) -> None:
     assert left == ["sites/site-1/deployed/model.safetensors"], "all are equal: one stays"
 
 
-def test_an_interrupted_run_keeps_what_resume_needs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_keeps_what_resume_needs(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     results = json.loads((run / "results.json").read_text())
-    (run / "results.json").write_text(json.dumps({**results, "status": "FAILED", "reason": "interrupted from the keyboard"}))
+    (run / "results.json").write_text(
+        json.dumps({**results, "status": "FAILED", "reason": "interrupted from the keyboard"})
+    )
     assert main(["clean", str(run), "--yes"]) == 0
     assert "medflare resume can continue it" in capsys.readouterr().out
-    assert {"checkpoint.safetensors"} <= files_of(run).keys() and any("/state/" in name for name in files_of(run))
+    assert {"checkpoint.safetensors"} <= files_of(run).keys() and any(
+        "/state/" in name for name in files_of(run)
+    )
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path, refused: Refused) -> None:

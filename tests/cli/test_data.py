@@ -43,8 +43,8 @@ def test_on_a_terminal_it_asks(root: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_a_place_that_cannot_be_written_is_said_before_images_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
-    monkeypatch.setattr("medflare.training.proposing.propose", None)
-    monkeypatch.setattr("medflare.data.checking.fingerprint.fingerprints", None)
+    monkeypatch.setattr("medflare.preparation.proposing.propose", None)
+    monkeypatch.setattr("medflare.preparation.fingerprint.fingerprints", None)
     (tmp_path / "file").write_text("")
     for command in (["task", "init"], ["data", "fingerprint"]):
         for place in (tmp_path, tmp_path / "file" / "task.json"):

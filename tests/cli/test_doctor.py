@@ -9,7 +9,7 @@ import pytest
 
 from cli.fake_kits import Root, free_port, make_kit
 from helpers.fixture_types import SiteOf, TaskOf
-from medflare.cli.doctor import Finding, examine
+from medflare.cli.doctor import CheckResult, examine
 from medflare.cli.startup_kit import Kit, KitSettings, set_up, template
 from medflare.data.loading import ENVIRONMENT
 from medflare.tasks.config import TaskConfig
@@ -26,7 +26,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return free
 
 
-def _found(kit: Kit, check: str, task: TaskConfig | None = None) -> Finding:
+def _found(kit: Kit, check: str, task: TaskConfig | None = None) -> CheckResult:
     return next(finding for finding in examine(kit, task) if finding.check == check)
 
 

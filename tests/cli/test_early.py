@@ -39,11 +39,22 @@ def test_a_folder_that_flare_cannot_have(tmp_path: Path, refused: Refused) -> No
 
 
 @pytest.mark.parametrize("with_results", [False, True])
-def test_a_simulation_that_failed(with_results: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+def test_a_simulation_that_failed(
+    with_results: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
     def execute(recipe: MedflareRecipe, env: Any) -> None:
         if with_results:
-            record = RunRecord("fedavg", None, seed=0, rounds=1, sites={"site-1": SiteRecord("inside")}, reason="lost")
-            write_results(Path(env.workspace_root) / "job" / "server" / "simulate_job" / "medflare", record)
+            record = RunRecord(
+                "fedavg",
+                None,
+                seed=0,
+                rounds=1,
+                sites={"site-1": SiteRecord("inside")},
+                reason="lost",
+            )
+            write_results(
+                Path(env.workspace_root) / "job" / "server" / "simulate_job" / "medflare", record
+            )
         raise RuntimeError("Simulation failed with return code 2.")
 
     monkeypatch.setattr(FedAvgRecipe, "execute", execute)
@@ -53,7 +64,10 @@ def test_a_simulation_that_failed(with_results: bool, tmp_path: Path, monkeypatc
         assert "return code 2" in refused(*command)
     else:
         assert main(command) == 1
-        assert json.loads((tmp_path / "fedavg-phantom-seed0" / "results.json").read_text())["reason"] == "lost"
+        assert (
+            json.loads((tmp_path / "fedavg-phantom-seed0" / "results.json").read_text())["reason"]
+            == "lost"
+        )
 
 
 def test_a_job_takes_nothing_away_that_lies_beside_it(tmp_path: Path, refused: Refused) -> None:
@@ -72,7 +86,9 @@ def test_what_cannot_be_resumed_says_what_it_is(tmp_path: Path, refused: Refused
 
 
 def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medflare.core.store.os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    monkeypatch.setattr(
+        "medflare.core.store.os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "full"))
+    )
     with pytest.raises(OSError, match=r"results\.json") as caught:
         write_atomically(tmp_path / "results.json", b"{}")
     assert caught.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())

@@ -40,7 +40,9 @@ class Download(Served):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("results")
-    run_local("fedavg", tiny_phantom(), ["site-1", "site-2"], rounds=1, seed=0, out=folder / "medflare")
+    run_local(
+        "fedavg", tiny_phantom(), ["site-1", "site-2"], rounds=1, seed=0, out=folder / "medflare"
+    )
     before = os.umask(0o077)
     (folder / "beside.txt").write_text("a file as FLARE writes it")
     os.umask(before)
@@ -70,9 +72,15 @@ def fetch(out: Path) -> int:
     return main([*FETCH, str(out)])
 
 
-def test_a_job_is_fetched_by_its_name_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
+def test_a_job_is_fetched_by_its_name_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
     out = tmp_path / "results"
-    assert "'fedsm-brian'" in refused("job", "fetch", "fedsm-brian", "--kit", "lead", "--out", str(out)) and not out.exists()
+    assert (
+        "'fedsm-brian'"
+        in refused("job", "fetch", "fedsm-brian", "--kit", "lead", "--out", str(out))
+        and not out.exists()
+    )
     assert fetch(out) == 0
     assert "COMPLETED" in capsys.readouterr().out
     assert (out / "id" / "beside.txt").stat().st_mode & 0o077 == 0
@@ -112,11 +120,15 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
         with monkeypatch.context() as patched:
             patched.setattr(shutil, "copyfile", full)
             assert "No space left" in refused(*FETCH, str(out))
-        assert [path.name for path in out.iterdir()] == ["id"] * earlier and not [*transfer.iterdir()]
+        assert [path.name for path in out.iterdir()] == ["id"] * earlier and not [
+            *transfer.iterdir()
+        ]
         assert fetch(out) == 0
 
 
-def test_what_flare_could_not_unpack_is_one_line(tmp_path: Path, transfer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_flare_could_not_unpack_is_one_line(
+    tmp_path: Path, transfer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = Download(transfer, tmp_path)
 
     def broken(identity: str, destination: str) -> str:
@@ -135,4 +147,6 @@ def test_what_flare_could_not_unpack_is_one_line(tmp_path: Path, transfer: Path,
 def test_an_expired_certificate_of_the_lead_is_named(tmp_path: Path, refused: Refused) -> None:
     kit = make_kit(tmp_path / "lead", Root(), days=(-30, -3))
     for command in (["list"], ["watch", "x"], ["fetch", "x"]):
-        assert refused("job", *command, "--kit", str(kit.folder)).startswith("medflare: lead: client.crt ")
+        assert refused("job", *command, "--kit", str(kit.folder)).startswith(
+            "medflare: lead: client.crt "
+        )

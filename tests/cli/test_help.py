@@ -21,7 +21,9 @@ def test_every_example_is_a_command(command: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit, match=r"^0$"):
         main([*command.split(), "--help"])
     output = capsys.readouterr().out
-    examples = re.findall(r"^ +(medflare .+)$", output.partition("\n  examples:\n")[2], re.MULTILINE)
+    examples = re.findall(
+        r"^ +(medflare .+)$", output.partition("\n  examples:\n")[2], re.MULTILINE
+    )
     assert examples
     for example in examples:
         path, _ = parsed(shlex.split(example, comments=True)[1:])
@@ -44,15 +46,24 @@ def test_the_first_action_of_a_group_may_be_left_out(short: str, whole: str) -> 
 
 def test_the_settings_of_a_run_are_options() -> None:
     for command in ("run", "job"):
-        _, options = parsed([command, "fedavg", "--out", "x", "--heartbeat-timeout", "3", "--outside", "A, B"])
-        assert options.keys() >= {name for name in RunSettings.__dataclass_fields__ if name != "resume"}
+        _, options = parsed(
+            [command, "fedavg", "--out", "x", "--heartbeat-timeout", "3", "--outside", "A, B"]
+        )
+        assert options.keys() >= {
+            name for name in RunSettings.__dataclass_fields__ if name != "resume"
+        }
         assert (options["heartbeat_timeout"], options["rounds"]) == (3.0, None)
 
 
 def test_help_loads_nothing_heavy() -> None:
     heavy = {"torch", "monai", "nvflare", "numpy", "jinja2", "matplotlib", "rich"}
     code = f"import sys; from medflare.cli import main\ntry: main(['run', '--help'])\nfinally: assert not {heavy} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True)
+    subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        check=True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,11 +77,18 @@ def test_help_loads_nothing_heavy() -> None:
         ("predict model image", "--out"),
     ],
 )
-def test_what_is_misspelt_is_one_line_that_names_it(line: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_misspelt_is_one_line_that_names_it(
+    line: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(line.split())
     output = capsys.readouterr().err
-    assert ended.value.code == 2 and output.startswith("medflare") and output.count("\n") == 1 and named in output
+    assert (
+        ended.value.code == 2
+        and output.startswith("medflare")
+        and output.count("\n") == 1
+        and named in output
+    )
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,31 +102,46 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr("medflare.evaluation.console.show_results", Mock(side_effect=error))
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.EIO])
-def test_a_place_that_cannot_be_used_is_one_line(number: int, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+@pytest.mark.parametrize(
+    "number", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.EIO]
+)
+def test_a_place_that_cannot_be_used_is_one_line(
+    number: int, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
     failing(monkeypatch, OSError(number, "what the system says", "place"))
     assert refused("results", "place").startswith("medflare: place: what the system says; ")
 
 
-def test_an_error_that_is_about_no_file_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_is_about_no_file_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     failing(monkeypatch, ConnectionError("what the system says"))
     with pytest.raises(ConnectionError):
         main(["results", "place"])
 
 
-def test_a_question_without_an_answer_is_one_line(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+def test_a_question_without_an_answer_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
     failing(monkeypatch, EOFError())
     assert "--yes" in refused("results", "place")
 
 
 def test_letters_that_the_terminal_lacks_are_shown_as_escapes() -> None:
     command = [sys.executable, "-m", "medflare.cli", "methods", "fedprox"]
-    ended = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True)
+    ended = subprocess.run(
+        command,
+        env={"PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=True,
+    )
     assert rb"mu = 0.1  [\u03bc" in ended.stdout
 
 
 @pytest.mark.parametrize(("line", "command"), [("", "run"), ("data", "init"), ("job", "watch")])
-def test_a_group_without_arguments_prints_its_help(line: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_without_arguments_prints_its_help(
+    line: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(line.split())
     assert re.search(rf"^  {command} ", capsys.readouterr().out, re.MULTILINE)

@@ -20,15 +20,27 @@ from medflare.methods.method import paired
 
 def test_two_halves_by_hand() -> None:
     lines = [line.strip() for line in method_listing(PAIR).splitlines()]
-    assert lines[:3] == ["pair: Two Algorithms", "Nobody, Nowhere 2000", "models: global, personal, deployed"]
+    assert lines[:3] == [
+        "pair: Two Algorithms",
+        "Nobody, Nowhere 2000",
+        "models: global, personal, deployed",
+    ]
     assert lines[3:6] == ["site", "site.beta = 0.5  [β, Eq. 3; ≥ 0]", "weight of the prior"]
-    assert {"rounds = 2  [1 to 9]", "lam = none  [λ]", "server.beta = 0.9  [≤ 1]", "selection = best  [best, last]"} <= {*lines}
+    assert {
+        "rounds = 2  [1 to 9]",
+        "lam = none  [λ]",
+        "server.beta = 0.9  [≤ 1]",
+        "selection = best  [best, last]",
+    } <= {*lines}
 
 
 def test_a_pair_says_whose_halves_it_has() -> None:
     assert "beta = 0.5  [β, Eq. 3; ≥ 0]" in method_listing(BARE), "one half alone has it"
     lines = method_listing(paired(BARE, PAIR)).splitlines()
-    assert lines[0].startswith("bare+pair: ") and {"  site algorithm of bare", "  server algorithm of pair"} <= {*lines}
+    assert lines[0].startswith("bare+pair: ") and {
+        "  site algorithm of bare",
+        "  server algorithm of pair",
+    } <= {*lines}
 
 
 @pytest.mark.parametrize("name", method_names())
@@ -40,12 +52,22 @@ def test_every_hyper_parameter_is_there_and_fits(name: str) -> None:
     fields = {algorithm: described(owner) for algorithm, owner in method.hyper_classes.items()}
     for algorithm, own in fields.items():
         for about in own.values():
-            shown = f"{algorithm}.{about.name}" if all(about.name in others for others in fields.values()) else about.name
-            (place,) = [place for place, line in enumerate(lines) if line.startswith(f"    {shown} = {format_setting(about.default)}")]
+            shown = (
+                f"{algorithm}.{about.name}"
+                if all(about.name in others for others in fields.values())
+                else about.name
+            )
+            (place,) = [
+                place
+                for place, line in enumerate(lines)
+                if line.startswith(f"    {shown} = {format_setting(about.default)}")
+            ]
             assert lines[place + 1].strip() == about.text
 
 
-def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["methods", "moon", "--server-algorithm", "grace"]) == 0
     assert capsys.readouterr().out == method_listing(get_method("moon", server="grace")) + "\n"
     assert main(["methods"]) == 0
@@ -57,7 +79,10 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(capsys: pytest.Capture
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(("words", "named"), [(["--site-algorithm", "moon"], "--site-algorithm"), (["fedsmm"], "'fedsmm'")])
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [(["--site-algorithm", "moon"], "--site-algorithm"), (["fedsmm"], "'fedsmm'")],
+)
 def test_what_is_no_method_is_one_line(words: list[str], named: str, refused: Refused) -> None:
     assert named in refused("methods", *words)
 
@@ -70,14 +95,21 @@ def test_methods_of_other_distributions_are_listed_alike(tmp_path: Path) -> None
     (tmp_path / "theirs.py").write_text(
         "import dataclasses\nfrom cli.pair import PAIR\nMETHOD = dataclasses.replace(PAIR, name='theirs')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{describe(tmp_path, 'theirs', {'theirs': 'theirs:METHOD'})}:{PATH}"}
-    output = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=True).stdout
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{describe(tmp_path, 'theirs', {'theirs': 'theirs:METHOD'})}:{PATH}",
+    }
+    output = subprocess.run(
+        COMMAND, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert f"\n{method_listing(PAIR).replace('pair', 'theirs', 1)}\n" in f"\n{output}"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     environment = {**os.environ, "PYTHONPATH": PATH}
-    listing = subprocess.Popen(COMMAND, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    listing = subprocess.Popen(
+        COMMAND, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert listing.stdout is not None and listing.stderr is not None
     listing.stdout.close()
     assert listing.stderr.read() == b""

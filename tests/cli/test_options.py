@@ -10,7 +10,7 @@ import pytest
 from cli.pair import EMPTY, PAIR
 from helpers import small_tasks
 from medflare.cli.options import environment, set_values, site_names, task_with
-from medflare.cli.run import Federation, hyper_and_task
+from medflare.cli.run import FederationOptions, hyper_and_task
 from medflare.core.errors import ConfigError
 from medflare.inference.deployed import plain_message, save_model
 from medflare.methods.method import Method
@@ -21,7 +21,7 @@ ROOT = "MEDFLARE_DATA_ROOT"
 
 def read(*settings: str, method: Method = PAIR, **more: Any) -> tuple[dict[str, Any], Any]:
     """What `medflare run pair --set ...` makes of its settings."""
-    return hyper_and_task(Federation("pair", set=list(settings), **more), method)
+    return hyper_and_task(FederationOptions("pair", set=list(settings), **more), method)
 
 
 def test_a_name_goes_to_the_half_that_owns_it_or_that_it_says() -> None:

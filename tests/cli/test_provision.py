@@ -47,14 +47,20 @@ def test_the_example_is_the_federation_of_the_deployment_page(tmp_path: Path) ->
     written = yaml.safe_load((tmp_path / "project.yml").read_text())
     assert written == yaml.safe_load((ROOT / "poc_workspace/project.yml").read_text())
     before = (tmp_path / "project.yml").read_text()
-    assert main(["provision", "project.yml", "--new"]) == 1 and (tmp_path / "project.yml").read_text() == before
+    assert (
+        main(["provision", "project.yml", "--new"]) == 1
+        and (tmp_path / "project.yml").read_text() == before
+    )
 
 
 def test_kits_are_made_and_a_site_is_added_later(tmp_path: Path) -> None:
     main(["provision", "project.yml", "--new"])
     assert main(["provision", "project.yml"]) == 0
     federation = tmp_path / "federation/medflare"
-    parties = [one["name"] for one in yaml.safe_load((tmp_path / "project.yml").read_text())["participants"]]
+    parties = [
+        one["name"]
+        for one in yaml.safe_load((tmp_path / "project.yml").read_text())["participants"]
+    ]
     assert sorted(path.name for path in (federation / "prod_00").iterdir()) == sorted(parties)
     for name in ("localhost", "site-3"):
         resources = json.loads((federation / "prod_00" / name / "local/resources.json").read_text())
@@ -67,10 +73,14 @@ def test_kits_are_made_and_a_site_is_added_later(tmp_path: Path) -> None:
     added = open_kit(federation / "prod_01/site-5")
     check_root(added)  # it can join those of the first generation
     first = open_kit(federation / "prod_00/site-1")
-    assert load_pem_x509_certificate(added.root.read_bytes()) == load_pem_x509_certificate(first.root.read_bytes())
+    assert load_pem_x509_certificate(added.root.read_bytes()) == load_pem_x509_certificate(
+        first.root.read_bytes()
+    )
 
 
-def test_what_is_no_project_is_refused_with_the_remedy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_no_project_is_refused_with_the_remedy(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["provision", "project.yml"]) == 1
     assert "medflare provision project.yml --new" in capsys.readouterr().err
     for content in ("[", "participants: []", "text"):
@@ -80,7 +90,9 @@ def test_what_is_no_project_is_refused_with_the_remedy(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("passphrase", ["", "short"])
-def test_no_kit_is_made_without_a_passphrase(passphrase: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_kit_is_made_without_a_passphrase(
+    passphrase: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["provision", "project.yml", "--new"])
     monkeypatch.setenv(root_key.VARIABLE, passphrase)
     assert main(["provision", "project.yml"]) == 1
@@ -89,13 +101,18 @@ def test_no_kit_is_made_without_a_passphrase(passphrase: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("options", [[], ["--leave-root-key"]])
 def test_no_second_root_is_made(
-    options: list[str], state: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    options: list[str],
+    state: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the locked key away, or beside it, FLARE would make another root.
 
     The key of another federation in the workspace does not count, and stays.
     """
-    monkeypatch.setattr(subprocess, "run", lambda *command, **options: pytest.fail("FLARE was started"))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *command, **options: pytest.fail("FLARE was started")
+    )
     main(["provision", "project.yml", "--new"])
     other = state.parents[1] / "another/state/cert.json"
     other.parent.mkdir(parents=True)
@@ -107,7 +124,9 @@ def test_no_second_root_is_made(
     (state.parent / "prod_00").mkdir()
     (state / root_key.LOCKED).unlink()
     assert main(["provision", "project.yml", *options]) == 1
-    assert str(state.relative_to(Path.cwd())) in capsys.readouterr().err and not list(state.iterdir())
+    assert str(state.relative_to(Path.cwd())) in capsys.readouterr().err and not list(
+        state.iterdir()
+    )
     assert os.listdir(other.parent) == ["cert.json"] and other.read_text() == "another"
 
 
@@ -137,7 +156,10 @@ def test_the_root_key_of_a_run_that_is_stopped_is_locked(
 
 def test_the_root_key_is_locked_and_unlocked(state: Path) -> None:
     root_key.lock(state, PASSPHRASE)
-    assert os.listdir(state) == ["cert.json.locked"] and KEY not in (state / root_key.LOCKED).read_text()
+    assert (
+        os.listdir(state) == ["cert.json.locked"]
+        and KEY not in (state / root_key.LOCKED).read_text()
+    )
     with pytest.raises(ConfigError, match="wrong passphrase"):
         root_key.unlock(state, "incorrect horse")
     assert os.listdir(state) == ["cert.json.locked"]
@@ -153,14 +175,20 @@ def test_two_root_keys_are_never_mixed(state: Path, capsys: pytest.CaptureFixtur
     (state / "cert.json").write_text(another)
     assert main(["provision", "project.yml"]) == 1
     assert "different root keys" in capsys.readouterr().err
-    assert (state / root_key.LOCKED).read_text() == locked and (state / "cert.json").read_text() == another
-    left = json.dumps({"root_pri_key": KEY, "server": "a certificate more"})  # by an interrupted run
+    assert (state / root_key.LOCKED).read_text() == locked and (
+        state / "cert.json"
+    ).read_text() == another
+    left = json.dumps(
+        {"root_pri_key": KEY, "server": "a certificate more"}
+    )  # by an interrupted run
     (state / "cert.json").write_text(left)
     root_key.unlock(state, PASSPHRASE)
     assert (state / "cert.json").read_text() == left
 
 
-@pytest.mark.parametrize("content", ['{"format": "medflare ro', "{}", '{"salt": "AAAA", "token": 3}', "[]"])
+@pytest.mark.parametrize(
+    "content", ['{"format": "medflare ro', "{}", '{"salt": "AAAA", "token": 3}', "[]"]
+)
 def test_a_damaged_file_is_named_and_stays(content: str, state: Path) -> None:
     root_key.lock(state, PASSPHRASE)
     whole = (state / root_key.LOCKED).read_text()
@@ -173,7 +201,9 @@ def test_a_damaged_file_is_named_and_stays(content: str, state: Path) -> None:
     (state / root_key.LOCKED).write_text(content)
     with pytest.raises(ConfigError, match=r"cert\.json\.locked: damaged"):
         root_key.unlock(state, PASSPHRASE)
-    assert (state / "cert.json").read_text() == '{"root_pri' and (state / root_key.LOCKED).read_text() == content
+    assert (state / "cert.json").read_text() == '{"root_pri' and (
+        state / root_key.LOCKED
+    ).read_text() == content
 
 
 def test_a_root_key_that_the_earlier_script_locked_unlocks(state: Path) -> None:

@@ -65,17 +65,52 @@ def simulator(monkeypatch: pytest.MonkeyPatch) -> Simulator:
 
 
 def test_the_plain_loop_gets_everything(engine: Engine, tmp_path: Path) -> None:
-    options = ["--sites", "A,B,X", "--outside", "X,Y", "--rounds", "3", "--seed", "5", "--min-sites", "1", "--sites-per-round", "2"]
+    options = [
+        "--sites",
+        "A,B,X",
+        "--outside",
+        "X,Y",
+        "--rounds",
+        "3",
+        "--seed",
+        "5",
+        "--min-sites",
+        "1",
+        "--sites-per-round",
+        "2",
+    ]
     settings = ["--set", "server.selection=last", "--set", "task.batch_size=4"]
-    where = ["--data-root", str(tmp_path), "--out", str(tmp_path / "out"), "--engine", "local", "--workers", "2"]
+    where = [
+        "--data-root",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+        "--engine",
+        "local",
+        "--workers",
+        "2",
+    ]
     (tmp_path / "datalist.json").touch()  # serves sites of every name
     assert main(["run", "fedavg", "--server-algorithm", "grace", *options, *settings, *where]) == 0
     (((), named, root),) = engine.calls
     task = named.pop("task")
     assert (task.name, task.batch_size, named.pop("say")) == ("phantom", 4, print)
     assert named.pop("out") == tmp_path / "out" / "fedavg+grace-phantom-seed5"
-    expected = {"rounds": 3, "seed": 5, "outside": ["X", "Y"], "min_sites": 1, "sites_per_round": 2, "sites": ["A", "B", "X", "Y"]}
-    algorithms = {"method": "fedavg", "site_algorithm": None, "server_algorithm": "grace", "site": {}, "server": {"selection": "last"}}
+    expected = {
+        "rounds": 3,
+        "seed": 5,
+        "outside": ["X", "Y"],
+        "min_sites": 1,
+        "sites_per_round": 2,
+        "sites": ["A", "B", "X", "Y"],
+    }
+    algorithms = {
+        "method": "fedavg",
+        "site_algorithm": None,
+        "server_algorithm": "grace",
+        "site": {},
+        "server": {"selection": "last"},
+    }
     assert named == {**expected, **algorithms, "workers": 2}
     assert root == str(tmp_path) and ROOT not in os.environ
 
@@ -86,24 +121,55 @@ def test_sites_are_the_folders_of_the_data_root(engine: Engine, tmp_path: Path) 
         (tmp_path / name / "datalist.json").touch()
     run = ["run", "fedavg", "--engine", "local", "--out", str(tmp_path / "out")]
     assert main([*run, "--data-root", str(tmp_path)]) == main(run) == 0
-    assert [named["sites"] for _, named, _ in engine.calls] == [["north", "south"], ["site-1", "site-2", "site-3", "site-4"]]
+    assert [named["sites"] for _, named, _ in engine.calls] == [
+        ["north", "south"],
+        ["site-1", "site-2", "site-3", "site-4"],
+    ]
 
 
 def test_short_options_are_settings_of_the_task(engine: Engine, tmp_path: Path) -> None:
     short = ["--lr", "0.5", "--epochs", "3", "--batch-size", "7"]
-    assert main(["run", "fedavg", "--engine", "local", *short, "--set", "task.local_epochs=4", "--out", str(tmp_path)]) == 0
+    assert (
+        main(
+            [
+                "run",
+                "fedavg",
+                "--engine",
+                "local",
+                *short,
+                "--set",
+                "task.local_epochs=4",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     ((_, named, _),) = engine.calls
     task = named["task"]
-    assert (task.optimizer["lr"], task.local_epochs, task.batch_size) == (0.5, 4, 7), "--set is more specific"
+    assert (task.optimizer["lr"], task.local_epochs, task.batch_size) == (0.5, 4, 7), (
+        "--set is more specific"
+    )
 
 
-def test_flares_simulator_gets_everything(engine: Engine, simulator: Simulator, tmp_path: Path) -> None:
+def test_flares_simulator_gets_everything(
+    engine: Engine, simulator: Simulator, tmp_path: Path
+) -> None:
     (tmp_path / "datalist.json").touch()
     options = ["--sites", "2", "--outside", "X", "--step-timeout", "9", "--heartbeat-timeout", "30"]
     options += ["--threads", "1", "--set", "selection=last"]
-    assert main(["run", "fedavg", *options, "--data-root", str(tmp_path), "--out", str(tmp_path)]) == 0
+    assert (
+        main(["run", "fedavg", *options, "--data-root", str(tmp_path), "--out", str(tmp_path)]) == 0
+    )
     assert simulator.settings.pop("task").name == "phantom"
-    run = {"method": "fedavg", "rounds": 10, "seed": 0, "outside": ["X"], "step_timeout": 9.0, "heartbeat_timeout": 30.0}
+    run = {
+        "method": "fedavg",
+        "rounds": 10,
+        "seed": 0,
+        "outside": ["X"],
+        "step_timeout": 9.0,
+        "heartbeat_timeout": 30.0,
+    }
     assert simulator.settings == {**run, **ALGORITHMS, "site": {}, "server": {"selection": "last"}}
     folder = tmp_path / "fedavg-phantom-seed0"
     assert simulator.calls == [((["site-1", "site-2", "X"], folder), {"threads": 1}, str(tmp_path))]
@@ -123,8 +189,15 @@ def test_results_and_models_of_the_simulator_are_where_the_plain_loop_has_them(
     for _ in range(2):
         assert main(["run", "fedavg", "--sites", "2", "--out", str(tmp_path)]) == 0
     for folder in (tmp_path / "fedavg-phantom-seed0", tmp_path / "fedavg-phantom-seed0.1"):
-        assert {path.name for path in folder.iterdir()} == {"fedavg-phantom", "results.json", "models"}
-        assert all((folder / name).read_text() == name for name in ("results.json", "models/global/card.json"))
+        assert {path.name for path in folder.iterdir()} == {
+            "fedavg-phantom",
+            "results.json",
+            "models",
+        }
+        assert all(
+            (folder / name).read_text() == name
+            for name in ("results.json", "models/global/card.json")
+        )
 
 
 @pytest.mark.parametrize(
@@ -149,29 +222,47 @@ def test_results_and_models_of_the_simulator_are_where_the_plain_loop_has_them(
         ),
     ],
 )
-def test_wrong_commands_say_so_in_one_line(words: list[str], named: str, engine: Engine, refused: Refused) -> None:
+def test_wrong_commands_say_so_in_one_line(
+    words: list[str], named: str, engine: Engine, refused: Refused
+) -> None:
     assert named in refused(*words) and not engine.calls
 
 
 @pytest.mark.parametrize("engine_name", ["local", "flare"])
-def test_a_site_without_data_is_named_with_the_nearest(engine_name: str, engine: Engine, tmp_path: Path, refused: Refused) -> None:
+def test_a_site_without_data_is_named_with_the_nearest(
+    engine_name: str, engine: Engine, tmp_path: Path, refused: Refused
+) -> None:
     for site in ("clinic-1", "clinic-2"):
         (tmp_path / site).mkdir()
         (tmp_path / site / "datalist.json").touch()
     where = ("--data-root", str(tmp_path), "--engine", engine_name)
     assert "'clinic2'" in refused("run", "fedavg", "--sites", "clinic-1,clinic2", *where)
-    study = refused("study", "fedavg", "--sites", "clinic-1,clinic2", "--data-root", str(tmp_path), "--out", str(tmp_path / "o"))
+    study = refused(
+        "study",
+        "fedavg",
+        "--sites",
+        "clinic-1,clinic2",
+        "--data-root",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "o"),
+    )
     assert "'clinic2'" in study
     assert not engine.calls and not (tmp_path / "o").exists()
 
 
 def run_once(folder: Path, *options: str) -> int:
     """`medflare run fedavg` in the plain loop, with results below a folder."""
-    return main(["run", "fedavg", "--engine", "local", "--sites", "2", "--out", str(folder), *options])
+    return main(
+        ["run", "fedavg", "--engine", "local", "--sites", "2", "--out", str(folder), *options]
+    )
 
 
 def test_an_earlier_run_is_kept(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engine: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "fedavg-phantom-seed0"
 
@@ -182,15 +273,25 @@ def test_an_earlier_run_is_kept(
     monkeypatch.setattr("medflare.federation.local.loop.run_local", work)
     assert [run_once(tmp_path) for _ in range(3)] == [0, 0, 0]
     kept = {path.name: (path / "results.json").read_text() for path in tmp_path.iterdir()}
-    assert kept == {folder.name: "1", f"{folder.name}.1": "2", f"{folder.name}.2": "3"}, "links to the earlier runs stay right"
+    assert kept == {folder.name: "1", f"{folder.name}.1": "2", f"{folder.name}.2": "3"}, (
+        "links to the earlier runs stay right"
+    )
     lines = [line for line in capsys.readouterr().out.splitlines() if "earlier" in line]
-    assert lines == [f"an earlier run keeps the name {folder}; this run is {folder}.{number}" for number in (1, 2)]
+    assert lines == [
+        f"an earlier run keeps the name {folder}; this run is {folder}.{number}"
+        for number in (1, 2)
+    ]
     assert run_once(tmp_path, "--dry-run") == 0
     assert f"{folder}.3" in capsys.readouterr().out and len([*tmp_path.iterdir()]) == 3
 
 
-def test_a_run_may_start_from_the_earlier_one(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task, model = load_task(small_tasks.tiny_phantom()), tmp_path / "fedavg-phantom-seed0" / "models" / "global"
+def test_a_run_may_start_from_the_earlier_one(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, model = (
+        load_task(small_tasks.tiny_phantom()),
+        tmp_path / "fedavg-phantom-seed0" / "models" / "global",
+    )
     save_model(model, task, plain_message(initial_network(task, 0).state_dict()), {})
     actual: list[Path] = []
 
@@ -200,31 +301,52 @@ def test_a_run_may_start_from_the_earlier_one(engine: Engine, tmp_path: Path, mo
 
     monkeypatch.setattr("medflare.federation.local.loop.run_local", work)
     assert run_once(tmp_path, "--from", str(model)) == 0
-    assert actual == [tmp_path / "fedavg-phantom-seed0" / "models" / "global"] and (actual[0] / "model.safetensors").is_file()
+    assert (
+        actual == [tmp_path / "fedavg-phantom-seed0" / "models" / "global"]
+        and (actual[0] / "model.safetensors").is_file()
+    )
 
 
 def test_what_is_refused_moves_nothing(tmp_path: Path, refused: Refused) -> None:
     earlier = tmp_path / "fedavg-phantom-seed0" / "results.json"
     earlier.parent.mkdir()
     earlier.touch()
-    assert "rounds" in refused("run", "fedavg", "--engine", "local", "--sites", "2", "--rounds", "0", "--out", str(tmp_path))
+    assert "rounds" in refused(
+        "run",
+        "fedavg",
+        "--engine",
+        "local",
+        "--sites",
+        "2",
+        "--rounds",
+        "0",
+        "--out",
+        str(tmp_path),
+    )
     assert [*tmp_path.rglob("*")] == [earlier.parent, earlier]
 
 
-def test_a_folder_with_a_run_at_work_is_left_alone(engine: Engine, tmp_path: Path, refused: Refused) -> None:
+def test_a_folder_with_a_run_at_work_is_left_alone(
+    engine: Engine, tmp_path: Path, refused: Refused
+) -> None:
     folder = tmp_path / "fedavg-phantom-seed0"
     folder.mkdir()
     (folder / "metrics.jsonl").touch()
     place = os.open(folder, os.O_RDONLY)
     fcntl.flock(place, fcntl.LOCK_EX)  # as the run at work has it
-    for command in (("run", "fedavg", "--engine", "local", "--sites", "2", "--out", str(tmp_path)), ("resume", str(folder))):
+    for command in (
+        ("run", "fedavg", "--engine", "local", "--sites", "2", "--out", str(tmp_path)),
+        ("resume", str(folder)),
+    ):
         assert str(folder) in refused(*command)
     os.close(place)
     assert not engine.calls and [*tmp_path.iterdir()] == [folder]
     assert run_once(tmp_path) == 0, "its end ends the lock"
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "two words" / "fedavg-phantom-seed0"
 
     def work(*_: Any, out: Path, **__: Any) -> None:
@@ -236,7 +358,9 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert capsys.readouterr().err.endswith(f"medflare resume '{folder}'\n")
     (tmp_path / "datalist.json").touch()
     assert run_once(folder.parent, "--data-root", str(tmp_path)) == 130
-    assert capsys.readouterr().err.endswith(f"medflare resume '{folder}.1' --data-root {tmp_path}\n")
+    assert capsys.readouterr().err.endswith(
+        f"medflare resume '{folder}.1' --data-root {tmp_path}\n"
+    )
 
 
 def test_ctrl_c_before_the_first_checkpoint_says_that_nothing_can_be_resumed(
@@ -257,51 +381,110 @@ def test_options_in_a_file(engine: Engine, tmp_path: Path, refused: Refused) -> 
         file.write_text(json.dumps(content))
         return "--options", str(file), "--out", str(tmp_path / "out")
 
-    values = {"method": "fedsm", "engine": "local", "sites": ["A", "B"], "rounds": 7, "seed": 3, "set": ["lam=0.25"], "batch-size": 5}
+    values = {
+        "method": "fedsm",
+        "engine": "local",
+        "sites": ["A", "B"],
+        "rounds": 7,
+        "seed": 3,
+        "set": ["lam=0.25"],
+        "batch-size": 5,
+    }
     assert main(["run", *written({**values, "outside": ["X"], "from": None}), "--rounds", "2"]) == 0
     ((_, named, _),) = engine.calls
-    actual = {name: named[name] for name in ("method", "sites", "rounds", "seed", "outside", "server")}
-    expected = {"method": "fedsm", "sites": ["A", "B", "X"], "rounds": 2, "seed": 3, "outside": ["X"], "server": {"lam": 0.25}}
+    actual = {
+        name: named[name] for name in ("method", "sites", "rounds", "seed", "outside", "server")
+    }
+    expected = {
+        "method": "fedsm",
+        "sites": ["A", "B", "X"],
+        "rounds": 2,
+        "seed": 3,
+        "outside": ["X"],
+        "server": {"lam": 0.25},
+    }
     assert actual == expected and named["task"].batch_size == 5, "the command line has priority"
-    for content, word in (({"round": 3}, "'round' is no option of this command; did you mean rounds?"), ([1], "object")):
+    for content, word in (
+        ({"round": 3}, "'round' is no option of this command; did you mean rounds?"),
+        ([1], "object"),
+    ):
         assert word in refused("run", "fedavg", *written(content))
     file.write_text("{")
     assert "not valid JSON" in refused("run", "fedavg", "--options", str(file))
 
 
-def test_resume_goes_on_in_its_own_folder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_goes_on_in_its_own_folder(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = {"sites": ["A"], "outside": [], "task": load_task("phantom").to_dict()}
     monkeypatch.setattr("medflare.federation.checkpoint.stored_plan", lambda folder: plan)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "datalist.json").touch()
-    assert main(["resume", str(tmp_path), "--data-root", str(tmp_path / "data"), "--workers", "3"]) == 0
-    assert engine.calls == [((tmp_path,), {"workers": 3, "track": None, "say": print}, str(tmp_path / "data"))]
+    assert (
+        main(["resume", str(tmp_path), "--data-root", str(tmp_path / "data"), "--workers", "3"])
+        == 0
+    )
+    assert engine.calls == [
+        ((tmp_path,), {"workers": 3, "track": None, "say": print}, str(tmp_path / "data"))
+    ]
     assert ROOT not in os.environ
 
 
 def test_resume_replaces_no_results_before_it_can_go_on(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
-    plan = {"sites": ["A"], "outside": ["B"], "task": {**load_task("phantom").to_dict(), "embedded": ""}}
+    plan = {
+        "sites": ["A"],
+        "outside": ["B"],
+        "task": {**load_task("phantom").to_dict(), "embedded": ""},
+    }
     monkeypatch.setattr("medflare.federation.checkpoint.stored_plan", lambda folder: plan)
     assert "--data-root" in refused("resume", str(tmp_path))
-    record = RunRecord("fedavg", load_task("phantom"), 0, 3, {"A": SiteRecord("inside", metrics={"deployed": {"dice": 0.625}})})
+    record = RunRecord(
+        "fedavg",
+        load_task("phantom"),
+        0,
+        3,
+        {"A": SiteRecord("inside", metrics={"deployed": {"dice": 0.625}})},
+    )
     write_results(tmp_path, record)
     assert "medflare results" in refused("resume", str(tmp_path))
     assert not engine.calls
 
 
-def test_a_job_gets_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_gets_the_settings_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     build = Engine(tmp_path)
     monkeypatch.setattr("medflare.flare.jobs.building.build_job", build)
-    options = ["--heartbeat-timeout", "60", "--patience", "4", "--resplit", "3", "--track", "mlflow", "--no-byoc", "--out", str(tmp_path)]
+    options = [
+        "--heartbeat-timeout",
+        "60",
+        "--patience",
+        "4",
+        "--resplit",
+        "3",
+        "--track",
+        "mlflow",
+        "--no-byoc",
+        "--out",
+        str(tmp_path),
+    ]
     assert main(["job", "moon", "--site-algorithm", "fedavg", *options]) == 0
     (((), named, _),) = build.calls
     assert named.pop("task").resplit == 3
-    form = {"byoc": False, "embed_code": False, "out": tmp_path, "hyper": {"site": {}, "server": {}}, "track": "mlflow"}
+    form = {
+        "byoc": False,
+        "embed_code": False,
+        "out": tmp_path,
+        "hyper": {"site": {}, "server": {}},
+        "track": "mlflow",
+    }
     run = {"method": "moon", "rounds": 10, "seed": 0, "heartbeat_timeout": 60.0, "patience": 4}
     assert named == {**form, **run, **ALGORITHMS, "site_algorithm": "fedavg"}
-    assert f"medflare job submit {tmp_path}" in capsys.readouterr().out, "FLARE's simulator refuses it"
+    assert f"medflare job submit {tmp_path}" in capsys.readouterr().out, (
+        "FLARE's simulator refuses it"
+    )
     assert main(["job", "moon", "--out", str(tmp_path)]) == 0
     assert f"nvflare simulator {tmp_path} -n 4" in capsys.readouterr().out
     (tmp_path / "meta.json").touch()
@@ -325,14 +508,48 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return actual
 
 
-def test_a_study_gets_its_grid(study: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_gets_its_grid(
+    study: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     study.answer = {"fedavg": [{"status": "COMPLETED"}, {"status": "FAILED"}]}
-    options = ["--sites", "2", "--rounds", "3", "--seeds", "4,5", "--leave-one-out", "--processes", "2", "--set", "task.batch_size=4"]
+    options = [
+        "--sites",
+        "2",
+        "--rounds",
+        "3",
+        "--seeds",
+        "4,5",
+        "--leave-one-out",
+        "--processes",
+        "2",
+        "--set",
+        "task.batch_size=4",
+    ]
     (tmp_path / "datalist.json").touch()
-    assert main(["study", "fedavg", "single-site", *options, "--data-root", str(tmp_path), "--out", str(tmp_path)]) == 1, "a run failed"
+    assert (
+        main(
+            [
+                "study",
+                "fedavg",
+                "single-site",
+                *options,
+                "--data-root",
+                str(tmp_path),
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 1
+    ), "a run failed"
     ((candidates, setting, seeds, out), named, root) = study.calls[0]
     assert [candidate.label for candidate in candidates] == ["fedavg", "single-site"]
-    assert (setting.sites, setting.rounds, setting.task.batch_size, seeds, out) == (("site-1", "site-2"), 3, 4, [4, 5], tmp_path)
+    assert (setting.sites, setting.rounds, setting.task.batch_size, seeds, out) == (
+        ("site-1", "site-2"),
+        3,
+        4,
+        [4, 5],
+        tmp_path,
+    )
     assert named == {"left_out": ["site-1", "site-2"], "processes": 2, "say": print}
     assert root == str(tmp_path) and ROOT not in os.environ
     assert "the table" in capsys.readouterr().out
@@ -344,21 +561,33 @@ def test_a_study_takes_the_options_of_run(study: Engine, tmp_path: Path) -> None
         (tmp_path / name / "datalist.json").touch()
     options = ["--data-root", str(tmp_path), "--out", str(tmp_path)]
     assert main(["study", "fedavg", *options, "--network", "unet", "--lr", "0.25"]) == 0
-    assert main(["study", "fedavg", *options, "--lr", "0.25", "--set", "task.optimizer.lr=0.5"]) == 0
+    assert (
+        main(["study", "fedavg", *options, "--lr", "0.25", "--set", "task.optimizer.lr=0.5"]) == 0
+    )
     first, second = (call[0][1] for call in study.calls)
     assert first.sites == ("north", "south"), "the folders of the data root"
-    assert (first.task.network["name"], first.task.optimizer["lr"], second.task.optimizer["lr"]) == ("unet", 0.25, 0.5)
+    assert (
+        first.task.network["name"],
+        first.task.optimizer["lr"],
+        second.task.optimizer["lr"],
+    ) == ("unet", 0.25, 0.5)
 
 
 def test_a_study_without_methods_is_refused_before_anything_large_is_imported() -> None:
     code = "import sys; from medflare.cli import main; assert main(['study', '--out', 'x']) == 1; assert 'torch' not in sys.modules"
     ended = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 0 and "name at least one method" in ended.stderr, ended.stderr
 
 
-def test_a_study_leaves_out_the_sites_that_it_is_told(study: Engine, tmp_path: Path, refused: Refused) -> None:
+def test_a_study_leaves_out_the_sites_that_it_is_told(
+    study: Engine, tmp_path: Path, refused: Refused
+) -> None:
     named = ["study", "fedavg", "--sites", "3", "--out", str(tmp_path)]
     assert main([*named, "--leave-out", "site-3,site-1"]) == main(named) == 0
     assert [call[1]["left_out"] for call in study.calls] == [["site-3", "site-1"], []]
@@ -371,14 +600,36 @@ def test_a_study_takes_references_and_a_rule_of_selection(study: Engine, tmp_pat
         return {candidate.label: candidate.hyper for candidate in study.calls[-1][0][0]}
 
     uniform = "fedavg:weighting=uniform"
-    assert list(rows("fedavg", "constant", "--reference", "single-site,constant")) == ["fedavg", "constant", "single-site"]
+    assert list(rows("fedavg", "constant", "--reference", "single-site,constant")) == [
+        "fedavg",
+        "constant",
+        "single-site",
+    ]
     changed = ["augmentation", "equal-compute", uniform]
-    assert list(rows("fedavg", "--reference", "all")) == ["fedavg", "constant", "single-site", "centralised", *changed], "no BatchNorm"
+    assert list(rows("fedavg", "--reference", "all")) == [
+        "fedavg",
+        "constant",
+        "single-site",
+        "centralised",
+        *changed,
+    ], "no BatchNorm"
     assert list(rows("fedavg", "--reference", "uniform")) == ["fedavg", uniform]
     batch_norm = ("--set", "task.network.norm=batch")
-    assert list(rows("--reference", "all", *batch_norm)) == ["constant", "single-site", "batch-statistics", "centralised", *changed]
-    chosen = rows("fedavg", "fedsm:selection=best", "--reference", "constant", "--selection", "last")
-    assert [hyper["server"] for hyper in chosen.values()] == [{"selection": "last"}, {"selection": "best"}, {}]
+    assert list(rows("--reference", "all", *batch_norm)) == [
+        "constant",
+        "single-site",
+        "batch-statistics",
+        "centralised",
+        *changed,
+    ]
+    chosen = rows(
+        "fedavg", "fedsm:selection=best", "--reference", "constant", "--selection", "last"
+    )
+    assert [hyper["server"] for hyper in chosen.values()] == [
+        {"selection": "last"},
+        {"selection": "best"},
+        {},
+    ]
     assert rows("fedavg", "--selection", "iou")["fedavg"]["server"] == {"selection": "best"}
     assert study.calls[-1][0][1].task.metric == "iou"
 
@@ -395,16 +646,42 @@ def test_a_study_takes_references_and_a_rule_of_selection(study: Engine, tmp_pat
         (["--leave-one-out", "--suite", "prr_table3"], "--suite"),
     ],
 )
-def test_a_study_refuses_what_it_cannot_read(words: list[str], named: str, tmp_path: Path, refused: Refused) -> None:
+def test_a_study_refuses_what_it_cannot_read(
+    words: list[str], named: str, tmp_path: Path, refused: Refused
+) -> None:
     assert named in refused("study", *words, "--sites", "2", "--out", str(tmp_path))
     assert not [*tmp_path.iterdir()]
 
 
-def test_evaluate_is_a_method_without_rounds(capsys: pytest.CaptureFixture[str], engine: Engine, tmp_path: Path) -> None:
+def test_evaluate_is_a_method_without_rounds(
+    capsys: pytest.CaptureFixture[str], engine: Engine, tmp_path: Path
+) -> None:
     task = load_task(small_tasks.tiny_phantom())
     save_model(tmp_path / "model", task, plain_message(initial_network(task, 0).state_dict()), {})
-    assert main(["run", "evaluate", "--engine", "local", "--model", str(tmp_path / "model"), "--out", str(tmp_path)]) == 0
+    assert (
+        main(
+            [
+                "run",
+                "evaluate",
+                "--engine",
+                "local",
+                "--model",
+                str(tmp_path / "model"),
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     ((), named, _) = engine.calls[0]
     actual = named["task"]
-    assert (named["method"], named["rounds"], named["out"].name) == ("evaluate", 0, f"evaluate-{task.name}-seed0")
-    assert "weights" not in actual.network and actual.size == task.size and len(named["server"]["sha256"]) == 64
+    assert (named["method"], named["rounds"], named["out"].name) == (
+        "evaluate",
+        0,
+        f"evaluate-{task.name}-seed0",
+    )
+    assert (
+        "weights" not in actual.network
+        and actual.size == task.size
+        and len(named["server"]["sha256"]) == 64
+    )

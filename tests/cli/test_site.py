@@ -38,7 +38,14 @@ def test_a_job_with_its_round_and_what_left(site: Kit) -> None:
     own = _job(site)
     (site.folder / "not-a-job-at-all").mkdir()
     (job,) = job_states(site)
-    assert (job.id, job.name, job.step, job.round, job.rounds, job.working) == (JOB, "fedsm-brain", "train", 1, 20, True)
+    assert (job.id, job.name, job.step, job.round, job.rounds, job.working) == (
+        JOB,
+        "fedsm-brain",
+        "train",
+        1,
+        20,
+        True,
+    )
     assert job.left == {"entries": 2, "bytes": 2100, "withheld": 1}
     assert job.models == ("deployed", "personal") and job.folder == str(own)
 
@@ -67,24 +74,48 @@ def test_the_newest_job_comes_first(site: Kit) -> None:
 
 def test_status_in_words_and_as_json(site: Kit, capsys: pytest.CaptureFixture[str]) -> None:
     own = _job(site)
-    (site.folder / "audit.log").write_text(f"[E:1][R:{OTHER}][T:t][U:site-1][A:{REFUSED}]component os.system refused: it is not listed\n")
+    (site.folder / "audit.log").write_text(
+        f"[E:1][R:{OTHER}][T:t][U:site-1][A:{REFUSED}]component os.system refused: it is not listed\n"
+    )
     assert main(["site", "status", str(site.folder)]) == 0
     output = capsys.readouterr().out
     for word in ("site-1", OTHER, "os.system", JOB, "round 2 of 20", str(own), "2 entries"):
         assert word in output
     assert main(["site", "status", str(site.folder), "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
-    assert (content["name"], content["kind"], content["jobs"][1]["rounds"]) == ("site-1", "site", 20)
+    assert (content["name"], content["kind"], content["jobs"][1]["rounds"]) == (
+        "site-1",
+        "site",
+        20,
+    )
 
 
-def test_setup_names_every_file_and_every_change(site: Kit, tmp_path: Path, root: Root, capsys: pytest.CaptureFixture[str]) -> None:
+def test_setup_names_every_file_and_every_change(
+    site: Kit, tmp_path: Path, root: Root, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = make_kit(tmp_path / "site-2", root)
     assert main(["site", "setup", str(site.folder), str(other.folder)]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["added"] * 8
-    assert main(["site", "setup", str(site.folder), "--device", "cuda:0", "--packages", "lab_nets, other"]) == 0
+    assert (
+        main(
+            [
+                "site",
+                "setup",
+                str(site.folder),
+                "--device",
+                "cuda:0",
+                "--packages",
+                "lab_nets, other",
+            ]
+        )
+        == 0
+    )
     output = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert output == ["kept", "changed", "device:", "packages:", "kept", "kept"]
-    assert json.loads((site.local / "medflare.json").read_text())["packages"] == ["lab_nets", "other"]
+    assert json.loads((site.local / "medflare.json").read_text())["packages"] == [
+        "lab_nets",
+        "other",
+    ]
 
 
 def test_doctor_counts_what_fails(site: Kit, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,11 +123,15 @@ def test_doctor_counts_what_fails(site: Kit, capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
     assert main(["site", "doctor", str(site.folder)]) == 1
     output = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in output if line.startswith("FAILED")] == ["server"] and "1" in output[-1]
+    assert [line.split()[1] for line in output if line.startswith("FAILED")] == [
+        "server"
+    ] and "1" in output[-1]
 
 
 @pytest.mark.parametrize("option", ["--data-root", "--storage"])
-def test_an_unset_variable_is_not_the_current_folder(option: str, site: Kit, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unset_variable_is_not_the_current_folder(
+    option: str, site: Kit, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["site", "setup", str(site.folder), option, ""])
     assert option in capsys.readouterr().err and not (site.local / "medflare.json").exists()

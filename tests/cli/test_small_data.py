@@ -26,7 +26,9 @@ def sites(tmp_path: Path) -> Path:
     (folder / "photos").mkdir(parents=True)
     random = np.random.default_rng(0)
     pictures = [photograph.image for site in ("a", "b") for photograph in photographs(site)]
-    grades = random.permutation([grade for grade, count in enumerate(GRADES.values()) for _ in range(count)])
+    grades = random.permutation(
+        [grade for grade, count in enumerate(GRADES.values()) for _ in range(count)]
+    )
     rows = ["Image name,Retinopathy grade"]
     for number, grade in enumerate(grades):
         image = pictures[number].copy()
@@ -53,11 +55,15 @@ def run(sites: Path, out: Path, *options: str) -> tuple[dict[str, Any], Path]:
     return json.loads((folder / "results.json").read_text()), folder
 
 
-def test_warnings_about_a_doubtful_model_are_in_all_outputs(sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_about_a_doubtful_model_are_in_all_outputs(
+    sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     task = tmp_path / "task.json"
     proposed(sites, task, "--network", "small_cnn", "--size", "32,32")
     assert "warning: site-1" in capsys.readouterr().out, "classes that are too rare at a site"
-    results, folder = run(sites, tmp_path / "runs", "--task", str(task), "--rounds", "2", "--epochs", "1")
+    results, folder = run(
+        sites, tmp_path / "runs", "--task", str(task), "--rounds", "2", "--epochs", "1"
+    )
     assert {event["kind"] for event in results["events"]} >= {*DOUBTS}
     after_run = capsys.readouterr().out
     assert main(["results", str(folder)]) == 0
@@ -65,41 +71,95 @@ def test_warnings_about_a_doubtful_model_are_in_all_outputs(sites: Path, tmp_pat
     page = (folder / "report.html").read_text()
     assert {finding.kind for finding in findings_of(results)} >= {*DOUBTS}
     for finding in findings_of(results):
-        assert finding.line in after_run and finding.line in after_results and finding.problem in page
+        assert (
+            finding.line in after_run and finding.line in after_results and finding.problem in page
+        )
 
 
-def test_weights_of_a_package_are_proposed_with_their_hash(sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip(PACKAGE, reason="the weights of EfficientNet-Lite0 are not installed (medflare[pretrained])")
+def test_weights_of_a_package_are_proposed_with_their_hash(
+    sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(
+        PACKAGE, reason="the weights of EfficientNet-Lite0 are not installed (medflare[pretrained])"
+    )
     task = tmp_path / "task.json"
     actual = proposed(sites, task)
-    assert actual["network"] == {"name": "efficientnet_lite0", "weights": packaged_weights("efficientnet_lite0")}
-    assert (actual["channels"], actual["size"], actual["intensity"]["b_min"], actual["freeze"]) == (3, [64, 64], -1.0, ["body"])
+    assert actual["network"] == {
+        "name": "efficientnet_lite0",
+        "weights": packaged_weights("efficientnet_lite0"),
+    }
+    assert (actual["channels"], actual["size"], actual["intensity"]["b_min"], actual["freeze"]) == (
+        3,
+        [64, 64],
+        -1.0,
+        ["body"],
+    )
     assert "package" in capsys.readouterr().out, "with a reason"
     results, _ = run(sites, tmp_path / "runs", "--task", str(task), "--rounds", "1")
-    assert results["configuration"]["task"]["network"]["weights"]["sha256"] == actual["network"]["weights"]["sha256"]
-    assert proposed(sites, tmp_path / "small.json", "--network", "small_cnn")["network"] == {"name": "small_cnn"}
+    assert (
+        results["configuration"]["task"]["network"]["weights"]["sha256"]
+        == actual["network"]["weights"]["sha256"]
+    )
+    assert proposed(sites, tmp_path / "small.json", "--network", "small_cnn")["network"] == {
+        "name": "small_cnn"
+    }
 
 
 def test_without_the_package_one_line_says_how_to_get_it(
-    sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Refused
+    sites: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    refused: Refused,
 ) -> None:
     monkeypatch.setattr(weights, "find_spec", lambda name: None)
     assert proposed(sites, tmp_path / "task.json")["network"] == {"name": "small_cnn"}
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "medflare[pretrained]" in line]
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if "medflare[pretrained]" in line
+    ]
     assert line.startswith("warning: ")
     named = "medflare[pretrained]"
-    assert named in refused("task", "init", str(sites), "--yes", "--pretrained", "--out", str(tmp_path / "other.json"))
-    assert named in refused("run", "fedavg", "--network", "efficientnet_lite0", "--pretrained", "--data-root", str(sites))
+    assert named in refused(
+        "task", "init", str(sites), "--yes", "--pretrained", "--out", str(tmp_path / "other.json")
+    )
+    assert named in refused(
+        "run",
+        "fedavg",
+        "--network",
+        "efficientnet_lite0",
+        "--pretrained",
+        "--data-root",
+        str(sites),
+    )
 
 
 def test_pretrained_weights_by_an_option_of_run(sites: Path, tmp_path: Path) -> None:
-    pytest.importorskip(PACKAGE, reason="the weights of EfficientNet-Lite0 are not installed (medflare[pretrained])")
+    pytest.importorskip(
+        PACKAGE, reason="the weights of EfficientNet-Lite0 are not installed (medflare[pretrained])"
+    )
     task = tmp_path / "task.json"
     proposed(sites, task, "--network", "small_cnn", "--size", "32,32")
-    results, _ = run(sites, tmp_path / "runs", "--task", str(task), "--network", "efficientnet_lite0", "--pretrained", "--rounds", "1")
+    results, _ = run(
+        sites,
+        tmp_path / "runs",
+        "--task",
+        str(task),
+        "--network",
+        "efficientnet_lite0",
+        "--pretrained",
+        "--rounds",
+        "1",
+    )
     used = results["configuration"]["task"]
-    assert used["network"] == {"name": "efficientnet_lite0", "weights": packaged_weights("efficientnet_lite0")}
-    assert (used["intensity"]["b_min"], used["intensity"]["b_max"], used["size"]) == (-1.0, 1.0, [32, 32])
+    assert used["network"] == {
+        "name": "efficientnet_lite0",
+        "weights": packaged_weights("efficientnet_lite0"),
+    }
+    assert (used["intensity"]["b_min"], used["intensity"]["b_max"], used["size"]) == (
+        -1.0,
+        1.0,
+        [32, 32],
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +167,18 @@ def test_pretrained_weights_by_an_option_of_run(sites: Path, tmp_path: Path) -> 
     [
         (["--pretrained"], "unet"),  # of the task phantom: no package brings weights for it
         (["--network", "resnet18", "--pretrained"], "resnet18"),
-        (["--network", "efficientnet_lite0", "--pretrained", "--task", "phantom_grades", "--set", "task.channels=1"], "task.channels=3"),
+        (
+            [
+                "--network",
+                "efficientnet_lite0",
+                "--pretrained",
+                "--task",
+                "phantom_grades",
+                "--set",
+                "task.channels=1",
+            ],
+            "task.channels=3",
+        ),
         (["--network", "efficientnet_lite", "--task", "phantom_grades"], "efficientnet_lite0"),
     ],
 )

@@ -31,12 +31,26 @@ def _all(kit: Kit) -> dict[str, str]:
 
 def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
     assert set(_verdicts(set_up(site, KitSettings())).values()) == {"added"}
-    assert _read(site, "medflare.json") == {"device": "cpu", "minimum_patients": 5, "bounds": {"inside_sites": 2, "drop_share": 0.5}}
+    assert _read(site, "medflare.json") == {
+        "device": "cpu",
+        "minimum_patients": 5,
+        "bounds": {"inside_sites": 2, "drop_share": 0.5},
+    }
     resources = _read(site, "resources.json")
     assert resources["class_allow_list"] == list(COMPONENTS["site"])
-    assert resources["components"][0]["path"] == template("site", "resources.json")["components"][2]["path"] != PLAIN
-    assert resources["app_validator"]["path"] == "medflare.flare.components.JobComponents" and resources["allow_log_streaming"] is False
-    assert _read(site, "privacy.json")["scopes"][0]["task_result_filters"][0]["path"] == "medflare.flare.guard.OutboundGuard"
+    assert (
+        resources["components"][0]["path"]
+        == template("site", "resources.json")["components"][2]["path"]
+        != PLAIN
+    )
+    assert (
+        resources["app_validator"]["path"] == "medflare.flare.components.JobComponents"
+        and resources["allow_log_streaming"] is False
+    )
+    assert (
+        _read(site, "privacy.json")["scopes"][0]["task_result_filters"][0]["path"]
+        == "medflare.flare.guard.OutboundGuard"
+    )
     set_up(server, KitSettings())
     resources = _read(server, "resources.json")
     assert resources["components"][0]["args"]["uri_root"] == str(server.folder / "storage" / "jobs")
@@ -52,31 +66,67 @@ def test_a_kit_is_for_its_account_alone(site: Kit, tmp_path: Path) -> None:
     script.write_text("#!/usr/bin/env bash\n")
     elsewhere.write_text("of others")
     (site.folder / "link").symlink_to(elsewhere)
-    for path, mode in ((script, 0o755), (site.folder / "startup", 0o755), (site.folder, 0o755), (elsewhere, 0o644)):
+    for path, mode in (
+        (script, 0o755),
+        (site.folder / "startup", 0o755),
+        (site.folder, 0o755),
+        (elsewhere, 0o644),
+    ):
         path.chmod(mode)
     set_up(site, KitSettings())
-    assert not [path for path in (site.folder, *site.folder.rglob("*")) if path.lstat().st_mode & 0o077 and not path.is_symlink()]
+    assert not [
+        path
+        for path in (site.folder, *site.folder.rglob("*"))
+        if path.lstat().st_mode & 0o077 and not path.is_symlink()
+    ]
     assert script.stat().st_mode & 0o700 == 0o700 and elsewhere.stat().st_mode & 0o777 == 0o644
 
 
 def test_settings_are_merged_into_a_kit_that_has_some(site: Kit, tmp_path: Path) -> None:
     set_up(site, KitSettings())
-    own = {"device": "cpu", "minimum_patients": 9, "outbound": {"entries": ["model"]}, "cache": {"folder": "/old", "limit_gb": 5}}
+    own = {
+        "device": "cpu",
+        "minimum_patients": 9,
+        "outbound": {"entries": ["model"]},
+        "cache": {"folder": "/old", "limit_gb": 5},
+    }
     _write(site, "medflare.json", own)
     _write(site, "authorization.json", {"the hospital's": "own"})
     before = _all(site)
     (tmp_path / "mount").symlink_to(tmp_path)
-    changes = set_up(site, KitSettings(data_root=tmp_path / "mount", device="cuda:0", batch_size=4, cache=str(tmp_path / "fast")))
-    assert {name for name, verdict in _verdicts(changes).items() if verdict != "kept"} == {"medflare.json"}
+    changes = set_up(
+        site,
+        KitSettings(
+            data_root=tmp_path / "mount",
+            device="cuda:0",
+            batch_size=4,
+            cache=str(tmp_path / "fast"),
+        ),
+    )
+    assert {name for name, verdict in _verdicts(changes).items() if verdict != "kept"} == {
+        "medflare.json"
+    }
     cache = {"folder": str(tmp_path / "fast"), "limit_gb": 5}
-    named = {"data_root": str(tmp_path / "mount"), "device": "cuda:0", "batch_size": 4, "cache": cache}  # a link stays one
+    named = {
+        "data_root": str(tmp_path / "mount"),
+        "device": "cuda:0",
+        "batch_size": 4,
+        "cache": cache,
+    }  # a link stays one
     assert _read(site, "medflare.json") == {**own, **named}
     assert 'device: "cpu" -> "cuda:0"' in changes[1].settings
-    assert {name: text for name, text in _all(site).items() if before[name] != text}.keys() == {"medflare.json"}
+    assert {name: text for name, text in _all(site).items() if before[name] != text}.keys() == {
+        "medflare.json"
+    }
 
 
-def test_policies_are_replaced_only_where_that_is_asked(site: Kit, server: Kit, tmp_path: Path) -> None:
-    for kit, expected in ((site, KitSettings(minimum_patients=9)), (server, KitSettings(storage=tmp_path / "store"))):
+def test_policies_are_replaced_only_where_that_is_asked(
+    site: Kit, server: Kit, tmp_path: Path
+) -> None:
+    for kit, expected in (
+        (site, KitSettings(minimum_patients=9)),
+        (server, KitSettings(storage=tmp_path / "store")),
+    ):
         set_up(kit, expected)
         _write(kit, "authorization.json", {"own": 1})
         set_up(kit, KitSettings())
@@ -89,14 +139,19 @@ def test_policies_are_replaced_only_where_that_is_asked(site: Kit, server: Kit, 
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_where_medflare_is_not_installed_policies_name_nothing_of_it(site: Kit, server: Kit, earlier: bool) -> None:
+def test_where_medflare_is_not_installed_policies_name_nothing_of_it(
+    site: Kit, server: Kit, earlier: bool
+) -> None:
     for kit in (site, server):
         if earlier:
             set_up(kit, KitSettings())
         set_up(kit, KitSettings(bring_code=True))
         assert "medflare." not in "".join(_all(kit).values()).replace(str(kit.folder), "")
         assert _read(kit, "authorization.json")["permissions"]["lead"]["byoc"] == "any"
-    assert not (site.local / "privacy.json").exists() and _read(site, "resources.json")["components"][0]["path"] == PLAIN
+    assert (
+        not (site.local / "privacy.json").exists()
+        and _read(site, "resources.json")["components"][0]["path"] == PLAIN
+    )
 
 
 def test_the_hospitals_own_filters_stay_where_the_guard_goes(site: Kit) -> None:
@@ -105,7 +160,9 @@ def test_the_hospitals_own_filters_stay_where_the_guard_goes(site: Kit) -> None:
     privacy["scopes"][0]["task_result_filters"].insert(0, {"path": "hospital.Filter"})
     _write(site, "privacy.json", privacy)
     set_up(site, KitSettings(bring_code=True))
-    assert _read(site, "privacy.json")["scopes"][0]["task_result_filters"] == [{"path": "hospital.Filter"}]
+    assert _read(site, "privacy.json")["scopes"][0]["task_result_filters"] == [
+        {"path": "hospital.Filter"}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +203,9 @@ def test_what_root_writes_for_another_account_is_that_accounts(server: Kit) -> N
     for path in (server.folder, *server.folder.rglob("*")):
         os.chown(path, 54321, 54321)
     set_up(server, KitSettings(storage=server.folder / "far" / "storage"))
-    assert {(path.stat().st_uid, path.stat().st_gid) for path in server.folder.rglob("*")} == {(54321, 54321)}
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in server.folder.rglob("*")} == {
+        (54321, 54321)
+    }
     assert (server.folder / "far" / "storage").stat().st_mode & 0o777 == 0o700
 
 

@@ -22,7 +22,10 @@ def test_add_keeps_order_and_fields_and_refuses_an_unknown_kind() -> None:
 
 def test_extend_fills_in_only_what_is_open() -> None:
     log = EventLog()
-    sent: list[Event] = [{"kind": "undefined", "message": "a"}, {"kind": "late", "message": "b", "site": "FG", "round": 0}]
+    sent: list[Event] = [
+        {"kind": "undefined", "message": "a"},
+        {"kind": "late", "message": "b", "site": "FG", "round": 0},
+    ]
     log.extend(sent, site="CS", round=7)
     assert [(event["site"], event["round"]) for event in log] == [("CS", 7), ("FG", 0)]
 

@@ -5,7 +5,17 @@ import pytest
 import torch
 
 from medflare.core.message import Message
-from medflare.core.specs import MetaSpec, StateSpec, TensorSpec, count, listing, models, number, table, text
+from medflare.core.specs import (
+    MetaSpec,
+    StateSpec,
+    TensorSpec,
+    count,
+    listing,
+    models,
+    number,
+    table,
+    text,
+)
 from medflare.federation.protocol import negative, non_finite
 
 

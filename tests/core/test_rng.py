@@ -1,6 +1,12 @@
 import torch
 
-from medflare.core.rng import derived_seed, numpy_generator, numpy_random_state, seeded, torch_generator
+from medflare.core.rng import (
+    derived_seed,
+    numpy_generator,
+    numpy_random_state,
+    seeded,
+    torch_generator,
+)
 
 
 def test_derived_seed_is_a_fixed_function_of_its_keys() -> None:

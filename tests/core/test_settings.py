@@ -37,10 +37,32 @@ def made(**values: Any) -> Settings:
 
 
 def test_json_values_of_the_right_type_are_accepted() -> None:
-    settings = made(rounds=100, rate=0.5, cache="/tmp", kind="b", channels=3, size=[2, 3], files=["f"], values={"a": [1]})
-    assert (settings.rounds, settings.cache, settings.size, settings.files, settings.values) == (100, "/tmp", (2, 3), ("f",), {"a": [1]})
-    assert made() == Settings(1) and repr(made(weight=2).weight) == "2" and repr(made(weight=2.0).weight) == "2.0"
-    assert made(limit={"epsilon": 2}).limit == Limit(2.0, 0.5) == made(limit=Limit(2.0)).limit and made(limit=None).limit is None
+    settings = made(
+        rounds=100,
+        rate=0.5,
+        cache="/tmp",
+        kind="b",
+        channels=3,
+        size=[2, 3],
+        files=["f"],
+        values={"a": [1]},
+    )
+    assert (settings.rounds, settings.cache, settings.size, settings.files, settings.values) == (
+        100,
+        "/tmp",
+        (2, 3),
+        ("f",),
+        {"a": [1]},
+    )
+    assert (
+        made() == Settings(1)
+        and repr(made(weight=2).weight) == "2"
+        and repr(made(weight=2.0).weight) == "2.0"
+    )
+    assert (
+        made(limit={"epsilon": 2}).limit == Limit(2.0, 0.5) == made(limit=Limit(2.0)).limit
+        and made(limit=None).limit is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +90,9 @@ def test_a_wrong_setting_is_named_in_one_line(values: dict[str, Any], token: str
 
 
 def test_an_unknown_or_missing_setting_is_named() -> None:
-    assert "did you mean disc or dice?" in no_such("loss", "dic", ["dice", "disc"]) and "mean" not in no_such("loss", "zzz", ["dice"])
+    assert "did you mean disc or dice?" in no_such(
+        "loss", "dic", ["dice", "disc"]
+    ) and "mean" not in no_such("loss", "zzz", ["dice"])
     with pytest.raises(ConfigError, match=r"round'.*rounds"):
         checked(Settings, {"rate": "x", "round": 1}, "job")
     with pytest.raises(ConfigError, match=r"^job: rounds.*see the examples$"):

@@ -5,7 +5,16 @@ import pytest
 import torch
 from torch import nn
 
-from medflare.core.states import StateDict, batch_norm_entries, blend, copy_state, difference, moved, split_state, weighted_mean
+from medflare.core.states import (
+    StateDict,
+    batch_norm_entries,
+    blend,
+    copy_state,
+    difference,
+    moved,
+    split_state,
+    weighted_mean,
+)
 
 
 def state(weight: list[float], count: int = 0) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import posix
 import stat
 from pathlib import Path
 from unittest.mock import Mock
@@ -117,6 +118,41 @@ def test_a_failed_write_leaves_the_old_file_only(tmp_path: Path, monkeypatch: py
         write_json(path, {"round": 2})
     assert json.loads(path.read_text()) == {"round": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("kind", ["json", "message"])
+def test_the_content_is_on_disk_before_it_replaces_the_old_file(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the first sync a crash of the machine can leave an empty file under the final name;
+    without the second one it can bring the old file back.
+
+    For all other tests conftest.py switches `os.fsync` off; here the system's is called.
+    """
+    steps: list[tuple[str, int]] = []  # what happens, with the inode of the file or folder
+    sizes: list[int] = []  # of what is synced
+    rename = os.replace
+
+    def synced(descriptor: int) -> None:
+        posix.fsync(descriptor)
+        state = os.fstat(descriptor)
+        steps.append(("sync", state.st_ino))
+        sizes.append(state.st_size)
+
+    def renamed(source: Path, target: Path) -> None:
+        steps.append(("rename", source.stat().st_ino))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    path = tmp_path / "file"
+    if kind == "json":
+        write_json(path, {"round": 1})
+    else:
+        write_message(path, Message({"model": {"w": torch.ones(3)}}))
+    written, folder = path.stat(), tmp_path.stat()
+    assert steps == [("sync", written.st_ino), ("rename", written.st_ino), ("sync", folder.st_ino)]
+    assert sizes[0] == written.st_size > 0
 
 
 def test_a_failed_write_of_tensors_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,13 +26,27 @@ TASK = load_task("phantom").to_dict()
 def test_errors_and_events_are_one_printable_line() -> None:
     events = EventLog()
     events.add("warning", EVIL)
-    texts = [str(DataError(EVIL)), one_line(ValueError(EVIL)), protocol.reason_line(EVIL), next(iter(events))["message"]]
-    assert len(set(texts)) == 1 and texts[0].isprintable() and r"\x1b[2J" in texts[0] and r"\u202e" in texts[0]
+    texts = [
+        str(DataError(EVIL)),
+        one_line(ValueError(EVIL)),
+        protocol.reason_line(EVIL),
+        next(iter(events))["message"],
+    ]
+    assert (
+        len(set(texts)) == 1
+        and texts[0].isprintable()
+        and r"\x1b[2J" in texts[0]
+        and r"\u202e" in texts[0]
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "line"),
-    [(RuntimeError("mat1 and\n\tmat2   "), "mat1 and mat2"), (AssertionError(), "AssertionError"), (ValueError(" \n"), "ValueError")],
+    [
+        (RuntimeError("mat1 and\n\tmat2   "), "mat1 and mat2"),
+        (AssertionError(), "AssertionError"),
+        (ValueError(" \n"), "ValueError"),
+    ],
 )
 def test_another_librarys_error_is_one_line_or_its_type(error: Exception, line: str) -> None:
     assert one_line(error) == line and len(one_line(ValueError("x" * 1000))) == 200
@@ -40,11 +54,18 @@ def test_another_librarys_error_is_one_line_or_its_type(error: Exception, line: 
 
 def test_csv_has_no_control_characters() -> None:
     text = csv_text([{EVIL: EVIL, "b": -0.5}, {"b": "-1", "c": 3}], [EVIL, "b"])
-    assert all(letter.isprintable() or letter == "\n" for letter in text) and text.count(r"\x1b[2J") == 2
-    assert csv_text([{"a": "plain, with a comma"}], ["a"], header=False) == '"plain, with a comma"\n'
+    assert (
+        all(letter.isprintable() or letter == "\n" for letter in text)
+        and text.count(r"\x1b[2J") == 2
+    )
+    assert (
+        csv_text([{"a": "plain, with a comma"}], ["a"], header=False) == '"plain, with a comma"\n'
+    )
 
 
-@pytest.mark.parametrize("text", ['=cmd|"/c calc"!A1', "+1+cmd", "-1+cmd|x", "@SUM(A1)", "\t=1", "\n=1", "-", "-1\n"])
+@pytest.mark.parametrize(
+    "text", ['=cmd|"/c calc"!A1', "+1+cmd", "-1+cmd|x", "@SUM(A1)", "\t=1", "\n=1", "-", "-1\n"]
+)
 def test_no_csv_cell_is_a_formula(text: str) -> None:
     assert csv_cell(text) == f"'{text}"
     ((heading,), (cell,)) = csv.reader(io.StringIO(csv_text([{text: text}], [text]), newline=""))
@@ -63,7 +84,9 @@ def test_numbers_and_plain_text_of_a_csv_cell_stay(value: Any) -> None:
 @pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\nb", "..", ".", "x" * 5000, "a\u202eb", " "])
 @pytest.mark.parametrize("setting", ["name", "labels", "channels"])
 def test_names_of_a_task_that_cannot_be_printed_raise(setting: str, name: str) -> None:
-    value: Any = name if setting == "name" else [name, "b"] if setting == "labels" else [name, "g", "b"]
+    value: Any = (
+        name if setting == "name" else [name, "b"] if setting == "labels" else [name, "g", "b"]
+    )
     with pytest.raises(ConfigError, match=setting) as error:
         load_task({**TASK, "label_values": {}, setting: value})
     assert str(error.value).isprintable() and len(str(error.value)) < 500

@@ -9,7 +9,16 @@ from PIL import Image
 
 from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
-from medflare.data.acquisition import Acquisition, TrainedOn, acquisition_of, check_range, joined_range, outside, range_of, read_range
+from medflare.data.acquisition import (
+    Acquisition,
+    TrainedOn,
+    acquisition_of,
+    check_range,
+    joined_range,
+    outside,
+    range_of,
+    read_range,
+)
 from medflare.data.geometry import Grid
 from medflare.data.reading import Image as Read
 from medflare.data.reading import read_image

@@ -12,9 +12,9 @@ from PIL import Image
 from helpers.fixture_types import TaskOf
 from medflare.core.errors import ConfigError, DataError
 from medflare.federation.local.loop import run_local
+from medflare.preparation.check import check_site
 from medflare.studies.references import pooled
 from medflare.tasks.config import TaskConfig
-from medflare.training.check import check_site
 from medflare.training.opening import open_site
 
 LABELS = ["background", "square", "stripe"]

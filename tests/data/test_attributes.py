@@ -11,9 +11,9 @@ from helpers.fixture_types import Edit, SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data.attributes import Attributes, groups_of_patients, parse_attributes
 from medflare.data.datalist import read_datalist
-from medflare.data.dataset_import.datalists import ImportOptions, import_folder
-from medflare.data.dataset_import.tables import Columns
 from medflare.data.loading import load_site_data
+from medflare.preparation.dataset_import.datalists import ImportOptions, import_folder
+from medflare.preparation.dataset_import.tables import Columns
 
 
 @pytest.mark.parametrize(

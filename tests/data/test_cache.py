@@ -40,7 +40,9 @@ def _files(settings: CacheSettings) -> list[Path]:
     return sorted(Path(settings.folder).glob("*.safetensors"))
 
 
-def loaded(task: TaskConfig, folder: Path, settings: CacheSettings | None = None, **options: Any) -> SiteData:
+def loaded(
+    task: TaskConfig, folder: Path, settings: CacheSettings | None = None, **options: Any
+) -> SiteData:
     """As a new process loads it."""
     decoding._decoded_sites.clear()
     return load_site_data("A", task, folder, cache=settings, **options)
@@ -49,16 +51,24 @@ def loaded(task: TaskConfig, folder: Path, settings: CacheSettings | None = None
 def equal(first: SiteData, second: SiteData) -> bool:
     for name in ("train", "validation", "test"):
         one, other = first.split(name), second.split(name)
-        assert one.names == other.names and one.patients == other.patients and one.targets.dtype == other.targets.dtype
+        assert (
+            one.names == other.names
+            and one.patients == other.patients
+            and one.targets.dtype == other.targets.dtype
+        )
         assert torch.equal(one.images, other.images) and torch.equal(one.targets, other.targets)
     return True
 
 
-def test_once_per_process(make_site: SiteOf, make_task: TaskOf, decoded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_once_per_process(
+    make_site: SiteOf, make_task: TaskOf, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_site()
     load_site_data("A", make_task(), folder, bounds=Bounds())
     decoded.clear()
-    load_site_data("A", make_task(batch_size=2, resplit=4), folder, bounds=Bounds(epochs=9, memory=4))  # nothing that concerns an image
+    load_site_data(
+        "A", make_task(batch_size=2, resplit=4), folder, bounds=Bounds(epochs=9, memory=4)
+    )  # nothing that concerns an image
     assert decoded == []
     monkeypatch.setattr(decoding, "_KEPT_SITES", 2)
     for side in (8, 12, 16, 20):
@@ -73,14 +83,22 @@ def test_the_next_process_reads_what_was_decoded(
     folder, task = make_site(kind=kind), make_task(kind)
     first = loaded(task, folder, kept)
     decoded.clear()
-    assert equal(first, loaded(task, folder, kept)) and equal(first, loaded(task, folder)) and len(decoded) == 10
+    assert (
+        equal(first, loaded(task, folder, kept))
+        and equal(first, loaded(task, folder))
+        and len(decoded) == 10
+    )
     assert len(_files(kept)) == 10 and {"image", "target"} == load_file(_files(kept)[0]).keys()
     assert stat.S_IMODE(Path(kept.folder).stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in _files(kept)} == {0o600}
 
 
 def test_only_changed_and_damaged_files_are_decoded_again(
-    make_site: SiteOf, make_task: TaskOf, kept: CacheSettings, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+    make_site: SiteOf,
+    make_task: TaskOf,
+    kept: CacheSettings,
+    decoded: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, task = make_site(), make_task()
     before = loaded(task, folder, kept)
@@ -102,9 +120,14 @@ def test_only_changed_and_damaged_files_are_decoded_again(
     assert len(decoded) == 10
 
 
-def test_unreadable_images_are_tried_again(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
+def test_unreadable_images_are_tried_again(
+    make_site: SiteOf, make_task: TaskOf, kept: CacheSettings
+) -> None:
     """A file that was out of reach for a while keeps its size and time of change."""
-    folder, task = make_site(), make_task(unreadable="skip", unreadable_limit={"share": 0.5, "count": 5})
+    folder, task = (
+        make_site(),
+        make_task(unreadable="skip", unreadable_limit={"share": 0.5, "count": 5}),
+    )
     file = folder / "images/0.png"
     whole, known = file.read_bytes(), file.stat()
     for content, images in ((whole[:20].ljust(len(whole), b"x"), 4), (whole, 5)):
@@ -115,7 +138,9 @@ def test_unreadable_images_are_tried_again(make_site: SiteOf, make_task: TaskOf,
             assert len(data.train) == images and len(data.left_out) == 5 - images
 
 
-def test_the_least_recently_used_files_are_deleted(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
+def test_the_least_recently_used_files_are_deleted(
+    make_site: SiteOf, make_task: TaskOf, kept: CacheSettings
+) -> None:
     folder, task = make_site(), make_task()
     loaded(task, folder, kept)
     size = sum(path.stat().st_size for path in _files(kept))
@@ -131,24 +156,37 @@ def test_the_least_recently_used_files_are_deleted(make_site: SiteOf, make_task:
     assert len(_files(kept)) == 9, "its own files stay"
 
 
-def test_a_file_deleted_during_training_is_decoded_again(make_site: SiteOf, make_task: TaskOf, kept: CacheSettings) -> None:
+def test_a_file_deleted_during_training_is_decoded_again(
+    make_site: SiteOf, make_task: TaskOf, kept: CacheSettings
+) -> None:
     folder, task = make_site(), make_task()
-    whole, disk = loaded(task, folder), loaded(task, folder, CacheSettings(kept.folder, memory_gb=0))
+    whole, disk = (
+        loaded(task, folder),
+        loaded(task, folder, CacheSettings(kept.folder, memory_gb=0)),
+    )
     for path in _files(kept):
         path.unlink()
     images, targets = disk.train.take(torch.tensor([3, 0]))
-    assert torch.equal(images, whole.train.images[[3, 0]]) and torch.equal(targets, whole.train.targets[[3, 0]])
+    assert torch.equal(images, whole.train.images[[3, 0]]) and torch.equal(
+        targets, whole.train.targets[[3, 0]]
+    )
     assert len(_files(kept)) == 2
 
 
-def test_an_unwritable_cache_is_a_warning(make_site: SiteOf, make_task: TaskOf, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_cache_is_a_warning(
+    make_site: SiteOf, make_task: TaskOf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     folder = make_site()
     assert len(loaded(make_task(), folder, CacheSettings(str(tmp_path / "file"))).train) == 5
     assert "cannot be written" in caplog.text
     for place, limit in (("file", 100.0), ("new", 1e-8)):
         with pytest.raises(DataError, match="memory_gb"):
-            loaded(make_task(), folder, CacheSettings(str(tmp_path / place), limit_gb=limit, memory_gb=1e-8))
+            loaded(
+                make_task(),
+                folder,
+                CacheSettings(str(tmp_path / place), limit_gb=limit, memory_gb=1e-8),
+            )
 
 
 def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,4 +195,6 @@ def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_with_folder(CacheSettings(limit_gb=3), tmp_path) == CacheSettings(str(tmp_path), 3)
     monkeypatch.setenv("MEDFLARE_CACHE", "/everybodys")
     assert cache_with_folder(CacheSettings(), tmp_path) == CacheSettings("/everybodys")
-    assert cache_with_folder(CacheSettings("~/own"), tmp_path) == CacheSettings(str(Path.home() / "own"))
+    assert cache_with_folder(CacheSettings("~/own"), tmp_path) == CacheSettings(
+        str(Path.home() / "own")
+    )

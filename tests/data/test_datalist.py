@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import DataError
-from medflare.data.datalist import SPLITS, DatalistItem, assign_splits, check_patients, read_datalist
+from medflare.data.datalist import (
+    SPLITS,
+    DatalistItem,
+    assign_splits,
+    check_patients,
+    read_datalist,
+)
 
 
 def _entries(**patients: list[str]) -> list[DatalistItem]:

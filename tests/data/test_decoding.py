@@ -31,7 +31,9 @@ def _volumes(folder: Path, shape: tuple[int, int, int] = (16, 16, 5)) -> Path:
         mask = np.zeros(shape, np.uint8)
         mask[4:8, 4:8, [1, 3]] = 1
         files = {"image": (f"v{number}.nii.gz", volume), "label": (f"m{number}.nii.gz", mask)}
-        listed[split].append({kind: write(folder / name, voxels, LPS).name for kind, (name, voxels) in files.items()})
+        listed[split].append(
+            {kind: write(folder / name, voxels, LPS).name for kind, (name, voxels) in files.items()}
+        )
     (folder / "datalist.json").write_text(json.dumps(listed))
     return folder
 
@@ -58,30 +60,44 @@ def test_pictures_and_the_shapes_of_targets(make_site: SiteOf, make_task: TaskOf
     assert targets.shape == (10, 16, 16) and targets.dtype == torch.int64
     assert targets.flatten(1).sum(dim=1).tolist() == [16] * 10
     assert [row.name for row in decoded.rows] == [f"{number}.png" for number in range(10)]
-    torch.testing.assert_close((images[:, 0] > 0.55).long(), targets)  # picture and mask belong together
+    torch.testing.assert_close(
+        (images[:, 0] > 0.55).long(), targets
+    )  # picture and mask belong together
     several = make_task(target="multilabel", labels=["a", "b"], label_values={"a": [1], "b": [1]})
     targets = _tensors(_decoded(make_site(name="several"), several), several)[1]
     assert targets.shape == (10, 2, 16, 16) and targets.dtype == torch.float32
     shades = make_task("classification")
-    assert _tensors(_decoded(make_site(kind="classification", name="B"), shades), shades)[1].tolist() == [n % 3 for n in range(10)]
+    assert _tensors(_decoded(make_site(kind="classification", name="B"), shades), shades)[
+        1
+    ].tolist() == [n % 3 for n in range(10)]
 
 
 @pytest.mark.parametrize(("keep", "training"), [("all", [0, 1, 2, 3, 4]), ("foreground", [1, 3])])
-def test_volumes_become_slices(tmp_path: Path, make_task: TaskOf, keep: str, training: list[int]) -> None:
+def test_volumes_become_slices(
+    tmp_path: Path, make_task: TaskOf, keep: str, training: list[int]
+) -> None:
     raw = {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 1, "b_min": 0, "b_max": 1}
     task = make_task(slices={"axis": 2, "keep": keep}, intensity=raw)
     rows = _decoded(_volumes(tmp_path / "V"), task).rows
-    kept = [(volume, number) for volume in range(3) for number in (training if volume == 0 else range(5))]
+    kept = [
+        (volume, number)
+        for volume in range(3)
+        for number in (training if volume == 0 else range(5))
+    ]
     assert [row.name for row in rows] == [f"v{volume}.nii.gz[{number}]" for volume, number in kept]
     assert [row.entry for row in rows] == [volume for volume, _ in kept]
-    assert [row.image[0, 0, 0] for row in rows] == [100 * volume + number for volume, number in kept]
+    assert [row.image[0, 0, 0] for row in rows] == [
+        100 * volume + number for volume, number in kept
+    ]
     assert [bool(row.target.any()) for row in rows] == [number in (1, 3) for _, number in kept]
 
 
 def test_training_volumes_without_any_foreground(tmp_path: Path, make_task: TaskOf) -> None:
     folder, task = _volumes(tmp_path / "V"), make_task(slices={"keep": "foreground"})
     for seed in range(3):  # slices are chosen again where splits are drawn again
-        data = load_site_data("V", replace(task, resplit=seed), folder, cache=CacheSettings(str(tmp_path / "cache")))
+        data = load_site_data(
+            "V", replace(task, resplit=seed), folder, cache=CacheSettings(str(tmp_path / "cache"))
+        )
         assert [len(data.split(name)) for name in ("train", "validation", "test")] == [2, 5, 5]
     write(folder / "m1.nii.gz", np.zeros((16, 16, 5), np.uint8), LPS)
     data = load_site_data("V", task, folder)
@@ -94,7 +110,12 @@ def test_training_volumes_without_any_foreground(tmp_path: Path, make_task: Task
 
 def test_masks_of_another_size(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
     folder, other = make_site(), make_site(name="B", side=20)
-    edit(folder, lambda content: content["training"][0].update(label=["images/0_mask.png", f"../{other.name}/images/0_mask.png"]))
+    edit(
+        folder,
+        lambda content: content["training"][0].update(
+            label=["images/0_mask.png", f"../{other.name}/images/0_mask.png"]
+        ),
+    )
     source = Source(folder, make_task(target="multilabel", labels=["a", "b"]), [other])
     with pytest.raises(DataError, match=r"0_mask\.png"):
         _mask(source)
@@ -114,15 +135,26 @@ def test_the_embedded_federation(make_task: TaskOf) -> None:
     assert source.listed() == SPLITS and {entry.split for entry in entries} == set(SPLITS)
     image = source.image(entries[0])
     mask = source.mask(entries[0], image)
-    assert image.array.shape == (3, 64, 64) and mask.shape == (1, 64, 64) and set(np.unique(mask)) <= {0, 1, 2}
-    assert {entry.label for entry in EmbeddedSource("site-1", load_task("phantom_grades")).entries()} == {0, 1, 2}
-    assert source.state(entries[0]) != EmbeddedSource("site-2", load_task("phantom")).state(entries[0])
+    assert (
+        image.array.shape == (3, 64, 64)
+        and mask.shape == (1, 64, 64)
+        and set(np.unique(mask)) <= {0, 1, 2}
+    )
+    assert {
+        entry.label for entry in EmbeddedSource("site-1", load_task("phantom_grades")).entries()
+    } == {0, 1, 2}
+    assert source.state(entries[0]) != EmbeddedSource("site-2", load_task("phantom")).state(
+        entries[0]
+    )
 
 
 def test_the_state_of_files_changes_with_any_of_them(make_site: SiteOf, make_task: TaskOf) -> None:
     folder = make_site()
     entry = Source(folder, make_task()).entries()[0]
-    for kind, changes in (("segmentation", {"0.png": True, "0_mask.png": True, "1.png": False}), ("classification", {"0_mask.png": False})):
+    for kind, changes in (
+        ("segmentation", {"0.png": True, "0_mask.png": True, "1.png": False}),
+        ("classification", {"0_mask.png": False}),
+    ):
         source = Source(folder, make_task(kind))
         for name, changed in changes.items():
             before = source.state(entry)
@@ -133,14 +165,25 @@ def test_the_state_of_files_changes_with_any_of_them(make_site: SiteOf, make_tas
 
 
 def test_one_file_for_two_channels(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
-    folder, task = make_site(), make_task(channels=["pre", "flair", "post"], missing_channels="zeros")
+    folder, task = (
+        make_site(),
+        make_task(channels=["pre", "flair", "post"], missing_channels="zeros"),
+    )
     (folder / "images/link.png").symlink_to(folder / "images/0.png")
     for again in ("images/../images/0.png", "images/link.png"):
-        edit(folder, lambda content, again=again: content["training"][0].update(image=["images/0.png", None, again]))
+        edit(
+            folder,
+            lambda content, again=again: content["training"][0].update(
+                image=["images/0.png", None, again]
+            ),
+        )
         source = Source(folder, task)
         with pytest.raises(DataError, match=r"0\.png"):
             source.image(source.entries()[0])
-    edit(folder, lambda content: content["training"][0].update(image=["images/0.png", None, "images/1.png"]))
+    edit(
+        folder,
+        lambda content: content["training"][0].update(image=["images/0.png", None, "images/1.png"]),
+    )
     source = Source(folder, task)
     assert source.image(source.entries()[0]).array.shape == (3, 16, 16)
 
@@ -152,8 +195,16 @@ def test_constant_photographs_are_refused(make_site: SiteOf, make_task: TaskOf, 
     source = Source(folder, make_task())
     assert (source.image(source.entries()[0]).array == 7).all()
     task = make_task("classification", channels=["pre", "post"], missing_channels="zeros")
-    for other, error in ((None, pytest.raises(DataError, match=r"0\.png")), ("images/1.png", nullcontext())):
-        edit(folder, lambda content, other=other: content["training"][0].update(image=["images/0.png", other]))
+    for other, error in (
+        (None, pytest.raises(DataError, match=r"0\.png")),
+        ("images/1.png", nullcontext()),
+    ):
+        edit(
+            folder,
+            lambda content, other=other: content["training"][0].update(
+                image=["images/0.png", other]
+            ),
+        )
         source = Source(folder, task)
         with error:
             assert source.image(source.entries()[0]).array.shape == (2, 16, 16)
@@ -163,11 +214,16 @@ def test_constant_photographs_are_refused(make_site: SiteOf, make_task: TaskOf, 
         Source(folder, make_task("classification", channels=3)).image(source.entries()[0])
 
 
-def test_a_patient_without_findings_has_as_many_masks_as_the_others(make_site: SiteOf, make_task: TaskOf) -> None:
+def test_a_patient_without_findings_has_as_many_masks_as_the_others(
+    make_site: SiteOf, make_task: TaskOf
+) -> None:
     folder = make_site()
     source = Source(folder, make_task(target="multilabel", labels=["a", "b", "c"]))
     entry = source.entries()[0]
-    for masks in (np.zeros((16, 16, 3), np.uint8), np.eye(16, dtype=np.uint8)[..., None] * np.ones(3, np.uint8)):
+    for masks in (
+        np.zeros((16, 16, 3), np.uint8),
+        np.eye(16, dtype=np.uint8)[..., None] * np.ones(3, np.uint8),
+    ):
         Image.fromarray(masks).save(entry.masks[0])
         np.testing.assert_array_equal(_mask(source), masks.transpose(2, 0, 1))
     assert _mask(Source(folder, make_task())).shape == (1, 16, 16)

@@ -11,14 +11,22 @@ from pydicom.data import get_testdata_file
 from pydicom.filewriter import correct_ambiguous_vr
 
 from helpers.small_tasks import SEGMENTATION, small_task
-from helpers.volume_sites import TASK, beside_a_series, change, cube_task, dicom_series, enhanced_series, tagged
+from helpers.volume_sites import (
+    TASK,
+    beside_a_series,
+    change,
+    cube_task,
+    dicom_series,
+    enhanced_series,
+    tagged,
+)
 from medflare.core.errors import DataError
 from medflare.data.acquisition import acquisition_of
-from medflare.data.dataset_import.folders import scan_folder
 from medflare.data.decoding import Source
 from medflare.data.dicom import segments
 from medflare.data.reading import is_segmentation, read_image, read_mask, read_stored, series_grid
 from medflare.inference.masks import sizes
+from medflare.preparation.dataset_import.folders import scan_folder
 from medflare.tasks.config import TaskConfig, load_task
 
 PIXELS = np.arange(30, dtype=np.uint16).reshape(6, 5)

@@ -20,18 +20,28 @@ def _no_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
 
 
-def test_root_by_precedence(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_by_precedence(
+    make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, task = make_site(), make_task()
     parent = folder.parent
-    assert resolve_data_root("A", task, data_root=parent) == resolve_data_root("any name", task, str(folder)) == folder
+    assert (
+        resolve_data_root("A", task, data_root=parent)
+        == resolve_data_root("any name", task, str(folder))
+        == folder
+    )
     monkeypatch.setenv(ENVIRONMENT, str(parent))
     assert resolve_data_root("A", task) == folder
     other = make_site(name="other")
-    assert resolve_data_root("A", task, str(other)) == other  # local settings come before the environment
+    assert (
+        resolve_data_root("A", task, str(other)) == other
+    )  # local settings come before the environment
     assert resolve_data_root("A", task, str(other), data_root=parent) == folder
 
 
-def test_embedded_data_are_used_without_a_data_root(tmp_path: Path, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_data_are_used_without_a_data_root(
+    tmp_path: Path, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     phantom = load_task("phantom")
     assert resolve_data_root("A", phantom) is None
     with pytest.raises(DataError, match="squares"):
@@ -41,8 +51,13 @@ def test_embedded_data_are_used_without_a_data_root(tmp_path: Path, make_task: T
         resolve_data_root("A", phantom)
 
 
-@pytest.mark.parametrize(("site", "root", "named"), [("A", "nowhere", "nowhere"), ("CX", ".", "'CX'"), ("bare", ".", "bare")])
-def test_roots_without_the_site(site: str, root: str, named: str, make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("site", "root", "named"),
+    [("A", "nowhere", "nowhere"), ("CX", ".", "'CX'"), ("bare", ".", "bare")],
+)
+def test_roots_without_the_site(
+    site: str, root: str, named: str, make_site: SiteOf, make_task: TaskOf, tmp_path: Path
+) -> None:
     make_site(name="CS")
     (tmp_path / "bare").mkdir()
     with pytest.raises(DataError, match=named):
@@ -50,28 +65,45 @@ def test_roots_without_the_site(site: str, root: str, named: str, make_site: Sit
 
 
 def test_absent_classes_and_dropped_images_are_notes(make_site: SiteOf, make_task: TaskOf) -> None:
-    task = make_task("classification", labels=["dark", "bright"], label_values={"dark": [0], "bright": [2]}, unlisted_labels="drop")
-    folder = make_site({"training": ["a", "b", "c"], "validation": ["d"], "test": ["e", "f"]}, kind="classification")
+    task = make_task(
+        "classification",
+        labels=["dark", "bright"],
+        label_values={"dark": [0], "bright": [2]},
+        unlisted_labels="drop",
+    )
+    folder = make_site(
+        {"training": ["a", "b", "c"], "validation": ["d"], "test": ["e", "f"]},
+        kind="classification",
+    )
     data = load_site_data("A", task, folder)
     assert data.notes == () and len(data.dropped) == 2, "the number is the site's own"
     assert data.dropped_line == "2 images left out: label_values lists no label for them"
     assert (len(data.train), len(data.validation), len(data.test)) == (2, 1, 1)
     four = make_task("classification", labels=["dark", "medium", "bright", "brightest"])
-    assert load_site_data("A", four, folder).notes == ("class brightest is absent from the training images",)
+    assert load_site_data("A", four, folder).notes == (
+        "class brightest is absent from the training images",
+    )
 
 
-def test_classes_get_the_tasks_numbers_by_their_names(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
+def test_classes_get_the_tasks_numbers_by_their_names(
+    make_site: SiteOf, make_task: TaskOf, edit: Edit
+) -> None:
     """A hospital without one of the classes numbers the others from 0, as `medflare data init` does."""
     folder = make_site(kind="classification")
     plain = load_site_data("A", make_task("classification"), folder)
-    edit(folder, lambda content: content.update(labels={"0": "Dark", "1": "bright", "2": "quite bright"}))
+    edit(
+        folder,
+        lambda content: content.update(labels={"0": "Dark", "1": "bright", "2": "quite bright"}),
+    )
     four = make_task("classification", labels=["dark", "medium", "bright", "quite_bright"])
     data = load_site_data("A", four, folder)
     assert data.notes == (
         '"labels" of datalist.json count so: 1 bright as 2 bright, 2 quite bright as 3 quite_bright',
         "class medium is absent from the training images",
     )
-    assert data.train.targets.tolist() == [{0: 0, 1: 2, 2: 3}[label] for label in plain.train.targets.tolist()]
+    assert data.train.targets.tolist() == [
+        {0: 0, 1: 2, 2: 3}[label] for label in plain.train.targets.tolist()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -83,19 +115,27 @@ def test_classes_get_the_tasks_numbers_by_their_names(make_site: SiteOf, make_ta
         ({"training": [], "validation": [], "test": []}, "'training'", "'test'"),
     ],
 )
-def test_empty_and_missing_lists(listed: Any, inside: str, outside: str, make_site: SiteOf, make_task: TaskOf) -> None:
+def test_empty_and_missing_lists(
+    listed: Any, inside: str, outside: str, make_site: SiteOf, make_task: TaskOf
+) -> None:
     folder = make_site(listed)
     for role, error in (("inside", inside), ("outside", outside)):
         with pytest.raises(DataError, match=error) if error else nullcontext():
             data = load_site_data("A", make_task(), folder, role=role)
-            assert len(data.test) == 1 and data.train.images.shape[1:] == (1, 16, 16), "also of no images"
+            assert len(data.test) == 1 and data.train.images.shape[1:] == (1, 16, 16), (
+                "also of no images"
+            )
 
 
 def test_broken_data_name_the_file(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
     spoiled: list[tuple[str, Callable[[Path], object], str]] = [
         ("images/1.png", lambda path: path.write_bytes(b"no"), "1.png: cannot be read"),
         ("images/1_mask.png", lambda path: path.unlink(), "1_mask.png: file not found"),
-        ("images/1_mask.png", lambda path: Image.fromarray(np.full((16, 16), 9, np.uint8)).save(path), "1_mask.png: label value 9"),
+        (
+            "images/1_mask.png",
+            lambda path: Image.fromarray(np.full((16, 16), 9, np.uint8)).save(path),
+            "1_mask.png: label value 9",
+        ),
     ]
     for number, (name, spoil, named) in enumerate(spoiled):
         folder = make_site(name=f"S{number}")
@@ -112,19 +152,35 @@ def test_splits_and_class_counts(make_site: SiteOf, make_task: TaskOf) -> None:
     folder = make_site()
     data = load_site_data("A", make_task(), folder)
     assert [len(data.train), len(data.validation), len(data.test)] == [5, 2, 3] and data.notes == ()
-    assert data.train.patients == ("p0", "p0", "p1", "p2", "p3") and data.test.names == ("7.png", "8.png", "9.png")
+    assert data.train.patients == ("p0", "p0", "p1", "p2", "p3") and data.test.names == (
+        "7.png",
+        "8.png",
+        "9.png",
+    )
     assert data.split("train") is data.train is data.split("training")
-    assert {*load_site_data("A", make_task(resplit=3), folder).train.patients} != {*data.train.patients}
+    assert {*load_site_data("A", make_task(resplit=3), folder).train.patients} != {
+        *data.train.patients
+    }
     assert class_counts(data.train.targets, make_task()).tolist() == [5 * 256 - 5 * 16, 5 * 16]
     shades = make_task("classification")
     data = load_site_data("B", shades, make_site(kind="classification", name="B"))
     assert class_counts(data.train.targets, shades).tolist() == [2, 2, 1]
-    for kind, targets, counts in (("segmentation", [[[[1.0, 0]], [[1, 1]]]], [1, 2]), ("classification", [[1.0, 0], [1, 1]], [2, 1])):
-        assert class_counts(torch.tensor(targets), make_task(kind, target="multilabel", labels=["a", "b"])).tolist() == counts
+    for kind, targets, counts in (
+        ("segmentation", [[[[1.0, 0]], [[1, 1]]]], [1, 2]),
+        ("classification", [[1.0, 0], [1, 1]], [2, 1]),
+    ):
+        assert (
+            class_counts(
+                torch.tensor(targets), make_task(kind, target="multilabel", labels=["a", "b"])
+            ).tolist()
+            == counts
+        )
 
 
 @pytest.mark.parametrize("labels", [["square"], ["background", "square"]])
-def test_class_counts_of_an_empty_split_on_disk(labels: list[str], make_site: SiteOf, make_task: TaskOf) -> None:
+def test_class_counts_of_an_empty_split_on_disk(
+    labels: list[str], make_site: SiteOf, make_task: TaskOf
+) -> None:
     """An outside site with test images only; every class counts zero, as in memory."""
     folder = make_site({"test": ["a", "b"]})
     task = make_task(target="binary" if len(labels) == 1 else "multiclass", labels=labels)
@@ -136,10 +192,21 @@ def test_class_counts_of_an_empty_split_on_disk(labels: list[str], make_site: Si
 
 
 def test_joined_splits_keep_patients_apart_and_images_as_they_are() -> None:
-    pictures = Split(torch.rand(2, 1, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long), ("p", "q"), ("a", "b"))
+    pictures = Split(
+        torch.rand(2, 1, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long), ("p", "q"), ("a", "b")
+    )
     both = joined([pictures, pictures], ["0", "1"])
-    assert isinstance(both.images, torch.Tensor) and both.images.shape == (4, 1, 4, 4) and both.patients == ("0/p", "0/q", "1/p", "1/q")
-    volumes = Split((torch.ones(1, 3, 4, 5), torch.ones(1, 2, 2, 2)), (torch.ones(3, 4, 5), torch.ones(2, 2, 2)), ("p", "q"), ("a", "b"))
+    assert (
+        isinstance(both.images, torch.Tensor)
+        and both.images.shape == (4, 1, 4, 4)
+        and both.patients == ("0/p", "0/q", "1/p", "1/q")
+    )
+    volumes = Split(
+        (torch.ones(1, 3, 4, 5), torch.ones(1, 2, 2, 2)),
+        (torch.ones(3, 4, 5), torch.ones(2, 2, 2)),
+        ("p", "q"),
+        ("a", "b"),
+    )
     several = joined([volumes, volumes], ["0", "1"])
     assert several.in_memory
     assert [tuple(several.image(row).shape[1:]) for row in range(4)] == [(3, 4, 5), (2, 2, 2)] * 2
@@ -147,4 +214,7 @@ def test_joined_splits_keep_patients_apart_and_images_as_they_are() -> None:
     images, targets = several.take(torch.tensor([1, 3]))
     assert images.shape == (2, 1, 2, 2, 2) and targets.shape == (2, 2, 2, 2)
     for split in (several, volumes):
-        assert [part.shape for part in split.take(torch.zeros(0, dtype=torch.long))] == [(0, 1, 3, 4, 5), (0, 3, 4, 5)]
+        assert [part.shape for part in split.take(torch.zeros(0, dtype=torch.long))] == [
+            (0, 1, 3, 4, 5),
+            (0, 3, 4, 5),
+        ]

@@ -3,7 +3,14 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import ConfigError
-from medflare.data.local import Bounds, CacheSettings, LocalSettings, OutboundLimits, PrivacyLimit, local_settings
+from medflare.data.local import (
+    Bounds,
+    CacheSettings,
+    LocalSettings,
+    OutboundLimits,
+    PrivacyLimit,
+    local_settings,
+)
 
 
 def test_defaults_and_nested_settings() -> None:

@@ -11,7 +11,10 @@ from medflare.data.phantom import SIDE, photographs, write_photographs
 
 def test_a_site_is_a_function_of_its_name() -> None:
     first, again = photographs("site-1"), photographs("site-1")
-    assert all((a.image == b.image).all() and (a.mask == b.mask).all() for a, b in zip(first, again, strict=True))
+    assert all(
+        (a.image == b.image).all() and (a.mask == b.mask).all()
+        for a, b in zip(first, again, strict=True)
+    )
     assert not (first[0].image == photographs("site-2")[0].image).all()
 
 
@@ -29,16 +32,23 @@ def test_what_photographs_are_and_two_eyes_of_a_patient_in_one_split(site: str) 
     assert {item.grade for item in images} <= {0, 1, 2}
     patients = {item.patient for item in images}
     assert len({(item.patient, item.split) for item in images}) == len(patients) == len(images) / 2
-    sizes = {split: sum(item.split == split for item in images) for split in ("training", "validation", "test")}
+    sizes = {
+        split: sum(item.split == split for item in images)
+        for split in ("training", "validation", "test")
+    }
     assert sizes["training"] > 35 and sizes["validation"] >= 12 and sizes["test"] >= 18
 
 
 def test_written_files_hold_the_same_pixels(tmp_path: Path) -> None:
     first = photographs("site-1")[0]
-    assert write_photographs(tmp_path / "dicom", "segmentation", "dicom") == len(photographs("site-1"))
+    assert write_photographs(tmp_path / "dicom", "segmentation", "dicom") == len(
+        photographs("site-1")
+    )
     file = pydicom.dcmread(tmp_path / "dicom" / "images" / f"{first.name}.dcm")
     assert (file.pixel_array == first.image).all() and file.PatientID == first.patient
-    assert (np.asarray(Image.open(tmp_path / "dicom" / "masks" / f"{first.name}.png")) == first.mask).all()
+    assert (
+        np.asarray(Image.open(tmp_path / "dicom" / "masks" / f"{first.name}.png")) == first.mask
+    ).all()
     count = write_photographs(tmp_path / "csv", "classification", "csv")
     table = pd.read_csv(tmp_path / "csv" / "images.csv")
     assert len(table) == count and {*table["hospital"]} == {"north", "south", "west"}

@@ -24,7 +24,15 @@ Order: TypeAlias = Literal["<", ">"]
 CODES = {"u": 1, "i": 2, "f": 3}  # of SampleFormat (TIFF 6.0)
 
 
-def tiff(path: Path, pixels: np.ndarray, white: int, *, order: Order = "<", packed: bool = False, extra: int | None = None) -> Path:
+def tiff(
+    path: Path,
+    pixels: np.ndarray,
+    white: int,
+    *,
+    order: Order = "<",
+    packed: bool = False,
+    extra: int | None = None,
+) -> Path:
     """A TIFF of pixels (rows, columns[, channels]), by the specification and without a library.
 
     Args:
@@ -89,7 +97,9 @@ def refused(path: Path, word: str, mask: bool = False) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "compressed"])
 @pytest.mark.parametrize("order", "<>")
 @pytest.mark.parametrize("kind", ["u1", "i1", "u2", "i2", "u4", "i4", "f2", "f4", "f8"])
-def test_tiff_numbers_are_right_or_refused(kind: str, order: Order, packed: bool, tmp_path: Path) -> None:
+def test_tiff_numbers_are_right_or_refused(
+    kind: str, order: Order, packed: bool, tmp_path: Path
+) -> None:
     pixels = numbers(kind, *SIDES)
     file = tiff(tmp_path / "a.tif", pixels, white=1, order=order, packed=packed)
     if order == ">" and packed and kind in ("i2", "i4", "f4"):

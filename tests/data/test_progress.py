@@ -13,7 +13,9 @@ from medflare.data.progress import RoundsLeft, counted
 
 
 @pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def lines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Callable[[], list[str]]:
     """The logged lines; every reading of the clock is ten seconds later."""
     monkeypatch.setattr(logging.getLogger(progress.__name__), "propagate", True)
     caplog.set_level(logging.INFO, progress.__name__)
@@ -22,7 +24,9 @@ def lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def test_a_line_after_five_seconds_and_then_every_ten_with_the_time_left(lines: Callable[[], list[str]]) -> None:
+def test_a_line_after_five_seconds_and_then_every_ten_with_the_time_left(
+    lines: Callable[[], list[str]],
+) -> None:
     assert list(counted("abcdef", 6, "site A, images read")) == list("abcdef")
     assert lines() == [
         "site A, images read: 0 of 6 after 10 s",
@@ -36,7 +40,13 @@ def test_a_run_says_once_a_round_what_is_left(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(now)))
     left = RoundsLeft(5)
     # 60 s for round 2 of 5 and three to go; then 140 s for two, and two to go
-    assert [left.after(round) for round in (1, 1, 2, 2, 3)] == ["", "", "about 3 min left", "", "about 2 min left"]
+    assert [left.after(round) for round in (1, 1, 2, 2, 3)] == [
+        "",
+        "",
+        "about 3 min left",
+        "",
+        "about 2 min left",
+    ]
 
 
 def test_batches_count_for_their_images(lines: Callable[[], list[str]], make_task: TaskOf) -> None:

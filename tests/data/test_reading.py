@@ -48,13 +48,17 @@ def test_grey_is_repeated_and_colour_becomes_luminance(tmp_path: Path, ending: s
     np.testing.assert_array_equal(pictured(tmp_path / f"g{ending}"), GREY[None])
     np.testing.assert_array_equal(pictured(tmp_path / f"g{ending}", 3), np.stack([GREY] * 3))
     np.testing.assert_array_equal(pictured(tmp_path / f"c{ending}", 3), COLOUR.transpose(2, 0, 1))
-    np.testing.assert_allclose(pictured(tmp_path / f"c{ending}")[0], COLOUR @ [0.299, 0.587, 0.114], rtol=1e-5)
+    np.testing.assert_allclose(
+        pictured(tmp_path / f"c{ending}")[0], COLOUR @ [0.299, 0.587, 0.114], rtol=1e-5
+    )
     np.testing.assert_array_equal(masked(tmp_path / f"g{ending}"), GREY[None])
 
 
 def test_pillow_modes_and_the_orientation_in_exif(tmp_path: Path) -> None:
     Image.fromarray(GREY.astype(np.uint16) * 1000).save(tmp_path / "deep.png")
-    np.testing.assert_array_equal(pictured(tmp_path / "deep.png")[0], GREY.astype(np.float32) * 1000)
+    np.testing.assert_array_equal(
+        pictured(tmp_path / "deep.png")[0], GREY.astype(np.float32) * 1000
+    )
     Image.fromarray(GREY > 5).save(tmp_path / "bits.png")
     np.testing.assert_array_equal(masked(tmp_path / "bits.png")[0], GREY > 5)
     Image.fromarray(np.dstack([COLOUR, np.full_like(GREY, 200)])).save(tmp_path / "rgba.png")
@@ -74,18 +78,31 @@ def test_pillow_modes_and_the_orientation_in_exif(tmp_path: Path) -> None:
 def test_equal_colour_channels_are_one_mask(tmp_path: Path) -> None:
     Image.fromarray(np.dstack([GREY] * 3)).save(tmp_path / "rgb.png")
     np.testing.assert_array_equal(masked(tmp_path / "rgb.png"), GREY[None])
-    assert masked(tmp_path / "rgb.png", several=True).shape == (3, 3, 4), "each is a structure's own mask"
+    assert masked(tmp_path / "rgb.png", several=True).shape == (3, 3, 4), (
+        "each is a structure's own mask"
+    )
     with pytest.raises(DataError, match=r"soft\.nii"):
         masked(write(tmp_path / "soft.nii", np.full((2, 2, 2), 0.5, np.float32)))
 
 
 def test_volumes_are_turned_to_lps_before_they_are_cut_into_slices(tmp_path: Path) -> None:
-    values = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)  # (left, posterior, superior) in LPS
+    values = np.arange(2 * 3 * 4, dtype=np.float32).reshape(
+        2, 3, 4
+    )  # (left, posterior, superior) in LPS
     angle = np.radians(20)  # turned by whole axes and never interpolated
-    tilt = np.array([[1, 0, 0, 0], [0, np.cos(angle), -np.sin(angle), 0], [0, np.sin(angle), np.cos(angle), 0], [0, 0, 0, 1]])
+    tilt = np.array(
+        [
+            [1, 0, 0, 0],
+            [0, np.cos(angle), -np.sin(angle), 0],
+            [0, np.sin(angle), np.cos(angle), 0],
+            [0, 0, 0, 1],
+        ]
+    )
     lps = write(tmp_path / "lps.nii.gz", values, np.diag([-1, -1, 1, 1]))
     ras = write(tmp_path / "ras.nii", values[::-1, ::-1].copy(), np.eye(4))
-    tilted = write(tmp_path / "tilted.nii", values[::-1, :, ::-1].copy(), tilt @ np.diag([1, -1, -1, 1]))
+    tilted = write(
+        tmp_path / "tilted.nii", values[::-1, :, ::-1].copy(), tilt @ np.diag([1, -1, -1, 1])
+    )
     expected = values.transpose(1, 0, 2)[None]  # rows run to posterior, columns to the left
     for file in (lps, ras, tilted):
         np.testing.assert_array_equal(pictured(file), expected)
@@ -96,10 +113,15 @@ def test_the_volumes_of_a_4d_file_are_channels(tmp_path: Path) -> None:
     several = np.arange(2 * 3 * 4 * 3, dtype=np.float32).reshape(2, 3, 4, 3)
     file = write(tmp_path / "several.nii.gz", several, np.diag([-1, -1, 1, 1]))
     np.testing.assert_array_equal(pictured(file, 3), several.transpose(3, 1, 0, 2))
-    np.testing.assert_array_equal(pictured(file, pick=[2]), several[..., 2].transpose(1, 0, 2)[None])
+    np.testing.assert_array_equal(
+        pictured(file, pick=[2]), several[..., 2].transpose(1, 0, 2)[None]
+    )
     whole = read_image([file], cube_task(channels=2, pick=[2, 0], orientation="LPS")).array
     np.testing.assert_array_equal(whole, several.transpose(3, 0, 1, 2)[[2, 0]])
-    for pick, word in (([], "pick"), ([3], "number 3")):  # three contrasts are no red, green and blue
+    for pick, word in (
+        ([], "pick"),
+        ([3], "number 3"),
+    ):  # three contrasts are no red, green and blue
         with pytest.raises(DataError, match=rf"several\.nii\.gz.*{word}"):
             pictured(file, pick=pick)
     write(tmp_path / "flat.nii", several[:, :, 0, 0], np.diag([-1, -1, 1, 1]))
@@ -115,11 +137,15 @@ def test_volumes_are_turned_to_the_tasks_orientation_and_back(tmp_path: Path, co
     place = np.array([3, 4, 5, 1])  # a voxel as stored, and the same millimetres on the turned grid
     index = np.linalg.inv(here.affine) @ stored.affine @ place
     assert there[0][tuple(index[:3].round().astype(int))] == VOLUME[3, 4, 5]
-    np.testing.assert_array_equal(restore_grid(torch.as_tensor(there), here, stored, task)[0].numpy(), VOLUME)
+    np.testing.assert_array_equal(
+        restore_grid(torch.as_tensor(there), here, stored, task)[0].numpy(), VOLUME
+    )
 
 
 def test_resampled_to_millimetres_and_back(tmp_path: Path) -> None:
-    smooth = np.add.outer(np.add.outer(np.arange(12.0), np.arange(14.0)), np.arange(10.0)).astype(np.float32)
+    smooth = np.add.outer(np.add.outer(np.arange(12.0), np.arange(14.0)), np.arange(10.0)).astype(
+        np.float32
+    )
     array, stored = volume(write(tmp_path / "v.nii.gz", smooth, affine("SPL")))
     task = cube_task(spacing=[1.0, 1.5, 1.0])
     there, here = to_task_grid(array, stored, task)
@@ -143,19 +169,29 @@ def test_a_tilted_volume_keeps_its_own_grid(tmp_path: Path, spacing: list[float]
     array, grid = volume(oblique(tmp_path / "v.nii", 0.4))
     ramp = np.broadcast_to(np.arange(array.shape[-1], dtype=np.float32), array.shape).copy()
     there, here = to_task_grid(ramp, grid, task)
-    assert here.spacing == pytest.approx(tuple(spacing or SPACING), rel=1e-5) and there.shape[1:3] == SHAPE[:2]
+    assert (
+        here.spacing == pytest.approx(tuple(spacing or SPACING), rel=1e-5)
+        and there.shape[1:3] == SHAPE[:2]
+    )
     back = restore_grid(torch.as_tensor(there), here, grid, task).numpy()
     np.testing.assert_allclose(back, ramp, atol=0 if spacing is None else 1e-3)
 
 
 def test_channels_in_several_files_and_missing_channels(tmp_path: Path) -> None:
-    files = [write(tmp_path / f"{name}.nii.gz", VOLUME + number) for number, name in enumerate("ab")]
+    files = [
+        write(tmp_path / f"{name}.nii.gz", VOLUME + number) for number, name in enumerate("ab")
+    ]
     image = read_image([files[0], None, files[1]], cube_task(channels=3))
-    np.testing.assert_array_equal(image.array, np.stack([VOLUME, np.zeros_like(VOLUME), VOLUME + 1]))
+    np.testing.assert_array_equal(
+        image.array, np.stack([VOLUME, np.zeros_like(VOLUME), VOLUME + 1])
+    )
     assert image.stored_grid is not None and image.stored_grid.spacing == SPACING
     shifted = affine()
     shifted[0, 3] += 1
-    for other in (write(tmp_path / "moved.nii", VOLUME, shifted), write(tmp_path / "short.nii", VOLUME[..., :9])):
+    for other in (
+        write(tmp_path / "moved.nii", VOLUME, shifted),
+        write(tmp_path / "short.nii", VOLUME[..., :9]),
+    ):
         for dims in ({}, {"spatial_dims": 2, "size": [16, 16]}):
             with pytest.raises(DataError, match=rf"{other.name}.*a\.nii\.gz"):
                 read_image([files[0], other], cube_task(**dims))
@@ -167,7 +203,9 @@ def odd_files(folder: Path) -> dict[str, Path]:
     nan[0, 0, 0], zero[:3, 0] = np.nan, 0
     page = Image.fromarray(GREY)
     page.save(folder / "pages.tif", save_all=True, append_images=[page])
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64), np.uint8)).save(folder / "whole.png")
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64), np.uint8)).save(
+        folder / "whole.png"
+    )
     (folder / "cut.png").write_bytes((folder / "whole.png").read_bytes()[:1500])
     (folder / "empty").mkdir()
     for name in ("broken.png", "broken.nii.gz", "broken.dcm", "notes.txt", "notes"):
@@ -179,11 +217,17 @@ def odd_files(folder: Path) -> dict[str, Path]:
     flat = nibabel.Nifti1Image(VOLUME, None)
     flat.header.set_sform(zero, code=1)
     nibabel.save(flat, folder / "flat.nii")
-    return {path.name: path for path in (*folder.iterdir(), folder / "gone.png", folder / "gone.nii") if path.name != "whole.png"}
+    return {
+        path.name: path
+        for path in (*folder.iterdir(), folder / "gone.png", folder / "gone.nii")
+        if path.name != "whole.png"
+    }
 
 
 @pytest.mark.parametrize("task", [small_task(), WHOLE], ids=["pictures", "volumes"])
-def test_errors_are_one_line_that_names_the_file(task: TaskConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line_that_names_the_file(
+    task: TaskConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     for name, path in odd_files(tmp_path).items():
         for read in (lambda file: read_image([file], task), lambda file: masked(file, task)):
             with pytest.raises(DataError, match=name) as error:
@@ -194,13 +238,21 @@ def test_errors_are_one_line_that_names_the_file(task: TaskConfig, tmp_path: Pat
 
 def test_pictures_and_flat_images_are_no_volumes(tmp_path: Path) -> None:
     Image.fromarray(GREY).save(tmp_path / "p.png")
-    for file in (tmp_path / "p.png", write(tmp_path / "flat.nii", VOLUME[..., 0]), dicom_series(tmp_path / "ct") / "0.dcm"):
+    for file in (
+        tmp_path / "p.png",
+        write(tmp_path / "flat.nii", VOLUME[..., 0]),
+        dicom_series(tmp_path / "ct") / "0.dcm",
+    ):
         with pytest.raises(DataError, match=file.name):
             read_image([file], WHOLE)
 
 
-@pytest.mark.parametrize(("code", "unit"), [(1, "metres"), (3, "micrometres"), (2, ""), (0, ""), (5, "")])
-def test_a_nifti_header_in_another_unit_than_millimetres_is_rejected(code: int, unit: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "unit"), [(1, "metres"), (3, "micrometres"), (2, ""), (0, ""), (5, "")]
+)
+def test_a_nifti_header_in_another_unit_than_millimetres_is_rejected(
+    code: int, unit: str, tmp_path: Path
+) -> None:
     image = nibabel.Nifti1Image(VOLUME, affine())
     image.header["xyzt_units"] = code + 8  # 8: the unit of time, seconds
     nibabel.save(image, file := tmp_path / "scan.nii.gz")
@@ -221,12 +273,18 @@ def test_pipes_are_not_opened(suffix: str, tmp_path: Path) -> None:
 def test_images_beyond_the_bounds(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((10, 10), np.uint8)).save(tmp_path / "fits.png")
     Image.fromarray(np.zeros((11, 10), np.uint8)).save(tmp_path / "large.png")
-    nibabel.save(nibabel.Nifti1Image(np.zeros((5, 5, 2, 3), np.uint8), np.eye(4)), tmp_path / "four.nii")  # channels count
+    nibabel.save(
+        nibabel.Nifti1Image(np.zeros((5, 5, 2, 3), np.uint8), np.eye(4)), tmp_path / "four.nii"
+    )  # channels count
     series = dicom_series(tmp_path / "series")  # four slices of 6 x 5
     for path in (tmp_path / "fits.png", series / "0.dcm"):
         read_stored(path, SMALL)
     read_stored(series, ImageBounds(pixels=1, voxels=120))
-    for path, unit in ((tmp_path / "large.png", "pixels"), (tmp_path / "four.nii", "voxels"), (series, "voxels")):
+    for path, unit in (
+        (tmp_path / "large.png", "pixels"),
+        (tmp_path / "four.nii", "voxels"),
+        (series, "voxels"),
+    ):
         with pytest.raises(DataError, match=rf"{path.name}.*bounds\.{unit}"):
             read_stored(path, SMALL)
     with pytest.raises(DataError, match=r"0\.dcm.*pixels"):

@@ -28,8 +28,16 @@ TWO: dict[str, Any] = {"target": "multilabel", "labels": ["disc", "cup"]}
         ({"label_values": {"square": [1, 2]}}, STORED, [[[0, 1], [1, 1]]]),
         ({"unlisted_labels": "drop"}, STORED, [[[0, 1], [0, 1]]]),
         (THREE, STORED, STORED),
-        ({**THREE, "label_values": {"background": [0], "a": [2], "b": [1]}}, STORED, [[[0, 2], [1, 2]]]),
-        ({**TWO, "label_values": {"disc": [1, 2], "cup": [2]}}, STORED, [[[0, 1], [1, 1]], [[0, 0], [1, 0]]]),  # one within the other
+        (
+            {**THREE, "label_values": {"background": [0], "a": [2], "b": [1]}},
+            STORED,
+            [[[0, 2], [1, 2]]],
+        ),
+        (
+            {**TWO, "label_values": {"disc": [1, 2], "cup": [2]}},
+            STORED,
+            [[[0, 1], [1, 1]], [[0, 0], [1, 0]]],
+        ),  # one within the other
         (TWO, SEVERAL, SEVERAL),
         ({}, STORED, r"m\.png.* 2 "),
         ({}, STORED * 255, "255"),
@@ -46,13 +54,20 @@ TWO: dict[str, Any] = {"target": "multilabel", "labels": ["disc", "cup"]}
         ({}, SEVERAL, "2 masks"),
     ],
 )
-def test_masks(settings: dict[str, Any], masks: np.ndarray, expected: Any, make_task: TaskOf) -> None:
+def test_masks(
+    settings: dict[str, Any], masks: np.ndarray, expected: Any, make_task: TaskOf
+) -> None:
     with refused(expected):
         np.testing.assert_array_equal(encode_mask(masks, make_task(**settings), "m.png"), expected)
 
 
 SUBSET = {"label_values": {"dark": [5], "medium": [2, 3], "bright": [4]}}
-SICK: dict[str, Any] = {"target": "binary", "labels": ["sick"], "label_values": {"sick": [2, 3]}, "unlisted_labels": "error"}
+SICK: dict[str, Any] = {
+    "target": "binary",
+    "labels": ["sick"],
+    "label_values": {"sick": [2, 3]},
+    "unlisted_labels": "error",
+}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +84,9 @@ SICK: dict[str, Any] = {"target": "binary", "labels": ["sick"], "label_values": 
         (TWO, [[0], [0, 2], 1], "disc, cup"),
     ],
 )
-def test_labels(settings: dict[str, Any], labels: list[Any], expected: Any, make_task: TaskOf) -> None:
+def test_labels(
+    settings: dict[str, Any], labels: list[Any], expected: Any, make_task: TaskOf
+) -> None:
     task = make_task("classification", **settings)
     for number, label in enumerate(labels):
         with refused(expected):
@@ -85,26 +102,53 @@ CIRCLES: dict[str, Any] = {"target": "multiclass", "labels": ["bg", "circle", "s
 @pytest.mark.parametrize(
     ("names", "settings", "numbers"),
     [
-        ({"0": "Dark", "1": "bright", "2": "quite bright"}, {"labels": ["dark", "medium", "bright", "quite_bright"]}, {1: 2, 2: 3}),
+        (
+            {"0": "Dark", "1": "bright", "2": "quite bright"},
+            {"labels": ["dark", "medium", "bright", "quite_bright"]},
+            {1: 2, 2: 3},
+        ),
         ({"0": "dunkel", "1": "mittel", "2": "hell"}, {}, {}),  # all in another language
         ({"0": "0", "1": "1", "2": "2"}, {}, {}),
         ({"dark": 0, "medium": 1, "bright": 2}, {}, {}),
         ({"0": "dark", "7": "red"}, {}, {}),
         ({"odd": None}, {}, {}),
         (GREY, {"labels": ["dark", "other"], "label_values": {"dark": [0], "other": [1, 2]}}, {}),
-        (GREY, {"labels": ["dark", "bright"], "label_values": {"dark": [0], "bright": [2]}, "unlisted_labels": "drop"}, {}),
+        (
+            GREY,
+            {
+                "labels": ["dark", "bright"],
+                "label_values": {"dark": [0], "bright": [2]},
+                "unlisted_labels": "drop",
+            },
+            {},
+        ),
         ({"0": "healthy", "1": "ill"}, {**BINARY, "label_values": {"ill": [1, 2]}}, {}),
         ({"0": "dark", "1": "bright", "2": "red"}, {}, "1 'bright'"),
         ({"0": "dark", "1": "bright"}, {}, "1 'bright'"),  # images of class 2 have no name
         ({"0": "dark", "1": "green", "2": "bright"}, {}, "1 'green'"),
-        ({"0": "dunkel", "1": "hell"}, {}, "0 'dunkel'"),  # one class fewer in another language: it is unknown which
-        ({"0": "0", "1": "2", "2": "4"}, {"labels": ["none", "mild", "moderate", "severe", "worst"]}, "1 '2'"),
+        (
+            {"0": "dunkel", "1": "hell"},
+            {},
+            "0 'dunkel'",
+        ),  # one class fewer in another language: it is unknown which
+        (
+            {"0": "0", "1": "2", "2": "4"},
+            {"labels": ["none", "mild", "moderate", "severe", "worst"]},
+            "1 '2'",
+        ),
         ({"0": "ill", "1": "healthy"}, BINARY, "0 'ill'"),
     ],
 )
-def test_class_numbers_by_name(names: dict[str, object], settings: dict[str, Any], numbers: Any, make_task: TaskOf) -> None:
+def test_class_numbers_by_name(
+    names: dict[str, object], settings: dict[str, Any], numbers: Any, make_task: TaskOf
+) -> None:
     with refused(numbers):
-        assert renumbering(class_numbers(names), {0, 1, 2}, make_task("classification", **settings), "site A")[0] == numbers
+        assert (
+            renumbering(
+                class_numbers(names), {0, 1, 2}, make_task("classification", **settings), "site A"
+            )[0]
+            == numbers
+        )
 
 
 @pytest.mark.parametrize(
@@ -114,12 +158,18 @@ def test_class_numbers_by_name(names: dict[str, object], settings: dict[str, Any
         ({"0": "circle", "1": "box"}, {}, {}),
         ({"1": "circle", "2": "square"}, {}, "2 'square'"),
         ({"1": "square"}, {"labels": ["circle", "square"], "target": "multiclass"}, {}),
-        ({"0": "background", "1": "box"}, {"labels": ["background", "square"], "target": "multiclass"}, {}),
+        (
+            {"0": "background", "1": "box"},
+            {"labels": ["background", "square"], "target": "multiclass"},
+            {},
+        ),
         ({"1": "square"}, CIRCLES, "1 'square'"),
         ({"0": "background", "1": "square"}, {"target": "multilabel"}, {}),
         ({"0": "circle", "1": "square"}, {"target": "multilabel"}, "1 'square'"),
     ],
 )
-def test_structures_are_not_renumbered(names: dict[str, object], settings: dict[str, Any], numbers: Any, make_task: TaskOf) -> None:
+def test_structures_are_not_renumbered(
+    names: dict[str, object], settings: dict[str, Any], numbers: Any, make_task: TaskOf
+) -> None:
     with refused(numbers):
         assert renumbering(class_numbers(names), (), make_task(**settings), "site A")[0] == numbers

@@ -24,11 +24,19 @@ def test_shrinking_averages_and_enlarging_is_smooth(make_task: TaskOf) -> None:
     picture = np.zeros((1, 32, 32), np.float32)
     picture[:, ::2] = 255  # every second row: the average of any 2 x 2 block is one half
     result = Preprocessing(make_task()).image(picture)
-    assert type(result) is torch.Tensor and result.shape == (1, 16, 16) and result.dtype == torch.float32
+    assert (
+        type(result) is torch.Tensor
+        and result.shape == (1, 16, 16)
+        and result.dtype == torch.float32
+    )
     torch.testing.assert_close(result, torch.full((1, 16, 16), 0.5))
     ramp = np.linspace(0, 255, 8, dtype=np.float32)[None, None].repeat(8, axis=1)
     enlarged = Preprocessing(make_task()).image(ramp)
-    assert enlarged.shape == (1, 16, 16) and (enlarged[0, 0].diff() >= 0).all() and len(enlarged[0, 0].unique()) > 8
+    assert (
+        enlarged.shape == (1, 16, 16)
+        and (enlarged[0, 0].diff() >= 0).all()
+        and len(enlarged[0, 0].unique()) > 8
+    )
     same = np.random.default_rng(0).random((1, 16, 16), dtype=np.float32) * 255
     torch.testing.assert_close(Preprocessing(make_task()).image(same), torch.tensor(same / 255))
 
@@ -44,23 +52,47 @@ def test_masks_keep_their_values(make_task: TaskOf) -> None:
     "intensity",
     [
         {"name": "NormalizeIntensity", "channel_wise": True},
-        {"name": "ScaleIntensityRangePercentiles", "lower": 1, "upper": 99, "b_min": 0, "b_max": 1, "clip": True},
+        {
+            "name": "ScaleIntensityRangePercentiles",
+            "lower": 1,
+            "upper": 99,
+            "b_min": 0,
+            "b_max": 1,
+            "clip": True,
+        },
     ],
 )
 def test_other_intensity_transforms(make_task: TaskOf, intensity: dict[str, object]) -> None:
-    for picture in (np.random.default_rng(0).normal(1000, 50, (1, 16, 16)), np.full((1, 16, 16), 9)):
+    for picture in (
+        np.random.default_rng(0).normal(1000, 50, (1, 16, 16)),
+        np.full((1, 16, 16), 9),
+    ):
         result = Preprocessing(make_task(intensity=intensity)).image(picture.astype(np.float32))
         assert result.isfinite().all() and result.abs().max() < 6
 
 
-@pytest.mark.parametrize("name", [name for name in (*spatial_augmentations(), *photometric_augmentations()) if name != "Rand3DElastic"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in (*spatial_augmentations(), *photometric_augmentations())
+        if name != "Rand3DElastic"
+    ],
+)
 def test_every_augmentation_is_seeded_and_keeps_shapes(make_task: TaskOf, name: str) -> None:
     needed: dict[str, dict[str, Any]] = {
         "Rand2DElastic": {"spacing": [6, 6], "magnitude_range": [1, 2]},
         "RandAffine": {"rotate_range": 0.5, "translate_range": 3},
         "RandRotate": {"range_x": 0.5},
         "RandZoom": {"min_zoom": 0.7, "max_zoom": 1.3},
-        **{other: {"factors": 0.5} for other in ("RandScaleIntensity", "RandScaleIntensityFixedMean", "RandStdShiftIntensity")},
+        **{
+            other: {"factors": 0.5}
+            for other in (
+                "RandScaleIntensity",
+                "RandScaleIntensityFixedMean",
+                "RandStdShiftIntensity",
+            )
+        },
         "RandSimulateLowResolution": {"upsample_mode": "bilinear"},
         "RandCoarseShuffle": {"holes": 2, "spatial_size": 4},
         "RandShiftIntensity": {"offsets": 0.5},
@@ -71,10 +103,16 @@ def test_every_augmentation_is_seeded_and_keeps_shapes(make_task: TaskOf, name: 
     }
     augment = Augmentation(make_task(augment=[{"name": name, "prob": 1.0, **needed.get(name, {})}]))
     images, masks = _disc()
-    images = 0.2 + 0.5 * images + torch.linspace(0, 0.1, 16)  # a picture of two values has no contrast to change
+    images = (
+        0.2 + 0.5 * images + torch.linspace(0, 0.1, 16)
+    )  # a picture of two values has no contrast to change
     once, twice, other = (augment(images, masks, np.random.RandomState(seed)) for seed in (5, 5, 6))
     assert once[0].shape == images.shape and once[1].shape == masks.shape
-    assert once[0].dtype == torch.float32 and once[1].dtype == torch.int64 and set(once[1].unique().tolist()) <= {0, 1}
+    assert (
+        once[0].dtype == torch.float32
+        and once[1].dtype == torch.int64
+        and set(once[1].unique().tolist()) <= {0, 1}
+    )
     torch.testing.assert_close(once[0], twice[0], rtol=0, atol=0)
     torch.testing.assert_close(once[1], twice[1], rtol=0, atol=0)
     if name not in ("RandFlip", "RandRotate90"):  # two draws of these may well agree
@@ -92,20 +130,31 @@ def test_every_augmentation_is_seeded_and_keeps_shapes(make_task: TaskOf, name: 
         {"name": "RandAffine", "rotate_range": 1.0, "translate_range": 3, "padding_mode": "zeros"},
         {"name": "RandZoom", "min_zoom": 0.7, "max_zoom": 1.3},
         {"name": "Rand2DElastic", "spacing": [6, 6], "magnitude_range": [1, 2]},
-        {"name": "RandSmoothDeform", "rand_size": [3, 3], "def_range": 0.3, "grid_mode": "bilinear"},
+        {
+            "name": "RandSmoothDeform",
+            "rand_size": [3, 3],
+            "def_range": 0.3,
+            "grid_mode": "bilinear",
+        },
     ],
 )
 def test_image_and_mask_move_together(make_task: TaskOf, settings: dict[str, object]) -> None:
     images, masks = _disc()
-    moved, target = Augmentation(make_task(augment=[{**settings, "prob": 1.0}]))(images, masks, np.random.RandomState(1))
+    moved, target = Augmentation(make_task(augment=[{**settings, "prob": 1.0}]))(
+        images, masks, np.random.RandomState(1)
+    )
     assert not torch.equal(target, masks)
     disagreement = ((moved[:, 0] > 0.5) != (target == 1)).float().sum() / (target == 1).sum()
     assert disagreement < 0.25  # linear and nearest interpolation differ along the outline alone
 
 
-@pytest.mark.parametrize("target", [{}, {"target": "multilabel", "labels": ["a", "b"]}], ids=["binary", "multilabel"])
+@pytest.mark.parametrize(
+    "target", [{}, {"target": "multilabel", "labels": ["a", "b"]}], ids=["binary", "multilabel"]
+)
 @pytest.mark.parametrize("prob", [1.0, 0.1])
-def test_augmentations_that_change_the_size_are_refused(make_task: TaskOf, prob: float, target: dict[str, Any]) -> None:
+def test_augmentations_that_change_the_size_are_refused(
+    make_task: TaskOf, prob: float, target: dict[str, Any]
+) -> None:
     zoom = {"name": "RandZoom", "prob": prob, "min_zoom": 0.5, "max_zoom": 0.6, "keep_size": False}
     for size, augment in (
         ([16, 24], {"name": "RandRotate90", "prob": prob}),
@@ -117,24 +166,41 @@ def test_augmentations_that_change_the_size_are_refused(make_task: TaskOf, prob:
             Augmentation(make_task(size=size, augment=[augment], **target))
     turn = Augmentation(make_task(augment=[{"name": "RandRotate90", "prob": 1.0, "max_k": 1}]))
     with pytest.raises(ConfigError, match="RandRotate90"):  # images of another size than the task's
-        turn(torch.rand(1, 1, 16, 24), torch.ones(1, 16, 24, dtype=torch.long), np.random.RandomState(0))
+        turn(
+            torch.rand(1, 1, 16, 24),
+            torch.ones(1, 16, 24, dtype=torch.long),
+            np.random.RandomState(0),
+        )
 
 
 def test_multilabel_and_class_targets(make_task: TaskOf) -> None:
     flip = [{"name": "RandFlip", "prob": 1.0, "spatial_axis": 0}]
     several = make_task(target="multilabel", labels=["a", "b"], augment=flip)
-    images, targets, labels = torch.rand(2, 1, 16, 16), torch.rand(2, 2, 16, 16).round(), torch.tensor([0, 2])
+    images, targets, labels = (
+        torch.rand(2, 1, 16, 16),
+        torch.rand(2, 2, 16, 16).round(),
+        torch.tensor([0, 2]),
+    )
     moved = Augmentation(several)(images, targets, np.random.RandomState(0))[1]
     torch.testing.assert_close(moved, targets.flip(2))
-    augmented, same = Augmentation(make_task("classification", augment=flip))(images, labels, np.random.RandomState(0))
+    augmented, same = Augmentation(make_task("classification", augment=flip))(
+        images, labels, np.random.RandomState(0)
+    )
     assert same is labels
     torch.testing.assert_close(augmented, images.flip(2))
 
 
 def test_masks_are_moved_by_the_nearest_pixel(make_task: TaskOf) -> None:
     turned = {"name": "RandAffine", "prob": 1.0, "rotate_range": 1.0, "padding_mode": "zeros"}
-    modes: list[dict[str, object]] = [{}, {"mode": ["bilinear", "nearest"]}, {"mode": ["bilinear", "bilinear"]}]
-    moved = [Augmentation(make_task(augment=[turned | mode]))(*_disc(), np.random.RandomState(1)) for mode in modes]
+    modes: list[dict[str, object]] = [
+        {},
+        {"mode": ["bilinear", "nearest"]},
+        {"mode": ["bilinear", "bilinear"]},
+    ]
+    moved = [
+        Augmentation(make_task(augment=[turned | mode]))(*_disc(), np.random.RandomState(1))
+        for mode in modes
+    ]
     for images, masks in moved[1:]:
         assert torch.equal(images, moved[0][0]) and torch.equal(masks, moved[0][1])
 
@@ -154,7 +220,10 @@ TASK = load_task("phantom").to_dict()
     [
         ("intensity", {"name": "GaussianSmooth", "sigma": 1e7}),
         ("intensity", {"name": "MedianSmooth", "radius": 3000}),
-        ("augment", [{"name": "RandFlip"}, {"name": "RandZoom", "min_zoom": 4000, "max_zoom": 5000}]),
+        (
+            "augment",
+            [{"name": "RandFlip"}, {"name": "RandZoom", "min_zoom": 4000, "max_zoom": 5000}],
+        ),
     ],
 )
 def test_transforms_that_need_too_much_memory_are_refused(setting: str, value: Any) -> None:
@@ -177,7 +246,9 @@ def test_transforms_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPat
         {"name": "UNet", "channels": [8, 8], "strides": [2], "num_res_units": 10**7},
     ],
 )
-def test_a_network_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch, network: dict[str, Any]) -> None:
+def test_a_network_that_takes_too_long_is_refused(
+    monkeypatch: pytest.MonkeyPatch, network: dict[str, Any]
+) -> None:
     monkeypatch.setattr(trial, "_SECONDS", 1)
     with pytest.raises(ConfigError, match=rf"^site A: network {network['name']}: more than 1 s"):
         try_task(load_task({**TASK, "network": network}), 4.0, "site A", "bounds.memory")
@@ -189,7 +260,9 @@ def test_the_trial_of_a_network_says_what_is_wrong_with_it() -> None:
         try_task(load_task({**TASK, "network": network}), 4.0, "site A")
 
 
-def test_ordinary_arguments_are_accepted_and_common_ones_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_arguments_are_accepted_and_common_ones_not_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     augment = [
         {"name": "RandGridDistortion"},
         {"name": "Rand2DElastic", "spacing": [8, 8], "magnitude_range": [0, 1]},
@@ -203,5 +276,11 @@ def test_ordinary_arguments_are_accepted_and_common_ones_not_tried(monkeypatch: 
     task = load_task({**TASK, **changed, "network": network})
     try_task(task, 4.0, "site A", "bounds.memory")
     monkeypatch.setattr(trial, "_problem", None)
-    intensity = {"name": "ScaleIntensityRange", "a_min": -1000, "a_max": 1e6, "b_min": 0, "b_max": 1}
+    intensity = {
+        "name": "ScaleIntensityRange",
+        "a_min": -1000,
+        "a_max": 1e6,
+        "b_min": 0,
+        "b_max": 1,
+    }
     try_task(load_task({**TASK, "intensity": intensity}), 4.0, "site A", "bounds.memory")

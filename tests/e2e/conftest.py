@@ -41,14 +41,18 @@ def foreign(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory, packages: Path) -> Iterator[ProvisionedFederation]:
+def federation(
+    tmp_path_factory: pytest.TempPathFactory, packages: Path
+) -> Iterator[ProvisionedFederation]:
     """Provisioned and running: a server and two sites, at which another distribution than medflare is installed too.
 
     One site's clock is two hours ahead, the other's two hours behind, in all of their processes; nobody takes them for silent or late.
     More sites than two are the simulator's: here every job costs a process a site.
     """
     clocks = {"site-1": 2 * HOUR, "site-2": -2 * HOUR}
-    running = ProvisionedFederation(tmp_path_factory.mktemp("federation"), ("site-1", "site-2"), clocks)
+    running = ProvisionedFederation(
+        tmp_path_factory.mktemp("federation"), ("site-1", "site-2"), clocks
+    )
     running.environment = {**running.environment, **importing(packages)}
     running.provision()
     try:

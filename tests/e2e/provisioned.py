@@ -40,7 +40,9 @@ class ProvisionedFederation:
         clocks: party -> seconds by which the clock of its processes is ahead; those of all others are right.
     """
 
-    def __init__(self, folder: Path, sites: Sequence[str], clocks: Mapping[str, float] | None = None):
+    def __init__(
+        self, folder: Path, sites: Sequence[str], clocks: Mapping[str, float] | None = None
+    ):
         self.folder = folder
         self.sites = tuple(sites)
         self.clocks = clocks or {}
@@ -48,7 +50,9 @@ class ProvisionedFederation:
         self.kits = folder / "federation" / "medflare" / "prod_00"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._begun: list[subprocess.Popen[str]] = []
-        interpreter = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # this one, for every child
+        interpreter = os.pathsep.join(
+            [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+        )  # this one, for every child
         self.environment = environment(PATH=interpreter, HOME=str(folder), **_LAST_WORD)
 
     def kit(self, name: str) -> Path:
@@ -60,7 +64,11 @@ class ProvisionedFederation:
     def project(self, name: str) -> Path:
         """A project file of poc_workspace with the sites and the port of this federation."""
         project = yaml.safe_load((SCRIPTS / name).read_text())
-        project["participants"] = [one for one in project["participants"] if one["type"] != "client" or one["name"] in self.sites]
+        project["participants"] = [
+            one
+            for one in project["participants"]
+            if one["type"] != "client" or one["name"] in self.sites
+        ]
         for one in project["participants"]:
             if one["type"] == "server":
                 one["fed_learn_port"] = self.port
@@ -70,8 +78,17 @@ class ProvisionedFederation:
 
     def provision(self) -> None:
         path = self.project("project.yml")
-        with self.clock(-12 * HOUR):  # half a day ago: certificates are valid for a party whose clock is behind, too
-            self.command("medflare", "provision", path, "--workspace", self.folder / "federation", "--leave-root-key")
+        with self.clock(
+            -12 * HOUR
+        ):  # half a day ago: certificates are valid for a party whose clock is behind, too
+            self.command(
+                "medflare",
+                "provision",
+                path,
+                "--workspace",
+                self.folder / "federation",
+                "--leave-root-key",
+            )
 
     @contextlib.contextmanager
     def clock(self, ahead: float) -> Iterator[None]:
@@ -96,28 +113,52 @@ class ProvisionedFederation:
         before = len(text_of(log))
         command = [str(kit / "startup" / "sub_start.sh"), "--once"]
         with (kit / "start.log").open("ab") as output:
-            environment = skewed(self.environment, self.clocks[name]) if name in self.clocks else self.environment
+            environment = (
+                skewed(self.environment, self.clocks[name])
+                if name in self.clocks
+                else self.environment
+            )
             self._processes[name] = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=kit
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=kit,
             )
         return log, before, "Server started" if name == SERVER else "Successfully registered client"
 
     # -- work --------------------------------------------------------------------------------------------------------------
 
-    def script(self, name: str, *arguments: Any, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def script(
+        self, name: str, *arguments: Any, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         """Run a script of poc_workspace; its standard output and error are kept."""
         return self.command(SCRIPTS / name, *arguments, check=check)
 
     def command(self, *command: Any, check: bool = True) -> subprocess.CompletedProcess[str]:
         words = [str(word) for word in command]
-        done = subprocess.run(words, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=2 * PATIENCE)
-        assert not check or done.returncode == 0, f"{words} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        done = subprocess.run(
+            words,
+            env=self.environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=2 * PATIENCE,
+        )
+        assert not check or done.returncode == 0, (
+            f"{words} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        )
         return done
 
     def begin(self, *command: Any) -> subprocess.Popen[str]:
         """Start a command of a person that goes on; its standard output and error come as one."""
         words = [str(word) for word in command]
-        output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        output: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
         self._begun.append(subprocess.Popen(words, env=self.environment, cwd=self.folder, **output))
         return self._begun[-1]
 
@@ -131,13 +172,31 @@ class ProvisionedFederation:
 
     def meta(self, job: str) -> dict[str, Any]:
         """What FLARE knows of a job: status, deployment. On a busy machine its command sometimes gives up before the server answers."""
-        words = ("nvflare", "--format", "json", "job", "meta", job, "--startup-kit", self.kit("lead"))
+        words = (
+            "nvflare",
+            "--format",
+            "json",
+            "job",
+            "meta",
+            job,
+            "--startup-kit",
+            self.kit("lead"),
+        )
         done = self.command(*words, check=False)
         return json.loads((self.command(*words) if done.returncode else done).stdout)["data"]
 
     def connected(self) -> list[str]:
         """Names of the sites that the server has at the moment; none while it does not answer."""
-        done = self.command("nvflare", "--format", "json", "system", "status", "--startup-kit", self.kit("admin"), check=False)
+        done = self.command(
+            "nvflare",
+            "--format",
+            "json",
+            "system",
+            "status",
+            "--startup-kit",
+            self.kit("admin"),
+            check=False,
+        )
         return [site for site in self.sites if done.returncode == 0 and site in done.stdout]
 
     # -- faults and clean-up -----------------------------------------------------------------------------------------------
@@ -167,7 +226,9 @@ class ProvisionedFederation:
     def end_all_below(folder: Path) -> None:
         """Kill what commands started and left to itself: the processes that have the folder in their command line."""
         for process in psutil.process_iter(["cmdline"]):
-            if process.pid != os.getpid() and any(str(folder) in word for word in process.info["cmdline"] or ()):
+            if process.pid != os.getpid() and any(
+                str(folder) in word for word in process.info["cmdline"] or ()
+            ):
                 process.kill()
 
 

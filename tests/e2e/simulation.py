@@ -26,8 +26,16 @@ def importing(*folders: Path) -> dict[str, str]:
 def environment(**more: str) -> dict[str, str]:
     """The caller's environment with this checkout importable, one thread for every site, and no matplotlib: its figures take long."""
     paths = [str(MACHINE), str(ROOT / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MISSING_PACKAGES": "matplotlib"}
-    return {**{name: value for name, value in os.environ.items() if name != "MEDFLARE_DATA_ROOT"}, **own, **more}
+    own = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "MISSING_PACKAGES": "matplotlib",
+    }
+    return {
+        **{name: value for name, value in os.environ.items() if name != "MEDFLARE_DATA_ROOT"},
+        **own,
+        **more,
+    }
 
 
 @dataclass
@@ -73,14 +81,26 @@ def simulations(folder: Path) -> Iterator[Simulate]:
     """What starts simulations in a folder; those that a failed test leaves behind are ended."""
     started: list[Simulation] = []
 
-    def start(job: Path, *options: str, cwd: Path = folder, workspace: Path | None = None, **variables: str) -> Simulation:
+    def start(
+        job: Path,
+        *options: str,
+        cwd: Path = folder,
+        workspace: Path | None = None,
+        **variables: str,
+    ) -> Simulation:
         place = workspace or folder / f"workspace-{len(started)}"
         given = ["-w", str(place)] if workspace is None else []
         log = folder / f"console-{len(started)}.txt"
         command = [sys.executable, "-m", "nvflare.cli", "simulator", str(job), *given, *options]
         with log.open("w") as console:
             process = subprocess.Popen(
-                command, cwd=cwd, env=environment(**variables), stdout=console, stderr=subprocess.STDOUT, text=True, start_new_session=True
+                command,
+                cwd=cwd,
+                env=environment(**variables),
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
             )
         started.append(Simulation(place, process, log))
         return started[-1]

@@ -28,22 +28,35 @@ def brought_along(names: set[str]) -> set[str]:
     while open_names:
         actual |= open_names
         needed = [Requirement(line) for name in open_names for line in requires(name) or ()]
-        open_names = {canonicalize_name(one.name) for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})} - actual
+        open_names = {
+            canonicalize_name(one.name)
+            for one in needed
+            if one.marker is None or one.marker.evaluate({"extra": ""})
+        } - actual
     return actual
 
 
 def missing_modules() -> set[str]:
     """Top-level modules of every other distribution that is installed here."""
     there = brought_along({"torch", "monai", "nvflare"})
-    owners = {module: {canonicalize_name(name) for name in names} for module, names in packages_distributions().items()}
-    assert len(there) < len({canonicalize_name(one.name) for one in distributions()}), "this environment has nothing to hide"
+    owners = {
+        module: {canonicalize_name(name) for name in names}
+        for module, names in packages_distributions().items()
+    }
+    assert len(there) < len({canonicalize_name(one.name) for one in distributions()}), (
+        "this environment has nothing to hide"
+    )
     return {module for module, names in owners.items() if not names & there} - {"medflare"}
 
 
 def bare_site() -> dict[str, str]:
     """Environment variables of a process to which all of that, and this checkout, is not installed."""
     missing = ",".join(sorted(missing_modules()))
-    return {"MISSING_PACKAGES": missing, "MISSING_FOLDER": str(ROOT / "custom"), "PYTHONPATH": str(MACHINE)}
+    return {
+        "MISSING_PACKAGES": missing,
+        "MISSING_FOLDER": str(ROOT / "custom"),
+        "PYTHONPATH": str(MACHINE),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +66,11 @@ def plain(tiny_task: dict[str, Any]) -> dict[str, Any]:
 
 def without_hd95(content: Any) -> Any:
     """Results but the boundary distance, which MONAI measures with SciPy."""
-    return {name: without_hd95(value) for name, value in content.items() if name != "hd95"} if isinstance(content, dict) else content
+    return (
+        {name: without_hd95(value) for name, value in content.items() if name != "hd95"}
+        if isinstance(content, dict)
+        else content
+    )
 
 
 def test_a_job_with_its_code_gives_the_installed_packages_results(
@@ -61,28 +78,55 @@ def test_a_job_with_its_code_gives_the_installed_packages_results(
 ) -> None:
     hidden = {"PIL", "sklearn", "scipy", "matplotlib", "rich", "nibabel", "pydicom", "tensorboard"}
     assert hidden <= missing_modules()
-    done = subprocess.run([sys.executable, "-c", "import PIL"], env=environment(**bare_site()), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", "import PIL"],
+        env=environment(**bare_site()),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "No module named 'PIL'" in done.stderr, "a bare site is bare"
-    job = build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, embed_code=True, out=tmp_path / "a job")
+    job = build_job(
+        "fedsm", tiny_task, rounds=ROUNDS, seed=SEED, embed_code=True, out=tmp_path / "a job"
+    )
     simulation = simulate(job, "-n", "2", "-t", "2", **bare_site()).wait()
     results = simulation.results
     assert (results["status"], results["reason"]) == ("COMPLETED", None)
-    assert without_hd95(results["sites"]) == without_hd95(plain["sites"]) and results["traffic"] == plain["traffic"]
+    assert (
+        without_hd95(results["sites"]) == without_hd95(plain["sites"])
+        and results["traffic"] == plain["traffic"]
+    )
     assert results["sites"]["site-1"]["metrics"]["global"]["hd95"] is None
-    assert "No module named" not in simulation.console and "see results.json and report.html" in simulation.console
+    assert (
+        "No module named" not in simulation.console
+        and "see results.json and report.html" in simulation.console
+    )
     assert "matplotlib is not installed" in (simulation.folder / "report.html").read_text()
 
 
 def test_parties_that_allow_code_run_it(
-    tiny_task: dict[str, Any], plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    tiny_task: dict[str, Any],
+    plain: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
 ) -> None:
     """Provisioned, with `--bring-code` at server and sites, which are bare; test_provisioned.py has parties that refuse."""
-    job = build_job("fedsm", tiny_task, rounds=ROUNDS, seed=SEED, embed_code=True, min_sites=2, out=tmp_path / "job")
+    job = build_job(
+        "fedsm",
+        tiny_task,
+        rounds=ROUNDS,
+        seed=SEED,
+        embed_code=True,
+        min_sites=2,
+        out=tmp_path / "job",
+    )
     federation = ProvisionedFederation(tmp_path_factory.mktemp("federation"), ("site-1", "site-2"))
     federation.provision()
     parties, lead = (SERVER, *federation.sites), federation.environment
     for party in parties:
-        federation.command(sys.executable, SCRIPTS / "party.py", "setup", federation.kit(party), "--bring-code")
+        federation.command(
+            sys.executable, SCRIPTS / "party.py", "setup", federation.kit(party), "--bring-code"
+        )
     try:
         federation.environment = {**lead, **bare_site()}
         federation.start(*parties)
@@ -93,5 +137,9 @@ def test_parties_that_allow_code_run_it(
     finally:
         federation.stop()
     results = load_results(tmp_path / "fetched")
-    assert results["status"] == "COMPLETED" and without_hd95(results["sites"]) == without_hd95(plain["sites"])
-    assert list((federation.kit("site-1") / identity).rglob("custom/medflare/flare/executors.py")), "the code came with the job"
+    assert results["status"] == "COMPLETED" and without_hd95(results["sites"]) == without_hd95(
+        plain["sites"]
+    )
+    assert list(
+        (federation.kit("site-1") / identity).rglob("custom/medflare/flare/executors.py")
+    ), "the code came with the job"

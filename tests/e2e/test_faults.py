@@ -36,35 +36,74 @@ EVENTS = {
 }
 
 
-def test_each_fault_is_named_and_the_others_go_on(simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path) -> None:
+def test_each_fault_is_named_and_the_others_go_on(
+    simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path
+) -> None:
     """One round for each fault that FLARE's own FedAvg lets pass or dies of."""
-    settings = {"rounds": len(FAULTS), "seed": 1, "min_sites": 1, "step_timeout": 20.0, "heartbeat_timeout": 15.0}
+    settings = {
+        "rounds": len(FAULTS),
+        "seed": 1,
+        "min_sites": 1,
+        "step_timeout": 20.0,
+        "heartbeat_timeout": 15.0,
+    }
     job = build_job("fedavg", tiny_task, out=tmp_path / "job", **settings)
-    use_executor(job, FAULTY, "FaultyExecutor", faults={"bad": "all", "dead": "die", "late": "slow"}, seconds=30.0)
+    use_executor(
+        job,
+        FAULTY,
+        "FaultyExecutor",
+        faults={"bad": "all", "dead": "die", "late": "slow"},
+        seconds=30.0,
+    )
     simulation = simulate(job, "-c", ",".join(SITES), "-t", str(len(SITES))).wait()
     ended, results = time.time(), simulation.results
     assert results["status"] == "COMPLETED"
-    assert ended - (simulation.folder / "results.json").stat().st_mtime < 60, "the simulator ends soon, also on a busy machine"
-    events = {event["round"]: event for event in results["events"] if event["site"] == "bad" and event["kind"] not in DOUBTS}
+    assert ended - (simulation.folder / "results.json").stat().st_mtime < 60, (
+        "the simulator ends soon, also on a busy machine"
+    )
+    events = {
+        event["round"]: event
+        for event in results["events"]
+        if event["site"] == "bad" and event["kind"] not in DOUBTS
+    }
     for fault, (kind, token) in EVENTS.items():
         event = events[ROUND_OF[fault]]
         assert event["kind"] == kind and token in event["message"], (fault, event)
-    assert "late" in problems(results, "late") and "dead" in problems(results, "missing"), results["events"]
-    assert "good" not in {event["site"] for event in results["events"] if event["kind"] not in DOUBTS}
+    assert "late" in problems(results, "late") and "dead" in problems(results, "missing"), results[
+        "events"
+    ]
+    assert "good" not in {
+        event["site"] for event in results["events"] if event["kind"] not in DOUBTS
+    }
 
-    trained = {step["round"]: step["sites"] for step in read_rounds(simulation.folder) if step["phase"] == "train"}
-    assert "bad" in trained[ROUND_OF["nan_metric"]], "a metric that is no number costs a vote, not the update"
+    trained = {
+        step["round"]: step["sites"]
+        for step in read_rounds(simulation.folder)
+        if step["phase"] == "train"
+    }
+    assert "bad" in trained[ROUND_OF["nan_metric"]], (
+        "a metric that is no number costs a vote, not the update"
+    )
     assert "late" not in trained[1] and "late" in trained[len(FAULTS) - 1], "it takes part again"
-    assert all(results["sites"][site]["metrics"]["global"]["dice"] is not None for site in SITES if site != "dead")
+    assert all(
+        results["sites"][site]["metrics"]["global"]["dice"] is not None
+        for site in SITES
+        if site != "dead"
+    )
     assert results["sites"]["dead"]["metrics"]["global"]["dice"] is None
     for model in simulation.folder.rglob("model.safetensors"):
         assert all(tensor.isfinite().all() for tensor in load_file(model).values()), model
 
 
-def test_a_run_without_a_usable_update_fails(simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_without_a_usable_update_fails(
+    simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path
+) -> None:
     job = build_job("fedavg", tiny_task, out=tmp_path / "job", rounds=2)
     use_executor(job, FAULTY, "FaultyExecutor", faults={"site-1": "nan", "site-2": "nan"})
     simulation = simulate(job, "-n", "2", "-t", "2").wait()
     assert simulation.results["status"] == "FAILED"
-    assert "'train'" in simulation.results["reason"] and simulation.console.count("medflare: FAILED:") == 1
+    assert (
+        "'train'" in simulation.results["reason"]
+        and simulation.console.count("medflare: FAILED:") == 1
+    )
     assert len(problems(simulation.results, "repeated")[None]) == 1

@@ -33,16 +33,27 @@ def long_task(tiny_task: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory, long_task: dict[str, Any]) -> Path:
-    return build_job("fedsm", long_task, rounds=ROUNDS, seed=SEED, byoc=False, out=tmp_path_factory.mktemp("jobs") / "fedsm")
+    return build_job(
+        "fedsm",
+        long_task,
+        rounds=ROUNDS,
+        seed=SEED,
+        byoc=False,
+        out=tmp_path_factory.mktemp("jobs") / "fedsm",
+    )
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(
-    tmp_path_factory: pytest.TempPathFactory, long_task: dict[str, Any], federation: ProvisionedFederation
+    tmp_path_factory: pytest.TempPathFactory,
+    long_task: dict[str, Any],
+    federation: ProvisionedFederation,
 ) -> tuple[dict[str, Any], Path]:
     """Results and folder of the same federation in the plain loop, where nothing goes wrong."""
     folder = tmp_path_factory.mktemp("plain")
-    return run_local("fedsm", long_task, federation.sites, rounds=ROUNDS, seed=SEED, out=folder), folder
+    return run_local(
+        "fedsm", long_task, federation.sites, rounds=ROUNDS, seed=SEED, out=folder
+    ), folder
 
 
 def steps_done(federation: ProvisionedFederation, job: str) -> int:
@@ -52,7 +63,10 @@ def steps_done(federation: ProvisionedFederation, job: str) -> int:
 
 
 def test_a_killed_server_and_an_aborted_job_are_taken_up(
-    federation: ProvisionedFederation, job: Path, uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
+    federation: ProvisionedFederation,
+    job: Path,
+    uninterrupted: tuple[dict[str, Any], Path],
+    tmp_path: Path,
 ) -> None:
     """Twice in one run: kill -9 for the server in the middle of a round, later the lead stops it. Nothing that was finished is lost."""
     interrupted = federation.submit(job)
@@ -63,11 +77,19 @@ def test_a_killed_server_and_an_aborted_job_are_taken_up(
     first = watching.stdout.readline()
     federation.kill(SERVER)
     federation.start(SERVER)
-    wait_until(lambda: len(federation.connected()) == 2, "the sites do not come back to the new server", every=2)
+    wait_until(
+        lambda: len(federation.connected()) == 2,
+        "the sites do not come back to the new server",
+        every=2,
+    )
 
-    aborted = federation.script("resume.sh", federation.kit("lead"), job, interrupted).stdout.strip()
+    aborted = federation.script(
+        "resume.sh", federation.kit("lead"), job, interrupted
+    ).stdout.strip()
     taken_up = steps_done(federation, interrupted)
-    wait_until(lambda: steps_done(federation, aborted) > taken_up, "the resumed job does not get anywhere")
+    wait_until(
+        lambda: steps_done(federation, aborted) > taken_up, "the resumed job does not get anywhere"
+    )
     abort(federation, aborted)
 
     identity = federation.script("resume.sh", federation.kit("lead"), job, aborted).stdout.strip()
@@ -76,16 +98,30 @@ def test_a_killed_server_and_an_aborted_job_are_taken_up(
     assert results["sites"] == expected["sites"]
     resumed = [event["message"] for event in results["events"] if event["kind"] == "resumed"]
     finished = [int(word) for message in resumed for word in message.split() if word.isdigit()]
-    assert federation.meta(interrupted)["status"] == "FINISHED:ABANDONED", "the new server closes what the old one left"
+    assert federation.meta(interrupted)["status"] == "FINISHED:ABANDONED", (
+        "the new server closes what the old one left"
+    )
     output = first + watching.communicate(timeout=PATIENCE)[0]
-    assert watching.returncode == 1 and "600" in output and "the server is back" in output and "FINISHED:ABANDONED" in output, output
-    assert len(finished) == 2 and 2 <= finished[0] < finished[1], "steps that were seen before were done again"
+    assert (
+        watching.returncode == 1
+        and "600" in output
+        and "the server is back" in output
+        and "FINISHED:ABANDONED" in output
+    ), output
+    assert len(finished) == 2 and 2 <= finished[0] < finished[1], (
+        "steps that were seen before were done again"
+    )
     assert same_weights(next((tmp_path / "resumed").rglob("medflare/models")), plain / "models")
-    assert not (federation.kit(SERVER) / "medflare" / identity).exists(), "a completed job needs no checkpoint any more"
+    assert not (federation.kit(SERVER) / "medflare" / identity).exists(), (
+        "a completed job needs no checkpoint any more"
+    )
 
 
 def test_a_killed_site_and_a_cut_network_cost_time_and_nothing_else(
-    federation: ProvisionedFederation, job: Path, uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
+    federation: ProvisionedFederation,
+    job: Path,
+    uninterrupted: tuple[dict[str, Any], Path],
+    tmp_path: Path,
 ) -> None:
     """One site's connections are cut for a while shorter than `heartbeat_timeout`; meanwhile another's job process is killed."""
     cable = Cable(federation.port)
@@ -116,21 +152,45 @@ def test_the_others_go_on_without_a_site_which_takes_part_again_once_the_job_is_
     federation: ProvisionedFederation, long_task: dict[str, Any], tmp_path: Path
 ) -> None:
     """FLARE has no way back into a running job for a site that registered anew; the lead stops the job and takes it up with all sites."""
-    job = build_job("fedsm", long_task, rounds=ROUNDS, seed=SEED, byoc=False, heartbeat_timeout=40.0, min_sites=1, out=tmp_path / "job")
+    job = build_job(
+        "fedsm",
+        long_task,
+        rounds=ROUNDS,
+        seed=SEED,
+        byoc=False,
+        heartbeat_timeout=40.0,
+        min_sites=1,
+        out=tmp_path / "job",
+    )
     interrupted = federation.submit(job)
     wait_until(lambda: steps_done(federation, interrupted) >= 1, "the job does not get anywhere")
     federation.kill("site-2")
     done = steps_done(federation, interrupted)
     federation.start("site-2")
-    wait_until(lambda: steps_done(federation, interrupted) > done + 1, "the job does not go on without the site")
-    assert not any(interrupted in word for process in federation.processes("site-2") for word in process.cmdline())
+    wait_until(
+        lambda: steps_done(federation, interrupted) > done + 1,
+        "the job does not go on without the site",
+    )
+    assert not any(
+        interrupted in word
+        for process in federation.processes("site-2")
+        for word in process.cmdline()
+    )
     abort(federation, interrupted)
-    identity = federation.script("resume.sh", federation.kit("lead"), job, interrupted).stdout.strip()
+    identity = federation.script(
+        "resume.sh", federation.kit("lead"), job, interrupted
+    ).stdout.strip()
     results = fetched(federation, identity, tmp_path / "fetched")
     assert results["status"] == "COMPLETED"
-    (resumed,) = (place for place, event in enumerate(results["events"]) if event["kind"] == "resumed")
+    (resumed,) = (
+        place for place, event in enumerate(results["events"]) if event["kind"] == "resumed"
+    )
     missing = [place for place, event in enumerate(results["events"]) if event["kind"] == "missing"]
-    assert missing and max(missing) < resumed and {results["events"][place]["site"] for place in missing} == {"site-2"}
+    assert (
+        missing
+        and max(missing) < resumed
+        and {results["events"][place]["site"] for place in missing} == {"site-2"}
+    )
     assert results["sites"]["site-2"]["metrics"]["personal"]["dice"] is not None
     for site in federation.sites:
         card = federation.kit(site) / "medflare" / identity / "personal" / "card.json"
@@ -138,7 +198,11 @@ def test_the_others_go_on_without_a_site_which_takes_part_again_once_the_job_is_
 
 
 def job_processes(federation: ProvisionedFederation, site: str, job: str) -> list[psutil.Process]:
-    actual = [process for process in federation.processes(site) if any(job in word for word in process.cmdline())]
+    actual = [
+        process
+        for process in federation.processes(site)
+        if any(job in word for word in process.cmdline())
+    ]
     assert actual, f"{site} has no process for job {job}"
     return actual
 
@@ -149,12 +213,18 @@ def abort(federation: ProvisionedFederation, job: str) -> None:
     for process in processes:
         process.suspend()
     try:
-        federation.command("nvflare", "job", "abort", job, "--force", "--startup-kit", federation.kit("lead"))
+        federation.command(
+            "nvflare", "job", "abort", job, "--force", "--startup-kit", federation.kit("lead")
+        )
     finally:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
-    wait_until(lambda: federation.meta(job)["status"] == "FINISHED:ABORTED", "the job is not aborted", every=2)
+    wait_until(
+        lambda: federation.meta(job)["status"] == "FINISHED:ABORTED",
+        "the job is not aborted",
+        every=2,
+    )
 
 
 def fetched(federation: ProvisionedFederation, job: str, folder: Path) -> dict[str, Any]:

@@ -20,7 +20,10 @@ from medflare.federation.local.loop import run_local
 
 pytestmark = END_TO_END
 
-SECTIONS = dict(part.split("\n", 1) for part in (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8").split("\n## ")[1:])
+SECTIONS = dict(
+    part.split("\n", 1)
+    for part in (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8").split("\n## ")[1:]
+)
 SITES = ("site-1", "site-2")
 PATIENTS = {"training": 8, "validation": 5, "test": 5}
 ROUNDS = 2
@@ -44,7 +47,10 @@ class Person:
         for word, other in changed.items():
             assert word in text, f"the page does not say {word}"
             text = text.replace(word, other)
-        environment = {**self.federation.environment, "MEDFLARE_ROOT_PASSPHRASE": "correct horse battery"}
+        environment = {
+            **self.federation.environment,
+            "MEDFLARE_ROOT_PASSPHRASE": "correct horse battery",
+        }
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", text],
             cwd=self.checkout,
@@ -76,13 +82,19 @@ def checkout(tmp_path: Path, task: dict[str, Any]) -> Path:
             (folder / "poc_workspace" / file.name).symlink_to(file)
     for number, site in enumerate(SITES):
         root = tmp_path / "data" / site
-        entries = {split: [f"{split}-{place}" for place in range(count)] for split, count in PATIENTS.items()}
+        entries = {
+            split: [f"{split}-{place}" for place in range(count)]
+            for split, count in PATIENTS.items()
+        }
         for split in entries.values():
             for place, name in enumerate(split):
                 downloaded_folders.picture(root / f"{name}.png", value=90 + 10 * place + number)
                 downloaded_folders.mask(root / f"{name}-mask.png")
         listed = {
-            split: [{"image": f"{name}.png", "label": f"{name}-mask.png", "patient": name} for name in names]
+            split: [
+                {"image": f"{name}.png", "label": f"{name}-mask.png", "patient": name}
+                for name in names
+            ]
             for split, names in entries.items()
         }
         (root / "datalist.json").write_text(json.dumps(listed))
@@ -95,13 +107,17 @@ def person(checkout: Path, tmp_path: Path) -> Iterator[Person]:
     federation = ProvisionedFederation(tmp_path, SITES)
     project = (ROOT / "poc_workspace" / "project.yml").read_text()
     assert project.count("8002") == 1
-    (checkout / "poc_workspace" / "project.yml").write_text(project.replace("8002", str(federation.port)))
+    (checkout / "poc_workspace" / "project.yml").write_text(
+        project.replace("8002", str(federation.port))
+    )
     federation.environment["MISSING_PACKAGES"] = ""
     yield Person(federation, checkout)
     federation.end_all_below(checkout)
 
 
-def test_the_page_leads_to_delivered_models(person: Person, checkout: Path, task: dict[str, Any], tmp_path: Path) -> None:
+def test_the_page_leads_to_delivered_models(
+    person: Person, checkout: Path, task: dict[str, Any], tmp_path: Path
+) -> None:
     data = {"/data/": f"{tmp_path}/data/"}
     output = person.types(commands("Project admin"))
     assert "startup kits: federation/medflare/prod_00" in output and "localhost is up" in output
@@ -119,8 +135,14 @@ def test_the_page_leads_to_delivered_models(person: Person, checkout: Path, task
     plain = run_local("fedsm", task, SITES, rounds=ROUNDS, seed=0, data_root=tmp_path / "data")
     assert results["sites"] == plain["sites"]
     for site in SITES:
-        (own,) = (checkout / "federation" / "medflare" / "prod_00" / site).glob("medflare/*/deployed/card.json")
+        (own,) = (checkout / "federation" / "medflare" / "prod_00" / site).glob(
+            "medflare/*/deployed/card.json"
+        )
         assert json.loads(own.read_text())["site"] == site
         kit = own.parents[3]
-        strangers = [path for path in (kit, *kit.rglob("*")) if not path.is_symlink() and path.stat().st_mode & 0o077]
+        strangers = [
+            path
+            for path in (kit, *kit.rglob("*"))
+            if not path.is_symlink() and path.stat().st_mode & 0o077
+        ]
         assert not strangers, "nothing under a site's folder is readable by others"

@@ -23,13 +23,24 @@ def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provisione
 
 
 @pytest.mark.parametrize(("kind", "party"), [("site", "site-1"), ("server", SERVER)])
-def test_templates_are_what_a_kit_gets(provisioned: ProvisionedFederation, kind: str, party: str) -> None:
+def test_templates_are_what_a_kit_gets(
+    provisioned: ProvisionedFederation, kind: str, party: str
+) -> None:
     local = provisioned.kit(party) / "local"
     for template in (SCRIPTS / "local" / kind).glob("*.json"):
-        expected, actual = json.loads(template.read_text()), json.loads((local / template.name).read_text())
+        expected, actual = (
+            json.loads(template.read_text()),
+            json.loads((local / template.name).read_text()),
+        )
         if template.name == "medflare.json":
-            expected = {key: value for key, value in expected.items() if key not in ("data_root", "cache", "batch_size")}  # its own
-        text = json.dumps(expected).replace("/var/lib/medflare", str(provisioned.kit(party) / "storage"))
+            expected = {
+                key: value
+                for key, value in expected.items()
+                if key not in ("data_root", "cache", "batch_size")
+            }  # its own
+        text = json.dumps(expected).replace(
+            "/var/lib/medflare", str(provisioned.kit(party) / "storage")
+        )
         assert json.loads(text) == actual, template
 
 
@@ -47,29 +58,60 @@ def test_no_file_of_a_kit_is_for_others(provisioned: ProvisionedFederation) -> N
 
 def test_a_kit_prepared_for_docker_keeps_its_launcher(provisioned: ProvisionedFederation) -> None:
     kit = provisioned.kit("site-1")
-    provisioned.command("nvflare", "deploy", "prepare", kit, "--config", SCRIPTS / "runtime" / "docker.yaml")
-    subprocess.run([sys.executable, SCRIPTS / "party.py", "setup", kit / "prepared" / "docker"], capture_output=True, check=True)
+    provisioned.command(
+        "nvflare", "deploy", "prepare", kit, "--config", SCRIPTS / "runtime" / "docker.yaml"
+    )
+    subprocess.run(
+        [sys.executable, SCRIPTS / "party.py", "setup", kit / "prepared" / "docker"],
+        capture_output=True,
+        check=True,
+    )
     resources = json.loads((kit / "prepared" / "docker" / "local" / "resources.json").read_text())
     assert "medflare.flare.executors.FedSMExecutor" in resources["class_allow_list"]
     assert any("docker" in component["path"].lower() for component in resources["components"])
 
 
 def test_poc_project_has_the_same_people(provisioned: ProvisionedFederation) -> None:
-    central, poc = (yaml.safe_load((SCRIPTS / name).read_text())["participants"] for name in ("project.yml", "project_poc.yml"))
-    assert {one["role"] for one in poc if one["type"] == "admin"} == {one["role"] for one in central if one["type"] == "admin"}
-    assert [one["name"] for one in poc if one["type"] == "client"] == [one["name"] for one in central if one["type"] == "client"]
+    central, poc = (
+        yaml.safe_load((SCRIPTS / name).read_text())["participants"]
+        for name in ("project.yml", "project_poc.yml")
+    )
+    assert {one["role"] for one in poc if one["type"] == "admin"} == {
+        one["role"] for one in central if one["type"] == "admin"
+    }
+    assert [one["name"] for one in poc if one["type"] == "client"] == [
+        one["name"] for one in central if one["type"] == "client"
+    ]
 
 
 @pytest.mark.parametrize(("party", "days"), [(SERVER, -1), ("site-1", 4000)])
-def test_doctor_says_that_a_certificate_is_not_valid(provisioned: ProvisionedFederation, party: str, days: int) -> None:
+def test_doctor_says_that_a_certificate_is_not_valid(
+    provisioned: ProvisionedFederation, party: str, days: int
+) -> None:
     with provisioned.clock(24 * HOUR * days):
-        done = provisioned.command(sys.executable, "-m", "medflare.cli", "site", "doctor", provisioned.kit(party), check=False)
+        done = provisioned.command(
+            sys.executable,
+            "-m",
+            "medflare.cli",
+            "site",
+            "doctor",
+            provisioned.kit(party),
+            check=False,
+        )
     assert done.returncode == 1
-    assert any(line.startswith("FAILED   certificate") and "clock" in line for line in done.stdout.splitlines())
+    assert any(
+        line.startswith("FAILED   certificate") and "clock" in line
+        for line in done.stdout.splitlines()
+    )
 
 
-def test_flare_refuses_a_certificate_that_is_not_valid_yet(provisioned: ProvisionedFederation) -> None:
+def test_flare_refuses_a_certificate_that_is_not_valid_yet(
+    provisioned: ProvisionedFederation,
+) -> None:
     log = provisioned.kit(SERVER) / "log.txt"
     with provisioned.clock(-24 * HOUR):
         provisioned.launch(SERVER)
-    wait_until(lambda: "cert is not valid at validation time" in text_of(log), f"no word of the certificate in {log}")
+    wait_until(
+        lambda: "cert is not valid at validation time" in text_of(log),
+        f"no word of the certificate in {log}",
+    )

@@ -39,7 +39,11 @@ class Case(NamedTuple):
     def settings(self, tiny_task: dict[str, Any]) -> dict[str, Any]:
         """What `build_job` and `run_local` take."""
         tasks = {"phantom": tiny_task, VOLUMES: PATCHES}
-        task = tasks.get(self.task) or {**load_task(self.task).to_dict(), "network": SMALL_CNN, "batch_size": 32}
+        task = tasks.get(self.task) or {
+            **load_task(self.task).to_dict(),
+            "network": SMALL_CNN,
+            "batch_size": 32,
+        }
         outside = self.sites[self.inside :]
         return {"task": task, "rounds": self.rounds, "seed": 5, "outside": outside}
 
@@ -50,7 +54,9 @@ CASES = {  # fedavg: see the method of another distribution below
     "grace": Case(VOLUMES, 2, 0),
     "iop_fl": Case(VOLUMES, 2, 1, hyper={"route_epochs": 1, "radius": 1}),
     "feddag": Case("phantom_grades", 2, 0),
-    "scaffold": Case("phantom", 2, 0, threads=1),  # the state of a site counts only once the server has the reply
+    "scaffold": Case(
+        "phantom", 2, 0, threads=1
+    ),  # the state of a site counts only once the server has the reply
     "ditto": Case("phantom", 2, 0),
 }
 
@@ -61,7 +67,11 @@ def assert_equal_to_local(simulation: Simulation, local: Path, sites: tuple[str,
     models = sorted(path.parent.relative_to(local) for path in local.rglob("model.safetensors"))
     assert {path.parts[0] for path in models} == {"models", "sites"}
     for path in models:
-        here = simulation.site(path.parts[1]).joinpath(*path.parts[2:]) if path.parts[0] == "sites" else simulation.folder / path
+        here = (
+            simulation.site(path.parts[1]).joinpath(*path.parts[2:])
+            if path.parts[0] == "sites"
+            else simulation.folder / path
+        )
         assert same_weights(local / path, here), path  # bitwise; 1e-6 is promised
     results = load_results(local)
     assert all(simulation.results[part] == results[part] for part in ("sites", "mean", "traffic"))
@@ -75,14 +85,22 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("method", CASES)
-def test_engines_end_in_the_same_weights(method: str, simulate: Simulate, tiny_task: dict[str, Any], volumes: Path, tmp_path: Path) -> None:
+def test_engines_end_in_the_same_weights(
+    method: str, simulate: Simulate, tiny_task: dict[str, Any], volumes: Path, tmp_path: Path
+) -> None:
     case = CASES[method]
     root = volumes if case.task == VOLUMES else None
-    job = build_job(method, **case.settings(tiny_task), hyper=dict(case.hyper), out=tmp_path / "job")
+    job = build_job(
+        method, **case.settings(tiny_task), hyper=dict(case.hyper), out=tmp_path / "job"
+    )
     data = {"MEDFLARE_DATA_ROOT": str(root)} if root else {}
-    simulation = simulate(job, "-n", str(len(case.sites)), "-t", str(min(case.threads, len(case.sites))), **data)
+    simulation = simulate(
+        job, "-n", str(len(case.sites)), "-t", str(min(case.threads, len(case.sites))), **data
+    )
     local, sites = tmp_path / "local", case.sites[: case.inside]
-    run_local(method, sites=sites, **case.settings(tiny_task), **case.hyper, data_root=root, out=local)
+    run_local(
+        method, sites=sites, **case.settings(tiny_task), **case.hyper, data_root=root, out=local
+    )
     assert_equal_to_local(simulation.wait(), local, case.sites)
 
 
@@ -96,14 +114,23 @@ def test_a_method_of_another_distribution(
     for name in (foreign, "fedavg"):
         run_local(name, sites=SITES[:2], **settings, selection="last", out=tmp_path / name)
     assert_equal_to_local(simulation.wait(), tmp_path / foreign, SITES[:2])
-    assert not same_weights(*(tmp_path / name / "models" / "global" for name in (foreign, "fedavg"))), "the step is its own"
+    assert not same_weights(
+        *(tmp_path / name / "models" / "global" for name in (foreign, "fedavg"))
+    ), "the step is its own"
 
 
 def test_the_shortest_command_works(simulate: Simulate, tmp_path: Path) -> None:
     """`nvflare simulator jobs/fedsm`, from a folder that holds jobs/: two sites, one thread, FLARE's own workspace."""
     shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
-    edit(tmp_path / "jobs/fedsm/app/config/config_fed_server.json", lambda config: config["workflows"][0]["args"].update(rounds=1))
-    simulation = simulate(Path("jobs/fedsm"), workspace=tmp_path / "simulator_workspace", MISSING_PACKAGES="").wait()
-    assert "<svg" in (simulation.folder / "report.html").read_text(), "nothing is missing: the report has its figures"
+    edit(
+        tmp_path / "jobs/fedsm/app/config/config_fed_server.json",
+        lambda config: config["workflows"][0]["args"].update(rounds=1),
+    )
+    simulation = simulate(
+        Path("jobs/fedsm"), workspace=tmp_path / "simulator_workspace", MISSING_PACKAGES=""
+    ).wait()
+    assert "<svg" in (simulation.folder / "report.html").read_text(), (
+        "nothing is missing: the report has its figures"
+    )
     run_local("fedsm", "phantom", SITES[:2], rounds=1, seed=0, out=tmp_path / "local")
     assert_equal_to_local(simulation, tmp_path / "local", SITES[:2])

@@ -36,30 +36,53 @@ def job(tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any]) -> 
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, tiny_task: dict[str, Any], federation: ProvisionedFederation) -> Path:
+def plain(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_task: dict[str, Any],
+    federation: ProvisionedFederation,
+) -> Path:
     """The same federation in the plain loop."""
     folder = tmp_path_factory.mktemp("plain")
-    results = run_local("fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED, cross_site=True, out=folder)
+    results = run_local(
+        "fedsm", tiny_task, federation.sites, rounds=ROUNDS, seed=SEED, cross_site=True, out=folder
+    )
     assert results["status"] == "COMPLETED"
     return folder
 
 
-def test_a_job_gives_the_plain_loops_models_and_metrics(federation: ProvisionedFederation, job: Path, plain: Path, tmp_path: Path) -> None:
+def test_a_job_gives_the_plain_loops_models_and_metrics(
+    federation: ProvisionedFederation, job: Path, plain: Path, tmp_path: Path
+) -> None:
     """By any clock. One site agrees that its personal model is tested at the others."""
     sharing = federation.sites[0]
-    with changed(federation.kit(sharing) / "local" / "medflare.json", lambda local: local.update(share_model=True)):
+    with changed(
+        federation.kit(sharing) / "local" / "medflare.json",
+        lambda local: local.update(share_model=True),
+    ):
         identity = federation.submit(job)
         watched = federation.watch(identity).stdout
-    assert all(f"round {round}/{ROUNDS} train: site-1 loss" in watched for round in range(1, ROUNDS + 1)), "every step, the last ones too"
+    assert all(
+        f"round {round}/{ROUNDS} train: site-1 loss" in watched for round in range(1, ROUNDS + 1)
+    ), "every step, the last ones too"
     shown = federation.script("fetch.sh", federation.kit("lead"), identity, tmp_path / "fetched")
     assert "COMPLETED" in shown.stdout and "site-2" in shown.stdout
 
     actual, expected = load_results(tmp_path / "fetched"), load_results(plain)
     assert actual["cross_site"] == {sharing: expected["cross_site"][sharing]}
     unshared = [event for event in actual["events"] if "share_model" in event["message"]]
-    assert [event["site"] for event in unshared] == [site for site in federation.sites if site != sharing]
-    size = sum(tensor.nbytes for tensor in load_file(plain / "models" / "personal" / sharing / "model.safetensors").values())
-    for direction, copies in (("down_bytes", len(unshared) * len(federation.sites)), ("up_bytes", len(unshared))):
+    assert [event["site"] for event in unshared] == [
+        site for site in federation.sites if site != sharing
+    ]
+    size = sum(
+        tensor.nbytes
+        for tensor in load_file(
+            plain / "models" / "personal" / sharing / "model.safetensors"
+        ).values()
+    )
+    for direction, copies in (
+        ("down_bytes", len(unshared) * len(federation.sites)),
+        ("up_bytes", len(unshared)),
+    ):
         difference = expected["traffic"][direction] - actual["traffic"][direction]
         assert difference == copies * size, "a personal model for each site that tests it"
     actual["events"] = [event for event in actual["events"] if event not in unshared]
@@ -67,13 +90,23 @@ def test_a_job_gives_the_plain_loops_models_and_metrics(federation: ProvisionedF
     assert same_weights(next((tmp_path / "fetched").rglob("medflare/models")), plain / "models")
     for site in federation.sites:
         own = federation.kit(site) / "medflare" / identity
-        for role in ROLES:  # each hospital holds its own models; nothing was fetched from the server for them
+        for role in (
+            ROLES
+        ):  # each hospital holds its own models; nothing was fetched from the server for them
             assert same_weights(own / role, plain / "sites" / site / role)
             assert json.loads((own / role / "card.json").read_text())["site"] == site
-        assert not [path for path in (federation.kit(site) / identity).rglob("*") if path.name in {"medflare", "report.html", "scores"}]
-        assert "component medflare.flare.executors.FedSMExecutor" in text_of(federation.kit(site) / "audit.log")
+        assert not [
+            path
+            for path in (federation.kit(site) / identity).rglob("*")
+            if path.name in {"medflare", "report.html", "scores"}
+        ]
+        assert "component medflare.flare.executors.FedSMExecutor" in text_of(
+            federation.kit(site) / "audit.log"
+        )
     ahead = {site: _ahead(federation.kit(site) / identity / "log.txt") for site in federation.sites}
-    assert ahead == pytest.approx({site: federation.clocks.get(site, 0) for site in federation.sites}, abs=300), "a job had another clock"
+    assert ahead == pytest.approx(
+        {site: federation.clocks.get(site, 0) for site in federation.sites}, abs=300
+    ), "a job had another clock"
 
 
 def test_a_member_may_not_submit(federation: ProvisionedFederation, job: Path) -> None:
@@ -82,8 +115,12 @@ def test_a_member_may_not_submit(federation: ProvisionedFederation, job: Path) -
     assert "submit_job" in refused.stderr
 
 
-def test_code_in_a_job_is_refused_in_words(federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path) -> None:
-    identity = federation.submit(build_job("fedsm", tiny_task, rounds=1, embed_code=True, out=tmp_path / "job"))
+def test_code_in_a_job_is_refused_in_words(
+    federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path
+) -> None:
+    identity = federation.submit(
+        build_job("fedsm", tiny_task, rounds=1, embed_code=True, out=tmp_path / "job")
+    )
     watched = federation.watch(identity, check=False)
     assert watched.returncode != 0
     assert federation.meta(identity)["status"] == "FINISHED:FAILED_TO_RUN"
@@ -97,20 +134,43 @@ MAIN = "medflare.cli.command.main"
 STREAMER = "nvflare.app_common.logging.job_log_streamer.JobLogStreamer"
 
 
-def test_a_job_without_code_runs_none(federation: ProvisionedFederation, job: Path, tmp_path: Path) -> None:
+def test_a_job_without_code_runs_none(
+    federation: ProvisionedFederation, job: Path, tmp_path: Path
+) -> None:
     """What the job names beside its own classes is called nowhere; lead and party learn its name, and audit.log has it."""
     marker, kit = tmp_path / "marker", federation.kit("site-1")
-    network, command = {"name": "os:system", "command": f"id > {marker}"}, {"command": f"id > {marker}"}
-    setup = {"id": "a1", "path": MAIN, "args": {"arguments": ["site", "setup", str(kit), "--minimum-patients", "0"]}}
+    network, command = (
+        {"name": "os:system", "command": f"id > {marker}"},
+        {"command": f"id > {marker}"},
+    )
+    setup = {
+        "id": "a1",
+        "path": MAIN,
+        "args": {"arguments": ["site", "setup", str(kit), "--minimum-patients", "0"]},
+    }
     argument = {"path": "os.system", "args": command}  # of the executor that the job has anyway
     filtering = {"tasks": ["*"], "filters": [{"class_path": "os.system", "args": command}]}
-    building = {"id": "a2", "path": BUILD, "args": {"spec": network, "in_channels": 1, "out_channels": 1}}
+    building = {
+        "id": "a2",
+        "path": BUILD,
+        "args": {"spec": network, "in_channels": 1, "out_channels": 1},
+    }
     shell = [{"id": "a1", "path": TRUST, "args": {"module": "os"}}, building]
     streaming = {"id": "a1", "path": STREAMER, "args": {"log_file_name": "medflare/report.html"}}
     attacks: list[tuple[str, str, str, Callable[[dict[str, Any]], Any]]] = [
         ("site-1", MAIN, SITE, lambda config: config["components"].append(setup)),
-        ("site-2", "os.system", SITE, lambda config: config["executors"][0]["executor"]["args"].update(hyper=argument)),
-        ("site-2", "os.system", SITE, lambda config: config["task_result_filters"].append(filtering)),
+        (
+            "site-2",
+            "os.system",
+            SITE,
+            lambda config: config["executors"][0]["executor"]["args"].update(hyper=argument),
+        ),
+        (
+            "site-2",
+            "os.system",
+            SITE,
+            lambda config: config["task_result_filters"].append(filtering),
+        ),
         (SERVER, TRUST, SERVERS, lambda config: config["components"].extend(shell)),
         (SERVER, "os:system", "task.json", lambda task: task.update(network=network)),
         ("site-1", STREAMER, SITE, lambda config: config["components"].append(streaming)),
@@ -125,11 +185,18 @@ def test_a_job_without_code_runs_none(federation: ProvisionedFederation, job: Pa
     for identity, party, name in submitted:
         watched = federation.watch(identity, check=False)
         assert watched.returncode != 0
-        assert any(line.startswith("server" if party == SERVER else party) and name in line for line in watched.stdout.splitlines())
         assert any(
-            "refused" in line and name in line for line in text_of(federation.kit(party) / "audit.log").splitlines() if identity in line
+            line.startswith("server" if party == SERVER else party) and name in line
+            for line in watched.stdout.splitlines()
         )
-        status = federation.command(sys.executable, "-m", "medflare.cli", "site", "status", "--json", federation.kit(party)).stdout
+        assert any(
+            "refused" in line and name in line
+            for line in text_of(federation.kit(party) / "audit.log").splitlines()
+            if identity in line
+        )
+        status = federation.command(
+            sys.executable, "-m", "medflare.cli", "site", "status", "--json", federation.kit(party)
+        ).stdout
         (job_here,) = [one for one in json.loads(status)["jobs"] if one["id"] == identity]
         assert name in job_here["refused"][0]
     assert not marker.exists()
@@ -143,7 +210,9 @@ executors = [ { tasks = ["*"], executor { path = ${%s}, args { seed = 0 } } } ]
 """
 
 
-def test_configuration_in_another_format_is_refused_unread(federation: ProvisionedFederation, job: Path, tmp_path: Path) -> None:
+def test_configuration_in_another_format_is_refused_unread(
+    federation: ProvisionedFederation, job: Path, tmp_path: Path
+) -> None:
     """FLARE's HOCON includes files of the party, environment variables and pages of its network."""
     own_settings = 'file("../../../local/medflare.json")'
     asked: list[str] = []
@@ -160,7 +229,10 @@ def test_configuration_in_another_format_is_refused_unread(federation: Provision
         "settings": ("config_fed_client.conf", HOCON % (own_settings, "x")),
         "environment": ("config_fed_client.conf", HOCON % (own_settings, "y")),
         "page": ("config_fed_client.conf", HOCON % (url, "x")),
-        "yaml": ("config_fed_client.yml", "executors: [{tasks: ['*'], executor: {path: '${oc.env:PATH}'}}]"),
+        "yaml": (
+            "config_fed_client.yml",
+            "executors: [{tasks: ['*'], executor: {path: '${oc.env:PATH}'}}]",
+        ),
         "below": ("more/config_fed_client.conf.default", HOCON % (own_settings, "x")),
     }
     try:
@@ -168,11 +240,15 @@ def test_configuration_in_another_format_is_refused_unread(federation: Provision
             evil = _in_another_format(job, tmp_path / case, SITE, name, text)
             watched = federation.watch(federation.submit(evil), check=False)
             assert watched.returncode != 0
-            assert f"configuration {Path(name).name}: medflare reads JSON only" in watched.stdout, case
+            assert f"configuration {Path(name).name}: medflare reads JSON only" in watched.stdout, (
+                case
+            )
             assert "data_root" not in watched.stdout and "/bin" not in watched.stdout, case
             assert f"{Path(name).name} refused" in text_of(federation.kit("site-1") / "audit.log")
         for case, include in (("server", own_settings), ("server-page", url)):
-            evil = _in_another_format(job, tmp_path / case, SERVERS, "config_fed_server.conf", HOCON % (include, "x"))
+            evil = _in_another_format(
+                job, tmp_path / case, SERVERS, "config_fed_server.conf", HOCON % (include, "x")
+            )
             refused = federation.script("submit.sh", federation.kit("lead"), evil, check=False)
             assert refused.returncode != 0 and "reads JSON only" in refused.stdout + refused.stderr
     finally:
@@ -188,7 +264,12 @@ def _in_another_format(job: Path, copy: Path, removed: str, name: str, text: str
     if removed == SITE:
         sites = copy / "app_sites"
         shutil.copytree(job / "app", sites)
-        edit(copy / "meta.json", lambda meta: meta.update(deploy_map={"app": ["server"], "app_sites": ["site-1", "site-2"]}))
+        edit(
+            copy / "meta.json",
+            lambda meta: meta.update(
+                deploy_map={"app": ["server"], "app_sites": ["site-1", "site-2"]}
+            ),
+        )
     path = sites / "config" / name
     if path.parent.name == "config":
         (path.parent / removed).unlink()
@@ -197,7 +278,9 @@ def _in_another_format(job: Path, copy: Path, removed: str, name: str, text: str
     return copy
 
 
-def test_a_stranger_does_not_get_in(federation: ProvisionedFederation, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_stranger_does_not_get_in(
+    federation: ProvisionedFederation, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     other = type(federation)(tmp_path_factory.mktemp("stranger"), ["site-4"])
     other.port = federation.port
     other.provision()
@@ -206,12 +289,18 @@ def test_a_stranger_does_not_get_in(federation: ProvisionedFederation, tmp_path_
         server = federation.kit("localhost") / "log.txt"
         log = other.kit("site-4") / "log.txt"
         wait_until(
-            lambda: "CERTIFICATE_VERIFY_FAILED" in text_of(log) or "certificate verify failed" in text_of(log), f"no TLS error in {log}"
+            lambda: (
+                "CERTIFICATE_VERIFY_FAILED" in text_of(log)
+                or "certificate verify failed" in text_of(log)
+            ),
+            f"no TLS error in {log}",
         )
         assert "site-4" not in text_of(server)
     finally:
         other.stop()
-    connected = federation.command("nvflare", "--format", "json", "system", "status", "--startup-kit", federation.kit("admin")).stdout
+    connected = federation.command(
+        "nvflare", "--format", "json", "system", "status", "--startup-kit", federation.kit("admin")
+    ).stdout
     assert "site-2" in connected and "site-4" not in connected
 
 
@@ -219,38 +308,69 @@ def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
     federation: ProvisionedFederation, foreign: str, tiny_task: dict[str, Any], tmp_path: Path
 ) -> None:
     """As docs/deployment.md says. The job's method is another distribution's: run once the new site lists its package, too."""
-    (federation.folder / "site-4.yml").write_text("name: site-4\ntype: client\norg: hospital_four\n")
-    provision = ("nvflare", "provision", "-p", "project.yml", "-w", "federation", "--add-client", "site-4.yml", "--force")
+    (federation.folder / "site-4.yml").write_text(
+        "name: site-4\ntype: client\norg: hospital_four\n"
+    )
+    provision = (
+        "nvflare",
+        "provision",
+        "-p",
+        "project.yml",
+        "-w",
+        "federation",
+        "--add-client",
+        "site-4.yml",
+        "--force",
+    )
     federation.command(*provision)
     later = type(federation)(federation.folder, ["site-4"])
     later.environment, later.kits = federation.environment, federation.kits.with_name("prod_01")
     later.command(sys.executable, SCRIPTS / "party.py", "setup", later.kit("site-4"))
-    job = build_job(foreign, tiny_task, rounds=1, seed=SEED, byoc=False, min_sites=3, out=tmp_path / "job")
+    job = build_job(
+        foreign, tiny_task, rounds=1, seed=SEED, byoc=False, min_sites=3, out=tmp_path / "job"
+    )
     try:
         later.start("site-4")
         with contextlib.ExitStack() as trusting:
             for party in (SERVER, *federation.sites):
                 trusting.enter_context(
-                    changed(federation.kit(party) / "local" / "medflare.json", lambda own: own.update(packages=[foreign]))
+                    changed(
+                        federation.kit(party) / "local" / "medflare.json",
+                        lambda own: own.update(packages=[foreign]),
+                    )
                 )
             failed = federation.submit(job)
             refused = federation.watch(failed, check=False)
             assert refused.returncode != 0
             assert any(foreign in line and "site-4" in line for line in refused.stdout.splitlines())
-            fetched = federation.script("fetch.sh", federation.kit("lead"), failed, tmp_path / "failed", check=False)
+            fetched = federation.script(
+                "fetch.sh", federation.kit("lead"), failed, tmp_path / "failed", check=False
+            )
             assert fetched.returncode != 0, "what failed leaves results, which say so"
             results = load_results(tmp_path / "failed")
             assert results["status"] == "FAILED" and foreign in results["reason"]
             assert set(results["sites"]) == {*federation.sites, "site-4"}
-            with changed(later.kit("site-4") / "local" / "medflare.json", lambda own: own.update(packages=[foreign])):
+            with changed(
+                later.kit("site-4") / "local" / "medflare.json",
+                lambda own: own.update(packages=[foreign]),
+            ):
                 identity = federation.submit(job)
                 federation.watch(identity)
     finally:
         later.stop()
     federation.script("fetch.sh", federation.kit("lead"), identity, tmp_path / "fetched")
-    plain = run_local(foreign, tiny_task, [*federation.sites, "site-4"], rounds=1, seed=SEED, out=tmp_path / "plain")
+    plain = run_local(
+        foreign,
+        tiny_task,
+        [*federation.sites, "site-4"],
+        rounds=1,
+        seed=SEED,
+        out=tmp_path / "plain",
+    )
     _same_results(load_results(tmp_path / "fetched"), plain)
-    assert same_weights(next((tmp_path / "fetched").rglob("medflare/models")), tmp_path / "plain" / "models")
+    assert same_weights(
+        next((tmp_path / "fetched").rglob("medflare/models")), tmp_path / "plain" / "models"
+    )
     assert (later.kit("site-4") / "medflare" / identity / "personal" / "model.safetensors").exists()
 
 
@@ -278,4 +398,8 @@ def _ahead(log: Path) -> float:
 def _same_results(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert actual["status"] == expected["status"] == "COMPLETED"
     assert actual["sites"] == expected["sites"]
-    assert (actual["mean"], actual["traffic"], actual["events"]) == (expected["mean"], expected["traffic"], expected["events"])
+    assert (actual["mean"], actual["traffic"], actual["events"]) == (
+        expected["mean"],
+        expected["traffic"],
+        expected["events"],
+    )

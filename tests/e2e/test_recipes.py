@@ -65,7 +65,15 @@ def executed(where: str, variables: dict[str, str], task: dict[str, Any], folder
     """The folder of the results of the three lines in one of FLARE's environments."""
     code = THREE_LINES.format(environment=where, task=task, patience=float(FINISHED_AFTER / 2))
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=FINISHED_AFTER, check=False)
+    done = subprocess.run(
+        command,
+        env=variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=FINISHED_AFTER,
+        check=False,
+    )
     output = [line for line in done.stdout.splitlines() if line.startswith("results in")]
     assert output and output[-1] != "results in None", done.stdout[-3000:] + done.stderr[-3000:]
     return Path(output[-1].removeprefix("results in "))
@@ -78,14 +86,22 @@ def assert_same(folder: Path, local: dict[str, Any]) -> None:
 
 
 def test_in_the_simulator(local: dict[str, Any], tiny_task: dict[str, Any], tmp_path: Path) -> None:
-    variables = environment(HOME=str(tmp_path), NVFLARE_SIMULATOR_WORKSPACE_ROOT=str(tmp_path / "sim"))
+    variables = environment(
+        HOME=str(tmp_path), NVFLARE_SIMULATOR_WORKSPACE_ROOT=str(tmp_path / "sim")
+    )
     assert_same(executed("SimEnv(num_clients=2)", variables, tiny_task, tmp_path), local)
 
 
-def test_in_a_proof_of_concept(poc: PocFederation, local: dict[str, Any], tiny_task: dict[str, Any], tmp_path: Path) -> None:
-    lead = f"ProdEnv(startup_kit_location={str(poc.kit('lead'))!r}, username='lead@coordination.org')"
+def test_in_a_proof_of_concept(
+    poc: PocFederation, local: dict[str, Any], tiny_task: dict[str, Any], tmp_path: Path
+) -> None:
+    lead = (
+        f"ProdEnv(startup_kit_location={str(poc.kit('lead'))!r}, username='lead@coordination.org')"
+    )
     assert_same(executed(lead, poc.environment, tiny_task, tmp_path), local)
-    listed = poc.command(sys.executable, "-m", "medflare.cli", "job", "list", "--kit", poc.kit("lead")).stdout
+    listed = poc.command(
+        sys.executable, "-m", "medflare.cli", "job", "list", "--kit", poc.kit("lead")
+    ).stdout
     assert "FINISHED:COMPLETED  fedsm   1" in listed
     identity, status = poc.watch("fedsm-phantom_tiny").stdout.split()[-2:]
     assert status == "FINISHED:COMPLETED", "by its name"

@@ -50,9 +50,15 @@ def classified(task: TaskConfig) -> RunRecord:
 
     kept_back: dict[str, Any] = {"confusion": [], "roc": []}
     sites = {
-        "A": SiteRecord("inside", {"train": 4, "test": 8}, {"global": scores(0.5), "deployed": scores(0.75)}),
-        "B": SiteRecord("inside", {"train": 4, "test": 8}, {"global": scores(0.5), "deployed": scores(0.5)}),
-        "X": SiteRecord("outside", {"train": 0, "test": 8}, {"global": scores(0.5), "deployed": scores(0.5)}),
+        "A": SiteRecord(
+            "inside", {"train": 4, "test": 8}, {"global": scores(0.5), "deployed": scores(0.75)}
+        ),
+        "B": SiteRecord(
+            "inside", {"train": 4, "test": 8}, {"global": scores(0.5), "deployed": scores(0.5)}
+        ),
+        "X": SiteRecord(
+            "outside", {"train": 0, "test": 8}, {"global": scores(0.5), "deployed": scores(0.5)}
+        ),
     }
     sites["A"].classes = {"global": answers(1), "deployed": answers(3)}
     sites["B"].classes = {"global": answers(1), "deployed": answers(0)}
@@ -65,12 +71,25 @@ def classified(task: TaskConfig) -> RunRecord:
 @pytest.fixture
 def selecting(record: RunRecord) -> RunRecord:
     """The record of a super model: B keeps its counts back, C reports no counts, X is outside."""
-    taken: dict[str, dict[str, Any]] = {"A": {"A": 2, "B": 1}, "B": {"A": None, "B": None}, "C": {"C": "many"}, "X": {"A": 9, "B": 0}}
+    taken: dict[str, dict[str, Any]] = {
+        "A": {"A": 2, "B": 1},
+        "B": {"A": None, "B": None},
+        "C": {"C": "many"},
+        "X": {"A": 9, "B": 0},
+    }
     sites = {
-        name: dataclasses.replace(site, reports={"deployed": {"selector": taken[name]}} if name in taken else {})
+        name: dataclasses.replace(
+            site, reports={"deployed": {"selector": taken[name]}} if name in taken else {}
+        )
         for name, site in record.sites.items()
     }
-    selector = {"gamma": 0.3, "temperature": 0.25, "candidates": [0.0, 0.3, 1.0], "votes": {"A": [0.02, 0.0425, 0.0]}, "mean_gain": 0.0425}
+    selector = {
+        "gamma": 0.3,
+        "temperature": 0.25,
+        "candidates": [0.0, 0.3, 1.0],
+        "votes": {"A": [0.02, 0.0425, 0.0]},
+        "mean_gain": 0.0425,
+    }
     return dataclasses.replace(record, sites=sites, selector=selector)
 
 
@@ -80,8 +99,16 @@ def record(task: TaskConfig, history: History) -> RunRecord:
         return {"dice": dice, "iou": dice / (2 - dice), "hd95": hd95}
 
     sites = {
-        "B": SiteRecord("inside", {"train": 6, "validation": 2, "test": 2}, {"global": scores(0.6, 4), "personal": scores(0.8, 2)}),
-        "A": SiteRecord("inside", {"train": 4, "validation": 1, "test": 3}, {"global": scores(0.4, 8), "personal": scores(0.5, math.nan)}),
+        "B": SiteRecord(
+            "inside",
+            {"train": 6, "validation": 2, "test": 2},
+            {"global": scores(0.6, 4), "personal": scores(0.8, 2)},
+        ),
+        "A": SiteRecord(
+            "inside",
+            {"train": 4, "validation": 1, "test": 3},
+            {"global": scores(0.4, 8), "personal": scores(0.5, math.nan)},
+        ),
         "C": SiteRecord("inside", {"train": 3}, {"global": {"dice": None}}),
         "X": SiteRecord(
             "outside",
@@ -91,7 +118,9 @@ def record(task: TaskConfig, history: History) -> RunRecord:
         ),
     }
     events = EventLog()
-    events.add("rejected", "update to 'train' not used: model/w holds NaN or infinity", site="C", round=1)
+    events.add(
+        "rejected", "update to 'train' not used: model/w holds NaN or infinity", site="C", round=1
+    )
     events.add("undefined", "personal hd95: no image has a boundary", site="A")
     return RunRecord(
         "fedsm",

@@ -6,7 +6,18 @@ from html.parser import HTMLParser
 from typing import Final
 
 VOID: Final = {"meta", "br", "img", "link", "hr", "input"}
-_FETCHES: Final = {"script", "link", "iframe", "object", "embed", "form", "audio", "video", "source", "base"}
+_FETCHES: Final = {
+    "script",
+    "link",
+    "iframe",
+    "object",
+    "embed",
+    "form",
+    "audio",
+    "video",
+    "source",
+    "base",
+}
 _ADDRESSES: Final = ("src", "href", "xlink:href", "srcset", "action", "data", "poster")
 
 
@@ -59,9 +70,15 @@ def faults(html: str) -> list[str]:
     problems += [f"no id {name!r}" for name in used - ids.keys()]
     for tag, attributes in page.tags:
         addresses = [attributes.get(name) or "#" for name in _ADDRESSES]
-        beside = re.compile(r"[\w/-]+/(?:card\.json)?") if tag == "a" else re.compile("(?!)")  # a reader's link to a model is no fetch
+        beside = (
+            re.compile(r"[\w/-]+/(?:card\.json)?") if tag == "a" else re.compile("(?!)")
+        )  # a reader's link to a model is no fetch
         problems += [
-            f"{tag} {address:.60}" for address in addresses if not (address.startswith(("#", "data:")) or beside.fullmatch(address))
+            f"{tag} {address:.60}"
+            for address in addresses
+            if not (address.startswith(("#", "data:")) or beside.fullmatch(address))
         ]
-        problems += [f"{tag} {name}" for name in attributes if name.startswith("on")] + [tag] * (tag in _FETCHES)
+        problems += [f"{tag} {name}" for name in attributes if name.startswith("on")] + [tag] * (
+            tag in _FETCHES
+        )
     return problems + re.findall(r"@import[^;]*|url\((?!#|data:)[^)]*\)|javascript:", html)

@@ -19,7 +19,11 @@ from medflare.tasks.config import TaskConfig
 
 def test_a_step_line_has_every_site(history: History) -> None:
     line = round_line("train", 1, 20, history[1]["sites"], {"C": "model/w holds\n NaN"}, 1.234)
-    sites = ["A loss 0.5000 global 0.400 personal –", "B loss 0.4000 global 0.500 personal –", "C rejected (model/w holds NaN)"]
+    sites = [
+        "A loss 0.5000 global 0.400 personal –",
+        "B loss 0.4000 global 0.500 personal –",
+        "C rejected (model/w holds NaN)",
+    ]
     assert line == f"round 2/20 train: {' | '.join(sites)} | 1.23 s"
 
 
@@ -30,29 +34,55 @@ def test_a_step_line_has_the_aggregation_of_each_site() -> None:
         "B": {"score": None, "weight": 0.4},
         "C": {"score": 0.5, "weight": 0.0},
     }
-    line = round_line("score", 0, 2, {"A": {"scores": {"B": 0.7}}, "C": {"scores": {}}}, {"B": "no answer"}, 1.0, numbers)
-    sites = ["A score 0.812 weight 0.600", "B rejected (no answer) score – weight 0.400", "C score 0.500 weight 0.000"]
+    line = round_line(
+        "score",
+        0,
+        2,
+        {"A": {"scores": {"B": 0.7}}, "C": {"scores": {}}},
+        {"B": "no answer"},
+        1.0,
+        numbers,
+    )
+    sites = [
+        "A score 0.812 weight 0.600",
+        "B rejected (no answer) score – weight 0.400",
+        "C score 0.500 weight 0.000",
+    ]
     assert line == f"round 1/2 score: {' | '.join(sites)} | 1.00 s"
 
 
 def test_tables_of_a_method_are_below(record: RunRecord) -> None:
     rows: dict[str, Any] = {"A": {"images": 4}, "B": {"images": 5, "size": "8 x 8"}}
-    text = results_table(build_results(dataclasses.replace(record, tables={"Training images": rows})))
+    text = results_table(
+        build_results(dataclasses.replace(record, tables={"Training images": rows}))
+    )
     lines = [line.split() for line in text.splitlines()[-3:]]
-    assert lines == [["Training", "images", "A", "B"], ["images", "4", "5"], ["size", "8", "x", "8"]]
+    assert lines == [
+        ["Training", "images", "A", "B"],
+        ["images", "4", "5"],
+        ["size", "8", "x", "8"],
+    ]
 
 
 def test_the_selector_of_a_super_model_is_one_line(selecting: RunRecord) -> None:
     def last_line(**changes: Any) -> str:
-        return results_table(build_results(dataclasses.replace(selecting, selector={**selecting.selector, **changes}))).splitlines()[-1]
+        return results_table(
+            build_results(
+                dataclasses.replace(selecting, selector={**selecting.selector, **changes})
+            )
+        ).splitlines()[-1]
 
     assert all(part in last_line() for part in ("gamma 0.30", "3 candidates", "+0.043", "2 of 3"))
     assert "+" not in last_line(votes={}, mean_gain=None)
 
 
-def test_without_rich_one_line_has_the_outcome(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rich_one_line_has_the_outcome(
+    record: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(console, "installed", lambda module: False)
-    line = results_table(build_results(dataclasses.replace(record, reason="site B: mask of another size")))
+    line = results_table(
+        build_results(dataclasses.replace(record, reason="site B: mask of another size"))
+    )
     assert "FAILED: site B: mask of another size" in line and "\n" not in line
 
 
@@ -62,17 +92,36 @@ def test_the_table_is_plain_and_complete(record: RunRecord) -> None:
     lines: dict[str, list[list[str]]] = {}
     for line in filter(None, map(str.split, text.splitlines())):
         lines.setdefault(line[0], []).append(line)
-    assert "COMPLETED" in text and "Synthetic discs" in text and "rejected at C; undefined at A\n" in text
+    assert (
+        "COMPLETED" in text
+        and "Synthetic discs" in text
+        and "rejected at C; undefined at A\n" in text
+    )
     first, second = lines["A"]
-    assert first == ["A", "inside", "4/1/3", "0.400", "0.500", "–", "0.250", "0.333", "–"] and second[3:] == ["8.0", "–", "–"]
+    assert first == [
+        "A",
+        "inside",
+        "4/1/3",
+        "0.400",
+        "0.500",
+        "–",
+        "0.250",
+        "0.333",
+        "–",
+    ] and second[3:] == ["8.0", "–", "–"]
     assert lines["C"][0][:3] == ["C", "inside", "3/?/?"]
-    assert lines["mean"][0][:4] == ["mean", "inside", "0.500", "0.650"] and max(map(len, text.splitlines())) <= 100
+    assert (
+        lines["mean"][0][:4] == ["mean", "inside", "0.500", "0.650"]
+        and max(map(len, text.splitlines())) <= 100
+    )
     order = [line.split()[0] for line in text.splitlines()]
     assert order.index("C") < order.index("X") < order.index("mean")
 
 
 @pytest.mark.parametrize("columns", [200, 70])
-def test_a_terminal_gets_colour_and_tables_that_fit(record: RunRecord, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_colour_and_tables_that_fit(
+    record: RunRecord, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -81,7 +130,9 @@ def test_a_terminal_gets_colour_and_tables_that_fit(record: RunRecord, columns: 
     print_results(build_results(record), terminal)
     text = terminal.getvalue()
     assert "\x1b[" in text and "Dice" in text and "HD95" in text
-    assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line).rstrip()) for line in text.splitlines()) <= min(columns, 100)
+    assert max(
+        len(re.sub(r"\x1b\[[\d;]*m", "", line).rstrip()) for line in text.splitlines()
+    ) <= min(columns, 100)
 
 
 def test_a_site_name_is_not_markup(record: RunRecord) -> None:
@@ -110,7 +161,9 @@ def test_show_results_returns_whether_the_run_completed(tmp_path: Path, record: 
     stream = io.StringIO()
     write_results(tmp_path / "good" / "medflare", record)
     assert show_results(tmp_path / "good", stream) is True
-    assert stream.getvalue().endswith(f"report: {(tmp_path / 'good' / 'medflare' / 'report.html').resolve()}\n")
+    assert stream.getvalue().endswith(
+        f"report: {(tmp_path / 'good' / 'medflare' / 'report.html').resolve()}\n"
+    )
     write_results(tmp_path / "bad" / "medflare", dataclasses.replace(record, reason="no data"))
     assert show_results(tmp_path / "bad", stream) is False
     with pytest.raises(StateError):
@@ -119,8 +172,16 @@ def test_show_results_returns_whether_the_run_completed(tmp_path: Path, record: 
 
 def test_several_structures_have_a_table(record: RunRecord, task: TaskConfig) -> None:
     both = {"deployed": {"disc": {"iou": 0.25, "dice": 0.5}, "cup": {"iou": 0.0, "dice": 0.0}}}
-    sites = {name: dataclasses.replace(site, by_label=both) for name, site in record.sites.items() if name in "AB"}
-    several = dataclasses.replace(record, sites=sites, task=dataclasses.replace(task, target="multilabel", labels=("disc", "cup")))
+    sites = {
+        name: dataclasses.replace(site, by_label=both)
+        for name, site in record.sites.items()
+        if name in "AB"
+    }
+    several = dataclasses.replace(
+        record,
+        sites=sites,
+        task=dataclasses.replace(task, target="multilabel", labels=("disc", "cup")),
+    )
     lines = results_table(build_results(several)).splitlines()
     title = next(place for place, line in enumerate(lines) if line.startswith("Dice by structure"))
     assert [line.split() for line in lines[title : title + 3]] == [
@@ -130,5 +191,8 @@ def test_several_structures_have_a_table(record: RunRecord, task: TaskConfig) ->
     ]
     page = render_report(build_results(several))
     assert "Dice by structure" in page and "IoU by structure" in page
-    one = dataclasses.replace(several, sites={name: dataclasses.replace(site, by_label={}) for name, site in sites.items()})
+    one = dataclasses.replace(
+        several,
+        sites={name: dataclasses.replace(site, by_label={}) for name, site in sites.items()},
+    )
     assert "by structure" not in results_table(build_results(one))

@@ -40,7 +40,8 @@ def test_the_mean_over_the_patients_of_each_group() -> None:
     assert a.value == pytest.approx(0.3) and b.value == pytest.approx(0.8)
     assert a.interval is None, "five patients have no interval"
     (one,) = group_rows(cases, groups_of("ccccccccccc"), 0, small_task())
-    assert one.interval is not None and one.interval[0] < one.value < one.interval[1]
+    assert one.interval is not None and one.value is not None
+    assert one.interval[0] < one.value < one.interval[1]
 
 
 def test_the_accuracy_over_the_images_of_each_group() -> None:

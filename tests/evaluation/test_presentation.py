@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from medflare.evaluation.presentation import format_bytes, format_seconds, format_setting, model_columns, spread_over_sites
+from medflare.evaluation.presentation import (
+    format_bytes,
+    format_seconds,
+    format_setting,
+    model_columns,
+    spread_over_sites,
+)
 
 
 def test_bytes_and_seconds() -> None:

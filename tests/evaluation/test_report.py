@@ -16,7 +16,14 @@ from medflare.core.palette import COLOURS
 from medflare.evaluation import figures
 from medflare.evaluation.figures import roc_curves, training_curves
 from medflare.evaluation.presentation import metric_label
-from medflare.evaluation.report import SiteReport, class_tables, mean_interval, patient_values, render_report, render_site_report
+from medflare.evaluation.report import (
+    SiteReport,
+    class_tables,
+    mean_interval,
+    patient_values,
+    render_report,
+    render_site_report,
+)
 from medflare.evaluation.results import RunRecord, build_results
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig

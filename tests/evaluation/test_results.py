@@ -33,14 +33,23 @@ from medflare.tasks.config import TaskConfig
 def test_every_key_of_the_schema_is_there(record: RunRecord) -> None:
     results = build_results(record)
     validate_results(results)
-    assert (results["schema"], results["method"], results["task"], results["seed"], results["rounds"]) == (1, "fedsm", "tiny", 7, 2)
+    assert (
+        results["schema"],
+        results["method"],
+        results["task"],
+        results["seed"],
+        results["rounds"],
+    ) == (1, "fedsm", "tiny", 7, 2)
     assert (results["status"], results["reason"]) == ("COMPLETED", None)
     assert results["traffic"] == {"down_bytes": 3 * 2**20, "up_bytes": 2**20}
     message = "update to 'train' not used: model/w holds NaN or infinity"
     assert results["events"][0] == {"round": 1, "site": "C", "kind": "rejected", "message": message}
     assert list(results["sites"]) == ["A", "B", "C", "X"]
     assert results["versions"]["python"].startswith("3.")
-    assert results["configuration"]["hyper"] == {"site": {"lam": 0.7}, "server": {"gamma": "tune", "selection": None}}
+    assert results["configuration"]["hyper"] == {
+        "site": {"lam": 0.7},
+        "server": {"gamma": "tune", "selection": None},
+    }
 
 
 def test_every_site_has_every_model_and_metric_and_undefined_is_null(record: RunRecord) -> None:
@@ -55,11 +64,19 @@ def test_every_site_has_every_model_and_metric_and_undefined_is_null(record: Run
     assert sites["X"]["reports"]["deployed"] == {"global": 5, "A": 1, "B": 3}
     frame = results_frame(results).set_index(["site", "model", "metric"])
     assert len(frame) == 4 * 3 * 3 and frame.loc[("B", "personal", "dice"), "value"] == 0.8
-    assert np.isnan(frame.loc[("A", "deployed", "dice"), "value"]) and frame.loc[("X", "global", "iou"), "role"] == "outside"
+    assert (
+        np.isnan(frame.loc[("A", "deployed", "dice"), "value"])
+        and frame.loc[("X", "global", "iou"), "role"] == "outside"
+    )
 
 
-def test_the_confusion_of_a_selector_has_inside_sites_that_report_counts(selecting: RunRecord, record: RunRecord) -> None:
-    assert build_results(selecting)["selector"] == {**selecting.selector, "confusion": {"A": {"A": 2, "B": 1}}}
+def test_the_confusion_of_a_selector_has_inside_sites_that_report_counts(
+    selecting: RunRecord, record: RunRecord
+) -> None:
+    assert build_results(selecting)["selector"] == {
+        **selecting.selector,
+        "confusion": {"A": {"A": 2, "B": 1}},
+    }
     assert "selector" not in build_results(record)
 
 
@@ -73,7 +90,9 @@ def test_means_by_hand(record: RunRecord) -> None:
 
 def test_a_further_model_is_kept(record: RunRecord) -> None:
     outside = record.sites["X"]
-    compared = dataclasses.replace(outside, metrics={**outside.metrics, "tent": {"dice": 0.9, "iou": 0.8, "hd95": 1.0}})
+    compared = dataclasses.replace(
+        outside, metrics={**outside.metrics, "tent": {"dice": 0.9, "iou": 0.8, "hd95": 1.0}}
+    )
     results = build_results(dataclasses.replace(record, sites={**record.sites, "X": compared}))
     validate_results(results)
     assert results["mean"]["outside"]["tent"]["dice"] == 0.9
@@ -102,7 +121,9 @@ def test_a_failed_run_without_any_site(task: TaskConfig) -> None:
         ("sites", {"..": {}}, "sites."),
     ],
 )
-def test_a_violation_of_the_schema_is_named(record: RunRecord, path: str, value: Any, named: str) -> None:
+def test_a_violation_of_the_schema_is_named(
+    record: RunRecord, path: str, value: Any, named: str
+) -> None:
     results: Any = copy.deepcopy(build_results(record))
     place, (*above, last) = results, path.split(".")
     for key in above:
@@ -113,15 +134,31 @@ def test_a_violation_of_the_schema_is_named(record: RunRecord, path: str, value:
 
 
 def test_json_ready() -> None:
-    odd = {1: (np.int64(2), np.float64(0.5), math.inf), "path": Path("a/b"), "flag": True, "set": {"b", "a"}, "none": None}
-    assert json_ready(odd) == {"1": [2, 0.5, None], "path": "a/b", "flag": True, "set": ["a", "b"], "none": None}
+    odd = {
+        1: (np.int64(2), np.float64(0.5), math.inf),
+        "path": Path("a/b"),
+        "flag": True,
+        "set": {"b", "a"},
+        "none": None,
+    }
+    assert json_ready(odd) == {
+        "1": [2, 0.5, None],
+        "path": "a/b",
+        "flag": True,
+        "set": ["a", "b"],
+        "none": None,
+    }
     with pytest.raises(TypeError, match="object"):
         json_ready({"x": object()})
 
 
 def test_written_results_are_returned_and_read_again(tmp_path: Path, record: RunRecord) -> None:
     results = write_results(tmp_path / "medflare", record)
-    assert json.loads((tmp_path / "medflare" / "results.json").read_text()) == results == load_results(tmp_path)
+    assert (
+        json.loads((tmp_path / "medflare" / "results.json").read_text())
+        == results
+        == load_results(tmp_path)
+    )
     assert (tmp_path / "medflare" / "report.html").read_text().startswith("<!doctype html>")
 
 
@@ -150,7 +187,9 @@ ESCAPE = "\x1b]0;PWN\x07\x1b[2J"
 
 
 @pytest.mark.parametrize("name", [ESCAPE, "", "..", "A\nB", "x" * 101])
-def test_a_name_that_no_site_can_have_is_refused(tmp_path: Path, record: RunRecord, name: str) -> None:
+def test_a_name_that_no_site_can_have_is_refused(
+    tmp_path: Path, record: RunRecord, name: str
+) -> None:
     """The server of another institution may have written the file."""
     results = build_results(record)
     results["sites"][name] = results["sites"]["A"]
@@ -162,8 +201,14 @@ def test_a_name_that_no_site_can_have_is_refused(tmp_path: Path, record: RunReco
 
 def test_all_text_of_results_is_printable(tmp_path: Path, record: RunRecord) -> None:
     hostile = {"name": ESCAPE, "metric": ESCAPE, "source": ESCAPE}
-    results = build_results(dataclasses.replace(record, reason=ESCAPE, method=ESCAPE, citation=ESCAPE))
-    results |= {"task": ESCAPE, "tables": {ESCAPE: {ESCAPE: {ESCAPE: ESCAPE}}}, "cross_site": {ESCAPE: {ESCAPE: 0.5}}}
+    results = build_results(
+        dataclasses.replace(record, reason=ESCAPE, method=ESCAPE, citation=ESCAPE)
+    )
+    results |= {
+        "task": ESCAPE,
+        "tables": {ESCAPE: {ESCAPE: {ESCAPE: ESCAPE}}},
+        "cross_site": {ESCAPE: {ESCAPE: 0.5}},
+    }
     results["events"].append({"round": None, "site": ESCAPE, "kind": "warning", "message": ESCAPE})
     results["configuration"]["task"] |= hostile
     results["configuration"]["settings"]["label"] = ESCAPE
@@ -178,7 +223,9 @@ def test_all_text_of_results_is_printable(tmp_path: Path, record: RunRecord) -> 
 
 def test_no_site_is_a_formula_in_the_table(tmp_path: Path, record: RunRecord) -> None:
     formula = '=cmd|"/c calc"!A1'
-    write_results(tmp_path / "medflare", dataclasses.replace(record, sites={formula: record.sites["B"]}))
+    write_results(
+        tmp_path / "medflare", dataclasses.replace(record, sites={formula: record.sites["B"]})
+    )
     assert show([tmp_path], tmp_path / "table.csv") == 0
     with (tmp_path / "table.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -198,20 +245,40 @@ def test_steps_are_appended_and_read(tmp_path: Path, history: History) -> None:
     assert read_rounds(folder) == history
 
 
-def test_metrics_of_structures_and_classes_stand_beside_the_means(record: RunRecord, classified: RunRecord, task: TaskConfig) -> None:
-    by_label: dict[str, Any] = {"deployed": {"disc": {"dice": 0.5, "iou": None}, "strange": {"dice": 1.0}}}
-    intervals = {"deployed": {"": {"dice": [0.4, 0.6], "iou": []}, "disc": {"dice": [0.3, 0.7]}, "strange": {}}}
-    sites = {**record.sites, "A": dataclasses.replace(record.sites["A"], by_label=by_label, intervals=intervals)}
+def test_metrics_of_structures_and_classes_stand_beside_the_means(
+    record: RunRecord, classified: RunRecord, task: TaskConfig
+) -> None:
+    by_label: dict[str, Any] = {
+        "deployed": {"disc": {"dice": 0.5, "iou": None}, "strange": {"dice": 1.0}}
+    }
+    intervals = {
+        "deployed": {
+            "": {"dice": [0.4, 0.6], "iou": []},
+            "disc": {"dice": [0.3, 0.7]},
+            "strange": {},
+        }
+    }
+    sites = {
+        **record.sites,
+        "A": dataclasses.replace(record.sites["A"], by_label=by_label, intervals=intervals),
+    }
     results = build_results(dataclasses.replace(record, sites=sites))
     validate_results(results)
-    assert results["sites"]["A"]["metrics"]["deployed"]["structures"] == {"disc": {"dice": 0.5, "iou": None}}, "labels of the task"
+    assert results["sites"]["A"]["metrics"]["deployed"]["structures"] == {
+        "disc": {"dice": 0.5, "iou": None}
+    }, "labels of the task"
     assert "structures" not in results["sites"]["A"]["metrics"]["global"]
-    assert results["sites"]["A"]["intervals"] == {"deployed": {"dice": [0.4, 0.6], "structures": {"disc": {"dice": [0.3, 0.7]}}}}
+    assert results["sites"]["A"]["intervals"] == {
+        "deployed": {"dice": [0.4, 0.6], "structures": {"disc": {"dice": [0.3, 0.7]}}}
+    }
     frame = results_frame(results).query("site == 'A' and model == 'deployed' and metric == 'dice'")
     assert frame[["label", "value", "low", "high"]].values.tolist()[1:] == [["disc", 0.5, 0.3, 0.7]]
     assert "structures" not in results["mean"]["inside"]["deployed"]
     grades: dict[str, Any] = {"deployed": {"<ill>": {"sensitivity": 0.75}}}
-    sites = {name: dataclasses.replace(site, by_label=grades if name == "A" else {}) for name, site in classified.sites.items()}
+    sites = {
+        name: dataclasses.replace(site, by_label=grades if name == "A" else {})
+        for name, site in classified.sites.items()
+    }
     of_classes = build_results(dataclasses.replace(classified, sites=sites))["sites"]
     assert of_classes["A"]["metrics"]["deployed"]["classes"] == grades["deployed"]
     assert "classes" not in of_classes["X"]["metrics"]["deployed"], "suppressed"

@@ -51,23 +51,43 @@ def segmented(record: RunRecord, **dice: tuple[float, float, list[float] | None]
 def test_a_good_model_has_no_finding(record: RunRecord) -> None:
     results = segmented(record, A=(0.8, 0.3, [0.7, 0.9]), B=(0.7, 0.3, [0.6, 0.8]))
     assert kinds(results) == [] and "WARNING" not in results_table(results)
-    assert "Dice 0.750, constant answer (which ignores the image) 0.300, mean over 2 sites: better at 2 of 2 sites" in verdict(results)
-    assert not [tag for tag, attributes in Page(render_report(results)).tags if attributes.get("class") == "status doubtful"]
+    assert (
+        "Dice 0.750, constant answer (which ignores the image) 0.300, mean over 2 sites: better at 2 of 2 sites"
+        in verdict(results)
+    )
+    assert not [
+        tag
+        for tag, attributes in Page(render_report(results)).tags
+        if attributes.get("class") == "status doubtful"
+    ]
 
 
 def test_a_low_dice_is_never_praised(record: RunRecord) -> None:
     """The hippocampus of three sites, six rounds: far above a constant answer of 0.028, and not usable."""
-    results = segmented(record, A=(0.100, 0.028, [0.07, 0.13]), B=(0.066, 0.028, [0.05, 0.08]), C=(0.083, 0.028, [0.07, 0.1]))
+    results = segmented(
+        record,
+        A=(0.100, 0.028, [0.07, 0.13]),
+        B=(0.066, 0.028, [0.05, 0.08]),
+        C=(0.083, 0.028, [0.07, 0.1]),
+    )
     assert kinds(results) == ["below_floor"]
     assert "better than the constant answer, but Dice 0.083: not usable" in verdict(results)
     for surface in (results_table(results), Page(render_report(results)).text):
-        assert "not usable" in surface and "better at" not in surface and "B: disc Dice 0.066" in surface
+        assert (
+            "not usable" in surface
+            and "better at" not in surface
+            and "B: disc Dice 0.066" in surface
+        )
 
 
 def test_a_structure_of_one_site_below_the_floor_is_named(record: RunRecord) -> None:
     results = segmented(record, A=(0.9, 0.3, [0.8, 0.95]), B=(0.15, 0.05, [0.1, 0.2]))
     (finding,) = findings(results)
-    assert (finding.kind, finding.sites, finding.where) == ("below_floor", ("B",), "B: disc Dice 0.150")
+    assert (finding.kind, finding.sites, finding.where) == (
+        "below_floor",
+        ("B",),
+        "B: disc Dice 0.150",
+    )
     assert "not usable for a structure below the floor (B: disc Dice 0.150)" in verdict(results)
 
 
@@ -78,12 +98,21 @@ def test_no_volume_beyond_nine_times_the_true_one_reaches_the_floor() -> None:
 
 
 def test_below_like_and_not_distinguishable_from_the_constant_answer(record: RunRecord) -> None:
-    results = segmented(record, A=(0.5, 0.6, [0.4, 0.65]), B=(0.605, 0.6, [0.5, 0.7]), C=(0.7, 0.6, [0.55, 0.8]), D=(0.7, 0.6, None))
+    results = segmented(
+        record,
+        A=(0.5, 0.6, [0.4, 0.65]),
+        B=(0.605, 0.6, [0.5, 0.7]),
+        C=(0.7, 0.6, [0.55, 0.8]),
+        D=(0.7, 0.6, None),
+    )
     assert {finding.kind: finding.where for finding in findings(results)} == {
         "at_chance": "A: Dice 0.500, below the constant answer 0.600; B: Dice 0.605, like the constant answer 0.600",
         "indistinct": "C: Dice 0.700 (0.550 to 0.800), the constant answer 0.600",
     }
-    assert "above it, but without an interval, at D; not better at A, B; not distinguishable at C" in verdict(results)
+    assert (
+        "above it, but without an interval, at D; not better at A, B; not distinguishable at C"
+        in verdict(results)
+    )
 
 
 def test_volumes_far_from_the_truth(record: RunRecord) -> None:
@@ -91,8 +120,12 @@ def test_volumes_far_from_the_truth(record: RunRecord) -> None:
     sites = {}
     for name, error in (("A", 1.9), ("B", 5.2)):
         values = {"dice": 0.3, "volume_error": error}
-        sites[name] = SiteRecord("inside", metrics={"deployed": values}, by_label={"deployed": {"disc": values}})
-    (finding,) = findings(build_results(dataclasses.replace(record, task=task, sites=sites, history=[], events=[])))
+        sites[name] = SiteRecord(
+            "inside", metrics={"deployed": values}, by_label={"deployed": {"disc": values}}
+        )
+    (finding,) = findings(
+        build_results(dataclasses.replace(record, task=task, sites=sites, history=[], events=[]))
+    )
     assert finding.kind == "wrong_volume" and finding.where == "B: disc volume error 5.200"
 
 
@@ -108,11 +141,18 @@ def test_a_class_that_is_never_recognized(record: RunRecord, counts_sent: bool) 
     }
     counts = {"deployed": {"confusion": [[[0, 2, 1], [1, 2, 1], [0, 0, 0]]], "roc": []}}
     site = SiteRecord(
-        "inside", metrics={"deployed": {"accuracy": 0.3}}, by_label={"deployed": values}, classes=counts if counts_sent else {}
+        "inside",
+        metrics={"deployed": {"accuracy": 0.3}},
+        by_label={"deployed": values},
+        classes=counts if counts_sent else {},
     )
-    results = build_results(dataclasses.replace(record, task=task, sites={"A": site}, history=[], events=[]))
+    results = build_results(
+        dataclasses.replace(record, task=task, sites={"A": site}, history=[], events=[])
+    )
     (finding,) = findings(results)
-    assert finding.kind == "class_missed" and finding.where == f"A: {dark}" + (" (0 of 3 images)" if counts_sent else "")
+    assert finding.kind == "class_missed" and finding.where == f"A: {dark}" + (
+        " (0 of 3 images)" if counts_sent else ""
+    )
 
 
 def test_models_that_findings_call_bad_are_not_called_better(record: RunRecord) -> None:
@@ -121,7 +161,9 @@ def test_models_that_findings_call_bad_are_not_called_better(record: RunRecord) 
     missed = SiteRecord(
         "inside",
         metrics={"deployed": {task.metric: 0.8}},
-        by_label={"deployed": {task.labels[0]: {"sensitivity": 0.0}, task.labels[1]: {"sensitivity": 1.0}}},
+        by_label={
+            "deployed": {task.labels[0]: {"sensitivity": 0.0}, task.labels[1]: {"sensitivity": 1.0}}
+        },
         intervals={"deployed": {ALL: {task.metric: [0.7, 0.9]}}},
         constant=0.5,
     )
@@ -177,8 +219,13 @@ def test_late_rounds_are_the_last_third_and_at_least_four() -> None:
 
 def rising(record: RunRecord) -> RunRecord:
     """A and B become better in the last round; C, which is better, is missing in it."""
-    last = {"A": {"validation": {"global": 0.6, "personal": None}}, "B": {"validation": {"global": 0.7}}}
-    return dataclasses.replace(record, history=[*record.history[:2], {**record.history[2], "sites": last}])
+    last = {
+        "A": {"validation": {"global": 0.6, "personal": None}},
+        "B": {"validation": {"global": 0.7}},
+    }
+    return dataclasses.replace(
+        record, history=[*record.history[:2], {**record.history[2], "sites": last}]
+    )
 
 
 def test_a_run_that_ends_too_early_says_so(record: RunRecord) -> None:
@@ -186,16 +233,23 @@ def test_a_run_that_ends_too_early_says_so(record: RunRecord) -> None:
     results = build_results(rising(record))
     assert kinds(results) == ["still_rising"]
     where = results["findings"][0]["where"]
-    assert where == "validation Dice 0.450 after round 1, 0.650 after round 2; the last round is the best: train longer"
+    assert (
+        where
+        == "validation Dice 0.450 after round 1, 0.650 after round 2; the last round is the best: train longer"
+    )
 
 
 def test_without_steps_the_curve_is_that_of_the_selection(record: RunRecord) -> None:
-    candidates = [{"round": at, "value": at / 4, "votes": {"A": at / 4, "B": at / 4}} for at in (1, 2, 3)]
+    candidates = [
+        {"round": at, "value": at / 4, "votes": {"A": at / 4, "B": at / 4}} for at in (1, 2, 3)
+    ]
     selected = {"global": {"round": 3, "rule": "median", "candidates": candidates}}
     results = build_results(dataclasses.replace(record, history=[], model_selection=selected))
     assert kinds(results) == ["still_rising"]
     old = {key: value for key, value in results.items() if key != "findings"}
-    assert [finding.kind for finding in findings_of(old)] == ["still_rising"], "results of an older version"
+    assert [finding.kind for finding in findings_of(old)] == ["still_rising"], (
+        "results of an older version"
+    )
 
 
 def test_every_surface_has_the_same_findings(record: RunRecord, tmp_path: Path) -> None:
@@ -213,11 +267,15 @@ def test_every_surface_has_the_same_findings(record: RunRecord, tmp_path: Path) 
     for finding in findings_of(results):
         assert f"WARNING {finding.line}" in printed
         assert finding.problem in page.text and finding.where in page.text
-        assert page.text.index(finding.problem) < page.text.index("Results on the test images"), "before any number"
+        assert page.text.index(finding.problem) < page.text.index("Results on the test images"), (
+            "before any number"
+        )
 
 
 @pytest.mark.parametrize("rich", [True, False])
-def test_findings_are_the_last_lines_of_a_log(record: RunRecord, rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_findings_are_the_last_lines_of_a_log(
+    record: RunRecord, rich: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not rich:
         monkeypatch.setattr(console, "installed", lambda module: False)
     results = segmented(record, A=(0.1, 0.028, [0.07, 0.13]))
@@ -226,11 +284,31 @@ def test_findings_are_the_last_lines_of_a_log(record: RunRecord, rich: bool, mon
 
 
 def test_the_site_report_has_the_findings_of_its_site(task: TaskConfig) -> None:
-    event = {"round": None, "site": "A", "kind": "constant_output", "message": "the deployed model answers no pixel of disc"}
+    event = {
+        "round": None,
+        "site": "A",
+        "kind": "constant_output",
+        "message": "the deployed model answers no pixel of disc",
+    }
     low = Summary({"dice": 0.1, "iou": 0.05}, by_label={"disc": {"dice": 0.1}})
-    report = SiteReport("fedavg", "A", "inside", task, {"train": 1, "validation": 1, "test": 1}, {"deployed": low}, {}, [event], 0.2)
+    report = SiteReport(
+        "fedavg",
+        "A",
+        "inside",
+        task,
+        {"train": 1, "validation": 1, "test": 1},
+        {"deployed": low},
+        {},
+        [event],
+        0.2,
+    )
     text = Page(render_site_report(report)).text
-    for part in ("no pixel of disc", "Dice 0.100, below the constant answer 0.200", "disc Dice 0.100", "not usable"):
+    for part in (
+        "no pixel of disc",
+        "Dice 0.100, below the constant answer 0.200",
+        "disc Dice 0.100",
+        "not usable",
+    ):
         assert part in text
 
 
@@ -246,7 +324,9 @@ def test_a_site_report_has_findings_of_the_training(task: TaskConfig, record: Ru
 
     good = Summary({"dice": 0.9, "iou": 0.8}, by_label={"disc": {"dice": 0.9}})
     n = {"train": 1, "validation": 4, "test": 1}
-    report = SiteReport("fedavg", "B", "inside", task, n, {"deployed": good}, of_training=of_sites["B"])
+    report = SiteReport(
+        "fedavg", "B", "inside", task, n, {"deployed": good}, of_training=of_sites["B"]
+    )
     page = Page(render_site_report(report))
     for finding in findings_of(results):
         assert finding.problem in page.text and finding.remedy in page.text
@@ -255,6 +335,9 @@ def test_a_site_report_has_findings_of_the_training(task: TaskConfig, record: Ru
 
 
 def test_a_finding_names_five_of_many_sites(record: RunRecord) -> None:
-    events = [{"round": None, "site": f"site-{number}", "kind": "rare_class", "message": "few"} for number in range(9)]
+    events = [
+        {"round": None, "site": f"site-{number}", "kind": "rare_class", "message": "few"}
+        for number in range(9)
+    ]
     (finding,) = findings(build_results(dataclasses.replace(record, history=[], events=events)))
     assert "site-4" in finding.where and "site-5" not in finding.where and "4 more" in finding.where

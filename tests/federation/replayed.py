@@ -41,7 +41,11 @@ Place = tuple[str, int, int]  # phase, round, part of a step
 FEDERATIONS: Final[dict[str, tuple[str, str | None, dict[str, Any]]]] = {
     "fedavg": ("fedavg", None, {}),
     "fedsm": ("fedsm", None, {"selector": "compact_selector", "selector_updates": 1}),
-    "fedsm pfedme": ("fedsm", None, {"selector": "compact_selector", "selector_updates": 1, "personalization": "pfedme"}),
+    "fedsm pfedme": (
+        "fedsm",
+        None,
+        {"selector": "compact_selector", "selector_updates": 1, "personalization": "pfedme"},
+    ),
     "fedsm ridge": ("fedsm", None, {"personalization": "perfedavg"}),
     "fedsm_extra": ("fedsm_extra", None, {"selector": "compact_selector", "selector_rounds": 1}),
     "prr": ("prr", None, {}),
@@ -77,7 +81,10 @@ class Recorded:
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
         place = step.phase, step.round, step.part
         self.sent[place] = {site: copied(message) for site, message in outgoing.items()}
-        replies = {site: self.participants[site].answer(*place[:2], copied(message)) for site, message in outgoing.items()}
+        replies = {
+            site: self.participants[site].answer(*place[:2], copied(message))
+            for site, message in outgoing.items()
+        }
         self.replies[place] = {site: copied(message) for site, message in replies.items()}
         return {site: Reply(message) for site, message in replies.items()}
 
@@ -115,17 +122,25 @@ def recorded(name: str) -> Recorded:
 
 def participant(recording: Recorded, site: str) -> Participant:
     """A new participant of a recorded federation."""
-    return Participant(site, lambda role: squares.site(site, recording.task), recording.method, recording.hyper)
+    return Participant(
+        site, lambda role: squares.site(site, recording.task), recording.method, recording.hyper
+    )
 
 
 def copied(message: Message) -> Message:
     """A copy of the message that shares its tensors."""
-    return Message({entry: dict(state) for entry, state in message.states.items()}, copy.deepcopy(message.meta))
+    return Message(
+        {entry: dict(state) for entry, state in message.states.items()}, copy.deepcopy(message.meta)
+    )
 
 
 # -- random faults -----------------------------------------------------------------------------------------------------------
 
-_COMMON: Final[dict[str, Any]] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+_COMMON: Final[dict[str, Any]] = {
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+}
 settings.register_profile("ci", derandomize=True, **_COMMON)
 settings.register_profile("thorough", print_blob=True, **_COMMON)
 _PROFILE: Final = os.environ.get("HYPOTHESIS_PROFILE", "ci")
@@ -133,18 +148,71 @@ _PROFILE: Final = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 
 def cases(count: int) -> settings:
     """The settings of a test with so many cases by default."""
-    return settings(settings.get_profile(_PROFILE), max_examples=count * (20 if _PROFILE == "thorough" else 1))
+    return settings(
+        settings.get_profile(_PROFILE), max_examples=count * (20 if _PROFILE == "thorough" else 1)
+    )
 
 
-NAMES: Final = ("n", "train", "class_counts", "metrics", "loss", "n_samples", "events", "validation", "global", "deployed", "dice", "A")
-ODD_NAMES: Final = ("", "\ud800", "$\\frac{$", "a\nb", "<script>", "x" * 70_000, "\0", "=cmd()", "../x", "gl\u043ebal", "\u202ex")
-names: SearchStrategy[str] = st.sampled_from((*NAMES, *ODD_NAMES)) | st.text(st.characters(exclude_categories=()), max_size=8)
-EDGES: Final = (0, -1, 2**53, 2**63 + 1, 10**400, math.nan, math.inf, -0.0, 1e308, 5e-324, 1.0000001)
+NAMES: Final = (
+    "n",
+    "train",
+    "class_counts",
+    "metrics",
+    "loss",
+    "n_samples",
+    "events",
+    "validation",
+    "global",
+    "deployed",
+    "dice",
+    "A",
+)
+ODD_NAMES: Final = (
+    "",
+    "\ud800",
+    "$\\frac{$",
+    "a\nb",
+    "<script>",
+    "x" * 70_000,
+    "\0",
+    "=cmd()",
+    "../x",
+    "gl\u043ebal",
+    "\u202ex",
+)
+names: SearchStrategy[str] = st.sampled_from((*NAMES, *ODD_NAMES)) | st.text(
+    st.characters(exclude_categories=()), max_size=8
+)
+EDGES: Final = (
+    0,
+    -1,
+    2**53,
+    2**63 + 1,
+    10**400,
+    math.nan,
+    math.inf,
+    -0.0,
+    1e308,
+    5e-324,
+    1.0000001,
+)
 numbers: SearchStrategy[Any] = st.sampled_from(EDGES) | st.integers(-3, 40) | st.floats(width=64)
-ODD: Final = (b"x", {1, 2}, 1j, len, np.float32(0.5), np.array([1.0]), torch.ones(1), {1: 2, None: 4}, Message())
+ODD: Final = (
+    b"x",
+    {1, 2},
+    1j,
+    len,
+    np.float32(0.5),
+    np.array([1.0]),
+    torch.ones(1),
+    {1: 2, None: 4},
+    Message(),
+)
 leaves: SearchStrategy[Any] = st.none() | st.booleans() | numbers | names | st.sampled_from(ODD)
 values: SearchStrategy[Any] = st.recursive(
-    leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4), max_leaves=12
+    leaves,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4),
+    max_leaves=12,
 )
 # tensor -> what replaces it: of another kind, dtype or shape, or with wrong values
 SPOILT: Final[dict[str, Callable[[Tensor], Any]]] = {
@@ -152,14 +220,20 @@ SPOILT: Final[dict[str, Callable[[Tensor], Any]]] = {
     "sparse": lambda tensor: tensor.to_sparse(),
     "meta": lambda tensor: torch.empty_like(tensor, device="meta"),
     "flat": lambda tensor: tensor.reshape(-1),
-    "NaN": lambda tensor: torch.full_like(tensor, math.nan) if tensor.is_floating_point() else tensor,
-    "largest": lambda tensor: torch.full_like(tensor, (torch.finfo if tensor.is_floating_point() else torch.iinfo)(tensor.dtype).max),
+    "NaN": lambda tensor: (
+        torch.full_like(tensor, math.nan) if tensor.is_floating_point() else tensor
+    ),
+    "largest": lambda tensor: torch.full_like(
+        tensor, (torch.finfo if tensor.is_floating_point() else torch.iinfo)(tensor.dtype).max
+    ),
     "negative": lambda tensor: -tensor.abs() - 1,
     "zero": torch.zeros_like,
     "flipped sign": lambda tensor: -tensor,
 }
 tensors: SearchStrategy[Any] = st.builds(
-    lambda name, tensor: SPOILT[name](tensor), st.sampled_from([*SPOILT]), st.sampled_from([torch.ones(2, 3), torch.tensor(3)])
+    lambda name, tensor: SPOILT[name](tensor),
+    st.sampled_from([*SPOILT]),
+    st.sampled_from([torch.ones(2, 3), torch.tensor(3)]),
 )
 
 

@@ -8,7 +8,7 @@ import pytest
 from medflare.core.errors import StateError
 from medflare.federation.checkpoint import CHECKPOINT, Checkpoint, stored_plan, take_up
 from medflare.federation.local.exchange import LocalExchange
-from medflare.federation.outcome import Cost
+from medflare.federation.outcome import SiteCost
 from medflare.federation.schedule import Federation
 from medflare.methods.fedavg import FedAvgServer
 from methods import squares
@@ -34,7 +34,7 @@ def under_way() -> Any:
     run.server.best.offer(0.5, 2, run.server.model)
     run.outcome.enrolled |= {"B": {"n": {"train": 4}}, "A": {"n": {"train": 3}}}
     run.outcome.history.append({"step": 0})
-    run.outcome.costs["A"] = Cost(30, 20)
+    run.outcome.costs["A"] = SiteCost(30, 20)
     run.events.add("warning", "before")
     return run
 
@@ -48,7 +48,7 @@ def test_a_checkpoint_restores_algorithm_and_run(tmp_path: Path) -> None:
     assert (after.server.best.round, after.server.best.value) == (2, 0.5)
     assert after.server.memory.meta == before.server.memory.meta, "nothing of the run stays in the algorithm"
     assert after.returning == {"A": {"train": 3}, "B": {"train": 4}} and after.outcome.history == [{"step": 0}]
-    assert after.outcome.costs == {"A": Cost(30, 20)}
+    assert after.outcome.costs == {"A": SiteCost(30, 20)}
     assert [event["kind"] for event in after.events] == ["warning", "warning", "resumed"]
 
 

@@ -16,8 +16,8 @@ from medflare.federation.exchange import Reply
 from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
-from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
 from medflare.federation.protocol import SHARED
+from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
 from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.tasks.config import load_task

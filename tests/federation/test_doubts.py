@@ -39,14 +39,28 @@ BALANCED = [0, 1, 2] * 4
 
 
 def federated(
-    task: TaskConfig, data: dict[str, SiteData], *, rounds: int = 1, minimum: int = 0, method: str = "fedavg", **options: Any
+    task: TaskConfig,
+    data: dict[str, SiteData],
+    *,
+    rounds: int = 1,
+    minimum: int = 0,
+    method: str = "fedavg",
+    **options: Any,
 ) -> dict[str, Any]:
     chosen = get_method(method)
     members = {}
     for name, split in data.items():
         site = Site(name, task, split)
-        members[name] = Participant(name, lambda role, site=site: site, chosen, options, local=LocalSettings(minimum_patients=minimum))  # type: ignore[misc]
-    run = Run(chosen, task, options, run_settings({"rounds": rounds, "seed": 0}), tuple(sorted(data)))
+        members[name] = Participant(
+            name,
+            lambda role, site=site: site,
+            chosen,
+            options,
+            local=LocalSettings(minimum_patients=minimum),
+        )  # type: ignore[misc]
+    run = Run(
+        chosen, task, options, run_settings({"rounds": rounds, "seed": 0}), tuple(sorted(data))
+    )
     results = run.execute(LocalExchange(tuple(members), members.__getitem__))
     assert results["status"] == "COMPLETED", results["reason"]
     return results
@@ -66,17 +80,28 @@ def data(train: list[int], validation: list[int], test: list[int], blank: bool =
 
 
 def test_the_same_class_for_every_image_is_noted() -> None:
-    results = federated(small_task("classification"), dict.fromkeys(SITES, data(BALANCED, BALANCED, BALANCED, blank=True)))
+    results = federated(
+        small_task("classification"),
+        dict.fromkeys(SITES, data(BALANCED, BALANCED, BALANCED, blank=True)),
+    )
     assert doubts(results) == {"constant_output": ["A", "B"], "at_chance": ["A", "B"]}
     (confusion,) = results["sites"]["A"]["classes"]["deployed"]["confusion"]
-    shown = [name for name, column in zip(small_task("classification").labels, zip(*confusion, strict=True), strict=True) if any(column)]
+    shown = [
+        name
+        for name, column in zip(
+            small_task("classification").labels, zip(*confusion, strict=True), strict=True
+        )
+        if any(column)
+    ]
     event = next(event for event in results["events"] if event["kind"] == "constant_output")
     assert len(shown) == 1 and shown[0] in event["message"]
 
 
 def test_a_trained_model_is_not_questioned() -> None:
     task = small_task("classification", optimizer={"name": "adam", "lr": 0.02}, local_epochs=8)
-    results = federated(task, dict.fromkeys(SITES, data(BALANCED * 2, BALANCED, BALANCED)), rounds=3)
+    results = federated(
+        task, dict.fromkeys(SITES, data(BALANCED * 2, BALANCED, BALANCED)), rounds=3
+    )
     assert results["sites"]["A"]["metrics"]["deployed"]["accuracy"] > 0.9 and doubts(results) == {}
 
 
@@ -86,7 +111,14 @@ def test_events_about_few_test_patients_are_suppressed(tmp_path: Any) -> None:
     assert results["sites"]["A"]["metrics"]["deployed"]["accuracy"] is None
     assert not doubts(results).keys() & {"constant_output", "at_chance"}
     artifacts = SiteFolder(tmp_path, "A", FEDAVG, task, 0)
-    site = Participant("A", lambda role: Site("A", task, split), FEDAVG, {}, artifacts=artifacts, local=LocalSettings(minimum_patients=7))
+    site = Participant(
+        "A",
+        lambda role: Site("A", task, split),
+        FEDAVG,
+        {},
+        artifacts=artifacts,
+        local=LocalSettings(minimum_patients=7),
+    )
     site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
     model = Site("A", task, split).network().state_dict()
     for step, (phase, round) in enumerate([("validate", 1), ("finalize", 1)]):
@@ -95,8 +127,16 @@ def test_events_about_few_test_patients_are_suppressed(tmp_path: Any) -> None:
 
 
 def test_an_event_does_not_name_a_small_class() -> None:
-    results = federated(small_task("classification"), dict.fromkeys(SITES, data(BALANCED, BALANCED, BALANCED, blank=True)), minimum=5)
-    text = " ".join(event["message"] for event in results["events"] if event["kind"] in ("constant_output", "at_chance"))
+    results = federated(
+        small_task("classification"),
+        dict.fromkeys(SITES, data(BALANCED, BALANCED, BALANCED, blank=True)),
+        minimum=5,
+    )
+    text = " ".join(
+        event["message"]
+        for event in results["events"]
+        if event["kind"] in ("constant_output", "at_chance")
+    )
     assert doubts(results).keys() >= {"constant_output", "at_chance"}
     assert not any(name in text for name in ("dark", "medium", "bright")) and "one class" in text
 
@@ -111,20 +151,32 @@ def test_an_event_does_not_name_a_small_class() -> None:
         ((0, 0), {}, [None]),
     ],
 )
-def test_few_validation_images_are_noted(sizes: tuple[int, ...], options: dict[str, Any], expected: list[str]) -> None:
-    split = {site: data(BALANCED, BALANCED[:size], BALANCED) for site, size in zip(SITES, sizes, strict=True)}
+def test_few_validation_images_are_noted(
+    sizes: tuple[int, ...], options: dict[str, Any], expected: list[str]
+) -> None:
+    split = {
+        site: data(BALANCED, BALANCED[:size], BALANCED)
+        for site, size in zip(SITES, sizes, strict=True)
+    }
     by_kind = doubts(federated(small_task("classification"), split, rounds=2, **options))
     assert by_kind.get("few_validation_images", []) == expected
 
 
 def test_a_site_that_selects_alone_is_named() -> None:
-    split = {"A": data(BALANCED, BALANCED[:4], BALANCED), "B": data(BALANCED, BALANCED, BALANCED), "C": data(BALANCED, BALANCED, BALANCED)}
+    split = {
+        "A": data(BALANCED, BALANCED[:4], BALANCED),
+        "B": data(BALANCED, BALANCED, BALANCED),
+        "C": data(BALANCED, BALANCED, BALANCED),
+    }
     by_kind = doubts(federated(small_task("classification"), split, rounds=2, method="ditto"))
     assert by_kind["few_validation_images"] == ["A"]
 
 
 def test_a_rare_class_is_not_named_if_its_count_is_suppressed() -> None:
-    split = {"A": data([*[0] * 6, *[1] * 6, 2, 2], BALANCED, BALANCED), "B": data(BALANCED, BALANCED, BALANCED)}
+    split = {
+        "A": data([*[0] * 6, *[1] * 6, 2, 2], BALANCED, BALANCED),
+        "B": data(BALANCED, BALANCED, BALANCED),
+    }
     results = federated(small_task("classification"), split, minimum=4)
     (event,) = [event for event in results["events"] if event["kind"] == "rare_class"]
     assert event["site"] == "A" and not any(word in event["message"] for word in ("bright", "2"))
@@ -137,11 +189,16 @@ def test_the_page_of_a_site_has_the_findings_of_the_training(tmp_path: Path) -> 
     for name, train in (("A", rare), ("B", BALANCED)):
         site = Site(name, task, data(train, BALANCED[:4], BALANCED))
         folder = SiteFolder(tmp_path / name, name, FEDAVG, task, 0)
-        members[name] = Participant(name, lambda role, site=site: site, FEDAVG, {}, artifacts=folder)  # type: ignore[misc]
+        members[name] = Participant(
+            name, lambda role, site=site: site, FEDAVG, {}, artifacts=folder
+        )  # type: ignore[misc]
     run = Run(FEDAVG, task, {}, run_settings({"rounds": 2, "seed": 0}), SITES)
     results = run.execute(LocalExchange(SITES, members.__getitem__))
     problems = {finding.kind: finding.problem for finding in findings_of(results)}
     pages = {name: (tmp_path / name / "report.html").read_text() for name in SITES}
     for name in SITES:
-        assert problems["few_validation_images"] in pages[name] and "4 validation images at this site" in pages[name]
+        assert (
+            problems["few_validation_images"] in pages[name]
+            and "4 validation images at this site" in pages[name]
+        )
     assert problems["rare_class"] in pages["A"] and problems["rare_class"] not in pages["B"]

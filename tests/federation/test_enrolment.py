@@ -40,14 +40,20 @@ class Sites:
         assert step.phase == ENROL and not any(message.states for message in outgoing.values())
         self.sent |= {site: message.meta for site, message in outgoing.items()}
         events = [{"kind": "warning", "message": "a note"}]
-        answers = {site: Reply(Message({}, {**COUNTS, "events": list(events)})) for site in outgoing}
+        answers = {
+            site: Reply(Message({}, {**COUNTS, "events": list(events)})) for site in outgoing
+        }
         return {site: self.broken.get(site, answer) for site, answer in answers.items()}
 
 
-def enrolment(sites: Sites, returning: Mapping[str, Mapping[str, int]] | None = None, finished: int = 0) -> Enrolment:
+def enrolment(
+    sites: Sites, returning: Mapping[str, Mapping[str, int]] | None = None, finished: int = 0
+) -> Enrolment:
     plan = get_method("fedavg").plan(squares.SEGMENTATION, squares.SITES, {})
     context = ServerContext(plan, squares.SEED, 3, squares.OUTSIDE)
-    return Enrolment(context, Transport(sites, Outcome()), {"method": "fedavg"}, returning, finished)
+    return Enrolment(
+        context, Transport(sites, Outcome()), {"method": "fedavg"}, returning, finished
+    )
 
 
 def noted(admission: Enrolment, kind: str) -> list[tuple[str | None, int | None]]:
@@ -58,17 +64,28 @@ def test_every_site_of_the_run_is_enrolled_and_no_other() -> None:
     sites = Sites({0: "OCBAX"})
     admission = enrolment(sites)
     admission.open(3)
-    assert sites.sent["A"] == {"method": "fedavg", "sites": ["A", "B", "C"], "role": "inside", "finished": 0}
+    assert sites.sent["A"] == {
+        "method": "fedavg",
+        "sites": ["A", "B", "C"],
+        "role": "inside",
+        "finished": 0,
+    }
     assert sites.sent["O"]["role"] == "outside" and "X" not in sites.sent
     assert list(admission.enrolled) == ["A", "B", "C", "O"] and admission.inside == ["A", "B", "C"]
-    assert admission.enrolled["O"] == {**COUNTS, "role": "outside"} == admission.context.site_counts["O"]
+    assert (
+        admission.enrolled["O"]
+        == {**COUNTS, "role": "outside"}
+        == admission.context.site_counts["O"]
+    )
     assert admission.transport.outcome.enrolled is admission.enrolled
     assert noted(admission, "warning") == [(site, None) for site in "ABCO"]
 
 
 def test_a_returning_site_continues_unless_its_counts_changed_and_a_new_one_starts() -> None:
     sites = Sites({0: "ABC"})
-    admission = enrolment(sites, returning={"A": COUNTS["n"], "B": {**COUNTS["n"], "train": 10**9}}, finished=4)
+    admission = enrolment(
+        sites, returning={"A": COUNTS["n"], "B": {**COUNTS["n"], "train": 10**9}}, finished=4
+    )
     admission.open(2)
     assert {site: meta["finished"] for site, meta in sites.sent.items()} == {"A": 4, "B": 4, "C": 0}
     assert sorted(admission.enrolled) == ["A", "C"] and noted(admission, "rejected") == [("B", 0)]
@@ -78,15 +95,18 @@ def test_a_returning_site_continues_unless_its_counts_changed_and_a_new_one_star
 
 def test_a_site_with_more_images_than_the_others_together_is_named_once() -> None:
     sites = Sites({0: "AB", 1: "ABC"})
-    sites.broken = {site: Reply(Message({}, counts(train))) for site, train in zip("ABC", (5, 5, 90), strict=True)}
+    sites.broken = {
+        site: Reply(Message({}, counts(train)))
+        for site, train in zip("ABC", (5, 5, 90), strict=True)
+    }
     admission = enrolment(sites)
     admission.open(2)
     assert not noted(admission, "warning")
     for _ in range(2):
         admission.members(Step("train", 1))
-    assert [(event["site"], event["message"][:30]) for event in admission.context.events.of("warning")] == [
-        ("C", "has 90% of all training images")
-    ]
+    assert [
+        (event["site"], event["message"][:30]) for event in admission.context.events.of("warning")
+    ] == [("C", "has 90% of all training images")]
 
 
 def test_a_maximum_weight_applies_to_counts_by_class() -> None:
@@ -103,16 +123,25 @@ def test_absent_sites_are_noted_at_each_step_and_a_late_one_joins_and_is_invited
     admission = enrolment(sites)
     admission.open(2)
     sites.sent.clear()
-    assert [admission.members(Step("train", round)) for round in (1, 2, 3)] == [["A"], *[["A", "B", "C"]] * 2]
+    assert [admission.members(Step("train", round)) for round in (1, 2, 3)] == [
+        ["A"],
+        *[["A", "B", "C"]] * 2,
+    ]
     assert noted(admission, "missing") == [("C", 0), ("O", 0), ("B", 1)]
     assert noted(admission, "joined") == [("C", 2)] and list(sites.sent) == ["C"]
 
 
-LATE: Final = Reply(problem="'enrol' of round 0 was closed after 9 s; the site was still at work", kind="late")
+LATE: Final = Reply(
+    problem="'enrol' of round 0 was closed after 9 s; the site was still at work", kind="late"
+)
 
 
-@pytest.mark.parametrize(("present", "reply", "round"), [("AB", Reply(problem="no images"), 1), ("ABC", LATE, 0)])
-def test_a_site_that_fails_late_or_is_late_is_named_once_and_may_join_later(present: str, reply: Reply, round: int) -> None:
+@pytest.mark.parametrize(
+    ("present", "reply", "round"), [("AB", Reply(problem="no images"), 1), ("ABC", LATE, 0)]
+)
+def test_a_site_that_fails_late_or_is_late_is_named_once_and_may_join_later(
+    present: str, reply: Reply, round: int
+) -> None:
     sites = Sites({0: present, 1: "ABC", 2: "ABC", 3: "ABC"}, {"C": reply})
     admission = enrolment(sites)
     admission.open(2)
@@ -123,7 +152,12 @@ def test_a_site_that_fails_late_or_is_late_is_named_once_and_may_join_later(pres
 
 
 def test_a_site_that_cannot_take_part_ends_the_run() -> None:
-    admission = enrolment(Sites({0: "ABC"}, {"B": Reply(problem="no images"), "C": Reply(problem="site C: another task")}))
+    admission = enrolment(
+        Sites(
+            {0: "ABC"},
+            {"B": Reply(problem="no images"), "C": Reply(problem="site C: another task")},
+        )
+    )
     with pytest.raises(FederationFailed, match=r"B: no images.*site C: another task"):
         admission.open(1)
 
@@ -131,13 +165,19 @@ def test_a_site_that_cannot_take_part_ends_the_run() -> None:
 def test_too_few_inside_sites_end_the_run_with_the_reasons() -> None:
     with pytest.raises(FederationFailed, match=r"1 of .*min_sites"):
         enrolment(Sites({0: "BO"})).open(2)
-    problems = {"B": Reply(problem="no sign of life", kind="missing"), "C": Reply(Message({}, counts(7) | {"class_counts": [0]}))}
+    problems = {
+        "B": Reply(problem="no sign of life", kind="missing"),
+        "C": Reply(Message({}, counts(7) | {"class_counts": [0]})),
+    }
     with pytest.raises(FederationFailed, match=r"B: no sign.*C: class_counts"):
         enrolment(Sites({0: "ABC"}, problems)).open(2)
 
 
 def test_a_rejected_site_is_named_once_and_not_invited_again() -> None:
-    invalid, suppressed = {"n": {"train": 10**400}, "class_counts": [1]}, {**COUNTS, "class_counts": []}
+    invalid, suppressed = (
+        {"n": {"train": 10**400}, "class_counts": [1]},
+        {**COUNTS, "class_counts": []},
+    )
     replies = {"B": Reply(Message({}, invalid)), "C": Reply(Message({}, suppressed))}
     sites = Sites({0: "ABCO", 1: "ABCO"}, broken=replies)
     admission = enrolment(sites)
@@ -157,13 +197,21 @@ HERE: Final = versions_here()
         ({}, None, ()),
         ({"torch": f"{HERE['torch'].partition('+')[0]}+rocm9"}, None, ()),
         ({**HERE, "torch": "1.13"}, "warning", ("torch 1.13", HERE["torch"])),
-        ({"medflare": f"{HERE['medflare']}.post1"}, "warning", (f"medflare {HERE['medflare']}.post1",)),
+        (
+            {"medflare": f"{HERE['medflare']}.post1"},
+            "warning",
+            (f"medflare {HERE['medflare']}.post1",),
+        ),
         ({"medflare": "9.1.0"}, "rejected", ("medflare 9.1.0", HERE["medflare"])),
         ({"medflare": "nine"}, "rejected", ("medflare nine",)),
     ],
 )
-def test_a_site_with_other_versions_is_named_or_rejected(versions: dict[str, str], kind: str | None, tokens: tuple[str, ...]) -> None:
-    sites = Sites({0: "ABC", 1: "ABC"}, {"B": Reply(Message({}, {**COUNTS, "versions": dict(versions)}))})
+def test_a_site_with_other_versions_is_named_or_rejected(
+    versions: dict[str, str], kind: str | None, tokens: tuple[str, ...]
+) -> None:
+    sites = Sites(
+        {0: "ABC", 1: "ABC"}, {"B": Reply(Message({}, {**COUNTS, "versions": dict(versions)}))}
+    )
     admission = enrolment(sites)
     admission.open(2)
     admission.members(Step("train", 1))

@@ -7,7 +7,7 @@ import torch
 
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply, Transport
-from medflare.federation.outcome import Cost, Outcome
+from medflare.federation.outcome import SiteCost, Outcome
 from medflare.methods.base import Step
 
 STEP = Step("train", 2)
@@ -45,7 +45,7 @@ def test_bytes_and_seconds_are_counted() -> None:
     for calls in (1, 2):
         transport.ask(STEP, {"A": message(10), "B": message(5)})
         assert outcome.costs["A"].down_bytes == calls * 10 * 4 and outcome.costs["A"].up_bytes == calls * 2 * 4
-    assert outcome.costs == {"A": Cost(80, 16, 3.0), "B": Cost(40, 0, 1.0)}, "work that came to nothing took its time too"
+    assert outcome.costs == {"A": SiteCost(80, 16, 3.0), "B": SiteCost(40, 0, 1.0)}, "work that came to nothing took its time too"
 
 
 @pytest.mark.parametrize(

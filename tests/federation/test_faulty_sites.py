@@ -11,11 +11,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from federation.replayed import FAULTY, FEDERATIONS, ROUNDS, SITES, Place, Recorded, Replay, cases, copied, nearly, recorded
-from medflare.federation.protocol import non_finite
+from federation.replayed import (
+    FAULTY,
+    FEDERATIONS,
+    ROUNDS,
+    SITES,
+    Place,
+    Recorded,
+    Replay,
+    cases,
+    copied,
+    nearly,
+    recorded,
+)
 from medflare.core.message import Message
 from medflare.evaluation.results import REPORT_FILE, validate_results
 from medflare.federation.exchange import Reply
+from medflare.federation.protocol import non_finite
 from medflare.federation.settings import ENROL, FINALIZE
 
 METHODS: Final = ("fedavg", "fedsm", "prr", "grace", "iop_fl", "feddag")

@@ -49,7 +49,13 @@ def test_what_a_run_returns_and_leaves_behind(kept: Kept) -> None:
     assert {name: site["role"] for name, site in results["sites"].items()}["site-9"] == "outside"
     assert results["sites"]["site-9"]["metrics"]["deployed"]["dice"] is not None
     assert results["sites"]["site-9"]["metrics"]["personal"]["dice"] is None
-    assert {path.name for path in folder.iterdir()} >= {"results.json", "metrics.jsonl", "report.html", "models", "sites"}
+    assert {path.name for path in folder.iterdir()} >= {
+        "results.json",
+        "metrics.jsonl",
+        "report.html",
+        "models",
+        "sites",
+    }
     assert (folder / "models" / "personal" / "site-2" / "card.json").exists()
     assert not (folder / "sites" / "site-9" / "personal").exists()
     assert set(results["costs"]) == set(results["sites"])
@@ -66,20 +72,28 @@ def test_results_show_themselves_in_a_notebook(kept: Kept) -> None:
     assert f"Dice {mean:.3f} inside" in short and str(folder) in short and len(short) < 300
     page = results._repr_html_()
     assert all(f"<td>{site}</td>" in page for site in (*results["sites"], "mean"))
-    assert page.count("<svg") >= 2 and all(finding["kind"] in page for finding in results["findings"])
+    assert page.count("<svg") >= 2 and all(
+        finding["kind"] in page for finding in results["findings"]
+    )
     assert f"<td>{results['sites']['site-9']['metrics']['deployed']['dice']:.3f}</td>" in page
     again = copy.deepcopy(results)  # as between processes of a study
     assert again == results and again.folder == folder and again.history == results.history
 
 
-def test_progress_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are printed if wanted, or in a notebook; `say` takes the place of `print`."""
     lines: list[str] = []
     results = run("fedavg", 2, rounds=1, say=lines.append, progress=True)
     assert capsys.readouterr().out == "" and len(lines) == len(results.history) > 1
     run("fedavg", 2, rounds=1)
     assert capsys.readouterr().out == ""
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object())))
+    monkeypatch.setitem(
+        sys.modules,
+        "IPython",
+        SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object())),
+    )
     run("fedavg", 2, rounds=1)
     assert "round 1/1 train" in capsys.readouterr().out
     run("fedavg", 2, rounds=1, progress=False)
@@ -94,7 +108,9 @@ def test_what_single_patients_scored_stays_at_the_site(kept: Kept) -> None:
     home = folder / "sites" / "site-2"
     cases = json.loads((home / "scores" / "global.json").read_text())
     defined = [value for value in cases["values"]["dice"] if value is not None]
-    assert sum(defined) / len(defined) == pytest.approx(results["sites"]["site-2"]["metrics"]["global"]["dice"], abs=1e-5)
+    assert sum(defined) / len(defined) == pytest.approx(
+        results["sites"]["site-2"]["metrics"]["global"]["dice"], abs=1e-5
+    )
     assert not [*home.glob("*/*scores*")], "not beside a model that may be handed on"
     for file in ("results.json", "metrics.jsonl", "report.html"):
         assert not any(patient in (folder / file).read_text() for patient in cases["patients"])
@@ -104,10 +120,15 @@ def test_every_site_has_a_separate_report(kept: Kept) -> None:
     _, folder = kept
     for name in ("site-2", "site-9"):
         file = folder / "sites" / name / "report.html"
-        page, scores = file.read_text(), json.loads((file.parent / "scores" / "deployed.json").read_text())
+        page, scores = (
+            file.read_text(),
+            json.loads((file.parent / "scores" / "deployed.json").read_text()),
+        )
         assert file.stat().st_mode & 0o777 == 0o600
         assert any(patient in page for patient in scores["patients"])
-        assert page.count('src="data:image/png;base64,') == 3, "the worst, the median and the best patient"
+        assert page.count('src="data:image/png;base64,') == 3, (
+            "the worst, the median and the best patient"
+        )
         assert page.count("<svg") == 1
 
 
@@ -130,7 +151,9 @@ def test_same_seed_same_bits_whatever_ran_before(tmp_path: Path) -> None:
 def test_lambda_one_leaves_personal_models_alone(tmp_path: Path) -> None:
     for name, sites in (("two", ["site-1", "site-2"]), ("three", ["site-1", "site-2", "site-3"])):
         run(sites=sites, lam=1.0, selection="last", out=tmp_path / name)
-    assert same_weights(*(tmp_path / name / "sites" / "site-1" / "personal" for name in ("two", "three")))
+    assert same_weights(
+        *(tmp_path / name / "sites" / "site-1" / "personal" for name in ("two", "three"))
+    )
 
 
 def test_lambda_below_one_over_k_is_allowed_with_a_warning() -> None:
@@ -146,31 +169,51 @@ def test_a_missing_data_root_is_a_failure_with_its_reason(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"lamb": 0.3}, "did you mean lam"), ({"outside": ["site-1", "site-2", "site-3"]}, "outside"), ({"sites": []}, "at least one site")],
+    [
+        ({"lamb": 0.3}, "did you mean lam"),
+        ({"outside": ["site-1", "site-2", "site-3"]}, "outside"),
+        ({"sites": []}, "at least one site"),
+    ],
 )
-def test_wrong_settings_are_refused_before_anything_starts(options: dict[str, Any], words: str) -> None:
+def test_wrong_settings_are_refused_before_anything_starts(
+    options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         run(**options)
 
 
 def test_an_outside_site_may_be_named_among_all() -> None:
     results = run("fedavg", sites=["site-1", "site-2", "site-3"], outside=["site-3"], rounds=1)
-    assert [results["sites"][f"site-{number}"]["role"] for number in (1, 2, 3)] == ["inside", "inside", "outside"]
+    assert [results["sites"][f"site-{number}"]["role"] for number in (1, 2, 3)] == [
+        "inside",
+        "inside",
+        "outside",
+    ]
     assert results["mean"] == run("fedavg", sites=2, outside=["site-3"], rounds=1)["mean"]
 
 
-def test_a_bug_in_a_sites_code_is_raised_after_the_results_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_a_sites_code_is_raised_after_the_results_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of one site alone: whoever writes a method is to see where it is. Over FLARE it costs that site's update."""
     fit = FedAvgSite.fit
-    monkeypatch.setattr(FedAvgSite, "fit", lambda own, *rest: 1 / 0 if own.site.name == "site-2" else fit(own, *rest))
+    monkeypatch.setattr(
+        FedAvgSite,
+        "fit",
+        lambda own, *rest: 1 / 0 if own.site.name == "site-2" else fit(own, *rest),
+    )
     with pytest.raises(ZeroDivisionError):
         run("fedavg", min_sites=1, out=tmp_path)
     results = load_results(tmp_path)
     assert results["status"] == "FAILED" and "division by zero" in results["reason"]
 
 
-def test_a_step_of_the_plain_loop_has_the_default_bound_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "LocalSettings", lambda **more: LocalSettings(**more, bounds=Bounds(minutes=1e-9)))
+def test_a_step_of_the_plain_loop_has_the_default_bound_of_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        loop, "LocalSettings", lambda **more: LocalSettings(**more, bounds=Bounds(minutes=1e-9))
+    )
     results = medflare.run_local("fedavg", tiny_phantom(), 2, rounds=1, seed=0)
     assert results["status"] == "FAILED" and "bounds.minutes" in results["reason"]
 
@@ -184,7 +227,10 @@ NAMED: dict[str, Any] = {
     "schedule": {"name": "cosine", "warmup_rounds": 1},
     "clip": {"norm": 1.0},
     "sampling": "balanced",
-    "augment": [{"name": "RandGridDistortion", "prob": 0.5}, {"name": "RandGibbsNoise", "prob": 0.5}],
+    "augment": [
+        {"name": "RandGridDistortion", "prob": 0.5},
+        {"name": "RandGibbsNoise", "prob": 0.5},
+    ],
 }
 
 
@@ -194,7 +240,9 @@ def test_methods_train_with_monais_network_loss_and_optimizer(method: str) -> No
     assert results["status"] == "COMPLETED", results["reason"]
 
 
-def test_the_learning_rate_follows_the_schedule_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_learning_rate_follows_the_schedule_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rates: list[float] = []
     build = Site.optimizer
 
@@ -204,7 +252,9 @@ def test_the_learning_rate_follows_the_schedule_after_a_restart(tmp_path: Path, 
         return optimizer
 
     monkeypatch.setattr(Site, "optimizer", noted)
-    task = tiny_phantom(optimizer={"name": "sgd", "lr": 1.0}, schedule={"name": "polynomial", "power": 1.0})
+    task = tiny_phantom(
+        optimizer={"name": "sgd", "lr": 1.0}, schedule={"name": "polynomial", "power": 1.0}
+    )
 
     def die(line: str) -> None:
         if len(rates) >= 4:
@@ -226,19 +276,27 @@ def delivered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     folder = tmp_path_factory.mktemp("first")
     medflare.run_local("fedavg", tiny_phantom(), 2, rounds=1, seed=3, out=folder)
     model = folder / "models" / "global"
-    weights = {"file": "model.safetensors", "sha256": load_model(model).card["sha256"], "format": "medflare"}
+    weights = {
+        "file": "model.safetensors",
+        "sha256": load_model(model).card["sha256"],
+        "format": "medflare",
+    }
     task = tiny_phantom()
     return model, {**task, "network": {**task["network"], "weights": weights}}
 
 
 @pytest.mark.parametrize("method", ["fedavg", "prr"])
-def test_every_site_starts_from_what_the_server_sends(tmp_path: Path, delivered: tuple[Path, dict[str, Any]], method: str) -> None:
+def test_every_site_starts_from_what_the_server_sends(
+    tmp_path: Path, delivered: tuple[Path, dict[str, Any]], method: str
+) -> None:
     model, task = delivered
     results = medflare.run_local(method, task, 2, rounds=1, seed=0, out=tmp_path, weights=model)
     assert results["status"] == "COMPLETED", results["reason"]
     start = load_model(model).message.states["model"]
     stored = StateStore(tmp_path / SITES / "site-1" / STATE).load("membership")
-    assert stored is not None and all(torch.equal(stored.states["start"][name], start[name]) for name in start)
+    assert stored is not None and all(
+        torch.equal(stored.states["start"][name], start[name]) for name in start
+    )
     step = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     site = open_site("site-1", load_task(task), seed=0)
     site.start = start
@@ -246,11 +304,19 @@ def test_every_site_starts_from_what_the_server_sends(tmp_path: Path, delivered:
     assert step["sites"]["site-1"]["validation"]["global"] == pytest.approx(expected)
 
 
-def test_without_rounds_every_site_evaluates_the_weights(tmp_path: Path, delivered: tuple[Path, dict[str, Any]]) -> None:
+def test_without_rounds_every_site_evaluates_the_weights(
+    tmp_path: Path, delivered: tuple[Path, dict[str, Any]]
+) -> None:
     model, task = delivered
     initial = load_model(model).message.states["model"]
-    results = medflare.run_local("fedavg", task, 2, rounds=0, seed=3, outside=["site-3"], out=tmp_path, weights=model)
-    assert results["status"] == "COMPLETED" and results["rounds"] == 0 and results["traffic"]["up_bytes"] == 0
+    results = medflare.run_local(
+        "fedavg", task, 2, rounds=0, seed=3, outside=["site-3"], out=tmp_path, weights=model
+    )
+    assert (
+        results["status"] == "COMPLETED"
+        and results["rounds"] == 0
+        and results["traffic"]["up_bytes"] == 0
+    )
     kept = load_model(tmp_path / "sites" / "site-3" / "deployed").message.states["model"]
     assert all(torch.equal(kept[name], initial[name]) for name in initial)
     for name, result in results["sites"].items():

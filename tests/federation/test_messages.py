@@ -14,10 +14,19 @@ from medflare.core.message import Message
 from medflare.core.store import MemoryStore
 from medflare.federation.exchange import numbered
 from medflare.federation.participant import Participant
+from medflare.federation.protocol import (
+    COUNTS,
+    DELIVERS,
+    ENROLS,
+    INVITES,
+    METRICS,
+    NUMBERED,
+    declaration_problem,
+    message_problem,
+)
 from medflare.federation.settings import ENROL, FINALIZE
-from medflare.federation.protocol import COUNTS, DELIVERS, ENROLS, INVITES, METRICS, NUMBERED, declaration_problem, message_problem
-from medflare.methods.parts.measured import MEASURED
 from medflare.methods.catalogue import get_method, method_names
+from medflare.methods.parts.measured import MEASURED
 from methods import squares
 
 INVITATION = {"role": "inside", "sites": ["A", "B", "C"]}

@@ -14,8 +14,8 @@ from medflare.core.store import MemoryStore
 from medflare.data.local import LocalSettings
 from medflare.federation.final_models import ArtifactStore, SiteFolder, with_choice
 from medflare.federation.participant import Participant
-from medflare.federation.settings import ENROL, FINALIZE
 from medflare.federation.protocol import ENROLS, declaration_problem, message_problem
+from medflare.federation.settings import ENROL, FINALIZE
 from medflare.inference.deployed import KEPT, load_model, plain_message
 from medflare.methods.catalogue import get_method
 from medflare.training.site import Site

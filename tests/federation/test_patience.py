@@ -28,10 +28,14 @@ def curve(monkeypatch: pytest.MonkeyPatch) -> None:
         return perform(algorithm, phase, round, incoming)
 
     monkeypatch.setattr(SiteAlgorithm, "perform", performed)
-    monkeypatch.setattr(SiteAlgorithm, "validation", lambda algorithm, *_: CURVE[rounds[id(algorithm)]])
+    monkeypatch.setattr(
+        SiteAlgorithm, "validation", lambda algorithm, *_: CURVE[rounds[id(algorithm)]]
+    )
 
 
-def run(method: str = "fedavg", folder: Path | None = None, rounds: int = 6, **more: Any) -> dict[str, Any]:
+def run(
+    method: str = "fedavg", folder: Path | None = None, rounds: int = 6, **more: Any
+) -> dict[str, Any]:
     return run_local(method, TASK, 2, rounds=rounds, seed=1, out=folder, **more)
 
 
@@ -40,13 +44,22 @@ class TestEarlyStopping:
     @pytest.mark.parametrize("method", ["sha", "fedsm"])
     def test_it_equals_a_run_of_as_many_rounds(self, method: str, tmp_path: Path) -> None:
         """Best after two rounds; round 3 equals it, round 4 is worse, and by then the fifth is trained."""
-        early, plain = run(method, tmp_path / "early", patience=2), run(method, tmp_path / "plain", rounds=5)
-        assert (early["status"], early["rounds"], early["configuration"]["settings"]["rounds"]) == ("COMPLETED", 5, 6)
+        early, plain = (
+            run(method, tmp_path / "early", patience=2),
+            run(method, tmp_path / "plain", rounds=5),
+        )
+        assert (early["status"], early["rounds"], early["configuration"]["settings"]["rounds"]) == (
+            "COMPLETED",
+            5,
+            6,
+        )
         (event,) = (event for event in early["events"] if event["kind"] == "stopped_early")
         assert (event["round"], event["site"]) == (4, None)
         assert "5 of 6" in event["message"]
         assert early["model_selection"]["global"] == plain["model_selection"]["global"]
-        assert early["model_selection"]["global"]["round"] == 3, "rounds 2 and 3 are equal: the later one"
+        assert early["model_selection"]["global"]["round"] == 3, (
+            "rounds 2 and 3 are equal: the later one"
+        )
         assert same_weights(tmp_path / "early", tmp_path / "plain")
         cards = sorted((tmp_path / "early" / "models").rglob("card.json"))
         assert cards and all(json.loads(card.read_text())["rounds"] == 5 for card in cards)
@@ -54,17 +67,28 @@ class TestEarlyStopping:
     def test_a_resumed_run_stops_in_the_same_round(self, tmp_path: Path) -> None:
         whole = run(folder=tmp_path / "whole", patience=2)
         folder = tmp_path / "pieced"
-        pieced, _ = in_pieces(lambda say: run(folder=folder, patience=2, say=say), lambda say: resume_local(folder, say=say))
+        pieced, _ = in_pieces(
+            lambda say: run(folder=folder, patience=2, say=say),
+            lambda say: resume_local(folder, say=say),
+        )
         kinds = [event["kind"] for event in pieced["events"]]
-        assert (pieced["rounds"], kinds.count("stopped_early")) == (5, 1) and kinds.count("resumed") == 5
-        assert whole["model_selection"] == pieced["model_selection"] and same_weights(tmp_path / "whole", tmp_path / "pieced")
+        assert (pieced["rounds"], kinds.count("stopped_early")) == (5, 1) and kinds.count(
+            "resumed"
+        ) == 5
+        assert whole["model_selection"] == pieced["model_selection"] and same_weights(
+            tmp_path / "whole", tmp_path / "pieced"
+        )
 
     @pytest.mark.parametrize("method", ["fedavg", "fedsm"])
-    def test_a_run_resumed_after_its_last_round_trains_no_more(self, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_run_resumed_after_its_last_round_trains_no_more(
+        self, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Killed while the final models are evaluated."""
         whole = run(method, tmp_path / "whole", patience=2)
         with monkeypatch.context() as patch:
-            patch.setattr(Federation, "_finalize", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(
+                Federation, "_finalize", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
             with pytest.raises(KeyboardInterrupt):
                 run(method, tmp_path / "pieced", patience=2)
         lines: list[str] = []
@@ -76,4 +100,6 @@ class TestEarlyStopping:
     @pytest.mark.parametrize("patience", [None, 3])
     def test_with_enough_patience_all_rounds_are_trained(self, patience: int | None) -> None:
         results = run(patience=patience)
-        assert results["rounds"] == 6 and "stopped_early" not in [event["kind"] for event in results["events"]]
+        assert results["rounds"] == 6 and "stopped_early" not in [
+            event["kind"] for event in results["events"]
+        ]

@@ -14,19 +14,35 @@ from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.method import Method
 from medflare.tasks.config import load_task
 
-TASK = load_task({**load_task("phantom_grades").to_dict(), "size": [16, 16], "network": {"name": "small_cnn", "channels": [4]}})
+TASK = load_task(
+    {
+        **load_task("phantom_grades").to_dict(),
+        "size": [16, 16],
+        "network": {"name": "small_cnn", "channels": [4]},
+    }
+)
 
 
 class PersonalSite(FedAvgSite[Any]):
     """Has no global model at the end."""
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        return {role: model for role, model in super().finalize(incoming).items() if role != "global"}
+        return {
+            role: model for role, model in super().finalize(incoming).items() if role != "global"
+        }
 
 
 def personal() -> Method:
     """The method of a notebook: in no package, and another object in every cell."""
-    return Method("style", "Personal models", "unpublished", PersonalSite, FedAvgServer, roles=("personal", "deployed"), outside=False)
+    return Method(
+        "style",
+        "Personal models",
+        "unpublished",
+        PersonalSite,
+        FedAvgServer,
+        roles=("personal", "deployed"),
+        outside=False,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +70,13 @@ def test_a_missing_role_is_named_at_every_site() -> None:
     results = run_local(personal(), TASK, 2, rounds=1, seed=0)
     assert results["status"] == "COMPLETED"
     for site, entry in results["sites"].items():
-        assert set(entry["metrics"]["global"].values()) == {None} and entry["metrics"]["deployed"][TASK.metric] is not None
-        (why,) = (event["message"] for event in results["events"] if event["site"] == site and event["message"].startswith("global:"))
+        assert (
+            set(entry["metrics"]["global"].values()) == {None}
+            and entry["metrics"]["deployed"][TASK.metric] is not None
+        )
+        (why,) = (
+            event["message"]
+            for event in results["events"]
+            if event["site"] == site and event["message"].startswith("global:")
+        )
         assert "style" in why and "did not train" not in why

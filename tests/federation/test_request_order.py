@@ -35,13 +35,22 @@ def enrol(asked: Participant, role: str = "inside", round: int = 0) -> None:
     asked.answer(ENROL, round, Message({}, {"role": role, "sites": sites}))
 
 
-def ask(asked: Participant, step: int, phase: str, round: int, rounds: int = ROUNDS, shift: float = 0.0) -> Message:
-    model = {name: tensor + shift if tensor.is_floating_point() else tensor for name, tensor in squares.start().items()}
-    return asked.answer(phase, round, Message({"model": model}, {"step": step, "run_rounds": rounds}))
+def ask(
+    asked: Participant, step: int, phase: str, round: int, rounds: int = ROUNDS, shift: float = 0.0
+) -> Message:
+    model = {
+        name: tensor + shift if tensor.is_floating_point() else tensor
+        for name, tensor in squares.start().items()
+    }
+    return asked.answer(
+        phase, round, Message({"model": model}, {"step": step, "run_rounds": rounds})
+    )
 
 
 @pytest.mark.parametrize("missed", [(), (0,), (1, 2), (3,), (0, 1, 2)])
-def test_an_honest_server_is_answered_also_where_the_site_missed_steps(missed: tuple[int, ...]) -> None:
+def test_an_honest_server_is_answered_also_where_the_site_missed_steps(
+    missed: tuple[int, ...],
+) -> None:
     asked = participant()
     for step, (phase, round) in enumerate(HONEST):
         if step not in missed:
@@ -114,7 +123,9 @@ def test_an_outside_site_trains_for_nobody() -> None:
     ask(outside, 4, FINALIZE, ROUNDS)
 
 
-def test_another_process_of_the_site_knows_what_was_asked_and_a_second_enrolment_changes_nothing() -> None:
+def test_another_process_of_the_site_knows_what_was_asked_and_a_second_enrolment_changes_nothing() -> (
+    None
+):
     store = MemoryStore()
     enrol(participant(store))
     ask(participant(store), 0, "train", 0)
@@ -145,7 +156,9 @@ SMALL = {"feddag": {"warmup": 1}, "fedsm_extra": {"selector_rounds": 2}}
 
 @pytest.mark.parametrize("name", method_names())
 @pytest.mark.parametrize("outside", [[], ["O"]])
-def test_a_site_computes_the_schedule_of_each_method(name: str, outside: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_computes_the_schedule_of_each_method(
+    name: str, outside: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The steps that the server asks, from a context without weights; the global random state is not touched."""
     steps: list[tuple[str, int]] = []
     call = LocalExchange.__call__
@@ -170,7 +183,12 @@ def test_a_site_computes_the_schedule_of_each_method(name: str, outside: list[st
     )
     assert results["status"] == "COMPLETED", results["reason"]
     before = torch.get_rng_state()
-    schedule = [(step.phase, step.round) for step in schedule_of(method, method.plan(squares.SEGMENTATION, ("A", "B"), options), 0, 2)]
+    schedule = [
+        (step.phase, step.round)
+        for step in schedule_of(
+            method, method.plan(squares.SEGMENTATION, ("A", "B"), options), 0, 2
+        )
+    ]
     assert torch.equal(before, torch.get_rng_state())
     assert schedule[: len(steps)] == steps if not outside else schedule == steps
 

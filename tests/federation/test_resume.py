@@ -46,10 +46,20 @@ def run(folder: Path, method: str = "fedsm", **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "moment"), [("fedsm", "step"), ("fedsm", "writing"), ("prr", "step")])
+@pytest.mark.parametrize(
+    ("method", "moment"), [("fedsm", "step"), ("fedsm", "writing"), ("prr", "step")]
+)
 def test_kill_9_loses_nothing(tmp_path: Path, method: str, moment: str) -> None:
     """The sites have the killed step behind them; they answer it again from the state before it (test_catalogue.py: every method)."""
-    command = [sys.executable, "-c", KILLED, method, str(tmp_path / "killed"), json.dumps(TINY), moment]
+    command = [
+        sys.executable,
+        "-c",
+        KILLED,
+        method,
+        str(tmp_path / "killed"),
+        json.dumps(TINY),
+        moment,
+    ]
     sources = {"PYTHONPATH": str(Path(medflare.__file__).parents[1])}
     assert subprocess.run(command, env={**os.environ, **sources}).returncode == -signal.SIGKILL
     results = resume_local(tmp_path / "killed")
@@ -71,7 +81,9 @@ class TestAbsentAtResume:
                 raise Killed
 
         try:
-            return medflare.run_local("ditto", TINY, 3, rounds=3, seed=1, out=folder, observe=observe, **options)
+            return medflare.run_local(
+                "ditto", TINY, 3, rounds=3, seed=1, out=folder, observe=observe, **options
+            )
         except Killed:
             return {}
 
@@ -81,10 +93,18 @@ class TestAbsentAtResume:
         self.leg(tmp_path, 2, resume=True, absent={round: ["site-3"] for round in range(4)})
         return tmp_path
 
-    def test_the_site_continues_from_its_stored_state(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(StoredAlgorithm, "begin", lambda algorithm, *_: pytest.fail(f"{algorithm.name} starts again"))
+    def test_the_site_continues_from_its_stored_state(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            StoredAlgorithm,
+            "begin",
+            lambda algorithm, *_: pytest.fail(f"{algorithm.name} starts again"),
+        )
         results = self.leg(folder, None, resume=True)
-        assert results["status"] == "COMPLETED" and not [event for event in results["events"] if event["kind"] == "rejected"]
+        assert results["status"] == "COMPLETED" and not [
+            event for event in results["events"] if event["kind"] == "rejected"
+        ]
 
     def test_a_lost_state_fails_the_run(self, folder: Path) -> None:
         shutil.rmtree(folder / "sites" / "site-3" / "state")
@@ -96,14 +116,33 @@ class TestAbsentAtResume:
 @pytest.mark.parametrize(
     ("damage", "token"),
     [
-        (lambda state: [path.write_bytes(path.read_bytes()[:40]) for path in state.glob("algorithm-*")], ".safetensors"),
-        (lambda state: [path.write_bytes(b"") for path in state.glob("algorithm-*")], ".safetensors"),
-        (lambda state: shutil.copytree(state.parents[1] / "site-1" / "state", state, dirs_exist_ok=True), "belongs to site site-1"),
+        (
+            lambda state: [
+                path.write_bytes(path.read_bytes()[:40]) for path in state.glob("algorithm-*")
+            ],
+            ".safetensors",
+        ),
+        (
+            lambda state: [path.write_bytes(b"") for path in state.glob("algorithm-*")],
+            ".safetensors",
+        ),
+        (
+            lambda state: shutil.copytree(
+                state.parents[1] / "site-1" / "state", state, dirs_exist_ok=True
+            ),
+            "belongs to site site-1",
+        ),
         (shutil.rmtree, "its state is lost"),
     ],
 )
-def test_a_damaged_foreign_or_lost_state_fails_the_run(damage: Callable[[Path], object], token: str, tmp_path: Path) -> None:
+def test_a_damaged_foreign_or_lost_state_fails_the_run(
+    damage: Callable[[Path], object], token: str, tmp_path: Path
+) -> None:
     run(tmp_path, "fedavg", rounds=1)
     damage(tmp_path / "sites" / "site-2" / "state")
     results = resume_local(tmp_path)
-    assert results["status"] == "FAILED" and "site-2" in results["reason"] and token in results["reason"]
+    assert (
+        results["status"] == "FAILED"
+        and "site-2" in results["reason"]
+        and token in results["reason"]
+    )

@@ -19,18 +19,34 @@ TINY = tiny_phantom()
 @pytest.mark.figures
 @pytest.mark.parametrize(
     ("method", "phase", "numbers"),
-    [("grace", "train", {"weight"}), ("feddag", "score", {"score", "weight"}), ("sha", "score", {"score", "weight"})],
+    [
+        ("grace", "train", {"weight"}),
+        ("feddag", "score", {"score", "weight"}),
+        ("sha", "score", {"score", "weight"}),
+    ],
 )
-def test_aggregation_weights_are_recorded(method: str, phase: str, numbers: set[str], tmp_path: Path) -> None:
+def test_aggregation_weights_are_recorded(
+    method: str, phase: str, numbers: set[str], tmp_path: Path
+) -> None:
     lines: list[str] = []
-    assert run_local(method, TINY, 3, rounds=2, seed=3, out=tmp_path, say=lines.append)["status"] == "COMPLETED"
+    assert (
+        run_local(method, TINY, 3, rounds=2, seed=3, out=tmp_path, say=lines.append)["status"]
+        == "COMPLETED"
+    )
     steps = read_rounds(tmp_path)
-    noted = {(step["phase"], step["round"]): step["aggregation"] for step in steps if step["aggregation"]}
-    assert list(noted) == [(phase, 0), (phase, 1)]  # and nothing that is left over stands beside another step
+    noted = {
+        (step["phase"], step["round"]): step["aggregation"] for step in steps if step["aggregation"]
+    }
+    assert list(noted) == [
+        (phase, 0),
+        (phase, 1),
+    ]  # and nothing that is left over stands beside another step
     for by_site in noted.values():
         assert set(by_site) == {"site-1", "site-2", "site-3"}
         assert all(set(numbers_of_site) == numbers for numbers_of_site in by_site.values())
-        assert sum(numbers_of_site["weight"] for numbers_of_site in by_site.values()) == pytest.approx(1.0)
+        assert sum(
+            numbers_of_site["weight"] for numbers_of_site in by_site.values()
+        ) == pytest.approx(1.0)
     shown = next(line for line in lines if f"round 2/2 {phase}:" in line)
     assert f"weight {noted[phase, 1]['site-3']['weight']:.3f}" in shown
     assert "Aggregation weight" in (tmp_path / "report.html").read_text()
@@ -39,7 +55,14 @@ def test_aggregation_weights_are_recorded(method: str, phase: str, numbers: set[
 def test_a_run_may_be_resumed_with_other_timeouts(tmp_path: Path) -> None:
     def plan(**settings: float) -> object:
         settings_of_run = RunSettings(rounds=1, seed=0, **settings)  # type: ignore[arg-type]
-        checkpoint = Run(get_method("fedavg"), load_task("phantom"), {}, settings_of_run, ("A", "B"), folder=tmp_path)._checkpoint
+        checkpoint = Run(
+            get_method("fedavg"),
+            load_task("phantom"),
+            {},
+            settings_of_run,
+            ("A", "B"),
+            folder=tmp_path,
+        )._checkpoint
         assert checkpoint is not None
         return checkpoint.plan
 
@@ -67,20 +90,31 @@ def test_a_new_run_deletes_the_results_of_an_earlier_one(tmp_path: Path) -> None
         rounds=1,
         seed=3,
         out=tmp_path,
-        observe=lambda step: there.append((tmp_path / "results.json").exists() or (tmp_path / "report.html").exists()),
+        observe=lambda step: there.append(
+            (tmp_path / "results.json").exists() or (tmp_path / "report.html").exists()
+        ),
     )
-    assert there == [False, False] and len(read_rounds(tmp_path)) == 2, "a round and the look at its models"
+    assert there == [False, False] and len(read_rounds(tmp_path)) == 2, (
+        "a round and the look at its models"
+    )
 
 
 @pytest.mark.parametrize("method", ["fedrep", "fedsm"])
 @pytest.mark.parametrize("selection", ["median", "last"])
 def test_every_card_has_the_round_of_its_model(method: str, selection: str, tmp_path: Path) -> None:
     task = {**TINY, "network": {"name": "unet", "channels": [4, 8], "norm": "batch"}}
-    results = run_local(method, task, 2, rounds=2, seed=3, out=tmp_path, outside=["site-3"], selection=selection)
+    results = run_local(
+        method, task, 2, rounds=2, seed=3, out=tmp_path, outside=["site-3"], selection=selection
+    )
     rounds_of_cards = {
-        card.parent.relative_to(tmp_path): load_model(card.parent).card["round"] for card in (tmp_path / "sites").rglob("card.json")
+        card.parent.relative_to(tmp_path): load_model(card.parent).card["round"]
+        for card in (tmp_path / "sites").rglob("card.json")
     }
     assert len(rounds_of_cards) >= 8 and set(rounds_of_cards.values()) <= {1, 2}
     chosen = results["model_selection"].get("global", {"round": 2})["round"]
-    assert rounds_of_cards[Path("sites/site-3/global")] == load_model(tmp_path / "models" / "global").card["round"] == chosen
+    assert (
+        rounds_of_cards[Path("sites/site-3/global")]
+        == load_model(tmp_path / "models" / "global").card["round"]
+        == chosen
+    )
     assert selection != "last" or set(rounds_of_cards.values()) == {2}

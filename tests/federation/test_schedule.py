@@ -46,15 +46,22 @@ class Sites:
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
         self.requests.append((step.phase, step.round, tuple(outgoing)))
-        answers = {site: self.members[site].answer(step.phase, step.round, message) for site, message in outgoing.items()}
+        answers = {
+            site: self.members[site].answer(step.phase, step.round, message)
+            for site, message in outgoing.items()
+        }
         spoilt = {site: self.spoil(site, step, answer) for site, answer in answers.items()}
         return {site: Reply(answer) for site, answer in spoilt.items() if answer is not None}
 
 
-def run(exchange: Sites, rounds: int = 2, rules: Rules | None = None, outside: tuple[str, ...] = ()) -> Federation:
+def run(
+    exchange: Sites, rounds: int = 2, rules: Rules | None = None, outside: tuple[str, ...] = ()
+) -> Federation:
     method = exchange.method
     plan = method.plan(squares.SEGMENTATION, SITES, FRESH)
-    server = method.make_server(ServerContext(plan, squares.SEED, rounds, outside, phases=method.site_class.phases))
+    server = method.make_server(
+        ServerContext(plan, squares.SEED, rounds, outside, phases=method.site_class.phases)
+    )
     identity = identity_of(method, FRESH, squares.SEGMENTATION.fingerprint(), squares.SEED)
     federation = Federation(server, exchange, rules or Rules(), identity)
     federation.run()
@@ -78,7 +85,11 @@ def changing(change: Callable[[Message], object], *victims: str, method: Method 
 
 def poisoned(*victims: str, method: Method = FEDAVG) -> Sites:
     """Sites of which the victims send NaN in their models."""
-    return changing(lambda message: next(iter(message.states["model"].values())).fill_(math.nan), *victims, method=method)
+    return changing(
+        lambda message: next(iter(message.states["model"].values())).fill_(math.nan),
+        *victims,
+        method=method,
+    )
 
 
 def praised(value: float) -> Sites:
@@ -97,7 +108,10 @@ def test_every_update_unusable_repeats_the_step_and_then_fails() -> None:
 
 
 def test_min_sites_decides_how_many_are_enough() -> None:
-    assert [event["round"] for event in run(poisoned("B")).events.of("rejected", site="B")] == [0, 1]
+    assert [event["round"] for event in run(poisoned("B")).events.of("rejected", site="B")] == [
+        0,
+        1,
+    ]
     with pytest.raises(FederationFailed, match="3"):
         run(poisoned("B"), rules=Rules(min_sites=3))
 
@@ -107,10 +121,18 @@ def test_an_update_against_the_others_is_used_and_named() -> None:
 
     def flip(message: Message) -> None:
         model = message.states["model"]
-        model.update({name: 2 * start[name] - tensor for name, tensor in model.items() if tensor.is_floating_point()})
+        model.update(
+            {
+                name: 2 * start[name] - tensor
+                for name, tensor in model.items()
+                if tensor.is_floating_point()
+            }
+        )
 
     events = run(changing(flip, "B"), rounds=1).events
-    assert [(event["site"], event["round"]) for event in events.of("suspicious")] == [("B", 0)] and not events.of("rejected")
+    assert [(event["site"], event["round"]) for event in events.of("suspicious")] == [
+        ("B", 0)
+    ] and not events.of("rejected")
 
 
 # -- votes and counts ------------------------------------------------------------------------------------------------------------
@@ -125,19 +147,28 @@ def test_a_metric_outside_its_range_is_no_vote() -> None:
     federation = run(praised(1e9))
     assert [event["round"] for event in federation.events.of("rejected", site="B")] == [0, 1]
     assert "its vote does not count" in federation.events.of("rejected")[0]["message"]
-    assert federation.outcome.model_selection["global"]["candidates"][0]["votes"].keys() == {"A", "C"}
+    assert federation.outcome.model_selection["global"]["candidates"][0]["votes"].keys() == {
+        "A",
+        "C",
+    }
 
 
 def test_one_site_does_not_choose_the_round() -> None:
 
     def lie(site: str, step: Step, message: Message) -> Message:
         if step.phase in ("train", "validate"):
-            message.meta["validation"]["global"] = float(step.round == 1) if site == "B" else 0.2 * step.round
+            message.meta["validation"]["global"] = (
+                float(step.round == 1) if site == "B" else 0.2 * step.round
+            )
         return message
 
     election = run(Sites(spoil=lie), rounds=4).outcome.model_selection["global"]
     assert (election["round"], election["rule"]) == (4, "median")
-    assert election["candidates"][0] == {"round": 1, "value": 0.2, "votes": {"A": 0.2, "B": 1.0, "C": 0.2}}
+    assert election["candidates"][0] == {
+        "round": 1,
+        "value": 0.2,
+        "votes": {"A": 0.2, "B": 1.0, "C": 0.2},
+    }
 
 
 def test_no_site_counts_for_more_than_its_share() -> None:
@@ -145,7 +176,10 @@ def test_no_site_counts_for_more_than_its_share() -> None:
 
     def lie(site: str, step: Step, message: Message) -> Message:
         if site == "B" and step.phase == "enrol":
-            message.meta |= {"n": {**message.meta["n"], "train": 10**9}, "class_counts": [10**9 * 16 * 16 - 4, 4]}
+            message.meta |= {
+                "n": {**message.meta["n"], "train": 10**9},
+                "class_counts": [10**9 * 16 * 16 - 4, 4],
+            }
         if site == "B" and "n_samples" in message.meta:
             message.meta["n_samples"] = 10**9
         return message
@@ -153,7 +187,10 @@ def test_no_site_counts_for_more_than_its_share() -> None:
     for rules, counts in ((None, 10**9), (Rules(max_client_weight=0.5), 24)):
         federation = run(Sites(spoil=lie), rounds=1, rules=rules)
         assert federation.outcome.history[0]["sites"]["B"]["n_samples"] == counts
-        assert "has 100% of all training images" in federation.events.of("warning", site="B")[0]["message"]
+        assert (
+            "has 100% of all training images"
+            in federation.events.of("warning", site="B")[0]["message"]
+        )
 
 
 # -- presence --------------------------------------------------------------------------------------------------------------------
@@ -162,21 +199,36 @@ def test_no_site_counts_for_more_than_its_share() -> None:
 def test_a_site_that_misses_a_round_is_noted_and_gets_the_next_request() -> None:
     exchange = Sites(absent={1: {"C"}})
     federation = run(exchange, rounds=3)
-    assert [requests for phase, _, requests in exchange.requests if phase == "train"] == [SITES, ("A", "B"), SITES]
+    assert [requests for phase, _, requests in exchange.requests if phase == "train"] == [
+        SITES,
+        ("A", "B"),
+        SITES,
+    ]
     assert ("missing", "C", 1) in kinds(federation)
 
 
 def test_a_site_that_is_gone_is_among_the_reasons() -> None:
     """Of three sites one is rejected and one is not there: without the other neither would have ended the run."""
-    reason = r"1 usable replies to 'train' in round 1, 2 are needed \(B: no answer .*; C: not there\)"
+    reason = (
+        r"1 usable replies to 'train' in round 1, 2 are needed \(B: no answer .*; C: not there\)"
+    )
     with pytest.raises(FederationFailed, match=reason):
-        run(Sites({1: {"C"}}, lambda site, step, message: None if (site, step.round) == ("B", 1) else message))
+        run(
+            Sites(
+                {1: {"C"}},
+                lambda site, step, message: None if (site, step.round) == ("B", 1) else message,
+            )
+        )
 
 
 def test_outside_sites_are_delivered_to_and_never_train() -> None:
     exchange = Sites()
     federation = run(exchange, outside=("O",))
-    assert all("O" not in requests for phase, _, requests in exchange.requests if phase in ("train", "validate"))
+    assert all(
+        "O" not in requests
+        for phase, _, requests in exchange.requests
+        if phase in ("train", "validate")
+    )
     assert federation.outcome.delivered["O"]["metrics"]["global"]["dice"] is not None
 
 
@@ -191,8 +243,12 @@ def test_another_site_is_drawn_in_place_of_a_site_that_fails() -> None:
     run(fine, 5, TWO)
     repeated = run(faulty, 5, TWO).events.of("repeated")
     with_b = [(round, pair) for round, pair in fine.of_phase("train") if "B" in pair]
-    assert {pair for _, pair in with_b} == {"AB", "BC"} and [event["round"] for event in repeated] == [round for round, _ in with_b]
-    assert sorted(faulty.of_phase("train")) == sorted([*fine.of_phase("train"), *((round, "AC") for round, _ in with_b)])
+    assert {pair for _, pair in with_b} == {"AB", "BC"} and [
+        event["round"] for event in repeated
+    ] == [round for round, _ in with_b]
+    assert sorted(faulty.of_phase("train")) == sorted(
+        [*fine.of_phase("train"), *((round, "AC") for round, _ in with_b)]
+    )
 
 
 def test_later_steps_of_a_round_ask_the_sites_of_its_first_step() -> None:

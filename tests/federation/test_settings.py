@@ -29,8 +29,22 @@ SETTINGS: dict[str, Any] = {
 
 def test_all_settings_have_a_default_but_rounds_and_seed() -> None:
     assert {*RUN_SETTINGS} == SETTINGS.keys()
-    few = {"outside": (), "min_sites": None, "sites_per_round": None, "max_client_weight": None, "outlier_policy": "used", "patience": None}
-    defaults = {**few, "cross_site": False, "step_timeout": 0.0, "enrol_timeout": 3600.0, "heartbeat_timeout": 120.0, "resume": ""}
+    few = {
+        "outside": (),
+        "min_sites": None,
+        "sites_per_round": None,
+        "max_client_weight": None,
+        "outlier_policy": "used",
+        "patience": None,
+    }
+    defaults = {
+        **few,
+        "cross_site": False,
+        "step_timeout": 0.0,
+        "enrol_timeout": 3600.0,
+        "heartbeat_timeout": 120.0,
+        "resume": "",
+    }
     assert dataclasses.asdict(run_settings(NEEDED)) == {**NEEDED, **defaults}
 
 

@@ -35,13 +35,26 @@ SITES: Final = ("a", "b")
 PATIENTS: Final = {"training": (9, 8, 2), "validation": (2, 1, 0), "test": (8, 9, 0)}
 NETWORK: Final = {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}
 SELECTED: Final = {"labels": ["dark", "medium"], "unlisted_labels": "drop"}
-FIRST: Final = small_task("classification", network=NETWORK, batch_size=8, label_values={"dark": [0], "medium": [1]}, **SELECTED)
+FIRST: Final = small_task(
+    "classification",
+    network=NETWORK,
+    batch_size=8,
+    label_values={"dark": [0], "medium": [1]},
+    **SELECTED,
+)
 JOBS: Final = {
     "other classes": replace(FIRST, label_values={"dark": [0, 2], "medium": [1]}),
     "fewer classes": replace(FIRST, label_values={"dark": [0], "medium": [2]}),
     "another split": replace(FIRST, resplit=1),
 }
-NOT_COUNTS: Final = {"selected_round", "round", "chosen", "versions", "stages", "learnt"}  # of rounds and epochs, and of the task
+NOT_COUNTS: Final = {
+    "selected_round",
+    "round",
+    "chosen",
+    "versions",
+    "stages",
+    "learnt",
+}  # of rounds and epochs, and of the task
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +70,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 for number in range(count):
                     shade = 60 if split == "test" and number < 3 else 30 + 60 * label
                     name = f"images/{split}-{label}-{number}.png"
-                    Image.fromarray((random.integers(0, 60, (16, 16)) + shade).astype(np.uint8)).save(root / site / name)
+                    Image.fromarray(
+                        (random.integers(0, 60, (16, 16)) + shade).astype(np.uint8)
+                    ).save(root / site / name)
                     listed[split].append({"image": name, "label": label, "patient": name})
         (root / site / "datalist.json").write_text(json.dumps(listed))
     return root
@@ -86,11 +101,19 @@ def replies(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def participant(name: str, *args: Any, **more: Any) -> Participant:
         record = StudyRecord(tmp_path / name, data / name, "job", most_evaluations=1000)
-        return make(name, *args, **{**more, "local": LocalSettings(minimum_patients=MINIMUM), "study": lambda: record})
+        return make(
+            name,
+            *args,
+            **{**more, "local": LocalSettings(minimum_patients=MINIMUM), "study": lambda: record},
+        )
 
-    def noted(exchange: LocalExchange, step: Step, outgoing: dict[str, Message]) -> dict[str, Reply]:
+    def noted(
+        exchange: LocalExchange, step: Step, outgoing: dict[str, Message]
+    ) -> dict[str, Reply]:
         answered = call(exchange, step, outgoing)
-        seen.extend((step.phase, reply.message) for reply in answered.values() if reply.message is not None)
+        seen.extend(
+            (step.phase, reply.message) for reply in answered.values() if reply.message is not None
+        )
         return answered
 
     monkeypatch.setattr(loop, "Participant", participant)
@@ -110,7 +133,9 @@ def replies(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_no_reply_of_any_method_holds_a_small_number(method: str, replies: Any) -> None:
     reason, seen = replies(method, FIRST)
     assert reason is None and seen
-    leaks = {f"{phase}: {place}" for phase, message in seen for place in small_numbers(message.meta)}
+    leaks = {
+        f"{phase}: {place}" for phase, message in seen for place in small_numbers(message.meta)
+    }
     assert leaks == set()
     counts = [message.meta["n"] for phase, message in seen if "n" in message.meta]
     assert counts and all("validation" not in n and n["train"] == 17 for n in counts)
@@ -123,7 +148,9 @@ def test_a_second_job_selects_and_splits_as_the_first(method: str, job: str, rep
     assert replies("fedavg", FIRST)[0] is None
     reason, seen = replies(method, JOBS[job])
     assert reason is not None and "selection.json" in reason and not seen
-    assert replies(method, replace(FIRST, name="renamed"))[0] is None, "any job with the selection of the first one"
+    assert replies(method, replace(FIRST, name="renamed"))[0] is None, (
+        "any job with the selection of the first one"
+    )
 
 
 def test_the_site_allows_another_selection(data: Path, tmp_path: Path) -> None:
@@ -138,7 +165,9 @@ def test_the_site_allows_another_selection(data: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "record" / "selection.json").read_text())["job"] == "one"
 
 
-def test_a_changed_datalist_begins_anew_but_with_a_privacy_budget_the_split_stays(data: Path, tmp_path: Path) -> None:
+def test_a_changed_datalist_begins_anew_but_with_a_privacy_budget_the_split_stays(
+    data: Path, tmp_path: Path
+) -> None:
     """Else an evaluation would reach patients that DP-SGD has trained on."""
     folder = tmp_path / "data"
     folder.mkdir()
@@ -156,8 +185,13 @@ def test_a_changed_datalist_begins_anew_but_with_a_privacy_budget_the_split_stay
 
 def test_names_of_classes_sizes_and_networks_are_no_selection(data: Path) -> None:
     values = {"a": [0], "b": [1]}
-    same = replace(FIRST, labels=("a", "b"), label_values=values, size=(8, 8), batch_size=2, local_epochs=2)
-    digests = [selection_digest(open_site("a", task, data_root=data)) for task in (FIRST, same, *JOBS.values())]
+    same = replace(
+        FIRST, labels=("a", "b"), label_values=values, size=(8, 8), batch_size=2, local_epochs=2
+    )
+    digests = [
+        selection_digest(open_site("a", task, data_root=data))
+        for task in (FIRST, same, *JOBS.values())
+    ]
     assert digests[0] == digests[1] and len(set(digests)) == 4
 
 
@@ -167,11 +201,19 @@ def test_a_matrix_with_a_small_cell_and_a_report_with_a_small_count() -> None:
     cases = Cases("abcdefghi", {}, scores, torch.tensor([0] * 6 + [1] * 3))
     task = small_task("classification", labels=["dark", "bright"])
     assert class_report(cases, task.target, task.labels)["confusion"] == [[[5, 1], [0, 3]]]
-    assert has_small_cell(cases, task, 4) and has_small_cell(cases, task, 2) and not has_small_cell(cases, task, 1)
+    assert (
+        has_small_cell(cases, task, 4)
+        and has_small_cell(cases, task, 2)
+        and not has_small_cell(cases, task, 1)
+    )
     several = replace(cases, patients="aaaaaaaaa")
     assert has_small_cell(several, task, 2), "cells count patients, not images"
-    assert small_report({"site-1": 4, "selector": {"site-2": 9}}, 5) and small_report({"selector": {"site-2": 1}}, 5)
-    assert not small_report({"site-1": 0, "selector": {"site-2": 9}, "loss": [1, 2], "rate": 0.5}, 5)
+    assert small_report({"site-1": 4, "selector": {"site-2": 9}}, 5) and small_report(
+        {"selector": {"site-2": 1}}, 5
+    )
+    assert not small_report(
+        {"site-1": 0, "selector": {"site-2": 9}, "loss": [1, 2], "rate": 0.5}, 5
+    )
 
 
 def test_brackets_in_the_name_of_a_file_are_no_slice(data: Path) -> None:

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from helpers.small_tasks import small_task
+from medflare.core.message import Message
 from medflare.core.phases import Phase
 from medflare.core.specs import MetaSpec, PerClass, TensorSpec
-from medflare.core.message import Message
 from medflare.data.loading import SiteData, Split
 from medflare.data.local import LocalSettings
 from medflare.federation.exchange import Reply, numbered
@@ -24,9 +24,9 @@ from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
+from medflare.federation.protocol import DELIVERS, declaration_problem
 from medflare.federation.run import Run
 from medflare.federation.settings import ENROL, run_settings
-from medflare.federation.protocol import DELIVERS, declaration_problem
 from medflare.federation.suppression import Suppression, has_small_class, small_classes
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import Step

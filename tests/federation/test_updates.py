@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from medflare.core.specs import StateSpec
 from medflare.core.message import Message
+from medflare.core.specs import StateSpec
 from medflare.federation.update_validation.updates import Validated, capped, validate_replies
 
 WEIGHTS = {"w": torch.ones(4)}

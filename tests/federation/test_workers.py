@@ -31,7 +31,9 @@ def run(method: str = "fedavg", **settings: Any) -> dict[str, Any]:
     return run_local(method, TINY, SITES, **{"rounds": 2, "seed": 3, **settings})
 
 
-def at_work(name: str, chosen: Callable[[int], bool], action: Callable[[], object]) -> Callable[[str, str], Site]:
+def at_work(
+    name: str, chosen: Callable[[int], bool], action: Callable[[], object]
+) -> Callable[[str, str], Site]:
     """An opener whose site `name` does `action` before the batches that are chosen by their number in its process."""
     batches = iter(range(10_000))
 
@@ -45,13 +47,20 @@ def at_work(name: str, chosen: Callable[[int], bool], action: Callable[[], objec
 
 
 @pytest.mark.parametrize(("method", "settings"), [("fedsm", {}), ("iop_fl", {"outside": ["D"]})])
-def test_any_number_of_workers_gives_the_same_bits(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    runs = {workers: run(method, workers=workers, out=tmp_path / str(workers), **settings) for workers in (1, 3)}
+def test_any_number_of_workers_gives_the_same_bits(
+    method: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    runs = {
+        workers: run(method, workers=workers, out=tmp_path / str(workers), **settings)
+        for workers in (1, 3)
+    }
     assert same_weights(tmp_path / "1", tmp_path / "3")
     for part in ("status", "sites", "mean", "traffic", "events"):
         assert runs[1][part] == runs[3][part]
     reports = [(tmp_path / str(workers) / "report.html").read_text() for workers in runs]
-    assert reports[0].count("<img") == reports[1].count("<img")  # what sites show reaches the report from their processes, too
+    assert reports[0].count("<img") == reports[1].count(
+        "<img"
+    )  # what sites show reaches the report from their processes, too
 
 
 def test_a_killed_process_is_a_failure_of_its_site_alone(tmp_path: Path) -> None:
@@ -61,18 +70,33 @@ def test_a_killed_process_is_a_failure_of_its_site_alone(tmp_path: Path) -> None
         (tmp_path / "killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    opener = at_work("B", lambda batch: batch == 0 and not (tmp_path / "killed").exists(), kill_once)
+    opener = at_work(
+        "B", lambda batch: batch == 0 and not (tmp_path / "killed").exists(), kill_once
+    )
     results = run(workers=2, rounds=3, min_sites=2, opener=opener, out=tmp_path / "out")
     assert results["status"] == "COMPLETED"
     (failure,) = [event for event in results["events"] if event["kind"] == "failed"]
-    assert failure["site"] == "B" and "its process ended in" in failure["message"] and "(signal 9)" in failure["message"]
+    assert (
+        failure["site"] == "B"
+        and "its process ended in" in failure["message"]
+        and "(signal 9)" in failure["message"]
+    )
     assert results["sites"]["B"]["metrics"]["deployed"]["dice"] is not None
 
 
 def test_an_error_of_the_code_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
-    before = psutil.Process().children()  # other tests leave ended ones, which Python takes note of when it starts the next one
-    with pytest.raises(RuntimeError, match=r"site B failed in '\w+' of round 0:(.|\n)*ZeroDivisionError"):
-        run(workers=2, min_sites=1, opener=at_work("B", lambda batch: True, lambda: 1 / 0), out=tmp_path)
+    before = (
+        psutil.Process().children()
+    )  # other tests leave ended ones, which Python takes note of when it starts the next one
+    with pytest.raises(
+        RuntimeError, match=r"site B failed in '\w+' of round 0:(.|\n)*ZeroDivisionError"
+    ):
+        run(
+            workers=2,
+            min_sites=1,
+            opener=at_work("B", lambda batch: True, lambda: 1 / 0),
+            out=tmp_path,
+        )
     assert load_results(tmp_path)["status"] == "FAILED"
     assert not set(psutil.Process().children()) - set(before)
 
@@ -94,11 +118,20 @@ run_local('fedavg', {TINY!r}, 3, rounds=1000, seed=0, workers=2, say=lambda line
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     errors = process.communicate(timeout=60)[1]
     assert errors.count("Traceback") <= 1 and "KeyboardInterrupt" in errors
-    assert eventually(lambda: not any(site.is_running() and site.status() != psutil.STATUS_ZOMBIE for site in sites), seconds=10)
+    assert eventually(
+        lambda: (
+            not any(site.is_running() and site.status() != psutil.STATUS_ZOMBIE for site in sites)
+        ),
+        seconds=10,
+    )
 
 
-@pytest.mark.parametrize(("value", "threads"), [("4,2", 4), (" 3", 3), ("", 1), ("many", 0), ("-2", 0)])
-def test_threads_are_those_of_the_first_level(value: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("value", "threads"), [("4,2", 4), (" 3", 3), ("", 1), ("many", 0), ("-2", 0)]
+)
+def test_threads_are_those_of_the_first_level(
+    value: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     if not threads:
         with pytest.raises(ConfigError, match="OMP_NUM_THREADS"):

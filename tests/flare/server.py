@@ -25,7 +25,9 @@ SITES = ("site-1", "site-2")
 class Server:
     """The engine; `panics`: why jobs were ended, `properties`: what FLARE's context holds beside what it needs."""
 
-    def __init__(self, root: Path, aggregator: Any, task: TaskConfig | None = None, job: str = "job"):
+    def __init__(
+        self, root: Path, aggregator: Any, task: TaskConfig | None = None, job: str = "job"
+    ):
         self.root, self.job = root, job
         self.aggregator = aggregator
         self.panics: list[str] = []
@@ -60,7 +62,13 @@ class Server:
         """Nobody listens."""
 
     def context(self) -> FLContext:
-        manager = FLContextManager(engine=self, identity_name="server", job_id=self.job, public_stickers={}, private_stickers={})
+        manager = FLContextManager(
+            engine=self,
+            identity_name="server",
+            job_id=self.job,
+            public_stickers={},
+            private_stickers={},
+        )
         fl_ctx: FLContext = manager.new_context()
         for name, value in {ReservedKey.ENGINE: self, **self.properties}.items():
             fl_ctx.set_prop(name, value, private=True, sticky=False)
@@ -72,10 +80,14 @@ class Server:
         controller.control_flow(Signal(), self.context())
 
 
-def in_this_process(method: Method, task: TaskConfig, hyper: dict[str, Any], seed: int) -> Callable[..., LocalExchange]:
+def in_this_process(
+    method: Method, task: TaskConfig, hyper: dict[str, Any], seed: int
+) -> Callable[..., LocalExchange]:
     """What takes the place of `TaskExchange` where the sites are no processes of their own."""
 
     def opened(site: str) -> Participant:
-        return Participant(site, lambda role: open_site(site, task, seed=seed, role=role), method, hyper)
+        return Participant(
+            site, lambda role: open_site(site, task, seed=seed, role=role), method, hyper
+        )
 
     return lambda *arguments, **options: LocalExchange(SITES, opened)

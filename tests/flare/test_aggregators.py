@@ -12,7 +12,13 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
 from medflare.core.errors import UpdateError
-from medflare.flare.aggregators import MethodAggregator, OwnPartFilter, SoftPullAggregator, WeightedAggregator, own_part
+from medflare.flare.aggregators import (
+    MethodAggregator,
+    OwnPartFilter,
+    SoftPullAggregator,
+    WeightedAggregator,
+    own_part,
+)
 
 
 def sent(site: str, params: dict[str, Any], samples: int = 1, **metrics: float) -> FLModel:

@@ -31,7 +31,10 @@ STREAMER = "nvflare.app_common.logging.job_log_streamer.JobLogStreamer"
 
 
 def named_in(job: Path) -> dict[str, set[str]]:
-    return {kind: set(_component_paths(json.loads((job / "app" / "config" / file).read_text()))) for kind, file in FILES.items()}
+    return {
+        kind: set(_component_paths(json.loads((job / "app" / "config" / file).read_text())))
+        for kind, file in FILES.items()
+    }
 
 
 # -- one table -----------------------------------------------------------------------------------------------------------------
@@ -48,10 +51,26 @@ def test_the_table_holds_what_our_jobs_name_and_nothing_else(tmp_path: Path) -> 
     for method in (*method_names(), *SURVEYS):
         if get_method(method).site_class.__module__.startswith("medflare."):
             chosen = {"byoc": False, **options.get(method, {})}
-            task = small_task(network={"name": "unet", "channels": [4, 8], "norm": "instance" if method == "fedavg" else "batch"})
-            jobs.append(build_job(method, task, rounds=0 if method in SURVEYS else 4, out=tmp_path / method, **chosen))
+            task = small_task(
+                network={
+                    "name": "unet",
+                    "channels": [4, 8],
+                    "norm": "instance" if method == "fedavg" else "batch",
+                }
+            )
+            jobs.append(
+                build_job(
+                    method,
+                    task,
+                    rounds=0 if method in SURVEYS else 4,
+                    out=tmp_path / method,
+                    **chosen,
+                )
+            )
     for recipe in MedflareRecipe.__subclasses__():
-        recipe(task="phantom", rounds=4)._job.export_job(str(tmp_path / "recipes" / recipe.__name__))
+        recipe(task="phantom", rounds=4)._job.export_job(
+            str(tmp_path / "recipes" / recipe.__name__)
+        )
     jobs += [path.parent for path in (tmp_path / "recipes").rglob("meta.json")]
     assert len(jobs) > 25
     actual = {kind: set().union(*(named_in(job)[kind] for job in jobs)) for kind in FILES}
@@ -87,16 +106,34 @@ def test_a_component_that_is_not_listed_is_refused(name: Any) -> None:
     """A refusal is shown to the lead: it repeats a plain name, and no other value."""
     refusal = _refusal(name, COMPONENTS["site"])
     plain = isinstance(name, str) and name != ""
-    assert refusal.startswith(f"component {name} refused: " if plain else "component without a plain name refused: ")
+    assert refusal.startswith(
+        f"component {name} refused: " if plain else "component without a plain name refused: "
+    )
 
 
 def test_a_refusal_repeats_no_value_that_is_no_name() -> None:
-    for value in ("/srv/data", {"data_root": "/srv"}, ["JOHN_DOE"], "JOHN DOE", "0123", "a" * 201, "\x1b[2J"):
+    for value in (
+        "/srv/data",
+        {"data_root": "/srv"},
+        ["JOHN_DOE"],
+        "JOHN DOE",
+        "0123",
+        "a" * 201,
+        "\x1b[2J",
+    ):
         refusal = _refusal(value, COMPONENTS["site"])
         assert refusal == _refusal(None, COMPONENTS["site"])
 
 
-@pytest.mark.parametrize("name", ["os.system", "medflare.cli.command.main", "medflare.core.message.Message", "nvflare.apis.dxo.DXO"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os.system",
+        "medflare.cli.command.main",
+        "medflare.core.message.Message",
+        "nvflare.apis.dxo.DXO",
+    ],
+)
 def test_a_listed_function_or_class_that_is_no_component_is_refused(name: str) -> None:
     assert "FLComponent" in _refusal(name, [name]) and name in _refusal(name, [name])
 
@@ -115,8 +152,25 @@ def test_an_entry_that_is_a_prefix_allows_nothing_below_it() -> None:
         {"executors": [{"tasks": ["*"], "executor": {"path": "os.system"}}]},
         {"task_data_filters": [{"tasks": ["*"], "filters": [{"path": "os.system"}]}]},
         {"task_result_filters": [{"tasks": ["*"], "filters": [{"name": "os.system"}]}]},
-        {"executors": [{"tasks": ["*"], "executor": {"path": EXECUTOR, "args": {"hyper": {"path": "os.system"}}}}]},
-        {"executors": [{"tasks": ["*"], "executor": {"path": EXECUTOR, "args": {"hyper": [{"a": {"class_path": "os.system"}}]}}}]},
+        {
+            "executors": [
+                {
+                    "tasks": ["*"],
+                    "executor": {"path": EXECUTOR, "args": {"hyper": {"path": "os.system"}}},
+                }
+            ]
+        },
+        {
+            "executors": [
+                {
+                    "tasks": ["*"],
+                    "executor": {
+                        "path": EXECUTOR,
+                        "args": {"hyper": [{"a": {"class_path": "os.system"}}]},
+                    },
+                }
+            ]
+        },
     ],
 )
 def test_wherever_a_configuration_names_it(config: dict[str, Any]) -> None:
@@ -142,7 +196,9 @@ def reason_for(party: Path, *paths: Any) -> str:
     """Why the party refuses the job if it names these components as well."""
     app = party / "4711" / "app_site-1"
     more = [{"id": "a", "path": path} for path in paths]
-    edit(app / "config" / "config_fed_client.json", lambda config: config["components"].extend(more))
+    edit(
+        app / "config" / "config_fed_client.json", lambda config: config["components"].extend(more)
+    )
     reason, rest = JobComponents().validate(str(app))
     assert rest == {}
     return reason
@@ -157,13 +213,30 @@ def test_a_job_of_ours_is_taken_and_a_refused_one_stands_in_the_audit_log(party:
 
 @pytest.mark.parametrize("path", ["os.system", ["os.system"], {"os": "system"}])
 def test_a_function_that_the_party_lists_is_refused_as_well(party: Path, path: Any) -> None:
-    edit(party / "local" / "resources.json", lambda content: content["class_allow_list"].append("os.system"))
+    edit(
+        party / "local" / "resources.json",
+        lambda content: content["class_allow_list"].append("os.system"),
+    )
     assert "refused" in reason_for(party, path)
 
 
-@pytest.mark.parametrize("name", ["os:system", "medflare.cli.command:main", "torch.nn:Linear", "monai.networks.nets:UNet", "lab_nets:Net"])
-def test_a_network_of_a_package_that_the_party_does_not_name_is_refused(party: Path, name: str) -> None:
-    edit(party / "4711" / "app_site-1" / "config" / "task.json", lambda task: task.update(network={"name": name}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "medflare.cli.command:main",
+        "torch.nn:Linear",
+        "monai.networks.nets:UNet",
+        "lab_nets:Net",
+    ],
+)
+def test_a_network_of_a_package_that_the_party_does_not_name_is_refused(
+    party: Path, name: str
+) -> None:
+    edit(
+        party / "4711" / "app_site-1" / "config" / "task.json",
+        lambda task: task.update(network={"name": name}),
+    )
     assert f"network {name} refused" in reason_for(party)
     (party / "local" / "medflare.json").write_text('{"packages": ["lab_nets"]}')
     assert (reason_for(party) == "") == name.startswith("lab_nets")
@@ -176,7 +249,9 @@ def test_a_job_that_brings_code_is_left_to_flares_own_policy(party: Path) -> Non
 
 # -- other formats -------------------------------------------------------------------------------------------------------------
 
-INCLUDE = 'x { include file("local/medflare.json") }\nexecutors = [ { executor { path = ${x} } } ]\n'
+INCLUDE = (
+    'x { include file("local/medflare.json") }\nexecutors = [ { executor { path = ${x} } } ]\n'
+)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +266,9 @@ INCLUDE = 'x { include file("local/medflare.json") }\nexecutors = [ { executor {
     ],
 )
 @pytest.mark.parametrize("beside_json", [True, False])
-def test_configuration_in_another_format_is_refused_by_name(party: Path, name: str, beside_json: bool) -> None:
+def test_configuration_in_another_format_is_refused_by_name(
+    party: Path, name: str, beside_json: bool
+) -> None:
     config = party / "4711" / "app_site-1" / "config"
     if not beside_json:
         (config / "config_fed_client.json").unlink()
@@ -205,19 +282,25 @@ def test_configuration_in_another_format_is_refused_by_name(party: Path, name: s
 
 def test_missing_configuration_is_refused_without_the_partys_folder(party: Path) -> None:
     (party / "4711" / "app_site-1" / "config" / "config_fed_client.json").unlink()
-    reason, _ = FLAppValidator(SiteType.CLIENT, [JobComponents()]).validate(str(party / "4711" / "app_site-1"))
+    reason, _ = FLAppValidator(SiteType.CLIENT, [JobComponents()]).validate(
+        str(party / "4711" / "app_site-1")
+    )
     assert reason == "configuration config_fed_client.json refused: it is missing"
 
 
 @pytest.mark.parametrize("suffix", ["conf", "yml", "yaml", "conf.default"])
 @pytest.mark.parametrize("file", ["meta", "app/config/config_fed_server"])
-def test_the_server_refuses_an_upload_in_another_format(tmp_path: Path, file: str, suffix: str) -> None:
+def test_the_server_refuses_an_upload_in_another_format(
+    tmp_path: Path, file: str, suffix: str
+) -> None:
     """Before it reads it, so that no include is followed."""
     job = build_job("fedavg", "phantom", byoc=False, out=tmp_path / "job")
     (job / f"{file}.json").unlink()
     (job / f"{file}.{suffix}").write_text("name = ${PATH}" if "conf" in suffix else "name: x")
     JobComponents()
-    valid, reason, _ = JobMetaValidator().validate("job", shutil.make_archive(str(tmp_path / "job"), "zip", tmp_path, "job"))
+    valid, reason, _ = JobMetaValidator().validate(
+        "job", shutil.make_archive(str(tmp_path / "job"), "zip", tmp_path, "job")
+    )
     assert not valid and reason.endswith("refused: medflare reads JSON only")
 
 
@@ -233,12 +316,25 @@ def asked(party: Path, config: dict[str, Any], byoc: bool = False) -> str:
 
 def test_flare_asks_before_it_builds(party: Path) -> None:
     """Also where the party's list still has the prefix below which FLARE would call anything."""
-    edit(party / "local" / "resources.json", lambda content: content["class_allow_list"].append("medflare."))
+    edit(
+        party / "local" / "resources.json",
+        lambda content: content["class_allow_list"].append("medflare."),
+    )
     assert asked(party, {"path": EXECUTOR}) == ""
-    assert "medflare.networks.own.trust" in asked(party, {"path": "medflare.networks.own.trust", "args": {"module": "os"}})
+    assert "medflare.networks.own.trust" in asked(
+        party, {"path": "medflare.networks.own.trust", "args": {"module": "os"}}
+    )
     built, refused = (party / "audit.log").read_text().splitlines()
-    assert "built" in built and EXECUTOR in built and "refused" in refused and "medflare.networks.own.trust" in refused
-    assert asked(party, {"path": "mine.Widget"}, byoc=True) == "" and "mine.Widget" in (party / "audit.log").read_text()
+    assert (
+        "built" in built
+        and EXECUTOR in built
+        and "refused" in refused
+        and "medflare.networks.own.trust" in refused
+    )
+    assert (
+        asked(party, {"path": "mine.Widget"}, byoc=True) == ""
+        and "mine.Widget" in (party / "audit.log").read_text()
+    )
 
 
 def test_a_list_that_cannot_be_read_lets_nothing_be_built(party: Path) -> None:
@@ -250,10 +346,16 @@ def test_a_list_that_cannot_be_read_lets_nothing_be_built(party: Path) -> None:
     assert type(refused.value).__name__ == "UnsafeComponentError"
 
 
-def test_in_a_container_what_is_kept_lies_in_the_jobs_folder(party: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_container_what_is_kept_lies_in_the_jobs_folder(
+    party: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It alone is mounted there: a site's own files and the audit log would be lost anywhere else."""
     run = party / "4711"
     assert private_folder(run) == find_private_folder(run) == party / "medflare" / "4711"
     monkeypatch.setattr(Path, "is_mount", lambda path: path == run)
     assert private_folder(run) == run / "medflare"
-    assert asked(party, {"path": EXECUTOR}) == "" and EXECUTOR in (run / "audit.log").read_text() and not (party / "audit.log").exists()
+    assert (
+        asked(party, {"path": EXECUTOR}) == ""
+        and EXECUTOR in (run / "audit.log").read_text()
+        and not (party / "audit.log").exists()
+    )

@@ -114,11 +114,21 @@ def test_late_replies_become_a_limited_number_of_events(server: Server) -> None:
     assert len(controller._events) == 21 and max(len(event["message"]) for event in controller._events) < 200
 
 
-def test_flares_task_monitor_is_patched() -> None:
+def test_the_start_of_the_controller_patches_flares_task_monitor() -> None:
+    """The monitor removes a task from this map once for each time that a site fetched it.
+
+    FLARE's map raises KeyError the second time, which ends the monitor's thread. Later tasks then
+    stay in memory, and a dead site is not noticed (test_flare_patches.py has the whole path).
+    """
     controller = MedflareController(rounds=1, seed=0)
-    controller.set_communicator(WFCommServer())
+    communicator = WFCommServer()
+    controller.set_communicator(communicator)
+    communicator._client_task_map["fetched"] = "a task"
+    with pytest.raises(KeyError):
+        communicator._client_task_map.pop("removed before")
     controller.start_controller(FLContext())
-    controller.communicator._client_task_map.pop("unknown")
+    assert communicator._client_task_map.pop("removed before") is None
+    assert communicator._client_task_map.pop("fetched") == "a task", "open tasks are still there"
 
 
 class Failing(WeightedAggregator):

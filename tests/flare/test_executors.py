@@ -67,7 +67,9 @@ def fl_ctx(place: Path) -> FLContext:
         send_aux_request=lambda **request: {},
         client=SimpleNamespace(communicator=SimpleNamespace(timeout=300.0)),
     )
-    manager = FLContextManager(engine=engine, identity_name="CS", job_id="run", public_stickers={}, private_stickers={})
+    manager = FLContextManager(
+        engine=engine, identity_name="CS", job_id="run", public_stickers={}, private_stickers={}
+    )
     engine.new_context = manager.new_context
     return manager.new_context()
 
@@ -78,10 +80,19 @@ def enrolment(task: TaskConfig, /, **changes: Any) -> Message:
 
 
 def model(task: TaskConfig, step: int = 0) -> Message:
-    return Message({"model": initial_network(task, 0).state_dict()}, {"step": step, "run_rounds": 3})
+    return Message(
+        {"model": initial_network(task, 0).state_dict()}, {"step": step, "run_rounds": 3}
+    )
 
 
-def answered(executor: MedflareExecutor, fl_ctx: FLContext, phase: str, message: Message, round: int = 0, abort: bool = False) -> Shareable:
+def answered(
+    executor: MedflareExecutor,
+    fl_ctx: FLContext,
+    phase: str,
+    message: Message,
+    round: int = 0,
+    abort: bool = False,
+) -> Shareable:
     signal = Signal()
     if abort:
         signal.trigger(True)
@@ -100,26 +111,50 @@ def test_a_federation_seen_from_a_site(fl_ctx: FLContext, place: Path, task: Tas
     delivered = to_message(answered(executor, fl_ctx, "finalize", model(task, step=4), round=3))
     assert 0 <= delivered.meta["metrics"]["deployed"]["dice"] <= 1
     kept = load_model(place / "medflare" / "run" / "personal")
-    assert (kept.card["site"], kept.card["role"], kept.card["method"]) == ("CS", "personal", "fedavg")
-    assert [*(place / "medflare-cache").iterdir()], "decoded images are kept for all jobs of the site"
+    assert (kept.card["site"], kept.card["role"], kept.card["method"]) == (
+        "CS",
+        "personal",
+        "fedavg",
+    )
+    assert [*(place / "medflare-cache").iterdir()], (
+        "decoded images are kept for all jobs of the site"
+    )
     assert not list((place / "run").rglob("*cache*"))
 
 
-def test_a_site_lives_while_its_task_or_answer_travels(fl_ctx: FLContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_lives_while_its_task_or_answer_travels(
+    fl_ctx: FLContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the poll that brings a task until its answer was sent, downloads, filters and uploads included."""
     told: list[str] = []
     monkeypatch.setattr(Heartbeat, "begin", lambda heartbeat, fl_ctx: told.append("lives"))
     monkeypatch.setattr(Heartbeat, "end", lambda heartbeat: told.append("rests"))
     monkeypatch.setattr(executors, "wait_for_work", lambda fl_ctx: told.append("waits"))
     executor = FedAvgExecutor(seed=0)
-    pull, send, sent = EventType.BEFORE_PULL_TASK, EventType.BEFORE_SEND_TASK_RESULT, EventType.AFTER_SEND_TASK_RESULT
+    pull, send, sent = (
+        EventType.BEFORE_PULL_TASK,
+        EventType.BEFORE_SEND_TASK_RESULT,
+        EventType.AFTER_SEND_TASK_RESULT,
+    )
     for event in (pull, send, sent, EventType.END_RUN):
         told.append(event)
         executor.handle_event(event, fl_ctx)
-    assert told == [pull, "rests", "waits", "lives", send, sent, "rests", EventType.END_RUN, "rests"]
+    assert told == [
+        pull,
+        "rests",
+        "waits",
+        "lives",
+        send,
+        sent,
+        "rests",
+        EventType.END_RUN,
+        "rests",
+    ]
 
 
-def test_a_new_process_goes_on_where_the_last_one_stopped(fl_ctx: FLContext, task: TaskConfig) -> None:
+def test_a_new_process_goes_on_where_the_last_one_stopped(
+    fl_ctx: FLContext, task: TaskConfig
+) -> None:
     answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))
     together = FedAvgExecutor(seed=0)
     first = to_message(answered(together, fl_ctx, "train", model(task)))
@@ -127,21 +162,40 @@ def test_a_new_process_goes_on_where_the_last_one_stopped(fl_ctx: FLContext, tas
     assert squares.equal(first.states["model"], again.states["model"])
 
 
-def test_a_resumed_job_continues_from_the_state_of_the_interrupted_one(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
+def test_a_resumed_job_continues_from_the_state_of_the_interrupted_one(
+    fl_ctx: FLContext, place: Path, task: TaskConfig
+) -> None:
     answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))
     (place / "medflare" / "run").rename(place / "medflare" / "first")
-    assert error_of(answered(FedAvgExecutor(seed=0, resume="first"), fl_ctx, "train", model(task))) is None
-    assert "elsewhere" in str(error_of(answered(FedAvgExecutor(seed=0, resume="../elsewhere"), fl_ctx, "train", model(task))))
+    assert (
+        error_of(answered(FedAvgExecutor(seed=0, resume="first"), fl_ctx, "train", model(task)))
+        is None
+    )
+    assert "elsewhere" in str(
+        error_of(
+            answered(FedAvgExecutor(seed=0, resume="../elsewhere"), fl_ctx, "train", model(task))
+        )
+    )
 
 
-def test_reasons_name_the_site_on_one_line(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
+def test_reasons_name_the_site_on_one_line(
+    fl_ctx: FLContext, place: Path, task: TaskConfig
+) -> None:
     hyper = get_method("fedavg").effective({"weighting": "uniform"})
-    for token, changed in (("weighting", {"hyper": hyper}), ("seed", {"seed": 9}), ("task", {"task": "another fingerprint"})):
-        assert token in str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task, **changed))))
+    for token, changed in (
+        ("weighting", {"hyper": hyper}),
+        ("seed", {"seed": 9}),
+        ("task", {"task": "another fingerprint"}),
+    ):
+        assert token in str(
+            error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task, **changed)))
+        )
     (place / "local" / "medflare.json").write_text('{"data_root": "/nowhere"}')
     reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
     assert reason.startswith("DataError") and "\n" not in reason
-    assert "fedavgg" in str(error_of(answered(MedflareExecutor(seed=0, method="fedavgg"), fl_ctx, "enrol", Message())))
+    assert "fedavgg" in str(
+        error_of(answered(MedflareExecutor(seed=0, method="fedavgg"), fl_ctx, "enrol", Message()))
+    )
 
 
 def test_a_sites_own_privacy_budget(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
@@ -156,33 +210,60 @@ def test_a_sites_own_privacy_budget(fl_ctx: FLContext, place: Path, task: TaskCo
     reply = to_message(answered(executor, fl_ctx, "train", model(task)))
     assert 0 < reply.meta["privacy"]["epsilon"] < 4.8
     method = get_method("fedavg")
-    validate_tensors(reply, method.site_class.manifest("train", method.plan(task, ("CS", "DU"), hyper)), OutboundLimits())
+    validate_tensors(
+        reply,
+        method.site_class.manifest("train", method.plan(task, ("CS", "DU"), hyper)),
+        OutboundLimits(),
+    )
     assert (place / "local" / "privacy" / "privacy-CS.safetensors").is_file()
-    reason = str(error_of(answered(FedAvgExecutor(seed=0, hyper=hyper), fl_ctx, "train", model(task, step=1), round=1)))
+    reason = str(
+        error_of(
+            answered(
+                FedAvgExecutor(seed=0, hyper=hyper), fl_ctx, "train", model(task, step=1), round=1
+            )
+        )
+    )
     assert "4.8" in reason
 
 
-def test_a_job_with_result_filters_of_its_own_is_refused_before_it_starts_work(fl_ctx: FLContext, place: Path, task: TaskConfig) -> None:
+def test_a_job_with_result_filters_of_its_own_is_refused_before_it_starts_work(
+    fl_ctx: FLContext, place: Path, task: TaskConfig
+) -> None:
     table = {f"train{FilterKey.DELIMITER}{FilterKey.OUT}": [PercentilePrivacy()]}
     fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(task_result_filters=table), private=True)
     reason = str(error_of(answered(FedAvgExecutor(seed=0), fl_ctx, "enrol", enrolment(task))))
-    assert "nvflare.app_common.filters.percentile_privacy.PercentilePrivacy" in reason and "CS" in reason
-    assert not (place / "medflare-cache").exists() and not (place / "run").exists(), "no image has been read"
+    assert (
+        "nvflare.app_common.filters.percentile_privacy.PercentilePrivacy" in reason
+        and "CS" in reason
+    )
+    assert not (place / "medflare-cache").exists() and not (place / "run").exists(), (
+        "no image has been read"
+    )
 
 
 def test_no_name_of_a_file_leaves_with_an_error(
-    fl_ctx: FLContext, place: Path, task: TaskConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fl_ctx: FLContext,
+    place: Path,
+    task: TaskConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     executor = FedAvgExecutor(seed=0)
     answered(executor, fl_ctx, "enrol", enrolment(task))
-    for error in (DataError("/archive/Meier Anna.png is odd"), ValueError("/archive/Meier Anna.png is odd")):
+    for error in (
+        DataError("/archive/Meier Anna.png is odd"),
+        ValueError("/archive/Meier Anna.png is odd"),
+    ):
 
         def broken(*arguments: object, error: Exception = error) -> None:
             raise error
 
         monkeypatch.setattr("medflare.methods.fedavg.FedAvgSite.fit", broken)
         reason = str(error_of(answered(executor, fl_ctx, "train", model(task), round=2)))
-        assert reason.startswith(f"{type(error).__name__} in 'train' of round 2") and "Meier" not in reason
+        assert (
+            reason.startswith(f"{type(error).__name__} in 'train' of round 2")
+            and "Meier" not in reason
+        )
     assert "Meier" not in caplog.text
     kept = place / "medflare/run/errors.log"
     assert kept.read_text().count("Meier Anna.png is odd") == 2 and kept.stat().st_mode & 0o077 == 0
@@ -191,7 +272,12 @@ def test_no_name_of_a_file_leaves_with_an_error(
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_full_disk_is_said_in_words(
-    fl_ctx: FLContext, task: TaskConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int, wrapped: bool
+    fl_ctx: FLContext,
+    task: TaskConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+    wrapped: bool,
 ) -> None:
     """To the lead, and in the job's log at the site; without a path."""
     executor = FedAvgExecutor(seed=0)
@@ -212,7 +298,9 @@ def test_a_full_disk_is_said_in_words(
 
 
 @pytest.mark.parametrize("bound", ["minutes", "hours"])
-def test_a_step_ends_where_the_sites_time_does(fl_ctx: FLContext, place: Path, task: TaskConfig, bound: str) -> None:
+def test_a_step_ends_where_the_sites_time_does(
+    fl_ctx: FLContext, place: Path, task: TaskConfig, bound: str
+) -> None:
     write_json(place / "local" / "medflare.json", {"bounds": {bound: 1e-9}})
     executor = FedAvgExecutor(seed=0)
     assert error_of(answered(executor, fl_ctx, "enrol", enrolment(task))) is None
@@ -222,23 +310,36 @@ def test_a_step_ends_where_the_sites_time_does(fl_ctx: FLContext, place: Path, t
 def test_abort_is_honoured_before_the_next_batch(fl_ctx: FLContext, task: TaskConfig) -> None:
     executor = FedAvgExecutor(seed=0)
     answered(executor, fl_ctx, "enrol", enrolment(task))
-    assert answered(executor, fl_ctx, "train", model(task), abort=True).get_return_code() == ReturnCode.TASK_ABORTED
+    assert (
+        answered(executor, fl_ctx, "train", model(task), abort=True).get_return_code()
+        == ReturnCode.TASK_ABORTED
+    )
 
 
-def test_a_relative_data_root_is_meant_where_the_user_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_relative_data_root_is_meant_where_the_user_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PWD", str(tmp_path))
-    for given, meant in (("data", tmp_path / "data"), ("/data", Path("/data")), ("../data", tmp_path / ".." / "data")):
+    for given, meant in (
+        ("data", tmp_path / "data"),
+        ("/data", Path("/data")),
+        ("../data", tmp_path / ".." / "data"),
+    ):
         monkeypatch.setenv("MEDFLARE_DATA_ROOT", given)
         anchor_data_root()
         assert os.environ["MEDFLARE_DATA_ROOT"] == str(meant)
 
 
 @pytest.mark.slow
-def test_the_simulators_host(fl_ctx: FLContext, place: Path, task: TaskConfig, simulator: "subprocess.Popen[bytes]") -> None:
+def test_the_simulators_host(
+    fl_ctx: FLContext, place: Path, task: TaskConfig, simulator: "subprocess.Popen[bytes]"
+) -> None:
     """A fork answers as a site's process does, says why it cannot, stops on request, is replaced if killed; all end with the simulator."""
     own = FedAvgExecutor(seed=0)
     answered(own, fl_ctx, "enrol", enrolment(task))
-    expected = [to_message(answered(own, fl_ctx, "train", model(task, step), round=step)) for step in (0, 1)]
+    expected = [
+        to_message(answered(own, fl_ctx, "train", model(task, step), round=step)) for step in (0, 1)
+    ]
     register_decomposers()  # as FLARE does in every process of its own
     host = SimulatorHost(simulator.pid)
     assert not host.started()
@@ -246,11 +347,17 @@ def test_the_simulators_host(fl_ctx: FLContext, place: Path, task: TaskConfig, s
     assert host.started()
     with pytest.raises(FileExistsError):
         host.start("fedavg")
-    files = str(place / "config" / TASK_FILE), str(place / "local" / "medflare.json"), str(place / "run" / "elsewhere")
+    files = (
+        str(place / "config" / TASK_FILE),
+        str(place / "local" / "medflare.json"),
+        str(place / "run" / "elsewhere"),
+    )
     spec = ParticipantSpec("CS", "fedavg", "", 0, *files)
 
     def answer(phase: str, message: Message, round: int = 0, aborted: bool = False) -> Message:
-        return to_message(host.reply(spec, phase, round, to_shareable(message), aborted=lambda: aborted))
+        return to_message(
+            host.reply(spec, phase, round, to_shareable(message), aborted=lambda: aborted)
+        )
 
     answer("enrol", enrolment(task))
     same(answer("train", model(task)), expected[0])
@@ -266,7 +373,9 @@ def test_the_simulators_host(fl_ctx: FLContext, place: Path, task: TaskConfig, s
     assert [one.pid for one in forks] != [fork.pid]
     simulator.kill()
     simulator.wait()
-    assert eventually(lambda: not host.folder.exists() and not any(one.is_running() for one in forks))
+    assert eventually(
+        lambda: not host.folder.exists() and not any(one.is_running() for one in forks)
+    )
     with pytest.raises(MedflareError):
         answer("train", model(task, step=1), round=1)
 
@@ -278,7 +387,11 @@ def same(one: Message, other: Message) -> None:
 def children_of(host: SimulatorHost) -> list[int]:
     """The processes that serve a host's simulator: their command line names it."""
     expected = ["medflare.flare.simulator", str(host.simulator)]
-    return [one.pid for one in psutil.Process().children() if all(word in one.cmdline() for word in expected)]
+    return [
+        one.pid
+        for one in psutil.Process().children()
+        if all(word in one.cmdline() for word in expected)
+    ]
 
 
 def test_a_process_of_the_simulator_imports_next_to_nothing() -> None:

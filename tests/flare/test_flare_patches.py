@@ -1,4 +1,9 @@
-"""What medflare changes in FLARE's internals works, and FLARE still has it: a failure after an upgrade says which patch to revisit."""
+"""What medflare changes in FLARE's internals works.
+
+The tests named `test_flare_source_...` detect changes: they read FLARE's source or signatures and
+show nothing about what medflare does. After an upgrade of FLARE one can fail at a harmless rename;
+it names the patch to read again. The other tests show behaviour.
+"""
 
 import inspect
 import socket
@@ -7,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from nvflare.apis.client import Client
@@ -20,14 +26,24 @@ from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
 
 from helpers.waiting import eventually
-from medflare.flare.flare_patches import keep_ports_apart, quiet_ports, share_cleanup_thread, survive_resends
+from medflare.flare.flare_patches import (
+    keep_ports_apart,
+    notice_lost_answers,
+    quiet_ports,
+    share_cleanup_thread,
+    survive_resends,
+)
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def test_received_streams_share_one_cleanup_thread() -> None:
+def test_flare_source_has_a_timer_for_each_stream() -> None:
+    """Detects a change of what `share_cleanup_thread` replaces; it shows no behaviour."""
     source = inspect.getsource(inspect.getmodule(RxTask))  # type: ignore[arg-type]
     assert "threading.Timer" in source and "self.cleanup_timer.cancel()" in source
+
+
+def test_received_streams_share_one_cleanup_thread() -> None:
     share_cleanup_thread()
     before = threading.active_count()
     tasks = [RxTask(number, "somebody", cell=None) for number in range(50)]
@@ -74,9 +90,20 @@ def test_the_task_monitor_survives_a_task_that_is_fetched_twice() -> None:
         assert communicator._task_monitor.is_alive() and not communicator._client_task_map
 
 
-def test_flare_has_the_timeout_of_polls() -> None:
-    assert "client" in ClientRunManager.__init__.__code__.co_varnames
-    assert "timeout" in Communicator.__init__.__code__.co_varnames
+def test_flare_source_has_the_timeout_of_polls() -> None:
+    """Detects a change of what `notice_lost_answers` sets; it shows no behaviour."""
+    assert "client" in inspect.signature(ClientRunManager).parameters
+    assert "self.client = client" in inspect.getsource(ClientRunManager)
+    assert "timeout" in inspect.signature(Communicator).parameters
+    assert "timeout = self.timeout" in inspect.getsource(Communicator.pull_task)
+
+
+def test_a_poll_without_an_answer_is_repeated_after_30_seconds() -> None:
+    communicator = Communicator(client_config={"client_name": "A"})
+    engine = SimpleNamespace(client=SimpleNamespace(communicator=communicator))
+    fl_ctx: Any = SimpleNamespace(get_engine=lambda: engine)
+    notice_lost_answers(fl_ctx)
+    assert communicator.timeout == 30.0
 
 
 def test_simulator_ports_are_free_and_not_handed_out_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +120,13 @@ def test_simulator_ports_are_free_and_not_handed_out_by_the_system(monkeypatch: 
         assert quiet_ports(1)[0] in (12_345, 12_346), "a port in use is not taken"
 
 
+def test_flare_source_draws_the_ports_of_simulated_sites() -> None:
+    """Detects a change of what `keep_ports_apart` replaces; it shows no behaviour."""
+    source = inspect.getsource(simulator_runner.SimulatorClientRunner.do_one_task)
+    assert "get_open_ports(1)[0]" in source
+
+
 def test_the_simulator_takes_its_ports_from_the_patch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "get_open_ports(1)[0]" in inspect.getsource(simulator_runner.SimulatorClientRunner.do_one_task)
     monkeypatch.setattr(simulator_runner, "get_open_ports", simulator_runner.get_open_ports)
     keep_ports_apart()
     assert simulator_runner.get_open_ports is quiet_ports

@@ -22,7 +22,9 @@ class Processes:
 
     def __call__(self) -> ProcessHandle:
         program = self.programs[min(len(self.started), len(self.programs) - 1)]
-        self.started.append(subprocess.Popen([sys.executable, "-c", program], start_new_session=True))
+        self.started.append(
+            subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+        )
         return ProcessHandle(process=self.started[-1])
 
 
@@ -33,11 +35,17 @@ DIES = "import os; os.kill(os.getpid(), 9)"
     ("programs", "started", "code"),
     [
         ((DIES, DIES, "pass"), 3, JobReturnCode.SUCCESS),
-        ((DIES,), 3, JobReturnCode.UNKNOWN),  # FLARE would end the job for all sites on an execution error
+        (
+            (DIES,),
+            3,
+            JobReturnCode.UNKNOWN,
+        ),  # FLARE would end the job for all sites on an execution error
         (("raise SystemExit(1)",), 1, JobReturnCode.EXECUTION_ERROR),
     ],
 )
-def test_a_killed_process_is_replaced_at_most_twice(programs: tuple[str, ...], started: int, code: Any) -> None:
+def test_a_killed_process_is_replaced_at_most_twice(
+    programs: tuple[str, ...], started: int, code: Any
+) -> None:
     start = Processes(*programs)
     handle = RestartingHandle(start, restarts=2)
     handle.wait()

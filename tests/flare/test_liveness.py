@@ -41,7 +41,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def context(engine: Engine, aborted: bool = False) -> FLContext:
-    manager = FLContextManager(engine=engine, identity_name="CS", job_id="job", public_stickers={}, private_stickers={})
+    manager = FLContextManager(
+        engine=engine, identity_name="CS", job_id="job", public_stickers={}, private_stickers={}
+    )
     fl_ctx, signal = manager.new_context(), Signal()
     if aborted:
         signal.trigger(True)
@@ -50,16 +52,24 @@ def context(engine: Engine, aborted: bool = False) -> FLContext:
 
 
 @pytest.mark.parametrize(
-    ("codes", "asked"), [([ReturnCode.TOPIC_UNKNOWN], 1), ([ReturnCode.TIMEOUT, ReturnCode.COMMUNICATION_ERROR, None, ReturnCode.OK], 4)]
+    ("codes", "asked"),
+    [
+        ([ReturnCode.TOPIC_UNKNOWN], 1),
+        ([ReturnCode.TIMEOUT, ReturnCode.COMMUNICATION_ERROR, None, ReturnCode.OK], 4),
+    ],
 )
 def test_a_site_polls_as_soon_as_the_server_answers(codes: list[str | None], asked: int) -> None:
     engine = Engine(*codes)
     wait_for_work(context(engine))
     assert engine.asked == asked
-    assert engine.client.communicator.timeout == 30.0, "a lost answer to a poll is noticed in half a minute"
+    assert engine.client.communicator.timeout == 30.0, (
+        "a lost answer to a poll is noticed in half a minute"
+    )
 
 
-def test_an_aborted_run_does_not_wait_and_an_unreachable_server_holds_a_site_for_a_minute_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_run_does_not_wait_and_an_unreachable_server_holds_a_site_for_a_minute_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = Engine(ReturnCode.TIMEOUT)
     wait_for_work(context(engine, aborted=True))
     assert engine.asked == 1
@@ -76,4 +86,6 @@ def test_heartbeats_are_sent_until_they_are_ended(monkeypatch: pytest.MonkeyPatc
         heartbeat.begin(fl_ctx)
         assert eventually(partial(engine.was_asked, engine.asked + 2))
     heartbeat.end()
-    assert eventually(lambda: not any(thread.name == "medflare_heartbeat" for thread in threading.enumerate()))
+    assert eventually(
+        lambda: not any(thread.name == "medflare_heartbeat" for thread in threading.enumerate())
+    )

@@ -13,7 +13,13 @@ from nvflare.fuel.utils import fobs
 from medflare.core.errors import UpdateError
 from medflare.core.message import Message
 from medflare.flare import messages
-from medflare.flare.messages import error_of, error_reply, register_decomposers, to_message, to_shareable
+from medflare.flare.messages import (
+    error_of,
+    error_reply,
+    register_decomposers,
+    to_message,
+    to_shareable,
+)
 
 
 @pytest.fixture(autouse=True, scope="module")

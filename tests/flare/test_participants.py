@@ -47,7 +47,9 @@ def party(folder: Path, *allowed: str, byoc: bool = False) -> FLContext:
     fl_ctx = FLContext()
     fl_ctx.set_prop(ReservedKey.IDENTITY_NAME, "clinic")
     workspace = SimpleNamespace(get_site_config_dir=lambda: str(folder / "local"))
-    fl_ctx.set_prop(ReservedKey.ENGINE, SimpleNamespace(get_workspace=lambda: workspace), private=True)
+    fl_ctx.set_prop(
+        ReservedKey.ENGINE, SimpleNamespace(get_workspace=lambda: workspace), private=True
+    )
     fl_ctx.set_prop(FLContextKey.JOB_META, {AppValidationKey.BYOC: byoc})
     return fl_ctx
 
@@ -58,7 +60,9 @@ def test_a_method_of_a_package_that_the_party_does_not_name_is_refused(tmp_path:
         with pytest.raises(ConfigError, match=name):
             authorize(("fedavg", name), {}, party(tmp_path))
     authorize((METHOD, METHOD), {}, party(tmp_path, METHOD))
-    authorize((METHOD,), {}, party(tmp_path, byoc=True))  # a job that may bring its own code may name installed code
+    authorize(
+        (METHOD,), {}, party(tmp_path, byoc=True)
+    )  # a job that may bring its own code may name installed code
     assert METHOD not in sys.modules
 
 
@@ -86,7 +90,9 @@ def test_the_server_asks_its_own_list(tmp_path: Path) -> None:
     assert METHOD not in sys.modules
 
 
-def test_a_network_of_ones_own_is_asked_for_like_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_of_ones_own_is_asked_for_like_a_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(own, "_trusted", set())
     task = small_task(network={"name": "lab_nets.small:Plain"})
     with pytest.raises(ConfigError, match="lab_nets"):
@@ -102,6 +108,8 @@ def test_the_sites_own_settings_reach_its_participant(tmp_path: Path) -> None:
     local = tmp_path / "local" / "medflare.json"
     local.parent.mkdir()
     local.write_text(json.dumps({"minimum_patients": 5, "keep": "personal"}))
-    spec = ParticipantSpec("clinic", "fedavg", "", 0, str(place.task_file), str(local), str(tmp_path / "job"))
+    spec = ParticipantSpec(
+        "clinic", "fedavg", "", 0, str(place.task_file), str(local), str(tmp_path / "job")
+    )
     participant = spec.participant(lambda: False)
     assert (participant.minimum_patients, participant.chosen) == (5, "personal")

@@ -24,7 +24,13 @@ def exported(recipe: MedflareRecipe, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("counts", "rounds"),
-    [({"rounds": 3}, 3), ({"num_rounds": 3}, 3), ({"rounds": 3, "num_rounds": 3}, 3), ({}, 10), ({"rounds": None, "num_rounds": 4}, 4)],
+    [
+        ({"rounds": 3}, 3),
+        ({"num_rounds": 3}, 3),
+        ({"rounds": 3, "num_rounds": 3}, 3),
+        ({}, 10),
+        ({"rounds": None, "num_rounds": 4}, 4),
+    ],
 )
 def test_rounds_by_both_names(counts: dict[str, Any], rounds: int, tmp_path: Path) -> None:
     assert exported(FedAvgRecipe(**counts), tmp_path)["workflow"]["rounds"] == rounds
@@ -58,7 +64,9 @@ def test_any_method_by_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("environment", "waits_for"), [(SimEnv, 1), (PocEnv, 3)])
-def test_where_sites_have_yet_to_register_the_job_waits_for_them(environment: Callable[..., ExecEnv], waits_for: int) -> None:
+def test_where_sites_have_yet_to_register_the_job_waits_for_them(
+    environment: Callable[..., ExecEnv], waits_for: int
+) -> None:
     recipe = FedAvgRecipe(rounds=1)
     recipe.process_env(environment(num_clients=3))
     assert recipe._job.job.min_clients == waits_for

@@ -66,7 +66,9 @@ class FakeController:
 
 
 def answers(**meta: Any) -> Behaviour:
-    return lambda task: to_shareable(Message({"model": to_message(task.data).states["model"]}, meta))
+    return lambda task: to_shareable(
+        Message({"model": to_message(task.data).states["model"]}, meta)
+    )
 
 
 def never_fetches(task: Any) -> None: ...
@@ -89,25 +91,45 @@ def received(reply: Reply) -> Message:
     return reply.message
 
 
-def exchange(controller: FakeController, *, say: Callable[[str], None] = lambda line: None, **changes: Any) -> TaskExchange:
-    settings = run_settings({"rounds": 1, "seed": 0, "enrol_timeout": 0.0, "heartbeat_timeout": LONG, **changes})
+def exchange(
+    controller: FakeController, *, say: Callable[[str], None] = lambda line: None, **changes: Any
+) -> TaskExchange:
+    settings = run_settings(
+        {"rounds": 1, "seed": 0, "enrol_timeout": 0.0, "heartbeat_timeout": LONG, **changes}
+    )
     context, signal = FLContext(), Signal()
     return TaskExchange(
-        controller, context, signal, settings, members=lambda: controller.behaviours, stop_reason=lambda: "asked to", say=say
+        controller,
+        context,
+        signal,
+        settings,
+        members=lambda: controller.behaviours,
+        stop_reason=lambda: "asked to",
+        say=say,
     )
 
 
 def requests(controller: FakeController) -> dict[str, Message]:
-    return {site: Message({"model": {"w": torch.tensor([float(number)])}}) for number, site in enumerate(sorted(controller.behaviours))}
+    return {
+        site: Message({"model": {"w": torch.tensor([float(number)])}})
+        for number, site in enumerate(sorted(controller.behaviours))
+    }
 
 
 def test_each_site_gets_its_own_message_and_its_reply_comes_back() -> None:
     controller = FakeController(CS=answers(n_samples=3), DU=answers(n_samples=4))
     replies = exchange(controller)(STEP, requests(controller))
-    assert {site: received(reply).meta["n_samples"] for site, reply in replies.items()} == {"CS": 3, "DU": 4}
-    assert {site: received(reply).states["model"]["w"].item() for site, reply in replies.items()} == {"CS": 0.0, "DU": 1.0}
+    assert {site: received(reply).meta["n_samples"] for site, reply in replies.items()} == {
+        "CS": 3,
+        "DU": 4,
+    }
+    assert {
+        site: received(reply).states["model"]["w"].item() for site, reply in replies.items()
+    } == {"CS": 0.0, "DU": 1.0}
     tasks = controller.sent.values()
-    assert {(task.name, task.data.get_header(AppConstants.CURRENT_ROUND)) for task in tasks} == {("train", 3)}
+    assert {(task.name, task.data.get_header(AppConstants.CURRENT_ROUND)) for task in tasks} == {
+        ("train", 3)
+    }
     assert not controller.cancelled
 
 
@@ -116,14 +138,22 @@ STRANGE: dict[str, Callable[[DXO], object]] = {
     "ragged": lambda model: model.data.update(w=[[1.0], [1.0, 2.0]]),
     "dates": lambda model: model.data.update(w=np.zeros(2, "datetime64[s]")),
     "text": lambda model: model.data.update(w="a patient"),
-    "float listed as bfloat16": lambda model: (model.data.update(w=np.float32(3)), model.meta.update(bfloat16=["w"])),
-    "bytes listed as bfloat16": lambda model: (model.data.update(w=np.ones(3, np.uint8)), model.meta.update(bfloat16=["w"])),
+    "float listed as bfloat16": lambda model: (
+        model.data.update(w=np.float32(3)),
+        model.meta.update(bfloat16=["w"]),
+    ),
+    "bytes listed as bfloat16": lambda model: (
+        model.data.update(w=np.ones(3, np.uint8)),
+        model.meta.update(bfloat16=["w"]),
+    ),
     "no list of names": lambda model: model.meta.update(bfloat16=3),
 }
 
 
 @pytest.mark.parametrize("change", STRANGE.values(), ids=STRANGE)
-def test_a_reply_that_cannot_be_unpacked_is_rejected_and_raises_nothing(change: Callable[[DXO], object]) -> None:
+def test_a_reply_that_cannot_be_unpacked_is_rejected_and_raises_nothing(
+    change: Callable[[DXO], object],
+) -> None:
     """FLARE carries all of it: an exception would end the job for all sites."""
     register_decomposers()
     shareable = to_shareable(Message({"model": {"w": torch.ones(2)}}))
@@ -138,7 +168,11 @@ def test_failed_tasks_and_foreign_replies(monkeypatch: pytest.MonkeyPatch) -> No
     assert "TASK_ABORTED" in read_reply(make_reply(ReturnCode.TASK_ABORTED)).problem
     without_headers = to_shareable(Message())
     without_headers["__headers__"] = [1]
-    for shareable in (DXO(DataKind.WEIGHTS, {"w": torch.ones(1)}).to_shareable(), without_headers, Shareable()):
+    for shareable in (
+        DXO(DataKind.WEIGHTS, {"w": torch.ones(1)}).to_shareable(),
+        without_headers,
+        Shareable(),
+    ):
         assert read_reply(shareable).kind == "rejected"
 
     def full(shareable: Shareable) -> Message:
@@ -164,28 +198,48 @@ def test_a_site_that_is_late_for_enrollment_is_asked_again_when_it_asks_for_work
     controller = FakeController(CS=answers(), DU=never_answers, FG=never_fetches)
     tasks = exchange(controller, enrol_timeout=0.3)
     replies = tasks(ENROLLMENT, requests(controller))
-    assert {site: reply.kind for site, reply in replies.items() if reply.message is None} == {"DU": "late", "FG": "late"}
+    assert {site: reply.kind for site, reply in replies.items() if reply.message is None} == {
+        "DU": "late",
+        "FG": "late",
+    }
     tasks.heard_from("DU")
-    assert tasks.present(0) == ["CS"], "it still reads its images: the others do not wait for it at each step"
+    assert tasks.present(0) == ["CS"], (
+        "it still reads its images: the others do not wait for it at each step"
+    )
     tasks.wait_for_task("DU", 0.0)
     assert tasks.present(1) == ["CS", "DU"]
 
 
-def test_the_run_waits_shortly_for_a_site_that_enrolls_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_waits_shortly_for_a_site_that_enrolls_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(steps, "_NEWCOMER_TIMEOUT", 0.3)
-    controller = FakeController(CS=later(0.5, answers()), DU=later(1.0, answers()), FG=never_answers)
+    controller = FakeController(
+        CS=later(0.5, answers()), DU=later(1.0, answers()), FG=never_answers
+    )
     tasks, outgoing = exchange(controller, enrol_timeout=LONG), requests(controller)
-    assert tasks(ENROLLMENT, {"CS": outgoing.pop("CS")})["CS"].message is not None, "at the beginning there is time"
+    assert tasks(ENROLLMENT, {"CS": outgoing.pop("CS")})["CS"].message is not None, (
+        "at the beginning there is time"
+    )
     assert {reply.kind for reply in tasks(ENROLLMENT, outgoing).values()} == {"late"}
     assert tasks.present(1) == ["CS"]
 
 
-def test_a_site_that_works_far_longer_than_the_others_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_that_works_far_longer_than_the_others_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(steps, "_SLOW", 0.3)
     monkeypatch.setattr(steps, "_TIMES_SLOWEST", 0.01)
-    controller, lines = FakeController(CS=answers(), DU=later(0.9, answers()), FG=never_fetches), list[str]()
-    assert received(exchange(controller, step_timeout=1.2, say=lines.append)(STEP, requests(controller))["DU"])
-    assert 1 <= len(lines) <= 3 and all("DU" in line for line in lines), "after 0.3 s, and whenever the time has doubled"
+    controller, lines = (
+        FakeController(CS=answers(), DU=later(0.9, answers()), FG=never_fetches),
+        list[str](),
+    )
+    assert received(
+        exchange(controller, step_timeout=1.2, say=lines.append)(STEP, requests(controller))["DU"]
+    )
+    assert 1 <= len(lines) <= 3 and all("DU" in line for line in lines), (
+        "after 0.3 s, and whenever the time has doubled"
+    )
 
 
 # -- signs of life ---------------------------------------------------------------------------------------------------------

@@ -39,7 +39,12 @@ def test_lines_and_events_once_and_in_order_in_log_and_statistics() -> None:
     lines = ["round 0", "missing: B (round 2): no sign of life", "round 1", "warning: nearly over"]
     assert progress.to_dict() == {"lines": lines} == progress.to_dict()
     noted = ["missing: B (round 2): no sign of life", "warning: nearly over"]
-    assert logged == ["round 0", f"medflare: noted: {noted[0]}", "round 1", f"medflare: noted: {noted[1]}"]
+    assert logged == [
+        "round 0",
+        f"medflare: noted: {noted[0]}",
+        "round 1",
+        f"medflare: noted: {noted[1]}",
+    ]
     for number in range(2 * tracking._LINES):
         progress.say(str(number))
     last = progress.to_dict()

@@ -13,7 +13,9 @@ def install(folder: Path) -> Path:
     Returns:
         The folder: with it in PYTHONPATH (or sys.path, see `describe`) the method is found.
     """
-    shutil.copytree(SOURCE, folder / METHOD, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    shutil.copytree(
+        SOURCE, folder / METHOD, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
+    )
     return describe(folder, "damped-fedavg", {METHOD: "damped_fedavg:METHOD"})
 
 
@@ -27,7 +29,9 @@ def describe(folder: Path, distribution: str, methods: dict[str, str]) -> Path:
     """
     about = folder / f"{distribution.replace('-', '_')}-0.1.dist-info"
     about.mkdir(parents=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.1\n", encoding="utf-8")
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.1\n", encoding="utf-8"
+    )
     points = "".join(f"{name} = {target}\n" for name, target in methods.items())
     (about / "entry_points.txt").write_text(f"[medflare.methods]\n{points}", encoding="utf-8")
     return folder

@@ -9,7 +9,11 @@ from PIL import Image
 def picture(path: Path, value: int = 100, side: int = 16, channels: int = 1) -> Path:
     """A picture that is noisy around a value; of several channels each is darker than the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    noise = np.random.default_rng(value).integers(-9, 10, (side, side, channels)) + value - 20 * np.arange(channels)
+    noise = (
+        np.random.default_rng(value).integers(-9, 10, (side, side, channels))
+        + value
+        - 20 * np.arange(channels)
+    )
     Image.fromarray(noise.clip(0, 255).astype(np.uint8).squeeze()).save(path)
     return path
 
@@ -24,7 +28,9 @@ def mask(path: Path, values: tuple[int, ...] = (1,), side: int = 16) -> Path:
     return path
 
 
-def classes(root: Path, patients: int = 20, each: int = 2, names: tuple[str, ...] = ("cat", "dog")) -> Path:
+def classes(
+    root: Path, patients: int = 20, each: int = 2, names: tuple[str, ...] = ("cat", "dog")
+) -> Path:
     """A folder per class; every patient has so many pictures of one class, called p00_0.png, p00_1.png, ..."""
     for patient in range(patients):
         number = patient % len(names)
@@ -33,7 +39,13 @@ def classes(root: Path, patients: int = 20, each: int = 2, names: tuple[str, ...
     return root
 
 
-def pairs(root: Path, images: int = 10, image: str = "{n}.png", label: str = "{n}_mask.png", values: tuple[int, ...] = (1,)) -> Path:
+def pairs(
+    root: Path,
+    images: int = 10,
+    image: str = "{n}.png",
+    label: str = "{n}_mask.png",
+    values: tuple[int, ...] = (1,),
+) -> Path:
     """Pictures with masks, by the pattern of their paths."""
     for number in range(images):
         picture(root / image.format(n=f"IMG_{number:02}"), 80 + number)

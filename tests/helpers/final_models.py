@@ -16,17 +16,26 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     actual: dict[str, torch.Tensor] = {}
     for file in sorted(folder.rglob("model.safetensors")):
         for entry, state in load_model(file.parent).message.states.items():
-            actual |= {f"{file.parent.relative_to(folder)}:{entry}:{name}": tensor for name, tensor in state.items()}
+            actual |= {
+                f"{file.parent.relative_to(folder)}:{entry}:{name}": tensor
+                for name, tensor in state.items()
+            }
     return actual
 
 
 def same_weights(first: Path, second: Path) -> bool:
     """Whether two runs left the same models, bit for bit."""
     one, other = weights(first), weights(second)
-    return len(one) > 0 and one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    return (
+        len(one) > 0
+        and one.keys() == other.keys()
+        and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    )
 
 
-def probabilities(stored: StoredModel, images: Path, tmp_path: Path, adapt: str = "auto") -> torch.Tensor:
+def probabilities(
+    stored: StoredModel, images: Path, tmp_path: Path, adapt: str = "auto"
+) -> torch.Tensor:
     """What `predict` computes for a folder, before it is written."""
     inputs, _ = find_inputs([images], tmp_path / "nowhere")
     prepared = [prepare(source, stored.task) for source in inputs]

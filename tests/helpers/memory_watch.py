@@ -18,7 +18,9 @@ class Watched:
     """Images of SIDE x SIDE pixels, copied whenever they are asked for."""
 
     samples: Any
-    most: float = 0.0  # images, masks or predictions that were alive at once when more were asked for
+    most: float = (
+        0.0  # images, masks or predictions that were alive at once when more were asked for
+    )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.samples, name)
@@ -36,9 +38,19 @@ class Watched:
         return images.clone(), targets.clone()
 
     def _note(self) -> None:
-        tensors = [thing for thing in gc.get_objects() if type(thing) is Tensor and thing.device.type == "cpu"]
-        storages = {one.untyped_storage().data_ptr(): one for one in tensors if one.ndim >= 3 and min(one.shape[-2:]) >= SIDE}
-        elements = sum(one.untyped_storage().nbytes() // one.element_size() for one in storages.values())
+        tensors = [
+            thing
+            for thing in gc.get_objects()
+            if type(thing) is Tensor and thing.device.type == "cpu"
+        ]
+        storages = {
+            one.untyped_storage().data_ptr(): one
+            for one in tensors
+            if one.ndim >= 3 and min(one.shape[-2:]) >= SIDE
+        }
+        elements = sum(
+            one.untyped_storage().nbytes() // one.element_size() for one in storages.values()
+        )
         self.most = max(self.most, elements / SIDE**2)
 
 

@@ -68,20 +68,32 @@ def riga(root: Path) -> Path:
         for number in range(5):
             picture(root / f"RIGAPlus/RIGA/{folder}/Labeled/image{number}.tif", 90 + number, 16, 3)
             for reader in (1, 2):
-                mask(root / f"RIGAPlus/RIGA-mask/{folder}/Labeled/image{number}-{reader}.tif", (255, 128))
+                mask(
+                    root / f"RIGAPlus/RIGA-mask/{folder}/Labeled/image{number}-{reader}.tif",
+                    (255, 128),
+                )
         picture(root / f"RIGAPlus/RIGA/{folder}/Unlabeled/image9.tif", 90, 16, 3)
     return root
 
 
 def camelyon17(root: Path) -> Path:
     """Ten patients with a tumour patch and a normal one at each of five centres."""
-    rows: list[tuple[object, ...]] = [("", "patient", "node", "x_coord", "y_coord", "tumor", "slide", "center", "split")]
+    rows: list[tuple[object, ...]] = [
+        ("", "patient", "node", "x_coord", "y_coord", "tumor", "slide", "center", "split")
+    ]
     for centre in range(5):
         for patient in range(20 * centre, 20 * centre + 10):
             for tumor in (0, 1):
-                rows.append((len(rows) - 1, f"{patient:03}", 1, 32 * tumor, 64, tumor, patient, centre, 0))
+                rows.append(
+                    (len(rows) - 1, f"{patient:03}", 1, 32 * tumor, 64, tumor, patient, centre, 0)
+                )
                 name = f"patient_{patient:03}_node_1"
-                picture(root / f"camelyon17_v1.0/patches/{name}/patch_{name}_x_{32 * tumor}_y_64.png", 100 + tumor, 8, 3)
+                picture(
+                    root / f"camelyon17_v1.0/patches/{name}/patch_{name}_x_{32 * tumor}_y_64.png",
+                    100 + tumor,
+                    8,
+                    3,
+                )
     table(root / "camelyon17_v1.0/metadata.csv", *rows)
     return root
 
@@ -91,12 +103,18 @@ def gdrbench(root: Path) -> Path:
     grades = ("nodr", "mild_npdr", "moderate_npdr", "severe_npdr", "pdr")
     for source in ("APTOS", "DEEPDR", "FGADR", "IDRID", "MESSIDOR", "RLDR"):
         for split in ("train", "crossval"):
-            files = [(f"{source}/{grade}/{split} {n}.jpg", number) for number, grade in enumerate(grades) for n in range(2)]
+            files = [
+                (f"{source}/{grade}/{split} {n}.jpg", number)
+                for number, grade in enumerate(grades)
+                for n in range(2)
+            ]
             for file, _ in files:
                 picture(root / "images" / file, 90, 8, 3)
             listed = root / f"splits/{source}_{split}.txt"
             listed.parent.mkdir(exist_ok=True)
-            listed.write_text("".join(f"{file} {number}\n" for file, number in files), encoding="utf-8")
+            listed.write_text(
+                "".join(f"{file} {number}\n" for file, number in files), encoding="utf-8"
+            )
     return root
 
 
@@ -104,13 +122,36 @@ def midog2022(root: Path) -> Path:
     """Five images of each tumour with a mitotic figure and a look-alike, and one of human melanoma without annotations or file."""
     images: list[dict[str, object]] = []
     cells: list[dict[str, object]] = []
-    for number in (*range(1, 6), *range(151, 156), *range(195, 200), *range(250, 255), *range(300, 305), 355):
-        images.append({"file_name": f"{number:03}.tiff", "width": 110, "height": 110, "id": number, "license": 1})
+    for number in (
+        *range(1, 6),
+        *range(151, 156),
+        *range(195, 200),
+        *range(250, 255),
+        *range(300, 305),
+        355,
+    ):
+        images.append(
+            {
+                "file_name": f"{number:03}.tiff",
+                "width": 110,
+                "height": 110,
+                "id": number,
+                "license": 1,
+            }
+        )
         if number < 355:
             picture(root / f"images/{number:03}.tiff", 60 + number % 100, 110, 3)
             for category, left in ((1, 40), (2, -9)):
                 box = [left, 30, left + 50, 80]
-                cells.append({"bbox": box, "category_id": category, "image_id": number, "id": len(cells) + 1, "labels": []})
+                cells.append(
+                    {
+                        "bbox": box,
+                        "category_id": category,
+                        "image_id": number,
+                        "id": len(cells) + 1,
+                        "labels": [],
+                    }
+                )
     categories = [{"id": 1, "name": "mitotic figure"}, {"id": 2, "name": "not mitotic figure"}]
     content = {"info": {}, "images": images, "categories": categories, "annotations": cells}
     (root / "MIDOG2022_training.json").write_text(json.dumps(content), encoding="utf-8")
@@ -119,12 +160,23 @@ def midog2022(root: Path) -> Path:
 
 def dermoscopy(root: Path) -> Path:
     """HAM10000's four cohorts in two parts, with a class that PRR leaves out, and ISIC 2017 with superpixels beside its images."""
-    rows: list[tuple[object, ...]] = [("lesion_id", "image_id", "dx", "dx_type", "age", "sex", "localization", "dataset")]
+    rows: list[tuple[object, ...]] = [
+        ("lesion_id", "image_id", "dx", "dx_type", "age", "sex", "localization", "dataset")
+    ]
     for cohort in ("vidir_modern", "vidir_molemax", "rosendahl", "vienna_dias"):
         for number in range(24):
             name = f"ISIC_{len(rows):07}"
             rows.append(
-                (f"HAM_{cohort}_{number // 2}", name, ("nv", "bkl", "mel", "df")[number // 2 % 4], "histo", 50, "male", "back", cohort)
+                (
+                    f"HAM_{cohort}_{number // 2}",
+                    name,
+                    ("nv", "bkl", "mel", "df")[number // 2 % 4],
+                    "histo",
+                    50,
+                    "male",
+                    "back",
+                    cohort,
+                )
             )
             picture(root / f"HAM10000_images_part_{1 + number % 2}/{name}.jpg", 60 + number, 8, 3)
     table(root / "HAM10000_metadata", *rows)

@@ -17,7 +17,11 @@ from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.site import Site
 
 # As small tasks are, but for U-Net's own norm and what its tests expect of loss and metric.
-SEGMENTATION = {**small_tasks.SEGMENTATION, "network": {"name": "unet", "channels": [4, 8]}, "loss": {"name": "dice_ce"}}
+SEGMENTATION = {
+    **small_tasks.SEGMENTATION,
+    "network": {"name": "unet", "channels": [4, 8]},
+    "loss": {"name": "dice_ce"},
+}
 CLASSIFICATION = {**small_tasks.CLASSIFICATION, "metric": "f1_macro"}
 
 
@@ -26,7 +30,9 @@ def make_task() -> TaskOf:
     """A small task: `make_task()` segments, `make_task("classification")` classifies; keywords change settings."""
 
     def make(kind: str = "segmentation", **settings: Any) -> TaskConfig:
-        return load_task({**(SEGMENTATION if kind == "segmentation" else CLASSIFICATION), **settings})
+        return load_task(
+            {**(SEGMENTATION if kind == "segmentation" else CLASSIFICATION), **settings}
+        )
 
     return make
 
@@ -40,9 +46,17 @@ def make_site(tmp_path: Path) -> SiteOf:
     """
 
     def make(
-        splits: dict[str, list[str]] | None = None, kind: str = "segmentation", name: str = "A", ending: str = ".png", side: int = 16
+        splits: dict[str, list[str]] | None = None,
+        kind: str = "segmentation",
+        name: str = "A",
+        ending: str = ".png",
+        side: int = 16,
     ) -> Path:
-        splits = splits or {"training": ["p0", "p0", "p1", "p2", "p3"], "validation": ["p4", "p5"], "test": ["p6", "p6", "p7"]}
+        splits = splits or {
+            "training": ["p0", "p0", "p1", "p2", "p3"],
+            "validation": ["p4", "p5"],
+            "test": ["p6", "p6", "p7"],
+        }
         folder = tmp_path / name
         (folder / "images").mkdir(parents=True)
         random = np.random.default_rng(len(splits))
@@ -56,12 +70,16 @@ def make_site(tmp_path: Path) -> SiteOf:
                 row, column = random.integers(2, side - 6, 2)
                 mask[row : row + 4, column : column + 4] = 1
                 label: Any = number % 3
-                picture += np.uint8(70 * label) if kind == "classification" else np.uint8(150) * mask
+                picture += (
+                    np.uint8(70 * label) if kind == "classification" else np.uint8(150) * mask
+                )
                 Image.fromarray(picture).save(folder / f"images/{number}{ending}")
                 if kind == "segmentation":
                     Image.fromarray(mask).save(folder / f"images/{number}_mask.png")
                     label = f"images/{number}_mask.png"
-                listed[split].append({"image": f"images/{number}{ending}", "label": label, "patient": patient})
+                listed[split].append(
+                    {"image": f"images/{number}{ending}", "label": label, "patient": patient}
+                )
                 number += 1
         (folder / "datalist.json").write_text(json.dumps(listed))
         return folder
@@ -100,13 +118,36 @@ def masks(rows: int, images: int) -> Split:
 
 def numbered_split(number: int, task: TaskConfig) -> Split:
     """Image n is filled with n, its mask has n pixels, and it is of patient pn."""
-    images = torch.arange(number).float()[:, None, None, None].expand(number, task.image_channels, *task.size).contiguous()
+    images = (
+        torch.arange(number)
+        .float()[:, None, None, None]
+        .expand(number, task.image_channels, *task.size)
+        .contiguous()
+    )
     pixels = torch.arange(task.size[0] * task.size[1]).view(*task.size)
-    targets = torch.stack([(pixels < n).long() for n in range(number)]) if number else torch.zeros(0, *task.size, dtype=torch.long)
-    return Split(images, targets, tuple(f"p{n}" for n in range(number)), tuple(f"{n}.png" for n in range(number)))
+    targets = (
+        torch.stack([(pixels < n).long() for n in range(number)])
+        if number
+        else torch.zeros(0, *task.size, dtype=torch.long)
+    )
+    return Split(
+        images,
+        targets,
+        tuple(f"p{n}" for n in range(number)),
+        tuple(f"{n}.png" for n in range(number)),
+    )
 
 
-def numbered_site(task: TaskConfig, train: int = 10, validation: int = 3, test: int = 3, name: str = "A", seed: int = 0) -> Site:
+def numbered_site(
+    task: TaskConfig,
+    train: int = 10,
+    validation: int = 3,
+    test: int = 3,
+    name: str = "A",
+    seed: int = 0,
+) -> Site:
     """A site of three numbered splits."""
-    training, validating, testing = (numbered_split(number, task) for number in (train, validation, test))
+    training, validating, testing = (
+        numbered_split(number, task) for number in (train, validation, test)
+    )
     return Site(name, task, SiteData(training, validating, testing, ("a note",)), seed)

@@ -39,7 +39,9 @@ INSTANCE_UNET: dict[str, Any] = {"name": "unet", "channels": [4, 8], "norm": "in
 
 def small_task(kind: str = "segmentation", **changes: Any) -> TaskConfig:
     """ "segmentation" or "classification" with some settings changed."""
-    return load_task({**{"segmentation": SEGMENTATION, "classification": CLASSIFICATION}[kind], **changes})
+    return load_task(
+        {**{"segmentation": SEGMENTATION, "classification": CLASSIFICATION}[kind], **changes}
+    )
 
 
 def tiny_phantom(**changes: Any) -> dict[str, Any]:
@@ -51,18 +53,30 @@ def tiny_phantom(**changes: Any) -> dict[str, Any]:
 def predicted(site: Site, predictor: Predictor, split: str = "test") -> Any:
     """Probabilities of every image of a split in its order: (N, outputs, ...), or a list where sizes differ."""
     by_row = {
-        row: output for outputs, _, rows in site.predictions(predictor, split) for row, output in zip(rows.tolist(), outputs, strict=True)
+        row: output
+        for outputs, _, rows in site.predictions(predictor, split)
+        for row, output in zip(rows.tolist(), outputs, strict=True)
     }
     ordered = [by_row[row] for row in sorted(by_row)]
     return ordered if site.task.image_mode == "patch" else torch.stack(ordered)
 
 
 def score(
-    probabilities: Images, targets: Images, patients: Sequence[str], task: TaskConfig, metrics: Sequence[str], spacings: Sequence[Any] = ()
+    probabilities: Images,
+    targets: Images,
+    patients: Sequence[str],
+    task: TaskConfig,
+    metrics: Sequence[str],
+    spacings: Sequence[Any] = (),
 ) -> Scores:
     """The named metrics of whole splits: pictures of one size all at once, volumes and images of many sizes one by one."""
     portions: list[Portion] = [(probabilities, targets, None)]
-    if not (isinstance(probabilities, torch.Tensor) and isinstance(targets, torch.Tensor) and len(targets) and not spacings):
+    if not (
+        isinstance(probabilities, torch.Tensor)
+        and isinstance(targets, torch.Tensor)
+        and len(targets)
+        and not spacings
+    ):
         every = zip(probabilities, targets, spacings or [None] * len(targets), strict=True)
         portions = [(one[None], target[None], spacing) for one, target, spacing in every]
     return measure(portions, task, metrics).scores(patients)

@@ -70,7 +70,9 @@ def make_sites(folder: Path, names: Iterable[str]) -> Path:
     return folder
 
 
-def make_volumes(folder: Path, shape: tuple[int, int, int] = SHAPE, patients: dict[str, int] | None = None) -> Path:
+def make_volumes(
+    folder: Path, shape: tuple[int, int, int] = SHAPE, patients: dict[str, int] | None = None
+) -> Path:
     """A site's folder: noise with a bright cube in both channels, one patient a volume; sizes differ by a slice."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(len(folder.name))
@@ -88,7 +90,9 @@ def make_volumes(folder: Path, shape: tuple[int, int, int] = SHAPE, patients: di
                 volume = random.uniform(0, 30, size).astype(np.float32) + 100 * mask
                 files.append(write(folder / f"p{number}_{name}.nii.gz", volume).name)
             write(folder / f"p{number}_mask.nii.gz", mask)
-            listed[split].append({"image": files, "label": f"p{number}_mask.nii.gz", "patient": f"p{number}"})
+            listed[split].append(
+                {"image": files, "label": f"p{number}_mask.nii.gz", "patient": f"p{number}"}
+            )
             number += 1
     (folder / "datalist.json").write_text(json.dumps(listed))
     return folder
@@ -100,17 +104,34 @@ def _dicom(path: Path, kind: UID, series: str = "1.2.3") -> FileDataset:
     meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, kind
     meta.MediaStorageSOPInstanceUID = generate_uid()
     file = FileDataset(str(path), {}, file_meta=meta, preamble=b"\0" * 128)
-    file.SOPClassUID, file.SOPInstanceUID, file.SeriesInstanceUID = kind, meta.MediaStorageSOPInstanceUID, series
+    file.SOPClassUID, file.SOPInstanceUID, file.SeriesInstanceUID = (
+        kind,
+        meta.MediaStorageSOPInstanceUID,
+        series,
+    )
     return file
 
 
-def _dicom_image(path: Path, kind: UID, modality: str, pixels: np.ndarray, series: str = "1.2.3") -> FileDataset:
+def _dicom_image(
+    path: Path, kind: UID, modality: str, pixels: np.ndarray, series: str = "1.2.3"
+) -> FileDataset:
     """The same with unsigned pixels (..., rows, columns)."""
     file, bits = _dicom(path, kind, series), 8 * pixels.dtype.itemsize
-    file.StudyInstanceUID, file.Modality, file.PatientID, file.PatientName, file.FrameOfReferenceUID = "1.2", modality, "p", "p", "1.2.4"
+    (
+        file.StudyInstanceUID,
+        file.Modality,
+        file.PatientID,
+        file.PatientName,
+        file.FrameOfReferenceUID,
+    ) = "1.2", modality, "p", "p", "1.2.4"
     file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
     file.Rows, file.Columns = pixels.shape[-2:]
-    file.BitsAllocated, file.BitsStored, file.HighBit, file.PixelRepresentation = bits, bits, bits - 1, 0
+    file.BitsAllocated, file.BitsStored, file.HighBit, file.PixelRepresentation = (
+        bits,
+        bits,
+        bits - 1,
+        0,
+    )
     file.PixelData = pixels.tobytes()
     return file
 
@@ -127,7 +148,9 @@ def tagged(dataset: Dataset, **tags: Any) -> Dataset:
     return dataset
 
 
-def change(folder: Path, numbers: Iterable[int] = range(4), without: tuple[str, ...] = (), **tags: Any) -> Path:
+def change(
+    folder: Path, numbers: Iterable[int] = range(4), without: tuple[str, ...] = (), **tags: Any
+) -> Path:
     """Some slices of a series with other tags, or without some."""
     for number in numbers:
         dataset = pydicom.dcmread(folder / f"{number}.dcm")
@@ -137,12 +160,17 @@ def change(folder: Path, numbers: Iterable[int] = range(4), without: tuple[str, 
     return folder
 
 
-def dicom_slice(path: Path, pixels: np.ndarray, number: int | None = None, series: str = "1.2.3") -> None:
+def dicom_slice(
+    path: Path, pixels: np.ndarray, number: int | None = None, series: str = "1.2.3"
+) -> None:
     """One CT slice, with a place in its series if it has a number; spacings differ, so that an exchange of axes shows."""
     file = _dicom_image(path, CTImageStorage, "CT", pixels, series)
     if number is not None:
         file.InstanceNumber, file.PixelSpacing = number + 1, [2, 0.5]
-        file.ImageOrientationPatient, file.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [10, 20, 30 + 4 * number]
+        file.ImageOrientationPatient, file.ImagePositionPatient = (
+            [1, 0, 0, 0, 1, 0],
+            [10, 20, 30 + 4 * number],
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     pydicom.dcmwrite(path, file)
 
@@ -153,12 +181,17 @@ def dicom_series(folder: Path, slices: int = 4) -> Path:
     for number in range(slices):
         file = _dicom_image(folder / f"{number}.dcm", CTImageStorage, "CT", _numbered(number))
         file.InstanceNumber, file.PixelSpacing, file.SliceThickness = number + 1, [0.5, 0.25], 2
-        file.ImageOrientationPatient, file.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [10, 20, 30 + 2 * number]
+        file.ImageOrientationPatient, file.ImagePositionPatient = (
+            [1, 0, 0, 0, 1, 0],
+            [10, 20, 30 + 2 * number],
+        )
         pydicom.dcmwrite(folder / f"{number}.dcm", file)
     return folder
 
 
-def enhanced_series(path: Path, order: tuple[int, ...] = (2, 0, 3, 1), heights: tuple[float, ...] = (30, 32, 34, 36)) -> Path:
+def enhanced_series(
+    path: Path, order: tuple[int, ...] = (2, 0, 3, 1), heights: tuple[float, ...] = (30, 32, 34, 36)
+) -> Path:
     """The volume of `dicom_series` as one Enhanced MR file (PS3.3, A.36); the slice of each frame, and the slices' heights in mm."""
 
     def group(**tags: Any) -> Sequence:
@@ -170,7 +203,10 @@ def enhanced_series(path: Path, order: tuple[int, ...] = (2, 0, 3, 1), heights: 
         PixelMeasuresSequence=group(PixelSpacing=[0.5, 0.25], SliceThickness=2),
         PlaneOrientationSequence=group(ImageOrientationPatient=[1, 0, 0, 0, 1, 0]),
     )
-    places = [group(PlanePositionSequence=group(ImagePositionPatient=[10, 20, heights[number]])) for number in order]
+    places = [
+        group(PlanePositionSequence=group(ImagePositionPatient=[10, 20, heights[number]]))
+        for number in order
+    ]
     file.PerFrameFunctionalGroupsSequence = Sequence([place[0] for place in places])
     path.parent.mkdir(parents=True, exist_ok=True)
     pydicom.dcmwrite(path, file)
@@ -179,7 +215,11 @@ def enhanced_series(path: Path, order: tuple[int, ...] = (2, 0, 3, 1), heights: 
 
 def beside_a_series(folder: Path) -> Path:
     """What an archive exports with a series: a directory, a presentation state, a report, a vendor's own, and a leaflet."""
-    kinds = {"DICOMDIR": MediaStorageDirectoryStorage, "PR1.dcm": GrayscaleSoftcopyPresentationStateStorage, "SR": BasicTextSRStorage}
+    kinds = {
+        "DICOMDIR": MediaStorageDirectoryStorage,
+        "PR1.dcm": GrayscaleSoftcopyPresentationStateStorage,
+        "SR": BasicTextSRStorage,
+    }
     kinds["CSA"] = UID("1.3.12.2.1107.5.9.1")  # "Non-Image" of Siemens
     for number, (name, kind) in enumerate(kinds.items()):
         pydicom.dcmwrite(folder / name, _dicom(folder / name, kind, f"1.2.5.{number}"))

@@ -52,7 +52,9 @@ def unfitted() -> StoredModel:
 @pytest.fixture(scope="session")
 def routed(trained: Runs) -> StoredModel:
     """IOP-FL's model of the outside site O."""
-    return load_model(trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed")
+    return load_model(
+        trained("iop_fl", outside=["O"], route_epochs=2, route_lr=0.1) / "sites/O/deployed"
+    )
 
 
 def picture(random: np.random.Generator, level: int) -> tuple[np.ndarray, np.ndarray]:
@@ -80,14 +82,20 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 Image.fromarray(pixels).save(root / site / split / name)
                 (root / site / "masks" / split).mkdir(parents=True, exist_ok=True)
                 Image.fromarray(3 * mask).save(root / site / "masks" / split / name)
-                entry: dict[str, Any] = {"image": f"{split}/{name}", "label": f"masks/{split}/{name}", "patient": f"{split}-{number // 2}"}
+                entry: dict[str, Any] = {
+                    "image": f"{split}/{name}",
+                    "label": f"masks/{split}/{name}",
+                    "patient": f"{split}-{number // 2}",
+                }
                 listed[split].append(entry)
         (root / site / "datalist.json").write_text(json.dumps(listed))
         for entries in listed.values():
             for number, entry in enumerate(entries):
                 entry["label"] = number % 3
         (root / site / "grades").mkdir()
-        (root / site / "grades" / "datalist.json").write_text(json.dumps(listed).replace('"image": "', '"image": "../'))
+        (root / site / "grades" / "datalist.json").write_text(
+            json.dumps(listed).replace('"image": "', '"image": "../')
+        )
     return root
 
 
@@ -100,7 +108,16 @@ def trained(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         key = repr((method, task.name, sorted(settings.items())))
         if key not in known:
             known[key] = tmp_path_factory.mktemp(method)
-            results = run_local(method, task, ["A", "B"], rounds=1, seed=0, data_root=data_root, out=known[key], **settings)
+            results = run_local(
+                method,
+                task,
+                ["A", "B"],
+                rounds=1,
+                seed=0,
+                data_root=data_root,
+                out=known[key],
+                **settings,
+            )
             assert results["status"] == "COMPLETED", results["reason"]
         return known[key]
 
@@ -113,7 +130,12 @@ def untrained(tmp_path: Path) -> Models:
 
     def save(task: TaskConfig = SEGMENTATION) -> Path:
         folder = tmp_path / "models" / f"{task.kind}-{task.target}"
-        save_model(folder, task, plain_message(initial_network(task, seed=5).state_dict()), {"method": "fedavg", "site": "A"})
+        save_model(
+            folder,
+            task,
+            plain_message(initial_network(task, seed=5).state_dict()),
+            {"method": "fedavg", "site": "A"},
+        )
         return folder
 
     return save

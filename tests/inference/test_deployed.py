@@ -8,7 +8,14 @@ from torch import nn
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
-from medflare.inference.deployed import build, load_model, network_with, plain_message, save_model, signed
+from medflare.inference.deployed import (
+    build,
+    load_model,
+    network_with,
+    plain_message,
+    save_model,
+    signed,
+)
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task
 

@@ -45,7 +45,9 @@ def super_model(trained: Runs) -> StoredModel:
     return stored
 
 
-def test_outputs_of_a_torchscript_file_are_arrays_without_further_code(trained: Runs, tmp_path: Path) -> None:
+def test_outputs_of_a_torchscript_file_are_arrays_without_further_code(
+    trained: Runs, tmp_path: Path
+) -> None:
     stored = load_model(trained("fedavg") / "models/global")
     export(stored, "torchscript", tmp_path, builder=build_deployed)
     loaded = torch.jit.load(tmp_path / "model.ts")
@@ -56,39 +58,65 @@ def test_outputs_of_a_torchscript_file_are_arrays_without_further_code(trained: 
 
 
 @pytest.mark.parametrize("combine", [None, "extra", "ensemble"])
-def test_torchscript_of_super_models(combine: str | None, trained: Runs, super_model: StoredModel, tmp_path: Path) -> None:
+def test_torchscript_of_super_models(
+    combine: str | None, trained: Runs, super_model: StoredModel, tmp_path: Path
+) -> None:
     stored = super_model
     if combine:
-        stored = load_model(trained("fedsm_extra", combine=combine, selector_rounds=1) / "models/deployed")
+        stored = load_model(
+            trained("fedsm_extra", combine=combine, selector_rounds=1) / "models/deployed"
+        )
     result = export(stored, "torchscript", tmp_path, builder=build_deployed)
     assert result.difference < 1e-5
     card = json.loads((tmp_path / "card.json").read_text())
-    assert card["export"] == {"format": "torchscript", "largest_difference": result.difference} and signed(card) == card
+    assert (
+        card["export"] == {"format": "torchscript", "largest_difference": result.difference}
+        and signed(card) == card
+    )
     images, model = IMAGES, built(stored)
     with torch.no_grad():
-        torch.testing.assert_close(torch.jit.load(tmp_path / "model.ts")(images), model(images), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            torch.jit.load(tmp_path / "model.ts")(images), model(images), rtol=0, atol=1e-6
+        )
     if combine is None:
-        assert model.report()["global"] and len([name for name in model.names if model.report()[name]]) > 1, "several members answered"
+        assert (
+            model.report()["global"]
+            and len([name for name in model.names if model.report()[name]]) > 1
+        ), "several members answered"
 
 
 @pytest.mark.slow
 def test_onnx(super_model: StoredModel, untrained: Models, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    for name, stored in {"super": super_model, "plain": load_model(untrained(CLASSIFICATION))}.items():
+    for name, stored in {
+        "super": super_model,
+        "plain": load_model(untrained(CLASSIFICATION)),
+    }.items():
         result = export(stored, "onnx", tmp_path / name, builder=build_deployed)
         assert result.difference < 1e-5
-        session = onnxruntime.InferenceSession(str(tmp_path / name / "model.onnx"), providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            str(tmp_path / name / "model.onnx"), providers=["CPUExecutionProvider"]
+        )
         images = torch.randn(7, 1, 16, 16)  # a batch of another size than any that was checked
         with torch.no_grad():
             expected = built(stored)(images)
-        torch.testing.assert_close(torch.from_numpy(session.run(None, {"images": images.numpy()})[0]), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            torch.from_numpy(session.run(None, {"images": images.numpy()})[0]),
+            expected,
+            rtol=0,
+            atol=1e-5,
+        )
 
 
-def test_a_site_adapted_model_keeps_its_statistics(trained: Runs, data_root: Path, tmp_path: Path) -> None:
+def test_a_site_adapted_model_keeps_its_statistics(
+    trained: Runs, data_root: Path, tmp_path: Path
+) -> None:
     plain = load_model(trained("fedavg") / "models/global")
     site = open_site("O", SEGMENTATION, role="outside", data_root=data_root)
-    stored = StoredModel(plain.task, dsbn_for(site, plain.message, partial(build_deployed, plain.task)), {})
+    stored = StoredModel(
+        plain.task, dsbn_for(site, plain.message, partial(build_deployed, plain.task)), {}
+    )
     export(stored, "torchscript", tmp_path, builder=build_deployed)
     images, recorded = site.data.test.images, torch.jit.load(tmp_path / "model.ts")
     with torch.no_grad():
@@ -106,7 +134,9 @@ def unrecordable(images: Tensor) -> Tensor:
     return images
 
 
-@pytest.mark.parametrize(("model", "named"), [(Answer(branches), "differs"), (Answer(unrecordable), "not while tracing")])
+@pytest.mark.parametrize(
+    ("model", "named"), [(Answer(branches), "differs"), (Answer(unrecordable), "not while tracing")]
+)
 def test_a_model_that_is_recorded_wrongly_or_not_at_all_is_refused(
     model: nn.Module, named: str, unfitted: StoredModel, tmp_path: Path
 ) -> None:
@@ -121,7 +151,9 @@ def test_shapes_and_nan_count_as_infinitely_different() -> None:
     assert largest_difference(lambda x: x, lambda x: x / 0, SEGMENTATION) == float("inf")
 
 
-def test_models_that_adapt_and_unknown_formats_are_refused(trained: Runs, routed: StoredModel, tmp_path: Path) -> None:
+def test_models_that_adapt_and_unknown_formats_are_refused(
+    trained: Runs, routed: StoredModel, tmp_path: Path
+) -> None:
     with pytest.raises(ExportError, match="routed"):
         export(routed, "onnx", tmp_path, builder=build_deployed)
     plain = load_model(trained("fedavg") / "models/global")
@@ -132,11 +164,18 @@ def test_models_that_adapt_and_unknown_formats_are_refused(trained: Runs, routed
         export(plain, "caffe", tmp_path)
 
 
-def run_bundle(root: Path, images: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **override: str) -> None:
+def run_bundle(
+    root: Path, images: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **override: str
+) -> None:
     from monai import bundle
 
     monkeypatch.chdir(root)
-    bundle.run(config_file="configs/inference.json", dataset_dir=str(images), output_dir=str(out), **override)
+    bundle.run(
+        config_file="configs/inference.json",
+        dataset_dir=str(images),
+        output_dir=str(out),
+        **override,
+    )
 
 
 @pytest.fixture
@@ -144,9 +183,17 @@ def pictures(tmp_path: Path) -> Path:
     """Grey and colour, smaller, equal, larger and of other shape than the network's 16 x 16."""
     random, folder = np.random.default_rng(0), tmp_path / "pictures"
     folder.mkdir()
-    shapes = {"same": (16, 16), "large": (40, 28), "small": (9, 12), "wide": (10, 40), "colour": (20, 30, 3)}
+    shapes = {
+        "same": (16, 16),
+        "large": (40, 28),
+        "small": (9, 12),
+        "wide": (10, 40),
+        "colour": (20, 30, 3),
+    }
     for name, shape in shapes.items():
-        Image.fromarray(random.integers(0, 255, shape).astype(np.uint8)).save(folder / f"{name}.png")
+        Image.fromarray(random.integers(0, 255, shape).astype(np.uint8)).save(
+            folder / f"{name}.png"
+        )
     colour = Image.fromarray(random.integers(0, 255, (20, 30, 3)).astype(np.uint8))
     lying = Image.Exif()
     lying[0x0112] = 6  # EXIF's orientation: the camera was held upright
@@ -156,11 +203,19 @@ def pictures(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("without_medflare", [False, True])
 def test_a_bundle_predicts_as_medflare_does(
-    without_medflare: Any, super_model: StoredModel, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    without_medflare: Any,
+    super_model: StoredModel,
+    pictures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     result = export(super_model, "monai", tmp_path / "bundle", builder=build_deployed)
     assert result.difference < 1e-5
-    script = {"network_def": "$torch.jit.load('models/model.ts')", "checkpoint": "$None"} if without_medflare else {}
+    script = (
+        {"network_def": "$torch.jit.load('models/model.ts')", "checkpoint": "$None"}
+        if without_medflare
+        else {}
+    )
     run_bundle(tmp_path / "bundle", pictures, tmp_path / "monai", monkeypatch, **script)
     predict(super_model, [pictures], tmp_path / "medflare", builder=build_deployed)
     actual = sorted((tmp_path / "monai").glob("*.png"))
@@ -174,7 +229,9 @@ def test_a_bundle_predicts_as_medflare_does(
 def test_a_bundle_of_a_classifier_writes_a_table(
     untrained: Models, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    colour = load_task({**CLASSIFICATION.to_dict(), "channels": 3, "intensity": {"name": "NormalizeIntensity"}})
+    colour = load_task(
+        {**CLASSIFICATION.to_dict(), "channels": 3, "intensity": {"name": "NormalizeIntensity"}}
+    )
     stored = load_model(untrained(colour))
     export(stored, "monai", tmp_path / "bundle")
     run_bundle(tmp_path / "bundle", pictures, tmp_path / "monai", monkeypatch)
@@ -202,7 +259,9 @@ def test_a_card_never_becomes_code(changes: dict[str, Any]) -> None:
 
 def test_intensity_arguments_are_no_code_either() -> None:
     with pytest.raises(ExportError, match="print"):
-        inference_config(replace(SEGMENTATION, intensity={"name": "ScaleIntensity", "dtype": "$print()"}), {})
+        inference_config(
+            replace(SEGMENTATION, intensity={"name": "ScaleIntensity", "dtype": "$print()"}), {}
+        )
 
 
 def test_a_module_that_no_configuration_describes_is_refused() -> None:

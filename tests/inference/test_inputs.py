@@ -24,7 +24,14 @@ def inputs_by_name(paths: list[Path], out: Path) -> dict[str, Path]:
 
 
 def test_files_and_folders_in_order(tmp_path: Path) -> None:
-    for name in ("in/b.png", "in/a.jpg", "in/deep/c.TIF", "in/.hidden.png", "in/.git/d.png", "alone.png"):
+    for name in (
+        "in/b.png",
+        "in/a.jpg",
+        "in/deep/c.TIF",
+        "in/.hidden.png",
+        "in/.git/d.png",
+        "alone.png",
+    ):
         picture(tmp_path / name)
     (tmp_path / "in/notes.txt").write_text("not an image")
     (tmp_path / "in/v.nii.gz").write_bytes(b"")
@@ -36,8 +43,16 @@ def test_files_and_folders_in_order(tmp_path: Path) -> None:
 def test_names_stay_apart(tmp_path: Path) -> None:
     for name in ("x/1.png", "x/1.jpg", "y/1.png"):
         picture(tmp_path / name)
-    assert list(inputs_by_name([tmp_path / "x", tmp_path / "y"], tmp_path / "out")) == ["x/1", "x/1-2", "y/1"]
-    files = [tmp_path / "x/1.png", tmp_path / "y/1.png", tmp_path / "x/1.png"]  # the first is named twice
+    assert list(inputs_by_name([tmp_path / "x", tmp_path / "y"], tmp_path / "out")) == [
+        "x/1",
+        "x/1-2",
+        "y/1",
+    ]
+    files = [
+        tmp_path / "x/1.png",
+        tmp_path / "y/1.png",
+        tmp_path / "x/1.png",
+    ]  # the first is named twice
     assert list(inputs_by_name(files, tmp_path / "out")) == ["1", "1-2"]
 
 
@@ -49,13 +64,24 @@ def test_earlier_results_are_no_inputs(tmp_path: Path) -> None:
         find_inputs([tmp_path / "in"], tmp_path / "in")
 
 
-def test_folders_of_drives_and_systems_are_no_inputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("a.png", "deep/b.png", "@eaDir/a.png/THUMB.jpg", "deep/@eaDir/b.png/THUMB.jpg", "#snapshot/a.png", "lost+found/c.png"):
+def test_folders_of_drives_and_systems_are_no_inputs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (
+        "a.png",
+        "deep/b.png",
+        "@eaDir/a.png/THUMB.jpg",
+        "deep/@eaDir/b.png/THUMB.jpg",
+        "#snapshot/a.png",
+        "lost+found/c.png",
+    ):
         picture(tmp_path / "in" / name)
     (tmp_path / "in" / "linked").symlink_to(tmp_path)
     assert list(inputs_by_name([tmp_path / "in"], tmp_path / "out")) == ["a", "deep/b"]
     systems, links = caplog.messages
-    assert systems.endswith("left out, as drives and systems make them: #snapshot, @eaDir (2 times), lost+found")
+    assert systems.endswith(
+        "left out, as drives and systems make them: #snapshot, @eaDir (2 times), lost+found"
+    )
     assert "links" in links and "linked" in links
 
 
@@ -85,4 +111,6 @@ def test_dicom_files_that_form_no_volume_are_images(tmp_path: Path) -> None:
     dicom_slice(tmp_path / "broken/1.dcm", GREY, 0)
     (tmp_path / "broken/2.dcm").write_bytes(b"this is not DICOM")
     expected = {"views": 2, "mixed": 2, "sizes": 2, "twice": 2, "single": 1, "broken": 2}
-    assert {folder: len(inputs_by_name([tmp_path / folder], tmp_path / "out")) for folder in expected} == expected
+    assert {
+        folder: len(inputs_by_name([tmp_path / folder], tmp_path / "out")) for folder in expected
+    } == expected

@@ -22,14 +22,20 @@ PHANTOM = load_task("phantom")  # disc: values 1 and 2, cup: value 2
 
 
 def task_of(target: str, labels: list[str], **settings: dict[str, Any]) -> TaskConfig:
-    return load_task({**PHANTOM.to_dict(), "target": target, "labels": labels, "label_values": {}, **settings})
+    return load_task(
+        {**PHANTOM.to_dict(), "target": target, "labels": labels, "label_values": {}, **settings}
+    )
 
 
 TASKS = [
     task_of("binary", ["vessel"]),
     task_of("binary", ["tumour"], label_values={"tumour": [4, 1]}),
     task_of("multiclass", ["background", "a", "b"]),
-    task_of("multiclass", ["background", "a", "b"], label_values={"background": [9], "a": [300, 2], "b": [5]}),
+    task_of(
+        "multiclass",
+        ["background", "a", "b"],
+        label_values={"background": [9], "a": [300, 2], "b": [5]},
+    ),
     task_of("multilabel", ["x", "y"]),
 ]
 
@@ -41,7 +47,9 @@ def test_masks_read_back_are_what_the_metrics_count(task: TaskConfig, tmp_path: 
     masks = label_map(p[0], task)
     files = write_masks(Input(Path("a/scan.png"), "sub/scan"), masks, task, tmp_path)
     assert files[0].parent == tmp_path / "sub"
-    stored = np.concatenate([label_values(read_stored(file).array, file) for file in files]).swapaxes(1, 2)
+    stored = np.concatenate(
+        [label_values(read_stored(file).array, file) for file in files]
+    ).swapaxes(1, 2)
     target = torch.as_tensor(encode_mask(stored, task, "mask"))
     kept = foreground(p, task)[0].long()
     if task.target == "multiclass":
@@ -51,7 +59,9 @@ def test_masks_read_back_are_what_the_metrics_count(task: TaskConfig, tmp_path: 
 
 
 def test_one_mask_for_several_structures() -> None:
-    p = torch.tensor([[0.9, 0.9, 0.1, 0.2, 0.45, 0.5], [0.8, 0.3, 0.1, 0.9, 0.95, 0.5]]).reshape(2, 1, 6)  # disc, cup
+    p = torch.tensor([[0.9, 0.9, 0.1, 0.2, 0.45, 0.5], [0.8, 0.3, 0.1, 0.9, 0.95, 0.5]]).reshape(
+        2, 1, 6
+    )  # disc, cup
     # cup without disc has no value: where the disc is unlikely it is background, where it is nearly there it is cup in disc
     assert label_map(p, PHANTOM).tolist() == [[[2, 1, 0, 2, 2, 0]]]
     products = [(0.8 * 0.1, 0), (0.2 * 0.1, 1), (0.2 * 0.9, 2)]
@@ -66,7 +76,9 @@ def test_size_is_restored() -> None:
     assert larger.shape == (1, 2, 16, 24) and mixed.shape == (1, 2, 16, 4)
     torch.testing.assert_close(smaller, p.reshape(1, 2, 4, 2, 2, 4).mean(dim=(3, 5)))
     ramp = torch.linspace(0.5, 7.5, 8).expand(1, 1, 8, 8)  # pixel centres at 0.5, 1.5, ...
-    torch.testing.assert_close(restored(ramp, (16, 16))[0, 0, 3, 1:-1], torch.arange(0.75, 7.5, 0.5))
+    torch.testing.assert_close(
+        restored(ramp, (16, 16))[0, 0, 3, 1:-1], torch.arange(0.75, 7.5, 0.5)
+    )
 
 
 @pytest.mark.parametrize("codes", ["RAS", "LPS", "LIP", "ASR", "SPL"])
@@ -78,18 +90,29 @@ def test_nifti_masks_lie_on_their_image(codes: str, tmp_path: Path) -> None:
     image.header.set_xyzt_units("mm")
     nibabel.save(image, tmp_path / "scan.nii.gz")
     read = read_image([tmp_path / "scan.nii.gz"], small_task()).array
-    (file,) = write_masks(Input(tmp_path / "scan.nii.gz", "scan"), (read > 0.7).astype(np.int64), TASKS[0], tmp_path / "out")
+    (file,) = write_masks(
+        Input(tmp_path / "scan.nii.gz", "scan"),
+        (read > 0.7).astype(np.int64),
+        TASKS[0],
+        tmp_path / "out",
+    )
     written = nibabel.load(file)
     np.testing.assert_array_equal(np.asarray(written.dataobj), volume > 0.7)
     np.testing.assert_array_equal(written.affine, nibabel.load(tmp_path / "scan.nii.gz").affine)
-    assert written.header.get_data_dtype() == np.uint8 and written.header.get_xyzt_units()[0] == "mm"
+    assert (
+        written.header.get_data_dtype() == np.uint8 and written.header.get_xyzt_units()[0] == "mm"
+    )
     np.testing.assert_array_equal(read_image([file], small_task()).array, read > 0.7)
 
 
 def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path: Path) -> None:
-    volume = np.random.default_rng(0).integers(0, 200, (4, 6, 3)).astype(np.uint8)  # rows, columns, slices
+    volume = (
+        np.random.default_rng(0).integers(0, 200, (4, 6, 3)).astype(np.uint8)
+    )  # rows, columns, slices
     for number in range(3):
-        dicom_slice(tmp_path / f"ct/{number}.dcm", np.ascontiguousarray(volume[..., number]), number)
+        dicom_slice(
+            tmp_path / f"ct/{number}.dcm", np.ascontiguousarray(volume[..., number]), number
+        )
     mask = np.zeros((1, 4, 6, 3), np.int64)
     mask[0, 1, 2, 2] = 1  # row 1, column 2, slice 2
     (file,) = write_masks(Input(tmp_path / "ct", "ct"), mask, TASKS[0], tmp_path / "out")
@@ -101,14 +124,35 @@ def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path: Path) -> Non
 
 def test_masks_have_different_names(tmp_path: Path) -> None:
     labels = ["肝臓", "脾臓", "left lung", "Left-lung", "heart_1"]
-    task, masks = task_of("multilabel", labels), np.stack([np.full((4, 4), number) for number in range(5)])
+    task, masks = (
+        task_of("multilabel", labels),
+        np.stack([np.full((4, 4), number) for number in range(5)]),
+    )
     files = write_masks(Input(tmp_path / "b.png", "b"), masks, task, tmp_path)
-    assert [file.name[len("b_seg") : -len(".png")] for file in files] == ["_肝臓", "_脾臓", "_left-lung_3", "_Left-lung_4", "_heart-1"]
+    assert [file.name[len("b_seg") : -len(".png")] for file in files] == [
+        "_肝臓",
+        "_脾臓",
+        "_left-lung_3",
+        "_Left-lung_4",
+        "_heart-1",
+    ]
     assert [int(np.asarray(Image.open(file)).max()) for file in files] == [0, 1, 2, 3, 4]
 
 
-def test_a_mask_of_an_image_without_position_has_no_affine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "series_grid", lambda path: Grid((4, 3, 2), np.eye(4), has_affine=False))
-    (file,) = write_masks(Input(tmp_path / "frames.dcm", "frames"), np.ones((1, 3, 4, 2), np.int64), TASKS[0], tmp_path)
+def test_a_mask_of_an_image_without_position_has_no_affine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        masks, "series_grid", lambda path: Grid((4, 3, 2), np.eye(4), has_affine=False)
+    )
+    (file,) = write_masks(
+        Input(tmp_path / "frames.dcm", "frames"),
+        np.ones((1, 3, 4, 2), np.int64),
+        TASKS[0],
+        tmp_path,
+    )
     header = nibabel.load(file).header
-    assert nibabel.load(file).shape == (4, 3, 2) and (header["sform_code"], header["qform_code"]) == (0, 0)
+    assert nibabel.load(file).shape == (4, 3, 2) and (
+        header["sform_code"],
+        header["qform_code"],
+    ) == (0, 0)

@@ -45,17 +45,25 @@ def test_every_card_has_the_range_of_the_training_images(volumes: tuple[Path, Pa
     root, run = volumes
     cards = [json.loads(card.read_text())[TRAINED_ON] for card in sorted(run.rglob("card.json"))]
     assert len(cards) >= 3 and all(card == cards[0] for card in cards)
-    training = sum(len(json.loads((root / site / "datalist.json").read_text())["training"]) for site in ("A", "BB"))
+    training = sum(
+        len(json.loads((root / site / "datalist.json").read_text())["training"])
+        for site in ("A", "BB")
+    )
     assert cards[0]["images"] == training and len(cards[0]["medians"][0]) == 2
 
 
-def changed(source: Path, folder: Path, name: str, change: Callable[[Any], Any], spacing: float = 1.0) -> None:
+def changed(
+    source: Path, folder: Path, name: str, change: Callable[[Any], Any], spacing: float = 1.0
+) -> None:
     """Both channels of a patient with other values or another spacing."""
     for channel in TASK["channels"]:
         image: Any = nibabel.load(source / f"p0_{channel}.nii.gz")
         affine = image.affine @ np.diag([spacing, spacing, spacing, 1])
         folder.mkdir(exist_ok=True)
-        nibabel.save(nibabel.Nifti1Image(change(image.get_fdata()).astype(np.float32), affine), folder / f"{name}_{channel}.nii.gz")
+        nibabel.save(
+            nibabel.Nifti1Image(change(image.get_fdata()).astype(np.float32), affine),
+            folder / f"{name}_{channel}.nii.gz",
+        )
 
 
 def test_unlike_volumes_are_named_and_the_sites_test_volumes_are_not(
@@ -77,14 +85,22 @@ def test_unlike_volumes_are_named_and_the_sites_test_volumes_are_not(
     changed(root / "A", images, "wide", lambda values: np.tile(values, (3, 3, 3)))
     changed(root / "A", images, "bright", lambda values: values + 5000)
     changed(root / "A", images, "scaled", lambda values: values / 255)
-    named = {"coarse": "spacing", "wide": "field of view", "bright": "intensities", "scaled": "intensities"}
+    named = {
+        "coarse": "spacing",
+        "wide": "field of view",
+        "bright": "intensities",
+        "scaled": "intensities",
+    }
     assert main(["predict", str(model), str(images), "--out", str(tmp_path / "all")]) == 0
     actual = notes_of(tmp_path / "all")
     odd = {name: text for name, text in actual.items() if text}
     assert len(odd) == 4 and len(actual) == 4 + len(entries)
     assert all(named[name.partition("_")[0]] in text for name, text in odd.items())
     printed = capsys.readouterr()
-    assert all(f"{name}_" in printed.err for name in named) and f"4 of {len(actual)} images" in printed.out
+    assert (
+        all(f"{name}_" in printed.err for name in named)
+        and f"4 of {len(actual)} images" in printed.out
+    )
 
     assert main([*command[:3], "--out", str(tmp_path / "strict"), "--strict"]) == 1
     printed = capsys.readouterr()
@@ -93,7 +109,9 @@ def test_unlike_volumes_are_named_and_the_sites_test_volumes_are_not(
     assert not list((tmp_path / "strict").rglob("wide*"))
 
 
-def test_pictures_in_colour_are_named(trained: Runs, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_in_colour_are_named(
+    trained: Runs, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The task resizes pictures: another size in pixels is not named."""
     model, images = trained("fedavg") / "models/global", tmp_path / "images"
     images.mkdir()
@@ -103,7 +121,11 @@ def test_pictures_in_colour_are_named(trained: Runs, data_root: Path, tmp_path: 
     Image.fromarray(np.dstack([pixels, pixels // 3, pixels // 4])).save(images / "red.png")
     assert main(["predict", str(model), str(images), "--out", str(tmp_path / "out")]) == 0
     actual = notes_of(tmp_path / "out")
-    assert actual["own.png"] == "" and "size" not in actual["large.png"] and "colour" in actual["red.png"]
+    assert (
+        actual["own.png"] == ""
+        and "size" not in actual["large.png"]
+        and "colour" in actual["red.png"]
+    )
     capsys.readouterr()
 
 
@@ -113,9 +135,21 @@ def test_a_grey_volume_is_refused_by_a_model_of_pictures_in_colour(
 ) -> None:
     task = small_task(channels=3)
     ends: Any = [[0.0] * 3, [255.0] * 3]
-    trained_on = {"images": 9, "sides": [[16, 16], [16, 16]], "spacing": None, "extent": None, "medians": ends, "contrasts": ends}
+    trained_on = {
+        "images": 9,
+        "sides": [[16, 16], [16, 16]],
+        "spacing": None,
+        "extent": None,
+        "medians": ends,
+        "contrasts": ends,
+    }
     model = tmp_path / "model"
-    save_model(model, task, plain_message(initial_network(task, 0).state_dict()), {TRAINED_ON: {**trained_on, "coloured": [coloured]}})
+    save_model(
+        model,
+        task,
+        plain_message(initial_network(task, 0).state_dict()),
+        {TRAINED_ON: {**trained_on, "coloured": [coloured]}},
+    )
     images = tmp_path / "images"
     images.mkdir()
     grey = np.random.default_rng(0).integers(0, 255, (16, 16, 3)).astype(np.uint8)
@@ -124,7 +158,9 @@ def test_a_grey_volume_is_refused_by_a_model_of_pictures_in_colour(
     command = ["predict", str(model), str(images), "--out"]
     assert main([*command, str(tmp_path / "out")]) == int(coloured)
     assert ("--force" in capsys.readouterr().err) == coloured
-    assert set(notes_of(tmp_path / "out")) == ({"eye.png"} if coloured else {"eye.png", "brain.nii.gz"})
+    assert set(notes_of(tmp_path / "out")) == (
+        {"eye.png"} if coloured else {"eye.png", "brain.nii.gz"}
+    )
     assert main([*command, str(tmp_path / "forced"), "--force"]) == 0
     assert set(notes_of(tmp_path / "forced")) == {"eye.png", "brain.nii.gz"}
 
@@ -132,7 +168,13 @@ def test_a_grey_volume_is_refused_by_a_model_of_pictures_in_colour(
 def test_a_card_without_training_range_is_reported_and_refused_when_strict(
     untrained: Models, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["predict", str(untrained()), str(data_root / "A/test"), "--out", str(tmp_path / "out")]
+    command = [
+        "predict",
+        str(untrained()),
+        str(data_root / "A/test"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert main(command) == 0
     assert "unknown" in capsys.readouterr().out
     assert "outside_training" not in (tmp_path / "out/predictions.csv").read_text()
@@ -147,8 +189,16 @@ def test_a_site_with_dp_noise_sends_no_image_range(data_root: Path) -> None:
     def opened(role: str) -> Site:
         return open_site("A", task, role=role, data_root=data_root)
 
-    for minimum, hyper in ((0, {}), (4, {}), (1, {"site": {"dp_noise": 1.0, "dp_clip": 1.0, "dp_delta": 1e-5}})):
-        site = Participant("A", opened, get_method("fedavg"), hyper, local=LocalSettings(minimum_patients=minimum))
-        cards[minimum] = site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]})).meta
+    for minimum, hyper in (
+        (0, {}),
+        (4, {}),
+        (1, {"site": {"dp_noise": 1.0, "dp_clip": 1.0, "dp_delta": 1e-5}}),
+    ):
+        site = Participant(
+            "A", opened, get_method("fedavg"), hyper, local=LocalSettings(minimum_patients=minimum)
+        )
+        cards[minimum] = site.answer(
+            "enrol", 0, Message({}, {"role": "inside", "sites": ["A"]})
+        ).meta
     assert [TRAINED_ON in cards[minimum] for minimum in (0, 4, 1)] == [True, True, False]
     assert cards[4][TRAINED_ON]["medians"] != cards[0][TRAINED_ON]["medians"]

@@ -26,7 +26,7 @@ from medflare.data.loading import SiteData, Split
 from medflare.data.local import FOLDERS, ImageBounds
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.inputs import Input
-from medflare.inference.predict import Prepared, predict, predictions, prepare
+from medflare.inference.predict import PreparedImage, predict, predictions, prepare
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedsm.super_model import SuperModel
 from medflare.tasks.config import TaskConfig, load_task
@@ -101,7 +101,7 @@ def test_images_for_adaptation_are_read_again_and_not_kept(
     seen: list[weakref.ref[Tensor]] = []
     most = 0
 
-    def watched(source: Input, task: TaskConfig, bounds: ImageBounds) -> Prepared:
+    def watched(source: Input, task: TaskConfig, bounds: ImageBounds) -> PreparedImage:
         nonlocal most
         actual = prepare(source, task, bounds)
         seen.append(weakref.ref(actual.images))
@@ -131,8 +131,8 @@ def test_slices_of_one_volume_are_of_one_patient() -> None:
     data = Split(images, torch.zeros(10, 1, 4, 4), ("p",) * 10, tuple(map(str, range(10))))
     expected = torch.cat([answer[0] for answer in Site("S", SEGMENTATION, SiteData(data, data, data)).predictions(model, "test")])
     acquired = acquisition_of(reading.Image(images[0].numpy()), SEGMENTATION)
-    volume = Prepared(Input(Path("v.nii"), "v"), images, (4, 4), True, acquired)
-    pictures = [Prepared(Input(Path("p.png"), "p"), image[None], (4, 4), False, acquired) for image in images[:2]]
+    volume = PreparedImage(Input(Path("v.nii"), "v"), images, (4, 4), True, acquired)
+    pictures = [PreparedImage(Input(Path("p.png"), "p"), image[None], (4, 4), False, acquired) for image in images[:2]]
     whole, *alone = predictions(model, [volume, *pictures], SEGMENTATION)
     assert torch.equal(whole.probabilities, expected) and len(set(whole.answered)) == 1 and len(whole.answered) == 10
     assert len({one.answered for one in alone}) == 2, "pictures may be of several patients"

@@ -11,7 +11,17 @@ import torch
 
 from helpers.small_tasks import SEGMENTATION as SLICES
 from helpers.small_tasks import predicted, score
-from helpers.volume_sites import PATCHES, SHAPE, affine, change, cube_task, dicom_series, enhanced_series, make_sites, write
+from helpers.volume_sites import (
+    PATCHES,
+    SHAPE,
+    affine,
+    change,
+    cube_task,
+    dicom_series,
+    enhanced_series,
+    make_sites,
+    write,
+)
 from inference.conftest import Answer, rows_of
 from medflare.core import packages
 from medflare.core.errors import ConfigError
@@ -22,7 +32,7 @@ from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.dicom_seg import dicom_seg
 from medflare.inference.export import export
 from medflare.inference.inputs import find_inputs
-from medflare.inference.predict import Summary, fit, predict, prediction_model, predictions, prepare
+from medflare.inference.predict import PredictionSummary, fit, predict, prediction_model, predictions, prepare
 from medflare.methods.catalogue import build_deployed, method_names
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
@@ -66,7 +76,7 @@ def test_volumes_larger_than_a_patch_give_the_numbers_of_the_run(method: str, si
     assert measured.values["dice"] == results["sites"][site]["metrics"]["deployed"]["dice"]
 
 
-def bright(task: TaskConfig, images: list[Path], out: Path, seg: bool = False) -> Summary:
+def bright(task: TaskConfig, images: list[Path], out: Path, seg: bool = False) -> PredictionSummary:
     """Prediction by a model whose foreground is where the first channel, scaled to 0 to 1, is bright."""
     model = Answer(lambda images: (images[:, :1] > 0.5).float())
     return predict(StoredModel(task, plain_message({}), {}), images, out, builder=lambda task, message: model, seg=seg)

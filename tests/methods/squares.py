@@ -13,8 +13,8 @@ import torch
 
 from helpers import small_tasks
 from helpers.small_tasks import small_task
-from medflare.core.specs import StateSpec
 from medflare.core.message import Message
+from medflare.core.specs import StateSpec
 from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
 from medflare.data.loading import SiteData, Split

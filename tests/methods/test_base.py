@@ -98,18 +98,31 @@ class TestPhases:
     def test_a_declared_reply_passes_and_its_manifest_follows_the_plan(self) -> None:
         for twice, entries in ((False, {"model"}), (True, {"model", "copy"})):
             algorithm = echo(twice=twice)
-            reply, manifest = algorithm.perform("train", 0, Message({"model": W})), Echo.manifest("train", algorithm.plan)
+            reply, manifest = (
+                algorithm.perform("train", 0, Message({"model": W})),
+                Echo.manifest("train", algorithm.plan),
+            )
             assert reply.states.keys() == manifest.keys() == entries and reply.meta == {"loss": 1.0}
-            assert manifest["model"].tensors == {"w": ((2,), torch.float32)} and manifest["model"].purpose == MODEL.purpose
+            assert (
+                manifest["model"].tensors == {"w": ((2,), torch.float32)}
+                and manifest["model"].purpose == MODEL.purpose
+            )
         assert Echo.manifest("look", algorithm.plan) == {}
 
-    @pytest.mark.parametrize(("option", "offender"), [("more", "copy"), ("less", "model"), ("more_meta", "name")])
-    def test_an_undeclared_reply_is_an_error_of_the_method(self, option: str, offender: str) -> None:
+    @pytest.mark.parametrize(
+        ("option", "offender"), [("more", "copy"), ("less", "model"), ("more_meta", "name")]
+    )
+    def test_an_undeclared_reply_is_an_error_of_the_method(
+        self, option: str, offender: str
+    ) -> None:
         with pytest.raises(ConfigError, match=f"Echo.*'train'.*'{offender}'"):
             echo(**{option: True}).perform("train", 0, Message({"model": W}))
 
     def test_an_unknown_phase_is_named(self) -> None:
-        for ask in (lambda: echo().perform("score", 0, Message()), lambda: Echo.manifest("score", echo().plan)):
+        for ask in (
+            lambda: echo().perform("score", 0, Message()),
+            lambda: Echo.manifest("score", echo().plan),
+        ):
             with pytest.raises(ConfigError, match="score"):
                 ask()
 
@@ -137,7 +150,9 @@ def test_an_override_keeps_its_declaration_or_replaces_it() -> None:
 
 def test_a_family_is_declared_by_the_names_of_its_members() -> None:
     """Clusters, sites or anything else that the plan names."""
-    clusters = TensorSpec("model", "of a cluster", lambda plan: W, of=lambda plan: ("first", "second"))
+    clusters = TensorSpec(
+        "model", "of a cluster", lambda plan: W, of=lambda plan: ("first", "second")
+    )
 
     class Clustered(Echo):
         @phase(request=(clusters,), reply=(clusters,))
@@ -191,7 +206,9 @@ def test_a_servers_methods_are_called_for_the_phases_that_they_name() -> None:
     other.aggregate(train, {"A": Message({"model": W})})
     assert (server.memory.meta["sites"], other.memory.meta["sites"]) == (["A"], ["other"])
     server.aggregate(look, {"A": Message()})
-    with pytest.raises(ConfigError, match=r"EchoServer does nothing with the models of 'look'.*@handles"):
+    with pytest.raises(
+        ConfigError, match=r"EchoServer does nothing with the models of 'look'.*@handles"
+    ):
         server.aggregate(look, {"A": Message({"model": W})})
 
 
@@ -222,12 +239,19 @@ def test_an_extended_site_algorithm_has_the_phases_of_both() -> None:
 
 class TestContext:
     def test_shapes_of_the_sites_replies(self) -> None:
-        context = ServerContext(squares.plan_of(FedAvgSite, FedAvgServer), squares.SEED, 3, phases=FedAvgSite.phases)
+        context = ServerContext(
+            squares.plan_of(FedAvgSite, FedAvgServer), squares.SEED, 3, phases=FedAvgSite.phases
+        )
         spec = context.reply_spec("train", MODEL)
         assert spec is not None and spec.spec(context.plan).tensors.keys() == squares.start().keys()
-        assert context.reply_spec("train", COPY) is None and context.reply_spec("validate", MODEL) is None
+        assert (
+            context.reply_spec("train", COPY) is None
+            and context.reply_spec("validate", MODEL) is None
+        )
         for twice in (False, True):
-            context = ServerContext(squares.plan_of(Echo, FedAvgServer, twice=twice), 0, 1, phases=Echo.phases)
+            context = ServerContext(
+                squares.plan_of(Echo, FedAvgServer, twice=twice), 0, 1, phases=Echo.phases
+            )
             assert (context.reply_spec("train", COPY) is not None) == twice
 
     def test_notes_are_collected_by_site(self) -> None:
@@ -245,9 +269,13 @@ class TestContext:
 
 
 def test_a_plans_template_is_on_the_meta_device() -> None:
-    plan: Plan[SiteHyper, ServerHyper] = Plan(squares.SEGMENTATION, squares.SITES, SiteHyper(), ServerHyper())
+    plan: Plan[SiteHyper, ServerHyper] = Plan(
+        squares.SEGMENTATION, squares.SITES, SiteHyper(), ServerHyper()
+    )
     assert all(tensor.is_meta for tensor in plan.template().values())
-    assert {name: tensor.shape for name, tensor in plan.template().items()} == {n: t.shape for n, t in squares.start().items()}
+    assert {name: tensor.shape for name, tensor in plan.template().items()} == {
+        n: t.shape for n, t in squares.start().items()
+    }
     selector = plan.template({"name": "compact_selector", "side": 4, "hidden": 8}, 3)
     assert list(selector.values())[-1].shape[0] == 3
 
@@ -259,4 +287,6 @@ def test_networks_are_built_once_and_loaded_in_place() -> None:
     again = algorithm.network("model", {name: tensor + 1 for name, tensor in weights.items()})
     assert again is network and algorithm.network("other", weights) is not network
     assert [tensor.data_ptr() for tensor in network.state_dict().values()] == pointers
-    assert squares.equal(network.state_dict(), {name: tensor + 1 for name, tensor in weights.items()})
+    assert squares.equal(
+        network.state_dict(), {name: tensor + 1 for name, tensor in weights.items()}
+    )

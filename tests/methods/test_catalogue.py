@@ -24,8 +24,8 @@ from medflare.evaluation.results import validate_results
 from medflare.federation.exchange import Reply
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import resume_local, run_local
-from medflare.federation.settings import PHASES_OF_ALL, RUN_SETTINGS
 from medflare.federation.protocol import request_problem
+from medflare.federation.settings import PHASES_OF_ALL, RUN_SETTINGS
 from medflare.inference.deployed import load_model, save_model
 from medflare.methods import catalogue
 from medflare.methods.base import ServerContext, Step

@@ -21,7 +21,9 @@ from methods.squares import equal, one_by_one
 @pytest.mark.parametrize("name", ["fedavg", "feddag", "fedsm", "grace", "iop_fl", "prr"])
 def test_a_package_offers_its_public_names(name: str) -> None:
     package = importlib.import_module(f"medflare.methods.{name}")
-    assert package._PUBLIC and all(callable(getattr(package, word)) or word.isupper() for word in package._PUBLIC)
+    assert package._PUBLIC and all(
+        callable(getattr(package, word)) or word.isupper() for word in package._PUBLIC
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,27 +41,55 @@ def fedavg() -> StateDict:
         ("moon", {"mu": 0.0}),
         ("grace", {"consistency": False, "client": "erm"}),
         ("sha", {"sha": False}),
-        ("feddag", {"sha": False, "ndag": False, "ema": 0.0}),  # the teacher no slower than its student: Table V's last row
+        (
+            "feddag",
+            {"sha": False, "ndag": False, "ema": 0.0},
+        ),  # the teacher no slower than its student: Table V's last row
     ],
 )
 def test_the_global_model_is_fedavgs(fedavg: StateDict, name: str, hyper: dict[str, Any]) -> None:
     method = get_method(name)
-    assert equal(squares.federation(method.site_class, method.server_class, rounds=3, **hyper).model, fedavg)
+    assert equal(
+        squares.federation(method.site_class, method.server_class, rounds=3, **hyper).model, fedavg
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "hyper"), [("feddag", {}), ("grace", {}), ("grace", {"client": "mmd"}), ("grace", {"client": "adv"}), ("prr", {})], ids=str
+    ("name", "hyper"),
+    [
+        ("feddag", {}),
+        ("grace", {}),
+        ("grace", {"client": "mmd"}),
+        ("grace", {"client": "adv"}),
+        ("prr", {}),
+    ],
+    ids=str,
 )
 def test_a_site_with_one_image_trains(name: str, hyper: dict[str, Any]) -> None:
     method, task = get_method(name), squares.task("classification")
-    log, _, _ = squares.federation(method.site_class, method.server_class, task, counts={"C": (1, 1, 1)}, **hyper)
+    log, _, _ = squares.federation(
+        method.site_class, method.server_class, task, counts={"C": (1, 1, 1)}, **hyper
+    )
     for turn in (turn for turn in log if turn.step.phase == "train"):
         reply = turn.replies["C"]
-        assert math.isfinite(reply.meta["loss"]) and all(tensor.isfinite().all() for tensor in reply.states["model"].values())
+        assert math.isfinite(reply.meta["loss"]) and all(
+            tensor.isfinite().all() for tensor in reply.states["model"].values()
+        )
 
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "feddag": [{}, *one_by_one(alpha=0.1, m=0.001, train_on="perturbation", ema=0.99, sam_rho=0.1, generator_width=8, ndag=False)],
+    "feddag": [
+        {},
+        *one_by_one(
+            alpha=0.1,
+            m=0.001,
+            train_on="perturbation",
+            ema=0.99,
+            sam_rho=0.1,
+            generator_width=8,
+            ndag=False,
+        ),
+    ],
     "grace": [
         *one_by_one(client=("erm", "meta", "coral", "mmd", "adv")),
         *one_by_one(beta=0.1, swap=False, inner="sgd"),  # with coral, the default
@@ -73,29 +103,53 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 def test_every_option_changes_the_sites_training(name: str, kind: str) -> None:
     common = {"ema": 0.9} if name == "feddag" else {}  # the teacher differs from the student
     site_class, task = get_method(name).site_class, squares.task(kind)
-    models = [squares.trained(site_class, task, rounds=2, **{**common, **option})[0] for option in OPTIONS[name]]
+    models = [
+        squares.trained(site_class, task, rounds=2, **{**common, **option})[0]
+        for option in OPTIONS[name]
+    ]
     for i, model in enumerate(models):
         assert all(torch.isfinite(tensor).all() for tensor in model.values())
         assert not any(equal(model, other) for other in models[:i]), OPTIONS[name][i]
 
 
 @pytest.mark.parametrize(
-    ("name", "metric", "own"), [("ditto", "personal", "personal"), ("iop_fl", "personal", "adapted"), ("fedrep", "global", "local")]
+    ("name", "metric", "own"),
+    [
+        ("ditto", "personal", "personal"),
+        ("iop_fl", "personal", "adapted"),
+        ("fedrep", "global", "local"),
+    ],
 )
-def test_a_model_of_the_sites_own_is_of_the_best_round_by_its_validation(name: str, metric: str, own: str) -> None:
+def test_a_model_of_the_sites_own_is_of_the_best_round_by_its_validation(
+    name: str, metric: str, own: str
+) -> None:
     method = get_method(name)
     log, server, algorithms = squares.federation(method.site_class, method.server_class, rounds=4)
     for site, algorithm in algorithms.items():
         values = [turn.replies[site].meta["validation"][metric] for turn in log[1:]]
-        last_of_equals = max(round for round, value in enumerate(values, start=1) if value == max(values))
-        assert (algorithm.selection.selected.value, algorithm.selection.selected.round) == (max(values), last_of_equals)
+        last_of_equals = max(
+            round for round, value in enumerate(values, start=1) if value == max(values)
+        )
+        assert (algorithm.selection.selected.value, algorithm.selection.selected.round) == (
+            max(values),
+            last_of_equals,
+        )
         models = algorithm.finalize(server.configure_final(site))
         state = models["personal"].states["model"]
-        assert models["deployed"] is models["personal"] and equal(state, algorithm.selection.selected.state)
-        assert algorithm.validation(algorithm.network("again", state)) == pytest.approx(algorithm.selection.selected.value)
+        assert models["deployed"] is models["personal"] and equal(
+            state, algorithm.selection.selected.state
+        )
+        assert algorithm.validation(algorithm.network("again", state)) == pytest.approx(
+            algorithm.selection.selected.value
+        )
     last = squares.federation(method.site_class, method.server_class, rounds=4, selection="last")
-    state = last.algorithms["A"].finalize(last.server.configure_final("A"))["personal"].states["model"]
-    assert all(torch.equal(state[entry], tensor) for entry, tensor in getattr(last.algorithms["A"], own).items())
+    state = (
+        last.algorithms["A"].finalize(last.server.configure_final("A"))["personal"].states["model"]
+    )
+    assert all(
+        torch.equal(state[entry], tensor)
+        for entry, tensor in getattr(last.algorithms["A"], own).items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,14 +176,26 @@ def test_a_model_of_the_sites_own_is_of_the_best_round_by_its_validation(name: s
         ("fedavg", {}, {"freeze": {"parts": ["boddy"], "rounds": 2}}, "boddy"),
         ("fedavg", {}, {"freeze": {"parts": ["body", "head"], "rounds": 2}}, "freeze.parts"),
         ("fedavg", {}, {"freeze": {"parts": ["body"]}}, "freeze"),
-        ("fedavg", {"dp_noise": 1.0}, {"freeze": {"parts": ["body"], "rounds": 2}, "network": INSTANCE_UNET}, "dp_noise"),
+        (
+            "fedavg",
+            {"dp_noise": 1.0},
+            {"freeze": {"parts": ["body"], "rounds": 2}, "network": INSTANCE_UNET},
+            "dp_noise",
+        ),
         ("fedsm_extra", {}, volume_sites.PATCHES, "combine"),
-        ("prr", {}, {**volume_sites.PATCHES, "target": "multilabel", "labels": ["a", "b"]}, "multilabel"),
+        (
+            "prr",
+            {},
+            {**volume_sites.PATCHES, "target": "multilabel", "labels": ["a", "b"]},
+            "multilabel",
+        ),
         ("fedavg", {}, {**volume_sites.TASK, "network": {"name": "deeplab"}}, "deeplab"),
         ("fedavg", {}, {**volume_sites.TASK, "size": [8, 7, 8]}, "size"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(method: str, hyper: dict[str, Any], task: dict[str, Any], offender: str) -> None:
+def test_what_cannot_work_is_refused_by_name(
+    method: str, hyper: dict[str, Any], task: dict[str, Any], offender: str
+) -> None:
     with pytest.raises(ConfigError, match=offender):
         get_method(method).check(hyper, small_task(**task))
 
@@ -139,18 +205,39 @@ class TestLocalModel:
     def test_inside_the_best_one_is_used_and_outside_the_global_one(self, name: str) -> None:
         site_class, start = get_method(name).site_class, squares.start()
         algorithm, incoming = squares.algorithm(site_class), Message({"model": start})
-        assert equal(algorithm.finalize(incoming)["deployed"].states["model"], start), "a site that never trained"
+        assert equal(algorithm.finalize(incoming)["deployed"].states["model"], start), (
+            "a site that never trained"
+        )
         values = iter([0.1, 0.4, 0.2, 0.9, 0.3, 0.5])
         algorithm.validation = lambda model: next(values)  # global, personal, ... of three rounds
-        states = [algorithm.perform("train", round, Message({"model": copy_state(start)})).states["model"] for round in range(3)]
+        states = [
+            algorithm.perform("train", round, Message({"model": copy_state(start)})).states["model"]
+            for round in range(3)
+        ]
         final = algorithm.finalize(incoming)
-        assert equal(final["global"].states["model"], start) and equal(final["personal"].states["model"], states[1])
+        assert equal(final["global"].states["model"], start) and equal(
+            final["personal"].states["model"], states[1]
+        )
         assert final["deployed"] is final["personal"]
         outside = squares.algorithm(site_class, "O").finalize(incoming)
-        assert outside.keys() == {"global", "deployed"} and equal(outside["deployed"].states["model"], start)
+        assert outside.keys() == {"global", "deployed"} and equal(
+            outside["deployed"].states["model"], start
+        )
 
-    @pytest.mark.parametrize(("hyper", "counts"), [({"selection": "last"}, (12, 4, 5)), ({}, (12, 0, 5))], ids=["last", "unvalidated"])
+    @pytest.mark.parametrize(
+        ("hyper", "counts"),
+        [({"selection": "last"}, (12, 4, 5)), ({}, (12, 0, 5))],
+        ids=["last", "unvalidated"],
+    )
     def test_the_last_one(self, name: str, hyper: Any, counts: tuple[int, int, int]) -> None:
-        algorithm, start = squares.algorithm(get_method(name).site_class, counts=counts, **hyper), squares.start()
-        states = [algorithm.perform("train", round, Message({"model": copy_state(start)})).states["model"] for round in range(2)]
-        assert equal(algorithm.finalize(Message({"model": start}))["personal"].states["model"], states[1])
+        algorithm, start = (
+            squares.algorithm(get_method(name).site_class, counts=counts, **hyper),
+            squares.start(),
+        )
+        states = [
+            algorithm.perform("train", round, Message({"model": copy_state(start)})).states["model"]
+            for round in range(2)
+        ]
+        assert equal(
+            algorithm.finalize(Message({"model": start}))["personal"].states["model"], states[1]
+        )

@@ -19,13 +19,27 @@ from methods import squares
 
 def made(**changes: Any) -> Method:
     """A method of FedAvg's algorithms."""
-    return Method(**{"name": "mine", "title": "Mine", "paper": "none", "site": FedAvgSite, "server": FedAvgServer, **changes})
+    return Method(
+        **{
+            "name": "mine",
+            "title": "Mine",
+            "paper": "none",
+            "site": FedAvgSite,
+            "server": FedAvgServer,
+            **changes,
+        }
+    )
 
 
 class TestCheck:
     @pytest.mark.parametrize(
         "values",
-        [{}, {"weighting": "uniform"}, {"server.weighting": "uniform"}, {"server": {"weighting": "uniform"}, "reset_optimizer": "true"}],
+        [
+            {},
+            {"weighting": "uniform"},
+            {"server.weighting": "uniform"},
+            {"server": {"weighting": "uniform"}, "reset_optimizer": "true"},
+        ],
     )
     def test_names_of_either_algorithm_in_any_spelling(self, values: dict[str, Any]) -> None:
         made().check(values)
@@ -35,14 +49,23 @@ class TestCheck:
         ("values", "words"),
         [
             ({"weigthing": "uniform"}, "method mine: unknown hyper-parameter 'weigthing'"),
-            ({"site.weighting": "uniform"}, "method mine: unknown hyper-parameter 'site.weighting'"),
+            (
+                {"site.weighting": "uniform"},
+                "method mine: unknown hyper-parameter 'site.weighting'",
+            ),
             ({"server": {"nonsense": 1}}, "method mine: unknown hyper-parameter 'server.nonsense'"),
             ({"weighting": "mean"}, "method mine, server algorithm: weighting"),
             ({"reset_optimizer": 3}, "method mine, site algorithm: reset_optimizer"),
         ],
     )
-    def test_the_first_invalid_value_is_named_with_its_algorithm(self, values: dict[str, Any], words: str) -> None:
-        for ask in (made().check, made().effective, lambda values: made().plan(squares.SEGMENTATION, squares.SITES, values)):
+    def test_the_first_invalid_value_is_named_with_its_algorithm(
+        self, values: dict[str, Any], words: str
+    ) -> None:
+        for ask in (
+            made().check,
+            made().effective,
+            lambda values: made().plan(squares.SEGMENTATION, squares.SITES, values),
+        ):
             with pytest.raises(ConfigError) as caught:
                 ask(values)
             assert str(caught.value).startswith(words) and "\n" not in str(caught.value)
@@ -68,11 +91,22 @@ def test_effective_values_are_the_given_ones_and_the_defaults_of_others() -> Non
 
 def test_plan_and_algorithms_are_built_from_it() -> None:
     method = made()
-    plan = method.plan(squares.SEGMENTATION, squares.SITES, {"weighting": "uniform", "reset_optimizer": True})
-    assert plan.site_hyper == FedAvgHyper(reset_optimizer=True) and plan.server_hyper == FedAvgServerHyper(weighting="uniform")
-    algorithm, server = method.make_site(squares.site(), plan), method.make_server(ServerContext(plan, squares.SEED, 2))
+    plan = method.plan(
+        squares.SEGMENTATION, squares.SITES, {"weighting": "uniform", "reset_optimizer": True}
+    )
+    assert plan.site_hyper == FedAvgHyper(
+        reset_optimizer=True
+    ) and plan.server_hyper == FedAvgServerHyper(weighting="uniform")
+    algorithm, server = (
+        method.make_site(squares.site(), plan),
+        method.make_server(ServerContext(plan, squares.SEED, 2)),
+    )
     assert type(algorithm) is FedAvgSite and algorithm.hyper is plan.site_hyper
-    assert type(server) is FedAvgServer and server.hyper.weighting == "uniform" and server.aggregation.rounds == 2
+    assert (
+        type(server) is FedAvgServer
+        and server.hyper.weighting == "uniform"
+        and server.aggregation.rounds == 2
+    )
 
 
 def test_algorithms_by_name_are_loaded_when_they_are_used() -> None:
@@ -90,22 +124,41 @@ class TestPaired:
         assert (pair.name, pair.algorithms) == ("moon+grace", ("moon", "grace"))
         assert (pair.site_class, pair.server_class) == (MoonSite, GraceServer)
         assert pair.hyper_classes == {"site": MoonSite.Hyper, "server": GraceServer.Hyper}
-        assert paired(pair, get_method("robust")).algorithms == ("moon", "robust"), "a pair can be paired again"
-        assert paired(get_method("iop_fl"), get_method("fedsm")).models.keys() >= get_method("fedsm").models.keys()
+        assert paired(pair, get_method("robust")).algorithms == ("moon", "robust"), (
+            "a pair can be paired again"
+        )
+        assert (
+            paired(get_method("iop_fl"), get_method("fedsm")).models.keys()
+            >= get_method("fedsm").models.keys()
+        )
 
     @pytest.mark.parametrize(
         ("site", "server", "offender"),
-        [("prr", "fedavg", "prr"), ("fedavg", "prr", "prr"), ("fedavg", "fedsm", "fedsm"), ("fedavg", "iop_fl", "iop_fl")],
+        [
+            ("prr", "fedavg", "prr"),
+            ("fedavg", "prr", "prr"),
+            ("fedavg", "fedsm", "fedsm"),
+            ("fedavg", "iop_fl", "iop_fl"),
+        ],
     )
-    def test_algorithms_that_need_their_own_counterpart_are_refused(self, site: str, server: str, offender: str) -> None:
+    def test_algorithms_that_need_their_own_counterpart_are_refused(
+        self, site: str, server: str, offender: str
+    ) -> None:
         pair = paired(get_method(site), get_method(server))
-        for ask in (pair.check, lambda values: pair.plan(squares.SEGMENTATION, squares.SITES, values)):
+        for ask in (
+            pair.check,
+            lambda values: pair.plan(squares.SEGMENTATION, squares.SITES, values),
+        ):
             with pytest.raises(ConfigError, match=offender):
                 ask({})
-        assert pair.effective({})["site"] == get_method(site).effective({})["site"], "values can be shown nevertheless"
+        assert pair.effective({})["site"] == get_method(site).effective({})["site"], (
+            "values can be shown nevertheless"
+        )
 
 
-@pytest.mark.parametrize("target", ["torch.nn:Linea", "torch.nnn:Linear", "torch.nn.Linear", "torch:"])
+@pytest.mark.parametrize(
+    "target", ["torch.nn:Linea", "torch.nnn:Linear", "torch.nn.Linear", "torch:"]
+)
 def test_invalid_names_of_algorithms(target: str) -> None:
     with pytest.raises(ConfigError, match="module:name"):
         loaded(target)

@@ -11,12 +11,17 @@ from medflare.methods.iop_fl.site import IOPSite
 from medflare.networks.catalogue import initial_network
 from methods import squares
 
-MANY, FEW = 60, 40  # images of a split, and what may be alive at once of images, masks and predictions together
+MANY, FEW = (
+    60,
+    40,
+)  # images of a split, and what may be alive at once of images, masks and predictions together
 TASK = squares.task(batch_size=4, network={"name": "unet", "channels": [2, 4], "norm": "batch"})
 
 
 def super_model(choose_by: str = "image") -> SuperModel:
-    networks: list[torch.nn.Module] = [initial_network(TASK, 1, name).eval() for name in ("global", "A", "B")]
+    networks: list[torch.nn.Module] = [
+        initial_network(TASK, 1, name).eval() for name in ("global", "A", "B")
+    ]
     selector = initial_network(TASK, 1, "selector", {"name": "compact_selector"}, 2).eval()
     return SuperModel(TASK, networks, selector, ["global", "A", "B"], 0.5, choose_by).eval()
 

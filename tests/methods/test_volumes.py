@@ -30,19 +30,33 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("image_mode", ["resize", "patch"])
 @pytest.mark.parametrize("method", RUNS)
-def test_a_method_trains_on_volumes(method: str, image_mode: str, root: Path, tmp_path: Path) -> None:
+def test_a_method_trains_on_volumes(
+    method: str, image_mode: str, root: Path, tmp_path: Path
+) -> None:
     task = PATCHES if image_mode == "patch" else TASK
-    results = run_local(method, task, ["A", "BB"], rounds=1, seed=0, data_root=root, out=tmp_path, **RUNS[method])
+    results = run_local(
+        method, task, ["A", "BB"], rounds=1, seed=0, data_root=root, out=tmp_path, **RUNS[method]
+    )
     assert results["status"] == "COMPLETED", results["reason"]
     for name, site in results["sites"].items():
         assert (tmp_path / f"sites/{name}/report.html").stat().st_size > 500
         measured = site["metrics"]["deployed"]
-        assert measured.keys() == {"dice", "iou", "hd95_mm", "surface_dice", "structures"} and measured["dice"] is not None, name
+        assert (
+            measured.keys() == {"dice", "iou", "hd95_mm", "surface_dice", "structures"}
+            and measured["dice"] is not None
+        ), name
 
 
 def test_patches_teach_what_whole_volumes_are_scored_on(root: Path) -> None:
-    task = {**PATCHES, "network": {"name": "unet", "channels": [4, 8], "norm": "instance"}, "local_epochs": 25, "loss": {"name": "dice_ce"}}
-    results = [run_local("fedavg", task, ["A"], rounds=1, seed=0, data_root=root)["mean"] for _ in range(2)]
+    task = {
+        **PATCHES,
+        "network": {"name": "unet", "channels": [4, 8], "norm": "instance"},
+        "local_epochs": 25,
+        "loss": {"name": "dice_ce"},
+    }
+    results = [
+        run_local("fedavg", task, ["A"], rounds=1, seed=0, data_root=root)["mean"] for _ in range(2)
+    ]
     assert results[0]["inside"]["global"]["dice"] > 0.8
     assert results[0] == results[1], "equal seeds draw equal patches"
 
@@ -61,9 +75,14 @@ def test_what_was_left_out_is_an_event(tmp_path: Path) -> None:
     folder = make_volumes(tmp_path / "A", patients={"training": 4, "validation": 2, "test": 2})
     (folder / "p1_flair.nii.gz").write_bytes(b"broken")
     task = {**PATCHES, "unreadable": "skip", "unreadable_limit": {"share": 0.2}}
-    results = run_local("fedavg", task, ["A"], rounds=1, seed=0, data_root=tmp_path, out=tmp_path / "out")
+    results = run_local(
+        "fedavg", task, ["A"], rounds=1, seed=0, data_root=tmp_path, out=tmp_path / "out"
+    )
     (event,) = (event for event in results["events"] if event["kind"] == "left_out")
     assert event["site"] == "A" and event["message"].startswith("1 ")
-    assert results["sites"]["A"]["n"]["train"] == 3 and "p1_flair" not in (tmp_path / "out/results.json").read_text()
+    assert (
+        results["sites"]["A"]["n"]["train"] == 3
+        and "p1_flair" not in (tmp_path / "out/results.json").read_text()
+    )
     failed = run_local("fedavg", PATCHES, ["A"], rounds=1, seed=0, data_root=tmp_path)
     assert failed["status"] == "FAILED" and "p1_flair.nii.gz" in failed["reason"]

@@ -15,7 +15,9 @@ from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import load_task
 
 
-def test_a_network_is_checked_without_memory_and_a_wrong_size_is_named_with_one_that_works() -> None:
+def test_a_network_is_checked_without_memory_and_a_wrong_size_is_named_with_one_that_works() -> (
+    None
+):
     phantom = load_task("phantom").to_dict()
     network = check_network(load_task({**phantom, "size": [32, 32]}))
     assert all(weight.is_meta for weight in network.parameters())
@@ -47,7 +49,9 @@ def test_the_output_must_have_the_shape_of_the_task() -> None:
         ("classification", {"name": "SegResNet", "init_filters": 8}, "resnet18"),
     ],
 )
-def test_a_network_of_the_other_kind_of_task_is_named_as_one(kind: str, network: dict[str, Any], other: str) -> None:
+def test_a_network_of_the_other_kind_of_task_is_named_as_one(
+    kind: str, network: dict[str, Any], other: str
+) -> None:
     theirs = "classification" if kind == "segmentation" else "segmentation"
     with pytest.raises(ConfigError) as caught:
         check_network(small_task(kind, network=network, size=[32, 32]))
@@ -72,7 +76,9 @@ class Reading(nn.Module):
         return images.mean(dim=(2, 3)) * (1 if bool(images.sum() > 0) else 2)
 
 
-def test_of_a_network_that_does_not_run_on_the_meta_device_images_and_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_network_that_does_not_run_on_the_meta_device_images_and_weights_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     network = FeatureNetwork(Reading(), nn.Linear(1, 3, device="meta"))
     monkeypatch.setattr(dry_run, "meta_network", lambda task: network)
     assert step_bytes(small_task("classification"), 2) == 4 * (2 * 16 * 16 + 4 * 6)

@@ -17,7 +17,17 @@ TRANSFORMER = {"hidden_size": 24, "mlp_dim": 24, "num_heads": 2}
 SEGMENTERS: list[tuple[dict[str, Any], int, int]] = [
     ({"name": "UNet", "channels": [4, 8], "strides": [2]}, 16, 12),
     ({"name": "BasicUNet", "features": [4, 4, 4, 4, 4, 6]}, 32, 6),
-    ({"name": "DynUNet", "kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2], "filters": [4, 6, 8]}, 16, 4),
+    (
+        {
+            "name": "DynUNet",
+            "kernel_size": [3, 3, 3],
+            "strides": [1, 2, 2],
+            "upsample_kernel_size": [2, 2],
+            "filters": [4, 6, 8],
+        },
+        16,
+        4,
+    ),
     ({"name": "SegResNet"}, 16, 8),
     ({"name": "AttentionUnet", "channels": [4, 8], "strides": [2]}, 16, 4),
     ({"name": "VNet"}, 16, 2),
@@ -40,10 +50,14 @@ def built(spec: dict[str, Any], side: int, dims: int = 2) -> WholeNetwork:
 
 
 @pytest.mark.parametrize(
-    ("spec", "side", "width"), [*SEGMENTERS, *CLASSIFIERS], ids=[found[0]["name"] for found in [*SEGMENTERS, *CLASSIFIERS]]
+    ("spec", "side", "width"),
+    [*SEGMENTERS, *CLASSIFIERS],
+    ids=[found[0]["name"] for found in [*SEGMENTERS, *CLASSIFIERS]],
 )
 @pytest.mark.parametrize("dims", [2, 3])
-def test_each_takes_both_dimensions_and_has_features(spec: dict[str, Any], side: int, width: int, dims: int) -> None:
+def test_each_takes_both_dimensions_and_has_features(
+    spec: dict[str, Any], side: int, width: int, dims: int
+) -> None:
     network = built(spec, side, dims).eval()
     if dims == 3:  # shapes are enough
         network = network.to("meta")
@@ -66,27 +80,40 @@ def test_weights_are_monais_under_names_of_body_and_head() -> None:
     theirs = SegResNet(spatial_dims=2, in_channels=1, out_channels=2)
     names = network.names()
     assert set(names) == set(theirs.state_dict())
-    assert {name for name in names.values() if not name.startswith("body.")} == {"head.weight", "head.bias"}
+    assert {name for name in names.values() if not name.startswith("body.")} == {
+        "head.weight",
+        "head.bias",
+    }
     theirs.load_state_dict({name: network.state_dict()[ours] for name, ours in names.items()})
     images = torch.rand(1, 1, 16, 16)
     torch.testing.assert_close(network.eval()(images), theirs.eval()(images))
 
 
 def test_features_are_followed_through_what_resizes_the_output() -> None:
-    network = built({"name": "FlexibleUNet", "backbone": "resnet10", "decoder_channels": [8, 8, 8, 8, 8]}, 32).eval()
+    network = built(
+        {"name": "FlexibleUNet", "backbone": "resnet10", "decoder_channels": [8, 8, 8, 8, 8]}, 32
+    ).eval()
     features, logits = network.features_and_output(torch.rand(2, 1, 32, 32))
     assert features.shape[:2] == (2, 8) and logits.shape == (2, 2, 32, 32)
 
 
 def test_deep_supervision_gives_the_main_output() -> None:
-    spec = {"name": "DynUNet", "kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2], "filters": [4, 6, 8]}
+    spec = {
+        "name": "DynUNet",
+        "kernel_size": [3, 3, 3],
+        "strides": [1, 2, 2],
+        "upsample_kernel_size": [2, 2],
+        "filters": [4, 6, 8],
+    }
     network = built({**spec, "deep_supervision": True}, 16)
     assert network.train()(torch.rand(2, 1, 16, 16)).shape == (2, 2, 16, 16)
     assert network.features_and_output(torch.rand(2, 1, 16, 16))[0].shape == (2, 4, 16, 16)
 
 
 def test_without_a_last_layer_methods_that_need_features_are_refused_by_name() -> None:
-    task = small_task(network={"name": "UNet", "channels": [4, 8], "strides": [2], "num_res_units": 1})
+    task = small_task(
+        network={"name": "UNet", "channels": [4, 8], "strides": [2], "num_res_units": 1}
+    )
     network = initial_network(task, 0)
     assert not network.has_features and network(torch.rand(2, 1, 16, 16)).shape == (2, 1, 16, 16)
     with pytest.raises(ConfigError, match="UNet"):
@@ -100,11 +127,17 @@ def test_without_a_last_layer_methods_that_need_features_are_refused_by_name() -
 
 
 def test_only_networks_of_images_with_channels_are_known() -> None:
-    assert {"SegResNet", "UNet", "ViT", "resnet34", "DenseNet169", "Classifier"} <= set(monai_networks())
-    assert not {"BertOutput", "drop_connect", "MILModel", "Discriminator", "Unet", "os"} & set(monai_networks())
+    assert {"SegResNet", "UNet", "ViT", "resnet34", "DenseNet169", "Classifier"} <= set(
+        monai_networks()
+    )
+    assert not {"BertOutput", "drop_connect", "MILModel", "Discriminator", "Unet", "os"} & set(
+        monai_networks()
+    )
 
 
-@pytest.mark.parametrize("name", ["unet", "small_cnn", "compact_selector", "resnet18", "efficientnet_b0"])
+@pytest.mark.parametrize(
+    "name", ["unet", "small_cnn", "compact_selector", "resnet18", "efficientnet_b0"]
+)
 def test_our_networks_in_three_dimensions(name: str) -> None:
     network = build_network({"name": name}, 2, 3, 3).eval().to("meta")
     features, logits = network.features_and_output(torch.rand(2, 2, 32, 32, 32, device="meta"))

@@ -80,9 +80,18 @@ def test_the_trial_of_a_task_trusts_what_this_process_trusts() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["os:system", "medflare.cli.command:main", "torch.nn:Linear", "monai.networks.nets:UNet", "nvflare.tool:x"]
+    "name",
+    [
+        "os:system",
+        "medflare.cli.command:main",
+        "torch.nn:Linear",
+        "monai.networks.nets:UNet",
+        "nvflare.tool:x",
+    ],
 )
-def test_libraries_are_refused_even_if_they_are_named_as_trusted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_are_refused_even_if_they_are_named_as_trusted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = name.partition(":")[0]
     monkeypatch.setenv(VARIABLE, package)
     own.trust(package)
@@ -101,9 +110,13 @@ def test_only_a_network_or_what_the_package_registers_is_called(name: str) -> No
 
 
 @pytest.mark.parametrize("named", ["lab_nets", "lab_nets.", "other, lab_nets.small"])
-def test_the_environment_names_trusted_packages(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+def test_the_environment_names_trusted_packages(
+    monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
     monkeypatch.setenv(VARIABLE, named)
-    features, logits = build_network({"name": "lab_nets.small:Plain", "width": 6}, 1, 2).features_and_output(torch.rand(2, 1, 8, 8))
+    features, logits = build_network(
+        {"name": "lab_nets.small:Plain", "width": 6}, 1, 2
+    ).features_and_output(torch.rand(2, 1, 8, 8))
     assert features.shape == (2, 6, 8, 8) and logits.shape == (2, 2, 8, 8)
 
 
@@ -115,13 +128,23 @@ def test_a_function_of_a_trusted_package_builds_a_feature_network() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"), [("lab_nets.small:Plane", {}), ("lab_nets.small:wrong", {}), ("lab_nets.small:Plain", {"widht": 3})]
+    ("name", "arguments"),
+    [
+        ("lab_nets.small:Plane", {}),
+        ("lab_nets.small:wrong", {}),
+        ("lab_nets.small:Plain", {"widht": 3}),
+    ],
 )
-def test_a_name_or_argument_that_the_package_lacks_is_refused(name: str, arguments: dict[str, int]) -> None:
+def test_a_name_or_argument_that_the_package_lacks_is_refused(
+    name: str, arguments: dict[str, int]
+) -> None:
     own.trust("lab_nets.small")
     with pytest.raises(ConfigError, match=name):
         build_network({"name": name, **arguments}, 1, 2)
 
 
 def test_only_a_name_with_a_colon_has_a_module() -> None:
-    assert own_module({"name": "unet"}) == own_module({}) == "" and own_module({"name": "lab_nets.small:Plain"}) == "lab_nets.small"
+    assert (
+        own_module({"name": "unet"}) == own_module({}) == ""
+        and own_module({"name": "lab_nets.small:Plain"}) == "lab_nets.small"
+    )

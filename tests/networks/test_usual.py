@@ -9,7 +9,11 @@ import pytest
 from e2e.simulation import ROOT
 from medflare.networks.usual import is_usual_network
 
-TASKS = sorted(path for path in (ROOT / "app_configs").rglob("*.json") if "network" in json.loads(path.read_text()))
+TASKS = sorted(
+    path
+    for path in (ROOT / "app_configs").rglob("*.json")
+    if "network" in json.loads(path.read_text())
+)
 
 
 @pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
@@ -22,7 +26,12 @@ def test_networks_of_the_task_files_need_no_trial(path: Path) -> None:
     [
         {},
         {"weights": {"file": "x", "bytes": 10**9}},
-        {"channels": [16, 32, 64, 128, 256], "strides": [2, 2, 2, 2], "num_res_units": 2, "norm": "batch"},
+        {
+            "channels": [16, 32, 64, 128, 256],
+            "strides": [2, 2, 2, 2],
+            "num_res_units": 2,
+            "norm": "batch",
+        },
         {"kernel_size": [[3, 3, 3]] * 6, "norm": ["group", {"num_groups": 8}], "dropout": 0.2},
         {"block_config": [6, 12, 48, 32]},
     ],

@@ -38,13 +38,26 @@ def mean_pixel(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
 
 
 def trained(
-    model: nn.Module, site: Site, *, clip: float, noise: float = 0, rate: float = 1, steps: int = 1, loss: Any = mean_pixel, seed: int = 0
+    model: nn.Module,
+    site: Site,
+    *,
+    clip: float,
+    noise: float = 0,
+    rate: float = 1,
+    steps: int = 1,
+    loss: Any = mean_pixel,
+    seed: int = 0,
 ) -> list[Tensor]:
     """`model` after plain gradient descent with rate 1; returns its parameters' moves, so minus the summed gradients."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    train_dp_sgd(model, optimizer, site, Release(noise, rate, steps), clip, np.random.default_rng(seed), loss)
-    return [parameter.detach() - origin for parameter, origin in zip(model.parameters(), before, strict=True)]
+    train_dp_sgd(
+        model, optimizer, site, Release(noise, rate, steps), clip, np.random.default_rng(seed), loss
+    )
+    return [
+        parameter.detach() - origin
+        for parameter, origin in zip(model.parameters(), before, strict=True)
+    ]
 
 
 class TestStep:
@@ -56,24 +69,39 @@ class TestStep:
     def test_all_parameters_are_clipped_together(self) -> None:
         """The gradient (x, 1) of weight and bias has the norm sqrt(x² + 1), 5/4 for x = 3/4: clipped to 1 it is (3/5, 4/5)."""
         weight, bias = trained(nn.Linear(1, 1), linear_site([0.75]), clip=1.0)
-        assert weight.item() == pytest.approx(-0.6, abs=1e-5) and bias.item() == pytest.approx(-0.8, abs=1e-5)
+        assert weight.item() == pytest.approx(-0.6, abs=1e-5) and bias.item() == pytest.approx(
+            -0.8, abs=1e-5
+        )
 
     def test_divided_by_the_expected_number_of_patients(self) -> None:
         """Whoever is drawn, of gradients of 1 the step takes (number drawn) / (rate · patients)."""
         site = linear_site([1.0] * 10)
-        moves = {round(trained(nn.Linear(1, 1, bias=False), site, clip=5.0, rate=0.4, seed=seed)[0].item(), 5) for seed in range(20)}
+        moves = {
+            round(
+                trained(nn.Linear(1, 1, bias=False), site, clip=5.0, rate=0.4, seed=seed)[0].item(),
+                5,
+            )
+            for seed in range(20)
+        }
         assert len(moves) > 3
-        assert all(any(math.isclose(-move, drawn / 4, abs_tol=1e-4) for drawn in range(11)) for move in moves)
+        assert all(
+            any(math.isclose(-move, drawn / 4, abs_tol=1e-4) for drawn in range(11))
+            for move in moves
+        )
 
     def test_noise_has_the_deviation_that_is_accounted_for(self) -> None:
         """Gradients of zero leave N(0, (σ C / L)²): σ = 2, C = 3, L = 4."""
         nothing = lambda model, images, targets: 0 * mean_pixel(model, images, targets)  # noqa: E731
-        (move, _) = trained(nn.Linear(1, 4000), linear_site([0.0] * 4), clip=3.0, noise=2.0, loss=nothing)
+        (move, _) = trained(
+            nn.Linear(1, 4000), linear_site([0.0] * 4), clip=3.0, noise=2.0, loss=nothing
+        )
         assert kstest(move.flatten().numpy() / (2.0 * 3.0 / 4), "norm").pvalue > 1e-3
 
     def test_an_empty_batch_is_a_step_of_noise(self) -> None:
         site = linear_site([1.0])
-        assert not any(move.any() for move in trained(nn.Linear(1, 1), site, clip=1.0, rate=1e-9, steps=3))
+        assert not any(
+            move.any() for move in trained(nn.Linear(1, 1), site, clip=1.0, rate=1e-9, steps=3)
+        )
         (move, _) = trained(nn.Linear(1, 50), site, clip=1.0, rate=0.01, noise=1.0)
         assert move.abs().min() > 0
 
@@ -90,7 +118,10 @@ class TestStep:
     ("kind", "network"),
     [
         ("segmentation", {"name": "unet", "channels": [4, 8], "norm": "instance"}),
-        ("segmentation", {"name": "unet", "channels": [4, 8], "norm": "instance", "num_res_units": 1}),
+        (
+            "segmentation",
+            {"name": "unet", "channels": [4, 8], "norm": "instance", "num_res_units": 1},
+        ),
         ("classification", {"name": "small_cnn", "channels": [4, 8]}),
         ("classification", {"name": "compact_selector", "side": 4, "hidden": 8}),
     ],
@@ -102,24 +133,37 @@ def test_gradients_of_task_networks_equal_autograds(kind: str, network: dict[str
     gradients = []
     for image, target in zip(site.data.train.images, site.data.train.targets, strict=True):
         model = site.network().train()
-        gradients.append(torch.autograd.grad(site.loss(model(image[None]), target[None]), list(model.parameters())))
-    norms = [torch.cat([part.flatten() for part in gradient]).norm().item() for gradient in gradients]
+        gradients.append(
+            torch.autograd.grad(
+                site.loss(model(image[None]), target[None]), list(model.parameters())
+            )
+        )
+    norms = [
+        torch.cat([part.flatten() for part in gradient]).norm().item() for gradient in gradients
+    ]
     clip = sorted(norms)[1]  # one of three is clipped
     factors = [min(1.0, clip / norm) for norm in norms]
     assert min(factors) < 1 - 1e-4
-    expected = [sum(f * part for f, part in zip(factors, parts, strict=True)) / 3 for parts in zip(*gradients, strict=True)]
+    expected = [
+        sum(f * part for f, part in zip(factors, parts, strict=True)) / 3
+        for parts in zip(*gradients, strict=True)
+    ]
     moves = trained(site.network(), site, clip=clip, loss=None)
     for move, gradient in zip(moves, expected, strict=True):
         torch.testing.assert_close(-move, gradient, atol=1e-5, rtol=1e-3)
 
 
 class TestEpsilon:
-    @pytest.mark.parametrize(("noise", "rate", "steps"), [(1.0, 0.01, 1000), (2.0, 0.25, 40), (0.7, 1.0, 5)])
+    @pytest.mark.parametrize(
+        ("noise", "rate", "steps"), [(1.0, 0.01, 1000), (2.0, 0.25, 40), (0.7, 1.0, 5)]
+    )
     def test_equals_opacus_step_by_step(self, noise: float, rate: float, steps: int) -> None:
         accountant = RDPAccountant()
         for _ in range(steps):
             accountant.step(noise_multiplier=noise, sample_rate=rate)
-        assert epsilon_of([Release(noise, rate, steps)], 1e-5) == pytest.approx(accountant.get_epsilon(1e-5))
+        assert epsilon_of([Release(noise, rate, steps)], 1e-5) == pytest.approx(
+            accountant.get_epsilon(1e-5)
+        )
 
     def test_bounds_the_gaussian_mechanism_without_sampling(self) -> None:
         """T steps of deviation σ are one of σ / sqrt(T), whose exact δ(ε) is Balle and Wang's (ICML 2018, Theorem 8)."""
@@ -128,32 +172,44 @@ class TestEpsilon:
         steps, noise = 4, 4.0
         epsilon = epsilon_of([Release(noise, 1.0, steps)], 1e-5)
         ratio = math.sqrt(steps) / noise
-        exact_delta = norm.cdf(ratio / 2 - epsilon / ratio) - math.exp(epsilon) * norm.cdf(-ratio / 2 - epsilon / ratio)
+        exact_delta = norm.cdf(ratio / 2 - epsilon / ratio) - math.exp(epsilon) * norm.cdf(
+            -ratio / 2 - epsilon / ratio
+        )
         assert 1e-8 < exact_delta < 1e-5
 
     def test_grows_with_every_release(self) -> None:
         one, two = Release(1.0, 0.1, 10), Release(3.0, 0.2, 10)
         assert epsilon_of([], 1e-5) == 0
         assert 0 < epsilon_of([two], 1e-5) < epsilon_of([one], 1e-5) < epsilon_of([one, two], 1e-5)
-        assert epsilon_of([one, one], 1e-5) == pytest.approx(epsilon_of([one._replace(steps=20)], 1e-5))
+        assert epsilon_of([one, one], 1e-5) == pytest.approx(
+            epsilon_of([one._replace(steps=20)], 1e-5)
+        )
 
 
 class TestDrawnPatients:
     @pytest.fixture
     def site(self) -> Site:
         """Patient k of eight has the images k, k + 8, k + 16, ...: five, or four of p4 to p7."""
-        task = load_task({**SEGMENTATION, "augment": [{"name": "RandFlip", "prob": 0.5, "spatial_axis": 0}]})
+        task = load_task(
+            {**SEGMENTATION, "augment": [{"name": "RandFlip", "prob": 0.5, "spatial_axis": 0}]}
+        )
         split = numbered_split(36, task)
-        split = Split(split.images, split.targets, tuple(f"p{n % 8}" for n in range(len(split))), split.names)
+        split = Split(
+            split.images, split.targets, tuple(f"p{n % 8}" for n in range(len(split))), split.names
+        )
         return Site("A", task, SiteData(split, split, split), 0)
 
     def test_each_patient_joins_independently_by_one_image(self, site: Site) -> None:
         assert training_patients(site) == 8
-        drawn = [batch.index % 8 for batch in drawn_patients(site, 0.3, 2000, np.random.default_rng(1))]
+        drawn = [
+            batch.index % 8 for batch in drawn_patients(site, 0.3, 2000, np.random.default_rng(1))
+        ]
         assert all(len(set(rows.tolist())) == len(rows) for rows in drawn), "nobody twice"
         sizes = torch.tensor([float(len(rows)) for rows in drawn])
         assert sizes.mean().item() == pytest.approx(8 * 0.3, abs=0.1)
-        assert sizes.var().item() == pytest.approx(8 * 0.3 * 0.7, abs=0.2), "a binomial number of them"
+        assert sizes.var().item() == pytest.approx(8 * 0.3 * 0.7, abs=0.2), (
+            "a binomial number of them"
+        )
         shares = torch.bincount(torch.cat(drawn), minlength=8) / 2000
         assert shares.sub(0.3).abs().max() < 0.05, "patients with fewer images are drawn as often"
 
@@ -161,12 +217,20 @@ class TestDrawnPatients:
         (batch,) = drawn_patients(site, 1.0, 1, np.random.default_rng(3))
         assert batch.images[:, 0, 0, 0].tolist() == batch.index.tolist()
         upright = site.data.train.targets[batch.index]
-        flipped = [torch.equal(mask, plain.flip(0)) for mask, plain in zip(batch.targets, upright, strict=True)]
+        flipped = [
+            torch.equal(mask, plain.flip(0))
+            for mask, plain in zip(batch.targets, upright, strict=True)
+        ]
         assert 0 < sum(flipped) < 8
-        assert all(flip or torch.equal(mask, plain) for flip, mask, plain in zip(flipped, batch.targets, upright, strict=True))
+        assert all(
+            flip or torch.equal(mask, plain)
+            for flip, mask, plain in zip(flipped, batch.targets, upright, strict=True)
+        )
 
     def test_empty_batches_and_abort(self, site: Site) -> None:
-        assert [batch.images.shape for batch in drawn_patients(site, 0.0, 2, np.random.default_rng())] == [(0, 1, 16, 16)] * 2
+        assert [
+            batch.images.shape for batch in drawn_patients(site, 0.0, 2, np.random.default_rng())
+        ] == [(0, 1, 16, 16)] * 2
         site.abort = lambda: True
         with pytest.raises(Aborted):
             next(drawn_patients(site, 0.5, 1, np.random.default_rng()))

@@ -20,7 +20,12 @@ def steps_of(releases: Sequence[Release], delta: float) -> float:
 def test_equal_releases_are_joined_and_others_listed() -> None:
     ledger = Ledger(MemoryStore())
     assert ledger.releases() == []
-    for release in (Release(1.0, 0.1, 3), Release(1.0, 0.1, 4), Release(2.0, 0.1, 5), Release(1.0, 0.1, 6)):
+    for release in (
+        Release(1.0, 0.1, 3),
+        Release(1.0, 0.1, 4),
+        Release(2.0, 0.1, 5),
+        Release(1.0, 0.1, 6),
+    ):
         ledger.add(release)
     assert ledger.releases() == [Release(1.0, 0.1, 7), Release(2.0, 0.1, 5), Release(1.0, 0.1, 6)]
 
@@ -41,7 +46,9 @@ def test_a_release_beyond_the_budget_is_refused_and_not_counted(tmp_path: Path) 
     budget.charge(Release(1.0, 0.5, 4), steps_of)
     assert budget.ledger.releases() == [Release(1.0, 0.5, 10)]
     with pytest.raises(PrivacyError):
-        Budget(10.0, 1e-5, tmp_path, "B").charge(Release(0.0, 1.0, 1), lambda releases, delta: float("nan"))
+        Budget(10.0, 1e-5, tmp_path, "B").charge(
+            Release(0.0, 1.0, 1), lambda releases, delta: float("nan")
+        )
 
 
 def test_concurrent_jobs_cannot_exceed_the_budget(tmp_path: Path) -> None:
@@ -66,15 +73,26 @@ def test_a_release_counts_for_the_run_and_for_the_budget(tmp_path: Path) -> None
     free.charge(Release(1.0, 0.5, 2), steps_of)
     with pytest.raises(PrivacyError):
         limited.charge(Release(1.0, 0.5, 2), steps_of)
-    assert limited.ledger.releases() == [Release(1.0, 0.5, 6)], "what is not done is not counted on the run's account either"
+    assert limited.ledger.releases() == [Release(1.0, 0.5, 6)], (
+        "what is not done is not counted on the run's account either"
+    )
     another = Account(budget=limited.budget)
     another.charge(Release(1.0, 0.5, 1), steps_of)
-    assert another.ledger.releases() == [Release(1.0, 0.5, 1)], "a new run has an account of its own"
-    assert Budget(7.0, 1e-5, tmp_path, "A").ledger.releases() == [Release(1.0, 0.5, 7)], "over all runs"
+    assert another.ledger.releases() == [Release(1.0, 0.5, 1)], (
+        "a new run has an account of its own"
+    )
+    assert Budget(7.0, 1e-5, tmp_path, "A").ledger.releases() == [Release(1.0, 0.5, 7)], (
+        "over all runs"
+    )
 
 
 @pytest.mark.parametrize(
-    ("place", "folder"), [({}, Path("/own")), ({"ledger": "/kept"}, Path("/kept")), ({"ledger": "~/kept"}, Path.home() / "kept")]
+    ("place", "folder"),
+    [
+        ({}, Path("/own")),
+        ({"ledger": "/kept"}, Path("/kept")),
+        ({"ledger": "~/kept"}, Path.home() / "kept"),
+    ],
 )
 def test_settings(place: dict[str, str], folder: Path) -> None:
     limit = local_settings({"privacy": {"epsilon": 8, "delta": 1e-5, **place}}).privacy

@@ -34,7 +34,13 @@ from methods import squares
 
 TINY = tiny_phantom()
 PRIVATE: dict[str, Any] = {"dp_noise": 1.0}
-ALLOWED: dict[str, dict[str, Any]] = {"fedavg": {}, "robust": {}, "iop_fl": {}, "moon": {}, "sha": {"rho": 0.0}}
+ALLOWED: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "robust": {},
+    "iop_fl": {},
+    "moon": {},
+    "sha": {"rho": 0.0},
+}
 
 
 def epsilon(noise: float, rate: float, steps: int, delta: float = 1e-5) -> float:
@@ -57,7 +63,10 @@ class TestSupport:
             method = get_method(name)
             if name in ALLOWED:
                 method.check({**PRIVATE, **ALLOWED[name]}, task)
-                hypers = [method.plan(task, ("A",), {**hyper, **ALLOWED[name]}).site_hyper for hyper in (PRIVATE, {})]
+                hypers = [
+                    method.plan(task, ("A",), {**hyper, **ALLOWED[name]}).site_hyper
+                    for hyper in (PRIVATE, {})
+                ]
                 assert [privacy.is_private(hyper) for hyper in hypers] == [True, False]
             else:
                 with pytest.raises(ConfigError, match=rf"dp_noise.*'{name}'.{{40}}"):
@@ -69,12 +78,17 @@ class TestSupport:
             ({"network": {**INSTANCE_UNET, "norm": "batch"}}, "BatchNorm2d.*unet"),
             ({"network": {"name": "deeplab"}}, "BatchNorm2d.*deeplab"),
             ({"loss": {"name": "dice", "batch": True}}, "loss dice"),
-            ({"precision": "bf16"}, "precision 'bf16'"),  # a norm that was rounded might exceed the clipping norm
+            (
+                {"precision": "bf16"},
+                "precision 'bf16'",
+            ),  # a norm that was rounded might exceed the clipping norm
             ({"accumulate": 2}, "accumulate"),
             ({"sampling": "balanced"}, "sampling"),
         ],
     )
-    def test_what_mixes_images_rounds_or_draws_otherwise_is_refused(self, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    def test_what_mixes_images_rounds_or_draws_otherwise_is_refused(
+        self, changes: dict[str, Any], reason: str, tmp_path: Path
+    ) -> None:
         from medflare.flare.jobs.building import build_job
 
         mixed = squares.task(**{"network": INSTANCE_UNET, **changes})
@@ -99,20 +113,28 @@ class TestSupport:
     def test_delta_must_be_below_one_by_patients(self, task: TaskConfig) -> None:
         with pytest.raises(ConfigError, match="dp_delta"):
             squares.algorithm(FedAvgSite, task=task, **PRIVATE, dp_delta=0.09)
-        squares.algorithm(FedAvgSite, "O", task=task, **PRIVATE, dp_delta=0.09)  # outside: it never trains
+        squares.algorithm(
+            FedAvgSite, "O", task=task, **PRIVATE, dp_delta=0.09
+        )  # outside: it never trains
 
 
 class TestTraining:
     @pytest.mark.parametrize("method", ALLOWED)
-    def test_every_method_trains_through_the_mechanism(self, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_every_method_trains_through_the_mechanism(
+        self, method: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Noise so large that nothing else could have moved the weights so far, in every round."""
         monkeypatch.setattr(privacy, "system_generator", lambda: np.random.default_rng(5))
         task = squares.task(network=INSTANCE_UNET, optimizer={"name": "sgd", "lr": 1.0})
-        algorithm = squares.algorithm(get_method(method).site_class, task=task, dp_noise=100.0, **ALLOWED[method])
+        algorithm = squares.algorithm(
+            get_method(method).site_class, task=task, dp_noise=100.0, **ALLOWED[method]
+        )
         for round in range(2):
             start = squares.start(task)
             reply = algorithm.perform("train", round, Message({"model": copy_state(start)}))
-            moves = torch.cat([(reply.states["model"][name] - start[name]).flatten() for name in start])
+            moves = torch.cat(
+                [(reply.states["model"][name] - start[name]).flatten() for name in start]
+            )
             deviation = 100.0 / 6 * 2**0.5  # σ C / L a step, two steps
             assert moves.std().item() == pytest.approx(deviation, rel=0.2)
             assert reply.meta["loss"] is None
@@ -126,19 +148,39 @@ class TestTraining:
 
     def test_epsilon_is_in_every_round_and_in_the_results(self, tmp_path: Path) -> None:
         output: list[str] = []
-        results = medflare.run_local("fedavg", TINY, 2, rounds=2, seed=3, outside=["site-9"], out=tmp_path, say=output.append, **PRIVATE)
+        results = medflare.run_local(
+            "fedavg",
+            TINY,
+            2,
+            rounds=2,
+            seed=3,
+            outside=["site-9"],
+            out=tmp_path,
+            say=output.append,
+            **PRIVATE,
+        )
         assert results["status"] == "COMPLETED"
-        assert {event["kind"] for event in results["events"]} <= {"at_chance"}, "noise leaves little to learn"
+        assert {event["kind"] for event in results["events"]} <= {"at_chance"}, (
+            "noise leaves little to learn"
+        )
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-        told = {site: [line["sites"][site]["privacy"] for line in lines if line["phase"] == "train"] for site in ("site-1", "site-2")}
+        told = {
+            site: [line["sites"][site]["privacy"] for line in lines if line["phase"] == "train"]
+            for site in ("site-1", "site-2")
+        }
         for name, costs in told.items():
             patients = training_patients(open_site(name, load_task(TINY)))
             steps = -(-patients // 16)
             assert [cost["steps"] for cost in costs] == [steps, 2 * steps]
-            assert costs[1]["epsilon"] == pytest.approx(epsilon(1.0, min(1, 16 / patients), 2 * steps))
+            assert costs[1]["epsilon"] == pytest.approx(
+                epsilon(1.0, min(1, 16 / patients), 2 * steps)
+            )
             assert results["sites"][name]["privacy"] == costs[1]
             assert f"ε {costs[1]['epsilon']:.3f}" in output[1] and "loss" not in output[1]
-            assert f"ε = {costs[1]['epsilon']:.3f} at δ = 1e-05" in (tmp_path / "report.html").read_text()
+            assert (
+                f"ε = {costs[1]['epsilon']:.3f} at δ = 1e-05"
+                in (tmp_path / "report.html").read_text()
+            )
         assert "privacy" not in results["sites"]["site-9"]
 
 
@@ -149,13 +191,32 @@ class TestAccount:
     def ask(self, task: TaskConfig, tmp_path: Path) -> Any:
         method, start = get_method("fedavg"), squares.start(task)
 
-        def ask(phase: str, step: int = 0, budget: Budget | None = None, finished: int = 0, run: str = "state") -> Message:
+        def ask(
+            phase: str,
+            step: int = 0,
+            budget: Budget | None = None,
+            finished: int = 0,
+            run: str = "state",
+        ) -> Message:
             site = squares.site("A", task)
-            participant = Participant("A", lambda role: site, method, PRIVATE, store=StateStore(tmp_path / run), budget=budget)
+            participant = Participant(
+                "A",
+                lambda role: site,
+                method,
+                PRIVATE,
+                store=StateStore(tmp_path / run),
+                budget=budget,
+            )
             if phase == "enrol":
-                meta = {**identity_of(method, PRIVATE, task.fingerprint(), squares.site().seed), "role": "inside", "sites": ["A"]}
+                meta = {
+                    **identity_of(method, PRIVATE, task.fingerprint(), squares.site().seed),
+                    "role": "inside",
+                    "sites": ["A"],
+                }
                 return participant.answer("enrol", 0, Message({}, {**meta, "finished": finished}))
-            return participant.answer(phase, step, Message({"model": copy_state(start)}, {"step": step, "run_rounds": 3}))
+            return participant.answer(
+                phase, step, Message({"model": copy_state(start)}, {"step": step, "run_rounds": 3})
+            )
 
         return ask
 
@@ -163,15 +224,34 @@ class TestAccount:
         ("asked", "steps"),
         [
             (["new", 0, 1, 2], [2, 4, 6]),
-            (["new", 0, 1, 1, 1], [2, 4, 6, 8]),  # of a repeated step, the first answer has left the site all the same
-            (["new", 0, "resumed", 1, "new", 2], [2, 4, 6]),  # the server cannot begin anew: a ledger only grows
+            (
+                ["new", 0, 1, 1, 1],
+                [2, 4, 6, 8],
+            ),  # of a repeated step, the first answer has left the site all the same
+            (
+                ["new", 0, "resumed", 1, "new", 2],
+                [2, 4, 6],
+            ),  # the server cannot begin anew: a ledger only grows
         ],
     )
-    def test_the_account_of_a_run_continues_from_process_to_process(self, ask: Any, asked: list[Any], steps: list[int]) -> None:
-        told = [ask("train", step) if step in (0, 1, 2) else ask("enrol", finished=int(step == "resumed")) for step in asked]
-        assert [answer.meta["privacy"]["steps"] for step, answer in zip(asked, told, strict=True) if step in (0, 1, 2)] == steps
+    def test_the_account_of_a_run_continues_from_process_to_process(
+        self, ask: Any, asked: list[Any], steps: list[int]
+    ) -> None:
+        told = [
+            ask("train", step)
+            if step in (0, 1, 2)
+            else ask("enrol", finished=int(step == "resumed"))
+            for step in asked
+        ]
+        assert [
+            answer.meta["privacy"]["steps"]
+            for step, answer in zip(asked, told, strict=True)
+            if step in (0, 1, 2)
+        ] == steps
         last = ask("finalize", 3).meta["privacy"]
-        assert last["steps"] == steps[-1] and last["epsilon"] == pytest.approx(epsilon(1.0, 0.5, steps[-1]))
+        assert last["steps"] == steps[-1] and last["epsilon"] == pytest.approx(
+            epsilon(1.0, 0.5, steps[-1])
+        )
 
     def test_a_crashed_round_is_counted(self, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ask("enrol")
@@ -190,9 +270,9 @@ class TestAccount:
         with pytest.raises(PrivacyError, match="ε"):
             ask("train", 0, budget=budget, run="4")
         assert budget.ledger.releases() == [Release(1.0, 0.5, 6)]
-        assert ask("validate", 3, budget=budget, run="4").meta["validation"]["global"] is not None, (
-            "measuring costs no training patient anything"
-        )
+        assert (
+            ask("validate", 3, budget=budget, run="4").meta["validation"]["global"] is not None
+        ), "measuring costs no training patient anything"
 
 
 def test_a_run_continues_without_a_site_whose_budget_is_spent(tmp_path: Path) -> None:
@@ -200,14 +280,19 @@ def test_a_run_continues_without_a_site_whose_budget_is_spent(tmp_path: Path) ->
 
     def opened(name: str) -> Participant:
         budget = Budget(1e-3, 1e-5, tmp_path, name) if name == "site-2" else None
-        return Participant(name, lambda role: open_site(name, load_task(TINY)), method, PRIVATE, budget=budget)
+        return Participant(
+            name, lambda role: open_site(name, load_task(TINY)), method, PRIVATE, budget=budget
+        )
 
     run = Run(method, load_task(TINY), PRIVATE, run_settings({"rounds": 1, "seed": 0}), sites)
     results = run.execute(LocalExchange(sites, opened))
     assert results["status"] == "COMPLETED"
     (event,) = [event for event in results["events"] if event["kind"] == "failed"]
     assert event["site"] == "site-2" and "its own budget is 0.001" in event["message"]
-    assert "privacy" not in results["sites"]["site-2"] and results["sites"]["site-1"]["privacy"]["steps"]
+    assert (
+        "privacy" not in results["sites"]["site-2"]
+        and results["sites"]["site-1"]["privacy"]["steps"]
+    )
 
 
 def test_compiled_networks_are_refused() -> None:
@@ -219,7 +304,12 @@ def test_compiled_networks_are_refused() -> None:
 
 @pytest.mark.parametrize(("name", "works"), [("UNet", True), ("SegResNet", False)])
 def test_gradients_of_a_monai_network_are_checked_before_training(name: str, works: bool) -> None:
-    own = {"UNet": {"channels": [4, 8], "strides": [2]}, "SegResNet": {"blocks_down": [1, 1], "blocks_up": [1]}}[name]
-    results = medflare.run_local("fedavg", tiny_phantom(network={"name": name, **own}), 2, rounds=1, seed=0, dp_noise=1.0)
+    own = {
+        "UNet": {"channels": [4, 8], "strides": [2]},
+        "SegResNet": {"blocks_down": [1, 1], "blocks_up": [1]},
+    }[name]
+    results = medflare.run_local(
+        "fedavg", tiny_phantom(network={"name": name, **own}), 2, rounds=1, seed=0, dp_noise=1.0
+    )
     assert results["status"] == ("COMPLETED" if works else "FAILED")
     assert works or f"dp_noise: network {name} gives no gradient of each image" in results["reason"]

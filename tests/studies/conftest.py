@@ -33,5 +33,8 @@ def runs(record: RunRecord) -> list[dict[str, Any]]:
 
 def leaving_out(site: str, value: float, run: Run) -> dict[str, Any]:
     """The run with `site` outside in X's place, where the deployed model has this Dice."""
-    outside = {**run["sites"]["X"], "metrics": {**run["sites"]["X"]["metrics"], "deployed": {"dice": value}}}
+    outside = {
+        **run["sites"]["X"],
+        "metrics": {**run["sites"]["X"]["metrics"], "deployed": {"dice": value}},
+    }
     return {**run, "sites": {"A": run["sites"]["A"], site: outside}}

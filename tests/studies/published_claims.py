@@ -46,14 +46,26 @@ _FEDDAG: Final = {
 CLAIMS: Final = (
     Claim("fundus_fedsm", "fedsm", "inside", _FEDSM),
     # The global model of FedSM is FedAvg's.
-    Claim("brain_lgg_3d", "fedsm", "inside", (("FedAvg", ("fedsm", "global")), ("single site", ALONE))),
+    Claim(
+        "brain_lgg_3d", "fedsm", "inside", (("FedAvg", ("fedsm", "global")), ("single site", ALONE))
+    ),
     Claim("brain_lgg", "fedsm", "inside", _FEDSM),
     *(Claim(study, _IOP, "outside", _ROUTING) for study in ("fundus_iop_fl", "brain_lgg_iop_fl")),
-    *(Claim(study, _IOP, "inside", _ROUTING[:1]) for study in ("fundus_iop_fl", "brain_lgg_iop_fl")),
-    *(Claim(study, "prr", "inside", _PRR) for study in ("ham10000_prr", "ham10000_prr_7", "ham10000_prr_features")),
+    *(
+        Claim(study, _IOP, "inside", _ROUTING[:1])
+        for study in ("fundus_iop_fl", "brain_lgg_iop_fl")
+    ),
+    *(
+        Claim(study, "prr", "inside", _PRR)
+        for study in ("ham10000_prr", "ham10000_prr_7", "ham10000_prr_features")
+    ),
     *(Claim(study, _GRACE, "outside", _OUTSIDE) for study in _FEDDAG),
     *(Claim(study, _GRACE, "inside", _INSIDE) for study in _FEDDAG),
-    *(Claim(study, _GRACE, "outside", _OUTSIDE, "balanced_accuracy") for study in _FEDDAG if study != "brain_lgg_out"),
+    *(
+        Claim(study, _GRACE, "outside", _OUTSIDE, "balanced_accuracy")
+        for study in _FEDDAG
+        if study != "brain_lgg_out"
+    ),
     *(Claim(study, row, "outside", _OUTSIDE) for study, row in _FEDDAG.items()),
 )
 _COLUMNS: Final = "study|row|metric|sites|comparator|level|difference|over seeds|p, Holm|detectable|over patients|d|verdict"
@@ -70,7 +82,9 @@ def claim_lines(claim: Claim, study: StudyTables) -> list[list[str]]:
     adjusted = holm([difference.over_seeds.p for _, difference in compared])
     lines = []
     for (name, difference), p in zip(compared, adjusted, strict=True):
-        role, gain, seeds, _, _, patients, _, _, of_claim, detectable, margin, verdict = difference.cells(p, judged=True)
+        role, gain, seeds, _, _, patients, _, _, of_claim, detectable, margin, verdict = (
+            difference.cells(p, judged=True)
+        )
         level = study.values.loc[(claim.row, "deployed", role, study.metric, ALL_SITES)].mean()
         about = [claim.study, f"`{claim.row}`", study.metric, role, name, f"{level:.3f}"]
         lines.append([*about, gain, seeds, of_claim, detectable, patients, margin, verdict])
@@ -94,16 +108,78 @@ _FUNDUS: Final = "fundus_vessels, 64 x 64, ten seeds"
 _BRAIN: Final = "brain_lgg, 32 x 32, ten seeds"
 _PRR_SETTING: Final = "ham10000, 3 classes, ten seeds"
 HEADLINES: Final = (
-    Headline("FedSM > FedAvg", _FUNDUS, "fundus_fedsm", "fedsm", "inside", "FedAvg", "personal models pay at the smallest site"),
-    Headline("FedSM > FedAvg", "brain_lgg volumes, ten seeds", "brain_lgg_3d", "fedsm", "inside", "FedAvg", "nothing to personalize"),
-    Headline("FedSM > training alone", _FUNDUS, "fundus_fedsm", "fedsm", "inside", "single site", "FedAvg is 0.020 below training alone"),
     Headline(
-        "IOP-FL > global model outside", _FUNDUS, "fundus_iop_fl", _IOP, "outside", "its global model", "statistics of the test batch"
+        "FedSM > FedAvg",
+        _FUNDUS,
+        "fundus_fedsm",
+        "fedsm",
+        "inside",
+        "FedAvg",
+        "personal models pay at the smallest site",
     ),
-    Headline("IOP-FL > uniform mixture", _FUNDUS, "fundus_iop_fl", _IOP, "outside", "uniform mixture", "experts hardly differ"),
-    Headline("IOP-FL > uniform mixture", _BRAIN, "brain_lgg_iop_fl", _IOP, "outside", "uniform mixture", "experts hardly differ"),
-    Headline("IOP-FL > global model inside", _BRAIN, "brain_lgg_iop_fl", _IOP, "inside", "its global model", "2 to 7 validation patients"),
-    Headline("PRR > FedBN", _PRR_SETTING, "ham10000_prr", "prr", "inside", "FedBN", "FedBN collapses at one site"),
+    Headline(
+        "FedSM > FedAvg",
+        "brain_lgg volumes, ten seeds",
+        "brain_lgg_3d",
+        "fedsm",
+        "inside",
+        "FedAvg",
+        "nothing to personalize",
+    ),
+    Headline(
+        "FedSM > training alone",
+        _FUNDUS,
+        "fundus_fedsm",
+        "fedsm",
+        "inside",
+        "single site",
+        "FedAvg is 0.020 below training alone",
+    ),
+    Headline(
+        "IOP-FL > global model outside",
+        _FUNDUS,
+        "fundus_iop_fl",
+        _IOP,
+        "outside",
+        "its global model",
+        "statistics of the test batch",
+    ),
+    Headline(
+        "IOP-FL > uniform mixture",
+        _FUNDUS,
+        "fundus_iop_fl",
+        _IOP,
+        "outside",
+        "uniform mixture",
+        "experts hardly differ",
+    ),
+    Headline(
+        "IOP-FL > uniform mixture",
+        _BRAIN,
+        "brain_lgg_iop_fl",
+        _IOP,
+        "outside",
+        "uniform mixture",
+        "experts hardly differ",
+    ),
+    Headline(
+        "IOP-FL > global model inside",
+        _BRAIN,
+        "brain_lgg_iop_fl",
+        _IOP,
+        "inside",
+        "its global model",
+        "2 to 7 validation patients",
+    ),
+    Headline(
+        "PRR > FedBN",
+        _PRR_SETTING,
+        "ham10000_prr",
+        "prr",
+        "inside",
+        "FedBN",
+        "FedBN collapses at one site",
+    ),
     Headline(
         "PRR > training alone",
         _PRR_SETTING,
@@ -113,7 +189,15 @@ HEADLINES: Final = (
         "alone with PRR's loss",
         "personal models memorize clean labels",
     ),
-    Headline("GRACE > FedAvg outside", "ham10000 features, six seeds", "ham10000_features", _GRACE, "outside", "FedAvg", "one local epoch"),
+    Headline(
+        "GRACE > FedAvg outside",
+        "ham10000 features, six seeds",
+        "ham10000_features",
+        _GRACE,
+        "outside",
+        "FedAvg",
+        "one local epoch",
+    ),
     Headline(
         "FedDAG > FedAvg outside",
         "brain_lgg, former defaults",
@@ -128,12 +212,36 @@ HEADLINES: Final = (
 
 def headlines_table(lines: list[list[str]]) -> str:
     """The first table of the page, from the lines of all claims."""
-    table = [["claim", "setting", "metric", "level", "effect", "over seeds, 95 %", "detectable", "verdict", "why"]]
+    table = [
+        [
+            "claim",
+            "setting",
+            "metric",
+            "level",
+            "effect",
+            "over seeds, 95 %",
+            "detectable",
+            "verdict",
+            "why",
+        ]
+    ]
     for headline in HEADLINES:
         key = [headline.study, f"`{headline.row}`", headline.role, headline.comparator]
         (line, *_) = [line for line in lines if [line[0], line[1], line[3], line[4]] == key]
         _, _, metric, _, _, level, effect, seeds, _, detectable, _, _, verdict = line
-        table.append([headline.claim, headline.setting, metric, level, effect, seeds, detectable, verdict, headline.why])
+        table.append(
+            [
+                headline.claim,
+                headline.setting,
+                metric,
+                level,
+                effect,
+                seeds,
+                detectable,
+                verdict,
+                headline.why,
+            ]
+        )
     return markdown(table, left=3)
 
 

@@ -18,14 +18,26 @@ GAINS = np.array([0.1, 0.08, 0.12, 0.09, 0.11, 0.1, 0.07, 0.13])
 B = np.array([0.3, 0.4])
 
 
-def write_run(folder: Path, method: str, values: dict[str, np.ndarray], seed: int = 0, patients: str = "p", **changes: Any) -> Path:
+def write_run(
+    folder: Path,
+    method: str,
+    values: dict[str, np.ndarray],
+    seed: int = 0,
+    patients: str = "p",
+    **changes: Any,
+) -> Path:
     """A run with results.json and the sites' scores."""
     sites = {}
     for site, of_site in values.items():
-        sites[site] = SiteRecord("inside", {"test": len(of_site)}, {"deployed": {"dice": float(of_site.mean())}})
+        sites[site] = SiteRecord(
+            "inside", {"test": len(of_site)}, {"deployed": {"dice": float(of_site.mean())}}
+        )
         scores = folder / "sites" / site / "scores"
         scores.mkdir(parents=True)
-        cases = {"patients": [f"{patients}{number}" for number in range(len(of_site))], "values": {"dice": of_site.tolist()}}
+        cases = {
+            "patients": [f"{patients}{number}" for number in range(len(of_site))],
+            "values": {"dice": of_site.tolist()},
+        }
         (scores / "deployed.json").write_text(json.dumps(cases))
     write_results(folder, RunRecord(method, small_task(**changes), seed, 2, sites))
     return folder
@@ -34,7 +46,12 @@ def write_run(folder: Path, method: str, values: dict[str, np.ndarray], seed: in
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
     first = write_run(tmp_path / "first", "fedavg", {"A": A, "B": B})
-    return [first, write_run(tmp_path / "second", "fedsm", {"A": A + GAINS, "B": B - 0.1}, seed=4, batch_size=7)]
+    return [
+        first,
+        write_run(
+            tmp_path / "second", "fedsm", {"A": A + GAINS, "B": B - 0.1}, seed=4, batch_size=7
+        ),
+    ]
 
 
 def runs_of(folders: list[Path]) -> dict[str, Any]:
@@ -52,7 +69,11 @@ def test_the_settings_that_differ(folders: list[Path]) -> None:
 
 def test_the_deployed_models_by_site(folders: list[Path]) -> None:
     table = metric_of_runs(runs_of(folders))
-    assert table["first"].to_dict() == {"A": f"{A.mean():.3f}", "B": "0.350", "mean, inside": f"{(A.mean() + 0.35) / 2:.3f}"}
+    assert table["first"].to_dict() == {
+        "A": f"{A.mean():.3f}",
+        "B": "0.350",
+        "mean, inside": f"{(A.mean() + 0.35) / 2:.3f}",
+    }
     differences = table["second - first"]
     assert differences["B"] == "-0.100, n = 2", "two patients have no interval"
     assert differences["mean, inside"].startswith(f"{(GAINS.mean() - 0.1) / 2:+.3f} (")
@@ -63,19 +84,28 @@ def test_the_deployed_models_by_site(folders: list[Path]) -> None:
     assert GAINS.mean() - 3 * error < low < GAINS.mean() < high < GAINS.mean() + 3 * error
 
 
-@pytest.mark.parametrize("changes", [{"patients": "other"}, {"labels": ["circle"]}, {"metric": "iou"}])
-def test_other_patients_or_labels_have_no_difference(changes: dict[str, Any], folders: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"patients": "other"}, {"labels": ["circle"]}, {"metric": "iou"}]
+)
+def test_other_patients_or_labels_have_no_difference(
+    changes: dict[str, Any], folders: list[Path], tmp_path: Path
+) -> None:
     third = write_run(tmp_path / "third", "fedavg", {"A": A, "B": B}, **changes)
     assert set(metric_of_runs(runs_of([folders[0], third]))["third - first"]) == {"–"}
 
 
-def test_the_command(folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = list(map(str, folders))
     assert main(["results", *names, "--csv", str(tmp_path / "table.csv")]) == 0
     printed = capsys.readouterr().out
     assert "task.batch_size" in printed and f"{GAINS.mean():+.3f} (" in printed
     rows = (tmp_path / "table.csv").read_text().splitlines()
-    assert rows[0].endswith(",run") and {row.rpartition(",")[2] for row in rows[1:]} == {"first", "second"}
+    assert rows[0].endswith(",run") and {row.rpartition(",")[2] for row in rows[1:]} == {
+        "first",
+        "second",
+    }
     assert main(["results", names[0], names[0]]) == 1
     assert "named twice" in capsys.readouterr().err
     (folders[0] / "sites" / "A" / "scores" / "deployed.json").write_text("{")

@@ -17,7 +17,17 @@ from medflare.core.hyper import split_hyper
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results, validate_results
 from medflare.methods.catalogue import get_method
 from medflare.studies.candidates import Candidate
-from medflare.studies.grid import STUDY_FILE, _finished, _Job, read_runs, read_study, run_name, run_study, write_rows, write_run
+from medflare.studies.grid import (
+    STUDY_FILE,
+    _finished,
+    _Job,
+    read_runs,
+    read_study,
+    run_name,
+    run_study,
+    write_rows,
+    write_run,
+)
 from medflare.studies.references import CENTRALISED, POOLED, REFERENCES, SINGLE_SITE, Setting
 from medflare.studies.statistics import Run
 from medflare.studies.tables import StudyTables, study_report

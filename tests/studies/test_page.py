@@ -13,26 +13,50 @@ CUP = {"dice": 0.0}
 
 def deployed(record: RunRecord, method: str, seed: int, **dice: float) -> Run:
     sites = {
-        site: SiteRecord("inside", metrics={"deployed": {"dice": value}}, by_label={"deployed": {"disc": {"dice": value}, "cup": CUP}})
+        site: SiteRecord(
+            "inside",
+            metrics={"deployed": {"dice": value}},
+            by_label={"deployed": {"disc": {"dice": value}, "cup": CUP}},
+        )
         for site, value in dice.items()
     }
-    return build_results(dataclasses.replace(record, method=method, seed=seed, sites=sites, up_bytes=1024, seconds={"total": 2.0}))
+    return build_results(
+        dataclasses.replace(
+            record, method=method, seed=seed, sites=sites, up_bytes=1024, seconds={"total": 2.0}
+        )
+    )
 
 
-def test_means_ranks_and_cost_sites_that_lose_by_joining_structures_and_every_table_are_there(record: RunRecord) -> None:
+def test_means_ranks_and_cost_sites_that_lose_by_joining_structures_and_every_table_are_there(
+    record: RunRecord,
+) -> None:
     groups = {
-        "fedavg": [deployed(record, "fedavg", 0, A=0.7, B=0.5), deployed(record, "fedavg", 1, A=0.8, B=0.4)],
-        "alone <b>": [deployed(record, "single-site", 0, A=0.6, B=0.6), deployed(record, "single-site", 1, A=0.6, B=0.6)],
+        "fedavg": [
+            deployed(record, "fedavg", 0, A=0.7, B=0.5),
+            deployed(record, "fedavg", 1, A=0.8, B=0.4),
+        ],
+        "alone <b>": [
+            deployed(record, "single-site", 0, A=0.6, B=0.6),
+            deployed(record, "single-site", 1, A=0.6, B=0.6),
+        ],
         "constant": [deployed(record, "constant", seed, A=0.1, B=0.1) for seed in (0, 1)],
     }
     html = study_page(StudyTables(groups))
     assert not faults(html) and "<b>" not in html
     page = Page(html)
     overview = {row[0]: row[1:] for row in page.tables[0]}
-    assert overview["fedavg"][0] == "0.600 ± 0.000" and overview["fedavg"][1] == "1.5", "best at A, second at B"
-    assert overview["constant"][1] == "3.0" and overview["fedavg"][2:5] == ["1.0 KiB", "2.00 s", "2"], "the constant answer has a rank"
+    assert overview["fedavg"][0] == "0.600 ± 0.000" and overview["fedavg"][1] == "1.5", (
+        "best at A, second at B"
+    )
+    assert overview["constant"][1] == "3.0" and overview["fedavg"][2:5] == [
+        "1.0 KiB",
+        "2.00 s",
+        "2",
+    ], "the constant answer has a rank"
     assert page.tables[1] == [["method", "A", "B", "loses"], ["fedavg", "+0.150", "-0.150", "B"]]
-    assert ["fedavgcup", "0.000 ± 0.000", "0.000 ± 0.000", "0.000 ± 0.000"] in [row for table in page.tables for row in table]
+    assert ["fedavgcup", "0.000 ± 0.000", "0.000 ± 0.000", "0.000 ± 0.000"] in [
+        row for table in page.tables for row in table
+    ]
     assert "dice, differences" in page.text
 
 

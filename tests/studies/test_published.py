@@ -26,12 +26,16 @@ def test_committed_tables_are_those_of_the_committed_runs(study: Path) -> None:
     if any("differences" in title for title in committed):
         assert [note for note in tables.notes() if f"- {note}\n" not in page] == []
     assert (study / STUDY_FILE).stat().st_size < 30_000 * sum(map(len, groups.values()))
-    assert f"](results/{study.name}/{STUDY_FILE})" in (DOCS / "results.md").read_text(encoding="utf-8")
+    assert f"](results/{study.name}/{STUDY_FILE})" in (DOCS / "results.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_claims_of_the_page_are_those_of_the_committed_runs() -> None:
     """On a change, paste the tables of the message into docs/results.md."""
-    studies = {claim.study: StudyTables(read_study(DOCS / "results" / claim.study)) for claim in CLAIMS}
+    studies = {
+        claim.study: StudyTables(read_study(DOCS / "results" / claim.study)) for claim in CLAIMS
+    }
     lines = [line for claim in CLAIMS for line in claim_lines(claim, studies[claim.study])]
     page = (DOCS / "results.md").read_text(encoding="utf-8")
     for table in (headlines_table(lines), claims_table(lines)):

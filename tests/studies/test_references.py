@@ -32,7 +32,12 @@ from medflare.training.site import Site
 
 
 def split(count: int, value: float) -> Split:
-    return Split(torch.full((count, 1, 2, 2), value), torch.zeros(count, 2, 2), tuple("p" * count), tuple(map(str, range(count))))
+    return Split(
+        torch.full((count, 1, 2, 2), value),
+        torch.zeros(count, 2, 2),
+        tuple("p" * count),
+        tuple(map(str, range(count))),
+    )
 
 
 def test_pooled_patients_of_two_sites_stay_two_patients() -> None:
@@ -45,10 +50,23 @@ def test_pooled_patients_of_two_sites_stay_two_patients() -> None:
 
 
 def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:
-    task = load_task({**load_task("phantom_grades").to_dict(), "size": [16, 16], "network": {"name": "small_cnn", "channels": [4, 8]}})
+    task = load_task(
+        {
+            **load_task("phantom_grades").to_dict(),
+            "size": [16, 16],
+            "network": {"name": "small_cnn", "channels": [4, 8]},
+        }
+    )
     last = {"server": {"selection": "last"}}
-    results = single_site(Setting(task, ("site-1", "site-2"), rounds=2), 0, hyper=last | {"site": {"cpa": "local"}}, method="prr")
-    one = run_local("prr", task, ["site-2"], rounds=2, seed=0, resplit=0, cpa="local", selection="last")
+    results = single_site(
+        Setting(task, ("site-1", "site-2"), rounds=2),
+        0,
+        hyper=last | {"site": {"cpa": "local"}},
+        method="prr",
+    )
+    one = run_local(
+        "prr", task, ["site-2"], rounds=2, seed=0, resplit=0, cpa="local", selection="last"
+    )
     assert results["method"] == "single-site"
     assert results["sites"]["site-2"]["metrics"] == one["sites"]["site-2"]["metrics"]
     plain = single_site(Setting(task, ("site-2",), rounds=2), 0, hyper=last)
@@ -58,14 +76,33 @@ def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:
 def test_batch_statistics_are_measured_beside_the_plain_model() -> None:
     task = load_task(tiny_phantom(network={"name": "unet", "channels": [4, 8], "norm": "batch"}))
     setting = Setting(task, ("site-1", "site-2", "site-3"), rounds=1)
-    results = batch_statistics(setting, 0, outside=("site-3",), hyper={"server": {"selection": "last"}})
-    plain = run_local("fedavg", task, ["site-1", "site-2"], rounds=1, seed=0, resplit=0, outside=["site-3"], selection="last")
-    validate_results({name: content for name, content in results.items() if name not in ("scores", "curves")})
+    results = batch_statistics(
+        setting, 0, outside=("site-3",), hyper={"server": {"selection": "last"}}
+    )
+    plain = run_local(
+        "fedavg",
+        task,
+        ["site-1", "site-2"],
+        rounds=1,
+        seed=0,
+        resplit=0,
+        outside=["site-3"],
+        selection="last",
+    )
+    validate_results(
+        {name: content for name, content in results.items() if name not in ("scores", "curves")}
+    )
     for name, site in results["sites"].items():
         assert site["metrics"]["global"] == plain["sites"][name]["metrics"]["global"]
         assert site["metrics"]["deployed"]["dice"] != site["metrics"]["global"]["dice"]
-        values = [value for value in results["scores"][name]["deployed"]["values"]["dice"] if value is not None]
-        assert sum(values) / len(values) == pytest.approx(site["metrics"]["deployed"]["dice"], abs=1e-5)
+        values = [
+            value
+            for value in results["scores"][name]["deployed"]["values"]["dice"]
+            if value is not None
+        ]
+        assert sum(values) / len(values) == pytest.approx(
+            site["metrics"]["deployed"]["dice"], abs=1e-5
+        )
     assert [at for at, _ in results["curves"]["global"]["site-1"]] == [0, 1]
     assert results["traffic"] == plain["traffic"]
 
@@ -88,16 +125,33 @@ def test_batch_statistics_are_measured_beside_the_plain_model() -> None:
         (equal_compute, {"local_epochs": 4}),
     ],
 )
-def test_fedavg_with_another_task_is_that_fedavg(reference: Callable[..., dict[str, Any]], changes: dict[str, Any]) -> None:
+def test_fedavg_with_another_task_is_that_fedavg(
+    reference: Callable[..., dict[str, Any]], changes: dict[str, Any]
+) -> None:
     """The results have the study's task, which all rows share, and the changes beside it."""
-    task = load_task(tiny_phantom(augment=[{"name": "RandFlip", "prob": 0.5, "spatial_axis": 1}], local_epochs=2))
+    task = load_task(
+        tiny_phantom(augment=[{"name": "RandFlip", "prob": 0.5, "spatial_axis": 1}], local_epochs=2)
+    )
     setting = Setting(task, ("site-1", "site-2", "site-3"), rounds=1)
     results = reference(setting, 0, outside=("site-3",), hyper={"server": {"selection": "last"}})
-    validate_results({name: content for name, content in results.items() if name not in ("scores", "curves")})
+    validate_results(
+        {name: content for name, content in results.items() if name not in ("scores", "curves")}
+    )
     other = load_task({**task.to_dict(), **changes})
-    options: dict[str, Any] = {"rounds": 1, "seed": 0, "resplit": 0, "outside": ["site-3"], "selection": "last"}
-    expected, plain = (run_local("fedavg", of, ["site-1", "site-2"], **options) for of in (other, task))
-    metrics = [{name: site["metrics"] for name, site in run["sites"].items()} for run in (results, expected, plain)]
+    options: dict[str, Any] = {
+        "rounds": 1,
+        "seed": 0,
+        "resplit": 0,
+        "outside": ["site-3"],
+        "selection": "last",
+    }
+    expected, plain = (
+        run_local("fedavg", of, ["site-1", "site-2"], **options) for of in (other, task)
+    )
+    metrics = [
+        {name: site["metrics"] for name, site in run["sites"].items()}
+        for run in (results, expected, plain)
+    ]
     assert metrics[0] == metrics[1] != metrics[2]
     assert results["configuration"]["task"] == plain["configuration"]["task"]
     assert results["configuration"]["settings"]["task_changes"] == changes
@@ -118,21 +172,40 @@ def test_a_site_that_fails_alone_does_not_stop_the_others(monkeypatch: pytest.Mo
             "events": [event],
         }
         outcome["configuration"] = {"task": {}}
-        recorded = {"curves": {"global": {sites[0]: [[1, 0.5]]}}, "scores": {sites[0]: {"global": {}}}}
-        return {**outcome, **recorded, "method": method, "sites": site, "mean": means, "traffic": {"down_bytes": 9, "up_bytes": 9}}
+        recorded = {
+            "curves": {"global": {sites[0]: [[1, 0.5]]}},
+            "scores": {sites[0]: {"global": {}}},
+        }
+        return {
+            **outcome,
+            **recorded,
+            "method": method,
+            "sites": site,
+            "mean": means,
+            "traffic": {"down_bytes": 9, "up_bytes": 9},
+        }
 
     monkeypatch.setattr(references, "recorded_run", run)
     results = single_site(Setting(load_task("phantom"), ("A", "B", "C"), 1), 0, outside=("C",))
-    assert (results["method"], results["status"], results["reason"]) == ("single-site", "FAILED", "B: no images")
+    assert (results["method"], results["status"], results["reason"]) == (
+        "single-site",
+        "FAILED",
+        "B: no images",
+    )
     assert list(results["sites"]) == [event["site"] for event in results["events"]] == ["A", "B"]
     assert results["curves"] == {"global": {"A": [[1, 0.5]], "B": [[1, 0.5]]}}
     assert results["scores"] == {"A": {"global": {}}, "B": {"global": {}}}
     assert results["mean"]["inside"]["deployed"]["dice"] == 0.5
-    assert (results["seconds"], results["traffic"]) == ({"total": 4.0}, {"down_bytes": 0, "up_bytes": 0})
+    assert (results["seconds"], results["traffic"]) == (
+        {"total": 4.0},
+        {"down_bytes": 0, "up_bytes": 0},
+    )
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, data: dict[str, SiteData]) -> None:
-    monkeypatch.setattr(references, "open_site", lambda name, task, **_: Site(name, task, data[name]))
+    monkeypatch.setattr(
+        references, "open_site", lambda name, task, **_: Site(name, task, data[name])
+    )
 
 
 def test_the_constant_class_is_chosen_on_training_images(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +216,14 @@ def test_the_constant_class_is_chosen_on_training_images(monkeypatch: pytest.Mon
         "X": SiteData(grades(), grades(), grades(2, 2, 2, 1)),
     }
     opened(monkeypatch, data)
-    results = constant_answer(Setting(small_task("classification"), ("A", "B", "X"), 5), 0, outside=("X",))
+    results = constant_answer(
+        Setting(small_task("classification"), ("A", "B", "X"), 5), 0, outside=("X",)
+    )
     validate_results({name: content for name, content in results.items() if name != "scores"})
-    metrics = {name: {model: of["accuracy"] for model, of in site["metrics"].items()} for name, site in results["sites"].items()}
+    metrics = {
+        name: {model: of["accuracy"] for model, of in site["metrics"].items()}
+        for name, site in results["sites"].items()
+    }
     assert metrics == {
         "A": {"global": 0.5, "personal": 0.5, "deployed": 0.5},
         "B": {"global": 0.5, "personal": 0.5, "deployed": 0.5},
@@ -153,14 +231,21 @@ def test_the_constant_class_is_chosen_on_training_images(monkeypatch: pytest.Mon
     }
     assert results["method"] == CONSTANT and results["rounds"] == 5
     assert results["sites"]["A"]["metrics"]["global"]["auc_macro"] == 0.5, "all scores are equal"
-    assert results["scores"]["A"]["personal"]["probabilities"][0] == pytest.approx([2 / 3, 0, 1 / 3], abs=1e-5)
+    assert results["scores"]["A"]["personal"]["probabilities"][0] == pytest.approx(
+        [2 / 3, 0, 1 / 3], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
-    [(8, 1.0), (2, 2 * 2 / (2 + 4))],  # the test masks equal the mean training mask, or have half of its rows
+    [
+        (8, 1.0),
+        (2, 2 * 2 / (2 + 4)),
+    ],  # the test masks equal the mean training mask, or have half of its rows
 )
-def test_the_constant_mask_is_the_best_on_validation_images(monkeypatch: pytest.MonkeyPatch, rows: int, expected: float) -> None:
+def test_the_constant_mask_is_the_best_on_validation_images(
+    monkeypatch: pytest.MonkeyPatch, rows: int, expected: float
+) -> None:
     training = rows if rows == 8 else 4
     opened(monkeypatch, {"A": SiteData(masks(training, 3), masks(training, 2), masks(rows, 2))})
     results = constant_answer(Setting(small_task(), ("A",), 1), 0)
@@ -170,11 +255,23 @@ def test_the_constant_mask_is_the_best_on_validation_images(monkeypatch: pytest.
 def test_constant_predictions_of_segmentation() -> None:
     targets = torch.tensor([[[1, 0]], [[1, 0]]])
     binary = SimpleNamespace(kind="segmentation", target="binary", outputs=1, image_mode="resize")
-    several = SimpleNamespace(kind="segmentation", target="multiclass", outputs=2, image_mode="resize")
-    assert [answer.flatten().tolist() for answer in constant_predictions(binary, targets)][:3] == [[0.0], [1.0], [1.0, 0.0]]  # type: ignore[arg-type]
-    assert [answer.flatten().tolist() for answer in constant_predictions(several, targets)] == [[1, 0], [0, 1], [0, 1, 1, 0]]  # type: ignore[arg-type]
+    several = SimpleNamespace(
+        kind="segmentation", target="multiclass", outputs=2, image_mode="resize"
+    )
+    assert [answer.flatten().tolist() for answer in constant_predictions(binary, targets)][:3] == [
+        [0.0],
+        [1.0],
+        [1.0, 0.0],
+    ]  # type: ignore[arg-type]
+    assert [answer.flatten().tolist() for answer in constant_predictions(several, targets)] == [
+        [1, 0],
+        [0, 1],
+        [0, 1, 1, 0],
+    ]  # type: ignore[arg-type]
     binary.image_mode = "patch"
-    assert len(list(constant_predictions(binary, [targets[0], targets[1][:, :1]]))) == 2, "masks of different sizes have no mean"  # type: ignore[arg-type]
+    assert len(list(constant_predictions(binary, [targets[0], targets[1][:, :1]]))) == 2, (
+        "masks of different sizes have no mean"
+    )  # type: ignore[arg-type]
 
 
 def test_every_sites_model_is_tested_at_every_site() -> None:
@@ -188,6 +285,11 @@ def test_every_sites_model_is_tested_at_every_site() -> None:
     shared = recorded_run("fedavg", setting, 0, setting.sites)[CROSS_SITE]
     assert shared["site-1"] == shared["site-2"], "one model"
     alone = single_site(setting, 0)[CROSS_SITE]
-    assert {owner: sorted(row) for owner, row in alone.items()} == {site: list(setting.sites) for site in setting.sites}
+    assert {owner: sorted(row) for owner, row in alone.items()} == {
+        site: list(setting.sites) for site in setting.sites
+    }
     table = StudyTables({"ditto": [personal]}).cross_site()
-    assert f"| ditto | site-1 | **{matrix['site-1']['site-1']:.3f}** | {matrix['site-1']['site-2']:.3f} | 1 |" in table
+    assert (
+        f"| ditto | site-1 | **{matrix['site-1']['site-1']:.3f}** | {matrix['site-1']['site-2']:.3f} | 1 |"
+        in table
+    )

@@ -38,7 +38,9 @@ def test_the_interval_of_a_mean_needs_six_values() -> None:
     # A resample has k threes with the binomial probability (6 over k) / 64: 1.6 % for none, 10.9 % for at most one.
     assert mean_interval([0.0, 0.0, 0.0, 3.0, 3.0, 3.0]) == (0.5, 2.5)
     # Of three values 3.7 % of the resamples have the smallest one only: the interval would be the smallest and the largest value.
-    assert mean_interval([0.0, 1.0, 3.0]) is None and mean_interval([0.0, 0.0, 0.0, 3.0, 3.0]) is None
+    assert (
+        mean_interval([0.0, 1.0, 3.0]) is None and mean_interval([0.0, 0.0, 0.0, 3.0, 3.0]) is None
+    )
 
 
 def test_compare_by_hand() -> None:
@@ -51,7 +53,11 @@ def test_compare_by_hand() -> None:
 
 
 def test_compare_degenerate_seeds() -> None:
-    assert compare([], []) == compare([0.5, NAN, NAN], [NAN, 0.5, 0.5]) == Comparison(None, None, None, 0)
+    assert (
+        compare([], [])
+        == compare([0.5, NAN, NAN], [NAN, 0.5, 0.5])
+        == Comparison(None, None, None, 0)
+    )
     assert compare([0.5], [0.75]) == Comparison(0.25, None, None, 1)
     assert compare([0.5, 0.2], [0.5, 0.2]) == Comparison(0.0, None, None, 2)
     shifted = compare([0.1, 0.2, 0.3], [0.6, 0.7, 0.8])
@@ -90,14 +96,24 @@ def test_equivalence_by_hand() -> None:
     # Differences 1, 2, 3: mean 2, error 1 / sqrt(3). To 4 it is t = 2 sqrt(3), one-sided p = (1 - t / sqrt(t^2 + 2)) / 2 = 0.0371.
     comparison = compare([0.0] * 3, [1.0, 2.0, 3.0])
     assert equivalence_p(comparison, 4.0) == pytest.approx((1 - 12**0.5 / 14**0.5) / 2)
-    assert equivalence_p(compare([1.0, 2.0, 3.0], [0.0] * 3), 4.0) == equivalence_p(comparison, 4.0), "to the nearer bound"
+    assert equivalence_p(compare([1.0, 2.0, 3.0], [0.0] * 3), 4.0) == equivalence_p(
+        comparison, 4.0
+    ), "to the nearer bound"
     assert equivalence_p(comparison, 2.0) == 0.5, "on the bound"
-    assert equivalence_p(compare([0.5], [0.6]), 4.0) is None and equivalence_p(Comparison(), 4.0) is None
+    assert (
+        equivalence_p(compare([0.5], [0.6]), 4.0) is None
+        and equivalence_p(Comparison(), 4.0) is None
+    )
 
 
 def test_the_detectable_difference_has_80_percent_power() -> None:
     detectable = [detectable_difference(n) for n in (1, 2, 3, 10)]
-    assert detectable == [None, pytest.approx(11.55, abs=0.005), pytest.approx(3.26, abs=0.005), pytest.approx(1.0, abs=0.005)]
+    assert detectable == [
+        None,
+        pytest.approx(11.55, abs=0.005),
+        pytest.approx(3.26, abs=0.005),
+        pytest.approx(1.0, abs=0.005),
+    ]
     ratio = detectable_difference(3, 2 / 3)
     assert ratio == pytest.approx(3.264044 * 3**0.5), "the variance is three times as large"
     random = np.random.default_rng(0)
@@ -111,27 +127,61 @@ def test_the_detectable_difference_has_80_percent_power() -> None:
     [
         (Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01), (0.02, 0.2), 0.02, "confirmed"),
         (Comparison(-0.1, (-0.15, -0.05), 0.01, 3, 0.01), (-0.2, -0.02), 0.02, "opposite"),
-        (Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01), (0.02, 0.2), 0.06, "study too small"),  # among other comparators
-        (Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01), (-0.02, 0.2), 0.02, "study too small"),  # over seeds only
-        (Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01), (-0.2, -0.02), 0.02, "study too small"),  # they contradict each other
+        (
+            Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01),
+            (0.02, 0.2),
+            0.06,
+            "study too small",
+        ),  # among other comparators
+        (
+            Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01),
+            (-0.02, 0.2),
+            0.02,
+            "study too small",
+        ),  # over seeds only
+        (
+            Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01),
+            (-0.2, -0.02),
+            0.02,
+            "study too small",
+        ),  # they contradict each other
         # d = .05: t = (.05 - .01) / .01 = 4 with 2 degrees of freedom, p = (1 - 4 / sqrt(18)) / 2 = .0286; with an error of .02 .0918.
         (Comparison(0.01, (-0.03, 0.05), 0.42, 3, 0.01), (-0.02, 0.04), 0.42, "smaller than d"),
         (Comparison(0.01, (-0.07, 0.09), 0.67, 3, 0.02), (-0.02, 0.04), 0.67, "study too small"),
-        (Comparison(0.01, (-0.03, 0.05), 0.42, 3, 0.01), (-0.02, 0.06), 0.42, "study too small"),  # patients allow d
+        (
+            Comparison(0.01, (-0.03, 0.05), 0.42, 3, 0.01),
+            (-0.02, 0.06),
+            0.42,
+            "study too small",
+        ),  # patients allow d
         (Comparison(0.01, (-0.03, 0.05), 0.42, 3, 0.01), None, 0.42, "study too small"),
         (Comparison(0.0, None, None, 3), None, None, "smaller than d"),  # the same model
-        (Comparison(0.1, None, None, 3), (0.02, 0.2), None, "study too small"),  # no spread to test against
+        (
+            Comparison(0.1, None, None, 3),
+            (0.02, 0.2),
+            None,
+            "study too small",
+        ),  # no spread to test against
         (Comparison(0.0, None, None, 1), (-0.01, 0.01), None, "study too small"),
         (Comparison(), None, None, "study too small"),
     ],
 )
-def test_verdicts_by_hand(over_seeds: Comparison, interval: tuple[float, float] | None, adjusted_p: float | None, expected: str) -> None:
+def test_verdicts_by_hand(
+    over_seeds: Comparison,
+    interval: tuple[float, float] | None,
+    adjusted_p: float | None,
+    expected: str,
+) -> None:
     over_patients = Comparison(over_seeds.difference, interval, None, 100)
     assert verdict(over_seeds, over_patients, adjusted_p, 0.05) == expected
 
 
-def values_of(runs: Sequence[Run], model: str, role: str = "inside", site: str = ALL_SITES) -> list[float]:
-    values: list[float] = study_values({"row": runs}).loc[("row", model, role, "dice", site)].tolist()
+def values_of(
+    runs: Sequence[Run], model: str, role: str = "inside", site: str = ALL_SITES
+) -> list[float]:
+    values: list[float] = (
+        study_values({"row": runs}).loc[("row", model, role, "dice", site)].tolist()
+    )
     return values
 
 
@@ -145,31 +195,51 @@ def test_a_seed_with_several_runs_counts_once(runs: list[Run]) -> None:
     """Left out in turn: A's values as an inside site are averaged within the seed, and then over sites."""
     both = [runs[0], leaving_out("B", 0.8, runs[0])]
     assert values_of(both, "global", site="A") == pytest.approx([0.4]), "inside in both runs"
-    assert values_of(both, "global", site="B") == pytest.approx([0.6]), "inside in the first run alone"
+    assert values_of(both, "global", site="B") == pytest.approx([0.6]), (
+        "inside in the first run alone"
+    )
     assert values_of(both, "global") == pytest.approx([(0.4 + 0.6) / 2])
-    assert values_of(both, "deployed", "outside") == pytest.approx([(0.1 + 0.8) / 2]), "X and B, each once"
-    assert values_of([runs[1], *both], "global", site="A") == pytest.approx([0.4, 0.5]), "in the order of the seeds"
+    assert values_of(both, "deployed", "outside") == pytest.approx([(0.1 + 0.8) / 2]), (
+        "X and B, each once"
+    )
+    assert values_of([runs[1], *both], "global", site="A") == pytest.approx([0.4, 0.5]), (
+        "in the order of the seeds"
+    )
 
 
 def test_models_of_several_sites_are_averaged(record: RunRecord) -> None:
     of_sites = {"global": {"dice": 0.1}, "personal/A": {"dice": 0.2}, "personal/B": {"dice": 0.6}}
-    run = build_results(dataclasses.replace(record, sites={"X": SiteRecord("outside", metrics=of_sites)}))
+    run = build_results(
+        dataclasses.replace(record, sites={"X": SiteRecord("outside", metrics=of_sites)})
+    )
     assert values_of([run], "personal/*", "outside") == pytest.approx([0.4])
 
 
 def run(seed: int, sites: Mapping[str, Mapping[str, Any]], outside: str = "") -> Run:
     """A run in which the model "m" scored these cases."""
-    about: dict[str, Any] = {name: {"role": "outside" if name == outside else "inside", "metrics": {}} for name in sites}
-    return {"seed": seed, "sites": about, "scores": {name: {"m": cases} for name, cases in sites.items()}}
+    about: dict[str, Any] = {
+        name: {"role": "outside" if name == outside else "inside", "metrics": {}} for name in sites
+    }
+    return {
+        "seed": seed,
+        "sites": about,
+        "scores": {name: {"m": cases} for name, cases in sites.items()},
+    }
 
 
 def dice(**patients: float | None) -> dict[str, Any]:
     return {"patients": list(patients), "values": {"dice": list(patients.values())}}
 
 
-def predictions(positive: Sequence[float], truth: Sequence[int], patients: str = "") -> dict[str, Any]:
+def predictions(
+    positive: Sequence[float], truth: Sequence[int], patients: str = ""
+) -> dict[str, Any]:
     names = list(patients) or [str(number) for number in range(len(truth))]
-    return {"patients": names, "probabilities": [[1 - p, p] for p in positive], "targets": list(truth)}
+    return {
+        "patients": names,
+        "probabilities": [[1 - p, p] for p in positive],
+        "targets": list(truth),
+    }
 
 
 def compared(first: Run | list[Run], second: Run | list[Run], metric: str = "dice") -> Comparison:
@@ -184,12 +254,22 @@ def test_unweighted_metrics_are_those_of_the_task(metric: str, target: str) -> N
     loss = {"name": "ce"} if target == "multiclass" else {"name": "bce"}
     task = small_task("classification", target=target, labels=labels, loss=loss)
     random = np.random.default_rng(3)
-    probabilities = torch.tensor(random.dirichlet([1, 1, 1], size=24) if target == "multiclass" else random.uniform(size=(24, len(labels))))
-    targets = torch.tensor(random.integers(0, 2, (24, 3))) if target == "multilabel" else torch.tensor(random.integers(0, 2, 24))
+    probabilities = torch.tensor(
+        random.dirichlet([1, 1, 1], size=24)
+        if target == "multiclass"
+        else random.uniform(size=(24, len(labels)))
+    )
+    targets = (
+        torch.tensor(random.integers(0, 2, (24, 3)))
+        if target == "multilabel"
+        else torch.tensor(random.integers(0, 2, 24))
+    )
     scores = score(probabilities, targets, [str(n) for n in range(24)], task, [metric])
     cases = case_table(scores.cases.to_dict(), metric)
     assert cases is not None
-    assert weighted_metric(cases, metric, np.ones(24)) == pytest.approx(scores.values[metric], abs=1e-6)
+    assert weighted_metric(cases, metric, np.ones(24)) == pytest.approx(
+        scores.values[metric], abs=1e-6
+    )
     twice = weighted_metric(joined_cases([cases, cases]), metric, np.ones(48))
     assert weighted_metric(cases, metric, np.full(24, 2.0)) == pytest.approx(twice)
 
@@ -201,11 +281,18 @@ def test_patients_are_compared_within_their_sites() -> None:
     second = run(0, {"A": dice(a=0.6, b=0.8), "B": unchanged})
     comparison = compared(first, second)
     assert comparison.difference == pytest.approx(0.1)
-    assert comparison.interval == pytest.approx((0.05, 0.15)), "A's resampled means are 0.1, 0.2 and 0.3"
+    assert comparison.interval == pytest.approx((0.05, 0.15)), (
+        "A's resampled means are 0.1, 0.2 and 0.3"
+    )
     assert comparison.p == pytest.approx(0.5) and comparison.n == 6
     assert compared(second, first).difference == pytest.approx(-0.1)
-    assert compared(run(0, {"A": dice(a=0.5)}), run(0, {"A": dice(a=0.75)})) == Comparison(0.25, None, None, 1), "one patient"
-    five = compared(run(0, {"A": dice(a=0.5, b=0.5, c=0.4, d=0.8, e=0.5)}), run(0, {"A": dice(a=0.6, b=0.8, c=0.4, d=0.8, e=0.5)}))
+    assert compared(run(0, {"A": dice(a=0.5)}), run(0, {"A": dice(a=0.75)})) == Comparison(
+        0.25, None, None, 1
+    ), "one patient"
+    five = compared(
+        run(0, {"A": dice(a=0.5, b=0.5, c=0.4, d=0.8, e=0.5)}),
+        run(0, {"A": dice(a=0.6, b=0.8, c=0.4, d=0.8, e=0.5)}),
+    )
     assert five.interval is None and five.n == 5
 
 
@@ -213,7 +300,9 @@ def test_a_patient_of_two_seeds_is_one_patient() -> None:
     first = [run(0, {"A": dice(a=0.5, b=0.5)}), run(1, {"A": dice(a=0.5, c=0.5)})]
     second = [run(0, {"A": dice(a=0.7, b=0.5)}), run(1, {"A": dice(a=0.9, c=None)})]
     comparison = compared(first, second)
-    assert comparison.difference == pytest.approx((0.1 + 0.4) / 2), "0.1 with the first seed, 0.4 with the second, where c is undefined"
+    assert comparison.difference == pytest.approx((0.1 + 0.4) / 2), (
+        "0.1 with the first seed, 0.4 with the second, where c is undefined"
+    )
     assert comparison.n == 2, "c has no value under the second model"
 
 
@@ -223,9 +312,14 @@ def test_difference_interval_and_test_are_of_the_same_patients() -> None:
     second = run(0, {"A": dice(a=0.85, b=0.75, c=0.65, d=0.85, e=0.0, f=0.0, g=0.55, h=0.45)})
     for one, other, gain in ((first, second, 0.05), (second, first, -0.05)):
         comparison = compared(one, other)
-        assert comparison.difference == pytest.approx(gain) and comparison.interval == pytest.approx((gain, gain))
+        assert comparison.difference == pytest.approx(
+            gain
+        ) and comparison.interval == pytest.approx((gain, gain))
         assert (comparison.p, comparison.n) == (0.03125, 6), "2 of 2^6 signs"
-    assert compared(first, run(0, {"A": dice(a=None, b=None, c=None, d=None, e=0.5, f=0.5)})) == Comparison()
+    assert (
+        compared(first, run(0, {"A": dice(a=None, b=None, c=None, d=None, e=0.5, f=0.5)}))
+        == Comparison()
+    )
 
 
 @pytest.mark.parametrize(("predicted", "defined"), [(3, True), (1, False)])
@@ -244,23 +338,36 @@ def images_of(truth: NDArray[np.int64], right: NDArray[np.bool_]) -> dict[str, A
     classes = int(truth.max()) + 1
     predicted = np.where(right, truth, (truth + 1) % classes)
     probabilities = np.eye(classes)[predicted]
-    return {"patients": [str(place) for place in range(len(truth))], "probabilities": probabilities.tolist(), "targets": truth.tolist()}
+    return {
+        "patients": [str(place) for place in range(len(truth))],
+        "probabilities": probabilities.tolist(),
+        "targets": truth.tolist(),
+    }
 
 
 def many(counts: Sequence[int], hits: Sequence[int]) -> dict[str, Any]:
     """So many images of each class, of which the first ones are right."""
     truth = np.repeat(np.arange(len(counts)), counts)
-    right = np.concatenate([np.arange(count) < hit for count, hit in zip(counts, hits, strict=True)])
+    right = np.concatenate(
+        [np.arange(count) < hit for count, hit in zip(counts, hits, strict=True)]
+    )
     return images_of(truth, right)
 
 
 def test_a_class_of_few_patients_is_left_out_at_its_site() -> None:
     first = run(0, {"A": many([20, 10, 9], [10, 5, 0]), "B": many([20, 5, 1], [10, 0, 0])})
     second = run(0, {"A": many([20, 10, 9], [15, 6, 9]), "B": many([20, 5, 1], [0, 5, 1])})
-    assert common_classes([first, second], "inside") == {"A": (0, 1), "B": ()} and common_classes([first], "outside") == {}
+    assert (
+        common_classes([first, second], "inside") == {"A": (0, 1), "B": ()}
+        and common_classes([first], "outside") == {}
+    )
     comparison = compared(first, second, "balanced_accuracy")
-    assert comparison.difference == pytest.approx((5 / 20 + 1 / 10) / 2) and comparison.n == 39, "B does not count"
-    assert comparison.interval is not None and comparison.interval[0] < 0.175 < comparison.interval[1]
+    assert comparison.difference == pytest.approx((5 / 20 + 1 / 10) / 2) and comparison.n == 39, (
+        "B does not count"
+    )
+    assert (
+        comparison.interval is not None and comparison.interval[0] < 0.175 < comparison.interval[1]
+    )
     fewer = run(1, {"A": many([20, 9, 30], [10, 5, 0])})
     assert common_classes([first, fewer], "inside")["A"] == (), "class 0 alone is in both runs"
     rare = run(0, {"A": many([9, 9], [9, 9])}), run(0, {"A": many([9, 9], [0, 9])})
@@ -270,9 +377,17 @@ def test_a_class_of_few_patients_is_left_out_at_its_site() -> None:
 
 
 def test_patients_of_a_class_are_counted_not_images_and_a_label_needs_both_groups() -> None:
-    twice = {"patients": ["a", "b"] * 10, "probabilities": [[0.5, 0.5]] * 20, "targets": [0, 1] * 10}
+    twice = {
+        "patients": ["a", "b"] * 10,
+        "probabilities": [[0.5, 0.5]] * 20,
+        "targets": [0, 1] * 10,
+    }
     assert common_classes([run(0, {"A": twice})], "inside") == {"A": ()}
-    labels = {"patients": list(map(str, range(20))), "probabilities": [[0.5, 0.5]] * 20, "targets": [[1, 1]] * 9 + [[0, 1]] + [[0, 0]] * 10}
+    labels = {
+        "patients": list(map(str, range(20))),
+        "probabilities": [[0.5, 0.5]] * 20,
+        "targets": [[1, 1]] * 9 + [[0, 1]] + [[0, 0]] * 10,
+    }
     assert common_classes([run(0, {"A": labels})], "inside") == {"A": (1,)}
     binary = {**labels, "probabilities": [[0.5]] * 20, "targets": [1] * 10 + [0] * 10}
     assert common_classes([run(0, {"A": binary})], "inside") == {"A": (0,)}
@@ -280,7 +395,9 @@ def test_patients_of_a_class_are_counted_not_images_and_a_label_needs_both_group
     assert compared(run(0, {"A": labels}), run(0, {"A": labels}), "auc_macro").interval == (0, 0)
 
 
-def equal_models(random: np.random.Generator, sizes: Sequence[Sequence[int]]) -> tuple[list[Run], list[Run]]:
+def equal_models(
+    random: np.random.Generator, sizes: Sequence[Sequence[int]]
+) -> tuple[list[Run], list[Run]]:
     """Three seeds of two models that have the same population accuracy of each class."""
     runs: tuple[list[Run], list[Run]] = ([], [])
     for seed in range(3):
@@ -296,10 +413,16 @@ def equal_models(random: np.random.Generator, sizes: Sequence[Sequence[int]]) ->
 
 @pytest.mark.parametrize(
     ("sizes", "simulations"),
-    [(((96, 48, 36), (122, 37, 43), (208, 5, 1), (56, 1, 11)), 400), (((12, 11, 10),), 100), (((60, 40, 1), (30, 12, 10)), 100)],
+    [
+        (((96, 48, 36), (122, 37, 43), (208, 5, 1), (56, 1, 11)), 400),
+        (((12, 11, 10),), 100),
+        (((60, 40, 1), (30, 12, 10)), 100),
+    ],
     ids=["ham10000", "small", "two sites"],
 )
-def test_an_interval_over_patients_rarely_excludes_a_true_difference_of_zero(sizes: Sequence[Sequence[int]], simulations: int) -> None:
+def test_an_interval_over_patients_rarely_excludes_a_true_difference_of_zero(
+    sizes: Sequence[Sequence[int]], simulations: int
+) -> None:
     random = np.random.default_rng(36)
     excluded = 0
     for _ in range(simulations):
@@ -317,9 +440,18 @@ def test_patients_in_another_order_are_paired_by_name() -> None:
     assert same == reversed_ and same.n == 3
     truth, scores = [1, 1, 0, 0], [0.9, 0.5, 0.7, 0.1]
     areas = run(0, {"A": predictions(scores, truth, "abcd")})
-    assert compared(areas, run(0, {"A": predictions(scores[::-1], truth[::-1], "dcba")}), "auc_macro").n == 4
-    one, other = (run(0, {"A": predictions(scores, truth, patients)}) for patients in ("xxyy", "xyxy"))
-    assert compared(one, other, "auc_macro") == Comparison(), "several images of a patient in different order"
+    assert (
+        compared(
+            areas, run(0, {"A": predictions(scores[::-1], truth[::-1], "dcba")}), "auc_macro"
+        ).n
+        == 4
+    )
+    one, other = (
+        run(0, {"A": predictions(scores, truth, patients)}) for patients in ("xxyy", "xyxy")
+    )
+    assert compared(one, other, "auc_macro") == Comparison(), (
+        "several images of a patient in different order"
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from helpers.fixture_types import SiteOf
 from helpers.small_tasks import SEGMENTATION
 from medflare.cli import main
 from medflare.core.errors import ConfigError
-from medflare.data.dataset_import.papers.catalogue import PREPARATIONS
 from medflare.data.mechanisms import photographs
 from medflare.evaluation.presentation import UNDEFINED
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
+from medflare.preparation.dataset_import.papers.catalogue import PREPARATIONS
 from medflare.studies.candidates import Candidate
 from medflare.studies.grid import read_runs
 from medflare.studies.suites import MEAN, beside_the_paper, load_suite, suites

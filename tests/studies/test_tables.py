@@ -23,14 +23,24 @@ def line_of(table: str, label: str, model: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[3:-1]]
 
 
-def measured(record: RunRecord, seed: int, method: str = "fedavg", **sites: dict[str, float]) -> Run:
+def measured(
+    record: RunRecord, seed: int, method: str = "fedavg", **sites: dict[str, float]
+) -> Run:
     """A run whose sites have these Dice by model; A has three equal patients, B one."""
-    records = {site: SiteRecord("inside", metrics={model: {"dice": value} for model, value in of.items()}) for site, of in sites.items()}
+    records = {
+        site: SiteRecord("inside", metrics={model: {"dice": value} for model, value in of.items()})
+        for site, of in sites.items()
+    }
     hyper = {"site": {}, "server": {"selection": "last"}}
-    run = build_results(dataclasses.replace(record, method=method, seed=seed, sites=records, hyper=hyper))
+    run = build_results(
+        dataclasses.replace(record, method=method, seed=seed, sites=records, hyper=hyper)
+    )
     patients = {"A": ["p", "q", "r"], "B": ["p"]}
     scores = {
-        site: {model: {"patients": patients[site], "values": {"dice": [value] * len(patients[site])}} for model, value in of.items()}
+        site: {
+            model: {"patients": patients[site], "values": {"dice": [value] * len(patients[site])}}
+            for model, value in of.items()
+        }
         for site, of in sites.items()
     }
     return {**run, "scores": scores}
@@ -45,92 +55,178 @@ def test_the_table_of_sites(runs: list[Run]) -> None:
         "| single-site | global | – | 0.400 | **0.600** | 0.500 | – | – | 1 |",
         "| single-site | deployed | – | – | – | – | 0.100 | 0.100 | 1 |",
     ]
-    assert "| single-site | global | – | **4.0** | – | **4.0** |" in StudyTables({"all": runs, "single-site": runs[:1]}).sites("hd95")
+    assert "| single-site | global | – | **4.0** | – | **4.0** |" in StudyTables(
+        {"all": runs, "single-site": runs[:1]}
+    ).sites("hd95")
 
 
-def test_models_share_a_row_if_they_differ_in_a_site_or_have_the_same_numbers(record: RunRecord) -> None:
+def test_models_share_a_row_if_they_differ_in_a_site_or_have_the_same_numbers(
+    record: RunRecord,
+) -> None:
     of_sites = {"global": {"dice": 0.1}, "personal/A": {"dice": 0.2}, "personal/B": {"dice": 0.6}}
-    run = build_results(dataclasses.replace(record, sites={"X": SiteRecord("outside", metrics=of_sites)}))
-    expected = ["| iop | global | – | 0.100 | 0.100 | 1 |", "| iop | personal/* | – | **0.400** | **0.400** | 1 |"]
-    expected += ["| iop | best expert (chosen on test) | – | 0.600 | 0.600 | 1 |", "| iop | spread of experts | – | 0.400 | 0.400 | 1 |"]
+    run = build_results(
+        dataclasses.replace(record, sites={"X": SiteRecord("outside", metrics=of_sites)})
+    )
+    expected = [
+        "| iop | global | – | 0.100 | 0.100 | 1 |",
+        "| iop | personal/* | – | **0.400** | **0.400** | 1 |",
+    ]
+    expected += [
+        "| iop | best expert (chosen on test) | – | 0.600 | 0.600 | 1 |",
+        "| iop | spread of experts | – | 0.400 | 0.400 | 1 |",
+    ]
     assert StudyTables({"iop": [run]}).sites("dice").splitlines()[2:] == expected
     same = {"global": {"dice": 0.5}, "personal": {"dice": 0.5}, "deployed": {"dice": 0.6}}
-    run = build_results(dataclasses.replace(record, sites={"A": SiteRecord("inside", metrics=same)}))
-    expected = ["| FedSM | global, personal | – | 0.500 | 0.500 | 1 |", "| FedSM | deployed | – | **0.600** | **0.600** | 1 |"]
+    run = build_results(
+        dataclasses.replace(record, sites={"A": SiteRecord("inside", metrics=same)})
+    )
+    expected = [
+        "| FedSM | global, personal | – | 0.500 | 0.500 | 1 |",
+        "| FedSM | deployed | – | **0.600** | **0.600** | 1 |",
+    ]
     assert StudyTables({"FedSM": [run]}).sites("dice").splitlines()[2:] == expected
 
 
-@pytest.mark.parametrize(("rule", "text"), [("paired", "best dice, paired over sites"), ("best", "best dice"), ("last", "last")])
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [("paired", "best dice, paired over sites"), ("best", "best dice"), ("last", "last")],
+)
 def test_the_selection_of_a_round_is_named(record: RunRecord, rule: str, text: str) -> None:
-    assert selection(build_results(dataclasses.replace(record, hyper={"site": {}, "server": {"selection": rule}}))) == text
+    assert (
+        selection(
+            build_results(
+                dataclasses.replace(record, hyper={"site": {}, "server": {"selection": rule}})
+            )
+        )
+        == text
+    )
 
 
 def test_a_site_left_out_in_turn_has_a_column_for_each_role(runs: list[Run]) -> None:
-    turned = {**runs[0], "sites": {**runs[0]["sites"], "A": {**runs[0]["sites"]["A"], "role": "outside"}}}
+    turned = {
+        **runs[0],
+        "sites": {**runs[0]["sites"], "A": {**runs[0]["sites"]["A"], "role": "outside"}},
+    }
     heading = StudyTables({"all": [runs[1], turned]}).sites("dice").splitlines()[0]
     assert "| A | B | mean inside | A (outside) | X (outside) |" in heading
 
 
-def test_the_summary_has_the_worst_site_all_images_and_sites_below_training_alone(record: RunRecord) -> None:
+def test_the_summary_has_the_worst_site_all_images_and_sites_below_training_alone(
+    record: RunRecord,
+) -> None:
     alone = [measured(record, 0, "single-site", A={"deployed": 0.75}, B={"deployed": 0.25})]
     method = [measured(record, 0, A={"global": 0.5}, B={"global": 0.75})]
     table = StudyTables({"together": method, "single-site": alone}).summary("dice")
-    assert line_of(table, "together", "global") == ["last", "inside", "0.625", "0.500 (A)", "0.562", "1 of 2 (A)", "–"]
-    assert line_of(table, "single-site", "deployed") == ["last", "inside", "0.500", "0.250 (B)", "0.625", "–", "–"]
+    assert line_of(table, "together", "global") == [
+        "last",
+        "inside",
+        "0.625",
+        "0.500 (A)",
+        "0.562",
+        "1 of 2 (A)",
+        "–",
+    ]
+    assert line_of(table, "single-site", "deployed") == [
+        "last",
+        "inside",
+        "0.500",
+        "0.250 (B)",
+        "0.625",
+        "–",
+        "–",
+    ]
     without_scores = StudyTables({"together": [{**method[0], "scores": {}}]}).summary("dice")
     assert line_of(without_scores, "together", "global")[2:5] == ["0.625", "0.500 (A)", "–"]
 
 
 def test_a_row_at_the_constant_answer_is_named(record: RunRecord) -> None:
-    flat = [measured(record, seed, "constant", A={"deployed": 0.2 + seed / 10}, B={"deployed": 0.4}) for seed in (0, 1)]
-    method = [measured(record, seed, A={"global": 0.205 + seed / 10}, B={"global": 0.6}) for seed in (0, 1)]
+    flat = [
+        measured(record, seed, "constant", A={"deployed": 0.2 + seed / 10}, B={"deployed": 0.4})
+        for seed in (0, 1)
+    ]
+    method = [
+        measured(record, seed, A={"global": 0.205 + seed / 10}, B={"global": 0.6})
+        for seed in (0, 1)
+    ]
     table = StudyTables({"together": method, "constant": flat}).summary("dice")
-    assert line_of(table, "together", "global")[-1] == "not above the constant answer at A", "seed by seed, since splits differ"
+    assert line_of(table, "together", "global")[-1] == "not above the constant answer at A", (
+        "seed by seed, since splits differ"
+    )
     assert line_of(table, "constant", "deployed")[-1] == "–"
 
 
 def test_a_row_that_still_rises_is_named(record: RunRecord) -> None:
     run = measured(record, 0, A={"global": 0.5}, B={"global": 0.5})
-    rising = {**run, "curves": {"global": {site: [[at, at / 20] for at in range(13)] for site in ("A", "B")}}}
-    assert line_of(StudyTables({"m": [rising]}).summary("dice"), "m", "global")[-1] == "still rising"
+    rising = {
+        **run,
+        "curves": {"global": {site: [[at, at / 20] for at in range(13)] for site in ("A", "B")}},
+    }
+    assert (
+        line_of(StudyTables({"m": [rising]}).summary("dice"), "m", "global")[-1] == "still rising"
+    )
 
 
 def test_the_oracle_is_marked_and_is_never_the_best(record: RunRecord) -> None:
-    run = measured(record, 0, A={"global": 0.5, "personal": 0.75}, B={"global": 0.5, "personal": 0.25})
+    run = measured(
+        record, 0, A={"global": 0.5, "personal": 0.75}, B={"global": 0.5, "personal": 0.25}
+    )
     constant = measured(record, 0, "constant", A={"global": 0.5, "personal": 0.6})
     one_model = measured(record, 0, A={"global": 0.5, "personal": 0.5})
     table = StudyTables({"m": [run], "constant": [constant], "fedavg": [one_model]}).sites("dice")
-    assert line_of(table, "m", "oracle (chosen on test)") == ["last", "0.750", "0.500", "0.625", "1"]
+    assert line_of(table, "m", "oracle (chosen on test)") == [
+        "last",
+        "0.750",
+        "0.500",
+        "0.625",
+        "1",
+    ]
     assert line_of(table, "m", "personal") == ["last", "**0.750**", "0.250", "0.500", "1"]
     assert table.count("oracle") == 1, "references and runs with one model have none"
     plain = measured(record, 0, A={"deployed": 0.5}, B={"deployed": 0.5})
-    assert "| m | oracle (chosen on test) | inside | +0.125 |" in StudyTables({"plain": [plain], "m": [run]}).differences()
+    assert (
+        "| m | oracle (chosen on test) | inside | +0.125 |"
+        in StudyTables({"plain": [plain], "m": [run]}).differences()
+    )
 
 
 def test_the_table_of_differences(runs: list[Run]) -> None:
     """+0.1 in every seed, so that there is no spread to test against."""
-    better = [leaving_out("X", value, run) for run, value in zip(runs, (0.2, 0.3, 0.7), strict=True)]
+    better = [
+        leaving_out("X", value, run) for run, value in zip(runs, (0.2, 0.3, 0.7), strict=True)
+    ]
     tables = StudyTables({"plain": runs, "better": better})
     lines = tables.differences().splitlines()
     assert lines[0] == (
         "| method | model | sites | difference to plain | 95 % over seeds | t-test over seeds, p | seeds "
         "| 95 % over patients | test over patients, p | patients | p over seeds, Holm | detectable | d | verdict |"
     )
-    assert "| better | deployed | outside | +0.100 | – | – | 3 | – | – | – | – | – | 0.020 | study too small |" in lines
+    assert (
+        "| better | deployed | outside | +0.100 | – | – | 3 | – | – | – | – | – | 0.020 | study too small |"
+        in lines
+    )
     assert not any(line.startswith("| plain | deployed") for line in lines), "not against itself"
     against = tables.differences("better")
-    assert "| difference to better |" in against and "| plain | deployed | outside | -0.100 | – |" in against
+    assert (
+        "| difference to better |" in against
+        and "| plain | deployed | outside | -0.100 | – |" in against
+    )
 
 
 def varied(record: RunRecord, method: str, *dice: float, resplit: bool = False) -> list[Run]:
     """A run for each seed with 140 training images, 20 test images, and seven patients with the same Dice."""
     rows: list[Run] = []
     for seed, value in enumerate(dice):
-        sites = {"A": SiteRecord("inside", n={"train": 140, "test": 20}, metrics={"deployed": {"dice": value}})}
+        sites = {
+            "A": SiteRecord(
+                "inside", n={"train": 140, "test": 20}, metrics={"deployed": {"dice": value}}
+            )
+        }
         assert record.task is not None
         task = dataclasses.replace(record.task, resplit=seed if resplit else None)
         cases = {"patients": list("abcdefg"), "values": {"dice": [value] * 7}}
-        run = build_results(dataclasses.replace(record, method=method, seed=seed, task=task, sites=sites))
+        run = build_results(
+            dataclasses.replace(record, method=method, seed=seed, task=task, sites=sites)
+        )
         rows.append({**run, "scores": {"A": {"deployed": cases}}})
     return rows
 
@@ -146,7 +242,9 @@ def test_the_lines_of_a_table_are_one_claim(record: RunRecord) -> None:
     study = StudyTables(groups)
     table = study.differences()
     # The noncentral t of three seeds detects 3.264 standard deviations, here .1 and .01.
-    wide, narrow, constant = (line_of(table, label, "deployed") for label in ("wide", "narrow", "constant"))
+    wide, narrow, constant = (
+        line_of(table, label, "deployed") for label in ("wide", "narrow", "constant")
+    )
     assert wide[3] == "0.074" and wide[-4:] == ["0.074", "0.326", "0.020", "study too small"]
     assert narrow[3] == "0.003" and narrow[-4:] == ["0.007", "0.033", "0.020", "confirmed"]
     assert constant[-4] == constant[-1] == "–", "the constant answer claims nothing"
@@ -157,14 +255,21 @@ def test_the_lines_of_a_table_are_one_claim(record: RunRecord) -> None:
 
 def test_splits_that_are_drawn_again_are_named_and_corrected(record: RunRecord) -> None:
     dice = {"fedavg": (0.5, 0.5, 0.5), "fedsm": (0.6, 0.7, 0.8)}
-    study = StudyTables({method: varied(record, method, *values, resplit=True) for method, values in dice.items()})
+    study = StudyTables(
+        {method: varied(record, method, *values, resplit=True) for method, values in dice.items()}
+    )
     line = line_of(study.differences(), "fedsm", "deployed")
     half = 4.302653 * 0.1 * (1 / 3 + 1 / 7) ** 0.5
-    assert line[2] == f"{0.2 - half:+.3f} to {0.2 + half:+.3f}" and line[-3] == f"{3.264044 * 0.1 * (1 + 3 / 7) ** 0.5:.3f}"
+    assert (
+        line[2] == f"{0.2 - half:+.3f} to {0.2 + half:+.3f}"
+        and line[-3] == f"{3.264044 * 0.1 * (1 + 3 / 7) ** 0.5:.3f}"
+    )
     (note,) = study.notes()
     assert "(0.14)" in note
     report = study_report(study)
-    assert report.index("## dice, differences\n") < report.index(note), "below the table of differences"
+    assert report.index("## dice, differences\n") < report.index(note), (
+        "below the table of differences"
+    )
     assert "1/n + test/training images" in study_page(study)
 
 
@@ -173,31 +278,53 @@ def test_classes_that_do_not_count_are_named_below_the_table(record: RunRecord) 
     task = dataclasses.replace(load_task("ham10000_3class"), resplit=None)
     labels = list(task.labels)
     truth = [0] * 12 + [1] * 10 + [2] * 3
-    cases = {"patients": list(map(str, range(25))), "probabilities": [[0.5, 0.3, 0.2]] * 25, "targets": truth}
+    cases = {
+        "patients": list(map(str, range(25))),
+        "probabilities": [[0.5, 0.3, 0.2]] * 25,
+        "targets": truth,
+    }
     few = {**cases, "targets": [0] * 20 + [1] * 5}
     metrics = {"deployed": {task.metric: 0.5}}
     sites = {name: SiteRecord("inside", metrics=metrics) for name in ("A", "B")}
     scores = {"A": {"deployed": cases}, "B": {"deployed": few}}
     run = build_results(dataclasses.replace(record, task=task, sites=sites)) | {"scores": scores}
     notes = StudyTables({"fedavg": [run], "fedsm": [run]}).notes()
-    assert len(notes) == 2 and f"A counts without {labels[2]} (" in notes[0] and "B does not count" in notes[1]
+    assert (
+        len(notes) == 2
+        and f"A counts without {labels[2]} (" in notes[0]
+        and "B does not count" in notes[1]
+    )
 
 
 def test_rows_are_compared_with_training_alone_once(record: RunRecord) -> None:
-    alone = [measured(record, seed, "single-site", A={"global": 0.5, "personal": 0.5, "deployed": 0.5}) for seed in (0, 1)]
-    fedavg = [measured(record, seed, A={"global": 0.6, "personal": 0.6, "deployed": 0.6}) for seed in (0, 1)]
+    alone = [
+        measured(record, seed, "single-site", A={"global": 0.5, "personal": 0.5, "deployed": 0.5})
+        for seed in (0, 1)
+    ]
+    fedavg = [
+        measured(record, seed, A={"global": 0.6, "personal": 0.6, "deployed": 0.6})
+        for seed in (0, 1)
+    ]
     titles = ["dice, differences", "dice, differences to single-site"]
     tables = StudyTables({"fedavg": fedavg, "single-site": alone}).tables(titles)
     assert list(tables) == titles
-    assert "| fedavg | global, personal, deployed | inside | +0.100 |" in tables["dice, differences to single-site"]
+    assert (
+        "| fedavg | global, personal, deployed | inside | +0.100 |"
+        in tables["dice, differences to single-site"]
+    )
     assert list(StudyTables({"single-site": alone, "fedavg": fedavg}).tables(titles)) == titles[:1]
 
 
 def test_a_deployed_model_is_compared_with_other_models_of_its_runs(record: RunRecord) -> None:
-    runs = [measured(record, seed, A={"global": 0.5, "deployed": 0.5 + gain}) for seed, gain in ((0, 0.1), (1, 0.3))]
+    runs = [
+        measured(record, seed, A={"global": 0.5, "deployed": 0.5 + gain})
+        for seed, gain in ((0, 0.1), (1, 0.3))
+    ]
     same = [measured(record, 0, A={"global": 0.5, "deployed": 0.5})]
     line = StudyTables({"fedsm": runs, "fedavg": same}).differences_within().splitlines()[2]
-    assert line.startswith("| fedsm | global | inside | +0.200 | -1.071 to +1.471 |"), "t(1) is 12.706 at 0.975"
+    assert line.startswith("| fedsm | global | inside | +0.200 | -1.071 to +1.471 |"), (
+        "t(1) is 12.706 at 0.975"
+    )
     assert StudyTables({"fedavg": same}).differences_within() == ""
 
 
@@ -207,12 +334,20 @@ def test_the_balanced_accuracy_of_a_selector(record: RunRecord, runs: list[Run])
             "A": {"global": 4, "A": 0, "B": 0, "selector": {"A": 4, "B": 0}},
             "B": {"global": 0, "A": 0, "B": 4, "selector": {"A": 4 - right, "B": right}},
         }
-        sites = {name: SiteRecord("inside", metrics={}, reports={"deployed": report}) for name, report in reports.items()}
+        sites = {
+            name: SiteRecord("inside", metrics={}, reports={"deployed": report})
+            for name, report in reports.items()
+        }
         return build_results(dataclasses.replace(record, seed=seed, sites=sites))
 
     lines = StudyTables({"fedsm": [run(0, 0), run(1, 2)], "fedavg": runs}).selector().splitlines()
-    assert lines[0] == "| method | balanced accuracy | A recognised | B recognised | answered by a personal model | runs |"
-    assert lines[2:] == ["| fedsm | 0.625 ± 0.177 | 1.000 ± 0.000 | 0.250 ± 0.354 | 0.500 ± 0.000 | 2 |"]
+    assert (
+        lines[0]
+        == "| method | balanced accuracy | A recognised | B recognised | answered by a personal model | runs |"
+    )
+    assert lines[2:] == [
+        "| fedsm | 0.625 ± 0.177 | 1.000 ± 0.000 | 0.250 ± 0.354 | 0.500 ± 0.000 | 2 |"
+    ]
     assert StudyTables({"fedavg": runs}).selector() == ""
 
 
@@ -220,13 +355,28 @@ def test_runs_in_which_routing_did_harm_are_counted(record: RunRecord, runs: lis
     def run(seed: int, end: float, events: int) -> Run:
         metrics = {"mixture": {"dice": 0.5}, "deployed": {"dice": end}}
         sites = {"A": SiteRecord("inside", metrics={}), "X": SiteRecord("outside", metrics=metrics)}
-        reverted = [{"kind": "reverted", "message": "deployed: routing kept the start", "site": "X", "round": None}] * events
-        return {**build_results(dataclasses.replace(record, seed=seed, sites=sites)), "events": reverted}
+        reverted = [
+            {
+                "kind": "reverted",
+                "message": "deployed: routing kept the start",
+                "site": "X",
+                "round": None,
+            }
+        ] * events
+        return {
+            **build_results(dataclasses.replace(record, seed=seed, sites=sites)),
+            "events": reverted,
+        }
 
     routed = [run(0, 0.6, 0), run(1, 0.45, 1), run(2, 0.4, 0), run(3, 0.49, 0)]
     lines = StudyTables({"iop_fl": routed, "fedavg": runs}).routing().splitlines()
-    assert lines[0] == "| method | outside | start | end | worst run | more than 0.02 below | of these with an event | runs |"
-    assert lines[2:] == [f"| iop_fl | {site} | 0.500 | 0.485 | -0.100 | 2 | 1 | 4 |" for site in ("X", "all")]
+    assert (
+        lines[0]
+        == "| method | outside | start | end | worst run | more than 0.02 below | of these with an event | runs |"
+    )
+    assert lines[2:] == [
+        f"| iop_fl | {site} | 0.500 | 0.485 | -0.100 | 2 | 1 | 4 |" for site in ("X", "all")
+    ]
     assert StudyTables({"fedavg": runs}).routing() == ""
 
 
@@ -238,21 +388,38 @@ def caution(groups: dict[str, list[Run]], token: str) -> str:
 
 def test_unequal_rows_are_named(record: RunRecord) -> None:
     def row(hyper: dict[str, Any], **changes: Any) -> list[Run]:
-        return [build_results(dataclasses.replace(record, hyper={"site": hyper, "server": {}}, **changes))]
+        return [
+            build_results(
+                dataclasses.replace(record, hyper={"site": hyper, "server": {}}, **changes)
+            )
+        ]
 
     kept, fresh = {"reset_optimizer": False}, {"reset_optimizer": True}
     groups = {"fresh": row(fresh), "kept": row(kept), "long": row(kept, rounds=3)}
     moments = caution(groups, "reset_optimizer")
     assert moments.index("kept, long") < moments.index("fresh")
-    assert caution(groups, "rounds") and not caution(groups, "task") and caution(groups, "--reference constant,single-site")
+    assert (
+        caution(groups, "rounds")
+        and not caution(groups, "task")
+        and caution(groups, "--reference constant,single-site")
+    )
     constant = row({}, method="constant")
-    assert "prr" in caution({"kept": row(kept), "prr": row({}, method="prr"), "constant": constant}, "reset_optimizer")
-    assert not caution({"kept": row(kept), "constant": constant}, "reset_optimizer"), "the constant is not trained"
+    assert "prr" in caution(
+        {"kept": row(kept), "prr": row({}, method="prr"), "constant": constant}, "reset_optimizer"
+    )
+    assert not caution({"kept": row(kept), "constant": constant}, "reset_optimizer"), (
+        "the constant is not trained"
+    )
     assert record.task is not None
-    tasks = [dataclasses.replace(record.task, **changes) for changes in ({}, {"resplit": 1}, {"size": (8, 8), "batch_size": 1})]
+    tasks = [
+        dataclasses.replace(record.task, **changes)
+        for changes in ({}, {"resplit": 1}, {"size": (8, 8), "batch_size": 1})
+    ]
     of_tasks = {str(place): row({}, task=task) for place, task in enumerate(tasks)}
     for name in ("0", "1"):
-        del of_tasks[name][0]["configuration"]["task"]["batch_size"]  # of a version that did not record it
+        del of_tasks[name][0]["configuration"]["task"][
+            "batch_size"
+        ]  # of a version that did not record it
     assert "(size)" in caution(of_tasks, "task")
 
 
@@ -266,47 +433,88 @@ def test_unequal_rows_are_named(record: RunRecord) -> None:
         ("prr", {"pfa": True}),
     ],
 )
-def test_rows_with_other_weights_need_uniform_fedavg(record: RunRecord, method: str, server: dict[str, Any]) -> None:
+def test_rows_with_other_weights_need_uniform_fedavg(
+    record: RunRecord, method: str, server: dict[str, Any]
+) -> None:
     def row(method: str, server: dict[str, Any]) -> list[Run]:
-        return [build_results(dataclasses.replace(record, method=method, hyper={"site": {"reset_optimizer": False}, "server": server}))]
+        return [
+            build_results(
+                dataclasses.replace(
+                    record,
+                    method=method,
+                    hyper={"site": {"reset_optimizer": False}, "server": server},
+                )
+            )
+        ]
 
-    groups = {"fedavg": row("fedavg", {"weighting": "samples"}), method: row(method, server), "constant": row("constant", {})}
+    groups = {
+        "fedavg": row("fedavg", {"weighting": "samples"}),
+        method: row(method, server),
+        "constant": row("constant", {}),
+    }
     assert method in caution(groups, "--reference uniform")
     assert not caution({**groups, "control": row("fedavg", {"weighting": "uniform"})}, "uniform")
     assert not caution({name: groups[name] for name in ("fedavg", "constant")}, "uniform")
 
 
 @pytest.mark.figures
-def test_learning_curves_have_a_line_for_every_model(runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_learning_curves_have_a_line_for_every_model(
+    runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     curves = {"global": {"A": [[0, 0.1], [1, 0.5]]}, "personal": {"A": [[0, 0.1], [1, 0.6]]}}
     one_model = [{**runs[0], "curves": {"global": curves["global"]}}]
-    svg = learning_curves({"fedsm": [{**runs[0], "curves": curves}], "fedavg": one_model, "constant": one_model})
+    svg = learning_curves(
+        {"fedsm": [{**runs[0], "curves": curves}], "fedavg": one_model, "constant": one_model}
+    )
     assert svg is not None and "currentColor" not in svg
     text = set(ElementTree.fromstring(svg).itertext())
-    assert {"fedsm, global", "fedsm, personal", "fedavg", "validation Dice"} <= text and "constant" not in text
+    assert {
+        "fedsm, global",
+        "fedsm, personal",
+        "fedavg",
+        "validation Dice",
+    } <= text and "constant" not in text
     assert {"0.0", "1.0"} <= text, "a small difference looks small"
     assert learning_curves({"fedavg": runs}) is None
     write_run(tmp_path, "fedavg/seed0", one_model[0])
     assert main(["study", "table", str(tmp_path), "--figures", str(tmp_path / "figures")]) == 0
-    assert (tmp_path / "figures" / "curves.svg").exists() and "| fedsm | global |" in capsys.readouterr().out
+    assert (
+        tmp_path / "figures" / "curves.svg"
+    ).exists() and "| fedsm | global |" in capsys.readouterr().out
 
 
-def test_a_study_warns_of_rows_below_the_constant_answer_before_any_table(record: RunRecord) -> None:
+def test_a_study_warns_of_rows_below_the_constant_answer_before_any_table(
+    record: RunRecord,
+) -> None:
     """Both methods are below the constant answer of 0.78 at A, the second one in one of two seeds only."""
 
     def row(method: str, *dice: float, at_b: float = 0.9) -> list[Run]:
-        return [measured(record, seed, method, A={"deployed": value}, B={"deployed": at_b}) for seed, value in enumerate(dice)]
+        return [
+            measured(record, seed, method, A={"deployed": value}, B={"deployed": at_b})
+            for seed, value in enumerate(dice)
+        ]
 
     constant = row("constant", 0.78, 0.78, at_b=0.3)
-    study = StudyTables({"fedavg": row("fedavg", 0.75, 0.76), "fedsm": row("fedsm", 0.77, 0.85), "constant": constant})
+    study = StudyTables(
+        {
+            "fedavg": row("fedavg", 0.75, 0.76),
+            "fedsm": row("fedsm", 0.77, 0.85),
+            "constant": constant,
+        }
+    )
     assert study.banner() == [
         "Every method has a site where it is not better than the constant answer, which ignores the image.",
         "fedavg: not above the constant answer at A.",
         "fedsm: not above the constant answer at A (1 of 2 runs).",
     ]
     report = study_report(study)
-    assert report.index("WARNING fedavg: not above the constant answer at A.") < report.index("## dice")
-    assert line_of(study.summary("dice"), "fedsm", "deployed")[-1] == "not above the constant answer at A (1 of 2 runs)"
+    assert report.index("WARNING fedavg: not above the constant answer at A.") < report.index(
+        "## dice"
+    )
+    assert (
+        line_of(study.summary("dice"), "fedsm", "deployed")[-1]
+        == "not above the constant answer at A (1 of 2 runs)"
+    )
     page = study_page(study)
     assert page.index("fedavg: not above the constant answer at A.") < page.index("Side by side")
     good = StudyTables({"fedavg": row("fedavg", 0.85, 0.86), "constant": constant})

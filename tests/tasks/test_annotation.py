@@ -30,13 +30,21 @@ def organs(**changes: Any) -> Any:
 
 
 def drawn(outputs: int = 4) -> torch.Tensor:
-    return torch.randn(2, outputs, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.randn(
+        2, outputs, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
 
 
 def test_classes_that_are_not_annotated_join_the_background() -> None:
     p = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
-    torch.testing.assert_close(marginal_logits(p.log(), [0, 2]).softmax(dim=1), torch.tensor([[0.8, 0.2]], dtype=torch.float64))
-    torch.testing.assert_close(marginal_logits(p.log() + 7, [0, 1, 3]).softmax(dim=1), torch.tensor([[0.6, 0.3, 0.1]], dtype=torch.float64))
+    torch.testing.assert_close(
+        marginal_logits(p.log(), [0, 2]).softmax(dim=1),
+        torch.tensor([[0.8, 0.2]], dtype=torch.float64),
+    )
+    torch.testing.assert_close(
+        marginal_logits(p.log() + 7, [0, 1, 3]).softmax(dim=1),
+        torch.tensor([[0.6, 0.3, 0.1]], dtype=torch.float64),
+    )
     assert marginal_logits(p, [0, 1, 2, 3]) is p
 
 
@@ -44,15 +52,22 @@ def test_cross_entropy_by_hand() -> None:
     annotation = Annotation(organs(loss={"name": "ce"}), ["liver"])
     p = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 2).T[None].log()  # one image of two pixels
     targets = torch.tensor([[0, 1]])
-    assert annotation.loss()(p, targets).item() == pytest.approx(-(math.log(0.7) + math.log(0.3)) / 2)
+    assert annotation.loss()(p, targets).item() == pytest.approx(
+        -(math.log(0.7) + math.log(0.3)) / 2
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_every_loss_is_that_of_a_task_of_merged_classes(loss: dict[str, Any]) -> None:
     annotation = Annotation(organs(loss=loss), ["liver", "kidney"])
-    logits, targets = drawn().float().requires_grad_(), torch.arange(512).remainder(3).reshape(2, 16, 16)
+    logits, targets = (
+        drawn().float().requires_grad_(),
+        torch.arange(512).remainder(3).reshape(2, 16, 16),
+    )
     as_stored = torch.tensor([0, 1, 3])[targets]
-    merged = torch.stack([logits[:, [0, 2]].exp().sum(dim=1).log(), logits[:, 1], logits[:, 3]], dim=1)
+    merged = torch.stack(
+        [logits[:, [0, 2]].exp().sum(dim=1).log(), logits[:, 1], logits[:, 3]], dim=1
+    )
     chosen = {name: value for name, value in loss.items() if name not in ("weights", "weight")}
     if "weights" in loss:
         chosen["weights"] = [1, 2, 4]
@@ -70,7 +85,9 @@ def test_all_annotated_is_the_task_loss_bit_by_bit(loss: dict[str, Any]) -> None
     task = organs(loss=loss)
     logits, targets = drawn().float(), torch.arange(512).remainder(4).reshape(2, 16, 16)
     for names in (None, ["liver", "spleen", "kidney"], ORGANS):
-        assert torch.equal(Annotation(task, names).loss()(logits, targets), build_loss(task)(logits, targets))
+        assert torch.equal(
+            Annotation(task, names).loss()(logits, targets), build_loss(task)(logits, targets)
+        )
 
 
 def test_a_prediction_of_a_structure_that_is_not_annotated_has_no_loss() -> None:
@@ -78,15 +95,29 @@ def test_a_prediction_of_a_structure_that_is_not_annotated_has_no_loss() -> None
     loss = Annotation(organs(loss={"name": "ce"}), ["liver"]).loss()
     sure_of_spleen = torch.zeros(1, 4, 1)
     sure_of_spleen[:, 2] = 30
-    assert loss(sure_of_spleen, torch.zeros(1, 1, dtype=torch.long)).item() == pytest.approx(0, abs=1e-6)
-    assert build_loss(organs(loss={"name": "ce"}))(sure_of_spleen, torch.zeros(1, 1, dtype=torch.long)) > 20
+    assert loss(sure_of_spleen, torch.zeros(1, 1, dtype=torch.long)).item() == pytest.approx(
+        0, abs=1e-6
+    )
+    assert (
+        build_loss(organs(loss={"name": "ce"}))(sure_of_spleen, torch.zeros(1, 1, dtype=torch.long))
+        > 20
+    )
 
 
 @pytest.mark.parametrize(
-    "loss", [{"name": "ce", "weights": [1, 2, 3]}, {"name": "dice"}, {"name": "dice_ce"}, {"name": "focal", "weights": [1, 2, 3]}], ids=str
+    "loss",
+    [
+        {"name": "ce", "weights": [1, 2, 3]},
+        {"name": "dice"},
+        {"name": "dice_ce"},
+        {"name": "focal", "weights": [1, 2, 3]},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("names", [["cup"], ["disc", "vessel"]])
-def test_sigmoid_outputs_that_are_not_annotated_have_no_gradient(loss: dict[str, Any], names: list[str]) -> None:
+def test_sigmoid_outputs_that_are_not_annotated_have_no_gradient(
+    loss: dict[str, Any], names: list[str]
+) -> None:
     labels = ["disc", "vessel", "cup"]
     annotation = Annotation(small_task(target="multilabel", labels=labels, loss=loss), names)
     logits, targets = drawn(3).float().requires_grad_(), (drawn(3) > 0.5).float()
@@ -96,7 +127,9 @@ def test_sigmoid_outputs_that_are_not_annotated_have_no_gradient(loss: dict[str,
 
 
 def test_a_focal_loss_of_one_sigmoid_keeps_its_weight() -> None:
-    task = small_task(target="multilabel", labels=["disc", "cup"], loss={"name": "focal", "weights": [1, 5]})
+    task = small_task(
+        target="multilabel", labels=["disc", "cup"], loss={"name": "focal", "weights": [1, 5]}
+    )
     plain = small_task(target="multilabel", labels=["cup"], loss={"name": "focal"})
     logits, targets = drawn(2).float(), (drawn(2) > 0.5).float()
     expected = 5 * build_loss(plain)(logits[:, 1:], targets[:, 1:])
@@ -119,7 +152,10 @@ def test_no_structure_an_unknown_name_or_a_classification_is_refused(names: list
 
 def test_label_values_may_name_structures_that_are_not_annotated() -> None:
     values = {label: [number] for number, label in enumerate(ORGANS)}
-    assert Annotation(organs(label_values=values), ["liver"]).reduced.labels == ("background", "liver")
+    assert Annotation(organs(label_values=values), ["liver"]).reduced.labels == (
+        "background",
+        "liver",
+    )
 
 
 def test_metrics_are_of_the_annotated_structures() -> None:
@@ -132,9 +168,13 @@ def test_metrics_are_of_the_annotated_structures() -> None:
     probabilities = torch.nn.functional.one_hot(answer, 4).movedim(-1, 1).float()
 
     def scores(names: list[str] | None) -> Any:
-        return measure([(probabilities, truth, None)], task, ["dice", "iou"], Annotation(task, names)).scores(["a"])
+        return measure(
+            [(probabilities, truth, None)], task, ["dice", "iou"], Annotation(task, names)
+        ).scores(["a"])
 
     assert scores(["liver"]).values == {"dice": 1.0, "iou": 1.0} and scores(["liver"]).left_out == 0
     assert scores(None).values["dice"] == 0.5 and scores(["liver", "spleen"]).values["dice"] == 0.5
     undefined = scores(["kidney"])
-    assert undefined.values["dice"] is None and undefined.undefined["dice"] and undefined.left_out == 1
+    assert (
+        undefined.values["dice"] is None and undefined.undefined["dice"] and undefined.left_out == 1
+    )

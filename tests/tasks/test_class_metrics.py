@@ -25,8 +25,16 @@ LABELS = {"multiclass": ["x", "y", "z"], "multilabel": ["x", "y"], "binary": ["x
 def drawn(target: str) -> tuple[Any, Any, Any]:
     """Probabilities with ties, targets, weights of two resamples."""
     random = np.random.default_rng(0)
-    scores = random.dirichlet([1, 1, 1], N) if target == "multiclass" else random.uniform(size=(N, len(LABELS[target]))).round(1)
-    targets = random.integers(0, 2, (N, 2)) if target == "multilabel" else random.integers(0, 3 if target == "multiclass" else 2, N)
+    scores = (
+        random.dirichlet([1, 1, 1], N)
+        if target == "multiclass"
+        else random.uniform(size=(N, len(LABELS[target]))).round(1)
+    )
+    targets = (
+        random.integers(0, 2, (N, 2))
+        if target == "multilabel"
+        else random.integers(0, 3 if target == "multiclass" else 2, N)
+    )
     return scores, targets, random.integers(0, 3, (2, N)).astype(float)
 
 
@@ -57,11 +65,15 @@ def test_metrics_of_each_class_are_those_of_scikit_learn(target: str) -> None:
     values = by_class(scores, targets, weights, LABELS[target])
     assert list(values) == LABELS[target]
     for place, label in enumerate(LABELS[target]):
-        truth = targets == place if target == "multiclass" else targets.reshape(N, -1)[:, place] == 1
+        truth = (
+            targets == place if target == "multiclass" else targets.reshape(N, -1)[:, place] == 1
+        )
         predicted = scores.argmax(1) == place if target == "multiclass" else scores[:, place] > 0.5
         for resample in range(2):
             expected = of_one_class(scores[:, place], truth, predicted, weights[resample])
-            assert {name: value[resample] for name, value in values[label].items()} == pytest.approx(expected, abs=1e-9)
+            assert {
+                name: value[resample] for name, value in values[label].items()
+            } == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("target", LABELS)
@@ -69,47 +81,87 @@ def test_metrics_of_a_model_are_those_of_scikit_learn(target: str) -> None:
     scores, targets, weights = drawn(target)
     w = weights[0]
     columns = range(len(LABELS[target]))
-    truths = [targets == c if target == "multiclass" else targets.reshape(N, -1)[:, c] == 1 for c in columns]
-    answers = [scores.argmax(1) == c if target == "multiclass" else scores[:, c] > 0.5 for c in columns]
+    truths = [
+        targets == c if target == "multiclass" else targets.reshape(N, -1)[:, c] == 1
+        for c in columns
+    ]
+    answers = [
+        scores.argmax(1) == c if target == "multiclass" else scores[:, c] > 0.5 for c in columns
+    ]
     each = [of_one_class(scores[:, c], truths[c], answers[c], w) for c in columns]
     macro = ("auc", "auprc", "sensitivity", "specificity", "ppv", "f1")
-    expected: dict[str, Any] = {f"{name}_macro": np.mean([one[name] for one in each]) for name in macro}
+    expected: dict[str, Any] = {
+        f"{name}_macro": np.mean([one[name] for one in each]) for name in macro
+    }
     of_labels = list(zip(1 * np.array(truths), 1 * np.array(answers), strict=True))
     problems = [(targets, scores.argmax(1))] if target == "multiclass" else of_labels
     options = {"sample_weight": w}
-    expected["accuracy"] = np.mean([metrics.accuracy_score(*problem, **options) for problem in problems])
-    expected["balanced_accuracy"] = np.mean([metrics.balanced_accuracy_score(*problem, **options) for problem in problems])
-    kappas = [metrics.cohen_kappa_score(*problem, weights="quadratic", **options) for problem in problems]
+    expected["accuracy"] = np.mean(
+        [metrics.accuracy_score(*problem, **options) for problem in problems]
+    )
+    expected["balanced_accuracy"] = np.mean(
+        [metrics.balanced_accuracy_score(*problem, **options) for problem in problems]
+    )
+    kappas = [
+        metrics.cohen_kappa_score(*problem, weights="quadratic", **options) for problem in problems
+    ]
     expected["quadratic_kappa"] = np.mean(kappas)
-    expected["brier"], expected["ece"] = (np.mean([one[name] for one in each]) for name in ("brier", "ece"))
+    expected["brier"], expected["ece"] = (
+        np.mean([one[name] for one in each]) for name in ("brier", "ece")
+    )
     if target == "binary":
         expected["f1_macro"] = metrics.f1_score(*problems[0], average="macro", **options)
     if target == "multiclass":
         expected["brier"] = metrics.brier_score_loss(targets, scores, **options)
         expected["ece"] = calibration(scores.max(1), scores.argmax(1) == targets, w)
     for name, value in expected.items():
-        assert of_outputs(METRICS[name].compute, scores, targets, weights)[0] == pytest.approx(value, abs=1e-9), name
+        assert of_outputs(METRICS[name].compute, scores, targets, weights)[0] == pytest.approx(
+            value, abs=1e-9
+        ), name
 
 
 def test_undefined_values_are_nan() -> None:
-    one = by_class(np.array([[0.8, 0.2], [0.7, 0.3]]), np.array([0, 0]), np.ones(2), ["no", "yes"])["yes"]
-    assert [name for name, value in one.items() if np.isnan(value)] == ["sensitivity", "ppv", "f1", "auc", "auprc"]
+    one = by_class(np.array([[0.8, 0.2], [0.7, 0.3]]), np.array([0, 0]), np.ones(2), ["no", "yes"])[
+        "yes"
+    ]
+    assert [name for name, value in one.items() if np.isnan(value)] == [
+        "sensitivity",
+        "ppv",
+        "f1",
+        "auc",
+        "auprc",
+    ]
     assert np.isnan(of_outputs(quadratic_kappa, np.array([[0.8, 0.2]]), np.array([0]), np.ones(1)))
 
 
 def test_kappa_by_hand() -> None:
     """Grades 0, 1, 2 answered as 0, 2, 2: disagreement 1 of (0 + 1 + 1·... ) expected: (4·1·2 + 1·1·1 + 1·1·2 + 4·1·1) / 3 = 5."""
     answers = np.eye(3)[[0, 2, 2]]
-    assert of_outputs(quadratic_kappa, answers, np.arange(3), np.ones(3)) == pytest.approx(1 - 1 / 5)
+    assert of_outputs(quadratic_kappa, answers, np.arange(3), np.ones(3)) == pytest.approx(
+        1 - 1 / 5
+    )
 
 
-MINE = Metric("classes", "top", lambda p, targets, weights, target: weights @ p.max(1) / weights.sum(axis=-1), "never")
-MASKS = Metric("masks", "overlap", lambda predicted, truth, spacing, task: (predicted & truth).flatten(2).any(2).double(), "never")
+MINE = Metric(
+    "classes",
+    "top",
+    lambda p, targets, weights, target: weights @ p.max(1) / weights.sum(axis=-1),
+    "never",
+)
+MASKS = Metric(
+    "masks",
+    "overlap",
+    lambda predicted, truth, spacing, task: (predicted & truth).flatten(2).any(2).double(),
+    "never",
+)
 
 
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
-    points = [EntryPoint(name, f"{__name__}:{value}", metrics_table.GROUP) for name, value in (("mine", "MINE"), ("overlap", "MASKS"))]
+    points = [
+        EntryPoint(name, f"{__name__}:{value}", metrics_table.GROUP)
+        for name, value in (("mine", "MINE"), ("overlap", "MASKS"))
+    ]
     monkeypatch.setattr(metrics_table, "entry_points", lambda group: points)
     metric_table.cache_clear()
     yield points
@@ -121,11 +173,17 @@ def test_metrics_of_other_distributions_have_values_and_intervals() -> None:
     task = small_task("classification", metrics=("mine",))
     assert task.test_metrics == (task.metric, "mine")
     probabilities = torch.tensor([[0.8, 0.1, 0.1]] * 3 + [[0.2, 0.2, 0.6]] * 3)
-    scores = score(probabilities, torch.tensor([0] * 3 + [1] * 3), list("pqrstu"), task, task.test_metrics)
+    scores = score(
+        probabilities, torch.tensor([0] * 3 + [1] * 3), list("pqrstu"), task, task.test_metrics
+    )
     summary = summarize(scores.values, scores.cases, task)
-    assert summary.metrics["mine"] == pytest.approx(0.7) and summary.intervals[""]["mine"] == pytest.approx((0.6 + 0.2 / 6, 0.8 - 0.2 / 6))
+    assert summary.metrics["mine"] == pytest.approx(0.7) and summary.intervals[""][
+        "mine"
+    ] == pytest.approx((0.6 + 0.2 / 6, 0.8 - 0.2 / 6))
     masks = small_task(metrics=("overlap",))
-    scores = score(torch.ones(2, 1, 4, 4), torch.ones(2, 4, 4), ["p", "q"], masks, masks.test_metrics)
+    scores = score(
+        torch.ones(2, 1, 4, 4), torch.ones(2, 4, 4), ["p", "q"], masks, masks.test_metrics
+    )
     assert scores.values["overlap"] == 1.0
 
 
@@ -148,15 +206,28 @@ def test_intervals_over_patients_are_of_their_resamples() -> None:
     cup = torch.tensor([0.2, 0.2, 0.2, 0.2, 0.2, math.nan])
     cases = Cases(tuple("pqrstu"), {"dice": values}, structures={"cup": {"dice": cup}})
     summary = summarize({"dice": 0.4, "iou": None}, cases, small_task())
-    assert summary.intervals == {"": {"dice": pytest.approx((0.2 + 0.4 / 6, 0.2 + 5 * 0.4 / 6))}}, "five patients have a cup"
+    assert summary.intervals == {"": {"dice": pytest.approx((0.2 + 0.4 / 6, 0.2 + 5 * 0.4 / 6))}}, (
+        "five patients have a cup"
+    )
     assert summary.by_label == {"cup": {"dice": pytest.approx(0.2)}}
     five = Cases(tuple("pqrst"), {"dice": values[:5]})
-    assert summarize({"dice": 0.36}, five, small_task()).intervals == {}, "the interval of few patients is their range"
+    assert summarize({"dice": 0.36}, five, small_task()).intervals == {}, (
+        "the interval of few patients is their range"
+    )
     assert summarize({"dice": None}, Cases(), small_task()).by_label == {}, "no image"
 
 
 def test_intervals_draw_patients_with_all_of_their_images() -> None:
     task = small_task("classification")
-    probabilities = torch.eye(3)[[0] * 12 + [1] * 12].double()  # the four images of p, q and r are right, those of s, t and u wrong
-    cases = Cases(tuple(name for name in "pqrstu" for _ in range(4)), {}, probabilities, torch.zeros(24, dtype=torch.long))
-    assert summarize({"accuracy": 0.5}, cases, task).intervals[""] == {"accuracy": pytest.approx((1 / 6, 5 / 6))}
+    probabilities = torch.eye(3)[
+        [0] * 12 + [1] * 12
+    ].double()  # the four images of p, q and r are right, those of s, t and u wrong
+    cases = Cases(
+        tuple(name for name in "pqrstu" for _ in range(4)),
+        {},
+        probabilities,
+        torch.zeros(24, dtype=torch.long),
+    )
+    assert summarize({"accuracy": 0.5}, cases, task).intervals[""] == {
+        "accuracy": pytest.approx((1 / 6, 5 / 6))
+    }

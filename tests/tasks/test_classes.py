@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from medflare.tasks.classes import FALSE_ALARMS, Cases, area_interval, class_report, patients_of_classes
+from medflare.tasks.classes import (
+    FALSE_ALARMS,
+    Cases,
+    area_interval,
+    class_report,
+    patients_of_classes,
+)
 
 EMPTY: dict[str, Any] = {"auc": None, "low": None, "high": None, "sensitivity": []}
 

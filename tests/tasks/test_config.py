@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from helpers.picture_sites import SEGMENTATION
 from medflare.core.errors import ConfigError
+from medflare.preparation.check import check_task
 from medflare.tasks import transforms
 from medflare.tasks.config import load_task, presets
-from medflare.training.check import check_task
 
 # Of the presets as they are published: results name them, and sites refuse a server whose task has another one.
 FINGERPRINTS = {

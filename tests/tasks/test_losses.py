@@ -16,7 +16,9 @@ def test_cross_entropy(make_task: TaskOf) -> None:
     logits = torch.tensor([[2.0, 0, 0], [0, 0, 0]])
     targets = torch.tensor([0, 2])
     single = math.log(math.exp(2) + 2) - 2
-    assert build_loss(make_task("classification"))(logits, targets).item() == pytest.approx((single + math.log(3)) / 2)
+    assert build_loss(make_task("classification"))(logits, targets).item() == pytest.approx(
+        (single + math.log(3)) / 2
+    )
     weighted = build_loss(make_task("classification", loss={"name": "ce", "weights": [1, 1, 3]}))
     assert weighted(logits, targets).item() == pytest.approx((single + 3 * math.log(3)) / 4)
 
@@ -25,14 +27,24 @@ def test_sigmoid_cross_entropy(make_task: TaskOf) -> None:
     logits = torch.randn(2, 1, 4, 4)
     targets = torch.randint(0, 2, (2, 4, 4))
     expected = functional.binary_cross_entropy_with_logits(logits[:, 0], targets.float())
-    torch.testing.assert_close(build_loss(make_task(loss={"name": "ce"}))(logits, targets), expected)
-    several = make_task(target="multilabel", labels=["a", "b"], loss={"name": "ce", "weights": [2, 5]})
+    torch.testing.assert_close(
+        build_loss(make_task(loss={"name": "ce"}))(logits, targets), expected
+    )
+    several = make_task(
+        target="multilabel", labels=["a", "b"], loss={"name": "ce", "weights": [2, 5]}
+    )
     zeros, ones = torch.zeros(1, 2, 2, 2), torch.ones(1, 2, 2, 2)
     assert build_loss(several)(zeros, ones).item() == pytest.approx(3.5 * math.log(2))
-    findings = make_task("classification", target="multilabel", labels=["a", "b"], loss={"name": "ce"})
-    assert build_loss(findings)(torch.zeros(3, 2), torch.ones(3, 2)).item() == pytest.approx(math.log(2))
+    findings = make_task(
+        "classification", target="multilabel", labels=["a", "b"], loss={"name": "ce"}
+    )
+    assert build_loss(findings)(torch.zeros(3, 2), torch.ones(3, 2)).item() == pytest.approx(
+        math.log(2)
+    )
     one = make_task("classification", target="binary", labels=["sick"])
-    assert build_loss(one)(torch.zeros(3, 1), torch.tensor([0, 1, 1])).item() == pytest.approx(math.log(2))
+    assert build_loss(one)(torch.zeros(3, 1), torch.tensor([0, 1, 1])).item() == pytest.approx(
+        math.log(2)
+    )
 
 
 def test_dice_by_hand(make_task: TaskOf) -> None:
@@ -49,7 +61,9 @@ def test_batch_dice_does_not_punish_empty_images(make_task: TaskOf) -> None:
     logits[0] = 100
     targets = torch.tensor([[[1, 1], [1, 1]], [[0, 0], [0, 0]]])
     targets_missed = torch.tensor([[[1, 1], [1, 1]], [[0, 0], [0, 1]]])
-    per_image, pooled = (build_loss(make_task(loss={"name": "dice", "batch": batch})) for batch in (False, True))
+    per_image, pooled = (
+        build_loss(make_task(loss={"name": "dice", "batch": batch})) for batch in (False, True)
+    )
     assert pooled(logits, targets).item() == pytest.approx(0, abs=1e-4)
     assert per_image(logits, targets_missed).item() == pytest.approx(0.5, abs=1e-4)
     assert pooled(logits, targets_missed).item() == pytest.approx(1 - 8 / 9, abs=1e-4)
@@ -59,30 +73,48 @@ def test_sum_of_dice_and_cross_entropy(make_task: TaskOf) -> None:
     logits, targets = torch.randn(2, 1, 4, 4), torch.randint(0, 2, (2, 4, 4))
     dice, entropy, both = (
         build_loss(make_task(loss=spec))(logits, targets)
-        for spec in ({"name": "dice"}, {"name": "ce"}, {"name": "dice_ce", "dice_weight": 0.5, "ce_weight": 2.0})
+        for spec in (
+            {"name": "dice"},
+            {"name": "ce"},
+            {"name": "dice_ce", "dice_weight": 0.5, "ce_weight": 2.0},
+        )
     )
     torch.testing.assert_close(both, 0.5 * dice + 2 * entropy)
 
 
 def test_focal_loss_of_fed_isic_and_of_the_baselines(make_task: TaskOf, golden: Golden) -> None:
     reference = golden("flamby_isic_focal")
-    focal = {"name": "focal", "gamma": float(reference["gamma"]), "weights": reference["alpha"].tolist()}
+    focal = {
+        "name": "focal",
+        "gamma": float(reference["gamma"]),
+        "weights": reference["alpha"].tolist(),
+    }
     task = make_task("classification", labels=list("abcdefgh"), loss=focal)
     loss = build_loss(task)(torch.tensor(reference["logits"]), torch.tensor(reference["targets"]))
     assert loss.item() == pytest.approx(float(reference["loss"]), rel=1e-5)
     reference = golden("baselines")
     loss = build_loss(make_task("classification", loss={"name": "focal"}))
-    value = loss(torch.tensor(reference["bs/logits"], dtype=torch.float32), torch.tensor(reference["y"]))
+    value = loss(
+        torch.tensor(reference["bs/logits"], dtype=torch.float32), torch.tensor(reference["y"])
+    )
     assert value.item() == pytest.approx(float(reference["focal/gamma2"]), rel=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "gamma"), [("classification", 0.0), ("classification", 1.0), ("segmentation", 0.5)])
-def test_focal_has_a_gradient_where_the_network_is_certain(make_task: TaskOf, kind: str, gamma: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "gamma"), [("classification", 0.0), ("classification", 1.0), ("segmentation", 0.5)]
+)
+def test_focal_has_a_gradient_where_the_network_is_certain(
+    make_task: TaskOf, kind: str, gamma: float
+) -> None:
     shape = (2, 3) if kind == "classification" else (2, 1, 4, 4)
     logits = torch.full(shape, -50.0)
     logits[:, 0] = 50.0
     logits.requires_grad_()
-    targets = torch.zeros(2, dtype=torch.long) if kind == "classification" else torch.ones(2, 4, 4, dtype=torch.long)
+    targets = (
+        torch.zeros(2, dtype=torch.long)
+        if kind == "classification"
+        else torch.ones(2, 4, 4, dtype=torch.long)
+    )
     build_loss(make_task(kind, loss={"name": "focal", "gamma": gamma}))(logits, targets).backward()
     assert logits.grad is not None and logits.grad.isfinite().all()
 
@@ -90,8 +122,12 @@ def test_focal_has_a_gradient_where_the_network_is_certain(make_task: TaskOf, ki
 def test_a_loss_has_a_gradient_on_empty_masks(make_task: TaskOf) -> None:
     for name in ("dice", "ce", "dice_ce", "focal"):
         logits = torch.randn(2, 1, 4, 4, requires_grad=True)
-        build_loss(make_task(loss={"name": name}))(logits, torch.zeros(2, 4, 4, dtype=torch.long)).backward()
-        assert logits.grad is not None and logits.grad.isfinite().all() and logits.grad.abs().sum() > 0
+        build_loss(make_task(loss={"name": name}))(
+            logits, torch.zeros(2, 4, 4, dtype=torch.long)
+        ).backward()
+        assert (
+            logits.grad is not None and logits.grad.isfinite().all() and logits.grad.abs().sum() > 0
+        )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +148,9 @@ def test_a_loss_has_a_gradient_on_empty_masks(make_task: TaskOf) -> None:
         ("segmentation", {"name": "PerceptualLoss"}, "PerceptualLoss"),
     ],
 )
-def test_a_wrong_loss_is_refused(make_task: TaskOf, kind: str, loss: dict[str, object], named: str) -> None:
+def test_a_wrong_loss_is_refused(
+    make_task: TaskOf, kind: str, loss: dict[str, object], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         build_loss(make_task(kind, loss=loss))
 
@@ -128,14 +166,24 @@ LOSS_SETTINGS = [
 
 @pytest.mark.parametrize("kind", ["binary", "multiclass", "multilabel"])
 @pytest.mark.parametrize("settings", LOSS_SETTINGS, ids=str)
-def test_a_loss_says_whether_it_is_the_mean_over_images(make_task: TaskOf, kind: str, settings: dict[str, object]) -> None:
+def test_a_loss_says_whether_it_is_the_mean_over_images(
+    make_task: TaskOf, kind: str, settings: dict[str, object]
+) -> None:
     if kind == "binary":
         settings = {key: value for key, value in settings.items() if key != "weights"}
-    task = make_task(target=kind, labels=["a"] if kind == "binary" else ["a", "b", "c"], loss=settings)
+    task = make_task(
+        target=kind, labels=["a"] if kind == "binary" else ["a", "b", "c"], loss=settings
+    )
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(4, task.outputs, 6, 6, generator=generator)
-    classes = (torch.rand(4, 6, 6, generator=generator) * torch.tensor([0.4, 1.0, 1.5, 2.9]).view(4, 1, 1)).long()
-    targets = {"binary": classes.clamp(max=1), "multiclass": classes, "multilabel": (logits * 0 + classes[:, None]).clamp(max=1)}[kind]
+    classes = (
+        torch.rand(4, 6, 6, generator=generator) * torch.tensor([0.4, 1.0, 1.5, 2.9]).view(4, 1, 1)
+    ).long()
+    targets = {
+        "binary": classes.clamp(max=1),
+        "multiclass": classes,
+        "multilabel": (logits * 0 + classes[:, None]).clamp(max=1),
+    }[kind]
     loss = build_loss(task)
     one_by_one = torch.stack([loss(logits[i : i + 1], targets[i : i + 1]) for i in range(4)]).mean()
     same = torch.isclose(loss(logits, targets), one_by_one, rtol=1e-5)
@@ -143,33 +191,61 @@ def test_a_loss_says_whether_it_is_the_mean_over_images(make_task: TaskOf, kind:
 
 
 THREE: dict[str, Any] = {"target": "multiclass", "labels": ["a", "b", "c"]}
-TARGETS: dict[str, dict[str, Any]] = {"binary": {}, "multiclass": THREE, "multilabel": {"target": "multilabel", "labels": ["a", "b"]}}
-USUAL = ("DiceCELoss", "DiceFocalLoss", "DiceLoss", "FocalLoss", "GeneralizedDiceLoss", "TverskyLoss", "SSIMLoss", "HausdorffDTLoss")
+TARGETS: dict[str, dict[str, Any]] = {
+    "binary": {},
+    "multiclass": THREE,
+    "multilabel": {"target": "multilabel", "labels": ["a", "b"]},
+}
+USUAL = (
+    "DiceCELoss",
+    "DiceFocalLoss",
+    "DiceLoss",
+    "FocalLoss",
+    "GeneralizedDiceLoss",
+    "TverskyLoss",
+    "SSIMLoss",
+    "HausdorffDTLoss",
+)
 
 
 def test_activation_and_one_hot_follow_from_the_target() -> None:
     binary, multiclass = small_task(), small_task(**THREE)
     logits, targets = example(binary)
     expected = losses.TverskyLoss(sigmoid=True)(logits, targets.float())
-    torch.testing.assert_close(build_loss(binary, {"name": "TverskyLoss"})(logits, targets), expected)
+    torch.testing.assert_close(
+        build_loss(binary, {"name": "TverskyLoss"})(logits, targets), expected
+    )
     logits, targets = example(multiclass)
     expected = losses.DiceFocalLoss(softmax=True, to_onehot_y=True)(logits, targets[:, None])
-    torch.testing.assert_close(build_loss(multiclass, {"name": "DiceFocalLoss"})(logits, targets), expected)
-    chosen = build_loss(multiclass, {"name": "DiceLoss", "sigmoid": True, "include_background": False})
-    expected = losses.DiceLoss(sigmoid=True, include_background=False, to_onehot_y=True)(logits, targets[:, None])
+    torch.testing.assert_close(
+        build_loss(multiclass, {"name": "DiceFocalLoss"})(logits, targets), expected
+    )
+    chosen = build_loss(
+        multiclass, {"name": "DiceLoss", "sigmoid": True, "include_background": False}
+    )
+    expected = losses.DiceLoss(sigmoid=True, include_background=False, to_onehot_y=True)(
+        logits, targets[:, None]
+    )
     torch.testing.assert_close(chosen(logits, targets), expected)
     weighted = build_loss(multiclass, {"name": "DiceCELoss", "weight": [1.0, 2.0, 0.5]})
-    assert weighted(logits, targets) != build_loss(multiclass, {"name": "DiceCELoss"})(logits, targets)
+    assert weighted(logits, targets) != build_loss(multiclass, {"name": "DiceCELoss"})(
+        logits, targets
+    )
 
 
 @pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("target", TARGETS)
-def test_usual_losses_accept_every_target_in_two_and_three_dimensions(name: str, target: str) -> None:
+def test_usual_losses_accept_every_target_in_two_and_three_dimensions(
+    name: str, target: str
+) -> None:
     for changes in ({}, {"spatial_dims": 3, "size": [16, 16, 16]}):
         task = small_task(**{**TARGETS[target], **changes})
         assert build_loss(task, {"name": name})(*example(task)).ndim == 0
         if "Dice" in name and name != "HausdorffDTLoss":
-            task = small_task("classification", **{"target": "binary", "labels": ["a"], **TARGETS[target], **changes})
+            task = small_task(
+                "classification",
+                **{"target": "binary", "labels": ["a"], **TARGETS[target], **changes},
+            )
             assert build_loss(task, {"name": name})(*example(task)).ndim == 0
 
 

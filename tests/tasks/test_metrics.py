@@ -39,17 +39,35 @@ def _masks(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows).bool()[:, None, None]
 
 
-def _by_patient(predicted: torch.Tensor, truth: torch.Tensor, patients: str, *metrics: str) -> list[list[float]]:
+def _by_patient(
+    predicted: torch.Tensor, truth: torch.Tensor, patients: str, *metrics: str
+) -> list[list[float]]:
     """Each metric's values of the patients, of masks (N, 1, ...)."""
-    values = score(predicted.float(), truth[:, 0].long(), list(patients), small_task(), metrics).cases.values
+    values = score(
+        predicted.float(), truth[:, 0].long(), list(patients), small_task(), metrics
+    ).cases.values
     return [values[metric].tolist() for metric in metrics]
 
 
 def test_every_metric_belongs_to_one_kind_of_task() -> None:
-    assert default_metrics("segmentation") == ALL and default_metrics("classification") == CLASSIFICATION
-    assert default_metrics("segmentation", spatial_dims=3) == ("dice", "iou", "hd95_mm", "surface_dice")
-    assert {*metrics_of("segmentation"), *metrics_of("segmentation", 3), *metrics_of("classification")} == set(METRICS)
-    assert selection_metrics("segmentation") == ("dice", "iou") and set(CLASSIFICATION) < set(selection_metrics("classification"))
+    assert (
+        default_metrics("segmentation") == ALL
+        and default_metrics("classification") == CLASSIFICATION
+    )
+    assert default_metrics("segmentation", spatial_dims=3) == (
+        "dice",
+        "iou",
+        "hd95_mm",
+        "surface_dice",
+    )
+    assert {
+        *metrics_of("segmentation"),
+        *metrics_of("segmentation", 3),
+        *metrics_of("classification"),
+    } == set(METRICS)
+    assert selection_metrics("segmentation") == ("dice", "iou") and set(CLASSIFICATION) < set(
+        selection_metrics("classification")
+    )
 
 
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])
@@ -82,11 +100,15 @@ def test_boundary_distance_against_definition() -> None:
         masks.append((rows - row) ** 2 + (columns - column) ** 2 < radius**2)
 
     def edge(mask: np.ndarray) -> np.ndarray:
-        inner = mask[1:-1, 1:-1] & mask[:-2, 1:-1] & mask[2:, 1:-1] & mask[1:-1, :-2] & mask[1:-1, 2:]
+        inner = (
+            mask[1:-1, 1:-1] & mask[:-2, 1:-1] & mask[2:, 1:-1] & mask[1:-1, :-2] & mask[1:-1, 2:]
+        )
         return np.argwhere(mask & ~np.pad(inner, 1))
 
     distances = cdist(edge(masks[0]), edge(masks[1]))
-    expected = max(np.percentile(distances.min(axis=1), 95), np.percentile(distances.min(axis=0), 95))
+    expected = max(
+        np.percentile(distances.min(axis=1), 95), np.percentile(distances.min(axis=0), 95)
+    )
     first, second = (torch.tensor(mask)[None, None] for mask in masks)
     assert boundary_distance(first, second).item() == pytest.approx(expected, abs=1e-4)
 
@@ -97,13 +119,28 @@ def test_classification_against_scikit_learn(make_task: TaskOf, decimals: int) -
     task = make_task("classification", labels=["a", "b", "c", "d"])
     for number in range(10):
         random = numpy_generator(0, number, "classification")
-        probabilities, truth = random.dirichlet(np.ones(4), 15).round(decimals), random.integers(0, 4, 15)
-        values = score(torch.from_numpy(probabilities), torch.from_numpy(truth), ["p"] * 15, task, CLASSIFICATION).values
+        probabilities, truth = (
+            random.dirichlet(np.ones(4), 15).round(decimals),
+            random.integers(0, 4, 15),
+        )
+        values = score(
+            torch.from_numpy(probabilities),
+            torch.from_numpy(truth),
+            ["p"] * 15,
+            task,
+            CLASSIFICATION,
+        ).values
         chosen, present = probabilities.argmax(axis=1), np.unique(truth)
         assert values["accuracy"] == pytest.approx(metrics.accuracy_score(truth, chosen))
-        assert values["balanced_accuracy"] == pytest.approx(metrics.recall_score(truth, chosen, labels=present, average="macro"))
-        assert values["f1_macro"] == pytest.approx(metrics.f1_score(truth, chosen, average="macro", zero_division=0))
-        areas = [metrics.roc_auc_score(truth == label, probabilities[:, label]) for label in present]
+        assert values["balanced_accuracy"] == pytest.approx(
+            metrics.recall_score(truth, chosen, labels=present, average="macro")
+        )
+        assert values["f1_macro"] == pytest.approx(
+            metrics.f1_score(truth, chosen, average="macro", zero_division=0)
+        )
+        areas = [
+            metrics.roc_auc_score(truth == label, probabilities[:, label]) for label in present
+        ]
         assert values["auc_macro"] == pytest.approx(np.mean(areas))
 
 
@@ -113,11 +150,22 @@ def test_several_labels_against_scikit_learn(make_task: TaskOf) -> None:
     undefined = 0
     for number in range(12):
         random = numpy_generator(0, number, "labels")
-        probabilities, truth = random.uniform(size=(12, 3)) * [1, 1, 0.55], random.integers(0, 2, (12, 3)) * [1, 1, 0]
-        values = score(torch.from_numpy(probabilities), torch.from_numpy(truth), ["p"] * 12, task, CLASSIFICATION).values
+        probabilities, truth = (
+            random.uniform(size=(12, 3)) * [1, 1, 0.55],
+            random.integers(0, 2, (12, 3)) * [1, 1, 0],
+        )
+        values = score(
+            torch.from_numpy(probabilities),
+            torch.from_numpy(truth),
+            ["p"] * 12,
+            task,
+            CLASSIFICATION,
+        ).values
         chosen = (probabilities > 0.5).astype(int)
         undefined += not chosen[:, 2].any()
-        assert values["f1_macro"] == pytest.approx(metrics.f1_score(truth, chosen, average="macro", zero_division=np.nan))
+        assert values["f1_macro"] == pytest.approx(
+            metrics.f1_score(truth, chosen, average="macro", zero_division=np.nan)
+        )
         assert values["accuracy"] == pytest.approx((truth == chosen).mean())
     assert 0 < undefined < 12
     nothing = score(torch.zeros(4, 3), torch.zeros(4, 3), ["p"] * 4, task, ["f1_macro"])
@@ -131,7 +179,9 @@ def test_boundary_distance_per_patient() -> None:
     truth = torch.stack([square, square, square, square, empty])[:, None]
     predicted = torch.stack([square.roll(2, 0), square.roll(4, 0), empty, square, square])[:, None]
     # An empty mask has no boundary to measure from.
-    assert _by_patient(predicted, truth, "aabac", "hd95") == [pytest.approx([(2 + 4 + 0) / 3, math.nan, math.nan], nan_ok=True)]
+    assert _by_patient(predicted, truth, "aabac", "hd95") == [
+        pytest.approx([(2 + 4 + 0) / 3, math.nan, math.nan], nan_ok=True)
+    ]
 
 
 def test_segmentation_scores(make_task: TaskOf) -> None:
@@ -141,17 +191,27 @@ def test_segmentation_scores(make_task: TaskOf) -> None:
     scores = score(probabilities, truth, ["a", "b", "c"], make_task(), ALL)
     assert scores.values == {"dice": 1.0, "iou": 1.0, "hd95": 0.0}
     assert scores.left_out == 2 and scores.hd95_left_out == 2 and not scores.undefined
-    blank = score(torch.zeros(2, 1, 8, 8), torch.zeros(2, 8, 8, dtype=torch.long), ["a", "b"], make_task(), ALL)
+    blank = score(
+        torch.zeros(2, 1, 8, 8),
+        torch.zeros(2, 8, 8, dtype=torch.long),
+        ["a", "b"],
+        make_task(),
+        ALL,
+    )
     assert blank.values == {"dice": None, "iou": None, "hd95": None}
     assert set(blank.undefined) == set(ALL) and blank.left_out == 2
     missed = score(torch.zeros(1, 1, 8, 8), truth[:1], ["a"], make_task(), ALL)
-    assert missed.values == {"dice": 0.0, "iou": 0.0, "hd95": None} and set(missed.undefined) == {"hd95"}
+    assert missed.values == {"dice": 0.0, "iou": 0.0, "hd95": None} and set(missed.undefined) == {
+        "hd95"
+    }
 
 
 def test_multiclass_masks_leave_the_background_out(make_task: TaskOf) -> None:
     task = make_task(target="multiclass", labels=["background", "a", "b"])
     truth = torch.tensor([[[0, 1], [2, 2]]])
-    probabilities = torch.nn.functional.one_hot(torch.tensor([[[0, 1], [1, 2]]]), 3).movedim(-1, 1).float()
+    probabilities = (
+        torch.nn.functional.one_hot(torch.tensor([[[0, 1], [1, 2]]]), 3).movedim(-1, 1).float()
+    )
     assert structures(truth, task).shape == foreground(probabilities, task).shape == (1, 2, 2, 2)
     assert structures(truth, task)[0].int().tolist() == [[[0, 1], [0, 0]], [[0, 0], [1, 1]]]
     scores = score(probabilities, truth, ["p"], task, ["dice"])
@@ -160,20 +220,36 @@ def test_multiclass_masks_leave_the_background_out(make_task: TaskOf) -> None:
 
 def test_a_single_class_has_no_auc(make_task: TaskOf) -> None:
     probabilities = torch.tensor([[0.9, 0.1, 0], [0.4, 0.6, 0]])
-    scores = score(probabilities, torch.tensor([0, 0]), ["a", "b"], make_task("classification"), CLASSIFICATION)
+    scores = score(
+        probabilities, torch.tensor([0, 0]), ["a", "b"], make_task("classification"), CLASSIFICATION
+    )
     assert scores.values["auc_macro"] is None
     assert scores.values["accuracy"] == 0.5 and set(scores.undefined) == {"auc_macro"}
     several = make_task("classification", target="multilabel", labels=["a", "b"])
-    probabilities, truth = torch.tensor([[0.9], [0.2], [0.6], [0.4]]).repeat(1, 2), torch.tensor([[1, 1], [0, 1], [0, 1], [1.0, 1]])
+    probabilities, truth = (
+        torch.tensor([[0.9], [0.2], [0.6], [0.4]]).repeat(1, 2),
+        torch.tensor([[1, 1], [0, 1], [0, 1], [1.0, 1]]),
+    )
     both = score(probabilities, truth, list("abcd"), several, CLASSIFICATION).values
-    assert both["auc_macro"] == pytest.approx(0.75) and both["accuracy"] == 0.5, "label b has one class only and is left out"
+    assert both["auc_macro"] == pytest.approx(0.75) and both["accuracy"] == 0.5, (
+        "label b has one class only and is left out"
+    )
 
 
 def test_metrics_are_undefined_without_images_and_with_nan(make_task: TaskOf) -> None:
     empty = score(torch.zeros(0, 1, 8, 8), torch.zeros(0, 8, 8), [], make_task(), ALL)
     assert empty.values == dict.fromkeys(ALL)
-    for kind, shape, truth in (("segmentation", (1, 1, 8, 8), torch.ones(1, 8, 8)), ("classification", (1, 3), torch.tensor([0]))):
-        broken = score(torch.full(shape, math.nan), truth.long(), ["a"], make_task(kind), make_task(kind).test_metrics)
+    for kind, shape, truth in (
+        ("segmentation", (1, 1, 8, 8), torch.ones(1, 8, 8)),
+        ("classification", (1, 3), torch.tensor([0])),
+    ):
+        broken = score(
+            torch.full(shape, math.nan),
+            truth.long(),
+            ["a"],
+            make_task(kind),
+            make_task(kind).test_metrics,
+        )
         assert set(broken.values.values()) == {None}
 
 
@@ -182,9 +258,20 @@ def test_surfaces_of_volumes_are_measured_in_millimetres_and_per_patient() -> No
     truth = torch.zeros(2, 8, 8, 8, dtype=torch.long)
     truth[:, 2:6, 2:6, 2:6] = 1
     moved = truth.roll(1, dims=3)[:, None].float()  # by one voxel along the third axis
-    measured = score(moved, truth, ["p", "p"], task, task.test_metrics, [(1.0, 1.0, 3.0), (1.0, 1.0, 5.0)])
-    assert measured.values["hd95_mm"] == pytest.approx((3 + 5) / 2) and measured.values["dice"] == pytest.approx(0.75)
-    alike = score(moved, truth, ["p", "q"], cube_task(surface_tolerance=5.0), task.test_metrics, [(1.0, 1.0, 3.0), (1.0, 1.0, 5.0)])
+    measured = score(
+        moved, truth, ["p", "p"], task, task.test_metrics, [(1.0, 1.0, 3.0), (1.0, 1.0, 5.0)]
+    )
+    assert measured.values["hd95_mm"] == pytest.approx((3 + 5) / 2) and measured.values[
+        "dice"
+    ] == pytest.approx(0.75)
+    alike = score(
+        moved,
+        truth,
+        ["p", "q"],
+        cube_task(surface_tolerance=5.0),
+        task.test_metrics,
+        [(1.0, 1.0, 3.0), (1.0, 1.0, 5.0)],
+    )
     assert alike.values["surface_dice"] == 1 > (measured.values["surface_dice"] or 0)
     unknown = score(moved, truth, ["p", "q"], task, task.test_metrics, [None, None])
     assert unknown.values["hd95_mm"] is None and "surface_dice" in unknown.undefined
@@ -202,8 +289,12 @@ def test_images_of_different_sizes_are_scored_one_by_one() -> None:
     assert score(perfect, truths, ["p", "q"], task, ["dice"]).values["dice"] is None
 
 
-def _classes(task: TaskConfig, probabilities: list[list[float]], targets: torch.Tensor) -> tuple[str, ...]:
-    return measure([(torch.tensor(probabilities), targets, None)], task, ["accuracy"]).constant_outputs()
+def _classes(
+    task: TaskConfig, probabilities: list[list[float]], targets: torch.Tensor
+) -> tuple[str, ...]:
+    return measure(
+        [(torch.tensor(probabilities), targets, None)], task, ["accuracy"]
+    ).constant_outputs()
 
 
 def test_one_class_for_all_images(make_task: TaskOf) -> None:
@@ -217,7 +308,9 @@ def test_one_class_for_all_images(make_task: TaskOf) -> None:
     assert _classes(ill, [[0.4], [0.1]], torch.tensor([0, 1])) == ("not ill",)
     several = make_task("classification", target="multilabel", labels=["a", "b"])
     assert _classes(several, [[0.4, 0.9], [0.1, 0.6]], torch.tensor([[0, 1], [1.0, 1]])) == ("b",)
-    assert _classes(several, [[0.4, 0.1], [0.1, 0.3]], torch.tensor([[0, 1], [1.0, 1]])) == ("no label",)
+    assert _classes(several, [[0.4, 0.1], [0.1, 0.3]], torch.tensor([[0, 1], [1.0, 1]])) == (
+        "no label",
+    )
     assert _classes(several, [[0.4, 0.1], [0.6, 0.3]], torch.tensor([[0, 1], [1.0, 1]])) == ()
 
 
@@ -226,9 +319,14 @@ def test_no_pixel_of_a_structure_in_all_images(make_task: TaskOf) -> None:
     truth = torch.tensor([[[0, 1, 2]], [[0, 0, 1]]])
 
     def constant(predicted: torch.Tensor, truth: torch.Tensor = truth) -> tuple[str, ...]:
-        return measure([(F.one_hot(predicted, 3).movedim(-1, 1).float(), truth, None)], task, ["dice"]).constant_outputs()
+        return measure(
+            [(F.one_hot(predicted, 3).movedim(-1, 1).float(), truth, None)], task, ["dice"]
+        ).constant_outputs()
 
-    assert constant(truth) == () and constant(torch.zeros_like(truth)) == ("no pixel of disc", "no pixel of cup")
+    assert constant(truth) == () and constant(torch.zeros_like(truth)) == (
+        "no pixel of disc",
+        "no pixel of cup",
+    )
     assert constant(truth.clamp(max=1)) == ("no pixel of cup",)
     assert constant(torch.ones_like(truth)) == ("no pixel of cup", "all pixels as disc")
     assert constant(truth.clamp(max=1), truth.clamp(max=1)) == (), "no image shows a cup"
@@ -239,20 +337,35 @@ def test_metrics_of_each_structure_by_hand(make_task: TaskOf) -> None:
     task = make_task(target="multiclass", labels=["background", "disc", "cup"])
     truth = torch.tensor([[[1, 1, 1, 2]], [[1, 0, 0, 0]]])
     predicted = torch.tensor([[[1, 1, 0, 0]], [[1, 0, 0, 0]]])
-    scores = score(F.one_hot(predicted, 3).movedim(-1, 1).float(), truth, ["p", "q"], task, ["dice", "iou"])
+    scores = score(
+        F.one_hot(predicted, 3).movedim(-1, 1).float(), truth, ["p", "q"], task, ["dice", "iou"]
+    )
     means = summarize(scores.values, scores.cases, task).by_label
-    assert means == {"disc": {"dice": pytest.approx(0.9), "iou": pytest.approx((2 / 3 + 1) / 2)}, "cup": {"dice": 0.0, "iou": 0.0}}
+    assert means == {
+        "disc": {"dice": pytest.approx(0.9), "iou": pytest.approx((2 / 3 + 1) / 2)},
+        "cup": {"dice": 0.0, "iou": 0.0},
+    }
     assert scores.values["dice"] == pytest.approx(((0.8 + 0) / 2 + 1) / 2), "q has no cup"
     assert scores.cases.to_dict()["structures"]["cup"]["dice"] == [0.0, None]
-    absent = score(F.one_hot(predicted.clamp(max=1), 3).movedim(-1, 1).float(), truth.clamp(max=1), ["p", "q"], task, ["dice"])
+    absent = score(
+        F.one_hot(predicted.clamp(max=1), 3).movedim(-1, 1).float(),
+        truth.clamp(max=1),
+        ["p", "q"],
+        task,
+        ["dice"],
+    )
     assert summarize(absent.values, absent.cases, task).by_label["cup"] == {"dice": None}
 
 
 def test_average_surface_distance_is_that_of_monai() -> None:
     generator = torch.Generator().manual_seed(0)
     predicted, truth = torch.rand(2, 2, 2, 6, 7, 5, generator=generator) > 0.6
-    expected = compute_average_surface_distance(predicted, truth, include_background=True, symmetric=True, spacing=(1.0, 2.0, 3.0))
-    torch.testing.assert_close(average_surface_distance(predicted, truth, (1.0, 2.0, 3.0)), expected.double())
+    expected = compute_average_surface_distance(
+        predicted, truth, include_background=True, symmetric=True, spacing=(1.0, 2.0, 3.0)
+    )
+    torch.testing.assert_close(
+        average_surface_distance(predicted, truth, (1.0, 2.0, 3.0)), expected.double()
+    )
     assert average_surface_distance(predicted, truth & False).isnan().all()
 
 
@@ -265,7 +378,11 @@ def test_lesions_and_volumes_by_hand(make_task: TaskOf) -> None:
     assert lesion_f1(truth & False, truth & False).isnan().all() and math.isnan(
         _by_patient(truth, truth & False, "a", "volume_error")[0][0]
     )
-    assert lesion_f1(truth & False, truth).item() == 0 and task.test_metrics == (task.metric, "lesion_f1", "volume_error")
+    assert lesion_f1(truth & False, truth).item() == 0 and task.test_metrics == (
+        task.metric,
+        "lesion_f1",
+        "volume_error",
+    )
     corners = torch.eye(4, dtype=torch.bool)[None, None]
     assert lesion_f1(corners, corners).item() == 1, "neighbours across a corner are one lesion"
     with pytest.raises(ConfigError, match="assd_mm"):

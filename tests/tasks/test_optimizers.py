@@ -6,18 +6,45 @@ from medflare.core.errors import ConfigError
 from medflare.tasks.optimizers import SCHEDULES, build_optimizer, build_schedule, check_optimizer
 from medflare.training.epochs import pack_optimizer, unpack_optimizer
 
-BY_NAME = ["Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "ASGD", "SGD", "Adafactor"]
+BY_NAME = [
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+    "SGD",
+    "Adafactor",
+]
 
 
 def test_short_names_build_torchs_optimizers() -> None:
-    for name, expected in (("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)):
-        optimizer = build_optimizer({"name": name, "lr": 0.25, "weight_decay": 0.5}, [nn.Parameter(torch.ones(2))], "task x")
-        assert type(optimizer) is expected and optimizer.defaults["lr"] == 0.25 and optimizer.defaults["weight_decay"] == 0.5
+    for name, expected in (
+        ("adam", torch.optim.Adam),
+        ("adamw", torch.optim.AdamW),
+        ("sgd", torch.optim.SGD),
+    ):
+        optimizer = build_optimizer(
+            {"name": name, "lr": 0.25, "weight_decay": 0.5}, [nn.Parameter(torch.ones(2))], "task x"
+        )
+        assert (
+            type(optimizer) is expected
+            and optimizer.defaults["lr"] == 0.25
+            and optimizer.defaults["weight_decay"] == 0.5
+        )
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_moments_continue_in_another_process(name: str) -> None:
-    settings = {"name": name, "lr": 0.1, **({"momentum": 0.9} if name in ("SGD", "RMSprop") else {})}
+    settings = {
+        "name": name,
+        "lr": 0.1,
+        **({"momentum": 0.9} if name in ("SGD", "RMSprop") else {}),
+    }
 
     def steps(optimizer: torch.optim.Optimizer, weight: nn.Parameter, *gradients: float) -> None:
         for gradient in gradients:
@@ -36,11 +63,20 @@ def test_moments_continue_in_another_process(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_values_are_validated_without_building_an_optimizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_validated_without_building_an_optimizer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fails if another torch reads the parameters before it validates the values."""
-    monkeypatch.setattr(torch.optim.Optimizer, "add_param_group", lambda *_: pytest.fail("an optimizer was built"))
+    monkeypatch.setattr(
+        torch.optim.Optimizer, "add_param_group", lambda *_: pytest.fail("an optimizer was built")
+    )
     check_optimizer({"name": name, "lr": 0.1}, "task x")
-    for wrong in ({"lr": -1.0}, {"lr": 0.1, "weight_decay": -1.0}, {"lr": "fast"}, {"lr": 0.1, "momentumm": 0.9}):
+    for wrong in (
+        {"lr": -1.0},
+        {"lr": 0.1, "weight_decay": -1.0},
+        {"lr": "fast"},
+        {"lr": 0.1, "momentumm": 0.9},
+    ):
         with pytest.raises(ConfigError, match=name):
             check_optimizer({"name": name, **wrong}, "task x")
 
@@ -52,9 +88,12 @@ def test_an_unknown_or_unsupported_optimizer_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("clip", "gradient", "expected"), [({"norm": 1.0}, [3.0, 4.0], [-0.6, -0.8]), ({"value": 0.5}, [3.0, -0.1], [-0.5, 0.1])]
+    ("clip", "gradient", "expected"),
+    [({"norm": 1.0}, [3.0, 4.0], [-0.6, -0.8]), ({"value": 0.5}, [3.0, -0.1], [-0.5, 0.1])],
 )
-def test_every_step_clips_the_gradients(clip: dict[str, float], gradient: list[float], expected: list[float]) -> None:
+def test_every_step_clips_the_gradients(
+    clip: dict[str, float], gradient: list[float], expected: list[float]
+) -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = build_optimizer({"name": "sgd", "lr": 1.0}, [weight], "task x", **clip)
     weight.grad = torch.tensor(gradient)

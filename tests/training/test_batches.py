@@ -22,7 +22,10 @@ def test_every_row_once_in_an_order_of_the_keys() -> None:
     order = torch.cat(in_random_order(10, 4, 0, "A", 1)).tolist()
     assert sorted(order) == list(range(10)) != order
     assert order == torch.cat(in_random_order(10, 3, 0, "A", 1)).tolist(), "whatever the size"
-    others = [in_random_order(10, 4, *keys) for keys in ((1, "A", 1), (0, "B", 1), (0, "A", 2), (0, "A", 1, "more"))]
+    others = [
+        in_random_order(10, 4, *keys)
+        for keys in ((1, "A", 1), (0, "B", 1), (0, "A", 2), (0, "A", 1, "more"))
+    ]
     assert all(torch.cat(other).tolist() != order for other in others)
 
 
@@ -45,9 +48,17 @@ def test_classes_are_drawn_equally_often() -> None:
     assert sampling_weights(small_task("classification"), LABELS) is None
     weights = sampling_weights(small_task("classification", sampling="balanced"), LABELS)
     assert weights is not None
-    torch.testing.assert_close(torch.stack([weights[label == LABELS].sum() for label in range(3)]), torch.ones(3, dtype=torch.float64))
-    drawn = torch.cat([torch.cat(in_random_order(9, 4, seed, weights=weights)) for seed in range(200)])
-    assert torch.bincount(LABELS[drawn], minlength=3).float().div(len(drawn)).sub(1 / 3).abs().max() < 0.05
+    torch.testing.assert_close(
+        torch.stack([weights[label == LABELS].sum() for label in range(3)]),
+        torch.ones(3, dtype=torch.float64),
+    )
+    drawn = torch.cat(
+        [torch.cat(in_random_order(9, 4, seed, weights=weights)) for seed in range(200)]
+    )
+    assert (
+        torch.bincount(LABELS[drawn], minlength=3).float().div(len(drawn)).sub(1 / 3).abs().max()
+        < 0.05
+    )
     first, again = (torch.cat(in_random_order(9, 4, 5, "A", weights=weights)) for _ in range(2))
     assert torch.equal(first, again) and len(first) == 9
 
@@ -55,11 +66,16 @@ def test_classes_are_drawn_equally_often() -> None:
 def test_weights_of_the_task_and_absent_classes() -> None:
     task = small_task("classification", sampling={"name": "weighted", "weights": [1.0, 3.0, 0.0]})
     weights = sampling_weights(task, LABELS)
-    assert weights is not None and weights.tolist() == pytest.approx([1 / 6] * 6 + [1.5] * 2 + [0.0])
+    assert weights is not None and weights.tolist() == pytest.approx(
+        [1 / 6] * 6 + [1.5] * 2 + [0.0]
+    )
     with pytest.raises(ConfigError, match="weights"):
         sampling_weights(task, torch.tensor([2, 2]))
     with pytest.raises(ConfigError, match="weights"):
-        sampling_weights(small_task("classification", sampling={"name": "weighted", "weights": [1.0, 3.0]}), LABELS)
+        sampling_weights(
+            small_task("classification", sampling={"name": "weighted", "weights": [1.0, 3.0]}),
+            LABELS,
+        )
 
 
 def test_images_with_and_without_foreground() -> None:
@@ -101,9 +117,13 @@ def test_images_on_disk_are_read_in_order_by_another_thread() -> None:
     assert list(read_ahead(data, [], data.load)) == []
 
 
-def test_images_for_a_gpu_are_read_ahead_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_for_a_gpu_are_read_ahead_into_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pinned: list[Tensor] = []
-    data = Split(torch.arange(8.0).view(8, 1, 1, 1), torch.arange(8), ("p",) * 8, tuple(map(str, range(8))))
+    data = Split(
+        torch.arange(8.0).view(8, 1, 1, 1), torch.arange(8), ("p",) * 8, tuple(map(str, range(8)))
+    )
     expected = list(read_ahead(data, torch.arange(8).split(3), data.take))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
 
@@ -112,7 +132,9 @@ def test_images_for_a_gpu_are_read_ahead_into_pinned_memory(monkeypatch: pytest.
         return tensor
 
     monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
-    for (rows, batch), (others, other) in zip(read_ahead(data, torch.arange(8).split(3), data.take), expected, strict=True):
+    for (rows, batch), (others, other) in zip(
+        read_ahead(data, torch.arange(8).split(3), data.take), expected, strict=True
+    ):
         assert torch.equal(rows, others) and all(map(torch.equal, batch, other))
     assert len(pinned) == 2 * 3
 
@@ -122,7 +144,9 @@ def test_two_batches_are_read_ahead() -> None:
     batches = read_ahead(data, torch.arange(6).split(1), data.load)
     assert next(batches)[1] == 0
     batches.close()  # type: ignore[attr-defined]  # a generator
-    assert len(data.read) <= 3 and not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+    assert len(data.read) <= 3 and not [
+        thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")
+    ]
 
 
 def test_an_error_is_raised_at_its_batch() -> None:

@@ -12,7 +12,14 @@ from medflare.core.store import StateStore
 from medflare.data.loading import Batch
 from medflare.methods.catalogue import get_method, method_names
 from medflare.methods.fedavg import FedAvgSite
-from medflare.training.epochs import OptimizerMemory, Steps, pack_optimizer, run_epochs, scaler_of, train_epochs
+from medflare.training.epochs import (
+    OptimizerMemory,
+    Steps,
+    pack_optimizer,
+    run_epochs,
+    scaler_of,
+    train_epochs,
+)
 from methods import squares
 
 # The loss of a batch is the mean of its images' losses, and no layer mixes images.

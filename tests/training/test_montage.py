@@ -112,8 +112,12 @@ def test_a_volume_has_planes_directions_and_a_scale() -> None:
     picture, shown = colours(overlay(Site("A", task, SiteData(part, part, part)), nothing, 0))
     assert picture.shape == (240, 720, 3) and OUTLINE in shown and (255, 255, 255) in shown
     unknown = replace(part, spacings=(None,))
-    without_scale = colours(overlay(Site("A", task, SiteData(unknown, unknown, unknown)), nothing, 0))[0]
-    assert (without_scale[230:, 4:60] != picture[230:, 4:60]).any(), "a bar of 10 mm at the lower left"
+    without_scale = colours(
+        overlay(Site("A", task, SiteData(unknown, unknown, unknown)), nothing, 0)
+    )[0]
+    assert (without_scale[230:, 4:60] != picture[230:, 4:60]).any(), (
+        "a bar of 10 mm at the lower left"
+    )
 
 
 def test_letters_of_a_flat_volume_are_large_and_beside_it() -> None:
@@ -151,7 +155,9 @@ def test_a_model_of_whole_patients_is_asked_for_all_images_of_one(site: Site) ->
             return torch.cat([corner(part) for part in parts])
 
     data = site.data.test
-    site.data = replace(site.data, test=replace(data, patients=("one", "two", "two", "two", "three")))
+    site.data = replace(
+        site.data, test=replace(data, patients=("one", "two", "two", "two", "three"))
+    )
     model = ByPatient()
     assert tinted(colours(overlay(site, model, 2))[0]) and model.sizes == [3]
 
@@ -160,5 +166,7 @@ def test_the_fullest_image_of_a_patient_is_shown(site: Site) -> None:
     data = site.data.test
     targets = torch.zeros_like(data.targets)
     targets[1, :2], targets[3, :5] = 1, 1
-    site.data = replace(site.data, test=replace(data, targets=targets, patients=("one", "two", "one", "two", "one")))
+    site.data = replace(
+        site.data, test=replace(data, targets=targets, patients=("one", "two", "one", "two", "one"))
+    )
     assert fullest_row(site, "two") == 3 and fullest_row(site, "one") == 0

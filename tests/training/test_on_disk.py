@@ -19,7 +19,9 @@ from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-AUGMENTED: dict[str, Any] = {"augment": [{"name": "RandFlip", "prob": 0.5}, {"name": "RandGaussianNoise", "prob": 0.5}]}
+AUGMENTED: dict[str, Any] = {
+    "augment": [{"name": "RandFlip", "prob": 0.5}, {"name": "RandGaussianNoise", "prob": 0.5}]
+}
 TASKS = {
     "masks": small_task(sampling="balanced", **AUGMENTED),
     "labels": small_task("classification", sampling="balanced", **AUGMENTED),
@@ -31,7 +33,9 @@ TASKS = {
 def _both(task: TaskConfig, folder: Path, kept: Path) -> tuple[Site, Site]:
     """The site in memory, and on disk."""
     settings: list[Any] = [False, {"folder": str(kept), "memory_gb": 0}]
-    inside, outside = (open_site("A", task, data_root=folder, local={"cache": cache}, seed=3) for cache in settings)
+    inside, outside = (
+        open_site("A", task, data_root=folder, local={"cache": cache}, seed=3) for cache in settings
+    )
     assert inside.data.train.in_memory and not outside.data.train.in_memory
     return inside, outside
 
@@ -39,7 +43,9 @@ def _both(task: TaskConfig, folder: Path, kept: Path) -> tuple[Site, Site]:
 def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor):
         return first.dtype == second.dtype and torch.equal(first, second)
-    return len(first) == len(second) and all(_equal(one, other) for one, other in zip(first, second, strict=True))
+    return len(first) == len(second) and all(
+        _equal(one, other) for one, other in zip(first, second, strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", TASKS)
@@ -53,11 +59,20 @@ def test_same_batches_and_scores(kind: str, make_site: SiteOf, tmp_path: Path) -
         assert _equal(list(inside.ordered(split)), list(outside.ordered(split)))
     rows = torch.tensor([2, 0, 2])
     for chosen in (rows, rows[:0]):
-        drawn = [site.take("train", chosen, numpy_random_state(0, "rows")) for site in (inside, outside)]
+        drawn = [
+            site.take("train", chosen, numpy_random_state(0, "rows")) for site in (inside, outside)
+        ]
         assert _equal(*drawn)
     assert torch.equal(inside.class_counts(), outside.class_counts())
-    memory, disk = (joined([site.data.train, site.data.test], ["0", "1"]) for site in (inside, outside))
-    assert memory.in_memory and not disk.in_memory and memory.names == disk.names and _equal(memory.image(4), disk.image(4))
+    memory, disk = (
+        joined([site.data.train, site.data.test], ["0", "1"]) for site in (inside, outside)
+    )
+    assert (
+        memory.in_memory
+        and not disk.in_memory
+        and memory.names == disk.names
+        and _equal(memory.image(4), disk.image(4))
+    )
     assert _equal(list(inside.data.test.targets), list(outside.data.test.targets))
     model = inside.predictor(inside.network())
     assert inside.score(model, "test") == outside.score(model, "test")
@@ -74,19 +89,31 @@ def test_same_final_models(method: str, tmp_path: Path) -> None:
 
         results = run_local(method, task, 2, rounds=2, seed=0, opener=opened, out=tmp_path / name)
         models = {
-            str(card.parent.relative_to(tmp_path / name)): load_model(card.parent).message for card in tmp_path.glob(f"{name}/**/card.json")
+            str(card.parent.relative_to(tmp_path / name)): load_model(card.parent).message
+            for card in tmp_path.glob(f"{name}/**/card.json")
         }
         return results, models
 
-    (memory, kept), (disk, read) = run("memory", False), run("disk", {"folder": str(tmp_path / "cache"), "memory_gb": 0})
+    (memory, kept), (disk, read) = (
+        run("memory", False),
+        run("disk", {"folder": str(tmp_path / "cache"), "memory_gb": 0}),
+    )
     assert list((tmp_path / "cache").glob("*.safetensors"))
-    assert memory["status"] == "COMPLETED" and memory["sites"] == disk["sites"] and kept.keys() == read.keys() != set()
+    assert (
+        memory["status"] == "COMPLETED"
+        and memory["sites"] == disk["sites"]
+        and kept.keys() == read.keys() != set()
+    )
     for name, message in kept.items():
         for entry, state in message.states.items():
-            assert all(torch.equal(tensor, read[name].states[entry][key]) for key, tensor in state.items())
+            assert all(
+                torch.equal(tensor, read[name].states[entry][key]) for key, tensor in state.items()
+            )
 
 
-def test_memory_gb_decides_what_stays_on_disk(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+def test_memory_gb_decides_what_stays_on_disk(
+    make_site: SiteOf, make_task: TaskOf, tmp_path: Path
+) -> None:
     folder, bytes_of_an_image = make_site(), 16 * 16 * (4 + 8)
     for images, resident in ((10.1, True), (9.9, False)):
         cache = CacheSettings(str(tmp_path / "cache"), memory_gb=images * bytes_of_an_image / 10**9)

@@ -31,7 +31,11 @@ def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_tasks_beyond_the_sites_bounds(
-    make_site: SiteOf, make_task: TaskOf, bounds: dict[str, Any], settings: dict[str, Any], named: str
+    make_site: SiteOf,
+    make_task: TaskOf,
+    bounds: dict[str, Any],
+    settings: dict[str, Any],
+    named: str,
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         open_site("A", make_task(**settings), data_root=make_site(), local={"bounds": bounds})
@@ -47,7 +51,10 @@ def test_an_image_beyond_the_sites_bounds(make_site: SiteOf, make_task: TaskOf) 
     folder = make_site(side=20)
     with pytest.raises(DataError, match=r"images/0\.png"):
         open_site("A", make_task(), data_root=folder, local={"bounds": {"pixels": 399}})
-    assert open_site("A", make_task(), data_root=folder, local={"bounds": {"pixels": 400}}).n["train"] == 5
+    assert (
+        open_site("A", make_task(), data_root=folder, local={"bounds": {"pixels": 400}}).n["train"]
+        == 5
+    )
 
 
 def test_files_in_other_folders_need_the_sites_permission(
@@ -58,42 +65,76 @@ def test_files_in_other_folders_need_the_sites_permission(
     (folder / "images").symlink_to(elsewhere)
     with pytest.raises(DataError, match=r"images/0\.png"):
         open_site("A", make_task(), data_root=folder)
-    assert open_site("A", make_task(), data_root=folder, local={"data_folders": [str(elsewhere)]}).n["train"] == 5
+    assert (
+        open_site("A", make_task(), data_root=folder, local={"data_folders": [str(elsewhere)]}).n[
+            "train"
+        ]
+        == 5
+    )
     monkeypatch.setenv(FOLDERS, str(elsewhere))
     assert open_site("A", make_task(size=[8, 8]), data_root=folder).n["train"] == 5
     with pytest.raises(DataError, match="images"):  # local settings come first
-        open_site("A", make_task(), data_root=folder, local={"data_folders": [str(tmp_path / "other")]})
+        open_site(
+            "A", make_task(), data_root=folder, local={"data_folders": [str(tmp_path / "other")]}
+        )
 
 
 @pytest.mark.parametrize("network", [{"name": "resnet18"}, {"name": "mlp", "batch_norm": True}])
-def test_batches_of_one_image_are_refused_where_sites_train(network: dict[str, Any], make_site: SiteOf, make_task: TaskOf) -> None:
+def test_batches_of_one_image_are_refused_where_sites_train(
+    network: dict[str, Any], make_site: SiteOf, make_task: TaskOf
+) -> None:
     folder = make_site(kind="classification", side=32)
     settings: dict[str, Any] = {"size": [32, 32], "network": network}
     with pytest.raises(ConfigError, match="batch_size to 2"):
         open_site("A", make_task("classification", batch_size=1, **settings), data_root=folder)
-    open_site("A", make_task("classification", batch_size=1, **settings), data_root=folder, role="outside")
+    open_site(
+        "A", make_task("classification", batch_size=1, **settings), data_root=folder, role="outside"
+    )
     open_site("A", make_task("classification", batch_size=2, **settings), data_root=folder)
 
 
-def test_opening(make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_opening(
+    make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     folder, cache = make_site(), tmp_path / "cache"
-    site = open_site("A", make_task(), local={"data_root": str(folder), "device": "cpu", "cache": str(cache)}, seed=5)
-    assert site.n == {"train": 5, "validation": 2, "test": 3} and site.seed == 5 and site.device.type == "cpu"
+    site = open_site(
+        "A",
+        make_task(),
+        local={"data_root": str(folder), "device": "cpu", "cache": str(cache)},
+        seed=5,
+    )
+    assert (
+        site.n == {"train": 5, "validation": 2, "test": 3}
+        and site.seed == 5
+        and site.device.type == "cpu"
+    )
     assert list(cache.iterdir())
     other = tmp_path / "other"
-    open_site("A", make_task(size=[8, 8]), local={"data_root": str(folder), "cache": False}, cache=other)
+    open_site(
+        "A", make_task(size=[8, 8]), local={"data_root": str(folder), "cache": False}, cache=other
+    )
     assert not other.exists()
     with pytest.raises(DataError, match="site A"):
         open_site("A", make_task())
     only_test = make_site({"test": ["x"]}, name="O")
-    assert open_site("O", make_task(), data_root=only_test, role="outside").n == {"train": 0, "validation": 0, "test": 1}
+    assert open_site("O", make_task(), data_root=only_test, role="outside").n == {
+        "train": 0,
+        "validation": 0,
+        "test": 1,
+    }
     assert open_site("site-1", load_task("phantom")).n["train"] > 30
 
 
 def test_arguments_come_before_local_settings(make_task: TaskOf, make_site: SiteOf) -> None:
     folder = make_site()
-    site = open_site("A", make_task(), data_root=folder, local={"data_root": "/nowhere", "device": "cuda:77"}, device="cpu:0")
+    site = open_site(
+        "A",
+        make_task(),
+        data_root=folder,
+        local={"data_root": "/nowhere", "device": "cuda:77"},
+        device="cpu:0",
+    )
     assert str(site.device) == "cpu:0" and site.n["train"] == 5
     with pytest.raises(ConfigError, match="'batchsize'"):
         open_site("A", make_task(), data_root=folder, local={"batchsize": 4})

@@ -26,30 +26,52 @@ def _split(task: TaskConfig = TASK, foreground: bool = True) -> Split:
     return Split(images, targets, ("p", "q"), ("p", "q"), (None, None))
 
 
-def _samples(image_mode: WholeImages, data: Split, rows: Tensor, random: np.random.RandomState) -> Samples:
+def _samples(
+    image_mode: WholeImages, data: Split, rows: Tensor, random: np.random.RandomState
+) -> Samples:
     return image_mode.samples(image_mode.read(data, rows), random)
 
 
 def test_patches_are_of_the_tasks_size_and_hold_foreground_half_of_the_time() -> None:
     data, patches = _split(), Patches(TASK)
-    images, targets = _samples(patches, data, torch.zeros(60, dtype=torch.long), numpy_random_state(0, "patches"))
-    assert images.shape == (60, 2, 8, 8, 8) and targets.shape == (60, 8, 8, 8) and targets.dtype == torch.long
+    images, targets = _samples(
+        patches, data, torch.zeros(60, dtype=torch.long), numpy_random_state(0, "patches")
+    )
+    assert (
+        images.shape == (60, 2, 8, 8, 8)
+        and targets.shape == (60, 8, 8, 8)
+        and targets.dtype == torch.long
+    )
     assert 20 < sum(target.any().item() for target in targets) < 45
     assert torch.equal(images[:, 0], -images[:, 1]), "channels move together"
     corner = images[targets.flatten(1).any(1)][0]
     assert corner[0, 0, 0, 0] == 0, "image and mask move together"
-    again, _ = _samples(patches, data, torch.zeros(60, dtype=torch.long), numpy_random_state(0, "patches"))
+    again, _ = _samples(
+        patches, data, torch.zeros(60, dtype=torch.long), numpy_random_state(0, "patches")
+    )
     assert torch.equal(again, images)
 
 
 def test_small_and_empty_images_give_patches_too() -> None:
-    images, targets = _samples(Patches(TASK), _split(), torch.tensor([1]), numpy_random_state(0, "patches"))
-    assert images.shape == (1, 2, 8, 8, 8) and images[0, 0].sum() == 4 * 8 * 5  # padded with zeros, cut where it is longer
+    images, targets = _samples(
+        Patches(TASK), _split(), torch.tensor([1]), numpy_random_state(0, "patches")
+    )
+    assert (
+        images.shape == (1, 2, 8, 8, 8) and images[0, 0].sum() == 4 * 8 * 5
+    )  # padded with zeros, cut where it is longer
     assert torch.equal(targets[0] > 0, images[0, 0] > 0)
-    empty, mask = _samples(Patches(TASK), _split(foreground=False), torch.tensor([0]), numpy_random_state(0, "patches"))
+    empty, mask = _samples(
+        Patches(TASK), _split(foreground=False), torch.tensor([0]), numpy_random_state(0, "patches")
+    )
     assert empty.shape == (1, 2, 8, 8, 8) and not mask.any()
-    no_images, no_targets = _samples(Patches(TASK), _split(), torch.zeros(0, dtype=torch.long), numpy_random_state(0))
-    assert no_images.shape == (0, 2, 8, 8, 8) and no_targets.shape == (0, 8, 8, 8) and no_targets.dtype == torch.long
+    no_images, no_targets = _samples(
+        Patches(TASK), _split(), torch.zeros(0, dtype=torch.long), numpy_random_state(0)
+    )
+    assert (
+        no_images.shape == (0, 2, 8, 8, 8)
+        and no_targets.shape == (0, 8, 8, 8)
+        and no_targets.dtype == torch.long
+    )
 
 
 def test_windows_cover_an_image_in_order() -> None:
@@ -66,7 +88,9 @@ def test_labels_of_their_own_channels_are_cut_with_their_images() -> None:
     target = torch.zeros(2, *SHAPE)
     target[0, 0, 0, 0] = 1  # the second label is absent
     data = Split((torch.ones(2, *SHAPE),), (target,), ("p",), ("p",), (None,))
-    _, drawn = _samples(Patches(task), data, torch.zeros(20, dtype=torch.long), numpy_random_state(0))
+    _, drawn = _samples(
+        Patches(task), data, torch.zeros(20, dtype=torch.long), numpy_random_state(0)
+    )
     assert drawn.shape == (20, 2, 8, 8, 8) and drawn.dtype == torch.float32
     assert 4 < drawn[:, 0].flatten(1).any(1).sum() < 17
     _, (_, windows) = next(Patches(task).in_order(data, 2))
@@ -90,7 +114,10 @@ def test_a_site_trains_on_patches_and_predicts_whole_volumes(tmp_path: Path) -> 
     assert [len(batch.images) for batch in batches] == [2, 2, 2], "three volumes, two patches each"
     assert sorted(torch.cat([batch.index for batch in batches]).tolist()) == [0, 0, 1, 1, 2, 2]
     again = list(site.batches("train", 0, "model"))
-    assert all(torch.equal(first.images, second.images) for first, second in zip(batches, again, strict=True))
+    assert all(
+        torch.equal(first.images, second.images)
+        for first, second in zip(batches, again, strict=True)
+    )
     other = next(site.batches("train", 1, "model"))
     assert not torch.equal(other.images, batches[0].images)
     probabilities = predicted(site, lambda images: images[:, :1], "test")

@@ -25,7 +25,11 @@ def test_batches_are_a_seeded_permutation(make_task: TaskOf) -> None:
     assert sorted(_order(site, 1)) == list(range(10))
     assert _order(site, 1) == _order(site, 1) == _order(numbered_site(make_task()), 1)
     others = (numbered_site(make_task(), name="B"), numbered_site(make_task(), seed=1))
-    assert _order(site, 1) not in [_order(site, 2), _order(site, 1, "personal"), *(_order(other, 1) for other in others)]
+    assert _order(site, 1) not in [
+        _order(site, 2),
+        _order(site, 1, "personal"),
+        *(_order(other, 1) for other in others),
+    ]
     for batch in site.batches("train", 0):
         assert batch.images[:, 0, 0, 0].tolist() == batch.index.tolist()
         assert batch.targets.flatten(1).sum(dim=1).tolist() == batch.index.tolist()
@@ -44,7 +48,9 @@ def test_one_image_trains_a_network_with_batch_norm(make_task: TaskOf) -> None:
 
 def test_augmentation_is_keyed_and_does_not_touch_global_randomness(make_task: TaskOf) -> None:
     before = torch.random.get_rng_state()
-    site = numbered_site(make_task(augment=[{"name": "RandGaussianNoise", "prob": 1.0, "std": 0.5}]))
+    site = numbered_site(
+        make_task(augment=[{"name": "RandGaussianNoise", "prob": 1.0, "std": 0.5}])
+    )
 
     def images(*keys: Any, augment: bool = True) -> torch.Tensor:
         return torch.cat([batch.images for batch in site.batches("train", *keys, augment=augment)])
@@ -77,16 +83,26 @@ def test_score_and_predict(make_task: TaskOf) -> None:
         return (pixels < images[:, :, :1, :1]).float()
 
     scores = site.score(perfect)
-    assert scores.values == {"dice": 1.0, "iou": 1.0} and scores.left_out == 1  # image 0 has an empty mask
+    assert (
+        scores.values == {"dice": 1.0, "iou": 1.0} and scores.left_out == 1
+    )  # image 0 has an empty mask
     assert set(site.score(perfect, "test").values) == {"dice", "iou", "hd95"}
     assert set(site.score(perfect, metrics=["hd95"]).values) == {"hd95"}
     assert predicted(site, perfect, "validation").shape == (70, 1, 16, 16)
-    at_once = score(predicted(site, perfect, "test"), site.data.test.targets, site.data.test.patients, site.task, site.task.test_metrics)
+    at_once = score(
+        predicted(site, perfect, "test"),
+        site.data.test.targets,
+        site.data.test.patients,
+        site.task,
+        site.task.test_metrics,
+    )
     assert at_once == site.score(perfect, "test")
 
 
 def test_chosen_rows_are_not_augmented(make_task: TaskOf) -> None:
-    site = numbered_site(make_task(augment=[{"name": "RandGaussianNoise", "prob": 1.0, "std": 0.5}]))
+    site = numbered_site(
+        make_task(augment=[{"name": "RandGaussianNoise", "prob": 1.0, "std": 0.5}])
+    )
     batch = site.take("train", torch.tensor([7, 0, 7]), RANDOM)
     assert batch.images[:, 0, 0, 0].tolist() == [7, 0, 7] and batch.index.tolist() == [7, 0, 7]
     assert batch.targets.flatten(1).sum(dim=1).tolist() == [7, 0, 7]
@@ -101,7 +117,12 @@ def test_a_limit_bounds_every_batch(make_task: TaskOf) -> None:
     site.batch_limit = 3
     assert site.batch_size == site.scoring_batch == 3
     assert [len(batch.images) for batch in site.batches("train", 0, batch_size=6)] == [3, 3, 4]
-    assert [batch.index.tolist() for batch in site.ordered("train")] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert [batch.index.tolist() for batch in site.ordered("train")] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+        [9],
+    ]
     site.batch_limit = 100
     assert site.batch_size == 8 and site.scoring_batch == scoring_batch(site.task) == 8
 
@@ -118,16 +139,27 @@ def test_the_rate_factor_multiplies_every_learning_rate(make_task: TaskOf) -> No
 def test_sampling_is_of_training_images_alone(make_task: TaskOf) -> None:
     site = numbered_site(make_task(sampling={"name": "weighted", "weights": [0.0, 1.0]}))
     drawn = torch.cat([batch.index for batch in site.batches("train", 0)])
-    assert len(drawn) == 10 and len(drawn.unique()) < 10 and 0 not in drawn, "image 0 has no foreground"
-    assert sorted(torch.cat([batch.index for batch in site.batches("validation", 0)]).tolist()) == list(range(site.n["validation"]))
+    assert len(drawn) == 10 and len(drawn.unique()) < 10 and 0 not in drawn, (
+        "image 0 has no foreground"
+    )
+    assert sorted(
+        torch.cat([batch.index for batch in site.batches("validation", 0)]).tolist()
+    ) == list(range(site.n["validation"]))
 
 
 def test_predictions_come_in_order_and_without_gradients(make_task: TaskOf) -> None:
     site, weight = numbered_site(make_task()), nn.Parameter(torch.ones(1))
     probabilities, _, rows = (
-        torch.cat(parts) for parts in zip(*site.predictions(lambda images: images.double() * weight, "test"), strict=True)
+        torch.cat(parts)
+        for parts in zip(
+            *site.predictions(lambda images: images.double() * weight, "test"), strict=True
+        )
     )
-    assert rows.tolist() == list(range(site.n["test"])) and probabilities.dtype == torch.float32 and not probabilities.requires_grad
+    assert (
+        rows.tolist() == list(range(site.n["test"]))
+        and probabilities.dtype == torch.float32
+        and not probabilities.requires_grad
+    )
     assert torch.equal(probabilities, site.data.test.images) and torch.is_grad_enabled()
 
 

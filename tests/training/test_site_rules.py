@@ -16,7 +16,12 @@ from medflare.federation.participant import Participant
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import Sampling, TaskConfig
 from medflare.training.site import Site
-from medflare.training.site_rules import check_inside_sites, check_selection, loss_factors, weighty_patients
+from medflare.training.site_rules import (
+    check_inside_sites,
+    check_selection,
+    loss_factors,
+    weighty_patients,
+)
 
 TASK = small_task("classification")  # dark, medium, bright
 RARE = [0] * 12 + [1] * 8 + [2]  # one patient of the last class

@@ -8,14 +8,24 @@ import torch
 from nibabel import orientations
 
 from helpers.fixture_types import Edit, SiteOf
-from helpers.volume_sites import NAMES, SHAPE, TASK, affine, change, cube_task, dicom_series, make_volumes, write
+from helpers.volume_sites import (
+    NAMES,
+    SHAPE,
+    TASK,
+    affine,
+    change,
+    cube_task,
+    dicom_series,
+    make_volumes,
+    write,
+)
 from medflare.core.errors import DataError
 from medflare.data.decoding import _decoded_sites
 from medflare.data.loading import load_site_data
 from medflare.data.local import CacheSettings
 from medflare.data.reading import series_grid
+from medflare.preparation.check import check_site
 from medflare.tasks.config import TaskConfig, load_task
-from medflare.training.check import check_site
 
 
 def refused(named: str, folder: Path, task: TaskConfig) -> None:

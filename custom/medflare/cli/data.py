@@ -14,7 +14,7 @@ from medflare.cli.options import AUTO_HELP, add_command, names_in
 from medflare.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from medflare.data.checking.planning import Plan
+    from medflare.preparation.planning import TaskPlan
     from medflare.tasks.config import TaskConfig
 
 _TASK_FILE: Final = "task.json"
@@ -164,8 +164,12 @@ def init(
     imagesTr/ and labelsTr/ with _0000 for channels) or a table with file and label; splits by
     patient. PNG, JPEG, BMP, TIFF, NIfTI and DICOM. No image is changed.
     """
-    from medflare.data.dataset_import.datalists import ImportOptions, import_folder, parse_shares
-    from medflare.data.dataset_import.tables import Columns
+    from medflare.preparation.dataset_import.datalists import (
+        ImportOptions,
+        import_folder,
+        parse_shares,
+    )
+    from medflare.preparation.dataset_import.tables import Columns
 
     if copy and out is None:
         raise ConfigError("--copy copies files to --out FOLDER; name it, or leave --copy out")
@@ -258,7 +262,7 @@ def check(
     thumbnails.
     """
     from medflare.data.local import local_settings, read_local
-    from medflare.training.check import check_site
+    from medflare.preparation.check import check_site
 
     if local is not None and not local.exists():
         raise ConfigError(f"--local {local}: file not found; correct the path, or leave it out")
@@ -283,7 +287,7 @@ def fingerprint(
     The file has the site's name and numbers over its training images: no image, file or patient.
     """
     from medflare.core.store import refuse_unwritable, write_json
-    from medflare.data.checking.fingerprint import fingerprints, to_json
+    from medflare.preparation.fingerprint import fingerprints, to_json
 
     if out is not None:
         refuse_unwritable(out)
@@ -341,8 +345,8 @@ def prepare(
     paper's. Warns of patients in two splits or at two sites; splits that are drawn keep each
     patient in one split at all sites. No image is changed.
     """
-    from medflare.data.dataset_import.papers.catalogue import get_preparation, listing
-    from medflare.data.dataset_import.papers.preparing import prepare
+    from medflare.preparation.dataset_import.papers.catalogue import get_preparation, listing
+    from medflare.preparation.dataset_import.papers.preparing import prepare
 
     if listed:
         print(listing())
@@ -387,7 +391,7 @@ def features(
     Makes sites whose images are the features, without augmentation, and a task that trains a head
     on them. Patients, labels and splits are unchanged.
     """
-    from medflare.data.dataset_import.features import write_features
+    from medflare.preparation.dataset_import.features import write_features
     from medflare.tasks.config import load_task
 
     print(write_features(root, load_task(task), out, weights=weights, force=force).render())
@@ -399,8 +403,8 @@ def _task(name: str | None, root: Path) -> "TaskConfig":
 
     DataError: no task can be proposed.
     """
+    from medflare.preparation.proposing import TaskHints, propose
     from medflare.tasks.config import load_task
-    from medflare.training.proposing import TaskHints, propose
 
     if name is not None:
         return load_task(name)
@@ -447,8 +451,8 @@ def plan(
     with its reason.
     """
     from medflare.core.store import write_json
-    from medflare.data.checking.fingerprint import read_fingerprints
-    from medflare.data.checking.planning import plan
+    from medflare.preparation.fingerprint import read_fingerprints
+    from medflare.preparation.planning import plan
 
     sites = read_fingerprints(fingerprints)
     proposed = plan(sites, modality=modality, memory=memory, voxels=voxels, name=name)
@@ -508,13 +512,13 @@ def init_task(
     reason.
     """
     from medflare.core.store import refuse_unwritable, write_json
-    from medflare.training.proposing import TIMED_ROUNDS, TaskHints, propose
+    from medflare.preparation.proposing import TIMED_ROUNDS, TaskHints, propose
 
     if out.is_file() and not force:
         raise ConfigError(f"{out} exists; keep it, or replace it with --force")
     refuse_unwritable(out)
 
-    def proposed_with(texts: Mapping[str, str | None]) -> "Plan":
+    def proposed_with(texts: Mapping[str, str | None]) -> "TaskPlan":
         hints = TaskHints(
             **_parsed(texts),
             channels=channels,

@@ -31,15 +31,15 @@ from medflare.data.local import (
     local_settings,
     read_local,
 )
+from medflare.preparation.check import check_site
 from medflare.tasks.config import TaskConfig
-from medflare.training.check import check_site
 from medflare.training.computing import usable_device
 
 _GB: Final = 10**9
 _EXPIRES_SOON: Final = timedelta(days=30)
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """The result of a check: "ok", "warning" or "FAILED", and the reason (with the remedy)."""
 
     check: str
@@ -51,7 +51,7 @@ class _Warning(Exception):
     """A check that is not ok but does not stop the party from working."""
 
 
-def examine(kit: Kit, task: TaskConfig | None = None) -> Iterator[Finding]:
+def examine(kit: Kit, task: TaskConfig | None = None) -> Iterator[CheckResult]:
     """Every check of a kit, one after the other.
 
     `task`: a site's images are read for it; None: only the datalist is read.
@@ -75,14 +75,14 @@ def examine(kit: Kit, task: TaskConfig | None = None) -> Iterator[Finding]:
         checks["data"] = lambda kit: _data(kit, local, task)
     for name, check in checks.items():
         try:
-            yield Finding(name, "ok", check(kit))
+            yield CheckResult(name, "ok", check(kit))
         except _Warning as warning:
-            yield Finding(name, "warning", str(warning))
+            yield CheckResult(name, "warning", str(warning))
         except MedflareError as error:
-            yield Finding(name, "FAILED", str(error))
+            yield CheckResult(name, "FAILED", str(error))
         except OSError as error:
             remedy = "run the command as the account that owns the kit"
-            yield Finding(name, "FAILED", f"{error}; {remedy}")
+            yield CheckResult(name, "FAILED", f"{error}; {remedy}")
 
 
 # -- each check returns its text, or raises _Warning or ConfigError --------------------------------

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from medflare.cli.options import AUTO_HELP, DefaultGroup, Track, add_command, takes
-from medflare.cli.run import Federation, chosen
+from medflare.cli.run import FederationOptions, chosen
 from medflare.core.errors import ConfigError
 from medflare.core.text import printable
 from medflare.federation.settings import RunSettings
@@ -63,10 +63,10 @@ def add_commands(app: typer.Typer) -> None:
     app.add_typer(jobs, name="job")
 
 
-@takes("federation", Federation)
+@takes("federation", FederationOptions)
 @takes("settings", RunSettings, skip=("resume",))
 def create_job(
-    federation: Federation,
+    federation: FederationOptions,
     settings: dict[str, Any],
     out: Annotated[Path, typer.Option(help="Job folder to write")],
     track: Track = None,

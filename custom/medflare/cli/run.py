@@ -93,7 +93,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 @dataclass(frozen=True)
-class Federation:
+class FederationOptions:
     """The method with its algorithms and hyper-parameters, and the task."""
 
     method: Annotated[
@@ -157,7 +157,7 @@ class Federation:
 
 
 def chosen(
-    federation: Federation, settings: Mapping[str, Any]
+    federation: FederationOptions, settings: Mapping[str, Any]
 ) -> "tuple[Method, TaskConfig, dict[str, Any], dict[str, Any]]":
     """The method, the task, the hyper-parameters of each algorithm, and arguments of `run_local`,
     `MedflareRecipe` and `build_job`.
@@ -187,7 +187,9 @@ def chosen(
     return method, task, hyper, arguments
 
 
-def hyper_and_task(federation: Federation, method: "Method") -> "tuple[dict[str, Any], TaskConfig]":
+def hyper_and_task(
+    federation: FederationOptions, method: "Method"
+) -> "tuple[dict[str, Any], TaskConfig]":
     """The hyper-parameters of each algorithm and the task; errors as of `chosen`."""
     from medflare.core.hyper import described, split_hyper
     from medflare.inference.deployed import WEIGHTS_FILE, load_model
@@ -268,7 +270,7 @@ def with_usual_rate(task: "TaskConfig", changes: Mapping[str, Any]) -> "TaskConf
 
     The learning rate is printed.
     """
-    from medflare.training.learning_rate import usual_rate
+    from medflare.preparation.learning_rate import usual_rate
 
     if any(name.startswith(_OPTIMIZER) for name in changes):
         return task
@@ -277,10 +279,10 @@ def with_usual_rate(task: "TaskConfig", changes: Mapping[str, Any]) -> "TaskConf
     return options.task_with(task.to_dict(), {_RATE: rate})
 
 
-@options.takes("federation", Federation)
+@options.takes("federation", FederationOptions)
 @options.takes("settings", RunSettings, skip=("resume",))
 def run(
-    federation: Federation,
+    federation: FederationOptions,
     settings: dict[str, Any],
     sites: Annotated[
         str | None,

@@ -52,16 +52,30 @@ def replacing(path: Path, *, public: bool = False) -> Iterator[Path]:
     make_folder(path.parent, public=public)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open(temporary, "xb", opener=None if public else private_opener) as file:
-            yield temporary
-            os.fsync(file.fileno())
+        with open(temporary, "xb", opener=None if public else private_opener):
+            pass
+        yield temporary
+        _sync(temporary)
         os.replace(temporary, path)
+        _sync(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         # The error of a failed write does not name the file.
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on disk.
+
+    The path is opened anew: safetensors puts a new file under the name that it writes to.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def refuse_unwritable(path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.store import StateStore
-from medflare.federation.outcome import Cost
+from medflare.federation.outcome import SiteCost
 from medflare.federation.schedule import Federation
 
 CHECKPOINT: Final = "checkpoint"
@@ -76,7 +76,7 @@ class Checkpoint:
         federation.returning = run["enrolled"]
         outcome = federation.outcome
         outcome.history.extend(run["history"])
-        outcome.costs = {site: Cost(**cost) for site, cost in run["costs"].items()}
+        outcome.costs = {site: SiteCost(**cost) for site, cost in run["costs"].items()}
         federation.events.replace([*run["events"], *federation.events.to_list()])
         federation.events.add("resumed", f"continued after {run['finished']} finished steps")
         return int(run["finished"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from medflare.core.message import Message
-from medflare.federation.outcome import Cost, Outcome
+from medflare.federation.outcome import SiteCost, Outcome
 from medflare.federation.protocol import (
     REPORTS_OF_ALL,
     RUN_ROUNDS,
@@ -71,7 +71,7 @@ class Transport:
         valid: dict[str, Reply] = {}
         for site in sorted(outgoing):
             reply = _validated(replies.get(site, missing), site, step.phase)
-            cost = self.outcome.costs.setdefault(site, Cost())
+            cost = self.outcome.costs.setdefault(site, SiteCost())
             cost.down_bytes += outgoing[site].nbytes
             cost.up_bytes += 0 if reply.message is None else reply.message.nbytes
             cost.seconds += reply.seconds

@@ -37,7 +37,7 @@ class StepReport:
 
 
 @dataclass
-class Cost:
+class SiteCost:
     """What one site has cost so far: bytes of tensors sent to it and received from it, and seconds
     of its work if the engine knows them.
     """
@@ -68,7 +68,7 @@ class Outcome:
     delivered: dict[str, dict[str, Any]] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    costs: dict[str, Cost] = field(default_factory=dict)
+    costs: dict[str, SiteCost] = field(default_factory=dict)
     model_selection: dict[str, dict[str, Any]] = field(default_factory=dict)
     tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     selector: dict[str, Any] = field(default_factory=dict)

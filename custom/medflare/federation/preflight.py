@@ -45,11 +45,13 @@ def check_run(
     method.check(hyper, task)
     if outside and not method.outside:
         raise ConfigError(
-            f"method {method.name!r} has no model for sites that do not train; remove outside: {', '.join(outside)}"
+            f"method {method.name!r} has no model for sites that do not train; "
+            f"remove outside: {', '.join(outside)}"
         )
     if cross_site and "personal" not in method.roles:
         raise ConfigError(
-            f"cross_site: method {method.name!r} has no personal models; every site tests its one model in any case"
+            f"cross_site: method {method.name!r} has no personal models; "
+            "every site tests its one model in any case"
         )
     if not method.trains and rounds:
         raise ConfigError(f"rounds is {rounds}, and method {method.name!r} trains nothing; give 0")
@@ -57,8 +59,8 @@ def check_run(
         method.trains and rounds == 0 and "weights" not in task.network
     ):  # every site would test random weights
         raise ConfigError(
-            f"rounds is 0, which trains nothing, and task {task.name} starts from random weights; give 1 or more, "
-            "or a model to evaluate (network.weights, --model)"
+            f"rounds is 0, which trains nothing, and task {task.name} starts from random weights; "
+            "give 1 or more, or a model to evaluate (network.weights, --model)"
         )
     if method.origin is not None:
         problem = _mismatch(method, method.plan(task, _SITES, hyper), outside)

@@ -36,7 +36,7 @@ from medflare.data.acquisition import TRAINED_ON, check_range
 from medflare.evaluation.verdicts import OF_TRAINING
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, META_LIMIT
 from medflare.methods.base import Plan, SiteAlgorithm
-from medflare.privacy.settings import Cost
+from medflare.privacy.settings import PrivacyCost
 from medflare.tasks.class_metrics import ONE_CLASS
 from medflare.tasks.classes import FALSE_ALARMS, MOST_CLASSES
 from medflare.tasks.metrics_table import metric_table
@@ -305,7 +305,7 @@ CONSTANT: Final = MetaSpec[float | None](
     "test",
 )
 PRIVACY_COST: Final = MetaSpec[_Table](
-    "privacy", "privacy cost of the run for the site's patients", Cost
+    "privacy", "privacy cost of the run for the site's patients", PrivacyCost
 )
 DELIVERS: Final = (
     METRICS,
@@ -466,8 +466,7 @@ class RequestValidator:
     def check_request(
         self, phase: str, round: int, message: Message, algorithm: SiteAlgorithm[Any]
     ) -> None:
-        """Check a message, without the items of `NUMBERED`, against the declaration of its phase.
-        """
+        """Check a message, without the items of `NUMBERED`, against the declaration of its phase."""
         if phase == CROSS_SITE:
             self._check(phase, round, request_problem(CROSS, algorithm.plan, message))
         elif phase != FINALIZE or FINALIZE in algorithm.phases:

@@ -148,7 +148,9 @@ class RequestOrder:
     def _never_asked(
         self, last: Mapping[str, Any], rounds: int, algorithm: SiteAlgorithm[Any]
     ) -> bool:
-        """Whether the site trains, enrolled before the last round ended, and was asked for no step.
+        """Whether the site was asked for no step, though it trains and enrolled in time.
+
+        In time is before the last round ended.
         """
         trains = self.method.trains and self.site in algorithm.plan.sites
         return trains and last["enrolled"] < rounds and last["position"] < 0

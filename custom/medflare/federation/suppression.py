@@ -206,8 +206,7 @@ def suppress_splits(
 
 
 def suppress_test_events(events: list[dict[str, Any]], splits: tuple[str, ...]) -> None:
-    """Remove the events that describe test patients, in place, if "test" is among the small splits.
-    """
+    """Remove events that describe test patients, in place, if "test" is among the small splits."""
     if "test" in splits:
         events[:] = [event for event in events if event["kind"] not in _OF_TEST]
 

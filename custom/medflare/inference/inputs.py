@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from medflare.core.errors import ConfigError
-from medflare.data.dataset_import.folders import LeftOut, left_out_lines, walk
 from medflare.data.reading import DICOM, NIFTI, PICTURES, dicom_images, stem, suffix
+from medflare.preparation.dataset_import.folders import LeftOut, left_out_lines, walk
 
 _log = logging.getLogger(__name__)
 

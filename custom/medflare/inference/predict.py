@@ -66,7 +66,7 @@ class Choosing(Protocol):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedImage:
     """One input as the network sees it."""
 
     source: Input
@@ -81,13 +81,13 @@ class Prepared:
 class Prediction:
     """The prediction for one input."""
 
-    prepared: Prepared
+    prepared: PreparedImage
     probabilities: Tensor  # (S, outputs, ...) on the network's grid, or (S, outputs)
     answered: tuple[str, ...]  # for a super model, the network of each picture or slice; else ""
 
 
 @dataclass
-class Summary:
+class PredictionSummary:
     """The result of a call of `predict`."""
 
     table: Path
@@ -162,7 +162,7 @@ def predict(
     strict: bool = False,
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
-) -> Summary:
+) -> PredictionSummary:
     """Predict images and write masks (segmentation) and `predictions.csv` to `out`.
 
     Args:
@@ -184,7 +184,7 @@ def predict(
         require("highdicom", "DICOM-SEG (the extra medflare[dicomseg])")
     inputs, problems = find_inputs(images, out, task.channel_names)
     trained = _trained_on(stored, strict)
-    summary = Summary(out / TABLE, say, outside=None if trained is None else {})
+    summary = PredictionSummary(out / TABLE, say, outside=None if trained is None else {})
     model = prediction_model(stored, builder, adapt).to(usable_device(device, "predict")).eval()
     make_folder(out)
     for problem in problems:
@@ -253,7 +253,7 @@ class _Refused:
     strict: bool
     force: bool
 
-    def check(self, prepared: Prepared) -> None:
+    def check(self, prepared: PreparedImage) -> None:
         """Raise DataError for an input that must not be predicted."""
         trained = self.trained
         if trained is None:
@@ -309,7 +309,7 @@ def prediction_model(
 
 
 def fit(
-    model: Adaptive, prepared: Iterable[Prepared], task: TaskConfig, device: str, kind: str
+    model: Adaptive, prepared: Iterable[PreparedImage], task: TaskConfig, device: str, kind: str
 ) -> str:
     """Adapt the model to the inputs in the batches in which they will be predicted.
 
@@ -334,7 +334,7 @@ def fit(
     return f"{kind}, adapted to {count} picture{'s' * (count != 1)} before the first was predicted"
 
 
-def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()) -> Prepared:
+def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()) -> PreparedImage:
     """An input, read and prepared as in training; for a 2-D task all slices of a volume.
 
     Raises DataError: unreadable, or too large.
@@ -348,14 +348,14 @@ def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()
         assert image.stored_grid is not None and image.grid is not None
         grids = (image.stored_grid, image.grid)
         volume = preprocessing.image(array)[None]
-        return Prepared(source, volume, image.grid.shape, False, acquired, grids)
+        return PreparedImage(source, volume, image.grid.shape, False, acquired, grids)
     is_volume = array.ndim == 4
     pictures = [array]
     if is_volume:
         axis = task.slices.axis + 1
         pictures = [np.take(array, place, axis=axis) for place in range(array.shape[axis])]
     images = torch.stack([preprocessing.image(picture) for picture in pictures])
-    return Prepared(source, images, pictures[0].shape[1:], is_volume, acquired)
+    return PreparedImage(source, images, pictures[0].shape[1:], is_volume, acquired)
 
 
 def _readable(
@@ -364,7 +364,7 @@ def _readable(
     bounds: ImageBounds,
     fail: Callable[[str], None],
     refused: _Refused,
-) -> Iterator[Prepared]:
+) -> Iterator[PreparedImage]:
     """The prepared inputs.
 
     An input that cannot be read, or is refused, is reported and removed from `inputs`.
@@ -380,7 +380,7 @@ def _readable(
 
 
 def predictions(
-    model: nn.Module, prepared: Iterable[Prepared], task: TaskConfig, device: str = "cpu"
+    model: nn.Module, prepared: Iterable[PreparedImage], task: TaskConfig, device: str = "cpu"
 ) -> Iterator[Prediction]:
     """The prediction of every input, in order, with probabilities on the CPU.
 
@@ -414,10 +414,10 @@ def predictions(
 
 
 def _in_batches(
-    model: nn.Module, prepared: Iterable[Prepared], size: int, device: str, selected: list[str]
+    model: nn.Module, prepared: Iterable[PreparedImage], size: int, device: str, selected: list[str]
 ) -> Iterator[Prediction]:
     """Predictions by batches of `size` that run across inputs."""
-    waiting: deque[Prepared] = deque()
+    waiting: deque[PreparedImage] = deque()
     rows: list[Tensor] = []
     done: list[tuple[Tensor, str]] = []
     for part in chain(prepared, [None]):  # None: the end

@@ -1,7 +1,8 @@
 """Methods: a room for each paper, the baselines, and what a method is made of.
 
-What an author of a method needs can be imported from here: `Method`, `SiteAlgorithm`, `ServerAlgorithm`, FedAvg's algorithms to
-start from, the words of their declarations, and the training loop.
+What an author of a method needs can be imported from here: `Method`, `SiteAlgorithm`,
+`ServerAlgorithm`, FedAvg's algorithms to start from, the words of their declarations, and the
+training loop.
 """
 
 from functools import partial

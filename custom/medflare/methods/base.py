@@ -42,7 +42,8 @@ class ServerHyper:
 
     selection: Selection = param(
         "median",
-        "deliver the best round by the sites' median, median gain (paired), weighted mean; or the last",
+        "deliver the best round by the sites' median, median gain (paired), weighted mean; "
+        "or the last",
     )
 
 

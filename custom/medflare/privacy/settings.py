@@ -171,7 +171,7 @@ def privacy_cost(site: Site, account: Account, hyper: PrivacyHyper) -> dict[str,
     return {"epsilon": finite, "delta": hyper.dp_delta, "steps": steps}
 
 
-class Cost(TypedDict):
+class PrivacyCost(TypedDict):
     """What `privacy_cost` returns, as metadata."""
 
     # Pydantic's place for the configuration:

@@ -128,7 +128,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Step(Schedule):
+class StepSchedule(Schedule):
     """factor ** (round // every)."""
 
     name: str = "step"
@@ -164,7 +164,7 @@ class Polynomial(Schedule):
 
 SCHEDULES: Final[dict[str, type[Schedule]]] = {
     "constant": Schedule,
-    "step": Step,
+    "step": StepSchedule,
     "cosine": Cosine,
     "polynomial": Polynomial,
 }

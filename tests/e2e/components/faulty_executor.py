@@ -21,7 +21,9 @@ FAULTS: dict[str, Callable[[Message], object]] = {
     "huge": lambda reply: first(reply).view(-1)[0].fill_(1e30),
     "missing_key": lambda reply: reply.states["model"].pop(name_of_first(reply)),
     "extra_key": lambda reply: reply.states["model"].update(patients=torch.ones(3)),
-    "wrong_shape": lambda reply: reply.states["model"].update({name_of_first(reply): first(reply)[:1]}),
+    "wrong_shape": lambda reply: reply.states["model"].update(
+        {name_of_first(reply): first(reply)[:1]}
+    ),
     "no_samples": lambda reply: reply.meta.update(n_samples=0),
     "negative_samples": lambda reply: reply.meta.update(n_samples=-5),
     "nan_samples": lambda reply: reply.meta.update(n_samples=math.nan),
@@ -33,7 +35,9 @@ FAULTS: dict[str, Callable[[Message], object]] = {
 
 
 def name_of_first(reply: Message) -> str:
-    return next(name for name, tensor in reply.states["model"].items() if tensor.is_floating_point())
+    return next(
+        name for name, tensor in reply.states["model"].items() if tensor.is_floating_point()
+    )
 
 
 def first(reply: Message) -> torch.Tensor:

@@ -13,7 +13,9 @@ from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
 
 class PlainClient(Executor):
-    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+    def execute(
+        self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
+    ) -> Shareable:
         number = int(fl_ctx.get_identity_name().removeprefix("site-"))
         model = FLModelUtils.from_shareable(shareable)
         folder = Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id()))
@@ -21,7 +23,14 @@ class PlainClient(Executor):
             notes.write(f"{sorted(model.params)} {model.params['w'][0]:.6f}\n")
         params = {name: value + number for name, value in numpy_params(model.params).items()}
         meta = {FLMetaKey.NUM_STEPS_CURRENT_ROUND: number}
-        return FLModelUtils.to_shareable(FLModel(params=params, params_type=ParamsType.FULL, metrics={"dice": 0.1 * number}, meta=meta))
+        return FLModelUtils.to_shareable(
+            FLModel(
+                params=params,
+                params_type=ParamsType.FULL,
+                metrics={"dice": 0.1 * number},
+                meta=meta,
+            )
+        )
 
 
 def numpy_params(params: dict[str, Any]) -> dict[str, Any]:

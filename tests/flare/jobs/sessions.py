@@ -6,10 +6,19 @@ from typing import Any
 from nvflare.fuel.flare_api.api_spec import JobNotRunning, MonitorReturnCode
 
 
-def job(identity: str, name: str = "fedsm-brain", status: str = "RUNNING", **more: Any) -> dict[str, Any]:
+def job(
+    identity: str, name: str = "fedsm-brain", status: str = "RUNNING", **more: Any
+) -> dict[str, Any]:
     """What FLARE says of a job in a list with all details."""
     times = {"submit_time_iso": "2026-11-22T08:15:30+00:00", "duration": "0:01:05.123456"}
-    return {"job_id": identity, "name": name, "status": status, "submitter_name": "lead@coordination.org", **times, **more}
+    return {
+        "job_id": identity,
+        "name": name,
+        "status": status,
+        "submitter_name": "lead@coordination.org",
+        **times,
+        **more,
+    }
 
 
 class Served:
@@ -23,13 +32,21 @@ class Served:
         details: tuple[str, ...] = (),
         history: tuple[list[str], ...] = (),
     ):
-        self.states, self.stats, self.log, self.details, self.history = states, stats, log, details, history
+        self.states, self.stats, self.log, self.details, self.history = (
+            states,
+            stats,
+            log,
+            details,
+            history,
+        )
         self.looks = 0
 
     def get_job_meta(self, identity: str) -> dict[str, Any]:
         status = self.states[min(self.looks, len(self.states) - 1)]
         tried = self.history[self.looks] if self.history else []
-        return job(identity, status=status, job_deploy_detail=list(self.details), schedule_history=tried)
+        return job(
+            identity, status=status, job_deploy_detail=list(self.details), schedule_history=tried
+        )
 
     def show_stats(self, identity: str, target: str) -> dict[str, Any]:
         if self.looks >= len(self.stats):

@@ -30,7 +30,13 @@ def props(**about: Any) -> dict[str, Any]:
 
 def test_a_job_is_found_by_id_and_its_beginning() -> None:
     jobs = [job(OLD), job(NEW, name="4444"), job(OTHER, name=OLD)]
-    for required, expected in ((NEW, NEW), ("11113", NEW), ("44445555-OTHER", OTHER), ("4444", OTHER), (OLD, OLD)):
+    for required, expected in (
+        (NEW, NEW),
+        ("11113", NEW),
+        ("44445555-OTHER", OTHER),
+        ("4444", OTHER),
+        (OLD, OLD),
+    ):
         assert id_of(found_job(jobs, required)) == expected
 
 
@@ -48,16 +54,35 @@ def test_of_a_name_the_newest_that_runs() -> None:
 
 def test_what_is_not_found_or_not_clear_is_one_line() -> None:
     done = [job(OLD, status="FINISHED:COMPLETED"), job(NEW, status="FINISHED:ABORTED")]
-    for required, token in (("fedsm-brain", "11113333"), ("1111", "1111"), ("fedsm-brian", "fedsm-brian"), ("", "job")):
+    for required, token in (
+        ("fedsm-brain", "11113333"),
+        ("1111", "1111"),
+        ("fedsm-brian", "fedsm-brian"),
+        ("", "job"),
+    ):
         with pytest.raises(ConfigError, match=token):
             found_job(done if required else [], required)
 
 
 def test_the_table_says_who_takes_up_whom() -> None:
     about = {"method": "fedsm", "rounds": 20}
-    jobs = [job(OLD, **props(**about)), job(NEW, **props(**about, resume=OLD)), job(OTHER, duration="N/A")]
+    jobs = [
+        job(OLD, **props(**about)),
+        job(NEW, **props(**about, resume=OLD)),
+        job(OTHER, duration="N/A"),
+    ]
     heading, *rows = listing(jobs).splitlines()
-    assert heading.split() == ["name", "id", "state", "method", "rounds", "submitted", "by", "at", "took"]
+    assert heading.split() == [
+        "name",
+        "id",
+        "state",
+        "method",
+        "rounds",
+        "submitted",
+        "by",
+        "at",
+        "took",
+    ]
     first = ["fedsm-brain", "11112222", "RUNNING", "fedsm", "20", "lead@coordination.org"]
     assert rows[0].split()[:6] == first and rows[0].endswith("0:01:05")
     assert rows[1].endswith("resumes 11112222")
@@ -82,8 +107,18 @@ class Several(Served):
     """A server with jobs in several states; of those that are called running one has a process."""
 
     def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
-        states = ("FINISHED:COMPLETED", "SUBMITTED", "RUNNING", "RUNNING", "FINISHED:ABORTED", "FINISHED:ABANDONED")
-        return [job(f"{number}000aaaa-full", f"job-{number}", state) for number, state in enumerate(states)]
+        states = (
+            "FINISHED:COMPLETED",
+            "SUBMITTED",
+            "RUNNING",
+            "RUNNING",
+            "FINISHED:ABORTED",
+            "FINISHED:ABANDONED",
+        )
+        return [
+            job(f"{number}000aaaa-full", f"job-{number}", state)
+            for number, state in enumerate(states)
+        ]
 
     def show_stats(self, identity: str, target: str) -> dict[str, Any]:
         if identity != "2000aaaa-full":
@@ -91,21 +126,34 @@ class Several(Served):
         return {}
 
 
-def test_an_interrupted_job_is_found_by_what_a_list_shows_and_no_other_is_taken_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_job_is_found_by_what_a_list_shows_and_no_other_is_taken_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Job 3 is one that a server which was started again calls running for ever."""
     monkeypatch.setattr("medflare.flare.jobs.sessions.session", lambda kit: nullcontext(Several()))
     for shown, number in (("3000", 3), ("4000aaaa", 4), ("5000aaaa-full", 5), ("job-4", 4)):
         assert interrupted_job(Path("kit"), shown) == f"{number}000aaaa-full"
-    for shown, token in (("nonsense", "nonsense"), ("0000aaaa", "completed"), ("1000aaaa", "SUBMITTED"), ("2000aaaa", "RUNNING")):
+    for shown, token in (
+        ("nonsense", "nonsense"),
+        ("0000aaaa", "completed"),
+        ("1000aaaa", "SUBMITTED"),
+        ("2000aaaa", "RUNNING"),
+    ):
         with pytest.raises(ConfigError, match=token):
             interrupted_job(Path("kit"), shown)
 
 
-@pytest.mark.parametrize("script", ["submit.sh", "watch.sh", "fetch.sh", "resume.sh", "start.sh", "stop.sh"])
+@pytest.mark.parametrize(
+    "script", ["submit.sh", "watch.sh", "fetch.sh", "resume.sh", "start.sh", "stop.sh"]
+)
 def test_a_script_without_arguments_says_what_it_takes(script: str) -> None:
     place = Path(__file__).resolve().parents[3] / "poc_workspace" / script
     done = subprocess.run(["bash", str(place)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"usage: {script} KIT") and done.stderr.count("\n") == 1
+    assert (
+        (done.returncode, done.stdout) == (2, "")
+        and done.stderr.startswith(f"usage: {script} KIT")
+        and done.stderr.count("\n") == 1
+    )
 
 
 class Manager:
@@ -114,8 +162,12 @@ class Manager:
     def __init__(self) -> None:
         self.states = {status.name: status for status in RunStatus}
 
-    def get_jobs_by_status(self, states: list[RunStatus], fl_ctx: FLContext) -> list[SimpleNamespace]:
-        return [SimpleNamespace(job_id=job) for job, state in self.states.items() if state in states]
+    def get_jobs_by_status(
+        self, states: list[RunStatus], fl_ctx: FLContext
+    ) -> list[SimpleNamespace]:
+        return [
+            SimpleNamespace(job_id=job) for job, state in self.states.items() if state in states
+        ]
 
     def set_status(self, job: str, state: RunStatus, fl_ctx: FLContext) -> None:
         self.states[job] = state

@@ -16,8 +16,18 @@ from medflare.flare.jobs.watching import explained, explanations, watch_job
 from medflare.flare.messages import UNABLE
 from medflare.flare.tracking import Progress
 
-STEPS = [round_line("train", round, 3, {"A": {"loss": 0.5, "validation": {"global": 0.8}}}, {}, 1.0 + round) for round in range(3)]
-SUBMITTED, RUNNING, COMPLETED, FAILED = "SUBMITTED", "RUNNING", "FINISHED:COMPLETED", "FINISHED:EXECUTION_EXCEPTION"
+STEPS = [
+    round_line(
+        "train", round, 3, {"A": {"loss": 0.5, "validation": {"global": 0.8}}}, {}, 1.0 + round
+    )
+    for round in range(3)
+]
+SUBMITTED, RUNNING, COMPLETED, FAILED = (
+    "SUBMITTED",
+    "RUNNING",
+    "FINISHED:COMPLETED",
+    "FINISHED:EXECUTION_EXCEPTION",
+)
 
 
 def told(*lines: str, **silent: float) -> dict[str, Any]:
@@ -41,7 +51,9 @@ class Restarted:
 
 def watched(*served: Served | MedflareError, **options: Any) -> tuple[bool, list[str]]:
     output: list[str] = []
-    return watch_job(Path("kit"), "fedsm-brain", output.append, every=0.01, opening=Restarted(*served), **options), output
+    return watch_job(
+        Path("kit"), "fedsm-brain", output.append, every=0.01, opening=Restarted(*served), **options
+    ), output
 
 
 def test_every_line_is_said_once_as_it_comes() -> None:
@@ -55,14 +67,25 @@ def test_what_was_noted_after_the_last_look_is_in_the_log() -> None:
     events = EventLog()
     noted = list[str]()
     progress = Progress(events, noted.append)
-    events.add("rejected", "validation metric of the global model is 7.0; its vote does not count", site="B", round=1)
+    events.add(
+        "rejected",
+        "validation metric of the global model is 7.0; its vote does not count",
+        site="B",
+        round=1,
+    )
     progress.take_events()
     progress.take_events()
-    log = "\n".join(f"2026-11-22 08:15:30,1 - MedflareController - INFO - [run=id] {line}" for line in (STEPS[0], *noted, STEPS[1]))
+    log = "\n".join(
+        f"2026-11-22 08:15:30,1 - MedflareController - INFO - [run=id] {line}"
+        for line in (STEPS[0], *noted, STEPS[1])
+    )
     event = "rejected: B (round 2): validation metric of the global model is 7.0; its vote does not count"
     expected = [STEPS[0], event, STEPS[1], "id FINISHED:COMPLETED"]
     assert watched(Served(COMPLETED, log=log))[1] == expected
-    assert watched(Served(RUNNING, COMPLETED, stats=(told(STEPS[0], event),), log=log))[1] == ["id RUNNING", *expected]
+    assert watched(Served(RUNNING, COMPLETED, stats=(told(STEPS[0], event),), log=log))[1] == [
+        "id RUNNING",
+        *expected,
+    ]
 
 
 def test_who_is_silent_is_named_when_its_silence_has_doubled() -> None:
@@ -75,13 +98,21 @@ def test_who_is_silent_is_named_when_its_silence_has_doubled() -> None:
 def test_who_refused_a_job_that_the_others_run_is_named() -> None:
     details = ("site-1: OK", "site-2: ERROR: component os.system refused: it is not listed")
     ended, output = watched(Served(SUBMITTED, RUNNING, COMPLETED, details=details))
-    assert ended and sum("site-2" in line and "os.system" in line for line in output) == 1 and "os.system" not in output[-1]
+    assert (
+        ended
+        and sum("site-2" in line and "os.system" in line for line in output) == 1
+        and "os.system" not in output[-1]
+    )
 
 
 def test_a_failed_job_says_why() -> None:
-    ended, output = watched(Served(RUNNING, FAILED, log="ERROR - medflare: FAILED: no site is present\n"))
+    ended, output = watched(
+        Served(RUNNING, FAILED, log="ERROR - medflare: FAILED: no site is present\n")
+    )
     assert not ended and "no site is present" in output[-1]
-    ended, output = watched(Served(SUBMITTED, "FINISHED:FAILED_TO_RUN", details=("site-3: BYOC not permitted",)))
+    ended, output = watched(
+        Served(SUBMITTED, "FINISHED:FAILED_TO_RUN", details=("site-3: BYOC not permitted",))
+    )
     assert not ended and output[-1].startswith("site-3") and "--no-byoc" in output[-1]
     ended, output = watched(Served("FINISHED:ABORTED"))
     assert not ended and "job id" in output[-1]
@@ -105,10 +136,17 @@ GONE = Unreachable("no session with the server by kit: refused; is the server up
 
 
 def test_a_server_that_comes_back_is_watched_on() -> None:
-    first, second = Leaving(RUNNING, "", stats=(told(STEPS[0]),)), Served(RUNNING, COMPLETED, stats=(told(*STEPS[:2]),))
+    first, second = (
+        Leaving(RUNNING, "", stats=(told(STEPS[0]),)),
+        Served(RUNNING, COMPLETED, stats=(told(*STEPS[:2]),)),
+    )
     ended, output = watched(first, GONE, GONE, second)
     assert ended and output[:2] == ["id RUNNING", STEPS[0]]
-    assert "600" in output[2] and "back" in output[3] and output[4:] == ["id RUNNING", STEPS[1], "id FINISHED:COMPLETED"]
+    assert (
+        "600" in output[2]
+        and "back" in output[3]
+        and output[4:] == ["id RUNNING", STEPS[1], "id FINISHED:COMPLETED"]
+    )
 
 
 def test_a_server_that_does_not_come_back_is_given_up_by_name() -> None:
@@ -132,19 +170,43 @@ def test_a_job_that_the_server_lost_ends_with_the_remedy(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        (f"ERROR - {UNABLE}site A stops: longer than bounds.minutes", ["A could not do its part: site A stops", "bounds.minutes"]),
-        (f"ERROR - {UNABLE}ZeroDivisionError in 'train' of round 2", ["A could not", "ZeroDivisionError"]),
+        (
+            f"ERROR - {UNABLE}site A stops: longer than bounds.minutes",
+            ["A could not do its part: site A stops", "bounds.minutes"],
+        ),
+        (
+            f"ERROR - {UNABLE}ZeroDivisionError in 'train' of round 2",
+            ["A could not", "ZeroDivisionError"],
+        ),
         ("ERROR: privacy scope 'public' is not allowed", ["A ", "'public'", "scope"]),
         ("no reply (deployment timeout)", ["A did not reply", "doctor"]),
-        ("ERROR - aborting due to fatal return code UNSAFE_JOB from client B", ["B ", "task_result_filters"]),
-        ("ConfigError: \"filters\" must contain Filter object but got <class 'a.B'>", ["A ", "a.B", "filter"]),
+        (
+            "ERROR - aborting due to fatal return code UNSAFE_JOB from client B",
+            ["B ", "task_result_filters"],
+        ),
+        (
+            "ConfigError: \"filters\" must contain Filter object but got <class 'a.B'>",
+            ["A ", "a.B", "filter"],
+        ),
         ("WARNING - [wf=medflare] - received dead job report for client B", ["at B", "log.txt"]),
     ],
 )
 def test_a_line_of_a_log_is_explained(line: str, parts: list[str]) -> None:
     (reason,) = explanations([("A", line)])
     assert all(part in reason for part in parts)
-    assert list(explanations([("A", "medflare: noted: warning: two sites only\nINFO - medflare: site A: 12 images")])) == []
+    assert (
+        list(
+            explanations(
+                [
+                    (
+                        "A",
+                        "medflare: noted: warning: two sites only\nINFO - medflare: site A: 12 images",
+                    )
+                ]
+            )
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +218,9 @@ def test_a_line_of_a_log_is_explained(line: str, parts: list[str]) -> None:
 )
 def test_an_administrator_is_asked_for_new_policies_for_medflares_names_only(line: str) -> None:
     for name in ("medflare", "os", "medflared"):
-        (reason,) = explanations([("A", line.format("ERROR: " if "component" in line else "", name))])
+        (reason,) = explanations(
+            [("A", line.format("ERROR: " if "component" in line else "", name))]
+        )
         assert reason.startswith("A ") and f"{name}.x.Y" in reason
         assert ("--replace-policies" in reason) == (name == "medflare")
 
@@ -197,8 +261,12 @@ def test_the_logs_that_are_read_do_not_stay_in_the_kit(tmp_path: Path) -> None:
 
         def download_job_components(self, identity: str) -> str:
             (tmp_path / identity).mkdir()
-            (tmp_path / identity / "ERRORLOG_site-1").write_text("ERROR - No module named 'medflare'")
+            (tmp_path / identity / "ERRORLOG_site-1").write_text(
+                "ERROR - No module named 'medflare'"
+            )
             return str(tmp_path / identity)
 
     (output,) = explained(cast(Any, Logged("FINISHED:ABORTED")), "id")
-    assert output.startswith("site-1 lacks the Python package medflare") and not [*tmp_path.iterdir()]
+    assert output.startswith("site-1 lacks the Python package medflare") and not [
+        *tmp_path.iterdir()
+    ]

@@ -22,9 +22,15 @@ class DampedHyper(FedAvgServerHyper):
 class DampedMean(WeightedMean):
     """The step from the last model to the mean; the mean where there is no last model."""
 
-    def shared(self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None) -> StateDict:
+    def shared(
+        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
+    ) -> StateDict:
         mean = super().shared(models, round, previous)
-        return mean if previous is None else blend({name: previous[name] for name in mean}, mean, self.hyper.step)
+        return (
+            mean
+            if previous is None
+            else blend({name: previous[name] for name in mean}, mean, self.hyper.step)
+        )
 
 
 class DampedServer(FedAvgServer[DampedHyper]):

@@ -16,7 +16,9 @@ from medflare.training.epochs import trainable
 LR = 0.1
 
 
-def by_hand(algorithm: Any, start: StateDict, shared: StateDict, round: int, lam: float) -> StateDict:
+def by_hand(
+    algorithm: Any, start: StateDict, shared: StateDict, round: int, lam: float
+) -> StateDict:
     """v <- v - η (∇F_k(v) + λ (v - w_g)) over the round's batches (Alg. 1), written down anew."""
     network, site = algorithm.site.network(), algorithm.site
     network.load_state_dict(start)
@@ -53,7 +55,12 @@ def test_both_models_are_validated_and_the_personal_one_never_leaves(squares: Mo
 
 
 @pytest.mark.parametrize("name", ["O", "B"], ids=["outside", "never trained"])
-def test_a_site_without_a_personal_model_uses_the_global_one(squares: ModuleType, name: str) -> None:
+def test_a_site_without_a_personal_model_uses_the_global_one(
+    squares: ModuleType, name: str
+) -> None:
     algorithm = squares.algorithm(DittoSite, name)
     assert algorithm.finalize(Message({"model": squares.start()})).keys() == {"global", "deployed"}
-    assert algorithm.validate(3, Message({"model": squares.start()})).meta["validation"]["personal"] is None
+    assert (
+        algorithm.validate(3, Message({"model": squares.start()})).meta["validation"]["personal"]
+        is None
+    )

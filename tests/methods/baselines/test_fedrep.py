@@ -15,13 +15,18 @@ LR = 0.1
 
 def parts(state: StateDict) -> tuple[StateDict, StateDict]:
     """(body, head)."""
-    return tuple({name: tensor for name, tensor in state.items() if name.startswith(part)} for part in ("body.", "head."))  # type: ignore[return-value]
+    return tuple(
+        {name: tensor for name, tensor in state.items() if name.startswith(part)}
+        for part in ("body.", "head.")
+    )  # type: ignore[return-value]
 
 
 def trained(squares: ModuleType, task: Any = None, **hyper: Any) -> StateDict:
     """The whole model of a site after its first round."""
     algorithm = squares.algorithm(FedRepSite, task=task or squares.SEGMENTATION, **hyper)
-    reply = algorithm.perform("train", 0, Message({"model": parts(squares.start(algorithm.site.task))[0]}))
+    reply = algorithm.perform(
+        "train", 0, Message({"model": parts(squares.start(algorithm.site.task))[0]})
+    )
     return {**reply.states["model"], **algorithm.local}
 
 
@@ -33,7 +38,9 @@ def test_a_round_by_hand(squares: ModuleType) -> None:
     def descend(part: nn.Module, purpose: str, epochs: int) -> None:
         for epoch in range(epochs):
             for images, targets, _ in site.batches("train", 0, purpose, epoch):
-                gradients = torch.autograd.grad(site.loss(network(images), targets), list(part.parameters()))
+                gradients = torch.autograd.grad(
+                    site.loss(network(images), targets), list(part.parameters())
+                )
                 with torch.no_grad():
                     for weight, gradient in zip(part.parameters(), gradients, strict=True):
                         weight.sub_(LR * gradient)
@@ -47,8 +54,13 @@ def test_a_round_by_hand(squares: ModuleType) -> None:
 
 def test_each_part_is_frozen_while_the_other_trains(squares: ModuleType) -> None:
     body, head = parts(squares.start())
-    only_head, only_body = parts(trained(squares, head_epochs=1, body_epochs=0)), parts(trained(squares, head_epochs=0, body_epochs=1))
-    assert squares.equal(only_head[0], body) and not squares.equal(only_head[1], head), "running statistics of the body included"
+    only_head, only_body = (
+        parts(trained(squares, head_epochs=1, body_epochs=0)),
+        parts(trained(squares, head_epochs=0, body_epochs=1)),
+    )
+    assert squares.equal(only_head[0], body) and not squares.equal(only_head[1], head), (
+        "running statistics of the body included"
+    )
     assert squares.equal(only_body[1], head) and not squares.equal(only_body[0], body)
     nothing = trained(squares, head_epochs=0, body_epochs=0)
     assert squares.equal(nothing, squares.start())

@@ -12,11 +12,21 @@ from methods import squares
 
 
 def test_loss_by_hand() -> None:
-    z, same, orthogonal = torch.tensor([[3.0, 0.0]]), torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])
-    assert contrastive_loss(z, same, orthogonal, 0.5).item() == pytest.approx(math.log(1 + math.exp(-2)))
-    assert contrastive_loss(z, orthogonal, same, 0.5).item() == pytest.approx(math.log(1 + math.exp(2)))
+    z, same, orthogonal = (
+        torch.tensor([[3.0, 0.0]]),
+        torch.tensor([[1.0, 0.0]]),
+        torch.tensor([[0.0, 2.0]]),
+    )
+    assert contrastive_loss(z, same, orthogonal, 0.5).item() == pytest.approx(
+        math.log(1 + math.exp(-2))
+    )
+    assert contrastive_loss(z, orthogonal, same, 0.5).item() == pytest.approx(
+        math.log(1 + math.exp(2))
+    )
     both = torch.cat([z, z]), torch.cat([same, orthogonal]), torch.cat([orthogonal, same])
-    assert contrastive_loss(*both, 1.0).item() == pytest.approx((math.log(1 + math.exp(-1)) + math.log(1 + math.exp(1))) / 2)
+    assert contrastive_loss(*both, 1.0).item() == pytest.approx(
+        (math.log(1 + math.exp(-1)) + math.log(1 + math.exp(1))) / 2
+    )
 
 
 def test_agreeing_models_give_log_two_without_a_gradient() -> None:
@@ -40,12 +50,17 @@ def test_the_contrastive_loss_starts_in_the_second_round(kind: str) -> None:
 def test_all_three_models_normalise_by_the_batch() -> None:
     """With equal weights they give equal features for any running statistics, which do not change."""
     algorithm = squares.algorithm(MoonSite)
-    state = {name: tensor + 3.0 if "running" in name else tensor for name, tensor in squares.start().items()}
+    state = {
+        name: tensor + 3.0 if "running" in name else tensor
+        for name, tensor in squares.start().items()
+    }
     model = algorithm.network("model", state).train()
     images = squares.site().data.train.images[:6]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moon, "contrastive_loss", lambda *features: torch.stack(features[:3]))
-        local, shared, previous = algorithm._contrast(model, state)(images, model.features_and_output(images)[0])
+        local, shared, previous = algorithm._contrast(model, state)(
+            images, model.features_and_output(images)[0]
+        )
     torch.testing.assert_close(shared, local)
     torch.testing.assert_close(previous, local)
     for purpose in ("frozen", "previous"):

@@ -25,16 +25,28 @@ def test_median_and_trimmed_mean_by_hand() -> None:
 
     β = 0.2 of five sites: one off at either end, (0, 1, 2, 6, 1000) -> 3.
     """
-    assert robust.robust_mean(states([1.0, 30.0], [2.0, 10.0], [9.0, 20.0]), "median")["w"].tolist() == [2.0, 20.0]
+    assert robust.robust_mean(states([1.0, 30.0], [2.0, 10.0], [9.0, 20.0]), "median")[
+        "w"
+    ].tolist() == [2.0, 20.0]
     assert robust.robust_mean(states([1.0], [2.0], [4.0], [100.0]), "median")["w"].tolist() == [3.0]
-    assert robust.robust_mean(states([6.0], [0.0], [1000.0], [1.0], [2.0]), "trimmed", 0.2)["w"].tolist() == [3.0]
+    assert robust.robust_mean(states([6.0], [0.0], [1000.0], [1.0], [2.0]), "trimmed", 0.2)[
+        "w"
+    ].tolist() == [3.0]
 
 
 def test_counters_and_dtypes() -> None:
     mean = robust.robust_mean(
-        {s: {"n": torch.tensor(n), "w": torch.tensor([0.5]).half()} for s, n in (("a", 3), ("b", 8), ("c", 4))}, "median"
+        {
+            s: {"n": torch.tensor(n), "w": torch.tensor([0.5]).half()}
+            for s, n in (("a", 3), ("b", 8), ("c", 4))
+        },
+        "median",
     )
-    assert mean["n"].item() == 4 and mean["n"].dtype == torch.int64 and mean["w"].dtype == torch.float16
+    assert (
+        mean["n"].item() == 4
+        and mean["n"].dtype == torch.int64
+        and mean["w"].dtype == torch.float16
+    )
 
 
 def test_unknown_rules_no_models_and_shares_beyond_half_are_refused() -> None:
@@ -50,12 +62,22 @@ def test_unknown_rules_no_models_and_shares_beyond_half_are_refused() -> None:
 
 
 def test_fewer_than_three_sites_give_a_warning() -> None:
-    events = medflare.run_local("robust", tiny_phantom(batch_size=32), 2, rounds=1, seed=0)["events"]
+    events = medflare.run_local("robust", tiny_phantom(batch_size=32), 2, rounds=1, seed=0)[
+        "events"
+    ]
     assert any(event["kind"] == "warning" and "three" in event["message"] for event in events)
 
 
-def by(rule: str, sites: dict[str, dict[str, torch.Tensor]], origin: float = 0.0, clip: float = 1.0) -> list[float]:
-    state, _ = robust.combined(sites, dict.fromkeys(sites, 1.0), rule, robust.RobustLimits(clip=clip), {"w": torch.tensor([origin])})
+def by(
+    rule: str, sites: dict[str, dict[str, torch.Tensor]], origin: float = 0.0, clip: float = 1.0
+) -> list[float]:
+    state, _ = robust.combined(
+        sites,
+        dict.fromkeys(sites, 1.0),
+        rule,
+        robust.RobustLimits(clip=clip),
+        {"w": torch.tensor([origin])},
+    )
     return state["w"].tolist()
 
 
@@ -64,7 +86,13 @@ class TestKrum:
         """K = 5, f = 1: two nearest. Of 0, 1, 2, 4, 100 the scores are 1 + 4, 1 + 1, 1 + 4, 4 + 9 and 96² + 98²: the second site."""
         sites = states([0.0], [1.0], [2.0], [4.0], [100.0])
         for faulty in (None, 1, 9):  # at most what five sites allow
-            assert robust.krum_weights(robust.squared_distances(sites), faulty) == [0.0, 1.0, 0.0, 0.0, 0.0]
+            assert robust.krum_weights(robust.squared_distances(sites), faulty) == [
+                0.0,
+                1.0,
+                0.0,
+                0.0,
+                0.0,
+            ]
         assert by("krum", sites) == [1.0]
 
     @pytest.mark.parametrize("number", [math.nan, math.inf])
@@ -78,7 +106,10 @@ class TestKrum:
             by(rule, states([1.0], [math.nan], [2.0], [4.0]))
 
     def test_the_counter_is_that_of_the_chosen_one(self) -> None:
-        sites = {f"s{number}": {"w": torch.tensor(float(number)), "n": torch.tensor(100 * number)} for number in range(5)}
+        sites = {
+            f"s{number}": {"w": torch.tensor(float(number)), "n": torch.tensor(100 * number)}
+            for number in range(5)
+        }
         chosen, _ = robust.combined(sites, {}, "krum", robust.RobustLimits())
         assert chosen["n"] == 100 * chosen["w"]
 
@@ -89,7 +120,10 @@ class TestGeometricMedian:
 
     def test_a_triangle_by_hand(self) -> None:
         """Fermat's point of (0, 0), (4, 0), (2, 6): below the apex, where all angles are 120°, at (2, 2 / √3)."""
-        sites = {place: {"w": torch.tensor(row)} for place, row in zip("ABC", ([0.0, 0.0], [4.0, 0.0], [2.0, 6.0]), strict=True)}
+        sites = {
+            place: {"w": torch.tensor(row)}
+            for place, row in zip("ABC", ([0.0, 0.0], [4.0, 0.0], [2.0, 6.0]), strict=True)
+        }
         actual, weights = robust.combined(sites, dict.fromkeys("ABC", 1.0), "geometric", NONE)
         assert actual["w"].tolist() == pytest.approx([2.0, 2 / 3**0.5], abs=1e-4)
         assert sum(weights.values()) == pytest.approx(1)
@@ -114,8 +148,17 @@ def test_clipped_updates_by_hand() -> None:
 def test_running_statistics_count_in_distances(rule: str) -> None:
     """The harmful site E has the most central weights, and wrong running statistics."""
     rows = zip("ABCDE", (0.9, 1.2, 0.8, 1.1, 1.0), (0.9, 1.0, 1.1, 1.2, -1000.0), strict=True)
-    sites = {site: {"w": torch.tensor([weight]), "running_mean": torch.tensor([mean])} for site, weight, mean in rows}
-    actual, _ = robust.combined(sites, dict.fromkeys(sites, 1.0), rule, NONE, {name: torch.zeros(1) for name in ("w", "running_mean")})
+    sites = {
+        site: {"w": torch.tensor([weight]), "running_mean": torch.tensor([mean])}
+        for site, weight, mean in rows
+    }
+    actual, _ = robust.combined(
+        sites,
+        dict.fromkeys(sites, 1.0),
+        rule,
+        NONE,
+        {name: torch.zeros(1) for name in ("w", "running_mean")},
+    )
     assert all(0.5 <= tensor.item() <= 1.2 for tensor in actual.values())
 
 
@@ -127,14 +170,25 @@ def test_one_site_alone_and_two(rule: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedavg", "fedsm", "iop_fl", "grace", "sha", "robust"])
 @pytest.mark.parametrize("rule", RULES)
-def test_every_averaging_server_algorithm_has_them(squares: ModuleType, name: str, rule: str) -> None:
+def test_every_averaging_server_algorithm_has_them(
+    squares: ModuleType, name: str, rule: str
+) -> None:
     method = get_method(name)
-    server = squares.server(method.server_class, rule=rule, outside=(), **({"rho": 0.0} if name == "sha" else {}))
+    server = squares.server(
+        method.server_class, rule=rule, outside=(), **({"rho": 0.0} if name == "sha" else {})
+    )
     sent = server.model
     models = {}
     for site, step in zip("ABCDE", (0.8, 0.9, 1.1, 1.2, -1000.0), strict=True):
-        moved = {name: tensor + step if tensor.is_floating_point() else tensor for name, tensor in sent.items()}
+        moved = {
+            name: tensor + step if tensor.is_floating_point() else tensor
+            for name, tensor in sent.items()
+        }
         models[site] = SiteModel(moved, 5.0, {"score": 0.5})
     state = server.aggregation.shared(models, 0, sent)
-    travelled = {name: (state[name] - sent[name]).mean().item() for name in state if sent[name].is_floating_point()}
+    travelled = {
+        name: (state[name] - sent[name]).mean().item()
+        for name in state
+        if sent[name].is_floating_point()
+    }
     assert all(0.5 < step < 1.2 for step in travelled.values()), travelled

@@ -9,7 +9,12 @@ from torch import nn
 
 from helpers.fixture_types import Golden
 from medflare.core.states import StateDict, difference, moved, weighted_mean
-from medflare.methods.baselines.scaffold import Correction, ScaffoldServer, ScaffoldSite, corrected_gradients
+from medflare.methods.baselines.scaffold import (
+    Correction,
+    ScaffoldServer,
+    ScaffoldSite,
+    corrected_gradients,
+)
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 

@@ -16,13 +16,24 @@ from methods import squares
 
 
 def test_the_global_model_is_the_mean_of_the_sites_models() -> None:
-    log, server, _ = squares.federation(FedAvgSite, FedAvgServer, counts={"A": (6, 4, 5), "C": (18, 4, 5)})
-    assert [turn.step for turn in log] == [Step("train", 0), Step("train", 1), Step("validate", 2, everyone=True)]
-    assert all(squares.equal(message.states["model"], squares.start()) for message in log[0].outgoing.values())
+    log, server, _ = squares.federation(
+        FedAvgSite, FedAvgServer, counts={"A": (6, 4, 5), "C": (18, 4, 5)}
+    )
+    assert [turn.step for turn in log] == [
+        Step("train", 0),
+        Step("train", 1),
+        Step("validate", 2, everyone=True),
+    ]
+    assert all(
+        squares.equal(message.states["model"], squares.start())
+        for message in log[0].outgoing.values()
+    )
     for before, after in pairwise(log):
         states = {name: reply.states["model"] for name, reply in before.replies.items()}
         mean = weighted_mean(states, {"A": 6, "B": 12, "C": 18})
-        assert all(squares.equal(message.states["model"], mean) for message in after.outgoing.values())
+        assert all(
+            squares.equal(message.states["model"], mean) for message in after.outgoing.values()
+        )
     assert squares.equal(server.model, mean)
     uniform = squares.federation(FedAvgSite, FedAvgServer, rounds=1, weighting="uniform")
     states = {name: reply.states["model"] for name, reply in uniform.log[0].replies.items()}
@@ -33,11 +44,17 @@ def test_metadata_of_a_round() -> None:
     algorithm = squares.algorithm(FedAvgSite)
     start = squares.start()
     meta = algorithm.perform("train", 0, Message({"model": copy_state(start)})).meta
-    assert meta.keys() == {"n_samples", "loss", "validation"} and meta["n_samples"] == 12 and 0 < meta["loss"] < 2
+    assert (
+        meta.keys() == {"n_samples", "loss", "validation"}
+        and meta["n_samples"] == 12
+        and 0 < meta["loss"] < 2
+    )
     network = algorithm.site.network()
     network.load_state_dict(start)
     assert meta["validation"] == {"global": algorithm.validation(network)}, "of the incoming model"
-    unvalidated = squares.algorithm(FedAvgSite, counts=(12, 0, 5)).perform("validate", 0, Message({"model": start}))
+    unvalidated = squares.algorithm(FedAvgSite, counts=(12, 0, 5)).perform(
+        "validate", 0, Message({"model": start})
+    )
     assert unvalidated.meta["validation"] == {"global": None}
 
 
@@ -55,11 +72,16 @@ def test_the_best_or_the_last_round_is_selected(values: list[float | None], best
         server = squares.server(FedAvgServer, selection=selection)
         for round, value in enumerate(values):
             server.model = {"w": torch.tensor([float(round)])}
-            server.aggregate(Step("validate", round), {"A": Message({}, {"n_samples": 1, "validation": {"global": value}})})
+            server.aggregate(
+                Step("validate", round),
+                {"A": Message({}, {"n_samples": 1, "validation": {"global": value}})},
+            )
         state, rounds = server.selected
         assert (state["w"].item(), rounds) == (expected, expected)
         message = server.configure_final("A")
-        assert message.meta == {"selected_round": rounds} and squares.equal(message.states["model"], state)
+        assert message.meta == {"selected_round": rounds} and squares.equal(
+            message.states["model"], state
+        )
         assert squares.equal(server.models()["global"].states["model"], state)
 
 
@@ -67,7 +89,10 @@ def test_inside_and_outside_use_the_global_model() -> None:
     _, server, algorithms = squares.federation(FedAvgSite, FedAvgServer, outside=("O",))
     for algorithm in (algorithms["A"], squares.algorithm(FedAvgSite, "O")):
         models = algorithm.finalize(server.configure_final(algorithm.site.name))
-        assert models.keys() == {"global", "personal", "deployed"} and len({id(model) for model in models.values()}) == 1
+        assert (
+            models.keys() == {"global", "personal", "deployed"}
+            and len({id(model) for model in models.values()}) == 1
+        )
         assert squares.equal(models["global"].states["model"], server.selected[0])
 
 
@@ -87,9 +112,15 @@ def test_frozen_parts_neither_change_nor_travel() -> None:
         for message in (*turn.outgoing.values(), *turn.replies.values()):
             assert set(message.states["model"]) == set(head(start))
     after = log[2].outgoing["A"].states["model"]
-    assert all(torch.equal(after[name], start[name]) for name in start if name not in head(start)), "batch normalisation too"
+    assert all(
+        torch.equal(after[name], start[name]) for name in start if name not in head(start)
+    ), "batch normalisation too"
     assert not torch.equal(after["head.weight"], start["head.weight"])
-    assert not all(torch.equal(server.model[name], start[name]) for name in start if name.endswith("conv.weight"))
+    assert not all(
+        torch.equal(server.model[name], start[name])
+        for name in start
+        if name.endswith("conv.weight")
+    )
 
 
 def test_a_list_is_frozen_in_every_round() -> None:
@@ -97,13 +128,22 @@ def test_a_list_is_frozen_in_every_round() -> None:
     assert list(task.freeze.parts) == ["body"] and small_task(**task.to_dict()) == task
     log, server, _ = squares.federation(FedAvgSite, FedAvgServer, task, rounds=3)
     start = initial_network(task, squares.SEED).state_dict()
-    assert [turn.step.phase for turn in log] == ["train_part", "train_part", "train_part", "validate"]
+    assert [turn.step.phase for turn in log] == [
+        "train_part",
+        "train_part",
+        "train_part",
+        "validate",
+    ]
     moved = {name for name in start if not torch.equal(server.model[name], start[name])}
     assert moved and moved <= set(head(start))
     assert small_task(freeze=[]) == small_task()
 
 
 def test_the_trainable_part_has_its_own_moments() -> None:
-    kept = squares.federation(FedAvgSite, FedAvgServer, small_task(**FROZEN), rounds=4).algorithms["A"].memory.states
+    kept = (
+        squares.federation(FedAvgSite, FedAvgServer, small_task(**FROZEN), rounds=4)
+        .algorithms["A"]
+        .memory.states
+    )
     assert {"optimizer/model", "optimizer/model/part"} <= set(kept)
     assert len(kept["optimizer/model/part"]) < len(kept["optimizer/model"])

@@ -42,8 +42,12 @@ def test_the_local_part_never_travels() -> None:
     assert [turn.step.phase for turn in log] == ["train", "train", "validate"]
     for _, outgoing, replies in log:
         for message in [*outgoing.values(), *replies.values()]:
-            assert all(state.keys() == squares.start().keys() - HEAD for state in message.states.values())
-    assert algorithms["A"].local.keys() == HEAD and not equal(algorithms["A"].local, algorithms["B"].local)
+            assert all(
+                state.keys() == squares.start().keys() - HEAD for state in message.states.values()
+            )
+    assert algorithms["A"].local.keys() == HEAD and not equal(
+        algorithms["A"].local, algorithms["B"].local
+    )
     assert server.partial and server.models() == {}, "the server has no whole model"
 
 
@@ -60,13 +64,24 @@ def test_local_parts_of_the_baselines(name: str) -> None:
 @pytest.mark.parametrize("task", [squares.SEGMENTATION, squares.CLASSIFICATION_WITH_BATCH_NORM])
 def test_fedbn_is_prr_without_its_three_parts(task: TaskConfig) -> None:
     common: dict[str, Any] = {"task": task, "rounds": 3, "outside": ("O",)}
-    bn = squares.federation(get_method("fedbn").site_class, FedAvgServer, weighting="uniform", reset_optimizer=True, **common)
+    bn = squares.federation(
+        get_method("fedbn").site_class,
+        FedAvgServer,
+        weighting="uniform",
+        reset_optimizer=True,
+        **common,
+    )
     prr = squares.federation(PRRSite, PRRServer, pfa=False, det=False, cpa="off", **common)
     for name in SITES:
-        ours, theirs = (played.algorithms[name].finalize(played.server.configure_final(name)) for played in (bn, prr))
+        ours, theirs = (
+            played.algorithms[name].finalize(played.server.configure_final(name))
+            for played in (bn, prr)
+        )
         for role in ("personal", "deployed"):
             assert equal(ours["deployed"].states["model"], theirs[role].states["model"])
-    assert equal(bn.server.models()["global"].states["model"], prr.server.models()["global"].states["model"])
+    assert equal(
+        bn.server.models()["global"].states["model"], prr.server.models()["global"].states["model"]
+    )
 
 
 def test_the_first_round_starts_from_the_common_initial_model() -> None:
@@ -80,7 +95,11 @@ def test_without_a_local_part_it_is_fedavg() -> None:
         kept = frozenset()
 
     played = federation(NothingOwn, outside=("O",))
-    assert not played.server.partial and [turn.step.phase for turn in played.log] == ["train", "train", "validate"]
+    assert not played.server.partial and [turn.step.phase for turn in played.log] == [
+        "train",
+        "train",
+        "validate",
+    ]
     assert equal(played.model, squares.federation(FedAvgSite, FedAvgServer).model)
 
 
@@ -96,11 +115,16 @@ def test_outside_sites_get_the_mean_of_the_local_parts() -> None:
     log, server, algorithms = federation(outside=("O",))
     assert [turn.step.phase for turn in log] == ["train", "train", "validate", "share"]
     assert not log[-1].outgoing["A"].states and log[-1].replies["A"].states.keys() == {"local"}
-    mean = weighted_mean({name: algorithm.local for name, algorithm in algorithms.items()}, dict.fromkeys(SITES, 12.0))
+    mean = weighted_mean(
+        {name: algorithm.local for name, algorithm in algorithms.items()},
+        dict.fromkeys(SITES, 12.0),
+    )
     models = squares.algorithm(OwnHead, "O").finalize(server.configure_final("O"))
     assert models.keys() == {"global", "deployed"}
     state = models["deployed"].states["model"]
-    assert equal({name: state[name] for name in HEAD}, mean) and state.keys() == squares.start().keys()
+    assert (
+        equal({name: state[name] for name in HEAD}, mean) and state.keys() == squares.start().keys()
+    )
     assert equal(server.models()["global"].states["model"], state)
     shared = {name: tensor for name, tensor in state.items() if name not in HEAD}
     last = squares.federation(OwnHead, FedAvgServer, outside=("O",), selection="last")
@@ -109,8 +133,12 @@ def test_outside_sites_get_the_mean_of_the_local_parts() -> None:
 
 
 def test_a_site_that_never_trained_has_the_initial_local_part() -> None:
-    played = federation(outside=("O",), absent=lambda step, name: name == "C" and step.phase == "train")
-    assert equal(played.log[-1].replies["C"].states["local"], {name: squares.start()[name] for name in HEAD})
+    played = federation(
+        outside=("O",), absent=lambda step, name: name == "C" and step.phase == "train"
+    )
+    assert equal(
+        played.log[-1].replies["C"].states["local"], {name: squares.start()[name] for name in HEAD}
+    )
 
 
 def test_a_server_that_needs_whole_models_says_so() -> None:

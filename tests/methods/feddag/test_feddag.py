@@ -29,43 +29,68 @@ def weights(module: nn.Module) -> StateDict:
 
 
 class TestSite:
-    @pytest.mark.parametrize(("hyper", "expected"), [({}, math.exp(-1 / (0.2 * 6))), ({"ema": 0.5}, 0.5)])
+    @pytest.mark.parametrize(
+        ("hyper", "expected"), [({}, math.exp(-1 / (0.2 * 6))), ({"ema": 0.5}, 0.5)]
+    )
     def test_the_teachers_decay_follows_the_rounds_length(
         self, hyper: dict[str, Any], expected: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Twelve images in batches of six, three epochs: six batches a round."""
-        algorithm = squares.algorithm(feddag_site.FedDAGSite, "A", squares.task(local_epochs=3), ndag=False, **hyper)
+        algorithm = squares.algorithm(
+            feddag_site.FedDAGSite, "A", squares.task(local_epochs=3), ndag=False, **hyper
+        )
         decays = []
-        monkeypatch.setattr(feddag_site, "ema_update", lambda teacher, student, decay: decays.append(decay))
+        monkeypatch.setattr(
+            feddag_site, "ema_update", lambda teacher, student, decay: decays.append(decay)
+        )
         algorithm.perform("train", 0, Message({"model": squares.start()}))
         assert decays == pytest.approx([expected] * 6)
 
     @pytest.mark.parametrize("distribution", ["type1", "type2", "type3"])
     def test_initial_student_and_teacher(self, distribution: str) -> None:
         algorithm = squares.algorithm(feddag_site.FedDAGSite, distribution=distribution)
-        request = squares.server(FedDAGServer, distribution=distribution).configure(Step("train", 1), "A")
+        request = squares.server(FedDAGServer, distribution=distribution).configure(
+            Step("train", 1), "A"
+        )
         first = algorithm.perform("train", 0, request).states["model"]
         generation = algorithm._generation(request)
         shared, student = request.states["model"], request.states.get("student")
         assert (student is not None) is (distribution == "type2")
         assert squares.equal(weights(generation.student), student or shared)
-        assert squares.equal(weights(generation.teacher), first if distribution == "type3" else shared)
+        assert squares.equal(
+            weights(generation.teacher), first if distribution == "type3" else shared
+        )
 
     def test_pictures(self) -> None:
         algorithm = squares.algorithm(feddag_site.FedDAGSite)
-        generator = feddag_site.initial_generator(algorithm.site.task, algorithm.site.seed, algorithm.hyper).state_dict()
-        content = algorithm.pictures(Message({"model": squares.start(), "generator": generator}))["generated"]
-        assert Image.open(io.BytesIO(content)).size == (4 * 96, 3 * 96)  # four images; original, perturbation, sum
+        generator = feddag_site.initial_generator(
+            algorithm.site.task, algorithm.site.seed, algorithm.hyper
+        ).state_dict()
+        content = algorithm.pictures(Message({"model": squares.start(), "generator": generator}))[
+            "generated"
+        ]
+        assert Image.open(io.BytesIO(content)).size == (
+            4 * 96,
+            3 * 96,
+        )  # four images; original, perturbation, sum
         assert algorithm.pictures(Message({"model": squares.start()})) == {}
         server = squares.server(FedDAGServer)
-        assert "generator" in server.configure_final("A").states and "generator" not in server.configure_final("O").states
+        assert (
+            "generator" in server.configure_final("A").states
+            and "generator" not in server.configure_final("O").states
+        )
 
 
 class TestFederation:
     def test_warm_up_is_fedavg(self) -> None:
         server = squares.server(FedDAGServer, rounds=8, warmup=2)
         steps = server.steps()
-        assert [(step.phase, step.round) for step in steps[:4]] == [("warm_up", 0), ("warm_up", 1), ("train", 2), ("score", 2)]
+        assert [(step.phase, step.round) for step in steps[:4]] == [
+            ("warm_up", 0),
+            ("warm_up", 1),
+            ("train", 2),
+            ("score", 2),
+        ]
         server.steps = lambda: steps[:2]
         after = squares.play(server, squares.algorithms(feddag_site.FedDAGSite)).model
         assert squares.equal(after, squares.federation(FedAvgSite, FedAvgServer).model)
@@ -79,7 +104,10 @@ class TestFederation:
         for shift, step in enumerate(server.steps(), start=1):
             models[step.round] = copy_state(server.model)
             meta = {"n_samples": 1, "loss": 0.0, "validation": {"global": values.get(step.round)}}
-            moved = {name: tensor + shift if tensor.is_floating_point() else tensor for name, tensor in server.model.items()}
+            moved = {
+                name: tensor + shift if tensor.is_floating_point() else tensor
+                for name, tensor in server.model.items()
+            }
             states = {"warm_up": {"model": moved}, "train": {"model": moved}}.get(step.phase, {})
             reply = Message(states, {"scores": {}} if step.phase == "score" else meta)
             server.aggregate(step, dict.fromkeys("ABC", reply))
@@ -87,23 +115,35 @@ class TestFederation:
 
     def test_warm_up_is_shorter_in_short_runs(self) -> None:
         server = squares.server(FedDAGServer, rounds=8)
-        assert server.warmup == 2 and "2 instead of 5" in server.context.events.of("warning")[0]["message"]
+        assert (
+            server.warmup == 2
+            and "2 instead of 5" in server.context.events.of("warning")[0]["message"]
+        )
         assert not squares.server(FedDAGServer, rounds=20).context.events.of("warning")
 
     def test_generators_are_averaged_with_the_models_weights(self) -> None:
-        log, server, _ = squares.federation(feddag_site.FedDAGSite, FedDAGServer, squares.CLASSIFICATION, rounds=1, beta=4.0)
+        log, server, _ = squares.federation(
+            feddag_site.FedDAGSite, FedDAGServer, squares.CLASSIFICATION, rounds=1, beta=4.0
+        )
         shares = server.aggregation.weights
         assert sum(shares.values()) == pytest.approx(1) and len(set(shares.values())) > 1
         for name, tensor in server.companions["generator"].items():
-            expected = sum(shares[site] * reply.states["generator"][name] for site, reply in log[0].replies.items())
+            expected = sum(
+                shares[site] * reply.states["generator"][name]
+                for site, reply in log[0].replies.items()
+            )
             torch.testing.assert_close(tensor, expected)
 
 
-def generation(task: TaskConfig = squares.SEGMENTATION, **hyper: Any) -> feddag_site.AdversarialGeneration:
+def generation(
+    task: TaskConfig = squares.SEGMENTATION, **hyper: Any
+) -> feddag_site.AdversarialGeneration:
     """Student, teacher and generator of a fresh site with some settings."""
     site, settings = squares.site(task=task), build_hyper(feddag_site.FedDAGSiteHyper, hyper)
     networks = site.network(), site.network()
-    return feddag_site.AdversarialGeneration(site, settings, *networks, feddag_site.initial_generator(site.task, site.seed, settings))
+    return feddag_site.AdversarialGeneration(
+        site, settings, *networks, feddag_site.initial_generator(site.task, site.seed, settings)
+    )
 
 
 def first_batch(generation: feddag_site.AdversarialGeneration) -> Batch:
@@ -119,24 +159,38 @@ class TestStages:
 
         def objective() -> float:
             with torch.no_grad(), batch_statistics(dag.student.eval()):
-                features, logits = dag.student.features_and_output(images + 0.3 * dag.generator(images))
-            return (dag.site.loss(logits, targets) - discrepancy(reference, pooled(features), 2.0)).item()
+                features, logits = dag.student.features_and_output(
+                    images + 0.3 * dag.generator(images)
+                )
+            return (
+                dag.site.loss(logits, targets) - discrepancy(reference, pooled(features), 2.0)
+            ).item()
 
         before, frozen = objective(), (weights(dag.student), weights(dag.teacher))
         for _ in range(20):
             dag._generator_step(images, targets, reference)
         assert objective() < before
-        assert squares.equal(weights(dag.student), frozen[0]) and squares.equal(weights(dag.teacher), frozen[1])
-        assert all(parameter.grad is None for network in (dag.student, dag.teacher) for parameter in network.parameters())
+        assert squares.equal(weights(dag.student), frozen[0]) and squares.equal(
+            weights(dag.teacher), frozen[1]
+        )
+        assert all(
+            parameter.grad is None
+            for network in (dag.student, dag.teacher)
+            for parameter in network.parameters()
+        )
 
     def test_student_comes_closer_on_fixed_generated_images(self) -> None:
         """Stage 2 lowers L_S and changes only the student."""
         dag = generation(alpha=1.0)
         images, targets, _ = first_batch(dag)
         reference, frozen = dag.reference(images), (weights(dag.generator), weights(dag.teacher))
-        losses = [dag._student_step(images, targets, reference)["student"].item() for _ in range(20)]
+        losses = [
+            dag._student_step(images, targets, reference)["student"].item() for _ in range(20)
+        ]
         assert losses[-1] < losses[0]
-        assert squares.equal(weights(dag.generator), frozen[0]) and squares.equal(weights(dag.teacher), frozen[1])
+        assert squares.equal(weights(dag.generator), frozen[0]) and squares.equal(
+            weights(dag.teacher), frozen[1]
+        )
         assert not squares.equal(weights(dag.student), weights(dag.teacher))
 
     @pytest.mark.parametrize("train_on", ["both", "perturbation"])
@@ -162,7 +216,9 @@ class TestStages:
         images, targets, _ = first_batch(dag)
         reference = dag.reference(images)
         attacked = dag._generator_step(images, targets, reference)["discrepancy"]
-        assert (attacked - dag._student_step(images, targets, reference)["similarity"]).item() == pytest.approx(0, abs=1e-6)
+        assert (
+            attacked - dag._student_step(images, targets, reference)["similarity"]
+        ).item() == pytest.approx(0, abs=1e-6)
 
     def test_without_strength_images_and_generator_do_not_change(self) -> None:
         dag = generation(alpha=0.0)
@@ -176,9 +232,15 @@ class TestStages:
 class TestStrength:
     def test_deviations_by_hand(self) -> None:
         """Over all pixels of all images; 0 for a constant channel."""
-        images = torch.randn(7, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([3.0, 0.0]).view(2, 1, 1) + 5
+        images = (
+            torch.randn(7, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+            * torch.tensor([3.0, 0.0]).view(2, 1, 1)
+            + 5
+        )
         actual = feddag_site.channel_deviations([images[:5], images[5:]])
-        assert actual == pytest.approx([images[:, 0].double().std(correction=0).item(), 0.0], abs=1e-6)
+        assert actual == pytest.approx(
+            [images[:, 0].double().std(correction=0).item(), 0.0], abs=1e-6
+        )
         assert feddag_site.channel_deviations([torch.ones(1, 1, 1, 1)]) == [0.0]
 
     @pytest.mark.parametrize("train_on", ["both", "perturbation"])
@@ -186,7 +248,9 @@ class TestStrength:
         algorithm = squares.algorithm(feddag_site.FedDAGSite, train_on=train_on, alpha=0.5)
         dag = algorithm._generation(Message({"model": squares.start()}))
         images = first_batch(dag).images
-        expected = 0.5 * algorithm.unit * dag.generator(images).detach() + (images if train_on == "both" else 0)
+        expected = 0.5 * algorithm.unit * dag.generator(images).detach() + (
+            images if train_on == "both" else 0
+        )
         torch.testing.assert_close(dag.student_images(images), expected)
 
 

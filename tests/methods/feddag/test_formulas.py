@@ -23,16 +23,29 @@ def reference(golden: Golden) -> dict[str, Tensor]:
 
 
 def state(value: float, count: int = 0) -> StateDict:
-    return {"weight": torch.tensor([float(value), -float(value)]), "num_batches_tracked": torch.tensor(count)}
+    return {
+        "weight": torch.tensor([float(value), -float(value)]),
+        "num_batches_tracked": torch.tensor(count),
+    }
 
 
 def test_discrepancy_matches_the_reference(reference: dict[str, Tensor]) -> None:
     f, f_hat = reference["dis/f"], reference["dis/f_hat"]
-    torch.testing.assert_close(feddag.instance_discrepancy(f, f_hat), reference["dis/half_sq_dist_per_instance"], **CLOSE)
-    torch.testing.assert_close(feddag.similarity_loss(f, f_hat), reference["dis/similarity_loss_mean"], **CLOSE)
+    torch.testing.assert_close(
+        feddag.instance_discrepancy(f, f_hat), reference["dis/half_sq_dist_per_instance"], **CLOSE
+    )
+    torch.testing.assert_close(
+        feddag.similarity_loss(f, f_hat), reference["dis/similarity_loss_mean"], **CLOSE
+    )
     for m in ("0.01", "0.05", "0.1", "1.0"):
-        torch.testing.assert_close(feddag.discrepancy(f, f_hat, float(m)), reference[f"dis/capped_mean_m{m}"], **CLOSE)
-        torch.testing.assert_close(feddag.discrepancy(f, f_hat, float(m), "batch"), reference[f"dis/capped_batchlevel_m{m}"], **CLOSE)
+        torch.testing.assert_close(
+            feddag.discrepancy(f, f_hat, float(m)), reference[f"dis/capped_mean_m{m}"], **CLOSE
+        )
+        torch.testing.assert_close(
+            feddag.discrepancy(f, f_hat, float(m), "batch"),
+            reference[f"dis/capped_batchlevel_m{m}"],
+            **CLOSE,
+        )
 
 
 def test_a_capped_instance_has_no_gradient(reference: dict[str, Tensor]) -> None:
@@ -40,7 +53,11 @@ def test_a_capped_instance_has_no_gradient(reference: dict[str, Tensor]) -> None
     feddag.discrepancy(reference["dis/f"], f_hat, 0.1).backward()
     torch.testing.assert_close(f_hat.grad, reference["dis/grad_fhat_capped_m0.1"], **CLOSE)
     capped = reference["dis/half_sq_dist_per_instance"] > 0.1
-    assert f_hat.grad is not None and capped.any() and torch.equal(f_hat.grad[capped], torch.zeros_like(f_hat.grad[capped]))
+    assert (
+        f_hat.grad is not None
+        and capped.any()
+        and torch.equal(f_hat.grad[capped], torch.zeros_like(f_hat.grad[capped]))
+    )
 
 
 def test_discrepancy_of_degenerate_features() -> None:
@@ -73,7 +90,9 @@ def test_the_teacher_of_the_round_before_decays_to_exp_minus_5(batches: int) -> 
     """exp(-1 / (0.2 B)) over B batches is exp(-5) for any B."""
     teacher = {"w": torch.ones((), dtype=torch.float64)}
     for _ in range(batches):
-        feddag.ema_update(teacher, {"w": torch.zeros((), dtype=torch.float64)}, feddag.round_decay(batches))
+        feddag.ema_update(
+            teacher, {"w": torch.zeros((), dtype=torch.float64)}, feddag.round_decay(batches)
+        )
     assert teacher["w"].item() == pytest.approx(math.exp(-5), rel=1e-9)
 
 
@@ -89,16 +108,24 @@ def test_ema_copies_integers_and_works_on_a_module_in_place() -> None:
 
 def test_perturbation_matches_the_reference(reference: dict[str, Tensor]) -> None:
     names = [key.removeprefix("sharp/grad/") for key in reference if key.startswith("sharp/grad/")]
-    epsilon = feddag.sharpness_perturbation({name: reference[f"sharp/grad/{name}"] for name in names}, 0.3)
+    epsilon = feddag.sharpness_perturbation(
+        {name: reference[f"sharp/grad/{name}"] for name in names}, 0.3
+    )
     for name in names:
         perturbed = reference[f"sharp/theta/{name}"] + epsilon[name]
-        torch.testing.assert_close(perturbed, reference[f"sharp/wpoptim_perturbed_rho0.3/{name}"], **CLOSE)
-        torch.testing.assert_close(perturbed.double(), reference[f"sharp/ref64_perturbed_rho0.3/{name}"], **CLOSE)
+        torch.testing.assert_close(
+            perturbed, reference[f"sharp/wpoptim_perturbed_rho0.3/{name}"], **CLOSE
+        )
+        torch.testing.assert_close(
+            perturbed.double(), reference[f"sharp/ref64_perturbed_rho0.3/{name}"], **CLOSE
+        )
 
 
 def test_scores_match_the_reference(reference: dict[str, Tensor]) -> None:
     metrics = reference["score/metric_matrix_model_by_client"]
-    torch.testing.assert_close(feddag.generalization_scores(metrics), reference["score/s_mean_over_others"], **CLOSE)
+    torch.testing.assert_close(
+        feddag.generalization_scores(metrics), reference["score/s_mean_over_others"], **CLOSE
+    )
     weighted = feddag.generalization_scores(metrics, reference["score/n_val"])
     torch.testing.assert_close(weighted, reference["score/s_weighted_by_nval"], **CLOSE)
 
@@ -109,7 +136,9 @@ def without_diagonal(metrics: Tensor) -> Tensor:
 
 def test_centred_scores_do_not_have_the_evaluators_levels() -> None:
     """Each evaluator gives one constant: the plain means differ, the centred scores do not."""
-    constants = without_diagonal(torch.tensor([0.221, 0.256, 0.446], dtype=torch.float64).expand(3, 3))
+    constants = without_diagonal(
+        torch.tensor([0.221, 0.256, 0.446], dtype=torch.float64).expand(3, 3)
+    )
     plain, centred = feddag.generalization_scores(constants), feddag.centred_scores(constants)
     assert plain.max() - plain.min() > 0.1
     assert centred.unique().numel() == 1 and centred[0].item() == pytest.approx(plain.mean().item())
@@ -122,16 +151,22 @@ def test_centred_scores_are_the_models_own(sites: int) -> None:
     models = 0.2 * torch.rand(sites, 1, dtype=torch.float64, generator=generator)
     evaluators = 0.3 + 0.3 * torch.rand(1, sites, dtype=torch.float64, generator=generator)
     scores = feddag.centred_scores(without_diagonal(models + evaluators))
-    torch.testing.assert_close(scores - scores[0], (models - models[0]).squeeze(1), rtol=0, atol=1e-8)
+    torch.testing.assert_close(
+        scores - scores[0], (models - models[0]).squeeze(1), rtol=0, atol=1e-8
+    )
 
 
 def test_centred_scores_without_common_evaluators() -> None:
     """Two sites score one model each: equal scores."""
-    assert feddag.centred_scores(torch.tensor([[math.nan, 0.9], [0.3, math.nan]])).tolist() == pytest.approx([0.6, 0.6])
+    assert feddag.centred_scores(
+        torch.tensor([[math.nan, 0.9], [0.3, math.nan]])
+    ).tolist() == pytest.approx([0.6, 0.6])
     assert feddag.centred_scores(torch.tensor([[0.9]])).isnan().all()
     one_missing = torch.tensor([[math.nan, 0.9, 0.7], [0.3, math.nan, 0.5], [math.nan] * 3])
     scores = feddag.centred_scores(one_missing)
-    assert scores[2].isnan() and (scores[0] - scores[1]).item() == pytest.approx(0.2)  # the third site scored both
+    assert scores[2].isnan() and (scores[0] - scores[1]).item() == pytest.approx(
+        0.2
+    )  # the third site scored both
 
 
 def test_scores_without_the_own_site_and_undefined_metrics() -> None:
@@ -143,7 +178,13 @@ def test_scores_without_the_own_site_and_undefined_metrics() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "beta"), [("power_beta0", 0.0), ("power_beta0.5", 0.5), ("power_beta1", 1.0), ("inverse_power_beta0.5", -0.5)]
+    ("name", "beta"),
+    [
+        ("power_beta0", 0.0),
+        ("power_beta0.5", 0.5),
+        ("power_beta1", 1.0),
+        ("inverse_power_beta0.5", -0.5),
+    ],
 )
 def test_weights_match_the_reference(reference: dict[str, Tensor], name: str, beta: float) -> None:
     weights = feddag.soft_balancing_weights(reference["score/s_mean_over_others"], beta)
@@ -203,15 +244,21 @@ def test_generator_matches_the_reference(reference: dict[str, Tensor]) -> None:
         "regress.0.bias": "head.bias",
     }
     network = DomainGenerator(3, width=4, blocks=1)
-    network.load_state_dict({ours: reference[f"gen/state/{name}"] for name, ours in our_names.items()})
+    network.load_state_dict(
+        {ours: reference[f"gen/state/{name}"] for name, ours in our_names.items()}
+    )
     images = reference["gen/x"]
     perturbation = network(images)
     torch.testing.assert_close(perturbation, reference["gen/official_perturbation_tanh"], **CLOSE)
-    torch.testing.assert_close(generated(images, perturbation, 0.3), reference["gen/official_x_plus_0.3p"], **CLOSE)
+    torch.testing.assert_close(
+        generated(images, perturbation, 0.3), reference["gen/official_x_plus_0.3p"], **CLOSE
+    )
 
 
 @pytest.mark.parametrize("width", [16, 32, 64])
 def test_generator_has_the_published_size(reference: dict[str, Tensor], width: int) -> None:
     network = DomainGenerator(3, width)
-    assert sum(p.numel() for p in network.parameters()) == int(reference[f"gen/params_nc{width}_3blocks_gctx"])
+    assert sum(p.numel() for p in network.parameters()) == int(
+        reference[f"gen/params_nc{width}_3blocks_gctx"]
+    )
     assert not list(network.buffers())

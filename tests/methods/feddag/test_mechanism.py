@@ -23,7 +23,15 @@ def test_generated_images_stay_classified_and_features_move_less_than_the_cap(se
             losses.update({site: meta["losses"] for site, meta in report.meta.items()})
 
     sites = ["A", "B", "C"]
-    run_local("feddag", "mechanisms/shifted_contrast", sites, rounds=10, seed=seed, resplit=seed, observe=observe)
+    run_local(
+        "feddag",
+        "mechanisms/shifted_contrast",
+        sites,
+        rounds=10,
+        seed=seed,
+        resplit=seed,
+        observe=observe,
+    )
     assert sorted(losses) == sites
     for last in losses.values():
         assert 0 < last["discrepancy"] < CAP

@@ -15,7 +15,13 @@ from medflare.data.loading import Batch, SiteData, Split
 from medflare.federation.suppression import suppress_splits
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedsm.extra import ExtraSuperModel, FedSMExtraServer, FedSMExtraSite
-from medflare.methods.fedsm.formulas import GAMMAS, adam_step, fitted_temperature, soft_pull, tuned_gamma
+from medflare.methods.fedsm.formulas import (
+    GAMMAS,
+    adam_step,
+    fitted_temperature,
+    soft_pull,
+    tuned_gamma,
+)
 from medflare.methods.fedsm.personalization import adapt, train_apfl, train_per_fedavg, train_pfedme
 from medflare.methods.fedsm.selector import selector_spec
 from medflare.methods.fedsm.server import FedSMServer

@@ -36,7 +36,9 @@ class TestSoftPull:
             ({"w": torch.ones(2, 3)}, 1.5, "lam"),
         ],
     )
-    def test_unlike_models_and_shares_beyond_one_are_refused(self, other: dict[str, torch.Tensor], lam: float, offender: str) -> None:
+    def test_unlike_models_and_shares_beyond_one_are_refused(
+        self, other: dict[str, torch.Tensor], lam: float, offender: str
+    ) -> None:
         with pytest.raises(ValueError, match=offender):
             fedsm.soft_pull({"A": {"w": torch.zeros(2, 3)}, "B": other}, lam)
 
@@ -65,20 +67,35 @@ class TestSoftPull:
 
 def test_reference_numbers_of_aggregation(numbers: dict[str, Any]) -> None:
     weights = dict(zip(SITES, numbers[f"{CASE}/steps"].tolist(), strict=True))
-    for entry, names in {"global_diff": "wb", "select_diff": "s", "exp_avg": "0", "exp_avg_sq": "0"}.items():
-        mean = weighted_mean({c: {n: numbers[f"{CASE}/{c}/{entry}/{n}"] for n in names} for c in SITES}, weights)
+    for entry, names in {
+        "global_diff": "wb",
+        "select_diff": "s",
+        "exp_avg": "0",
+        "exp_avg_sq": "0",
+    }.items():
+        mean = weighted_mean(
+            {c: {n: numbers[f"{CASE}/{c}/{entry}/{n}"] for n in names} for c in SITES}, weights
+        )
         for name in names:
             close(mean[name], numbers[f"{CASE}/official/{entry}/{name}"])
 
 
 def test_reference_numbers_of_the_choice_and_the_ensemble(numbers: dict[str, Any]) -> None:
     for gamma in ("0.0", "0.9", "1.0"):
-        assert torch.equal(fedsm.choose_model(numbers["selector/prob"], float(gamma)), numbers[f"selector/choice_gamma{gamma}"])
-    close(fedsm.ensemble_output(numbers["ensemble/h"], numbers["ensemble/score"]), numbers["ensemble/out"])
+        assert torch.equal(
+            fedsm.choose_model(numbers["selector/prob"], float(gamma)),
+            numbers[f"selector/choice_gamma{gamma}"],
+        )
+    close(
+        fedsm.ensemble_output(numbers["ensemble/h"], numbers["ensemble/score"]),
+        numbers["ensemble/out"],
+    )
 
 
 def test_nan_losses_are_ignored() -> None:
-    assert fedsm.extra_labels(torch.tensor([[torch.nan, 0.4, 0.2], [torch.nan, torch.nan, torch.inf]])).tolist() == [2, 0]
+    assert fedsm.extra_labels(
+        torch.tensor([[torch.nan, 0.4, 0.2], [torch.nan, torch.nan, torch.inf]])
+    ).tolist() == [2, 0]
 
 
 def gains(**personal: Any) -> dict[str, dict[str, float | None]]:
@@ -86,7 +103,10 @@ def gains(**personal: Any) -> dict[str, dict[str, float | None]]:
     sites: dict[str, dict[str, float | None]] = {}
     for site, gain in personal.items():
         by_gamma = gain if isinstance(gain, dict) else dict.fromkeys(fedsm.GAMMAS[:-1], gain)
-        sites[site] = {f"{gamma:g}": by_gamma.get(gamma, None if gain is None else 0.0) for gamma in fedsm.GAMMAS}
+        sites[site] = {
+            f"{gamma:g}": by_gamma.get(gamma, None if gain is None else 0.0)
+            for gamma in fedsm.GAMMAS
+        }
     return sites
 
 
@@ -94,11 +114,21 @@ class TestTunedGamma:
     @pytest.mark.parametrize(
         ("sites", "expected"),
         [
-            ({"a": {0.0: 0.02, 0.5: 0.04}, "b": {0.0: 0.02, 0.5: 0.05}, "c": {0.0: 0.02, 0.5: 0.03}}, 0.5),  # the best mean
+            (
+                {
+                    "a": {0.0: 0.02, 0.5: 0.04},
+                    "b": {0.0: 0.02, 0.5: 0.05},
+                    "c": {0.0: 0.02, 0.5: 0.03},
+                },
+                0.5,
+            ),  # the best mean
             ({"a": {0.0: -0.1, 0.7: 0.05}, "b": {0.0: -0.1, 0.7: 0.04}}, 0.7),
             ({"a": {0.3: 0.1, 0.4: 0.1, 0.5: 0.1}}, 0.3),  # ties: the smallest
             ({"a": 0.0, "b": 0.0, "c": 0.0}, 0.0),
-            ({"a": {gamma: -0.1 for gamma in fedsm.GAMMAS if gamma < 0.7}}, 1.0),  # personal models lose; no score is above 0.7
+            (
+                {"a": {gamma: -0.1 for gamma in fedsm.GAMMAS if gamma < 0.7}},
+                1.0,
+            ),  # personal models lose; no score is above 0.7
             ({"a": 0.1}, 0.0),
             ({"a": -0.1}, 1.0),
             ({"a": 0.05, "b": -0.3}, 1.0),  # of two sites the mean decides
@@ -119,13 +149,18 @@ class TestTunedGamma:
     @pytest.mark.parametrize("others", [3, 4, 9])
     @pytest.mark.parametrize("honest", [0.02, 0.1, -0.02, -0.1])
     @pytest.mark.parametrize("false", [-1.0, 1.0])
-    def test_false_gains_of_one_site_do_not_outvote_a_majority(self, false: float, honest: float, others: int) -> None:
+    def test_false_gains_of_one_site_do_not_outvote_a_majority(
+        self, false: float, honest: float, others: int
+    ) -> None:
         """Neither with one candidate praised and all others damned, nor if one honest site gains much more than the rest."""
         for largest in (honest, 5 * honest):
             sites = {"s0": largest, **{f"s{number}": honest for number in range(1, others)}}
             reports = [
                 dict.fromkeys(fedsm.GAMMAS[:-1], false),
-                *({**dict.fromkeys(fedsm.GAMMAS[:-1], -false), gamma: false} for gamma in fedsm.GAMMAS[:-1]),
+                *(
+                    {**dict.fromkeys(fedsm.GAMMAS[:-1], -false), gamma: false}
+                    for gamma in fedsm.GAMMAS[:-1]
+                ),
             ]
             for report in reports:
                 chosen = fedsm.tuned_gamma(gains(liar=report, **sites))
@@ -137,15 +172,23 @@ class TestTunedGamma:
         for _ in range(300):
             values = generator.normal(0.0, 0.05, size=4).tolist()
             for false in (-1.0, 1.0):
-                chosen = fedsm.tuned_gamma(gains(liar=false, **{f"s{number}": gain for number, gain in enumerate(values)}))
+                chosen = fedsm.tuned_gamma(
+                    gains(liar=false, **{f"s{number}": gain for number, gain in enumerate(values)})
+                )
                 lost = sum(values) if chosen == 1.0 else -sum(values)
                 assert lost <= max(map(abs, values)) + 4 * 0.01 + 1e-9
 
 
 def test_gains_are_of_patients_with_both_values() -> None:
-    values, reference = torch.tensor([0.9, 0.5, torch.nan, 0.3]), torch.tensor([0.8, 0.6, 0.1, torch.nan])
+    values, reference = (
+        torch.tensor([0.9, 0.5, torch.nan, 0.3]),
+        torch.tensor([0.8, 0.6, 0.1, torch.nan]),
+    )
     assert fedsm.paired_gain(values, reference) == pytest.approx(0.0, abs=1e-7)
-    assert fedsm.paired_gain(values[2:], reference[2:]) is None and fedsm.paired_gain(values[:0], reference[:0]) is None
+    assert (
+        fedsm.paired_gain(values[2:], reference[2:]) is None
+        and fedsm.paired_gain(values[:0], reference[:0]) is None
+    )
 
 
 class TestTemperature:
@@ -157,16 +200,22 @@ class TestTemperature:
 
     def test_scores_become_how_often_they_are_right(self) -> None:
         """Always sure at 10, right three times in four: (15 + 1) / (20 + 2) with Laplace's rule, at log-odds near 10 / T."""
-        temperature = fedsm.fitted_temperature({"A": self.site(0, 10.0, 300, 100), "B": self.site(1, 10.0, 300, 100)})
+        temperature = fedsm.fitted_temperature(
+            {"A": self.site(0, 10.0, 300, 100), "B": self.site(1, 10.0, 300, 100)}
+        )
         assert torch.tensor(10 / temperature).sigmoid() == pytest.approx(0.75, abs=0.05)
 
     def test_more_cases_without_an_error_are_surer_and_none_are_certain(self) -> None:
-        few, many = (fedsm.fitted_temperature({"A": self.site(0, 1.0, count, 0)}) for count in (4, 400))
+        few, many = (
+            fedsm.fitted_temperature({"A": self.site(0, 1.0, count, 0)}) for count in (4, 400)
+        )
         assert fedsm.TEMPERATURES[0] < many < few
 
     def test_a_patient_is_one_case(self) -> None:
         logits = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-        assert fedsm.calibration_losses(logits[[0, 2]], 0, None) == pytest.approx(fedsm.calibration_losses(logits, 0, ["a", "a", "b"]))
+        assert fedsm.calibration_losses(logits[[0, 2]], 0, None) == pytest.approx(
+            fedsm.calibration_losses(logits, 0, ["a", "a", "b"])
+        )
 
     def test_losses_are_finite_however_sure_the_selector_is(self) -> None:
         losses = fedsm.calibration_losses(torch.tensor([[1e4, -1e4]]), 1, None)
@@ -176,12 +225,17 @@ class TestTemperature:
 def test_a_patients_images_share_their_scores() -> None:
     scores = torch.tensor([[0.6, 0.4], [0.1, 0.9], [0.7, 0.3]])
     assert fedsm.patient_scores(scores, ["p", "p", "q"]).argmax(dim=1).tolist() == [1, 1, 0]
-    assert torch.equal(fedsm.patient_scores(scores, ["p", "q", "r"]), scores) and fedsm.patient_scores(scores[:0], []).shape == (0, 2)
+    assert torch.equal(
+        fedsm.patient_scores(scores, ["p", "q", "r"]), scores
+    ) and fedsm.patient_scores(scores[:0], []).shape == (0, 2)
 
 
 def test_apfl_keeps_what_the_mixture_collected() -> None:
     four, nothing = ({name: torch.tensor(value) for name in ("w", "mean")} for value in (4.0, 0.0))
-    assert fedsm.apfl_mixture(four, nothing, 0.5, ["mean"]) == {"w": torch.tensor(2.0), "mean": torch.tensor(4.0)}
+    assert fedsm.apfl_mixture(four, nothing, 0.5, ["mean"]) == {
+        "w": torch.tensor(2.0),
+        "mean": torch.tensor(4.0),
+    }
 
 
 class TestRidge:
@@ -191,19 +245,37 @@ class TestRidge:
 
     def test_it_is_weighted_least_squares_on_one_hot_labels(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        classes = [torch.randn(count, 4, generator=generator, dtype=torch.float64) + k for k, count in enumerate((5, 50, 20))]
-        weight, bias = fedsm.ridge_solution({k: self.statistics(features) for k, features in enumerate(classes)}, 3, 0.0)
-        rows = torch.cat([torch.cat([f, torch.ones(len(f), 1)], dim=1) / len(f) ** 0.5 for f in classes])
-        targets = torch.cat([torch.eye(3, dtype=torch.float64)[k].expand(len(f), 3) / len(f) ** 0.5 for k, f in enumerate(classes)])
+        classes = [
+            torch.randn(count, 4, generator=generator, dtype=torch.float64) + k
+            for k, count in enumerate((5, 50, 20))
+        ]
+        weight, bias = fedsm.ridge_solution(
+            {k: self.statistics(features) for k, features in enumerate(classes)}, 3, 0.0
+        )
+        rows = torch.cat(
+            [torch.cat([f, torch.ones(len(f), 1)], dim=1) / len(f) ** 0.5 for f in classes]
+        )
+        targets = torch.cat(
+            [
+                torch.eye(3, dtype=torch.float64)[k].expand(len(f), 3) / len(f) ** 0.5
+                for k, f in enumerate(classes)
+            ]
+        )
         expected = torch.linalg.lstsq(rows, targets).solution.T.float()
-        torch.testing.assert_close(torch.cat([weight, bias[:, None]], dim=1), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.cat([weight, bias[:, None]], dim=1), expected, rtol=1e-4, atol=1e-5
+        )
 
     def test_equal_sites_cannot_be_told_apart(self) -> None:
-        same = self.statistics(torch.randn(9, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64))
+        same = self.statistics(
+            torch.randn(9, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        )
         weight, bias = fedsm.ridge_solution({0: same, 1: same}, 2, 0.01)
         torch.testing.assert_close(weight, torch.zeros(2, 3))
         torch.testing.assert_close(bias, torch.full((2,), 0.5))
 
     def test_constant_features_and_absent_classes_do_no_harm(self) -> None:
-        weight, bias = fedsm.ridge_solution({0: self.statistics(torch.ones(4, 2, dtype=torch.float64))}, 2, 0.0)
+        weight, bias = fedsm.ridge_solution(
+            {0: self.statistics(torch.ones(4, 2, dtype=torch.float64))}, 2, 0.0
+        )
         assert torch.isfinite(weight).all() and bias[0] == 1.0 and bias[1] < -1000

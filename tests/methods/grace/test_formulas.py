@@ -21,7 +21,9 @@ PARAMETERS = ["conv1.weight", "conv1.bias", "bn1.weight", "bn1.bias", "fc.weight
 
 
 def assert_close(actual: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    np.testing.assert_allclose(torch.as_tensor(actual).detach().numpy(), np.asarray(expected), rtol=rtol, atol=atol)
+    np.testing.assert_allclose(
+        torch.as_tensor(actual).detach().numpy(), np.asarray(expected), rtol=rtol, atol=atol
+    )
 
 
 def flatten(state: StateDict, names: list[str]) -> Tensor:
@@ -39,55 +41,96 @@ def server(golden: Golden) -> tuple[Any, ...]:
     numbers = {key.removeprefix("pos/"): value for key, value in golden("grace_server").items()}
 
     def state(folder: str) -> StateDict:
-        return {key.removeprefix(f"{folder}/"): torch.from_numpy(value) for key, value in numbers.items() if key.startswith(f"{folder}/")}
+        return {
+            key.removeprefix(f"{folder}/"): torch.from_numpy(value)
+            for key, value in numbers.items()
+            if key.startswith(f"{folder}/")
+        }
 
     sites = {f"c{place}": state(f"c{place}") for place in range(4)}
     return state("global_in"), sites, dict(zip(sites, numbers["p"], strict=True)), numbers
 
 
 class TestConsistencyWeights:
-    @pytest.mark.parametrize(("include_self", "key"), [(True, "ref64_paper_incl_self"), (False, "ref64_official_excl_self")])
+    @pytest.mark.parametrize(
+        ("include_self", "key"),
+        [(True, "ref64_paper_incl_self"), (False, "ref64_official_excl_self")],
+    )
     def test_reference(self, server: Any, include_self: bool, key: str) -> None:
         model, states, p, numbers = server
-        deltas = torch.stack([flatten(state, PARAMETERS) for state in states.values()]) - flatten(model, PARAMETERS)
+        deltas = torch.stack([flatten(state, PARAMETERS) for state in states.values()]) - flatten(
+            model, PARAMETERS
+        )
         gram = (deltas @ deltas.T)[None]
         assert_close(grace.similarity(gram), numbers[f"{key}_sim"])
-        assert_close(grace.average_consistency(grace.similarity(gram), include_self), numbers[f"{key}_avgcos"])
-        weights = grace.consistency_weights(deltas, torch.tensor(list(p.values())), include_self=include_self)
+        assert_close(
+            grace.average_consistency(grace.similarity(gram), include_self),
+            numbers[f"{key}_avgcos"],
+        )
+        weights = grace.consistency_weights(
+            deltas, torch.tensor(list(p.values())), include_self=include_self
+        )
         assert_close(weights, numbers[f"{key}_weights"])
         assert_close(weights @ deltas, numbers[f"{key}_agg_delta_flat"])
-        moved, _ = grace.consistent_aggregate(model, states, p, PARAMETERS, include_self=include_self)
+        moved, _ = grace.consistent_aggregate(
+            model, states, p, PARAMETERS, include_self=include_self
+        )
         assert_close(flatten(moved, PARAMETERS), numbers[f"{key}_global_out_flat"])
 
     @pytest.mark.parametrize("granularity", GRANULARITIES)
     def test_published_granularities(self, server: Any, granularity: str) -> None:
         model, states, p, numbers = server
-        deltas = torch.stack([flatten(state, PARAMETERS) for state in states.values()]) - flatten(model, PARAMETERS)
+        deltas = torch.stack([flatten(state, PARAMETERS) for state in states.values()]) - flatten(
+            model, PARAMETERS
+        )
         sizes = [model[name].numel() for name in PARAMETERS]
         options: dict[str, Any] = {"include_self": False, "granularity": granularity}
         expected = numbers[f"official_{granularity}_weights"]
-        assert_close(grace.consistency_weights(deltas, torch.tensor(list(p.values())), sizes=sizes, **options), expected)
+        assert_close(
+            grace.consistency_weights(
+                deltas, torch.tensor(list(p.values())), sizes=sizes, **options
+            ),
+            expected,
+        )
         moved, weights = grace.consistent_aggregate(model, states, p, PARAMETERS, **options)
         assert_close(list(weights.values()), expected)
         for name in [*PARAMETERS, "bn1.running_mean", "bn1.running_var"]:
             assert_close(moved[name], numbers[f"official_{granularity}_global_out_slr1.0/{name}"])
-        assert moved["bn1.num_batches_tracked"] == 13  # the largest; the published code truncates a mean
+        assert (
+            moved["bn1.num_batches_tracked"] == 13
+        )  # the largest; the published code truncates a mean
 
     def test_published_server_rate(self, server: Any) -> None:
         model, states, p, numbers = server
-        moved, _ = grace.consistent_aggregate(model, states, p, PARAMETERS, include_self=False, server_rate=0.5)
-        for name in ("conv1.weight", "conv1.bias", "fc.weight", "fc.bias", "bn1.running_mean", "bn1.running_var"):
+        moved, _ = grace.consistent_aggregate(
+            model, states, p, PARAMETERS, include_self=False, server_rate=0.5
+        )
+        for name in (
+            "conv1.weight",
+            "conv1.bias",
+            "fc.weight",
+            "fc.bias",
+            "bn1.running_mean",
+            "bn1.running_var",
+        ):
             assert_close(moved[name], numbers[f"official_total_global_out_slr0.5/{name}"])
         # BatchNorm's affine weights are trained, so they step by the server rate too; the published code overwrites them
         whole, _ = grace.consistent_aggregate(model, states, p, PARAMETERS, include_self=False)
         assert_close(moved["bn1.weight"], (model["bn1.weight"] + whole["bn1.weight"]) / 2)
 
     def test_by_hand(self) -> None:
-        deltas = matrix([1, 0], [1, 0], [0, 2])  # cosines: 1 between the first two, 0 with the third
+        deltas = matrix(
+            [1, 0], [1, 0], [0, 2]
+        )  # cosines: 1 between the first two, 0 with the third
         p = torch.tensor([1.0, 2.0, 1.0])
-        assert_close(grace.consistency_weights(deltas, p), np.array([2, 4, 1]) / 7)  # c = (2, 2, 1) / 3
+        assert_close(
+            grace.consistency_weights(deltas, p), np.array([2, 4, 1]) / 7
+        )  # c = (2, 2, 1) / 3
         # others only: c = (.5, .5, 0); the zero shifts all by .001
-        assert_close(grace.consistency_weights(deltas, p, include_self=False), np.array([0.501, 1.002, 0.001]) / 1.504)
+        assert_close(
+            grace.consistency_weights(deltas, p, include_self=False),
+            np.array([0.501, 1.002, 0.001]) / 1.504,
+        )
 
     @pytest.mark.parametrize("include_self", [True, False])
     @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -100,7 +143,9 @@ class TestConsistencyWeights:
             pytest.param(torch.tensor([1.0, 1, -1, -1])[:, None].repeat(1, 8), id="opposite pairs"),
         ],
     )
-    def test_equal_cosines_give_p(self, deltas: Tensor, granularity: str, include_self: bool) -> None:
+    def test_equal_cosines_give_p(
+        self, deltas: Tensor, granularity: str, include_self: bool
+    ) -> None:
         options: dict[str, Any] = {"include_self": include_self, "granularity": granularity}
         assert_close(grace.consistency_weights(deltas, P, sizes=[4, 4], **options), P, rtol=1e-12)
 
@@ -120,7 +165,9 @@ class TestConsistencyWeights:
 
     def test_errors_name_the_offender(self) -> None:
         with pytest.raises(ValueError, match="parameters"):
-            grace.consistent_aggregate({"w": torch.zeros(2)}, {"A": {"w": torch.zeros(2)}}, {"A": 1.0}, [])
+            grace.consistent_aggregate(
+                {"w": torch.zeros(2)}, {"A": {"w": torch.zeros(2)}}, {"A": 1.0}, []
+            )
         deltas = torch.ones(3, 2)
         deltas[1, 0] = math.nan
         with pytest.raises(UpdateError, match="1"):
@@ -136,8 +183,12 @@ class TestConsistencyWeights:
 
 @pytest.mark.parametrize("rate", [1.0, 0.5])
 def test_the_global_model_keeps_its_dtype(rate: float) -> None:
-    states = {site: {"w": torch.full((2,), value).half()} for site, value in (("A", 1.0), ("B", 3.0))}
-    moved, _ = grace.consistent_aggregate({"w": torch.zeros(2)}, states, {"A": 1.0, "B": 1.0}, ["w"], server_rate=rate)
+    states = {
+        site: {"w": torch.full((2,), value).half()} for site, value in (("A", 1.0), ("B", 3.0))
+    }
+    moved, _ = grace.consistent_aggregate(
+        {"w": torch.zeros(2)}, states, {"A": 1.0, "B": 1.0}, ["w"], server_rate=rate
+    )
     assert moved["w"].dtype == torch.float32 and moved["w"].tolist() == [2 * rate] * 2
 
 
@@ -145,7 +196,11 @@ class TestAlignment:
     @pytest.fixture
     def features(self, golden: Golden) -> tuple[Tensor, Tensor, dict[str, np.ndarray]]:
         numbers = golden("grace_align")
-        return torch.from_numpy(numbers["x"]), torch.from_numpy(numbers["y"]).requires_grad_(), numbers
+        return (
+            torch.from_numpy(numbers["x"]),
+            torch.from_numpy(numbers["y"]).requires_grad_(),
+            numbers,
+        )
 
     def test_reference(self, features: Any) -> None:
         x, y, numbers = features
@@ -157,7 +212,10 @@ class TestAlignment:
         x, y, numbers = features
         discriminator = nn.Linear(5, 1).double()
         discriminator.load_state_dict(
-            {"weight": torch.from_numpy(numbers["adv_w"])[None], "bias": torch.from_numpy(numbers["adv_b"]).reshape(1)}
+            {
+                "weight": torch.from_numpy(numbers["adv_w"])[None],
+                "bias": torch.from_numpy(numbers["adv_b"]).reshape(1),
+            }
         )
         loss = grace.adversarial(discriminator, x, y)
         loss.backward()
@@ -203,14 +261,18 @@ class TestMetaTrained:
             return torch.tanh(F.linear(images, weights["0.weight"], weights["0.bias"]))
 
         def task_loss(weights: Any, half: str) -> Tensor:
-            return F.cross_entropy(functional_call(network, weights, (numbers[f"x_{half}"],)), numbers[f"y_{half}"])
+            return F.cross_entropy(
+                functional_call(network, weights, (numbers[f"x_{half}"],)), numbers[f"y_{half}"]
+            )
 
         for step in range(2):
             adapted = grace.meta_trained(parameters, lambda weights: task_loss(weights, "tr"), 0.05)
             if step == 0:
                 for name in state:
                     assert_close(adapted[name], numbers[f"sgd/theta_prime/{name}"])
-            loss = task_loss(adapted, "te") + grace.coral(features(frozen, numbers["x_te"]), features(adapted, numbers["x_te"]))
+            loss = task_loss(adapted, "te") + grace.coral(
+                features(frozen, numbers["x_te"]), features(adapted, numbers["x_te"])
+            )
             assert_close(loss, numbers[f"sgd/meta_loss_iter{step}"])
             optimizer.zero_grad()
             loss.backward()

@@ -17,10 +17,19 @@ def test_sites_with_random_labels_get_less_weight(seed: int) -> None:
     for method in ("fedavg", "grace"):
         reports: list[StepReport] = []
         results = run_local(
-            method, "mechanisms/noisy_sites", sites, outside=["X"], rounds=10, seed=seed, resplit=seed, observe=reports.append
+            method,
+            "mechanisms/noisy_sites",
+            sites,
+            outside=["X"],
+            rounds=10,
+            seed=seed,
+            resplit=seed,
+            observe=reports.append,
         )
         f1[method] = results["sites"]["X"]["metrics"]["deployed"]["f1_macro"]
-        aggregations = [report.line()["aggregation"] for report in reports if report.step.phase == "train"]
+        aggregations = [
+            report.line()["aggregation"] for report in reports if report.step.phase == "train"
+        ]
     for site in "DE":
         assert fmean(aggregation[site]["weight"] for aggregation in aggregations) < 1 / len(sites)
     assert f1["grace"] > f1["fedavg"]

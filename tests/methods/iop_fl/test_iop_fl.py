@@ -17,13 +17,32 @@ from medflare.methods.catalogue import build_deployed
 from medflare.methods.iop_fl import METHOD, outside
 from medflare.methods.iop_fl import formulas as iop_math
 from medflare.methods.iop_fl.formulas import agreeing, image_spread
-from medflare.methods.iop_fl.outside import EXPERTS, MIXTURE, RoutedModel, Summary, contradict, gate_refusal, summarize, test_time_loss
+from medflare.methods.iop_fl.outside import (
+    EXPERTS,
+    MIXTURE,
+    RoutedModel,
+    StateSummary,
+    contradict,
+    gate_refusal,
+    summarize,
+    test_time_loss,
+)
 from medflare.methods.iop_fl.server import IOPServer
 from medflare.methods.iop_fl.site import IOPHyper, IOPSite
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.site import Site
 from methods import squares
-from methods.squares import CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION, SITES, WITHOUT_BATCH_NORM, equal, plan_of, site
+from methods.squares import (
+    CLASSIFICATION,
+    MULTICLASS,
+    MULTILABEL,
+    SEGMENTATION,
+    SITES,
+    WITHOUT_BATCH_NORM,
+    equal,
+    plan_of,
+    site,
+)
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
@@ -204,9 +223,9 @@ def test_the_default_objective_does_not_reward_collapse() -> None:
 
 
 def test_every_limit_refuses() -> None:
-    start = Summary(1.0, 0.5, 1.0)
+    start = StateSummary(1.0, 0.5, 1.0)
     assert gate_refusal(start, start) == ""
-    assert "0.20" in gate_refusal(Summary(0.1, 0.1, 1.0), start) and "0.50" in gate_refusal(Summary(0.1, 0.5, 0.5), start)
+    assert "0.20" in gate_refusal(StateSummary(0.1, 0.1, 1.0), start) and "0.50" in gate_refusal(StateSummary(0.1, 0.5, 0.5), start)
 
 
 @pytest.mark.parametrize("seed", range(2))

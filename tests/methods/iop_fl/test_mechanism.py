@@ -12,9 +12,19 @@ ROUNDS = 6
 def dice_outside(inside: list[str], outside: str, seed: int) -> dict[str, float]:
     """Model -> Dice at the outside site."""
     results = run_local(
-        "iop_fl", "mechanisms/two_disks", inside, outside=[outside], rounds=ROUNDS, seed=seed, resplit=seed, comparisons=True
+        "iop_fl",
+        "mechanisms/two_disks",
+        inside,
+        outside=[outside],
+        rounds=ROUNDS,
+        seed=seed,
+        resplit=seed,
+        comparisons=True,
     )
-    return {model: metrics["dice"] or 0.0 for model, metrics in results["sites"][outside]["metrics"].items()}
+    return {
+        model: metrics["dice"] or 0.0
+        for model, metrics in results["sites"][outside]["metrics"].items()
+    }
 
 
 @pytest.mark.slow

@@ -46,11 +46,23 @@ def states_of(make: Callable[[], nn.Module], count: int, seed: int = 0) -> list[
 
 def averaged(make: Callable[[], nn.Module], states: Any) -> nn.Module:
     """The network of mean weights; what is not routed comes from the last state, as in the routed one."""
-    mean = weighted_mean({str(k): state for k, state in enumerate(states)}, dict.fromkeys(map(str, range(len(states))), 1.0))
+    mean = weighted_mean(
+        {str(k): state for k, state in enumerate(states)},
+        dict.fromkeys(map(str, range(len(states))), 1.0),
+    )
     module = make()
     layers = module.named_modules(remove_duplicate=False)
-    routed = {name for name, layer in layers if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d, nn.Linear))}
-    module.load_state_dict({name: mean[name] if name.rpartition(".")[0] in routed else tensor for name, tensor in states[-1].items()})
+    routed = {
+        name
+        for name, layer in layers
+        if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d, nn.Linear))
+    }
+    module.load_state_dict(
+        {
+            name: mean[name] if name.rpartition(".")[0] in routed else tensor
+            for name, tensor in states[-1].items()
+        }
+    )
     return module.eval()
 
 
@@ -61,7 +73,9 @@ def test_uniform_router_equals_the_averaged_network(per_layer: bool, experts: in
     states, images = states_of(Everything, experts), torch.rand(3, 3, 8, 10)
     routed = RoutedNetwork(Everything(), states, Routing(per_layer=per_layer))
     with torch.no_grad():
-        torch.testing.assert_close(routed(images), averaged(Everything, states)(images), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            routed(images), averaged(Everything, states)(images), rtol=1e-5, atol=1e-6
+        )
     for coefficients in routed.coefficients(images).values():
         torch.testing.assert_close(coefficients, torch.full_like(coefficients, 1 / experts))
 
@@ -82,7 +96,10 @@ def test_a_softmax_mixture_of_equal_experts_is_the_expert() -> None:
     for coefficients, unchanged in kinds:
         routed = drawn(Everything(), same, coefficients=coefficients)
         with torch.no_grad():
-            assert torch.allclose(routed(images), averaged(Everything, same)(images), atol=1e-5) == unchanged
+            assert (
+                torch.allclose(routed(images), averaged(Everything, same)(images), atol=1e-5)
+                == unchanged
+            )
 
 
 def test_every_sample_has_its_own_weights() -> None:
@@ -100,16 +117,32 @@ def test_every_sample_has_its_own_weights() -> None:
 @pytest.mark.parametrize(("name", "entry"), [("conv", "e"), ("deconv", "u")])
 def test_reference_numbers(golden: Golden, name: str, entry: str) -> None:
     numbers = {key: torch.as_tensor(value) for key, value in golden("iop").items()}
-    layer = nn.Conv2d(3, 5, 3, padding=1) if name == "conv" else nn.ConvTranspose2d(3, 4, 2, stride=2)
-    experts = [{part: numbers[f"route/expert{k}/{entry}.{part}"] for part in ("weight", "bias")} for k in range(5)]
+    layer = (
+        nn.Conv2d(3, 5, 3, padding=1) if name == "conv" else nn.ConvTranspose2d(3, 4, 2, stride=2)
+    )
+    experts = [
+        {part: numbers[f"route/expert{k}/{entry}.{part}"] for part in ("weight", "bias")}
+        for k in range(5)
+    ]
     routed: Any = RoutedNetwork(layer, experts, Routing(coefficients="sigmoid"))
-    routed.network.router.load_state_dict({key: numbers[f"route/{name}/routing_fn/{key}"] for key in routed.network.router.state_dict()})
+    routed.network.router.load_state_dict(
+        {
+            key: numbers[f"route/{name}/routing_fn/{key}"]
+            for key in routed.network.router.state_dict()
+        }
+    )
     images = numbers["route/x"]
-    torch.testing.assert_close(routed.coefficients(images)[""], numbers[f"route/{name}/r"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        routed.coefficients(images)[""], numbers[f"route/{name}/r"], rtol=1e-5, atol=1e-6
+    )
     with torch.no_grad():
-        torch.testing.assert_close(routed(images), numbers[f"route/{name}/official_out"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            routed(images), numbers[f"route/{name}/official_out"], rtol=1e-5, atol=1e-5
+        )
         uniform = RoutedNetwork(layer, experts)(images)
-    torch.testing.assert_close(uniform, numbers[f"route/{name}/uniform_init_out"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        uniform, numbers[f"route/{name}/uniform_init_out"], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_gradients_reach_every_router_and_nothing_else() -> None:
@@ -118,9 +151,17 @@ def test_gradients_reach_every_router_and_nothing_else() -> None:
     adaptable = routed.adaptable()
     assert all("router" in name for name in adaptable)
     assert all(parameter.grad is not None for parameter in adaptable.values())
-    moving = [name for name, parameter in adaptable.items() if parameter.grad is not None and parameter.grad.abs().sum() > 0]
+    moving = [
+        name
+        for name, parameter in adaptable.items()
+        if parameter.grad is not None and parameter.grad.abs().sum() > 0
+    ]
     assert {name.split(".")[1] for name in moving} == {"down", "depthwise", "up", "head"}
-    assert all(parameter.grad is None for name, parameter in routed.named_parameters() if name not in adaptable)
+    assert all(
+        parameter.grad is None
+        for name, parameter in routed.named_parameters()
+        if name not in adaptable
+    )
 
 
 def test_batch_norm_uses_the_test_batch() -> None:
@@ -133,11 +174,15 @@ def test_batch_norm_uses_the_test_batch() -> None:
         batch: Any = RoutedNetwork(make(), states, Routing(statistics="batch"))
         reference.norm.train()
         torch.testing.assert_close(batch(images), reference(images), rtol=1e-4, atol=1e-5)
-    assert torch.equal(batch.network.norm.layer.running_mean, states[-1]["norm.running_mean"])  # unchanged
+    assert torch.equal(
+        batch.network.norm.layer.running_mean, states[-1]["norm.running_mean"]
+    )  # unchanged
 
 
 @pytest.mark.parametrize("expert", [0, 1, 2])
-def test_a_network_that_prefers_its_base_is_that_expert(expert: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_that_prefers_its_base_is_that_expert(
+    expert: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(routing_module, "_NEARLY_ALL", 1 - 1e-7)
     make = lambda: Everything(nn.BatchNorm2d)  # noqa: E731
     states = states_of(make, 3)
@@ -170,7 +215,9 @@ def test_the_adapted_state_is_restored_and_others_are_refused() -> None:
     second.load_adapted_state(first.adapted_state())
     assert torch.equal(first(images), second(images))
     with pytest.raises(StateError):
-        RoutedNetwork(Everything(), states, Routing(per_layer=False)).load_adapted_state(first.adapted_state())
+        RoutedNetwork(Everything(), states, Routing(per_layer=False)).load_adapted_state(
+            first.adapted_state()
+        )
 
 
 def test_a_network_without_layers_to_route_is_refused() -> None:
@@ -180,7 +227,9 @@ def test_a_network_without_layers_to_route_is_refused() -> None:
 
 MONAI: dict[str, Callable[[], nn.Module]] = {
     "attention unet": lambda: AttentionUnet(2, 1, 2, (4, 8), (2,)),
-    "segresnet": lambda: SegResNet(2, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1), blocks_up=(1,)),
+    "segresnet": lambda: SegResNet(
+        2, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1), blocks_up=(1,)
+    ),
     "densenet": lambda: DenseNet(2, 1, 2, init_features=4, growth_rate=4, block_config=(2, 2)),
 }
 
@@ -190,7 +239,9 @@ def test_monai_networks(make: Callable[[], nn.Module]) -> None:
     states, images = states_of(make, 3), torch.rand(2, 1, 32, 32)
     routed = RoutedNetwork(make(), states, Routing(statistics="running"))
     with torch.no_grad():
-        torch.testing.assert_close(routed(images), averaged(make, states)(images), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            routed(images), averaged(make, states)(images), rtol=1e-4, atol=1e-5
+        )
     routed(images).square().sum().backward()
     assert sum(isinstance(module, RoutedLayer) for module in routed.network.modules()) >= 5
     assert all(parameter.grad is not None for parameter in routed.adaptable().values())

@@ -12,15 +12,22 @@ from medflare.core.rng import torch_generator
 from medflare.methods.prr import formulas as prr
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
-OFFICIAL_EPS: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}  # the official code adds 1e-6 inside its logarithm and its quotients
+OFFICIAL_EPS: dict[str, Any] = {
+    "rtol": 1e-4,
+    "atol": 1e-4,
+}  # the official code adds 1e-6 inside its logarithm and its quotients
 
 
-@pytest.mark.parametrize(("rule", "key"), [("official", "official_stage"), ("threshold", "paper_threshold_stage")])
+@pytest.mark.parametrize(
+    ("rule", "key"), [("official", "official_stage"), ("threshold", "paper_threshold_stage")]
+)
 @pytest.mark.parametrize("sequence", ["seq0", "seq1"])
 def test_stages_match_the_reference(golden: Golden, sequence: Any, rule: str, key: str) -> None:
     reference = golden("det")
     stage, actual = 0, []
-    for deputy, personal in zip(reference[f"{sequence}/deputy"], reference[f"{sequence}/personal"], strict=True):
+    for deputy, personal in zip(
+        reference[f"{sequence}/deputy"], reference[f"{sequence}/personal"], strict=True
+    ):
         stage = prr.next_stage(stage, deputy, personal, rule=rule)
         actual.append(stage)
     assert actual == reference[f"{sequence}/{key}"].tolist()
@@ -33,7 +40,9 @@ def test_distillation_matches_the_reference_and_teaches_the_student_only(golden:
     value = prr.distillation_loss(student, teacher)
     np.testing.assert_allclose(value.item(), reference["kl/value"], **CLOSE)
     value.backward()
-    torch.testing.assert_close(student.grad, (student.softmax(1) - teacher.softmax(1)).detach() / 5)  # d KL / d z = (p - q) / M
+    torch.testing.assert_close(
+        student.grad, (student.softmax(1) - teacher.softmax(1)).detach() / 5
+    )  # d KL / d z = (p - q) / M
     assert teacher.grad is None
 
 
@@ -59,7 +68,11 @@ def test_conjoint_mask_by_hand_and_for_classes_that_nobody_has() -> None:
 @pytest.mark.parametrize("signed", ["", "_signed"])
 def test_gamma_matches_the_reference(cpa: dict[str, Tensor], signed: bool) -> None:
     local, global_ = cpa[f"local_proto{signed}"].double(), cpa[f"global_proto{signed}"].double()
-    torch.testing.assert_close(prr.prototype_gamma(local, global_, 3.0), cpa[f"beta0.8_tau3.0/ref64_gamma{signed}"], **CLOSE)
+    torch.testing.assert_close(
+        prr.prototype_gamma(local, global_, 3.0),
+        cpa[f"beta0.8_tau3.0/ref64_gamma{signed}"],
+        **CLOSE,
+    )
     similarity = 4.0 / prr.prototype_gamma(local, global_, 3.0) - 3.0
     torch.testing.assert_close(similarity, cpa[f"ref64_cos{signed}"], **CLOSE)
 
@@ -67,8 +80,12 @@ def test_gamma_matches_the_reference(cpa: dict[str, Tensor], signed: bool) -> No
 def test_gamma_of_aligned_orthogonal_opposite_and_missing_prototypes() -> None:
     local = torch.tensor([[2.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
     global_ = torch.tensor([[5.0, 0.0], [0.0, 3.0], [-2.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
-    torch.testing.assert_close(prr.prototype_gamma(local, global_, 3.0), torch.tensor([1.0, 4 / 3, 2.0, 1.0, 1.0]))
-    steep = prr.prototype_gamma(local, global_, 1.0)  # cos = -1 and tau = 1: the formula itself divides by zero
+    torch.testing.assert_close(
+        prr.prototype_gamma(local, global_, 3.0), torch.tensor([1.0, 4 / 3, 2.0, 1.0, 1.0])
+    )
+    steep = prr.prototype_gamma(
+        local, global_, 1.0
+    )  # cos = -1 and tau = 1: the formula itself divides by zero
     assert torch.isfinite(steep).all() and steep[2] == pytest.approx(2000, rel=1e-4)
 
 
@@ -76,14 +93,26 @@ def test_cpa_loss_matches_the_reference(cpa: dict[str, Tensor]) -> None:
     logits, targets, counts = cpa["logits"].double(), cpa["targets"], cpa["counts"]
     gamma = {sign: cpa[f"beta0.8_tau3.0/ref64_gamma{sign}"] for sign in ("", "_signed")}
     group = "beta0.8_tau3.0"
-    torch.testing.assert_close(prr.cpa_loss(logits, targets, counts, gamma[""], 0.8), cpa[f"{group}/ref64_loss"], **CLOSE)
-    torch.testing.assert_close(prr.cpa_loss(logits, targets, counts, None, 0.8), cpa[f"{group}/ref64_global_only"], **CLOSE)
-    torch.testing.assert_close(prr.cpa_loss(logits, targets, None, gamma[""], 0.8), cpa[f"{group}/ref64_local_only"], **CLOSE)
+    torch.testing.assert_close(
+        prr.cpa_loss(logits, targets, counts, gamma[""], 0.8), cpa[f"{group}/ref64_loss"], **CLOSE
+    )
+    torch.testing.assert_close(
+        prr.cpa_loss(logits, targets, counts, None, 0.8), cpa[f"{group}/ref64_global_only"], **CLOSE
+    )
+    torch.testing.assert_close(
+        prr.cpa_loss(logits, targets, None, gamma[""], 0.8),
+        cpa[f"{group}/ref64_local_only"],
+        **CLOSE,
+    )
     for sign in gamma:
         actual = prr.cpa_loss(logits, targets, counts, gamma[sign], 0.8)
-        torch.testing.assert_close(actual, cpa[f"{group}/official_loss{sign}"].double(), **OFFICIAL_EPS)
+        torch.testing.assert_close(
+            actual, cpa[f"{group}/official_loss{sign}"].double(), **OFFICIAL_EPS
+        )
     torch.testing.assert_close(
-        prr.cpa_loss(logits, targets, counts, None, 0.8), cpa[f"{group}/official_global_only"].double(), **OFFICIAL_EPS
+        prr.cpa_loss(logits, targets, counts, None, 0.8),
+        cpa[f"{group}/official_global_only"].double(),
+        **OFFICIAL_EPS,
     )
 
 
@@ -91,7 +120,9 @@ def test_gradient_of_the_cpa_loss_matches_the_reference(cpa: dict[str, Tensor]) 
     logits = cpa["logits"].clone().requires_grad_()
     gamma = prr.prototype_gamma(cpa["local_proto"], cpa["global_proto"], 3.0)
     prr.cpa_loss(logits, cpa["targets"], cpa["counts"], gamma, 0.8).backward()
-    torch.testing.assert_close(logits.grad, cpa["beta0.8_tau3.0/official_grad_logits"], **OFFICIAL_EPS)
+    torch.testing.assert_close(
+        logits.grad, cpa["beta0.8_tau3.0/official_grad_logits"], **OFFICIAL_EPS
+    )
 
 
 def test_pixels_are_samples(cpa: dict[str, Tensor]) -> None:
@@ -99,7 +130,10 @@ def test_pixels_are_samples(cpa: dict[str, Tensor]) -> None:
     pictures, labels = logits.reshape(2, 5, 3).transpose(1, 2), targets.reshape(2, 5)
     gamma = torch.tensor([1.0, 1.5, 2.0])
     for counts, weight in ((cpa["counts"], gamma), (None, None)):
-        torch.testing.assert_close(prr.cpa_loss(pictures, labels, counts, weight, 0.8), prr.cpa_loss(logits, targets, counts, weight, 0.8))
+        torch.testing.assert_close(
+            prr.cpa_loss(pictures, labels, counts, weight, 0.8),
+            prr.cpa_loss(logits, targets, counts, weight, 0.8),
+        )
     teacher = logits.flip(0)
     actual = prr.distillation_loss(pictures, teacher.reshape(2, 5, 3).transpose(1, 2))
     torch.testing.assert_close(actual, prr.distillation_loss(logits, teacher))
@@ -111,9 +145,15 @@ def test_pixels_are_samples(cpa: dict[str, Tensor]) -> None:
 
 def test_cpa_loss_survives_large_logits() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
-    value = prr.cpa_loss(logits, torch.tensor([1]), torch.tensor([10**9, 1, 0]), torch.tensor([1.0, 2.0, 1.0]), 0.8)
+    value = prr.cpa_loss(
+        logits, torch.tensor([1]), torch.tensor([10**9, 1, 0]), torch.tensor([1.0, 2.0, 1.0]), 0.8
+    )
     value.backward()
-    assert value.item() == pytest.approx(4e4) and logits.grad is not None and torch.isfinite(logits.grad).all()
+    assert (
+        value.item() == pytest.approx(4e4)
+        and logits.grad is not None
+        and torch.isfinite(logits.grad).all()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -128,22 +168,35 @@ def test_prototypes_of_half_precision_count_every_pixel(dtype: torch.dtype) -> N
 def test_global_prototypes_match_the_reference(cpa: dict[str, Tensor]) -> None:
     local, noise = cpa["protos_clients"].double(), cpa["proto_gaussian_noise_seed77"].double()
     present = torch.ones(4, 3)
-    torch.testing.assert_close(prr.global_prototypes(local, present, noise, "mean"), cpa["proto_mean"].double(), **CLOSE)
+    torch.testing.assert_close(
+        prr.global_prototypes(local, present, noise, "mean"), cpa["proto_mean"].double(), **CLOSE
+    )
     deviation = prr.global_prototypes(local, present, torch.ones(3, 64)) - cpa["proto_mean"]
     torch.testing.assert_close(deviation, cpa["proto_std_population_paper"], **CLOSE)
-    clamped = prr.global_prototypes(local, present, torch.ones(3, 64), "clamped") - cpa["proto_mean"]
-    torch.testing.assert_close(clamped, cpa["proto_std_unbiased_clamped_min1_official"].double(), **CLOSE)
+    clamped = (
+        prr.global_prototypes(local, present, torch.ones(3, 64), "clamped") - cpa["proto_mean"]
+    )
     torch.testing.assert_close(
-        prr.global_prototypes(local, present, noise, "clamped"), cpa["proto_gaussian_official_seed77"].double(), **CLOSE
+        clamped, cpa["proto_std_unbiased_clamped_min1_official"].double(), **CLOSE
+    )
+    torch.testing.assert_close(
+        prr.global_prototypes(local, present, noise, "clamped"),
+        cpa["proto_gaussian_official_seed77"].double(),
+        **CLOSE,
     )
 
 
 @pytest.mark.parametrize("spread", ["gaussian", "clamped", "mean"])
 def test_sites_without_a_class_do_not_count_for_it(spread: str) -> None:
-    local, noise = (torch.randn(shape, generator=torch_generator(7, str(shape)), dtype=torch.float64) for shape in ((3, 2, 4), (2, 4)))
+    local, noise = (
+        torch.randn(shape, generator=torch_generator(7, str(shape)), dtype=torch.float64)
+        for shape in ((3, 2, 4), (2, 4))
+    )
     present = torch.tensor([[1, 0], [1, 0], [0, 0]])
     actual = prr.global_prototypes(local, present, noise, spread)
-    torch.testing.assert_close(actual[0], prr.global_prototypes(local[:2, :1], torch.ones(2, 1), noise[:1], spread)[0])
+    torch.testing.assert_close(
+        actual[0], prr.global_prototypes(local[:2, :1], torch.ones(2, 1), noise[:1], spread)[0]
+    )
     assert torch.equal(actual[1], torch.zeros(4, dtype=torch.float64))
 
 

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from helpers.fixture_types import Golden
 from medflare.core.rng import torch_generator
 from medflare.methods.prr import fourier
-from medflare.methods.prr.fourier import Treatment, aggregate_models, fourier_aggregate, frequency_ratio, treatments, without_rule
+from medflare.methods.prr.fourier import (
+    Treatment,
+    aggregate_models,
+    fourier_aggregate,
+    frequency_ratio,
+    treatments,
+    without_rule,
+)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "official_both": {"window": "official"},

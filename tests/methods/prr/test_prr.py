@@ -26,7 +26,17 @@ from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 from methods import squares
-from methods.squares import BINARY_CLASSIFICATION, CLASSIFICATION, MULTICLASS, MULTILABEL, SEGMENTATION, SITES, enrolled, equal, site
+from methods.squares import (
+    BINARY_CLASSIFICATION,
+    CLASSIFICATION,
+    MULTICLASS,
+    MULTILABEL,
+    SEGMENTATION,
+    SITES,
+    enrolled,
+    equal,
+    site,
+)
 
 UNEVEN = (8, 4, 5)  # three training images of classes 0 and 1, two of class 2
 federation = partial(squares.federation, PRRSite, PRRServer)

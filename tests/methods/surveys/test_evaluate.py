@@ -13,8 +13,8 @@ from medflare.core.message import Message
 from medflare.evaluation.results import validate_results
 from medflare.federation.participant import Participant
 from medflare.inference.deployed import plain_message
-from medflare.methods.surveys.evaluate import EvaluateSite
 from medflare.methods.catalogue import get_method
+from medflare.methods.surveys.evaluate import EvaluateSite
 from medflare.privacy.ledger import Budget
 from medflare.tasks.config import load_task
 from methods import squares

@@ -11,15 +11,15 @@ from helpers.small_tasks import tiny_phantom
 from helpers.volume_sites import TASK, make_volumes
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.data.checking.fingerprint import fingerprints, read_fingerprints, to_json
-from medflare.data.checking.planning import plan
 from medflare.data.local import LocalSettings
 from medflare.evaluation.results import validate_results
 from medflare.federation.local import loop
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
-from medflare.methods.surveys.fingerprint import FILE, FINGERPRINT
 from medflare.methods.catalogue import get_method, method_names
+from medflare.methods.surveys.fingerprint import FILE, FINGERPRINT
+from medflare.preparation.fingerprint import fingerprints, read_fingerprints, to_json
+from medflare.preparation.planning import plan
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.opening import open_site
 

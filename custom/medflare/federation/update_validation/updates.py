@@ -37,7 +37,9 @@ _LIMIT: Final = 10.0  # times the median length of the others' updates
 _LARGEST_LIMIT: Final = (
     100.0  # with two sites, without a usual length, and for gradients and statistics
 )
-OPPOSITE: Final = -0.3  # an update with a smaller cosine to the others is suspicious; those of honest phantom sites are positive
+# An update with a smaller cosine to the others is suspicious; those of honest phantom sites are
+# positive.
+OPPOSITE: Final = -0.3
 
 
 @dataclass(frozen=True)

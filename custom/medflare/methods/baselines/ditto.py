@@ -1,5 +1,6 @@
-"""Ditto (Li et al., ICML 2021, Alg. 1): besides the global model every site trains a personal one
-with a proximal term.
+"""Ditto (Li et al., ICML 2021, Alg. 1): besides the global model, a personal one at every site.
+
+It is trained with a proximal term to the global model.
 
     min_v h_k(v; w_g) = F_k(v) + λ/2 ||v - w_g||²        (Eq. 2)
 
@@ -55,8 +56,9 @@ class DittoHyper(FedAvgSiteHyper):
 
 
 class DittoSite(FedAvgSite[DittoHyper]):
-    """FedAvg's site algorithm with a personal model, of the best round by the site's own
-    validation.
+    """FedAvg's site algorithm with a personal model.
+
+    The site uses that of the best round by its own validation.
     """
 
     freezes = False
@@ -71,8 +73,9 @@ class DittoSite(FedAvgSite[DittoHyper]):
         self.selection = PersonalModel(self)
 
     def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training, then that of the personal model with a proximal term to the incoming
-        global one.
+        """FedAvg's training, then that of the personal model.
+
+        Its proximal term is to the incoming global model.
         """
         personal = self.selection.validated(round, self.personal, "personal")
         reply = super().train(round, incoming)

@@ -38,6 +38,7 @@ class FedBNSite(PartialSite[FedAvgSiteHyper]):
         super().check(task, hyper, server_hyper)
         if not cls.local_part(meta_network(task)).names:
             raise ConfigError(
-                f"task {task.name}: network {task.network['name']} has no batch normalisation, so fedbn would be fedavg; "
-                "set task.network.norm=batch (unet) or task.network.batch_norm=true (small_cnn), or run fedavg"
+                f"task {task.name}: network {task.network['name']} has no batch normalisation, "
+                "so fedbn would be fedavg; set task.network.norm=batch (unet) or "
+                "task.network.batch_norm=true (small_cnn), or run fedavg"
             )

@@ -1,5 +1,6 @@
-"""FedProx (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020): a proximal
-term.
+"""FedProx (Li et al., MLSys 2020): a proximal term in local training.
+
+The paper is "Federated Optimization in Heterogeneous Networks".
 
     min_w h_k(w; w_g) = F_k(w) + μ/2 ||w - w_g||²        (Eq. 2)
 
@@ -45,8 +46,10 @@ class FedProxSite(FedAvgSite[FedProxHyper]):
     def fit(
         self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
     ) -> float | None:
-        """Epochs of the task's loss with μ (w - w_g) added to its gradients; returns the mean task
-        loss.
+        """Epochs of the task's loss with μ (w - w_g) added to its gradients.
+
+        Returns:
+            The mean task loss.
         """
         gradient_hook = proximal_term(model, model.state_dict(), self.hyper.mu)
         return train_epochs(

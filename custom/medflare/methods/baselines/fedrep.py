@@ -1,5 +1,4 @@
-"""FedRep (Collins et al., ICML 2021, Alg. 1): sites share the network's body, and each keeps its
-own head.
+"""FedRep (Collins et al., ICML 2021, Alg. 1): a shared body, and a head of its own at every site.
 
     h_k <- τ epochs of descent on F_k(h, φ) in h, from the site's last head, with φ from the server
     φ_k <- epochs of descent on F_k(h_k, φ) in φ
@@ -69,26 +68,14 @@ class FedRepSite(PartialSite[FedRepHyper]):
         def loss(_part: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
             return self.site.loss(model(images), targets)
 
+        def descend(part: nn.Module, purpose: str, count: int | None) -> float:
+            model.train()
+            return train_epochs(part, optimizer, self.site, round, purpose, loss=loss, count=count)
+
         with model.frozen(["body"]):
-            model.train()
-            head_loss = train_epochs(
-                model.head,
-                optimizer,
-                self.site,
-                round,
-                "head",
-                loss=loss,
-                count=self.hyper.head_epochs,
-            )
+            head_loss = descend(model.head, "head", self.hyper.head_epochs)
         with model.frozen(["head"]):
-            model.train()
-            body_loss = train_epochs(
-                model.body,
-                optimizer,
-                self.site,
-                round,
-                "model",
-                loss=loss,
-                count=self.hyper.body_epochs,
-            )
-        return head_loss if self.hyper.body_epochs == 0 else body_loss
+            body_loss = descend(model.body, "model", self.hyper.body_epochs)
+        if self.hyper.body_epochs == 0:
+            return head_loss
+        return body_loss

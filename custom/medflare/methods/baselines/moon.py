@@ -38,9 +38,9 @@ METHOD = Method(
 def contrastive_loss(
     z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float = 0.5
 ) -> Tensor:
-    """-log exp(cos(z, z_glob) / tau) / (exp(cos(z, z_glob) / tau) + exp(cos(z, z_prev) / tau)),
-    mean over images (MOON, Eq. 3).
+    """L_con (MOON, Eq. 3), mean over images.
 
+    -log exp(cos(z, z_glob) / tau) / (exp(cos(z, z_glob) / tau) + exp(cos(z, z_prev) / tau));
     log 2, without a gradient, where the global and the previous model agree.
 
     Args:
@@ -50,11 +50,11 @@ def contrastive_loss(
         temperature: tau.
     """
     local = z.flatten(1)
-    cosines = [
-        F.cosine_similarity(local, other.flatten(1), dim=1) for other in (z_global, z_previous)
-    ]
-    logits = torch.stack(cosines, dim=1) / temperature
-    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device))
+    to_global = F.cosine_similarity(local, z_global.flatten(1), dim=1)
+    to_previous = F.cosine_similarity(local, z_previous.flatten(1), dim=1)
+    logits = torch.stack([to_global, to_previous], dim=1) / temperature
+    of_global = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+    return F.cross_entropy(logits, of_global)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -70,7 +70,9 @@ class MoonHyper(PrivacyHyper, FedAvgSiteHyper):
 
 
 class MoonSite(FedAvgSite[MoonHyper]):
-    """Adds the contrastive loss from the second round on; uses its local model of the best round.
+    """Adds the contrastive loss from the second round on.
+
+    The site uses its local model of the best round.
     """
 
     freezes = False
@@ -86,8 +88,9 @@ class MoonSite(FedAvgSite[MoonHyper]):
         return True
 
     def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training; the trained model is validated and becomes the next round's previous
-        one.
+        """FedAvg's training; the trained model is validated.
+
+        It is the previous model of the next round.
         """
         reply = super().train(round, incoming)
         self.previous = reply[MODEL]
@@ -97,8 +100,10 @@ class MoonSite(FedAvgSite[MoonHyper]):
     def fit(
         self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
     ) -> float | None:
-        """Epochs of L_sup + μ L_con (MOON, Eq. 4), of L_sup alone in the first round; returns the
-        mean loss.
+        """Epochs of L_sup + μ L_con (MOON, Eq. 4), of L_sup alone in the first round.
+
+        Returns:
+            The mean loss.
         """
         if self.previous is None:
             return super().fit(model, optimizer, round)
@@ -117,14 +122,15 @@ class MoonSite(FedAvgSite[MoonHyper]):
 
         All three models normalise by the same batch, so that equal models give equal features.
         """
-        others = [self.frozen(model.state_dict()), self.frozen(previous, "previous")]
+        of_global = self.frozen(model.state_dict())
+        of_previous = self.frozen(previous, "previous")
 
         def penalty(images: Tensor, features: Tensor) -> Tensor:
-            with torch.no_grad(), batch_statistics(*others):
-                z_global, z_previous = (other.features_and_output(images)[0] for other in others)
-            return self.hyper.mu * contrastive_loss(
-                features, z_global, z_previous, self.hyper.temperature
-            )
+            with torch.no_grad(), batch_statistics(of_global, of_previous):
+                z_global, _ = of_global.features_and_output(images)
+                z_previous, _ = of_previous.features_and_output(images)
+            loss = contrastive_loss(features, z_global, z_previous, self.hyper.temperature)
+            return self.hyper.mu * loss
 
         return penalty
 

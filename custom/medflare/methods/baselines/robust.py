@@ -1,9 +1,9 @@
-"""FedAvg with a robust rule in place of the mean: a few faulty or harmful sites cannot move the
-model far.
+"""FedAvg with a robust rule in place of the mean.
 
-The coordinate-wise median and the trimmed mean (Yin, Chen, Ramchandran and Bartlett, ICML 2018),
-Krum, the geometric median and clipped updates, see `parts.robust`. Sites have equal weights, since
-a harmful site can report a false number of images.
+A few faulty or harmful sites then cannot move the model far. The rules are the coordinate-wise
+median and the trimmed mean (Yin, Chen, Ramchandran and Bartlett, ICML 2018), Krum, the geometric
+median and clipped updates, see `parts.robust`. Sites have equal weights, since a harmful site can
+report a false number of images.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,4 @@
-"""SCAFFOLD (Karimireddy et al., ICML 2020, Alg. 1): control variates correct the drift of local
-training.
+"""SCAFFOLD (Karimireddy et al., ICML 2020, Alg. 1): control variates against client drift.
 
     y <- y - η_l (g_k(y) - c_k + c)                       every local step
     c_k <- c_k - c + (w_g - y) / (K η_l)                  option (ii)
@@ -43,12 +42,13 @@ METHOD = Method(
 )
 
 
+def _weights(network: nn.Module) -> dict[str, nn.Parameter]:
+    """What local training changes, by name."""
+    return {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
+
+
 def _trained(plan: Plan[Any, Any]) -> StateDict:
-    return {
-        name: weight.detach()
-        for name, weight in plan.network().named_parameters()
-        if weight.requires_grad
-    }
+    return {name: weight.detach() for name, weight in _weights(plan.network()).items()}
 
 
 CONTROL = TensorSpec("control", template=_trained)  # c
@@ -81,15 +81,13 @@ def corrected_gradients(
 
 
 class Correction:
-    """A gradient hook for `train_epochs`: corrects the gradients by c_k and c, and averages them as
-    they were before.
+    """A gradient hook for `train_epochs`: corrects the gradients by c_k and c.
+
+    It averages them as they were before.
     """
 
     def __init__(self, network: nn.Module, of_site: StateDict, shared: StateDict):
-        self.weights = {}
-        for name, weight in network.named_parameters():
-            if weight.requires_grad:
-                self.weights[name] = weight
+        self.weights = _weights(network)
         self.of_site = {name: of_site[name].to(w.device) for name, w in self.weights.items()}
         self.shared = {name: shared[name].to(w.device) for name, w in self.weights.items()}
         self.steps = 0
@@ -127,8 +125,9 @@ class ScaffoldSite(FedAvgSite[FedAvgSiteHyper]):
 
     @phase(request=(MODEL, CONTROL), request_meta=(COUNTED,), reply=(MODEL, UPDATE), meta=MEASURED)
     def train(self, round: int, incoming: Message) -> Message:
-        """Training along corrected gradients (Alg. 1, lines 9-13); the reply holds the model and
-        c_k⁺ - c_k.
+        """Training along corrected gradients (Alg. 1, lines 9-13).
+
+        The reply holds the model and c_k⁺ - c_k.
         """
         shared = incoming[CONTROL]
         control = self.control
@@ -176,12 +175,11 @@ class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
 
     @property
     def weights(self) -> dict[str, float]:
-        """site -> n_k of every inside site, absent ones included; by samples, of those that have
-        enrolled.
+        """Site -> n_k of every inside site, absent ones included.
 
-        Samples count as far as the lead permits (`ServerContext.counted`). A late site can change
-        this for the others; what is already in c keeps its weight, so that c remains the mean of
-        the c_k.
+        By samples, of those that have enrolled. Samples count as far as the lead permits
+        (`ServerContext.counted`). A late site can change this for the others; what is already in c
+        keeps its weight, so that c remains the mean of the c_k.
         """
         context = self.context
         if self.hyper.weighting == "uniform":

@@ -1,6 +1,7 @@
-"""FedAvg (McMahan et al., AISTATS 2017): every site trains the global model, the server averages the results.
+"""FedAvg (McMahan et al., AISTATS 2017): every site trains the global model, the server averages.
 
-    w <- sum_k p_k w_k,   p_k = n_k / n      (FedSM paper, Sec. 2; its printed 1/K in front is a double normalisation)
+    w <- sum_k p_k w_k,   p_k = n_k / n
+    (FedSM paper, Sec. 2; its printed 1/K in front is a double normalisation)
 
 The algorithms of most other methods derive from these.
 """

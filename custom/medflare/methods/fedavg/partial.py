@@ -1,9 +1,8 @@
-"""FedAvg of a part of the model: the entries of a `LocalPart` never leave their site, as in FedBN
-and FedRep.
+"""FedAvg of a part of the model, as in FedBN and FedRep.
 
-An inside site uses the shared part with its own. For outside sites every inside site sends its part
-once, after the last round, and they get the mean. `FedAvgServer` does the server's side for every
-site algorithm that declares a smaller model.
+The entries of a `LocalPart` never leave their site. An inside site uses the shared part with its
+own. For outside sites every inside site sends its part once, after the last round, and they get the
+mean. `FedAvgServer` does the server's side for every site algorithm that declares a smaller model.
 """
 
 from dataclasses import replace
@@ -85,8 +84,9 @@ class PartialSite(FedAvgSite[F]):
             )
 
     def joined(self, shared: StateDict) -> StateDict:
-        """The site's model: the shared entries with its own, which are those of the common initial
-        model before the first training.
+        """The site's model: the shared entries with its own.
+
+        Before the first training its own are those of the common initial model.
         """
         if self.local is None:
             self.local = self.part.kept(copy_state(self.site.network().state_dict()))
@@ -117,8 +117,9 @@ class PartialSite(FedAvgSite[F]):
         return Message.of({LOCAL: self.part.kept(self.joined({})), **self.measured(validation={})})
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Inside, the site's own model in all roles. Outside, the global model with the mean of the
-        local parts.
+        """Inside, the site's own model in all roles.
+
+        Outside, the global model with the mean of the local parts.
         """
         if not self.inside:
             return dict.fromkeys(("global", "deployed"), received(incoming))

@@ -32,8 +32,9 @@ class PersonalModel:
     def validated(
         self, round: int, state: StateDict | None, purpose: str = "model"
     ) -> float | None:
-        """The validation metric of the model at the start of a round, where it becomes a candidate;
-        None without a model.
+        """The validation metric of the model at the start of a round; None without a model.
+
+        The model becomes a candidate.
 
         Args:
             purpose: of the network that computes it, see `SiteAlgorithm.network`.
@@ -52,7 +53,9 @@ class PersonalModel:
         """A candidate that this round has trained; its metric enters the reply."""
         value = self._algorithm.validation(self._algorithm.network("model", state))
         reply[VALIDATION]["personal"] = value
-        self.add(None if self._rule == "last" else value, round + 1, state)
+        if self._rule == "last":
+            value = None
+        self.add(value, round + 1, state)
 
     def final(self, last: StateDict, rounds: int | None = None) -> Message:
         """The selected model; by the rule "last" `last`, with `rounds` of training behind it."""

@@ -1,6 +1,4 @@
-"""FedAvg's server algorithm: the global model, its aggregation and the selection of the best
-round.
-"""
+"""FedAvg's server algorithm: the global model, its aggregation and the best round's selection."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -75,13 +73,15 @@ class FedAvgServer(ServerAlgorithm[G]):
             self.partial = len(self._sent) < len(self.model) and declared.rest == "local"
 
     def steps(self) -> list[Step]:
-        """The usual schedule, its first rounds with frozen parts (`task.freeze`); then "share", if
-        outside sites need the local parts.
+        """The usual schedule, its first rounds with frozen parts (`task.freeze`).
+
+        Then "share", if outside sites need the local parts.
         """
         steps = []
         for step in super().steps():
-            frozen = step.phase == "train" and step.round < self.context.task.freeze.rounds
-            steps.append(replace(step, phase="train_part") if frozen else step)
+            if step.phase == "train" and step.round < self.context.task.freeze.rounds:
+                step = replace(step, phase="train_part")
+            steps.append(step)
         if self.partial and self.context.outside:
             steps.append(Step.of(PartialSite.share, self.context.rounds, everyone=True))
         return steps

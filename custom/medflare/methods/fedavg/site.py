@@ -24,7 +24,7 @@ from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.partial import LocalPart
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import (
-    Cost,
+    PrivacyCost,
     PrivacyHyper,
     check_private,
     check_private_site,
@@ -57,7 +57,9 @@ MODEL_PART = TensorSpec(
     trainable_part,
     rest="initial",
 )
-PRIVACY = MetaSpec[dict[str, Any]]("privacy", "privacy cost of the run so far, with DP-SGD", Cost)
+PRIVACY = MetaSpec[dict[str, Any]](
+    "privacy", "privacy cost of the run so far, with DP-SGD", PrivacyCost
+)
 SELECTED_ROUND = MetaSpec[int | None](
     "selected_round", "rounds of training behind a model", count(optional=True)
 )
@@ -74,8 +76,9 @@ class FedAvgSiteHyper(SiteHyper):
 
 @dataclass(frozen=True, config=STRICT)
 class FedAvgHyper(PrivacyHyper, FedAvgSiteHyper):
-    """FedAvg's own; other methods inherit `PrivacyHyper` too if DP-SGD protects all that they
-    send.
+    """FedAvg's own.
+
+    Other methods inherit `PrivacyHyper` too if DP-SGD protects all that they send.
     """
 
 
@@ -95,8 +98,9 @@ def received(incoming: Message) -> Message:
 
 
 def delivered(incoming: Message, personal: Message | None) -> dict[str, Message]:
-    """The incoming global model and, where there is one, the site's personal model, which it then
-    deploys.
+    """The incoming global model and, where there is one, the site's personal model.
+
+    The site deploys its personal model if it has one.
     """
     shared = received(incoming)
     if personal is None:
@@ -124,8 +128,9 @@ class FedAvgSite(SiteAlgorithm[F]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: F, server_hyper: Any) -> None:
-        """Raises ConfigError if DP-SGD cannot be used with the task, see `check_private`; frozen
-        rounds are refused with it.
+        """Raises ConfigError if DP-SGD cannot be used with the task, see `check_private`.
+
+        Frozen rounds are refused with it.
         """
         if not is_private(hyper):
             return
@@ -151,8 +156,9 @@ class FedAvgSite(SiteAlgorithm[F]):
 
     @phase(request=(MODEL_PART,), reply=(MODEL_PART,), meta=MEASURED)
     def train_part(self, round: int, incoming: Message) -> Message:
-        """A round with frozen parts: they are those of the common initial model, and do not
-        travel.
+        """A round with frozen parts.
+
+        They are those of the common initial model, and do not travel.
         """
         part = frozen_part(self.plan)
         initial = copy_state(self.site.network().state_dict())
@@ -165,8 +171,9 @@ class FedAvgSite(SiteAlgorithm[F]):
     def optimized(
         self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]
     ) -> T:
-        """Returns `train(optimizer)` with the task's optimizer of the model's trainable parameters,
-        see `continued`.
+        """Returns `train(optimizer)` with the task's optimizer of the model's trainable parameters.
+
+        Its moments are those of `continued`.
 
         Args:
             purpose: names the optimizer's moments in the algorithm's memory.
@@ -181,8 +188,9 @@ class FedAvgSite(SiteAlgorithm[F]):
 
     @contextmanager
     def continued(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[None]:
-        """Inside, optimizers (by purpose) continue with the last round's moments, unless
-        `reset_optimizer`; on exit these are stored.
+        """Inside, optimizers (by purpose) continue with the last round's moments.
+
+        On exit these are stored. `reset_optimizer` switches both off.
         """
         if self.hyper.reset_optimizer:
             yield
@@ -215,8 +223,9 @@ class FedAvgSite(SiteAlgorithm[F]):
         round: int,
         loss: Loss | None = None,
     ) -> float | None:
-        """Epochs of the task's loss, or of another one that is a mean over images; with DP-SGD if
-        it is set.
+        """Epochs of the task's loss, or of another one that is a mean over images.
+
+        With DP-SGD if it is set.
 
         Args:
             model: trained in place.

@@ -1,9 +1,10 @@
 """FedDAG (Che et al., arXiv 2501.13967): sites train against adversarially generated domains.
 
-On every batch (NDAG, Sec. III-B) a generator G learns perturbations x^ = x + α G(x) (Eq. 2) that move the student's features away
-from the teacher's (Eq. 1, capped at m) while the image stays classifiable (Eq. 3); then the student S learns to give x^ the
-features of x (Eq. 4) and its target, and the teacher T is a moving average of S. The server aggregates with SHA, which works with
-any site algorithm.
+On every batch (NDAG, Sec. III-B) a generator G learns perturbations x^ = x + α G(x) (Eq. 2) that
+move the student's features away from the teacher's (Eq. 1, capped at m) while the image stays
+classifiable (Eq. 3); then the student S learns to give x^ the features of x (Eq. 4) and its target,
+and the teacher T is a moving average of S. The server aggregates with SHA, which works with any
+site algorithm.
 """
 
 from functools import partial
@@ -26,5 +27,8 @@ SHA = Method(
     server="medflare.methods.feddag.sha:SHAServer",
 )
 
-_PUBLIC = dict.fromkeys(("discrepancy", "sharpness_perturbation", "soft_balancing_weights", "within_client_average"), "formulas")
+_PUBLIC = dict.fromkeys(
+    ("discrepancy", "sharpness_perturbation", "soft_balancing_weights", "within_client_average"),
+    "formulas",
+)
 __getattr__ = partial(public, __name__, _PUBLIC)

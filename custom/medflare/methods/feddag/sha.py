@@ -1,11 +1,10 @@
-"""Sharpness-aware hierarchical aggregation (SHA), FedDAG's server (Che et al., arXiv 2501.13967,
-Sec. III-C), for any site algorithm.
+"""Sharpness-aware hierarchical aggregation (SHA), FedDAG's server, for any site algorithm.
 
-After training, a site also sends its model perturbed by ε (length ρ, along the gradient of its last
-batch). In a second phase of the round the other sites score these perturbed models on their
-validation images: a flat minimum keeps its score. The server averages within each site over the
-rounds (κ), then across sites with weights that grow with the score (β). ρ = 0 and κ = 0 give the
-plain cross-client evaluation that the paper calls CEA.
+Che et al., arXiv 2501.13967, Sec. III-C. After training, a site also sends its model perturbed by ε
+(length ρ, along the gradient of its last batch). In a second phase of the round the other sites
+score these perturbed models on their validation images: a flat minimum keeps its score. The server
+averages within each site over the rounds (κ), then across sites with weights that grow with the
+score (β). ρ = 0 and κ = 0 give the plain cross-client evaluation that the paper calls CEA.
 """
 
 import math
@@ -37,7 +36,8 @@ from medflare.training.epochs import finite_or_none, trainable
 
 PERTURBED = TensorSpec(
     "perturbed",
-    "the site's model moved along its last batch's gradient (whose direction it reveals), for other sites to score",
+    "the site's model moved along its last batch's gradient (whose direction it reveals), "
+    "for other sites to score",
     when=lambda plan: _perturbs(plan.server_hyper),
 )
 # The models of other sites, to be scored; in the server's memory every entry of a site's reply.
@@ -96,8 +96,9 @@ def _perturbs(server_hyper: Any) -> bool:
 
 
 class ScoredSite(SiteAlgorithm[Any]):
-    """What SHA adds to any site algorithm whose `train` replies with a model: the perturbed model,
-    and the scores of others.
+    """What SHA adds to any site algorithm whose `train` replies with a model.
+
+    The perturbed model, and the scores of others.
     """
 
     accumulates = False
@@ -121,8 +122,7 @@ class ScoredSite(SiteAlgorithm[Any]):
         return reply
 
     def add_perturbed(self, round: int, reply: Message) -> None:
-        """Add θ^ = θ + ρ g / ||g||_2 (Sec. III-C1) to a reply of `train`, if the settings require
-        it.
+        """Add θ^ = θ + ρ g / ||g||_2 (Sec. III-C1) to a reply of `train`, if the settings say so.
 
         g is the gradient of the task loss in evaluation mode, in which others score the model;
         entries without one (buffers, frozen weights) are not changed.
@@ -161,10 +161,10 @@ class ScoredSite(SiteAlgorithm[Any]):
 
 
 class HierarchicalAggregation(WeightedMean):
-    """Alg. 2 after the scores: averages within each site over the rounds, then across sites; keeps
-    the sites' models of κ rounds.
+    """Alg. 2 after the scores: averages within each site over the rounds, then across sites.
 
-    A model's score is its metadata item `score`; one without a score counts as an average one.
+    It keeps the sites' models of κ rounds. A model's score is its metadata item `score`; one
+    without a score counts as an average one.
 
     Attributes:
         scores, weights: site -> s~ and w (Eq. 6) of the latest call.
@@ -178,11 +178,10 @@ class HierarchicalAggregation(WeightedMean):
     def shared(
         self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
     ) -> StateDict:
-        """Averages within each site (`within_client_average`), then across sites with weights by
-        score (Eq. 6).
+        """Averages within each site, then across sites with weights by score (Eq. 6).
 
-        A site's earlier models join once there are κ of them, since the scores of the first rounds
-        still rise.
+        Within a site see `within_client_average`. A site's earlier models join once there are κ of
+        them, since the scores of the first rounds still rise.
         """
         averaged: dict[str, StateDict] = {}
         self.scores = {}
@@ -193,9 +192,9 @@ class HierarchicalAggregation(WeightedMean):
             history = [*earlier, (models[site].state, score)]
             states, values = zip(*history, strict=True)
             kappa = self.hyper.kappa if len(earlier) >= self.hyper.kappa else 0
-            averaged[site], self.scores[site] = formulas.within_client_average(
-                states, values, kappa
-            )
+            model, mean_score = formulas.within_client_average(states, values, kappa)
+            averaged[site] = model
+            self.scores[site] = mean_score
             self.history[site] = history[-self.hyper.kappa :] if self.hyper.kappa else []
         scores = torch.tensor(list(self.scores.values()), dtype=torch.float64)
         weights = formulas.soft_balancing_weights(scores, self.hyper.beta).tolist()
@@ -205,11 +204,13 @@ class HierarchicalAggregation(WeightedMean):
     def companion(
         self, states: Mapping[str, StateDict], weights: Mapping[str, float], origin: StateDict
     ) -> StateDict:
-        """The aggregate of states that travel with the models, by the same rule; `weights` are the
-        models' (empty: the rule has none).
+        """The aggregate of states that travel with the models, by the same rule.
+
+        `weights` are the models' (empty: the rule has none).
         """
         of_models = self.weights
-        state = self.combined(states, {site: weights.get(site, 1.0) for site in states}, origin)
+        of_states = {site: weights.get(site, 1.0) for site in states}
+        state = self.combined(states, of_states, origin)
         self.weights = of_models
         return state
 
@@ -239,11 +240,10 @@ K = TypeVar("K", bound=SHAHyper)
 
 
 class SHAServer(FedAvgServer[K]):
-    """Sites score each other's perturbed models; the server averages within and across sites (Alg.
-    2).
+    """Sites score each other's perturbed models; the server averages within and across sites.
 
-    `companions` are states that travel and are averaged with the model, with the same weights
-    (FedDAG's generator).
+    Alg. 2. `companions` are states that travel and are averaged with the model, with the same
+    weights (FedDAG's generator).
 
     Raises:
         ConfigError: the site algorithm keeps a part of its model at the site.
@@ -279,8 +279,9 @@ class SHAServer(FedAvgServer[K]):
         return by_site
 
     def steps(self) -> list[Step]:
-        """A training and a scoring step per round, then the validation of the last models; FedAvg's
-        schedule without SHA.
+        """A training and a scoring step per round, then the validation of the last models.
+
+        FedAvg's schedule without SHA.
         """
         if not self.hyper.sha:
             return super().steps()
@@ -365,7 +366,8 @@ class SHAServer(FedAvgServer[K]):
     ) -> dict[str, float]:
         """s_i of every candidate, NaN without a score; events name invalid and missing scores."""
         metrics = torch.full((len(sites), len(sites)), math.nan, dtype=torch.float64)
-        evaluators, events = self._evaluators(round), self.context.events
+        evaluators = self._evaluators(round)
+        events = self.context.events
         for column, evaluator in enumerate(sites):
             sent: Mapping[str, float | None] = {}
             if evaluator in replies:

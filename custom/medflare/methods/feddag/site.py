@@ -1,6 +1,6 @@
-"""FedDAG's site algorithm (Sec.
+"""FedDAG's site algorithm (Sec. III-B, III-D, Alg. 1).
 
-III-B, III-D, Alg. 1): generator, student and teacher are trained on every batch.
+Generator, student and teacher are trained on every batch.
 """
 
 import dataclasses
@@ -77,7 +77,8 @@ class FedDAGSiteHyper(FedAvgSiteHyper):
     )
     distribution: Literal["type1", "type2", "type3"] = param(
         "type3",
-        "1: θ_g to student and teacher, 2: a global student beside θ_g, 3: θ_g to the student, the teacher stays at the site",
+        "1: θ_g to student and teacher, 2: a global student beside θ_g, "
+        "3: θ_g to the student, the teacher stays at the site",
         source="Sec. III-D, Fig. 5",
     )
     sam_rho: float = param(
@@ -120,10 +121,10 @@ LOSSES = MetaSpec[dict[str, float | None]](
 
 
 class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
-    """Trains generator, student and teacher on every batch; sends the teacher, the generator and
-    θ^.
+    """Trains generator, student and teacher on every batch.
 
-    In distribution type 3 the teacher is never overwritten: it is the site's state.
+    The site sends the teacher, the generator and θ^. In distribution type 3 the teacher is never
+    overwritten: it is the site's state.
     """
 
     dp_unsupported_reason = (
@@ -139,14 +140,16 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedDAGSiteHyper, server_hyper: Any) -> None:
-        """Also raises ConfigError if images have a side of one pixel, which the generator's
-        reflected border does not allow.
+        """Also raises ConfigError if images have a side of one pixel.
+
+        The generator's reflected border does not allow it.
         """
         super().check(task, hyper, server_hyper)
         if hyper.ndag and min(task.size) < 2:
             shape = format_shape(task.size)
             raise ConfigError(
-                f"ndag: the generator needs images of 2 pixels a side, task {task.name} has {shape}; set ndag=false"
+                f"ndag: the generator needs images of 2 pixels a side, task {task.name} has "
+                f"{shape}; set ndag=false"
             )
 
     @cached_property
@@ -156,16 +159,15 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
     @property
     def unit(self) -> Tensor:
-        """The unit of α: standard deviations of the training images by channel (C, 1, 1), which
-        stay at the site.
+        """The unit of α: standard deviations of the training images by channel (C, 1, 1).
+
+        They stay at the site.
         """
-        if "deviations" not in self.memory.meta:
-            self.memory.meta["deviations"] = channel_deviations(
-                batch.images for batch in self.site.ordered("train")
-            )
-        deviations = torch.tensor(
-            self.memory.meta["deviations"], dtype=torch.float32, device=self.site.device
-        )
+        meta = self.memory.meta
+        if "deviations" not in meta:
+            batches = (batch.images for batch in self.site.ordered("train"))
+            meta["deviations"] = channel_deviations(batches)
+        deviations = torch.tensor(meta["deviations"], dtype=torch.float32, device=self.site.device)
         return deviations.view(-1, *[1] * self.site.task.spatial_dims)
 
     @phase(request=(MODEL,), reply=(MODEL,), meta=(*MEASURED, PRIVACY))
@@ -179,8 +181,9 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         meta=(*MEASURED, LOSSES),
     )
     def train(self, round: int, incoming: Message) -> Message:
-        """A round of NDAG (Alg. 1); the reply has the teacher, the states of the distribution type
-        and the perturbed model.
+        """A round of NDAG (Alg. 1).
+
+        The reply has the teacher, the states of the distribution type and the perturbed model.
         """
         validation = self.validation(self.network("model", incoming[MODEL]))
         generation = self._generation(incoming)
@@ -212,14 +215,15 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         return round_decay(max(1, self.site.task.local_epochs * batches))
 
     def _generation(self, incoming: Message) -> "AdversarialGeneration":
-        """Student, teacher and generator at the start of a round (Sec. III-D); θ_g for a state that
-        the site does not have.
+        """Student, teacher and generator at the start of a round (Sec. III-D).
+
+        θ_g for a state that the site does not have.
         """
         shared = incoming[MODEL]
         if GENERATOR in incoming:
             self.generator.load_state_dict(incoming[GENERATOR])
         student = self.network("model", incoming.get(STUDENT) or shared)
-        teacher = self.network("teacher", shared if self.teacher is None else self.teacher)
+        teacher = self.network("teacher", self.teacher or shared)
         unit = self.unit if self.hyper.ndag else 1.0
         return AdversarialGeneration(self.site, self.hyper, student, teacher, self.generator, unit)
 
@@ -232,8 +236,9 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         return super().finalize(incoming)
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
-        """Some training images, the final generator's perturbations of them, and their sums (Fig.
-        4).
+        """Some training images, the final generator's perturbations of them, and their sums.
+
+        As in Fig. 4.
         """
         if GENERATOR not in incoming or not self.site.n["train"]:
             return {}
@@ -247,8 +252,9 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
 @dataclasses.dataclass
 class AdversarialGeneration:
-    """NDAG (Sec. III-B, Alg. 1): one step of the generator and one of the student on each batch,
-    then the teacher's update.
+    """NDAG (Sec. III-B, Alg. 1): what happens on each batch.
+
+    One step of the generator and one of the student, then the teacher's update.
 
     Attributes:
         generator: images (N, C, H, W) -> perturbations of the same shape.
@@ -264,38 +270,42 @@ class AdversarialGeneration:
 
     def __post_init__(self) -> None:
         self.teacher.eval()
-        self._averaged = (
-            self.teacher.state_dict(),
-            self.student.state_dict(),
-        )  # share memory with the networks
-        networks = {"model": self.student, "generator": self.generator}
+        # They share memory with the networks.
+        self._averaged = (self.teacher.state_dict(), self.student.state_dict())
         self.optimizers = {
-            name: self.site.optimizer(trainable(network)) for name, network in networks.items()
+            "model": self.site.optimizer(trainable(self.student)),
+            "generator": self.site.optimizer(trainable(self.generator)),
         }
 
     def step(self, batch: Batch, decay: float) -> dict[str, Tensor]:
-        """Both stages on one batch and the teacher's update; returns the losses by name, detached.
+        """Both stages on one batch and the teacher's update.
+
+        Returns:
+            The losses by name, detached.
         """
         images, targets, _ = batch
         losses: dict[str, Tensor] = {}
-        reference = self.reference(images) if self.hyper.ndag else None
-        if reference is not None and self.hyper.alpha > 0:
-            losses |= self._generator_step(images, targets, reference)
+        reference: Tensor | None = None
+        if self.hyper.ndag:
+            reference = self.reference(images)
+            if self.hyper.alpha > 0:
+                losses |= self._generator_step(images, targets, reference)
         losses |= self._student_step(images, targets, reference)
         ema_update(*self._averaged, decay)
         return {name: value.detach() for name, value in losses.items()}
 
     @torch.no_grad()
     def reference(self, images: Tensor) -> Tensor:
-        """f = T(x): features (N, D) of the originals, normalised by the batch like the student's.
-        """
+        """f = T(x): features (N, D) of the originals, normalised by the batch as the student's."""
         with batch_statistics(self.teacher):
-            return pooled(self.teacher.features_and_output(images)[0])
+            features, _ = self.teacher.features_and_output(images)
+        return pooled(features)
 
     @torch.no_grad()
     def student_images(self, images: Tensor) -> Tensor:
-        """x^ of the student's stage (N, C, H, W), without a graph; α G(x) alone for
-        train_on=perturbation.
+        """x^ of the student's stage (N, C, H, W), without a graph.
+
+        α G(x) alone for train_on=perturbation.
         """
         perturbation = self.generator(images)
         if self.hyper.train_on == "perturbation":
@@ -305,11 +315,11 @@ class AdversarialGeneration:
     def _generator_step(
         self, images: Tensor, targets: Tensor, reference: Tensor
     ) -> dict[str, Tensor]:
-        """Stage 1: G moves features away from the teacher's (Eq. 1) while the image stays
-        classifiable (Eq. 3); S and T are frozen.
+        """Stage 1: G moves features away from the teacher's (Eq. 1); S and T are frozen.
 
-        The student normalises by the batch, as in its training. With running statistics G would
-        learn a constant shift of colours, which normalisation by the batch removes in stage 2.
+        The image stays classifiable (Eq. 3). The student normalises by the batch, as in its
+        training. With running statistics G would learn a constant shift of colours, which
+        normalisation by the batch removes in stage 2.
         """
         self.student.eval()  # running statistics do not change
         x_hat = generated(images, self.generator(images), self.hyper.alpha, unit=self.unit)
@@ -325,11 +335,14 @@ class AdversarialGeneration:
     def _student_step(
         self, images: Tensor, targets: Tensor, reference: Tensor | None
     ) -> dict[str, Tensor]:
-        """Stage 2: S learns the teacher's features of the originals (Eq. 4) and the targets on
-        generated images; G and T are frozen.
+        """Stage 2: S learns from generated images; G and T are frozen.
+
+        It learns the teacher's features of the originals (Eq. 4), and the targets.
         """
         self.student.train()
-        x_hat = self.student_images(images) if reference is not None else None
+        x_hat: Tensor | None = None
+        if reference is not None:
+            x_hat = self.student_images(images)
         losses: dict[str, Tensor] = {}
 
         def loss() -> Tensor:
@@ -375,20 +388,23 @@ class AdversarialGeneration:
 def sharpness_aware_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], rho: float
 ) -> None:
-    """One optimiser step; with rho > 0 along the gradient at θ + ε (FedSAM: Caldarola et al., ECCV
-    2022), ε of length rho as in SHA.
+    """One optimiser step; with rho > 0 along the gradient at θ + ε, ε of length rho as in SHA.
+
+    FedSAM: Caldarola et al., ECCV 2022.
     """
     optimizer.zero_grad(set_to_none=True)
     loss().backward()
     if rho > 0:
-        weights = [weight for weight in trainable(model) if weight.grad is not None]
+        weights: list[nn.Parameter] = []
+        gradients: list[Tensor] = []
+        for weight in trainable(model):
+            if weight.grad is not None:
+                weights.append(weight)
+                gradients.append(weight.grad)
         origin = [weight.detach().clone() for weight in weights]
+        perturbation = sharpness_perturbation(gradients, rho)
         with torch.no_grad():
-            for weight, epsilon in zip(
-                weights,
-                sharpness_perturbation([w.grad for w in weights if w.grad is not None], rho),
-                strict=True,
-            ):
+            for weight, epsilon in zip(weights, perturbation, strict=True):
                 weight.add_(epsilon)
         optimizer.zero_grad(set_to_none=True)
         with still_statistics(model):
@@ -400,10 +416,13 @@ def sharpness_aware_step(
 
 
 def channel_deviations(batches: Iterable[Tensor]) -> list[float]:
-    """The standard deviation of every channel over all pixels of all images (population form,
-    float64); 0 for a constant channel.
+    """The standard deviation of every channel over all pixels of all images.
+
+    Population form, float64; 0 for a constant channel.
     """
-    counts, means, squares = [], [], []
+    counts: list[int] = []
+    means: list[Tensor] = []
+    squares: list[Tensor] = []
     for images in batches:
         values = images.to(torch.float64).transpose(0, 1).flatten(1)
         counts.append(values.shape[1])

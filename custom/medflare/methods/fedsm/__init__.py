@@ -1,8 +1,7 @@
-"""FedSM (Xu et al., CVPR 2022): a "super model" of a global model, one personal model per site and
-a selector.
+"""FedSM (Xu et al., CVPR 2022): a "super model" of a global one, personal ones and a selector.
 
-For each image, the personal model of the selector's most probable site predicts if the probability
-exceeds γ, else the global model.
+There is one personal model per site. For each image, the personal model of the selector's most
+probable site predicts if the probability exceeds γ, else the global model.
 """
 
 from functools import partial

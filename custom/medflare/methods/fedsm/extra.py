@@ -1,5 +1,4 @@
-"""FedSM-extra and the ensemble (FedSM paper, Sec. 3.1.1 and 3.1.2): the selector is trained after
-the other models.
+"""FedSM-extra and the ensemble (FedSM paper, Sec. 3.1.1 and 3.1.2): the selector is trained last.
 
 The federation's rounds train the global and the personal models; then these are frozen, every site
 receives all K + 1 of them, and a selector with K + 1 outputs (0 = global) is trained for extra
@@ -21,6 +20,7 @@ from medflare.core.message import Message
 from medflare.core.phases import asks, handles, phase
 from medflare.core.settings import STRICT
 from medflare.core.specs import MetaSpec, TensorSpec, text
+from medflare.core.states import StateDict
 from medflare.data.loading import Batch
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.base import Plan, ServerContext, Step
@@ -61,6 +61,9 @@ COMBINE = MetaSpec[str](
 OF_ALL = SelectorEntries(lambda plan: len(plan.sites) + 1)
 SUPER_MODEL = (MODEL, PERSONALS, OF_ALL.weights)
 MODELS = (MODEL, PERSONAL, META)
+# The frozen models come once.
+FROZEN_MODELS = (MODEL.as_optional(), PERSONALS, OF_ALL.trained)
+FROZEN_META = tuple(item.as_optional() for item in (*SUPER, COMBINE))
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -69,7 +72,8 @@ class FedSMExtraSiteHyper(PersonalSiteHyper):
 
     selector: Literal["auto", "compact_selector", "vgg11"] = param(
         "auto",
-        "trained selector; auto: VGG-11 or, where that is larger than the task's network, the compact one",
+        "trained selector; auto: VGG-11 or, where that is larger than the task's network, "
+        "the compact one",
     )
     combine: Literal["extra", "ensemble"] = param(
         "extra", "label by the best model, or learn the weighted output", source="Sec. 3.1"
@@ -78,8 +82,9 @@ class FedSMExtraSiteHyper(PersonalSiteHyper):
 
 @dataclass(frozen=True, config=STRICT)
 class FedSMExtraServerHyper(PersonalServerHyper):
-    """The server of FedSM-extra and the ensemble; their K + 1 scores include the global model, so
-    there is no γ.
+    """The server of FedSM-extra and the ensemble.
+
+    Their K + 1 scores include the global model, so there is no γ.
     """
 
     selector_rounds: int = param(50, "extra rounds for the selector", source="Sec. 4", low=1)
@@ -100,8 +105,9 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedSMExtraSiteHyper, server_hyper: Any) -> None:
-        """Raises ConfigError for labels of whole images (combine "extra") if the selector reads
-        patches.
+        """Also raises ConfigError for labels of whole images if the selector reads patches.
+
+        Those are the labels of combine "extra".
         """
         super().check(task, hyper, server_hyper)
         if hyper.combine == "extra" and task.image_mode == "patch":
@@ -129,8 +135,8 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
         return reply
 
     @phase(
-        request=(MODEL.as_optional(), PERSONALS, OF_ALL.trained),  # the frozen models come once
-        request_meta=(*(item.as_optional() for item in (*SUPER, COMBINE)), UPDATE),
+        request=FROZEN_MODELS,
+        request_meta=(*FROZEN_META, UPDATE),
         reply=(OF_ALL.gradient,),
         meta=MEASURED,
     )
@@ -148,11 +154,10 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
 
     def _keep(self, incoming: Message) -> None:
         """Store the frozen models, or each image's best one."""
-        models = {
-            entry: state
-            for entry, state in incoming.states.items()
-            if not entry.startswith("selector_")
-        }
+        models: dict[str, StateDict] = {}
+        for entry, state in incoming.states.items():
+            if not entry.startswith("selector_"):
+                models[entry] = state
         if self.hyper.combine == "extra":
             networks = self._networks_of(Message(models, incoming.meta))
             self.memory.meta["labels"] = self._labels(networks)
@@ -185,10 +190,11 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
 
     @torch.no_grad()
     def _labels(self, networks: list[nn.Module]) -> list[int]:
-        """Each training image's best model, computed once: the models are frozen and the images are
-        not augmented.
+        """Each training image's best model.
+
+        Computed once: the models are frozen and the images are not augmented.
         """
-        losses = []
+        losses: list[Tensor] = []
         for images, targets, _ in self.site.ordered("train"):
             outputs = [network(images) for network in networks]
             for row in range(len(images)):
@@ -208,7 +214,6 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
 
     def _ensemble_loss(self, networks: list[nn.Module]) -> SelectorLoss:
         """The task's loss of the weighted output; gradients flow through the scores only."""
-
         task = self.site.task
 
         def loss(logits: Tensor, batch: Batch) -> Tensor:
@@ -294,10 +299,10 @@ class FedSMExtraServer(FedAvgServer[FedSMExtraServerHyper]):
 
 
 class ExtraSuperModel(SuperModel):
-    """The most probable of K + 1 models predicts each image (combine "extra"), or all of them by
-    their scores ("ensemble").
+    """The most probable of K + 1 models predicts each image, or all of them by their scores.
 
-    The selector gives logits (N, K + 1); other arguments as of `SuperModel`.
+    The former is combine "extra", the latter "ensemble". The selector gives logits (N, K + 1);
+    other arguments as of `SuperModel`.
     """
 
     def __init__(
@@ -324,14 +329,10 @@ class ExtraSuperModel(SuperModel):
         return self.combined(self.every_answer(images), scores)
 
     def combined(self, answers: Tensor, scores: Tensor) -> Tensor:
-        """The chosen prediction, or the mean of all (N, K + 1, ...) weighted by the scores (N, K +
-        1).
-        """
-        return (
-            ensemble_output(answers, scores)
-            if self.combine == "ensemble"
-            else super().combined(answers, scores)
-        )
+        """The chosen prediction, or the mean of all (N, K + 1, ...) by the scores (N, K + 1)."""
+        if self.combine == "ensemble":
+            return ensemble_output(answers, scores)
+        return super().combined(answers, scores)
 
 
 def extra_super_model(task: TaskConfig, message: Message) -> ExtraSuperModel:

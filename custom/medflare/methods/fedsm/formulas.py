@@ -116,7 +116,7 @@ def extra_labels(losses: Tensor) -> Tensor:
     return torch.where(losses.isnan(), torch.inf, losses).argmin(dim=1)
 
 
-# -- personalization (Table 6) ---------------------------------------------------------------------
+# -- personalization (Table 6) --------------------------------------------------------------------
 
 
 def apfl_mixture(
@@ -157,7 +157,7 @@ def pfedme_outer(
     return [w - rate * strength * (w - t) for w, t in zip(weights, personal, strict=True)]
 
 
-# -- the selector ----------------------------------------------------------------------------------
+# -- the selector ---------------------------------------------------------------------------------
 
 
 def adam_step(
@@ -314,7 +314,7 @@ def tempered(selector: StateDict, temperature: float) -> StateDict:
     return divided
 
 
-# -- γ ---------------------------------------------------------------------------------------------
+# -- γ --------------------------------------------------------------------------------------------
 
 
 def paired_gain(values: Tensor, reference: Tensor) -> float | None:

@@ -1,6 +1,6 @@
-"""Personal models: SoftPull's, and those that FedSM's Table 6 compares with it (fine-tuning, APFL,
-Per-FedAvg, pFedMe).
+"""Personal models: SoftPull's, and those that FedSM's Table 6 compares with it.
 
+Those are fine-tuning, APFL, Per-FedAvg and pFedMe.
 `SitePersonal` trains the site's personal model for a round, `ServerPersonal` holds all of them.
 Per-FedAvg and pFedMe share a second model ("meta") from which personal models start. Their gradient
 steps are those of the task's optimizer: plain SGD steps at the learning rate of a task with Adam
@@ -40,10 +40,8 @@ from medflare.methods.parts.selection import Best
 from medflare.training.epochs import epochs, preserved_moments, train_epochs, trainable
 from medflare.training.site import Site
 
-SHARED_META: Final = (
-    "perfedavg",
-    "pfedme",
-)  # personalizations with a second shared model beside w_g
+# Personalizations with a second shared model beside w_g.
+SHARED_META: Final = ("perfedavg", "pfedme")
 APFL_SHARE: Final = 0.5  # α
 PFEDME_LAMBDA: Final = 15.0
 PFEDME_STEPS: Final = 5  # inner steps per batch
@@ -81,7 +79,8 @@ PERSONALS = TensorSpec("personal", of=lambda plan: plan.sites)  # where all are 
 META = TensorSpec(
     "meta", "the site's copy of the model that personal models start from", when=_shares_meta
 )
-ADAPTED = TensorSpec(  # Per-FedAvg's personal model is made at the site
+# Per-FedAvg's personal model is made at the site.
+ADAPTED = TensorSpec(
     "personal", PERSONAL.purpose, when=lambda plan: plan.site_hyper.personalization == "perfedavg"
 )
 LOSSES = MetaSpec[dict[str, float | None]](
@@ -90,7 +89,7 @@ LOSSES = MetaSpec[dict[str, float | None]](
 APFL_LOCAL = TensorSpec("apfl_local")  # v, in a site's memory
 
 
-# -- at a site ---------------------------------------------------------------------------------------------------------------
+# -- at a site ------------------------------------------------------------------------------------
 
 
 class SitePersonal:
@@ -103,8 +102,9 @@ class SitePersonal:
         self.adapts = ADAPTED.when(algorithm.plan)
 
     def train(self, round: int, incoming: Message, reply: Message) -> None:
-        """Adds to the reply of the global model's round: the personal model's validation metric,
-        its next version and losses.
+        """Trains the personal model after the global one.
+
+        The reply of the global model's round gets its validation metric, next version and losses.
         """
         start = self._measured(round, incoming, reply)
         reply[LOSSES] = {"global": reply[LOSS]}
@@ -122,8 +122,9 @@ class SitePersonal:
                 reply[PERSONAL] = self._trained(round, start)
 
     def validate(self, round: int, incoming: Message, reply: Message) -> None:
-        """Adds the personal model's validation metric to a reply; with Per-FedAvg also the model,
-        adapted from the last shared one.
+        """Adds the personal model's validation metric to a reply.
+
+        With Per-FedAvg also the model, adapted from the last shared one.
         """
         measured = self._measured(round, incoming, reply)
         if self.adapts:
@@ -136,9 +137,7 @@ class SitePersonal:
         return state
 
     def _adapted(self, round: int, incoming: Message) -> StateDict:
-        """Per-FedAvg's personal model: a step on the site's images from the shared model of the
-        server.
-        """
+        """Per-FedAvg's personal model: a step on the site's images from the shared model."""
         model = self.algorithm.network("personal", incoming[META])
         optimizer = self.site.optimizer(trainable(model))
         if not self.hyper.reset_optimizer:
@@ -160,7 +159,9 @@ class SitePersonal:
     def _apfl(self, round: int, incoming: Message, start: StateDict) -> StateDict:
         """One round of APFL's v; returns the mixture."""
         memory = self.algorithm.memory
-        local = memory[APFL_LOCAL] if APFL_LOCAL in memory else start
+        local = start
+        if APFL_LOCAL in memory:
+            local = memory[APFL_LOCAL]
         model = self.algorithm.network("personal", local)
 
         def descend(optimizer: torch.optim.Optimizer) -> StateDict:
@@ -205,11 +206,10 @@ def train_apfl(
     *,
     share: float,
 ) -> StateDict:
-    """One round of APFL: v (`model`) is trained through the mixture with w (`global_`), α =
-    `share`.
+    """One round of APFL: v (`model`) is trained through the mixture with w (`global_`).
 
-    Running statistics are collected by the mixture's forward passes, so they are v̄'s already and
-    are not blended.
+    `share` is α. Running statistics are collected by the mixture's forward passes, so they are v̄'s
+    already and are not blended.
 
     Returns:
         The mixture v̄.
@@ -231,8 +231,9 @@ def train_apfl(
 def train_per_fedavg(
     model: nn.Module, site: Site, round: int, optimizer: torch.optim.Optimizer
 ) -> None:
-    """One round of first-order Per-FedAvg in place: θ' = θ - α g(θ; B1), θ <- θ - β g(θ'; B2)
-    (Fallah et al. 2020, Alg. 1, FO).
+    """One round of first-order Per-FedAvg in place (Fallah et al. 2020, Alg. 1, FO).
+
+        θ' = θ - α g(θ; B1),   θ <- θ - β g(θ'; B2)
 
     Both steps are the optimizer's; the inner one uses its moments without changing them. B1 and B2
     are consecutive mini-batches; a last batch without a partner is left out, unless it is the only
@@ -256,11 +257,8 @@ def adapt(model: nn.Module, site: Site, round: int, optimizer: torch.optim.Optim
     """Per-FedAvg's adaptation in place: a step on one training batch."""
     model.train()
     with seeded(site.seed, site.name, round, "adapt", "dropout"):
-        _step(
-            optimizer,
-            trainable(model),
-            _gradients(model, site, next(site.batches("train", round, "adapt", 0))),
-        )
+        batch = next(site.batches("train", round, "adapt", 0))
+        _step(optimizer, trainable(model), _gradients(model, site, batch))
 
 
 def train_pfedme(
@@ -273,31 +271,26 @@ def train_pfedme(
     strength: float,
     inner_steps: int,
 ) -> None:
-    """One round of pFedMe in place: θ approximates the proximal point of w on each batch, then w
-    moves towards θ.
+    """One round of pFedMe in place.
 
-    w (`shared`) moves as far as θ (`personal`), η = 1 / λ: the largest step along the gradient λ (w
-    - θ) that does not go beyond it. The optimizer is θ's and takes `inner_steps` steps per batch;
-    `strength` is λ.
+    On each batch θ approximates the proximal point of w, then w moves towards θ. w (`shared`) moves
+    as far as θ (`personal`), η = 1 / λ: the largest step along the gradient λ (w - θ) that does not
+    go beyond it. The optimizer is θ's and takes `inner_steps` steps per batch; `strength` is λ.
     """
-    weights, thetas = trainable(shared), trainable(personal)
+    weights = trainable(shared)
+    thetas = trainable(personal)
     eta = 1 / strength if strength else 0.0
     personal.train()
     for batches in epochs(site, round, "personal"):
         for batch in batches:
             for _ in range(inner_steps):
-                _step(
-                    optimizer,
-                    thetas,
-                    proximal_gradients(
-                        _gradients(personal, site, batch), thetas, weights, strength
-                    ),
-                )
+                gradients = _gradients(personal, site, batch)
+                proximal = proximal_gradients(gradients, thetas, weights, strength)
+                _step(optimizer, thetas, proximal)
             with torch.no_grad():
-                for weight, moved in zip(
-                    weights, pfedme_outer(weights, thetas, eta, strength), strict=True
-                ):
-                    weight.copy_(moved)
+                moved = pfedme_outer(weights, thetas, eta, strength)
+                for weight, towards in zip(weights, moved, strict=True):
+                    weight.copy_(towards)
     with torch.no_grad():  # running statistics are those of the model that saw the images
         for statistic, measured in zip(shared.buffers(), personal.buffers(), strict=True):
             statistic.copy_(measured)
@@ -321,10 +314,11 @@ def _pairs(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Batch]]:
 
 def _gradients(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
     images, targets, _ = batch
-    return list(torch.autograd.grad(site.loss(model(images), targets), trainable(model)))
+    loss = site.loss(model(images), targets)
+    return list(torch.autograd.grad(loss, trainable(model)))
 
 
-# -- at the server -----------------------------------------------------------------------------------------------------------
+# -- at the server --------------------------------------------------------------------------------
 
 
 class SoftPull(WeightedMean):
@@ -336,10 +330,10 @@ class SoftPull(WeightedMean):
 
 
 class ServerPersonal:
-    """Every site's personal model in the server algorithm's memory, and the best one of each by its
-    site's validation metric.
+    """Every site's personal model in the server algorithm's memory.
 
-    All start from the initial global model `model`.
+    Also the best one of each by its site's validation metric. All start from the initial global
+    model `model`.
     """
 
     def __init__(self, context: ServerContext, memory: Message, model: StateDict):
@@ -350,7 +344,8 @@ class ServerPersonal:
             memory[PERSONALS.member(site)] = copy_state(model)
         memory[META] = copy_state(model)
         self.best = {site: Best(memory, PERSONALS.member(site).name) for site in self.sites}
-        lam, count = context.plan.server_hyper.lam, len(self.sites)
+        lam = context.plan.server_hyper.lam
+        count = len(self.sites)
         if self.kind == "softpull" and lam * count < 1 < count:
             context.events.add(
                 "warning",
@@ -362,16 +357,18 @@ class ServerPersonal:
         return self.memory[PERSONALS.member(site)]
 
     def add_request(self, site: str, message: Message) -> None:
-        """Adds the site's personal model; for Per-FedAvg and pFedMe also the shared model that it
-        comes from.
+        """Adds the site's personal model.
+
+        For Per-FedAvg and pFedMe also the shared model that it comes from.
         """
         message[PERSONAL] = self[site]
         if self.kind in SHARED_META:
             message[META] = self.memory[META]
 
     def validated(self, step: Step, replies: Mapping[str, Message]) -> None:
-        """Offers the measured models for selection; Per-FedAvg's model is made, measured and sent
-        by the site.
+        """Offers the measured models for selection.
+
+        Per-FedAvg's model is made, measured and sent by the site.
         """
         for site, reply in replies.items():
             if self.kind == "perfedavg":
@@ -397,7 +394,9 @@ class ServerPersonal:
     def selected(self, site: str) -> StateDict:
         """The personal model of the site's best round; its last one without any."""
         best = self.best[site].state
-        return self[site] if best is None else best
+        if best is None:
+            return self[site]
+        return best
 
     def selected_rounds(self) -> dict[str, int | None]:
         """Site -> rounds of training behind its selected model."""

@@ -1,5 +1,4 @@
-"""FedSM's model selector: solved at the server (ridge regression), or trained by the sites'
-gradients.
+"""FedSM's model selector: a ridge regression at the server, or trained by the sites' gradients.
 
 All images of a site have one label, the site itself. So a least-squares fit needs of each site only
 the mean of its features and the mean of their products, sent once; and only the server, which has
@@ -25,7 +24,9 @@ from medflare.networks.features import example
 from medflare.training.epochs import samples_of_pass, weighted_sum
 from medflare.training.site import Site
 
-RIDGE, COMPACT, VGG11 = "ridge_selector", "compact_selector", "vgg11"
+RIDGE = "ridge_selector"
+COMPACT = "compact_selector"
+VGG11 = "vgg11"
 RATES = {COMPACT: 1e-2, VGG11: 1e-3}  # of Adam; VGG-11: the paper's
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PENALTY = 0.01  # of the ridge selector, as a share of each feature's variance
@@ -51,9 +52,9 @@ def selector_spec(plan: SelectorPlan) -> Mapping[str, Any]:
         return {"name": plan.site_hyper.selector}
     if plan.task.spatial_dims != 2:
         return {"name": COMPACT}
-    of_task = _size(plan.template())
-    of_vgg = _size(plan.template({"name": VGG11}))
-    return {"name": COMPACT if of_vgg > of_task else VGG11}
+    if _size(plan.template({"name": VGG11})) > _size(plan.template()):
+        return {"name": COMPACT}
+    return {"name": VGG11}
 
 
 def _size(state: StateDict) -> int:
@@ -118,7 +119,7 @@ STATISTICS = TensorSpec(
 )
 
 
-# -- at a site ---------------------------------------------------------------------------------------------------------------
+# -- at a site ------------------------------------------------------------------------------------
 
 
 class SiteSelector:
@@ -141,16 +142,18 @@ class SiteSelector:
 
     @torch.no_grad()
     def logits(self, state: StateDict, split: str) -> Tensor:
-        """Logits (N, outputs) of the split's images, or with `image_mode` "patch" of their windows,
-        on the CPU.
+        """Logits (N, outputs) of the split's images, on the CPU.
+
+        With `image_mode` "patch" they are of the images' windows.
         """
         selector = self.network(state).eval()
         batches = self.algorithm.site.ordered(split)
         return torch.cat([selector(batch.images).cpu() for batch in batches])
 
     def accuracy(self, state: StateDict) -> float:
-        """Share of the site's validation images that are recognized as the site's; there must be at
-        least one image.
+        """Share of the site's validation images that are recognized as the site's.
+
+        There must be at least one image.
         """
         recognised = self.logits(state, "validation").argmax(dim=1) == self.label
         return float(recognised.float().mean())
@@ -158,8 +161,10 @@ class SiteSelector:
     def add_gradient(
         self, round: int, incoming: Message, reply: Message, loss: SelectorLoss
     ) -> float:
-        """Adds the gradient of the mean loss over all training images to the reply; returns that
-        loss.
+        """Adds the gradient of the mean loss over all training images to the reply.
+
+        Returns:
+            That loss.
         """
         site = self.algorithm.site
         selector = self.network(incoming[self.entries.trained]).train()
@@ -190,8 +195,9 @@ class SiteSelector:
 
 @torch.no_grad()
 def site_statistics(site: Site) -> StateDict:
-    """{"mean": (F,), "products": (F, F)}, float64: E[φ] and E[φ φᵀ] over the site's training images
-    without augmentation.
+    """{"mean": (F,), "products": (F, F)}, float64: E[φ] and E[φ φᵀ] over the training images.
+
+    The images are not augmented.
     """
     body = task_network(site.task, {"name": RIDGE}, 2).to(site.device)
     total = torch.zeros((), dtype=torch.float64)
@@ -205,12 +211,13 @@ def site_statistics(site: Site) -> StateDict:
     return {"mean": total / count, "products": products / count}
 
 
-# -- at the server -------------------------------------------------------------------------------
+# -- at the server --------------------------------------------------------------------------------
 
 
 class ServerSelector:
-    """The selector at the server: weights, Adam moments and step count, in the algorithm's
-    memory.
+    """The selector at the server: weights, Adam moments and step count.
+
+    They are in the algorithm's memory.
     """
 
     state = PersistentState("selector")  # its weights
@@ -224,9 +231,9 @@ class ServerSelector:
         self.state = context.initial_state("selector", spec, outputs)
         memory.meta["selector_step"] = 0
         if not is_ridge(self.plan):
-            names = dict(self.plan.network(spec, outputs).named_parameters())
-            weights = {name: tensor for name, tensor in self.state.items() if name in names}
-            zeros = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+            zeros: StateDict = {}
+            for name, _ in self.plan.network(spec, outputs).named_parameters():
+                zeros[name] = torch.zeros_like(self.state[name])
             memory.states |= {f"selector_{moment}": dict(zeros) for moment in MOMENTS}
 
     def add_request(self, message: Message) -> None:
@@ -235,10 +242,10 @@ class ServerSelector:
             message[self.entries.trained] = self.state
 
     def solve(self, replies: Mapping[str, Message]) -> bool:
-        """Solves the ridge selector; False, and it stays as it is, without statistics or if they
-        are singular.
+        """Solves the ridge selector; a site without statistics is never chosen.
 
-        A site without statistics is never chosen.
+        Returns:
+            False, and the selector stays as it is, without statistics or if they are singular.
         """
         statistics = {}
         for site, reply in replies.items():
@@ -248,10 +255,10 @@ class ServerSelector:
             weight, bias = ridge_solution(statistics, len(self.plan.sites), PENALTY)
         except (ValueError, torch.linalg.LinAlgError):
             return False  # invalid statistics of one site must not end the run
-        solved = bool(torch.isfinite(weight).all())
-        if solved:
-            self.state = {name: weight if name.endswith("weight") else bias for name in self.state}
-        return solved
+        if not bool(torch.isfinite(weight).all()):
+            return False
+        self.state = {name: weight if name.endswith("weight") else bias for name in self.state}
+        return True
 
     def step(self, replies: Mapping[str, Message]) -> None:
         """One Adam step along the sites' mean gradient.

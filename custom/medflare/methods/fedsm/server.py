@@ -1,5 +1,6 @@
-"""FedSM's server algorithm: averages the global model, pulls personal models together (Eq. 11),
-solves or steps the selector.
+"""FedSM's server algorithm: the global model, the personal models and the selector.
+
+It averages the first, pulls the second together (Eq. 11), and solves or steps the third.
 """
 
 from collections.abc import Mapping
@@ -31,8 +32,9 @@ _CANDIDATES: Final = {f"{gamma:g}": gamma for gamma in GAMMAS}
 
 
 class FedSMServer(FedAvgServer[FedSMServerHyper]):
-    """FedAvg's global model, the personal models and the selector; at the end temperature and γ are
-    chosen on validation images.
+    """FedAvg's global model, the personal models and the selector.
+
+    At the end temperature and γ are chosen on validation images.
     """
 
     site_algorithm = FedSMSite
@@ -64,8 +66,9 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
         return self.hyper.selector_updates
 
     def steps(self) -> list[Step]:
-        """FedAvg's schedule with the updates of a trained selector; at the end the ridge selector,
-        the temperature, and the tuning of γ.
+        """FedAvg's schedule with the updates of a trained selector.
+
+        At the end the ridge selector, the temperature, and the tuning of γ.
         """
         steps = []
         for step in super().steps():
@@ -214,8 +217,9 @@ def add_members(
     entries: SelectorEntries,
     selector: StateDict,
 ) -> None:
-    """Adds personal models and selector to the final message of the global model: a super
-    model's.
+    """Adds personal models and selector to the final message of the global model.
+
+    It is then a super model's.
     """
     best = context.plan.server_hyper.selection != "last"
     message[entries.weights] = selector
@@ -231,8 +235,9 @@ def add_members(
 
 
 def members(whole: Message, context: ServerContext, kind: str) -> dict[str, Message]:
-    """Every site's personal model of a super model, and the super model itself as "deployed", of a
-    `Method.models` kind.
+    """Every site's personal model of a super model, and the super model itself as "deployed".
+
+    `kind` is one of `Method.models`.
     """
     rounds = whole.get(ROUNDS) or dict.fromkeys(context.sites, context.rounds)
     models = {}

@@ -1,11 +1,10 @@
-"""FedSM's site algorithm: every round a site trains two models on the same images, one after the
-other.
+"""FedSM's site algorithm: every round a site trains two models on the same images.
 
-The global model w_g (FedAvg's training) and its personal model w_p,k (`SitePersonal`; the server
-pulls it towards the others, Eq. 11). For a selector w_s that is trained, the reply also has its
-gradient (cross entropy with the site's own label, Eq. 2). After the last round the site sends the
-statistics of the ridge selector, and evaluates the selector's calibration and the candidates of γ
-on validation images.
+One after the other: the global model w_g (FedAvg's training) and its personal model w_p,k
+(`SitePersonal`; the server pulls it towards the others, Eq. 11). For a selector w_s that is
+trained, the reply also has its gradient (cross entropy with the site's own label, Eq. 2). After the
+last round the site sends the statistics of the ridge selector, and evaluates the selector's
+calibration and the candidates of γ on validation images.
 """
 
 import math
@@ -111,8 +110,9 @@ class FedSMServerHyper(PersonalServerHyper):
 
 
 class FedSMSite(FedAvgSite[FedSMSiteHyper]):
-    """FedAvg's global model, a personal model and a selector; at the end the selector's calibration
-    and the tuning of γ.
+    """FedAvg's global model, a personal model and a selector.
+
+    At the end the selector's calibration and the tuning of γ.
     """
 
     server_hyper: ClassVar[type] = FedSMServerHyper
@@ -138,9 +138,7 @@ class FedSMSite(FedAvgSite[FedSMSiteHyper]):
         meta=(*MEASURED, LOSSES),
     )
     def train(self, round: int, incoming: Message) -> Message:
-        """Trains the global and the personal model; then the selector's gradient if it is
-        trained.
-        """
+        """Trains the global and the personal model; then a trained selector's gradient."""
         reply = super().train(round, incoming)
         self.personal.train(round, incoming, reply)
         self._measure_selector(incoming, reply)
@@ -186,9 +184,7 @@ class FedSMSite(FedAvgSite[FedSMSiteHyper]):
 
     @phase(request=(OF_SITES.weights,), meta=(*MEASURED, CALIBRATION))
     def selector_confidence(self, round: int, incoming: Message) -> Message:
-        """The selector's loss on validation images at each temperature; an empty list without
-        images.
-        """
+        """The selector's loss on validation images at each temperature; [] without images."""
         reply = Message.of(self.measured(validation={}))
         reply[CALIBRATION] = []
         if len(self.site.data.validation):
@@ -202,9 +198,7 @@ class FedSMSite(FedAvgSite[FedSMSiteHyper]):
 
     @phase(request=SUPER_MODEL, request_meta=SUPER_MODEL_META, meta=(*MEASURED, GAINS))
     def evaluate_gamma(self, round: int, incoming: Message) -> Message:
-        """The super model's gain over the global model on validation images, for every candidate of
-        γ.
-        """
+        """The super model's gain over the global model on validation images, for every γ."""
         model = super_model(self.site.task, incoming).to(self.site.device)
         reply = Message.of(self.measured(validation={}))
         reply[GAINS] = gain_by_gamma(model, self.site)
@@ -218,7 +212,10 @@ class FedSMSite(FedAvgSite[FedSMSiteHyper]):
 
 def other_super_model(plan: Plan[Any, Any], incoming: Message) -> str | None:
     """What in a super model's sites or selector differs from the plan, or None."""
-    expected: dict[MetaSpec[Any], Any] = {CLASSES: list(plan.sites), SPEC: dict(selector_spec(plan))}
+    expected: dict[MetaSpec[Any], Any] = {
+        CLASSES: list(plan.sites),
+        SPEC: dict(selector_spec(plan)),
+    }
     for item, value in expected.items():
         if item in incoming and incoming[item] != value:
             return f"item {item.name!r} is {incoming[item]!r:.100}, this run has {value!r:.100}"
@@ -226,8 +223,9 @@ def other_super_model(plan: Plan[Any, Any], incoming: Message) -> str | None:
 
 
 def delivered_models(site: str, incoming: Message, kind: str) -> dict[str, Message]:
-    """A site's final models by role, from the super model that the server sent; `kind` as in
-    `Method.models`.
+    """A site's final models by role, from the super model that the server sent.
+
+    `kind` is one of `Method.models`.
     """
     models = {"global": received(incoming)}
     personal = PERSONALS.member(site)

@@ -1,8 +1,7 @@
-"""FedSM's deployed model: the selector reads an image, then a personal model or the global one
-predicts.
+"""FedSM's deployed model: the selector reads an image, then one model predicts.
 
-With `image_mode` "patch" the selector decides for every window of an image alone; predictions of
-neighbouring windows are blended.
+That is a personal model or the global one. With `image_mode` "patch" the selector decides for every
+window of an image alone; predictions of neighbouring windows are blended.
 """
 
 from collections import Counter
@@ -33,8 +32,9 @@ CHOOSE_BY = MetaSpec[str]("choose_by", "whose scores choose", text("image", "pat
 
 
 class SuperModel(nn.Module):
-    """Images (N, C, H, W) to probabilities (N, outputs, ...); each image is predicted by one of K +
-    1 networks.
+    """Images (N, C, H, W) to probabilities (N, outputs, ...).
+
+    Each image is predicted by one of K + 1 networks.
 
     Args:
         task: gives the probabilities.
@@ -61,8 +61,12 @@ class SuperModel(nn.Module):
         choose_by: str = "image",
     ):
         super().__init__()
-        self.task, self.names, self.gamma, self.choose_by = task, names, gamma, choose_by
-        self.networks, self.selector = nn.ModuleList(networks), selector
+        self.task = task
+        self.names = names
+        self.gamma = gamma
+        self.choose_by = choose_by
+        self.networks = nn.ModuleList(networks)
+        self.selector = selector
         self.chosen: Counter[str] = Counter()
         self.recognised: Counter[str] = Counter()
         self.answered: list[str] = []
@@ -72,14 +76,16 @@ class SuperModel(nn.Module):
         return self.selector(images).softmax(dim=1)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The network of each image, (N,) in 0..K, by the selector's scores (N, K); see
-        `choose_model`.
+        """The network of each image, (N,) in 0..K, by the selector's scores (N, K).
+
+        See `choose_model`.
         """
         return choose_model(scores, self.gamma)
 
     def answer(self, images: Tensor, choice: Tensor) -> Tensor:
-        """Probabilities (N, outputs, ...) of the chosen networks (N,); a network runs once on all
-        images that chose it.
+        """Probabilities (N, outputs, ...) of the chosen networks (N,).
+
+        A network runs once on all images that chose it.
         """
         parts = {network: choice == network for network in choice.unique().tolist()}
         predicted = {}
@@ -93,9 +99,7 @@ class SuperModel(nn.Module):
         return output
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to the probabilities (N, outputs, ...) of the network that was chosen
-        for each.
-        """
+        """Images (N, C, H, W) to probabilities (N, outputs, ...), each by its chosen network."""
         scores = self.scores(images)
         choice = self.choose(scores)
         self.note(choice, scores)
@@ -107,7 +111,8 @@ class SuperModel(nn.Module):
         return self.choose_by == "patient"
 
     def predict_patient(self, parts: Sequence[Tensor]) -> Tensor:
-        """Probabilities of all images of one patient, (N, outputs, ...), by their mean scores;
+        """Probabilities of all images of one patient, (N, outputs, ...), by their mean scores.
+
         `parts` are batches of its images.
         """
         scores = torch.cat([self.scores(images) for images in parts])
@@ -115,12 +120,15 @@ class SuperModel(nn.Module):
         choice = self.choose(scores)
         self.note(choice, scores)
         choices = choice.split([len(images) for images in parts])
-        pairs = zip(parts, choices, strict=True)
-        return torch.cat([self.answer(images, chosen) for images, chosen in pairs])
+        answers: list[Tensor] = []
+        for images, chosen in zip(parts, choices, strict=True):
+            answers.append(self.answer(images, chosen))
+        return torch.cat(answers)
 
     def note(self, choice: Tensor, scores: Tensor) -> None:
-        """Counts the chosen networks (N,) and the most probable classes of the scores, (N, K) or
-        (N, K + 1), of a batch.
+        """Counts the chosen networks (N,) and the most probable classes of a batch.
+
+        Scores are (N, K) or (N, K + 1).
         """
         classes = self.names[-scores.shape[1] :]
         self.answered = [self.names[network] for network in choice.tolist()]
@@ -133,11 +141,14 @@ class SuperModel(nn.Module):
         return torch.stack(answers, dim=1)
 
     def combined(self, answers: Tensor, scores: Tensor) -> Tensor:
-        """The prediction (N, ...) from the probabilities of all networks (N, K + 1, ...) and the
-        selector's scores (N, K).
+        """The prediction (N, ...) by the selector's scores (N, K).
+
+        Args:
+            answers: the probabilities of all networks (N, K + 1, ...).
         """
         choice = self.choose(scores)
-        index = choice.reshape(-1, *[1] * (answers.ndim - 1)).expand(-1, 1, *answers.shape[2:])
+        index = choice.reshape(-1, *[1] * (answers.ndim - 1))
+        index = index.expand(-1, 1, *answers.shape[2:])
         return answers.gather(1, index).squeeze(1)
 
     def unbranched(self) -> "UnbranchedSuperModel":
@@ -145,8 +156,9 @@ class SuperModel(nn.Module):
         return UnbranchedSuperModel(self)
 
     def report(self) -> dict[str, Any]:
-        """Images predicted by each network, and under "selector" images by most probable class; of
-        all sites, the confusion matrix.
+        """Images predicted by each network, and under "selector" images by most probable class.
+
+        The latter, of all sites, are the confusion matrix.
         """
         report: dict[str, Any] = {name: self.chosen[name] for name in self.names}
         recognised = {}
@@ -158,8 +170,9 @@ class SuperModel(nn.Module):
 
 
 class UnbranchedSuperModel(nn.Module):
-    """A super model for exporters, which allow no branches: all networks compute, one prediction is
-    taken.
+    """A super model for exporters, which allow no branches.
+
+    All networks compute, one prediction is taken.
     """
 
     def __init__(self, model: SuperModel):
@@ -181,8 +194,12 @@ def super_model(task: TaskConfig, message: Message) -> SuperModel:
 def super_model_parts(
     task: TaskConfig, message: Message, outputs: int
 ) -> tuple[list[nn.Module], nn.Module, list[str]]:
-    """(networks, selector with `outputs` scores, names) of a super model's message, in evaluation
-    mode; StateError if it is incomplete.
+    """(networks, selector with `outputs` scores, names) of a super model's message.
+
+    They are in evaluation mode.
+
+    Raises:
+        StateError: the message is incomplete.
     """
     sites = list(message.get(CLASSES) or ())
     entries = [MODEL, *(PERSONALS.member(site) for site in sites)]
@@ -195,19 +212,20 @@ def super_model_parts(
     return networks, selector, ["global", *sites]
 
 
-# -- tuning γ ----------------------------------------------------------------------------------------------------------------
+# -- tuning γ -------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def gain_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
-    """γ of `GAMMAS` (as text) -> gain over γ = 1, the global model, by the task's metric on a
-    site's validation images; None if undefined.
+    """γ of `GAMMAS` (as text) -> gain over γ = 1, the global model, on a site's validation images.
 
-    The gain is the mean of the patients' gains if the metric is one of patients, else the
-    difference of the site's two values.
+    The gain, None if undefined, is by the task's metric. It is the mean of the patients' gains if
+    the metric is one of patients, else the difference of the site's two values.
     """
-    in_patches = site.task.image_mode == "patch"
-    scores = _scores_of_patches(model, site) if in_patches else _scores_of_images(model, site)
+    if site.task.image_mode == "patch":
+        scores = _scores_of_patches(model, site)
+    else:
+        scores = _scores_of_images(model, site)
     of_global = scores[1.0]
     gains = {}
     for gamma, reached in scores.items():
@@ -228,8 +246,9 @@ def _gain(reached: Scores, reference: Scores, metric: str) -> float | None:
 
 
 def _scores_of_images(model: SuperModel, site: Site) -> dict[float, Scores]:
-    """Each image has two possible predictions for all γ: the global network's, and that of the most
-    probable site.
+    """Each image has two possible predictions for all γ.
+
+    The global network's, and that of the most probable site.
     """
     data = site.data.validation
     parts = [model.scores(batch.images) for batch in site.ordered("validation")]
@@ -238,10 +257,9 @@ def _scores_of_images(model: SuperModel, site: Site) -> dict[float, Scores]:
     if model.choose_by == "patient":
         scores = patient_scores(scores, data.patients)
     most_probable = choose_model(scores, 0.0).cpu()
-    choices = (torch.zeros_like(most_probable), most_probable)
-    first, second = (
-        _measured(site, _predicted(model, site, choice.split(sizes))) for choice in choices
-    )
+    of_global = torch.zeros_like(most_probable)
+    first = _measured(site, _predicted(model, site, of_global.split(sizes)))
+    second = _measured(site, _predicted(model, site, most_probable.split(sizes)))
     joined = {name: torch.cat([part, second.parts[name]]) for name, part in first.parts.items()}
     finite = torch.cat([first.finite, second.finite])
     measured = Measured(site.task, [site.task.metric], joined, finite)
@@ -254,9 +272,7 @@ def _scores_of_images(model: SuperModel, site: Site) -> dict[float, Scores]:
 
 
 def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
-    """Windows overlap, so all of them run again for every γ that changes the choice of at least
-    one.
-    """
+    """Windows overlap: all of them run again for every γ that changes the choice of one."""
     largest: list[Tensor] = []  # each window's largest score, from the first evaluation
 
     def predictor(gamma: float) -> Predictor:

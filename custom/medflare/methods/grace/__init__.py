@@ -1,7 +1,9 @@
-"""GRACE (Zhang et al., "GRACE: A Generalized and Personalized Federated Learning Method for Medical Imaging", MICCAI 2023).
+"""GRACE, a generalized and personalized method (Zhang et al., MICCAI 2023).
 
-Sites train in two steps with feature alignment; the server weights updates by their consistency. Inside sites use their local model,
-outside sites the global one, on request with test-time adaptation.
+The paper: "GRACE: A Generalized and Personalized Federated Learning Method for Medical Imaging".
+Sites train in two steps with feature alignment; the server weights updates by their consistency.
+Inside sites use their local model, outside sites the global one, on request with test-time
+adaptation.
 """
 
 from functools import partial
@@ -17,5 +19,7 @@ METHOD = Method(
     server="medflare.methods.grace.server:GraceServer",
 )
 
-_PUBLIC = dict.fromkeys(("a_distance", "consistency_weights", "consistent_aggregate", "coral", "mmd"), "formulas")
+_PUBLIC = dict.fromkeys(
+    ("a_distance", "consistency_weights", "consistent_aggregate", "coral", "mmd"), "formulas"
+)
 __getattr__ = partial(public, __name__, _PUBLIC)

@@ -1,5 +1,6 @@
-"""GRACE's server algorithm: updates are averaged with weights that grow with their mean cosine to
-all updates (Eq. 3).
+"""GRACE's server algorithm: updates are averaged with weights by their consistency (Eq. 3).
+
+The weights grow with an update's mean cosine to all updates.
 """
 
 from collections.abc import Mapping
@@ -28,9 +29,9 @@ class GraceServerHyper(FedAvgServerHyper):
 
 
 class ConsistencyAggregation(WeightedMean):
-    """Consistency-enhanced re-weighting; the weighted mean if there is no previous model (the first
-    round of FLARE's own workflows).
+    """Consistency-enhanced re-weighting.
 
+    The weighted mean if there is no previous model (the first round of FLARE's own workflows).
     Cosines are over the trainable entries, shallow to deep, or over all floating ones if there is
     no task. A robust `rule` uses the weights by consistency if it uses weights (geometric,
     clipped).

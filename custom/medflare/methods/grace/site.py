@@ -1,9 +1,8 @@
-"""GRACE's site algorithm (MICCAI 2023, Sec. 2.2): every batch is cut into a meta-train and a
-meta-test half.
+"""GRACE's site algorithm (MICCAI 2023, Sec. 2.2): two steps on every batch.
 
-A step on the first half (meta-train) gives theta'. The update is the gradient at theta' of the task
-loss on the second half plus beta times the distance between its features under the frozen global
-model and under theta' (meta-update).
+A batch is cut into a meta-train and a meta-test half. A step on the first half (meta-train) gives
+theta'. The update is the gradient at theta' of the task loss on the second half plus beta times the
+distance between its features under the frozen global model and under theta' (meta-update).
 """
 
 import dataclasses
@@ -53,13 +52,12 @@ A_DISTANCE = MetaSpec[float | None](
     "a_distance", "between global and local features", number(-2.0, 2.0, optional=True), "train"
 )
 
-Penalty = Callable[
-    [Tensor, Tensor], Tensor
-]  # (images, the local model's features of them) -> scalar
+# (images, the local model's features of them) -> scalar
+Penalty = Callable[[Tensor, Tensor], Tensor]
 Parameters = Mapping[str, Tensor]
-Adapt = Callable[
-    [Parameters, Callable[[Parameters], Tensor]], Parameters
-]  # (theta, loss on the meta-train half) -> theta'
+TaskLoss = Callable[[Parameters], Tensor]
+# (theta, loss on the meta-train half) -> theta'
+Adapt = Callable[[Parameters, TaskLoss], Parameters]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -76,7 +74,8 @@ class GraceSiteHyper(FedAvgSiteHyper):
     )
     client: Literal["erm", "meta", "coral", "mmd", "adv"] = param(
         "coral",
-        "plain training, two steps without alignment, or two steps with CORAL, MMD or adversarial alignment",
+        "plain training, two steps without alignment, or two steps with CORAL, MMD or adversarial "
+        "alignment",
         source="Sec. 2.2, Table 4",
     )
     beta: float = param(1.0, "weight of the alignment", symbol="β", source="Eq. 2", low=0)
@@ -91,11 +90,10 @@ class GraceSiteHyper(FedAvgSiteHyper):
 
 
 class GraceSite(FedAvgSite[GraceSiteHyper]):
-    """Two-step training with feature alignment; `client` selects the paper's variants, "erm" is
-    FedAvg's training.
+    """Two-step training with feature alignment.
 
-    The personal model is the local one after training, of the best round by the site's own
-    validation.
+    `client` selects the paper's variants; "erm" is FedAvg's training. The personal model is the
+    local one after training, of the best round by the site's own validation.
     """
 
     accumulates = False
@@ -124,8 +122,9 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
 
     @phase(request=(MODEL,), reply=(MODEL,), meta=(*MEASURED, A_DISTANCE))
     def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training; then the local model is validated as the personal one and, with
-        `probe`, its A-distance is computed.
+        """FedAvg's training; then the local model is validated as the personal one.
+
+        With `probe`, its A-distance is computed.
         """
         reply = super().train(round, incoming)
         self.selection.add_trained(round, reply[MODEL], reply)
@@ -144,32 +143,29 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
     def _features(self, model: FeatureNetwork) -> Tensor:
         """Pooled features (N, D) of the site's training images."""
         model.eval()
-        return torch.cat(
-            [
-                pooled(model.features_and_output(batch.images)[0]).cpu()
-                for batch in self.site.ordered("train")
-            ]
-        )
+        rows: list[Tensor] = []
+        for batch in self.site.ordered("train"):
+            features, _ = model.features_and_output(batch.images)
+            rows.append(pooled(features).cpu())
+        return torch.cat(rows)
 
     def fit(
         self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
     ) -> float | None:
-        """Two-step training with the alignment that `client` selects; "erm" is FedAvg's training.
-        """
+        """Two-step training with the alignment of `client`; "erm" is FedAvg's training."""
         client = self.hyper.client
         if client == "erm":
             return super().fit(model, optimizer, round)
         if client == "meta":
             return self._two_steps(model, optimizer, round)
         shared = self.frozen(model.state_dict())
-        if client != "adv":
-            return self._two_steps(
-                model, optimizer, round, self.aligned(shared, coral if client == "coral" else mmd)
-            )
+        if client == "coral":
+            return self._two_steps(model, optimizer, round, self.aligned(shared, coral))
+        if client == "mmd":
+            return self._two_steps(model, optimizer, round, self.aligned(shared, mmd))
         with self._adversary(shared, optimizer) as discriminator:
-            return self._two_steps(
-                model, optimizer, round, self.aligned(shared, partial(adversarial, discriminator))
-            )
+            penalty = self.aligned(shared, partial(adversarial, discriminator))
+            return self._two_steps(model, optimizer, round, penalty)
 
     def _two_steps(
         self,
@@ -180,7 +176,7 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
     ) -> float:
         """One round of two-step training in place; returns the mean meta-loss (Eq. 2)."""
 
-        def adapt(parameters: Parameters, task_loss: Callable[[Parameters], Tensor]) -> Parameters:
+        def adapt(parameters: Parameters, task_loss: TaskLoss) -> Parameters:
             if self.hyper.inner == "sgd":
                 return meta_trained(parameters, task_loss, float(optimizer.param_groups[0]["lr"]))
             with preserved_moments(optimizer):
@@ -190,18 +186,21 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         return train_epochs(model, optimizer, self.site, round, "model", loss=loss)
 
     def aligned(self, shared: FeatureNetwork, distance: Penalty) -> Penalty:
-        """beta * L_align(h(x; phi_g), h(x; phi')) of Eq. 2 as (images, local features) -> scalar; 0
-        for a single row.
+        """beta * L_align(h(x; phi_g), h(x; phi')) of Eq. 2 as (images, local features) -> scalar.
 
-        Both models normalise by the same batch. With running statistics in one of them, CORAL
-        between a model and itself is not 0 but most of its value between different models.
+        It is 0 for a single row. Both models normalise by the same batch. With running statistics
+        in one of them, CORAL between a model and itself is not 0 but most of its value between
+        different models.
         """
 
         def penalty(images: Tensor, features: Tensor) -> Tensor:
             with torch.no_grad(), batch_statistics(shared):
-                x = pooled(shared.features_and_output(images)[0])
+                shared_features, _ = shared.features_and_output(images)
+            x = pooled(shared_features)
             y = pooled(features)
-            return self.hyper.beta * distance(x, y) if len(x) > 1 else y.new_zeros(())
+            if len(x) <= 1:
+                return y.new_zeros(())
+            return self.hyper.beta * distance(x, y)
 
         return penalty
 
@@ -209,20 +208,22 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
     def _adversary(
         self, shared: FeatureNetwork, optimizer: torch.optim.Optimizer
     ) -> Iterator[nn.Module]:
-        """The site's discriminator for a round; its own Adam steps with the model's optimizer,
-        after the same backward pass.
+        """The site's discriminator for a round.
+
+        Its own Adam steps with the model's optimizer, after the same backward pass.
         """
         with torch.no_grad():
-            features, _ = shared.features_and_output(next(self.site.ordered("train")).images[:1])
+            image = next(self.site.ordered("train")).images[:1]
+            features, _ = shared.features_and_output(image)
+        width = features.shape[1]
         with seeded(self.site.seed, self.site.name, "discriminator"):
             discriminator = nn.Sequential(
-                nn.Linear(features.shape[1], _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1)
+                nn.Linear(width, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1)
             ).to(self.site.device)
         if self.discriminator is not None:
             discriminator.load_state_dict(self.discriminator)
-        adam = self.optimizers.recall(
-            "discriminator", torch.optim.Adam(discriminator.parameters(), lr=_DISCRIMINATOR_RATE)
-        )
+        adam = torch.optim.Adam(discriminator.parameters(), lr=_DISCRIMINATOR_RATE)
+        self.optimizers.recall("discriminator", adam)
 
         def step(*_: object) -> None:
             adam.step()
@@ -272,18 +273,18 @@ class MetaLoss:
 
     def __post_init__(self) -> None:
         self.model = _WithFeatures(self.network)
-        self.parameters = {
-            name: parameter
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad
-        }
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                self.parameters[name] = parameter
 
     def __call__(self, _network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
-        losses = [
-            self._loss(images, targets, train, test)
-            for train, test in halves(len(images), self.swap)
-        ]
-        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+        losses: list[Tensor] = []
+        for train, test in halves(len(images), self.swap):
+            losses.append(self._loss(images, targets, train, test))
+        if len(losses) == 1:
+            return losses[0]
+        return torch.stack(losses).mean()
 
     def _loss(self, images: Tensor, targets: Tensor, train: slice, test: slice) -> Tensor:
         """The meta-loss on the rows `test` after meta-train on the rows `train`."""
@@ -295,7 +296,9 @@ class MetaLoss:
         adapted = self.adapt(self.parameters, task_loss)
         features, logits = functional_call(self.model, dict(adapted), (images[test],))
         loss = self.loss(logits, targets[test])
-        return loss if self.penalty is None else loss + self.penalty(images[test], features)
+        if self.penalty is None:
+            return loss
+        return loss + self.penalty(images[test], features)
 
 
 class _WithFeatures(nn.Module):
@@ -310,11 +313,11 @@ class _WithFeatures(nn.Module):
 
 
 def halves(count: int, swap: bool) -> list[tuple[slice, slice]]:
-    """The (meta-train, meta-test) halves of a batch by position; with `swap` also exchanged, and
-    the update is the mean of both.
+    """The (meta-train, meta-test) halves of a batch by position.
 
-    The paper's update is the gradient of half of the images; the swapped one uses all of them, at
-    twice the passes. A batch of fewer than four images is not cut: it is both halves.
+    With `swap` also exchanged, and the update is the mean of both. The paper's update is the
+    gradient of half of the images; the swapped one uses all of them, at twice the passes. A batch
+    of fewer than four images is not cut: it is both halves.
 
     Examples:
         >>> halves(8, swap=False), len(halves(8, swap=True)), len(halves(3, swap=True))
@@ -322,19 +325,20 @@ def halves(count: int, swap: bool) -> list[tuple[slice, slice]]:
     """
     if count < _SMALLEST_CUT:
         return [(slice(None), slice(None))]
-    first, second = slice(count // 2), slice(count // 2, None)
-    return [(first, second), (second, first)] if swap else [(first, second)]
+    first = slice(count // 2)
+    second = slice(count // 2, None)
+    if swap:
+        return [(first, second), (second, first)]
+    return [(first, second)]
 
 
 def optimizer_step(
-    parameters: Parameters,
-    task_loss: Callable[[Parameters], Tensor],
-    optimizer: torch.optim.Optimizer,
+    parameters: Parameters, task_loss: TaskLoss, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """theta' by a step of the optimizer, as a function of theta (Eq. 1 with the optimizer's step,
-    first order).
+    """theta' by a step of the optimizer, as a function of theta.
 
-    The step changes the optimizer's moments, unless it is inside `preserved_moments`.
+    Eq. 1 with the optimizer's step, first order. The step changes the optimizer's moments, unless
+    it is inside `preserved_moments`.
 
     Args:
         parameters: theta by name, the optimizer's leaves; unchanged afterwards.

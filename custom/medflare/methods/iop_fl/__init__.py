@@ -1,7 +1,8 @@
-"""IOP-FL (Jiang et al., IEEE TMI 2023): personal models for sites inside and outside the federation.
+"""IOP-FL (Jiang et al., IEEE TMI 2023): personal models for sites inside and outside a federation.
 
-Inside, FedAvg runs unchanged and every site keeps a local adapted model P_k <- (1 - τ) P_k + τ w_k (Eq. 4), which is not sent during
-training. An outside site receives {P_1, ..., P_K, w_g} and mixes their layers by coefficients that it fits to its unlabelled images
+Inside, FedAvg runs unchanged and every site keeps a local adapted model
+P_k <- (1 - τ) P_k + τ w_k (Eq. 4), which is not sent during training. An outside site receives
+{P_1, ..., P_K, w_g} and mixes their layers by coefficients that it fits to its unlabelled images
 (Eq. 5-10).
 """
 
@@ -16,8 +17,13 @@ METHOD = Method(
     paper="Jiang et al., IOP-FL, IEEE TMI 2023",
     site="medflare.methods.iop_fl.site:IOPSite",
     server="medflare.methods.iop_fl.server:IOPServer",
-    models={"ensemble": "medflare.methods.iop_fl.outside:ensemble_model", "routed": "medflare.methods.iop_fl.outside:routed_model"},
+    models={
+        "ensemble": "medflare.methods.iop_fl.outside:ensemble_model",
+        "routed": "medflare.methods.iop_fl.outside:routed_model",
+    },
 )
 
-_PUBLIC = dict.fromkeys(("consistency_loss", "entropy_loss", "local_adapted", "shape_loss"), "formulas")
+_PUBLIC = dict.fromkeys(
+    ("consistency_loss", "entropy_loss", "local_adapted", "shape_loss"), "formulas"
+)
 __getattr__ = partial(public, __name__, _PUBLIC)

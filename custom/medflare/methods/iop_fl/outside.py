@@ -110,7 +110,7 @@ class OutsideHyper(SiteHyper):
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary:
+class StateSummary:
     """A state of the routers by its predictions for all images.
 
     Attributes:
@@ -159,7 +159,7 @@ class PackedDecisions(Sequence[Tensor]):
 
 def summarize(
     task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor]], references: Sequence[Decisions] = ()
-) -> Summary:
+) -> StateSummary:
     """The summary of all batches together.
 
     Args:
@@ -181,7 +181,7 @@ def summarize(
     # I = H(mean p) - mean H(p)
     information = float(formulas.entropy_of(torch.as_tensor(shares / count))) - entropy
     agreements = [agreement(decisions, reference) for reference in references]
-    return Summary(mean_loss, max(0.0, information), max(agreements, default=1.0))
+    return StateSummary(mean_loss, max(0.0, information), max(agreements, default=1.0))
 
 
 def agreement(first: Decisions, second: Decisions) -> float:
@@ -208,14 +208,14 @@ def _decisions(p: Tensor, task: TaskConfig) -> Tensor:
     return (p > 0.5).long().cpu()
 
 
-def gate_refusal(state: Summary, start: Summary) -> str:
+def gate_refusal(state: StateSummary, start: StateSummary) -> str:
     """Why a state may not be used; "" if it may.
 
     Examples:
-        >>> start = Summary(loss=0.04, information=0.08, agreement=1.0)
-        >>> gate_refusal(Summary(0.03, 0.07, 0.95), start)
+        >>> start = StateSummary(loss=0.04, information=0.08, agreement=1.0)
+        >>> gate_refusal(StateSummary(0.03, 0.07, 0.95), start)
         ''
-        >>> gate_refusal(Summary(0.01, 0.0, 0.95), start)
+        >>> gate_refusal(StateSummary(0.01, 0.0, 0.95), start)
         'its mutual information is 0.00 of the start, below 0.8'
     """
     least = GATE_INFORMATION * start.information
@@ -340,7 +340,7 @@ class RoutedModel(nn.Module):
 
     def _start(
         self, parts: Iterable[Tensor], references: Sequence[Decisions]
-    ) -> tuple[str, Summary]:
+    ) -> tuple[str, StateSummary]:
         """From where the fit starts: the mixture or, if personal models contradict each other, the
         one of these of lowest loss.
 
@@ -391,7 +391,9 @@ class RoutedModel(nn.Module):
         )
 
     @torch.no_grad()
-    def measure(self, batches: Iterable[Tensor], references: Sequence[Decisions] = ()) -> Summary:
+    def measure(
+        self, batches: Iterable[Tensor], references: Sequence[Decisions] = ()
+    ) -> StateSummary:
         """The current state by all images of these batches, without dropout."""
         self.network.eval()
 

@@ -1,8 +1,10 @@
-"""PRR-Imbalance (Chen et al., IEEE TMI 2022): personalized models that do not retrogress at every exchange.
+"""PRR-Imbalance (Chen et al., IEEE TMI 2022): models that do not retrogress at every exchange.
 
-PFA (server): each site gets a model of its own, low frequencies averaged, high frequencies its own. DET (site): this model becomes the
-deputy D_k; it and the personal model P_k, which is never overwritten, teach each other in stages. CPA (site): a loss for classes that are
-imbalanced differently at each site. Without the three parts (pfa=false det=false cpa=off) the method is FedBN (Li et al., ICLR 2021).
+PFA (server): each site gets a model of its own, low frequencies averaged, high frequencies its own.
+DET (site): this model becomes the deputy D_k; it and the personal model P_k, which is never
+overwritten, teach each other in stages. CPA (site): a loss for classes that are imbalanced
+differently at each site. Without the three parts (pfa=false det=false cpa=off) the method is FedBN
+(Li et al., ICLR 2021).
 """
 
 from functools import partial

@@ -293,7 +293,7 @@ def _write_moved(target: Tensor, matrix: Tensor, tiles: Sequence[Tensor]) -> Non
     target.copy_(moved.view(target.shape))
 
 
-# -- whole models ----------------------------------------------------------------------------------
+# -- whole models ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

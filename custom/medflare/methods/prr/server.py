@@ -1,6 +1,4 @@
-"""PRR's server algorithm: gives every site a model of its own by Fourier aggregation, and samples
-the global prototypes.
-"""
+"""PRR's server algorithm: a model for every site by Fourier aggregation, and global prototypes."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -39,14 +37,15 @@ from medflare.networks.catalogue import meta_network
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
 
-_ROUNDS = 50  # of the published schedule; used under FLARE's own workflows, which do not give the number of rounds
+# Of the published schedule; used under FLARE's own workflows, which do not give their rounds.
+_ROUNDS = 50
 
 
 class FourierAggregation(Aggregation[PRRServerHyper]):
-    """Progressive Fourier Aggregation (Eq. 1-4): a model for every site, and the plain mean for
-    other sites.
+    """Progressive Fourier Aggregation (Eq. 1-4): a model for every site.
 
-    Without a task (FLARE's own workflows) the kind of a layer follows from its shape.
+    Other sites get the plain mean. Without a task (FLARE's own workflows) the kind of a layer
+    follows from its shape.
     """
 
     def __init__(self, hyper: PRRServerHyper):
@@ -64,17 +63,18 @@ class FourierAggregation(Aggregation[PRRServerHyper]):
 
     def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
         """Site -> its model S_k (Alg. 1, line 7)."""
-        states, hyper = states_of(models), self.hyper
+        states = states_of(models)
+        hyper = self.hyper
         rounds = self.rounds or _ROUNDS
-        low_band = frequency_ratio(min(round, rounds), rounds, hyper.r0, hyper.r1)
+        r = frequency_ratio(min(round, rounds), rounds, hyper.r0, hyper.r1)
         plan = self.treatments or treatments_by_shape(states)
-        return aggregate_models(
-            states, plan, low_band, fourier=hyper.pfa, components=hyper.components
-        )
+        return aggregate_models(states, plan, r, fourier=hyper.pfa, components=hyper.components)
 
 
 class PRRServer(ServerAlgorithm[PRRServerHyper]):
-    """A site that misses a round keeps its last model; one that joins later starts from the mean of
+    """Keeps every site's model between the rounds.
+
+    A site that misses a round keeps its last model; one that joins later starts from the mean of
     the others' deputies.
 
     Attributes:
@@ -110,8 +110,9 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         return self.memory.family(MODEL)
 
     def steps(self) -> list[Step]:
-        """Training, validation of the last models, and the exchange that makes the outside sites'
-        model if they need one.
+        """Training, then validation of the last models.
+
+        Then the exchange that makes the outside sites' model, if they need one.
         """
         steps = super().steps()
         if not self.context.outside:
@@ -125,10 +126,12 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
 
     @property
     def class_totals(self) -> Tensor:
-        """(G, C) training images or pixels of each class over the enrolled inside sites, limited as
-        `ServerContext.counted` says.
+        """(G, C) training images or pixels of each class over the enrolled inside sites.
+
+        Limited as `ServerContext.counted` says.
         """
-        task, counts = self.context.task, self.context.site_counts
+        task = self.context.task
+        counts = self.context.site_counts
         enrolled = {site: counts[site] for site in self.context.sites if site in counts}
         if not self.context.counted:
             return class_totals(task, enrolled)
@@ -140,9 +143,7 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
 
     @asks(PRRSite.train, PRRSite.validate, PRRSite.share_normalisation, PRRSite.share_personal)
     def request(self, step: Step, site: str) -> Message:
-        """The site's S_k, the class counts of all sites and the global prototypes, if there are
-        any.
-        """
+        """The site's S_k, the class counts of all sites, and the global prototypes if any."""
         message = Message.of({DEPUTY: self.aggregated.get(site, self.mean)})
         message[CLASS_TOTALS] = self.class_totals.tolist()
         if self.prototypes is not None:
@@ -171,7 +172,8 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         return global_prototypes(local, present, noise)
 
     def _warn_of_absent_classes(self, totals: Tensor) -> None:
-        events, counts = self.context.events, self.context.site_counts
+        events = self.context.events
+        counts = self.context.site_counts
         suppressed = False
         for site in self.context.sites:
             if counts.get(site, {}).get("class_counts") == []:
@@ -204,8 +206,9 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         self.memory.meta["complete"] = True
 
     def _most_representative(self, replies: Mapping[str, Message]) -> str:
-        """The site whose classes are most like those of all; without counts by class the largest
-        one.
+        """The site whose classes are most like those of all.
+
+        Without counts by class the largest one.
         """
         counts = self.context.site_counts
         totals = {}
@@ -234,6 +237,7 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         """The model for outside sites, if it is complete."""
         if not self.memory.meta["complete"]:
             return {}
-        of_best_round = self.hyper.outside_model != "mean"  # a personal model, of its site's own
-        rounds = None if of_best_round else self.context.rounds
+        rounds: int | None = None  # a personal model is of its site's own best round
+        if self.hyper.outside_model == "mean":
+            rounds = self.context.rounds
         return {"global": trained_model(self.outside, rounds)}

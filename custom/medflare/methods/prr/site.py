@@ -1,5 +1,6 @@
-"""PRR's site algorithm: trains a deputy and a personal model together; only the deputy, without
-batch normalisation, leaves the site.
+"""PRR's site algorithm: trains a deputy and a personal model together.
+
+Only the deputy, without batch normalisation, leaves the site.
 """
 
 from typing import Any, ClassVar
@@ -54,12 +55,13 @@ PROTOTYPES = TensorSpec(
     measured="train",
     per_class="values",
 )
+# Absent in the first round.
 GLOBAL_PROTOTYPES = TensorSpec(
     "prototypes",
     template=lambda plan: {"prototypes": _prototypes(plan)["prototypes"]},
     when=PROTOTYPES.when,
     optional=True,
-)  # absent in the first round
+)
 NORMALISATION = TensorSpec(
     "normalisation",
     "the deputy's batch normalisation, for the mean that outside sites get",
@@ -124,21 +126,23 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: PRRSiteHyper, server_hyper: Any) -> None:
-        """Raises ConfigError for a layer without a rule in Fourier aggregation, and for class
-        totals that patches do not give.
+        """Raises ConfigError for a layer without a rule in Fourier aggregation.
+
+        And for class totals that patches do not give.
         """
         super().check(task, hyper, server_hyper)
-        if server_hyper.pfa and (layer := without_rule(meta_network(task))):
+        if server_hyper.pfa:
+            layer = without_rule(meta_network(task))
+            if layer is not None:
+                raise ConfigError(
+                    f"prr: layer {layer} of network {task.network['name']} has no rule in Fourier "
+                    "aggregation; set pfa=false"
+                )
+        needs_totals = hyper.supervision in ("both", "global", "fedeamc")
+        if needs_totals and task.image_mode == "patch" and task.target == "multilabel":
             raise ConfigError(
-                f"prr: layer {layer} of network {task.network['name']} has no rule in Fourier aggregation; set pfa=false"
-            )
-        if (
-            task.image_mode == "patch"
-            and task.target == "multilabel"
-            and hyper.supervision in ("both", "global", "fedeamc")
-        ):
-            raise ConfigError(
-                "prr: negatives of a multilabel task cannot be counted with image_mode 'patch'; set cpa=local, or image_mode 'resize'"
+                "prr: negatives of a multilabel task cannot be counted with image_mode 'patch'; "
+                "set cpa=local, or image_mode 'resize'"
             )
 
     def validate_request(self, incoming: Message) -> str | None:
@@ -156,8 +160,9 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         meta=(*MEASURED, STAGES, GAMMA, GAMMAS, TRAINED),
     )
     def train(self, round: int, incoming: Message) -> Message:
-        """A round of `Transfer`; the reply holds the deputy without normalisation, and the
-        prototypes if the loss uses them.
+        """A round of `Transfer`.
+
+        The reply holds the deputy without normalisation, and the prototypes if the loss uses them.
         """
         personal, deputy = self._models(incoming)
         validation = self._measure(round, personal, deputy)
@@ -166,10 +171,10 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
             self.hyper,
             personal,
             deputy,
-            self._supervision(round, incoming),
-            self.validation,
-            self.width,
-            self.prototypes or {},
+            supervision=self._supervision(round, incoming),
+            measure=self.validation,
+            width=self.width,
+            prototypes=self.prototypes or {},
         )
         loss = transfer.run(round, validation)
         trained = copy_state(deputy.state_dict())
@@ -223,8 +228,9 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
 
     @phase(request=REQUEST, request_meta=(CLASS_TOTALS,), reply=(PERSONAL,), meta=MEASURED)
     def share_personal(self, round: int, incoming: Message) -> Message:
-        """The personal model as a candidate for outside sites (`outside_model`), once, after the
-        last round.
+        """The personal model as a candidate for outside sites (`outside_model`).
+
+        Once, after the last round.
         """
         state, _ = self._delivered(incoming)["personal"]
         reply = Message.of(self.measured(validation={}))
@@ -232,8 +238,9 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         return reply
 
     def _deputy_state(self, incoming: Message) -> StateDict:
-        """S_k with the site's own batch normalisation; that of the common initial model before the
-        first training.
+        """S_k with the site's own batch normalisation.
+
+        Before the first training with that of the common initial model.
         """
         if self.normalisation is None:
             self.normalisation = self.part.kept(copy_state(self.site.network().state_dict()))
@@ -259,8 +266,9 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
     def _measure(
         self, round: int, personal: nn.Module, deputy: nn.Module
     ) -> dict[str, float | None]:
-        """Validation metrics of both models at the start of the round; the site keeps the best
-        model of each role.
+        """Validation metrics of both models at the start of the round.
+
+        The site keeps the best model of each role.
         """
         values = self._validation(personal, deputy)
         self.best["global"].offer(values["global"], round, deputy.state_dict())
@@ -268,8 +276,9 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         return values
 
     def _delivered(self, incoming: Message) -> dict[str, tuple[StateDict, int | None]]:
-        """The site's final deputy and personal model with their rounds: of its best round or of the
-        last one.
+        """The site's final deputy and personal model with their rounds.
+
+        They are of its best round or of the last one.
         """
         deputy = self._deputy_state(incoming)
         personal = deputy
@@ -283,22 +292,21 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
 
     @phase(request=(DEPUTY, MODEL))  # an outside site's model is whole
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """An inside site deploys the better of its deputy and its personal model by validation
-        (Sec. IV-A), an outside site the model that it gets.
+        """An inside site deploys its deputy or its personal model, an outside site what it gets.
+
+        Inside, the better one by validation (Sec. IV-A).
         """
         if self.personal is None:
             whole = plain_message(self._deputy_state(incoming))
             return {"global": whole, "deployed": whole}
-        models = {
-            role: trained_model(state, rounds)
-            for role, (state, rounds) in self._delivered(incoming).items()
-        }
+        models: dict[str, Message] = {}
+        for role, (state, rounds) in self._delivered(incoming).items():
+            models[role] = trained_model(state, rounds)
         if not self.hyper.det:
             return {**models, "deployed": models["personal"]}
-        reached = {
-            role: self.validation(self.network(role, model[MODEL]))
-            for role, model in models.items()
-        }
+        reached: dict[str, float | None] = {}
+        for role, model in models.items():
+            reached[role] = self.validation(self.network(role, model[MODEL]))
         role = better_model(reached["personal"], reached["global"])
         chosen = models[role]
         choice = {"keep": "best", "model": role, "validation": reached}

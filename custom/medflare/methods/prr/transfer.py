@@ -24,7 +24,7 @@ from medflare.tasks.config import TaskConfig
 from medflare.training.epochs import Steps, epochs, trainable, weighted_sum
 from medflare.training.site import Site
 
-# -- a task as groups of classes -------------------------------------------------------------------
+# -- a task as groups of classes ------------------------------------------------------------------
 
 
 def groups_and_classes(task: TaskConfig) -> tuple[int, int]:
@@ -74,7 +74,7 @@ def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) ->
     return totals
 
 
-# -- prototypes and loss ---------------------------------------------------------------------------
+# -- prototypes and loss --------------------------------------------------------------------------
 
 
 def prototype_width(task: TaskConfig) -> int:

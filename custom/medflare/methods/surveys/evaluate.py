@@ -1,5 +1,6 @@
-"""A method that trains nothing: the server sends a final model of any kind, and every site tests it
-on its own images.
+"""A method that trains nothing: every site tests a final model on its own images.
+
+The server sends it; it can be of any kind.
 """
 
 from typing import Any, ClassVar
@@ -74,10 +75,11 @@ class EvaluateServer(ServerAlgorithm[Any]):
             self._model = load_model(path.parent)
         except StateError as error:
             raise ConfigError(str(error)) from error
-        found, wanted = self._model.card["sha256"], self.hyper.sha256
-        if found != wanted:
+        digest = self._model.card["sha256"]
+        if digest != self.hyper.sha256:
             raise ConfigError(
-                f"{path}: is another model than the run's (sha256 {found[:16]}..., not {wanted[:16]}...)"
+                f"{path}: is another model than the run's (sha256 {digest[:16]}..., "
+                f"not {self.hyper.sha256[:16]}...)"
             )
 
     def steps(self) -> list[Step]:
@@ -85,10 +87,11 @@ class EvaluateServer(ServerAlgorithm[Any]):
 
     def configure_final(self, site: str) -> Message:
         """The model; its tensors are shared by all sites' messages."""
-        range_of_images = {
-            name: self._model.card[name] for name in (TRAINED_ON,) if name in self._model.card
-        }
-        return Message(self._model.message.states, {**self._model.message.meta, **range_of_images})
+        message = self._model.message
+        meta = dict(message.meta)
+        if TRAINED_ON in self._model.card:
+            meta[TRAINED_ON] = self._model.card[TRAINED_ON]
+        return Message(message.states, meta)
 
     def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
         card = self._model.card

@@ -1,8 +1,7 @@
-"""A method that trains nothing: each site sends the fingerprint of its training images, for
-`medflare task plan`.
+"""A method that trains nothing: each site sends the fingerprint of its training images.
 
-What a fingerprint holds, and what a site with `minimum_patients` holds back, is in
-`data.checking.fingerprint`.
+`medflare task plan` reads it. What a fingerprint holds, and what a site with `minimum_patients`
+holds back, is in `preparation.fingerprint`.
 """
 
 from collections.abc import Mapping
@@ -14,9 +13,9 @@ from medflare.core.errors import DataError
 from medflare.core.message import Message
 from medflare.core.phases import handles, phase
 from medflare.core.specs import MetaSpec
-from medflare.data.checking.fingerprint import fingerprint_of, from_json, learnt_of, to_json
 from medflare.methods.base import ServerAlgorithm, SiteAlgorithm, SiteHyper, Step
 from medflare.methods.method import Method
+from medflare.preparation.fingerprint import fingerprint_of, from_json, learnt_of, to_json
 
 METHOD = Method(
     name="fingerprint",
@@ -31,11 +30,13 @@ FILE: Final = "fingerprints.json"
 
 
 def _check_fingerprint(value: dict[str, Any]) -> dict[str, Any]:
-    """Raise ValueError for a value that is no fingerprint; an empty one, of a site with too few
-    patients, is valid.
+    """Raise ValueError for a value that is no fingerprint.
+
+    An empty one, of a site with too few patients, is valid.
     """
     try:
-        _ = value and from_json(value)
+        if value:
+            from_json(value)
     except DataError as error:
         raise ValueError(str(error)) from None
     return value
@@ -58,8 +59,9 @@ class FingerprintSite(SiteAlgorithm[SiteHyper]):
 
     @phase(meta=(FINGERPRINT,))
     def describe(self, round: int, incoming: Message) -> Message:
-        """The fingerprint; an empty one if the training images are of fewer than `minimum_patients`
-        patients.
+        """The fingerprint of the training images.
+
+        It is empty if they are of fewer than `minimum_patients` patients.
 
         Raises:
             DataError: an image cannot be used, or the site has its images in memory only.
@@ -67,12 +69,15 @@ class FingerprintSite(SiteAlgorithm[SiteHyper]):
         site = self.site
         if site.source is None:
             raise DataError(
-                f"site {site.name}: a fingerprint needs stored images, these were made in memory; see open_site"
+                f"site {site.name}: a fingerprint needs stored images, these were made in memory; "
+                "see open_site"
             )
         fingerprint = fingerprint_of(
             site.name, site.task, site.source, self.minimum_patients, site.abort
         )
-        described = {} if fingerprint is None else to_json([fingerprint])["sites"][0]
+        described: dict[str, Any] = {}
+        if fingerprint is not None:
+            described = to_json([fingerprint])["sites"][0]
         return Message.of({FINGERPRINT: described})
 
     def finalize(self, incoming: Message) -> dict[str, Message]:

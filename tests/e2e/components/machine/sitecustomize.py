@@ -24,16 +24,24 @@ _time, _time_ns, _datetime = time.time, time.time_ns, datetime.datetime
 
 class _Hiding(PathFinder):
     @classmethod
-    def find_spec(cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname in _MISSING:
             return None
         if path is None and _FOLDER is not None:  # it is on sys.path; the job's copy comes after it
-            path = [entry for entry in sys.path if os.path.realpath(entry) != os.path.realpath(_FOLDER)]
+            path = [
+                entry for entry in sys.path if os.path.realpath(entry) != os.path.realpath(_FOLDER)
+            ]
         return PathFinder.find_spec(fullname, path, target)
 
 
 def _hide() -> None:
-    kept = [finder for finder in sys.meta_path if _FOLDER is None or not getattr(finder, "__module__", "").startswith(_EDITABLE)]
+    kept = [
+        finder
+        for finder in sys.meta_path
+        if _FOLDER is None or not getattr(finder, "__module__", "").startswith(_EDITABLE)
+    ]
     sys.meta_path[:] = [_Hiding if finder is PathFinder else finder for finder in kept]
 
 

@@ -1,0 +1,431 @@
+"""Check a site's data and the task before training: read every image, count, measure, and list all
+problems with their remedies.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch.nn import functional
+from torch.utils.data import ConcatDataset
+
+from medflare.core.errors import ConfigError, DataError, one_line
+from medflare.core.rng import numpy_generator, seeded
+from medflare.core.store import make_folder, write_atomically
+from medflare.core.text import format_shape
+from medflare.data.datalist import DatalistItem, check_patients, site_folders, site_name
+from medflare.data.decoding import Source, target_of
+from medflare.data.loading import SiteData, load_site_data, renumbered_entries
+from medflare.data.local import LocalSettings, allowed_folders
+from medflare.data.progress import counted
+from medflare.data.targets import class_counts, encode_label, scarce_classes, scarce_line
+from medflare.data.transforms import Augmentation, Preprocessing, middle_slice
+from medflare.networks.catalogue import initial_network
+from medflare.networks.dry_run import check_network
+from medflare.preparation.step_cost import noise_targets
+from medflare.tasks.annotation import structures_of
+from medflare.tasks.config import TaskConfig
+from medflare.tasks.losses import build_loss
+from medflare.training.montage import contact_sheet
+from medflare.training.opening import check_batch_bounds, check_single_batches, check_task_bounds
+from medflare.training.site_rules import check_selection
+
+_MAX_PROBLEMS: Final = 10  # printed per site
+_MAX_SIZES: Final = 3  # printed per site
+_INTENSITY_IMAGES: Final = 20  # images of a site whose intensities are judged
+_CLIPPED: Final = 0.5  # fraction of an image's foreground that may be clipped
+_LARGE: Final = 20.0  # mean or deviation that is unusual for a network's input
+_FLAT: Final = 0.005  # deviation below which an input is constant
+# Fraction of a mask, beyond which a structure that has its corners is probably the background.
+_FILLED: Final = 0.5
+_THUMBNAIL: Final = 12  # pixels a side, for the shift between sites
+_SHIFT_IMAGES: Final = 300  # per site; enough for two digits
+
+
+@dataclass
+class SiteCheck:
+    """What one site's folder has."""
+
+    # Split -> (images, patients); a volume counts by its slices.
+    splits: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # Stored size as text -> number of files.
+    sizes: Counter[str] = field(default_factory=Counter)
+    # Class -> its training images, or pixels (segmentation).
+    classes: dict[str, int] = field(default_factory=dict)
+    # Minimum, mean, deviation and maximum of the stored intensities.
+    intensity: dict[str, float] = field(default_factory=dict)
+    # Unusual but allowed.
+    notes: list[str] = field(default_factory=list)
+    # Images that cannot be used and that the task skips, one line each.
+    left_out: list[str] = field(default_factory=list)
+    # Why it cannot join, and structures that no training mask shows, one line each.
+    problems: list[str] = field(default_factory=list)
+    # Whether it has test images only: it can be an outside site, which does not train.
+    test_only: bool = False
+
+    def lines(self, task: TaskConfig) -> list[str]:
+        """The report as text; what could not be read is left out."""
+        unit = "images"
+        if task.kind == "segmentation":
+            unit = "pixels" if task.spatial_dims == 2 else "voxels"
+        rows: dict[str, str] = {}
+        for split, (images, patients) in self.splits.items():
+            rows[split] = f"{images} images of {patients} patients"
+        rows["stored sizes"] = ", ".join(
+            f"{size} ({files})" for size, files in self.sizes.most_common(_MAX_SIZES)
+        )
+        if len(self.sizes) > _MAX_SIZES:
+            rows["stored sizes"] += f" and {len(self.sizes) - _MAX_SIZES} more"
+        rows[f"training {unit}"] = ", ".join(
+            f"{label} {number}" for label, number in self.classes.items()
+        )
+        if self.intensity:
+            text = "{minimum:.4g} to {maximum:.4g}, mean {mean:.4g}, sd {deviation:.4g}"
+            rows["intensities"] = text.format(**self.intensity)
+        width = max(map(len, rows)) + 2
+        lines = [f"{name:{width}}{value}" for name, value in rows.items() if value]
+        for note in self.notes:
+            lines.append(f"note: {note}")
+        for line in _first_lines(self.left_out):
+            lines.append(f"left out: {line}")
+        for problem in _first_lines(self.problems):
+            lines.append(f"PROBLEM: {problem}")
+        return lines
+
+
+def _first_lines(lines: list[str]) -> list[str]:
+    hidden = len(lines) - _MAX_PROBLEMS
+    if hidden <= 0:
+        return lines
+    return [*lines[:_MAX_PROBLEMS], f"... and {hidden} more"]
+
+
+@dataclass
+class CheckReport:
+    """What a data root has for a task."""
+
+    task: TaskConfig
+    root: Path
+    sites: dict[str, SiteCheck]
+    shift: float | None = None  # see `site_shift`; None if it cannot be measured
+    shift_reason: str = ""  # why it cannot
+    thumbnails: Path | None = None  # the contact sheet, if requested
+    problem: str = ""  # why these sites together cannot train, with the remedy
+
+    @property
+    def ok(self) -> bool:
+        """Whether every site can join, and one of several can train."""
+        return not self.problem and not any(report.problems for report in self.sites.values())
+
+    def render(self) -> str:
+        """The report as text."""
+        lines = [f"{self.root}, task {self.task.name}"]
+        for name, report in self.sites.items():
+            lines += ["", name]
+            for line in report.lines(self.task):
+                lines.append(f"  {line}")
+        if self.shift is None:
+            lines += ["", f"shift between sites: not measured, {self.shift_reason}"]
+        else:
+            chance = f"chance {1 / len(self.sites):.2f}"
+            measured = f"{self.shift:.2f} balanced accuracy of telling the site from a thumbnail"
+            lines += ["", f"shift between sites: {measured} ({chance})"]
+        if self.thumbnails:
+            lines.append(f"thumbnails, a row for each site: {self.thumbnails}")
+        if self.problem:
+            lines.append(f"PROBLEM: {self.problem}")
+        lines.append("OK" if self.ok else "NOT OK: solve the problems above and check again")
+        return "\n".join(lines)
+
+
+def check_site(
+    root: Path | str,
+    task: TaskConfig,
+    out: Path | str | None = None,
+    local: LocalSettings = LocalSettings(),
+) -> CheckReport:
+    """Read everything below a data root: one site's folder, or a folder with one folder per site.
+
+    Args:
+        root: has a datalist.json, or folders that do.
+        out: folder for the contact sheet `thumbnails.png`, or None.
+        local: the site's local settings: its bounds, and the folders that a datalist may name files
+            in.
+
+    Raises:
+        ConfigError: the task exceeds the site's bounds, or does not work, see `check_task`.
+        DataError: `root` has no site. Problems of a site's data are listed in the report instead.
+        OSError: `out` cannot be made.
+    """
+    root = Path(root)
+    check_task_bounds(task, local.bounds, "this site")
+    check_batch_bounds(task, local.bounds, "this site")
+    check_task(task)
+    folders = site_folders(root)
+    if out is not None:
+        make_folder(Path(out))
+    report = CheckReport(task, root, {})
+    data: dict[str, SiteData] = {}
+    for folder in folders:
+        name = site_name(folder)
+        report.sites[name] = SiteCheck()
+        try:
+            site_data = _check_folder(name, folder, task, local, report.sites[name])
+            if site_data is not None:
+                data[name] = site_data
+        except DataError as error:
+            report.sites[name].problems.append(str(error))
+    none_trains = all(site.test_only for site in report.sites.values())
+    if none_trains and folders != [root]:  # a site's folder alone may be that of an outside site
+        report.problem = (
+            "every site has test images only, so no site can train; "
+            "add a site that has training images"
+        )
+    report.shift, report.shift_reason = site_shift(data)
+    if out is not None and data:
+        report.thumbnails = Path(out) / "thumbnails.png"
+        write_atomically(report.thumbnails, contact_sheet(data, task))
+    return report
+
+
+def check_task(task: TaskConfig) -> None:
+    """One training step on noise, so that a task that does not work fails before a federation
+    starts.
+
+    Raises:
+        ConfigError: a network, loss or transform that is unknown, misconfigured or does not fit the
+            task's image size.
+    """
+    check_network(task)
+    loss = build_loss(task)
+    augmentation = Augmentation(task)
+    random = numpy_generator(0, "check task")
+    images = torch.tensor(random.random((2, task.image_channels, *task.size), dtype=np.float32))
+    targets = noise_targets(task, 2)
+    network = initial_network(task, seed=0)
+    try:
+        images, targets = augmentation(images, targets, np.random.RandomState(0))
+        with seeded(0, "check task"):
+            loss(network(images), targets).backward()
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"task {task.name}: a training step on {task.size} images fails ({one_line(error)}); "
+            "change size, network or augment"
+        ) from error
+    check_single_batches(task)
+
+
+def _check_folder(
+    name: str, folder: Path, task: TaskConfig, local: LocalSettings, report: SiteCheck
+) -> SiteData | None:
+    """The data of a site, or None if images cannot be used; fills `report`; DataError if the
+    datalist or the whole cannot be used.
+    """
+    source = Source(folder, task, allowed_folders(local.data_folders), local.bounds)
+    entries, _ = renumbered_entries(name, task, source)
+    check_patients(entries)
+    logged = counted(entries, len(entries), f"site {name}, images checked")
+    _read_images(source, logged, task, report)
+    if report.problems and task.unreadable == "error":
+        return None
+    report.left_out = report.problems
+    report.problems = []
+    report.test_only = {entry.split for entry in entries} == {"test"}
+    role = "outside" if report.test_only else "inside"
+    data = load_site_data(
+        name,
+        task,
+        folder,
+        role=role,
+        folders=local.data_folders,
+        bounds=local.bounds,
+        in_memory=False,
+    )
+    for split in ("train", "validation", "test"):
+        patients = data.split(split).patients
+        report.splits[split] = (len(data.split(split)), len(set(patients)))
+    if report.test_only:
+        report.notes += [*data.notes, "has test images only, so it can only be an outside site"]
+        return data
+    counts = class_counts(data.train.targets, task).tolist()
+    report.classes = dict(zip(task.classes, counts, strict=True))
+    report.notes += [note for note in data.notes if note not in data.absent]
+    if data.dropped:
+        report.notes.append(data.dropped_line)
+    report.problems += data.absent
+    try:
+        check_selection(name, task, data, local.minimum_patients, local.bounds)
+    except ConfigError as error:
+        report.problems.append(str(error))
+    scarce = scarce_classes(data.train.targets, task, data.annotated)
+    if data.absent:
+        scarce = {label: images for label, images in scarce.items() if images}
+    if scarce:
+        report.notes.append(scarce_line(scarce))
+    return data
+
+
+def _read_images(
+    source: Source, entries: Iterable[DatalistItem], task: TaskConfig, report: SiteCheck
+) -> None:
+    """Read every file: sizes, intensities and problems go into the report."""
+    preprocessing = Preprocessing(task)
+    moments: list[tuple[float, ...]] = []
+    unsuitable: list[str] = []
+    first_of: dict[bytes, DatalistItem] = {}  # hash of the stored values -> image
+    copies: list[str] = []
+    filled = Counter[str]()  # structure -> masks that it fills
+    for entry in entries:
+        try:
+            if _is_dropped(entry, task):
+                continue
+            read = source.image(entry)
+            filled.update(filled_structures(target_of(task, source, entry, read), task))
+        except DataError as error:
+            report.problems.append(str(error))
+            continue
+        image = read.array
+        report.sizes[format_shape(image.shape[1:])] += 1
+        mean = image.mean(dtype=np.float64)
+        mean_square = np.square(image, dtype=np.float64).mean()
+        moments.append((image.min(), mean, mean_square, image.max()))
+        if len(moments) <= _INTENSITY_IMAGES:
+            problem = intensity_problem(image, preprocessing.intensities(image).numpy())
+            if problem:
+                unsuitable.append(problem)
+        digest = hashlib.sha256(np.ascontiguousarray(image).data).digest()
+        first = first_of.setdefault(digest, entry)
+        if first.patient != entry.patient and image.min() < image.max():
+            copies.append(f"{entry.name} and {first.name}")
+    judged = min(len(moments), _INTENSITY_IMAGES)
+    if 2 * len(unsuitable) >= judged > 0:
+        report.notes.append(
+            f"the task's intensity ({task.intensity['name']}) does not suit {len(unsuitable)} of "
+            f"{judged} images, the first: {unsuitable[0]}; for images without a unit, set "
+            '"intensity": {"name": "NormalizeIntensity", "nonzero": true, "channel_wise": true}'
+        )
+    for name, count in filled.items():
+        if count == len(moments):
+            report.notes.append(
+                f"WARNING: {name} fills all of {count} masks, with their corners; if they are "
+                "inverted, as by their palette, store the structure as 1 and the rest as 0"
+            )
+    if copies:
+        report.notes.append(
+            f"{len(copies)} images equal one of another patient, the first: {copies[0]}; "
+            "give both one patient, or list the image once"
+        )
+    if moments:
+        report.intensity = _overall_intensity(moments)
+
+
+def _is_dropped(entry: DatalistItem, task: TaskConfig) -> bool:
+    """Whether the task leaves out the image's class; DataError for a label that has no class."""
+    return task.kind == "classification" and encode_label(entry.label, task, entry.place) is None
+
+
+def _overall_intensity(moments: list[tuple[float, ...]]) -> dict[str, float]:
+    """Minimum, mean, deviation and maximum of all images, which count equally.
+
+    Args:
+        moments: minimum, mean, mean of the squares and maximum of each image.
+    """
+    low, mean, square, high = np.array(moments).T
+    variance = square.mean() - mean.mean() ** 2
+    return {
+        "minimum": float(low.min()),
+        "mean": float(mean.mean()),
+        "deviation": float(np.sqrt(max(variance, 0.0))),
+        "maximum": float(high.max()),
+    }
+
+
+def filled_structures(target: np.ndarray, task: TaskConfig) -> list[str]:
+    """The structures of a mask (see `target_of`) that have all its corners and more than half of
+    it; none in classification.
+    """
+    if task.kind == "classification":
+        return []
+    names = []
+    for name in structures_of(task):
+        index = task.labels.index(name)
+        shown = target[0] == index if task.target == "multiclass" else target[index] > 0
+        corners = shown[np.ix_(*[(0, -1)] * shown.ndim)]
+        if corners.all() and shown.mean() > _FILLED:
+            names.append(name)
+    return names
+
+
+def intensity_problem(stored: np.ndarray, transformed: np.ndarray) -> str:
+    """Why the intensity transform does not suit an image, or ""; intensities (C, ...) as stored and
+    after the task's transform.
+
+    Examples:
+        >>> steps = np.arange(100.0)
+        >>> intensity_problem(steps, steps / 100), intensity_problem(steps, steps.clip(0, 20) / 20)
+        ('', 'clipped: 81 % of what is above the lowest number becomes 1')
+        >>> intensity_problem(steps, 1000 * steps), intensity_problem(steps, steps / 1e5)
+        ('too large: mean 4.95e+04, deviation 2.89e+04', 'constant: deviation 0.000289')
+    """
+    above = stored > stored.min()
+    if not above.any():
+        return ""
+    clipped = above & (transformed == transformed.max())
+    fraction = clipped.sum() / above.sum()
+    if fraction > _CLIPPED and np.ptp(stored[clipped]) > 0:
+        becomes = f"becomes {transformed.max():.4g}"
+        return f"clipped: {100 * fraction:.0f} % of what is above the lowest number {becomes}"
+    mean = float(transformed.mean(dtype=np.float64))
+    deviation = float(transformed.std(dtype=np.float64))
+    if max(abs(mean), deviation) > _LARGE:
+        return f"too large: mean {mean:.3g}, deviation {deviation:.3g}"
+    if deviation < _FLAT:
+        return f"constant: deviation {deviation:.3g}"
+    return ""
+
+
+def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
+    """How far sites' images differ: balanced accuracy of telling the site from a 12 x 12 thumbnail.
+
+    Linear discriminant analysis with shrinkage on the network's input (of a volume its middle
+    slice), three-fold cross-validation by patient. 1 / sites is chance.
+
+    Returns:
+        The accuracy and "", or None and the reason.
+    """
+    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+    from sklearn.metrics import balanced_accuracy_score
+    from sklearn.model_selection import StratifiedGroupKFold, cross_val_predict
+
+    if len(data) < 2:
+        return None, "it takes two sites"
+    pictures: list[np.ndarray] = []
+    sites: list[str] = []
+    patients: list[str] = []
+    for name, site in data.items():
+        splits = [site.train, site.validation, site.test]
+        images: ConcatDataset[tuple[torch.Tensor, torch.Tensor]] = ConcatDataset(splits)
+        owners: list[str] = []
+        for split in splits:
+            for patient in split.patients:
+                owners.append(f"{name}/{patient}")
+        if len(set(owners)) < 3:
+            return None, f"site {name} has fewer than three patients"
+        rows = numpy_generator(0, name, "shift").permutation(len(images))[:_SHIFT_IMAGES]
+        thumbnails: dict[int, torch.Tensor] = {}
+        for row in sorted(rows):  # a volume's slices in turn: each volume is decoded once
+            picture = middle_slice(images[row][0])[None]
+            thumbnails[row] = functional.interpolate(picture, (_THUMBNAIL, _THUMBNAIL), mode="area")
+        for row in rows:
+            pictures.append(thumbnails[row].flatten(1).numpy())
+            sites.append(name)
+            patients.append(owners[row])
+    folds = StratifiedGroupKFold(3, shuffle=True, random_state=0)
+    model = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
+    predicted = cross_val_predict(model, np.concatenate(pictures), sites, groups=patients, cv=folds)
+    return float(balanced_accuracy_score(sites, predicted)), ""

@@ -1,0 +1,753 @@
+"""From a downloaded folder to the datalists of one or several sites.
+
+Patients, sites and splits of the images, and the files of each site.
+"""
+
+import filecmp
+import os
+import re
+import shutil
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+from PIL import Image
+from sklearn.model_selection import StratifiedGroupKFold
+
+from medflare.core.errors import ConfigError, DataError
+from medflare.core.rng import numpy_random_state
+from medflare.core.store import write_atomically, write_json
+from medflare.data.datalist import FILE, SHARES, SPLITS, check_folder
+from medflare.data.local import allowed_folders
+from medflare.data.progress import counted
+from medflare.preparation.dataset_import.folders import (
+    Dataset,
+    ImageFolder,
+    Item,
+    are_in_structures,
+    class_folders,
+    composed,
+    is_system_folder,
+    numbered,
+    pair_masks,
+    prefixed,
+    refuse_variants,
+    scan_folder,
+    sorted_labels,
+    structure_folders,
+)
+from medflare.preparation.dataset_import.tables import GUESSED, Columns, read_tables, split_of_table
+
+# The end of the name of a photograph.
+_EYE: Final = re.compile(r"[ _-](?:left|right|od|os|l|r)$", re.IGNORECASE)
+# Maximum of folders, and minimum of images in each, for which they may be sites.
+_MAX_SITES: Final = 30
+_MIN_IMAGES: Final = 5
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """Options of `import_folder`."""
+
+    kind: str = ""  # "segmentation", "classification", or "" for what the folder has
+    table: Path | None = None  # the table with the labels
+    columns: Columns = GUESSED  # of the table
+    patient: str = ""  # regular expression, see `assign_patients`
+    # Number of simulated sites that the patients are distributed over; None: one site.
+    sites: int | None = None
+    # Split -> its share of the patients; None: `datalist.SHARES`.
+    shares: Mapping[str, float] | None = None
+    seed: int = 0  # of the random splits and sites
+    redraw: bool = False  # ignore the splits that the folder names
+    skip: bool = False  # leave out images without mask or label
+    site_folders: bool = False  # each folder in the folder is a site
+    # Folder for the datalists and hard links to the files; None: the folder of the images.
+    out: Path | None = None
+    copy: bool = False  # copy the files to `out`
+    force: bool = False  # replace existing datalists
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """The datalists that were written."""
+
+    dataset: Dataset  # the content of the folder
+    # Site, or "" if there is one folder -> its images with their splits.
+    sites: Mapping[str, Sequence[Item]]
+    home: Path  # a site's folder, or the folder of all sites
+    warnings: tuple[str, ...]  # one line each
+    guessed: str = ""  # one line: what was guessed, and the options that say otherwise
+
+    def render(self) -> str:
+        """The layout, and a table of images and patients by site and split."""
+        dataset = self.dataset
+        classes = list(dataset.labels.values()) if dataset.kind == "classification" else []
+        images = sum(map(len, self.sites.values()))
+        lines = [f"{images} images, {dataset.kind} ({dataset.layout})", ""]
+        lines += [_counts(self.sites, classes).to_string(index=False), ""]
+        if self.guessed:
+            lines.append(f"guessed: {self.guessed}")
+        lines += prefixed("note", dataset.notes)
+        lines += prefixed("left out", dataset.missing)
+        lines += prefixed("WARNING", self.warnings)
+        for site in self.sites:
+            lines.append(f"written: {self.home / site / FILE}")
+        return "\n".join(lines)
+
+
+def _counts(sites: Mapping[str, Sequence[Item]], classes: Sequence[str]) -> pd.DataFrame:
+    rows = []
+    for site, items in sites.items():
+        for split in SPLITS:
+            listed = [item for item in items if item.split == split]
+            row: list[Any] = [site, split, len(listed), len(set(map(_patient, listed)))]
+            for number in range(len(classes)):
+                row.append(sum(_shows(item, number) for item in listed))
+            rows.append(row)
+    table = pd.DataFrame(rows, columns=["site", "split", "images", "patients", *classes])
+    if any(sites):
+        return table
+    return table.iloc[:, 1:]  # not by name: a class may be called site
+
+
+def _shows(item: Item, number: int) -> bool:
+    """Whether an image is of a class, or has a finding."""
+    if isinstance(item.label, list):
+        return bool(item.label[number])
+    return bool(item.label == number)
+
+
+def find_dataset(
+    folder: ImageFolder,
+    *,
+    kind: str = "",
+    table: Path | None = None,
+    columns: Columns = GUESSED,
+    redraw: bool = False,
+) -> Dataset:
+    """A folder's images with labels: by a table, masks by name or folder, or a folder per class.
+
+    DataError if it is unclear, or if a folder beside those of splits may be a split, too. With
+    `redraw`, splits are ignored.
+    """
+    candidates = [table] if table else list(folder.tables)
+    splits = {}
+    unused = {}
+    for path in candidates:
+        try:
+            splits[path] = split_of_table(path, folder, columns, kind)
+        except DataError as error:
+            unused[path] = str(error)
+    requested = table is not None or columns != GUESSED
+    tables = candidates if requested and len(candidates) == 1 else list(splits)
+    if len(tables) > 1 and len({*splits.values()} - {""}) < len(tables):
+        found = f"{len(tables)} tables ({', '.join(map(folder.relative, tables))})"
+        raise DataError(f"{folder.root}: {found}; choose one with --table, or give --site-folders")
+    if requested and not tables:
+        problem = "no table (CSV or TSV) for the columns; name it with --table"
+        raise DataError("; ".join((f"{folder.root}: {problem}", *unused.values())))
+    if tables:
+        return read_tables(tables, folder, columns, kind=kind, redraw=redraw)
+    dataset = _by_folders(folder, kind, unused)
+    strange = _beside_splits(folder, dataset)
+    classes = dataset.kind == "classification"
+    if strange and kind != "classification" and (classes or not redraw):
+        first = folder.relative(strange[0])
+        found = f"{len(strange)} images are in no folder of a split, but others are: {first}"
+        remedy = "rename its folder train, val or test, take it out, or "
+        remedy += "give --kind classification if it is a class" if classes else "draw with --redraw"
+        raise DataError(f"{folder.root}: {found}; {remedy}")
+    return dataset
+
+
+def _beside_splits(folder: ImageFolder, dataset: Dataset) -> list[Path]:
+    """Images without a split that have a folder more than others, or a class that no split has."""
+    names = folder.names()
+    depth = 0
+    classes = set()
+    without = []
+    for item in dataset.items:
+        if not item.split:
+            without.append(item)
+            continue
+        depth = max(depth, len(names[item.first].folders))
+        if dataset.kind == "classification":
+            classes.add(item.label)
+    if len(without) == len(dataset.items):
+        return []
+    strange = []
+    for item in without:
+        deeper = len(names[item.first].folders) > depth
+        if deeper or (classes and item.label not in classes):
+            strange.append(item.first)
+    return strange
+
+
+def _by_folders(folder: ImageFolder, kind: str, unused: Mapping[Path, str]) -> Dataset:
+    """The images by the names of files and folders; `unused`: table -> why it is not used."""
+    names = folder.names()
+    notes = prefixed("not used", unused.values())
+    images = [image for image in folder.images if not names[image].mask]
+    masks = len(names) - len(images)
+    structures: Dataset | None = None
+    if masks and kind != "classification" and are_in_structures(names):
+        structures = structure_folders(folder, folder.images, "segmentation")
+    elif not masks and kind != "classification":
+        structures = structure_folders(folder, images, kind)
+    if structures is not None:
+        dataset = structures
+    elif kind == "segmentation" or (masks and kind != "classification"):
+        dataset = pair_masks(folder, names)
+    else:
+        try:
+            dataset = class_folders(folder, images, any_number=kind == "classification")
+        except DataError as error:
+            raise DataError("; ".join((str(error), *unused.values()))) from error
+        if masks:
+            notes.append(f"{masks} masks are not used")
+    return replace(dataset, notes=(*notes, *dataset.notes))
+
+
+def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> ImportReport:
+    """Write the datalists of a folder of images.
+
+    Nothing of a site is written before all its checks pass.
+
+    DataError for an unknown layout, incomplete images, a patient in two splits, or datalists that
+    exist; ConfigError for a wrong option.
+    """
+    if options.site_folders:
+        return _import_site_folders(root, options)
+    folder, dataset = _read_folder(root, options)
+    return _write_sites(folder, dataset, options)
+
+
+def _read_folder(root: Path, options: ImportOptions) -> tuple[ImageFolder, Dataset]:
+    """The files of a folder, and its images with labels; DataError as of `import_folder`."""
+    out = options.out
+    if (options.sites is not None or options.columns.site) and out is None:
+        raise DataError(f"{root}: several sites need a folder of their own; name it with --out")
+    if out is not None and out.resolve().is_relative_to(root.resolve()):
+        problem = f"{out} is in {root}, so its files would be imported again"
+        raise DataError(f"{problem}; take another --out")
+    folder = scan_folder(root)
+    dataset = find_dataset(
+        folder,
+        kind=options.kind,
+        table=options.table,
+        columns=options.columns,
+        redraw=options.redraw,
+    )
+    missing = (*folder.unreadable, *dataset.missing)
+    dataset = replace(dataset, notes=(*folder.notes, *dataset.notes), missing=missing)
+    if missing and not (options.skip and dataset.items):
+        listed = len(missing) + len(dataset.items)
+        found = f"{len(missing)} of {listed} are incomplete, the first: {missing[0]}"
+        raise DataError(f"{root}: {found}; complete them, or --skip")
+    if folder.slices and out is None:
+        slices = next(iter(folder.slices.values()))
+        first = folder.relative(slices[0])
+        found = f"{first} is one of {len(slices)} slices of a series beside other files"
+        raise DataError(f"{root}: {found}; give --out, where each series gets a folder of its own")
+    check_files(dataset.items, root, folder.slices)
+    if out is None:
+        _refuse_links(dataset.items, root)
+    return folder, dataset
+
+
+def _refuse_links(items: Iterable[Item], root: Path) -> None:
+    """Raise DataError for a link to a file outside the folder, as later commands do."""
+    allowed = [path.resolve() for path in (root, *allowed_folders())]
+    for item in items:
+        for file in item.paths:
+            check_folder(file, allowed, str(root), "give --out for links to the files")
+
+
+def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> ImportReport:
+    """Write the datalists of the images of a folder."""
+    root = folder.root
+    items, warning = assign_patients(dataset.items, folder, options.patient)
+    if options.redraw:
+        items = [replace(item, split="") for item in items]
+    sites = {}
+    drawn = []
+    for site, listed in _items_by_site(items, options).items():
+        sites[site] = draw_splits(listed, site, options.shares or SHARES, options.seed)
+        drawn += sites[site]
+    warnings = [warning]
+    if not (options.sites or options.columns.site):
+        warnings.append(_site_warning(dataset.items, root))
+    warnings.append(_split_warning(dataset, drawn, root, options))
+    home = options.out or root
+    check_target(home, sites, force=options.force)
+    header = {"labels": dataset.labels, "channel_names": dataset.channels}
+    for site, listed in sites.items():
+        if options.out is not None:
+            place_files(home / site, listed, root, copy=options.copy, slices=folder.slices)
+        write_datalist(home / site, listed, root, header=header)
+    guessed = _guessed(dataset, options)
+    return ImportReport(dataset, sites, home, tuple(filter(None, warnings)), guessed)
+
+
+def _guessed(dataset: Dataset, options: ImportOptions) -> str:
+    """What the options leave to the names in the folder, and the options that say otherwise."""
+    guesses = []
+    if not options.kind and not (options.columns.label or options.columns.mask):
+        guesses.append(f"the layout (otherwise give {dataset.options})")
+    if not options.redraw and any(item.split for item in dataset.items):
+        guesses.append("the splits, by their names (otherwise give --redraw)")
+    return " and ".join(guesses)
+
+
+def _split_warning(
+    dataset: Dataset, items: Sequence[Item], root: Path, options: ImportOptions
+) -> str:
+    """A line about classes that stand in one split only; DataError if all classes do."""
+    splits: defaultdict[int, set[str]] = defaultdict(set)
+    for item in items:
+        if isinstance(item.label, int):
+            splits[item.label].add(item.split)
+    if len(set().union(*splits.values())) < 2:
+        return ""
+    alone = []
+    for number, of_class in sorted(splits.items()):
+        if len(of_class) == 1:
+            alone.append(f"{dataset.labels[str(number)]} in {min(of_class)}")
+    if not alone:
+        return ""
+    found = f"classes stand in one split only: {', '.join(alone)}"
+    if len(alone) == len(splits) and options.kind != "classification":
+        remedy = f"if they are patients or splits, give {dataset.options}; otherwise "
+        raise DataError(f"{root}: all {found}; {remedy}--kind classification")
+    return f"{found}; add patients of these classes, or --redraw"
+
+
+def _site_warning(items: Sequence[Item], root: Path) -> str:
+    """A line if every image and its masks are in one of a few folders that may be sites.
+
+    Otherwise "".
+    """
+    counts: Counter[str] = Counter()
+    for item in items:
+        tops = {file.relative_to(root).parts[0] for file in (item.first, *item.masks)}
+        if len(tops) > 1:
+            return ""
+        counts.update(tops)
+    if not 1 < len(counts) <= _MAX_SITES or min(counts.values()) < _MIN_IMAGES:
+        return ""
+    if not any(item.masks for item in items):
+        return ""
+    folders = ", ".join(sorted(counts))
+    return f"all images are in the folders {folders}; if each is a site, give --site-folders"
+
+
+def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
+    paths = []
+    if root.is_dir():
+        for path in sorted(root.iterdir()):
+            if path.is_dir() and path.name[0] != "." and not is_system_folder(path.name):
+                paths.append(path)
+    if not paths:
+        remedy = "correct the path, or leave out --site-folders"
+        raise DataError(f"{root}: no folder of a site in it; {remedy}")
+    of_site = {}
+    folders: dict[str, ImageFolder] = {}
+    datasets: dict[str, Dataset] = {}
+    for path in paths:
+        out = options.out and options.out / path.name
+        of_site[path.name] = replace(options, site_folders=False, out=out)
+        folders[path.name], datasets[path.name] = _read_folder(path, of_site[path.name])
+    datasets = _with_all_classes(datasets, root)
+    sites = {}
+    warnings = []
+    notes = []
+    missing = []
+    guessed = ""
+    first_site, first = next(iter(datasets.items()))
+    for site, dataset in datasets.items():
+        report = _write_sites(folders[site], dataset, of_site[site])
+        sites[site] = report.sites[""]
+        guessed = guessed or report.guessed
+        warnings += prefixed(site, report.warnings)
+        notes += prefixed(site, dataset.notes)
+        missing += prefixed(site, dataset.missing)
+        if dataset.labels != first.labels:
+            names = f"{_called(dataset)}, at {first_site} {_called(first)}"
+            warnings.append(f"{site}: its structures are called {names}")
+    layouts = "; ".join(dict.fromkeys(dataset.layout for dataset in datasets.values()))
+    dataset = replace(first, notes=tuple(notes), missing=tuple(missing), layout=layouts)
+    return ImportReport(dataset, sites, options.out or root, tuple(warnings), guessed)
+
+
+def _with_all_classes(datasets: Mapping[str, Dataset], root: Path) -> dict[str, Dataset]:
+    """The sites' images with one list of classes, those of all sites.
+
+    DataError if one site has masks and another classes, or if the findings of images differ.
+    """
+    first_site, first = next(iter(datasets.items()))
+    names: set[str] = set()
+    differ = False
+    for site, dataset in datasets.items():
+        if dataset.kind != first.kind:
+            found = f"{first_site} is read as {first.kind}, {site} as {dataset.kind}"
+            raise DataError(f"{root}: {found}; give --kind, or import them apart")
+        if dataset.kind == "classification":
+            names.update(dataset.labels.values())
+        if names and dataset.labels != first.labels:
+            differ = True
+            if any(isinstance(item.label, list) for item in dataset.items):
+                found = f"{first_site} has the findings {_called(first)}, {site} {_called(dataset)}"
+                remedy = "choose those of all sites with --label-column, or import them apart"
+                raise DataError(f"{root}: {found}; {remedy}")
+    if not differ:
+        return dict(datasets)
+    return _renumbered(datasets, sorted_labels(names), root)
+
+
+def _renumbered(
+    datasets: Mapping[str, Dataset], names: list[str], root: Path
+) -> dict[str, Dataset]:
+    """The sites' images with these names of classes."""
+    refuse_variants(names, f"{root}: the sites' classes")
+    complete = {}
+    for site, dataset in datasets.items():
+        items = []
+        for item in dataset.items:
+            items.append(replace(item, label=names.index(dataset.labels[str(item.label)])))
+        notes = dataset.notes
+        lacking = [name for name in names if name not in dataset.labels.values()]
+        if lacking:
+            notes = (*notes, f"no image of {', '.join(lacking)}")
+        complete[site] = replace(dataset, items=tuple(items), labels=numbered(names), notes=notes)
+    return complete
+
+
+def _called(dataset: Dataset) -> str:
+    labels = dataset.labels
+    names = labels.values() if dataset.kind == "classification" else labels.items()
+    return ", ".join(map(str, names)) or "nothing"
+
+
+# -- patients, sites and splits --------------------------------------------------------------------
+
+
+def assign_patients(
+    items: Sequence[Item], folder: ImageFolder, pattern: str = ""
+) -> tuple[list[Item], str]:
+    """The images with their patients.
+
+    By the pattern, otherwise by the table, otherwise by DICOM's PatientID.
+
+    Args:
+        pattern: regular expression on the file name (on the path within the folder if it has a
+            "/"); its first group is the patient.
+
+    Returns:
+        The images, and a warning if no patient is known, otherwise "".
+
+    Raises:
+        ConfigError: not a regular expression.
+        DataError: it does not match a name, or some images have no patient.
+    """
+    if pattern:
+        return _match_patients(items, folder, pattern), ""
+    assigned = []
+    without = []
+    for item in items:
+        patient = item.patient or folder.patients.get(item.first, "")
+        assigned.append(replace(item, patient=patient))
+        if not patient:
+            without.append(item.first)
+    if not without:
+        return assigned, ""
+    if len(without) < len(items):
+        first = folder.relative(without[0])
+        found = f"{len(without)} of {len(items)} images have no patient, the first: {first}"
+        raise DataError(f"{found}; complete them, or give --patient '^(p\\d+)'")
+    people = [_EYE.sub("", path.stem) for path in without]
+    if len({*people}) < len(items) and all(_EYE.search(path.stem) for path in without):
+        for row, name in enumerate(people):
+            assigned[row] = replace(assigned[row], patient=name)
+        warning = "patients are the file names without left and right; if they are not, "
+        return assigned, f"{warning}give --patient '^(p\\d+)' or --patient-column"
+    warning = "patients are unknown: each image counts as a patient, "
+    warning += "and two images of one person may be in different splits"
+    return assigned, f"{warning}; give --patient '^(p\\d+)' or --patient-column"
+
+
+def _match_patients(items: Sequence[Item], folder: ImageFolder, pattern: str) -> list[Item]:
+    """The images with the patients that a regular expression finds in their names."""
+    try:
+        expression = re.compile(composed(pattern))
+    except re.error as error:
+        problem = f"--patient '{pattern}': not a regular expression ({error})"
+        raise ConfigError(f"{problem}; for example '^(p\\d+)'") from error
+    group = min(expression.groups, 1)
+    assigned = []
+    for item in items:
+        name = folder.relative(item.first) if "/" in pattern else item.first.name
+        match = expression.search(composed(name))
+        if not match or not match[group]:
+            problem = f"--patient '{pattern}' does not match {name!r}"
+            raise DataError(f"{problem}; correct the expression")
+        assigned.append(replace(item, patient=match[group]))
+    return assigned
+
+
+def parse_shares(text: str) -> dict[str, float]:
+    """Split -> share of the patients, from three numbers above 0 such as "70,10,20".
+
+    ConfigError for another text.
+    """
+    try:
+        numbers = list(map(float, text.split(",")))
+    except ValueError:
+        numbers = []
+    if len(numbers) != len(SPLITS) or not all(0 < number < float("inf") for number in numbers):
+        remedy = f"give three numbers above 0 for {', '.join(SPLITS)}, for example 70,10,20"
+        raise ConfigError(f"--shares {text!r}: {remedy}")
+    return dict(zip(SPLITS, numbers, strict=True))
+
+
+def _items_by_site(items: Sequence[Item], options: ImportOptions) -> dict[str, list[Item]]:
+    """Site -> images: by the column, or patients distributed over simulated sites.
+
+    The site is "" if there is one.
+    """
+    by_site: dict[str, list[Item]] = {}
+    if options.sites is not None:
+        if options.sites < 1:
+            raise ConfigError(f"--sites {options.sites}: give 1 or more")
+        numbers = _folds(items, options.sites, options.seed, "sites")
+        for number in range(options.sites):
+            by_site[f"site-{number + 1}"] = []
+        for item, number in zip(items, numbers, strict=True):
+            by_site[f"site-{number + 1}"].append(item)
+        return by_site
+    if not options.columns.site:
+        return {"": list(items)}
+    name_of: dict[str, str] = {}  # folder -> name in the table
+    for item in items:
+        folder = re.sub(r"[^\w-]+", "-", item.site).strip("-") or "unknown"
+        other = name_of.setdefault(folder, item.site)
+        if other != item.site:
+            problem = f"{other!r} and {item.site!r} would both be the folder {folder}"
+            raise DataError(f"--site-column: {problem}; write one name per site")
+        by_site.setdefault(folder, []).append(item)
+    refuse_variants(by_site, "--site-column")
+    return dict(sorted(by_site.items()))
+
+
+def draw_splits(
+    items: Sequence[Item], site: str, shares: Mapping[str, float], seed: int
+) -> list[Item]:
+    """The images with their splits.
+
+    A split that no image has is drawn from the training patients, stratified by class.
+
+    Args:
+        items: of one site, with their patients.
+        site: its name, a key of the random draw.
+        shares: split -> its share of the patients; a split that is not in it is not drawn.
+
+    Raises:
+        DataError: a patient in two splits, or too few patients.
+    """
+    drawn = [replace(item, split=item.split or "training") for item in items]
+    present = set()
+    first_of: dict[str, Item] = {}
+    for item in drawn:
+        present.add(item.split)
+        first = first_of.setdefault(_patient(item), item)
+        if first.split != item.split:
+            both = f"{first.first.name} ({first.split}) and {item.first.name} ({item.split})"
+            problem = f"patient {item.patient} is in two splits: {both}"
+            raise DataError(f"{problem}; draw new splits with --redraw")
+    if present <= {"test"}:
+        return drawn  # a site that does not train
+    missing = [split for split in ("test", "validation") if split in shares.keys() - present]
+    rest = sum(shares[split] for split in ("training", *missing))
+    for split in missing:
+        pool = {row: item for row, item in enumerate(drawn) if item.split == "training"}
+        patients = set(map(_patient, pool.values()))
+        folds = max(2, min(round(rest / shares[split]), len(patients)))
+        numbers = _folds(list(pool.values()), folds, seed, f"{site} {split}")
+        rest -= shares[split]
+        for row, fold in zip(pool, numbers, strict=True):
+            if fold == 0:
+                drawn[row] = replace(drawn[row], split=split)
+    return drawn
+
+
+def _folds(items: Sequence[Item], folds: int, seed: int, key: str) -> np.ndarray:
+    """The fold of every image, (n,): all images of a patient in one.
+
+    Each class of a split has equal shares as far as patients allow.
+    """
+    patients = list(map(_patient, items))
+    counts = Counter(patients)
+    if len(counts) < folds:
+        found = f"{len(counts)} patient(s) cannot be split in {folds}"
+        patient, count = counts.most_common(1)[0]
+        if count > 1:
+            found += f" ({count} images are of {patient!r})"
+        remedy = "add patients, use fewer --sites, or name them in files by --patient '^(p\\d+)'"
+        raise DataError(f"{key}: {found}; {remedy}")
+    numbers = np.zeros(len(items), np.int64)
+    if folds == 1:
+        return numbers
+    strata = [f"{item.split} {item.stratum}" for item in items]
+    classes = np.unique(strata, return_inverse=True)[1]
+    if np.bincount(classes).max() < folds:  # no class has enough images for every fold
+        classes = np.zeros_like(classes)
+    random = numpy_random_state(seed, "data init", key)
+    splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=random)
+    with warnings.catch_warnings():
+        # The printed table shows the counts.
+        warnings.filterwarnings("ignore", "The least populated class", UserWarning)
+        for fold, (_, rows) in enumerate(splitter.split(numbers, classes, patients)):
+            numbers[rows] = fold
+    if len(np.unique(numbers)) < folds:
+        problem = f"the patients' numbers of images are too uneven for {folds} parts"
+        raise DataError(f"{key}: {problem}; use fewer, or other --shares")
+    return numbers
+
+
+def _patient(item: Item) -> str:
+    return item.patient or str(item.first)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def check_files(items: Iterable[Item], root: Path, made: Collection[Path] = ()) -> None:
+    """Raise DataError for a file that does not exist, and for an image that is listed twice.
+
+    Folders that will be `made` need not exist.
+    """
+    listed: set[Path] = set()
+    for item in items:
+        for file in item.paths:
+            if file not in item.rendered and file not in made and not file.exists():
+                remedy = "restore it, or take its link or its row out"
+                raise DataError(f"{file}: file not found; {remedy}")
+        if item.first in listed:
+            path = item.first.relative_to(root).as_posix()
+            raise DataError(f"{root}: {path} is listed twice")
+        listed.add(item.first)
+
+
+def check_target(home: Path, sites: Iterable[str], *, force: bool) -> None:
+    """Raise DataError for a datalist that would be overwritten, and for other sites in the folder.
+
+    Their patients may be the same.
+    """
+    names = list(sites)
+    for site in names:
+        path = home / site / FILE
+        if path.exists() and not force:
+            raise DataError(f"{path} exists; keep it, or replace it with --force")
+    if "" in names:
+        return
+    for path in sorted(home.glob(f"*/{FILE}")):
+        if path.parent.name not in names:
+            problem = f"{path.parent} is a site of an earlier import"
+            raise DataError(f"{problem}; remove it, or take another folder")
+
+
+def write_datalist(
+    folder: Path,
+    items: Sequence[Item],
+    root: Path,
+    *,
+    splits: Sequence[str] = SPLITS,
+    header: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a site's datalist.json.
+
+    Args:
+        folder: of the site; its files have the same relative paths as in `root`.
+        splits: the lists to write; a list that is missing is drawn when the data are read.
+        header: "labels" and "channel_names" of the Decathlon layout; empty ones are left out.
+    """
+
+    def relative(path: Path | None) -> str | None:
+        return None if path is None else path.relative_to(root).as_posix()
+
+    def entry(item: Item) -> dict[str, Any]:
+        files = list(map(relative, item.files))
+        listed: dict[str, Any] = {"image": files, "label": item.label}
+        if len(files) == 1:
+            listed["image"] = files[0]
+        if item.masks:
+            masks = list(map(relative, item.masks))
+            listed["label"] = masks if isinstance(item.label, list) else masks[0]
+        if item.patient:
+            listed["patient"] = item.patient
+        listed |= item.attributes.to_dict()
+        return listed
+
+    content: dict[str, Any] = {"name": root.resolve().name}
+    for name, values in (header or {}).items():
+        if values:
+            content[name] = dict(values)
+    for split in splits:
+        content[split] = [entry(item) for item in items if item.split == split]
+    write_json(folder / FILE, content)
+
+
+def place_files(
+    folder: Path,
+    items: Sequence[Item],
+    root: Path,
+    *,
+    copy: bool,
+    slices: Mapping[Path, Sequence[Path]] = MappingProxyType({}),
+) -> None:
+    """Link or copy a site's files into its folder; DataError if another file is there.
+
+    `Item.rendered` is written as PNG, `slices` in folders.
+    """
+    for item in counted(items, len(items), f"{folder}, images imported"):
+        for file in item.paths:
+            target = folder / file.relative_to(root)
+            if file in item.rendered:
+                content = BytesIO()
+                Image.fromarray(item.rendered[file]()).save(content, format="PNG")
+                write_atomically(target, content.getvalue())
+            elif file in slices:
+                for inner in slices[file]:
+                    _place(inner, target / inner.name, copy)
+            else:
+                _place(file, target, copy)
+
+
+def _place(source: Path, target: Path, copy: bool) -> None:
+    """A hard link or a copy of a file, or of every file of a folder; links are followed.
+
+    It never replaces another file.
+    """
+    if source.is_dir():
+        for inner in sorted(source.iterdir()):
+            _place(inner, target / inner.name, copy)
+        return
+    if target.exists():
+        if not (target.samefile(source) or filecmp.cmp(source, target, shallow=False)):
+            raise DataError(f"{target} exists and differs from {source}; take an empty folder")
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if copy:
+            shutil.copyfile(source.resolve(), target)
+        else:
+            os.link(source.resolve(), target)
+    except OSError as error:
+        remedy = "take a folder on the disk of the images, or copy them with --copy"
+        raise DataError(f"{target}: {error.strerror}; {remedy}") from error

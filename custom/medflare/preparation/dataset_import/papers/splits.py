@@ -1,0 +1,226 @@
+"""The splits of a paper's sites: published, or drawn by patient across sites."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from medflare.core.errors import DataError
+from medflare.data.datalist import SPLITS
+from medflare.data.reading import stem
+from medflare.preparation.dataset_import.datalists import draw_splits
+from medflare.preparation.dataset_import.folders import Item, split_name
+from medflare.preparation.dataset_import.tables import read_frame
+
+SPLIT_FILE: Final = "split_of_the_paper.csv"  # beside the downloads, a row per image
+_COLUMNS: Final = ("image_id", "site", "split")
+
+Sites: TypeAlias = Mapping[str, Sequence[Item]]
+
+
+def with_paper_split(items: Sequence[Item], file: Path) -> list[Item]:
+    """The images with the splits of a table; a site that it does not name keeps its splits.
+
+    Without the table, the images as they are if the download names splits of a site that trains.
+
+    Raises:
+        DataError: no split is named, or the table and the images differ.
+    """
+    if not file.exists():
+        trained = {item.site for item in items if item.split != "test"}
+        if any(item.split and item.site in trained for item in items):
+            return list(items)
+        remedy = f"add it with {', '.join(_COLUMNS)} of each image, or leave --split out"
+        raise DataError(f"{file}: not there, but --split paper needs it; {remedy}")
+    splits = _read_splits(file)
+    named = {site for site, _ in splits}
+    listed = {(item.site, stem(item.first)) for item in items if item.site in named}
+    _refuse_difference(file, "has no row for", listed - splits.keys())
+    _refuse_difference(file, "names images that are not in the download:", splits.keys() - listed)
+    assigned = []
+    for item in items:
+        split = splits.get((item.site, stem(item.first)), item.split)
+        assigned.append(replace(item, split=split))
+    return assigned
+
+
+def _read_splits(file: Path) -> dict[tuple[str, str], str]:
+    """(Site, image) -> split; DataError for a word that is no split, and an image in two splits."""
+    table = read_frame(file, _COLUMNS)
+    splits: dict[tuple[str, str], str] = {}
+    for image, site, word in table[list(_COLUMNS)].itertuples(index=False, name=None):
+        split = split_name(word)
+        if not split:
+            problem = f"split {word!r} of {image} is not known"
+            raise DataError(f"{file}: {problem}; write training, validation or test")
+        if splits.setdefault((site, image), split) != split:
+            raise DataError(f"{file}: {image} of {site} is in two splits; keep one of its rows")
+    return splits
+
+
+def _refuse_difference(file: Path, words: str, images: Iterable[tuple[str, str]]) -> None:
+    names = [f"{image} of {site}" for site, image in sorted(images)]
+    if names:
+        listed = names[0]
+        if len(names) > 1:
+            listed += f" and {len(names) - 1} more"
+        remedy = "correct the table, or complete the download"
+        raise DataError(f"{file}: {words} {listed}; {remedy}")
+
+
+def split_sites(sites: Sites, shares: Mapping[str, float], seed: int) -> dict[str, list[Item]]:
+    """The images of all sites with their splits: named ones are kept, others drawn by patient.
+
+    Each site is drawn alone. Then a patient who is at an earlier site, too, gets the split of this
+    site; sites with named splits come first.
+
+    Args:
+        shares: split -> its share of the patients.
+        seed: of the draw, with the name of the site.
+
+    Raises:
+        DataError: a site has too few patients.
+    """
+    named = {site for site, items in sites.items() if any(item.split for item in items)}
+    split_of: dict[str, str] = {}
+    drawn: dict[str, list[Item]] = {}
+    for site in [*sorted(named), *sorted(sites.keys() - named)]:
+        drawn[site] = []
+        for item in _split_site(site, sites[site], shares, seed):
+            split = item.split if site in named else split_of.get(item.patient, item.split)
+            drawn[site].append(replace(item, split=split))
+        split_of = {item.patient: item.split for item in drawn[site]} | split_of
+        split_of.pop("", None)
+    return {site: drawn[site] for site in sites}
+
+
+def _split_site(
+    site: str, items: Sequence[Item], shares: Mapping[str, float], seed: int
+) -> list[Item]:
+    """The images of a site with their splits, also where named splits divide patients."""
+    if all(item.split for item in items):
+        return list(items)
+    test = []
+    rest = []
+    for item in items:
+        if item.split == "test":
+            test.append(item)
+        else:
+            rest.append(item)
+    divided = {item.patient for item in test} & {item.patient for item in rest} - {""}
+    if not divided:
+        return draw_splits(items, site, shares, seed)
+    without_test = dict(shares)
+    without_test.pop("test", None)
+    return [*draw_splits(rest, site, without_test, seed), *test]
+
+
+def divided_patients(items: Iterable[Item]) -> set[str]:
+    """The patients of a site's images that are in two splits.
+
+    Examples:
+        >>> named = ("p", "training"), ("p", "test"), ("q", "test"), ("", "training"), ("", "test")
+        >>> divided_patients(Item((Path("a"),), 0, patient, split) for patient, split in named)
+        {'p'}
+    """
+    split_of: dict[str, str] = {}
+    divided = set()
+    for item in items:
+        if split_of.setdefault(item.patient, item.split) != item.split:
+            divided.add(item.patient)
+    return divided - {""}
+
+
+def without_divided(sites: Sites) -> dict[str, list[Item]]:
+    """The images of all sites; those of a patient in two splits of a site lose their patient.
+
+    Sites refuse a datalist with a patient in two splits.
+    """
+    cleared: dict[str, list[Item]] = {}
+    for site, items in sites.items():
+        divided = divided_patients(items)
+        cleared[site] = []
+        for item in items:
+            patient = "" if item.patient in divided else item.patient
+            cleared[site].append(replace(item, patient=patient))
+    return cleared
+
+
+def divided_warning(sites: Sites, group: str) -> str:
+    """A line with the test images of each site whose patient its other images show, too.
+
+    Args:
+        group: what the download calls a patient, see `Preparation.group`.
+
+    Returns:
+        The line, or "" if no patient is in two splits of a site.
+    """
+    divided = sum(len(divided_patients(items)) for items in sites.values())
+    if not divided:
+        return ""
+    counts = []
+    for site, items in sites.items():
+        test = []
+        others = set()
+        for item in items:
+            if item.split == "test":
+                test.append(item.patient)
+            else:
+                others.add(item.patient)
+        if not test or not others:
+            continue
+        if any(test) or any(others):
+            shown = sum(patient in others for patient in test if patient)
+            counts.append(f"{site} {shown} of {len(test)}")
+        else:
+            counts.append(f"{site} unknown, without {group} ids")
+    shows = f"test images that show a {group} of the site's training or validation images"
+    line = f"{group}s in two splits of a site: {divided}; {shows}: {', '.join(counts)}"
+    return f"{line}; their numbers measure memory, too; --redraw draws splits by {group}"
+
+
+def shared_warning(sites: Sites, group: str, lists: Sequence[str] = SPLITS) -> str:
+    """A line about patients who are at two sites; "" if there is none.
+
+    Args:
+        group: what the download calls a patient, see `Preparation.group`.
+        lists: the splits that are written; without "test", each site draws one later.
+
+    Examples:
+        >>> a, b = (Item((Path(site),), 0, "p1", "training", site) for site in ("A", "B"))
+        >>> shared_warning({"A": [a], "B": [b]}, "patient")
+        'patients at two sites: 1, for example p1 at A and B; each is in one split at all sites'
+    """
+    splits_of: dict[str, dict[str, set[str]]] = {}  # patient -> site -> splits
+    for site, items in sites.items():
+        for item in items:
+            splits_of.setdefault(item.patient, {}).setdefault(site, set()).add(item.split)
+    splits_of.pop("", None)
+    shared = {patient: splits for patient, splits in splits_of.items() if len(splits) > 1}
+    if not shared:
+        return ""
+    example = next(iter(shared))
+    places = " and ".join(shared[example])
+    line = f"{group}s at two sites: {len(shared)}, for example {example} at {places}"
+    apart = sum(len(set().union(*splits.values())) > 1 for splits in shared.values())
+    if apart:
+        crossing = _tested_and_trained_on(sites, shared)
+        shows = f"test images that show a {group} on which another site trains: {crossing}"
+        remedy = f"--redraw draws splits by {group} across sites"
+        return f"{line}; in different splits: {apart}; {shows}; {remedy}"
+    if "test" not in lists:
+        later = "each site draws its test list when it reads the data"
+        return f"{line}; {later}, so a site can test what another trains on"
+    return f"{line}; each is in one split at all sites"
+
+
+def _tested_and_trained_on(sites: Sites, shared: Mapping[str, Mapping[str, set[str]]]) -> int:
+    """The number of test images whose patient another site has in training or validation."""
+    number = 0
+    for site, items in sites.items():
+        for item in items:
+            trained = False
+            for other, splits in shared.get(item.patient, {}).items():
+                trained = trained or (other != site and splits != {"test"})
+            number += item.split == "test" and trained
+    return number

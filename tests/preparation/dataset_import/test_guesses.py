@@ -1,0 +1,514 @@
+"""Nothing is guessed in silence: what an import does not know stops it, or is said in one line."""
+
+import json
+import os
+import shutil
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pytest
+from pandas._libs.parsers import STR_NA_VALUES
+from PIL import Image
+from pydicom.data import get_testdata_file
+
+from helpers import volume_sites
+from helpers.downloaded_folders import classes, mask, pairs, picture, table
+from helpers.small_tasks import small_task
+from helpers.volume_sites import beside_a_series, change, dicom_series
+from medflare.core.errors import DataError, MedflareError
+from medflare.data.datalist import read_content, read_datalist
+from medflare.data.decoding import target_of
+from medflare.data.loading import open_source
+from medflare.data.local import FOLDERS, read_local
+from medflare.inference.inputs import find_inputs
+from medflare.preparation.check import check_site
+from medflare.preparation.dataset_import.datalists import ImportOptions, ImportReport, import_folder
+from medflare.preparation.dataset_import.tables import Columns, read_frame
+from medflare.preparation.proposing import TaskHints, summarise
+from medflare.tasks.config import load_task
+
+
+def imported(root: Path, **options: Any) -> ImportReport:
+    return import_folder(root, ImportOptions(**options))
+
+
+def error_of(root: Path, **options: Any) -> str:
+    """The error of one line, after which nothing was written."""
+    with pytest.raises(DataError) as error:
+        imported(root, **options)
+    assert not [*root.rglob("datalist.json")]
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def content(root: Path) -> Any:
+    return json.loads((root / "datalist.json").read_text())
+
+
+def pictures(root: Path, number: int) -> list[str]:
+    """The names of so many pictures."""
+    return [picture(root / f"{n}.png", 60 + n).name for n in range(number)]
+
+
+def rows(root: Path, *columns: Any) -> Path:
+    """A table of pictures, whose further columns have these cells."""
+    names = pictures(root, len(columns[0][1]))
+    header = ("image", *(name for name, _ in columns))
+    cells = [cells for _, cells in columns]
+    return table(root / "t.csv", header, *zip(names, *cells, strict=True))
+
+
+# -- splits ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["holdout", "test2", "external test", "Prüfung", "2", "NA"])
+def test_a_split_that_is_not_known(word: str, tmp_path: Path) -> None:
+    splits = ["train"] * 14 + ["val"] * 4 + [word] * 2
+    rows(tmp_path, ("label", "ab" * 10), ("split", splits))
+    text = error_of(tmp_path)
+    assert "t.csv line 20" in text and repr(word) in text and "--redraw" in text
+    drawn = imported(tmp_path, redraw=True).sites[""]
+    assert sum(item.split == "test" for item in drawn) == 4
+
+
+def test_images_without_a_split_are_counted(tmp_path: Path) -> None:
+    rows(tmp_path, ("label", "ab" * 10), ("split", ["train", "test"] * 8 + [""] * 4))
+    assert "note: 4 of 20 images have no split" in imported(tmp_path).render()
+    assert "no split" not in imported(tmp_path, redraw=True, force=True).render()
+
+
+@pytest.mark.parametrize("name", ["external_set", "Holdout", "external_test", "extern/images"])
+@pytest.mark.parametrize("redraw", [False, True])
+def test_a_split_folder_that_is_not_known(name: str, redraw: bool, tmp_path: Path) -> None:
+    for folder in ("train", name):
+        classes(tmp_path / folder, patients=10)
+    text = error_of(tmp_path, redraw=redraw)
+    assert name.partition("/")[0] in text and "rename it" in text and "cat" in text
+
+
+@pytest.mark.parametrize("inner", ["", "bird", "a/b"])
+def test_a_folder_beside_those_of_splits_is_no_class(inner: str, tmp_path: Path) -> None:
+    classes(tmp_path / "train", patients=10)
+    for number in range(6):
+        picture(tmp_path / "extern" / inner / f"{number}.png")
+    assert "extern" in (text := error_of(tmp_path)) and "rename" in text and "--kind" in text
+
+
+def test_masks_beside_those_of_splits(tmp_path: Path) -> None:
+    for folder in ("train", "extern"):
+        pairs(tmp_path / folder, image="images/{n}.png", label="masks/{n}.png")
+    assert "extern/images/IMG_00.png" in (text := error_of(tmp_path)) and "--redraw" in text
+    assert len(imported(tmp_path, redraw=True).sites[""]) == 20
+
+
+def test_training_images_may_lie_beside_a_folder_of_test_images(tmp_path: Path) -> None:
+    for kind, write in (("classes", classes), ("masks", pairs)):
+        for folder in (tmp_path / kind, tmp_path / kind / "test"):
+            write(folder)
+        assert "the splits" in imported(tmp_path / kind).guessed
+        tests = content(tmp_path / kind)["test"]
+        assert tests and all(entry["image"].startswith("test/") for entry in tests)
+
+
+# -- names -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_number_in_two_tables_is_one_class(tmp_path: Path) -> None:
+    for split, end in (("train", ""), ("test", ".0")):
+        names = pictures(tmp_path / split, 12)
+        table(tmp_path / f"{split}.csv", ("image", "label"), *((f"{split}/{name}", f"{n % 3}{end}") for n, name in enumerate(names)))
+    assert imported(tmp_path).dataset.labels == {"0": "0", "1": "1", "2": "2"}
+    assert {entry["label"] for entry in content(tmp_path)["test"]} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("pair", [("1", "1.00"), ("1", "01"), ("1.5", "1,5"), ("Mild", "mild"), ("not_seen", "not seen")])
+def test_one_class_is_not_written_in_two_ways(pair: tuple[str, str], tmp_path: Path) -> None:
+    names = pictures(tmp_path / "table", 12)
+    lines = [f"{name};{pair[n % 2]};x" for n, name in enumerate(names)]
+    (tmp_path / "table" / "t.csv").write_text("\n".join(["image;label;note", *lines]))
+    text = error_of(tmp_path / "table")
+    assert "label" in text and all(repr(name) in text for name in pair)
+    classes(tmp_path / "folders", names=(*pair, "other"))
+    assert all(repr(name) in error_of(tmp_path / "folders") for name in pair)
+    for site, name in zip("ab", pair, strict=True):
+        classes(tmp_path / "sites" / site, names=(name, "other"))
+    assert all(repr(name) in error_of(tmp_path / "sites", site_folders=True) for name in pair)
+
+
+@pytest.mark.parametrize("word", sorted(STR_NA_VALUES - {""}))
+def test_words_for_missing_values_are_names(word: str, tmp_path: Path) -> None:
+    names = ["Mild", word, "Severe"] * 8
+    hospitals = [word] * 12 + ["UKE"] * 12
+    rows(tmp_path / "in", ("label", names), ("hospital", hospitals), ("patient", range(24)))
+    report = imported(tmp_path / "in", columns=Columns(site="hospital"), out=tmp_path / "out")
+    assert sorted(report.dataset.labels.values()) == sorted({*names}) and "unknown" not in report.sites
+    assert sum(map(len, report.sites.values())) == 24
+    assert f"{word} in column label" in report.render() and f"{word} in column hospital" in report.render()
+
+
+def test_findings_that_are_not_known_are_missing(tmp_path: Path) -> None:
+    rows(tmp_path, ("A", ["1", "0", "NA"] * 4), ("B", ["0", "1", "1"] * 4))
+    assert "no label" in error_of(tmp_path, columns=Columns(label="A,B"))
+    assert len(imported(tmp_path, columns=Columns(label="A,B"), skip=True).sites[""]) == 8
+
+
+def test_sites_have_the_classes_of_all_sites(tmp_path: Path) -> None:
+    classes(tmp_path / "A", patients=10, names=("mel", "nv"))
+    classes(tmp_path / "B", patients=10, names=("bcc", "nv"))
+    report = imported(tmp_path, site_folders=True)
+    assert report.dataset.labels == {"0": "bcc", "1": "mel", "2": "nv"}
+    counts = np.zeros((2, 3), int)
+    for line in report.render().splitlines():
+        if line.split()[:1] in (["A"], ["B"]):
+            counts["AB".index(line.split()[0])] += [int(number) for number in line.split()[-3:]]
+    assert counts.tolist() == [[0, 10, 10], [10, 0, 10]]
+    for site in "AB":
+        assert content(tmp_path / site)["labels"] == report.dataset.labels
+        assert all(
+            entry["label"] == ["bcc", "mel", "nv"].index(entry["image"].split("/")[0]) for entry in content(tmp_path / site)["training"]
+        )
+    assert "note: A: no image of bcc" in report.render()
+
+
+def test_sites_of_other_kinds_or_findings_are_refused(tmp_path: Path) -> None:
+    pairs(tmp_path / "kinds" / "A")
+    classes(tmp_path / "kinds" / "B")
+    assert "--kind" in error_of(tmp_path / "kinds", site_folders=True)
+    for site, names in (("A", ("x", "y")), ("B", ("x", "z"))):
+        rows(tmp_path / "findings" / site, (names[0], ["1", "1"] * 6), (names[1], ["1", "0"] * 6))
+    assert "--label-column" in error_of(tmp_path / "findings", site_folders=True)
+
+
+@pytest.mark.parametrize(("table_form", "file_form"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_names_of_macos_are_those_of_others(table_form: Any, file_form: Any, tmp_path: Path) -> None:
+    def there(text: str) -> str:
+        return unicodedata.normalize(file_form, text)
+
+    def here(text: str) -> str:
+        return unicodedata.normalize(table_form, text)
+
+    for n in range(12):
+        picture(tmp_path / "table" / there("Läsionen") / there(f"Läsion_{n}.png"))
+    cells = [(here(f"Läsionen/Läsion_{n}.png"), (there, here)[n % 2]("Nävus") if n % 3 else "mel") for n in range(12)]
+    table(tmp_path / "table" / "t.csv", ("image", here("Läsionstyp")), *cells)
+    report = imported(tmp_path / "table", columns=Columns(label=there("Läsionstyp")), patient=here(r"Läsion_(\d+)"))
+    assert [*report.dataset.labels.values()] == ["Nävus", "mel"] and len(report.sites[""]) == 12
+    pairs(tmp_path / "masks", image=there("images/Läsion_{n}.png"), label=here("masks/Läsion_{n}.png"))
+    assert len(imported(tmp_path / "masks").sites[""]) == 10
+    for split, form in (("train", here), ("test", there)):
+        classes(tmp_path / "classes" / split, names=(form("Nävus"), "mel"))
+    assert [*imported(tmp_path / "classes").dataset.labels.values()] == ["Nävus", "mel"]
+
+
+def test_a_cell_that_two_files_have_is_refused(tmp_path: Path) -> None:
+    for n in range(8):
+        picture(tmp_path / f"{n}.png")
+        picture(tmp_path / f"{n}.jpg")
+    table(tmp_path / "t.csv", ("image", "label"), *((n, "ab"[n % 2]) for n in range(8)))
+    assert "whole path" in error_of(tmp_path, table=tmp_path / "t.csv")
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------------
+
+
+def structures(root: Path, tops: tuple[str, ...] = ("images", "disc", "cup"), value: int = 1, name: str = "{n}.png") -> Path:
+    """Photographs, and a folder of masks for each structure; the first cup is empty."""
+    for number in range(10):
+        picture(root / tops[0] / f"{number}.png", 80 + number)
+        for top in tops[1:]:
+            file = name.format(n=number, top=Path(top).name)
+            mask(root / top / file, (value * (number > 0 or top == tops[1]),))
+    return root
+
+
+@pytest.mark.parametrize("split", ["", "train", "test"])
+@pytest.mark.parametrize("home", ["images", "fundus"])
+@pytest.mark.parametrize("name", ["{n}.png", "{n}_{top}.png", "{n}.bmp"])
+def test_a_folder_of_masks_for_each_structure(split: str, home: str, name: str, tmp_path: Path) -> None:
+    for folder in ("", split) if split == "test" else (split,):
+        structures(tmp_path / folder, (home, "disc", "cup"), name=name)
+    if home == "fundus":
+        text = error_of(tmp_path)
+        assert "--kind segmentation" in text and "--kind classification" in text
+    report = imported(tmp_path, kind="segmentation" if home == "fundus" else "")
+    assert report.dataset.kind == "segmentation" and report.dataset.labels == {"0": "cup", "1": "disc"}
+    entries = read_datalist(tmp_path, "segmentation")
+    assert len(entries) == (20 if split == "test" else 10)
+    for entry in entries:
+        base = entry.image.parents[1]
+        number = entry.image.stem
+        assert entry.masks == [base / top / name.format(n=number, top=top) for top in ("cup", "disc")]
+    assert ("--kind" in report.guessed) == (home == "images")
+    assert imported(tmp_path, kind="classification", force=True).dataset.kind == "classification"
+
+
+def test_structures_with_other_files_are_refused(tmp_path: Path) -> None:
+    structures(tmp_path / "lacking")
+    (tmp_path / "lacking" / "cup" / "3.png").unlink()
+    mask(tmp_path / "lacking" / "disc" / "99.png")
+    assert "3.png: no mask in cup" in error_of(tmp_path / "lacking")
+    skipped = imported(tmp_path / "lacking", skip=True)
+    assert len(skipped.sites[""]) == 9 and "left out: disc/99.png: a mask without an image" in skipped.render()
+    for number, name in enumerate(("{n}-OD.png", "other{n}.png")):
+        text = error_of(structures(tmp_path / str(number), name=name))
+        assert "--mask-column" in text and "--kind classification" in text
+
+
+def test_pictures_of_equal_names_are_classes(tmp_path: Path) -> None:
+    for name in ("cat", "dog", "nothing"):
+        for number in range(8):
+            file = picture(tmp_path / name / f"{number}.png")
+            if name == "nothing":
+                Image.new("L", (16, 16)).save(file)
+    assert imported(tmp_path).dataset.kind == "classification"
+
+
+def test_a_class_may_be_called_like_a_column(tmp_path: Path) -> None:
+    report = imported(classes(tmp_path, names=("patients", "split")))
+    header, training = report.render().splitlines()[2:4]
+    assert header.split() == ["split", "images", "patients", "patients", "split"]
+    assert training.split() == ["training", "28", "28", "14", "14"]
+
+
+def test_classes_that_stand_in_one_split_only(tmp_path: Path) -> None:
+    for name in "abc":
+        for number in range(5):
+            picture(tmp_path / "patients" / f"study {name}" / f"{name}_{number}.png")
+    text = error_of(tmp_path / "patients", patient="^(.)")
+    assert "study a" in text and "--kind classification" in text
+    assert imported(tmp_path / "patients", patient="^(.)", kind="classification").warnings
+    rows(tmp_path / "rare", ("label", ["a", "b"] * 9 + ["c", "c"]), ("patient", [n // 2 for n in range(20)]))
+    (warning,) = imported(tmp_path / "rare").warnings
+    assert "c in " in warning and " a in" not in warning
+
+
+@pytest.mark.parametrize("volumes", [False, True])
+def test_several_masks_of_255_are_those_of_1(volumes: bool, tmp_path: Path) -> None:
+    """From the folder to tensors, without a copy."""
+    root = structures(tmp_path / "rim", value=255, name="{n}.bmp")
+    for file in [*root.rglob("*.bmp"), *root.rglob("*.png")] if volumes else []:
+        array = np.asarray(Image.open(file)).T
+        volume_sites.write(file.with_suffix(".nii.gz"), np.stack([array] * 4, axis=2), np.eye(4))
+        file.unlink()
+    imported(root)
+    settings: dict[str, Any] = {
+        "target": "multilabel",
+        "labels": ["cup", "disc"],
+        "spatial_dims": 2 + volumes,
+        "size": [16, 16, 4][: 2 + volumes],
+    }
+    task = small_task(**settings)
+    assert check_site(root, task).ok
+    entries = read_datalist(root, "segmentation")
+    source = open_source("A", task, root)
+    for entry in entries:
+        target = target_of(task, source, entry, source.image(entry))
+        for file, drawn in zip(entry.masks, target, strict=True):
+            stored = nibabel.load(file).dataobj if volumes else np.asarray(Image.open(file))
+            np.testing.assert_array_equal(drawn, np.asarray(stored) > 0)
+    if not volumes:
+        mask(entries[4].masks[1], (255, 128))
+        assert f"{entries[4].masks[1]}: label value 128, 255" in check_site(root, task).render()
+
+
+@pytest.mark.parametrize("above", ["masks", "ground truth", "train/masks"])
+@pytest.mark.parametrize("name", ["{n}.png", "{n}_{top}.png", "{n}_mask.png"])
+def test_folders_of_structures_in_the_folder_of_masks(above: str, name: str, tmp_path: Path) -> None:
+    home = str(Path(above).parent / "images")
+    structures(tmp_path, (home, f"{above}/disc", f"{above}/cup"), name=name)
+    report = imported(tmp_path)
+    assert report.dataset.labels == {"0": "cup", "1": "disc"}
+    for entry in read_datalist(tmp_path, "segmentation"):
+        number = entry.image.stem
+        expected = [tmp_path / above / top / name.format(n=number, top=top) for top in ("cup", "disc")]
+        assert entry.masks == expected
+
+
+def test_several_masks_that_an_image_can_have_are_named(tmp_path: Path) -> None:
+    for site in ("north", "south"):
+        structures(tmp_path / site, ("images", "masks/disc", "masks/cup"), value=255)
+    text = error_of(tmp_path)
+    assert "north/masks/cup/0.png and north/masks/disc/0.png" in text and "--site-folders" in text
+    report = imported(tmp_path, site_folders=True)
+    assert [*report.sites] == ["north", "south"] and report.dataset.labels == {"0": "cup", "1": "disc"}
+
+
+def test_folders_of_patients_in_the_folder_of_masks(tmp_path: Path) -> None:
+    for number in range(10):
+        picture(tmp_path / "images" / f"p{number}" / "eye.png", 80 + number)
+        mask(tmp_path / "masks" / f"p{number}" / "eye.png")
+    imported(tmp_path)
+    for entry in read_datalist(tmp_path, "segmentation"):
+        assert entry.masks == [tmp_path / "masks" / entry.image.parent.name / "eye.png"]
+
+
+SYSTEM = ["@eaDir", "@Recycle", "#recycle", "#snapshot", "$RECYCLE.BIN", "RECYCLER", "System Volume Information", "lost+found", "__MACOSX"]
+
+
+@pytest.mark.parametrize("name", SYSTEM)
+@pytest.mark.parametrize(("write", "inside"), [(classes, "cat"), (pairs, "")])
+def test_folders_of_drives_and_systems_are_left_out(name: str, write: Callable[[Path], Path], inside: str, tmp_path: Path) -> None:
+    root = tmp_path / "hospitals" / "north"
+    expected = len(imported(write(root)).sites[""])
+    for folder in (root.parent, root, root / inside):
+        for thumbnail in ("SYNOPHOTO_THUMB_S.jpg", "SYNOPHOTO_THUMB_XL.jpg"):
+            picture(folder / name / "p00_0.png" / thumbnail)
+    report = imported(root, force=True)
+    assert len(report.sites[""]) == expected and name in report.render()
+    assert [*imported(root.parent, site_folders=True, force=True).sites] == ["north"]
+
+
+def test_folders_of_sites_are_named_when_they_are_left_out(tmp_path: Path) -> None:
+    classes(tmp_path, names=("cat", "dog", "cow"))
+    (tmp_path / "cow" / "datalist.json").write_text("{}")
+    assert "cow" in imported(tmp_path).render().partition("note:")[2]
+
+
+# -- files -----------------------------------------------------------------------------------------------------------------
+
+
+def test_links_to_folders_are_named(tmp_path: Path) -> None:
+    classes(tmp_path / "elsewhere", names=("a", "b", "c"))
+    (tmp_path / "linked").mkdir()
+    for name in "ab":
+        (tmp_path / "linked" / name).symlink_to(tmp_path / "elsewhere" / name)
+    assert "links" in (text := error_of(tmp_path / "linked")) and "a, b" in text
+    classes(tmp_path / "linked")
+    assert "links" in imported(tmp_path / "linked").render()
+
+
+def test_links_to_files_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    annex = classes(tmp_path / "annex")
+    for file in annex.rglob("*.png"):
+        link = tmp_path / "linked" / file.relative_to(annex)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(file, link.parent))
+    text = error_of(tmp_path / "linked")
+    assert "p00_0.png is a link" in text and "--out" in text and FOLDERS in text
+    imported(tmp_path / "linked", out=tmp_path / "deep" / "er" / "out")
+    entries = read_datalist(tmp_path / "deep" / "er" / "out", "classification")
+    assert all(entry.image.is_file() and not entry.image.is_symlink() for entry in entries)
+    monkeypatch.setenv(FOLDERS, str(annex))
+    imported(tmp_path / "linked")
+    task = small_task("classification", target="binary", labels=["dog"])
+    assert check_site(tmp_path / "linked", task).ok and summarise(tmp_path / "linked", TaskHints())
+    monkeypatch.delenv(FOLDERS)
+    assert (line := check_site(tmp_path / "linked", task).render()).count("is a link") == 1 and FOLDERS in line
+    with pytest.raises(DataError, match="is a link"):
+        summarise(tmp_path / "linked", TaskHints())
+
+
+def test_links_to_allowed_folders_are_followed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    annex = classes(tmp_path / "annex")
+    (tmp_path / "linked").mkdir()
+    for link in (tmp_path / "linked" / "all", tmp_path / "linked" / "again", annex / "circle", annex / "cat" / "circle"):
+        link.symlink_to(annex)
+    assert "links" in error_of(tmp_path / "linked")
+    monkeypatch.setenv(FOLDERS, str(annex))
+    report = imported(tmp_path / "linked")
+    assert len(report.sites[""]) == 40 and "links" in report.render()
+    inputs, _ = find_inputs([tmp_path / "linked"], tmp_path / "out")
+    assert len(inputs) == 40
+
+
+def test_what_windows_writes(tmp_path: Path) -> None:
+    """Byte order marks and backslashes."""
+    pairs(tmp_path, image="images/{n}.png", label="masks/{n}.png")
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": {"background": 0, "disc": 1}}), encoding="utf-8-sig")
+    assert imported(tmp_path).dataset.labels == {"background": 0, "disc": 1}
+    expected = read_datalist(tmp_path, "segmentation")
+    text = (tmp_path / "datalist.json").read_text().replace("/", r"\\")
+    (tmp_path / "datalist.json").write_text(text, encoding="utf-8-sig")
+    actual = read_datalist(tmp_path, "segmentation")
+    assert [(entry.image, entry.masks) for entry in actual] == [(entry.image, entry.masks) for entry in expected]
+    (tmp_path / "datalist.json").write_text(text.replace(r"images\\", r"..\\images\\"))
+    with pytest.raises(DataError, match="outside"):
+        read_datalist(tmp_path, "segmentation")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+def test_text_of_all_editors(encoding: str, line_end: str, tmp_path: Path) -> None:
+    """One rule for the task, the local settings, a datalist and a table."""
+
+    def save(path: Path, text: str) -> Path:
+        path.write_bytes(text.replace("\n", line_end).encode(encoding))
+        return path
+
+    task = small_task(labels=["Läsion"])
+    assert load_task(save(tmp_path / "task.json", json.dumps(task.to_dict(), ensure_ascii=False, indent=1))) == task
+    assert read_local(save(tmp_path / "medflare.json", '{\n"data_root": "/Läsion"}')) == {"data_root": "/Läsion"}
+    save(tmp_path / "datalist.json", '{\n"training": [{"image": "Läsion.png", "label": 1}]}')
+    assert read_datalist(tmp_path, "classification")[0].image == tmp_path / "Läsion.png"
+    for separator in ",;\t|":
+        frame = read_frame(save(tmp_path / "t.csv", f"image{separator}label\nLäsion.png{separator}Ö\n"))
+        assert frame.to_dict("records") == [{"image": "Läsion.png", "label": "Ö"}]
+    frame = read_frame(save(tmp_path / "t.csv", "sep=;\nimage;label\nLäsion.png;Ö, ö\n"))  # the first line is for Excel
+    assert frame.to_dict("records") == [{"image": "Läsion.png", "label": "Ö, ö"}]
+
+
+def test_text_of_no_known_encoding(tmp_path: Path) -> None:
+    readers = {
+        "task.json": load_task,
+        "medflare.json": read_local,
+        "datalist.json": lambda path: read_content(path.parent),
+        "t.csv": read_frame,
+    }
+    for name, reader in readers.items():
+        for encoding in ("cp1252", "utf-16-le"):
+            (tmp_path / name).write_bytes('{"training": "Läsion"}'.encode(encoding))
+            with pytest.raises(MedflareError, match=rf"{name}: .*save it in UTF-8") as error:
+                reader(tmp_path / name)
+            assert "\n" not in str(error.value)
+        if name.endswith("json"):
+            (tmp_path / name).write_text(r'{"training": "C:\images"}')
+            with pytest.raises(MedflareError, match=rf"{name}: .*write / for"):
+                reader(tmp_path / name)
+
+
+def test_patients_that_are_all_called_alike_are_named(tmp_path: Path) -> None:
+    rows(tmp_path, ("label", "ab" * 6), ("patient", ["ANON"] * 12))
+    assert "'ANON'" in (text := error_of(tmp_path)) and "--patient" in text
+
+
+def test_a_file_that_is_no_dicom_is_left_out_on_request(tmp_path: Path) -> None:
+    for number in range(8):
+        folder = tmp_path / ("healthy", "ill")[number % 2] / f"scan{number}"
+        folder.parent.mkdir(exist_ok=True)
+        change(dicom_series(folder), PatientID=f"P{number}", SeriesInstanceUID=f"1.2.3.{number}")
+    beside_a_series(tmp_path)
+    (tmp_path / "ill" / "notes.dcm").write_text("no DICOM")
+    assert "ill/notes.dcm" in (text := error_of(tmp_path)) and "--skip" in text
+    report = imported(tmp_path, skip=True)
+    assert len(report.sites[""]) == 8 and "left out: ill/notes.dcm" in report.render()
+
+
+def test_dicom_objects_without_an_image_are_counted(tmp_path: Path) -> None:
+    """A report with DICOM's mark and one without it."""
+    for number in range(8):
+        folder = tmp_path / ("healthy", "ill")[number % 2] / f"scan{number}"
+        folder.parent.mkdir(exist_ok=True)
+        change(dicom_series(folder), PatientID=f"P{number}", SeriesInstanceUID=f"1.2.3.{number}")
+    for name in ("reportsi.dcm", "rtstruct.dcm"):  # pydicom's, the second without the mark
+        shutil.copy(get_testdata_file(name), tmp_path / "ill" / "scan1" / name)
+    report = imported(tmp_path)
+    assert len(report.sites[""]) == 8
+    task = small_task("classification", target="binary", labels=["ill"], spatial_dims=3, size=[8, 8, 8])
+    assert check_site(tmp_path, task).ok
+    assert len(find_inputs([tmp_path], tmp_path / "out")[0]) == 8
+    assert "left out, DICOM objects without an image: 2, the first: ill/scan1/reportsi.dcm" in report.render()
+
+
+def test_what_is_guessed_is_said_with_the_options(tmp_path: Path) -> None:
+    assert "--kind" in imported(classes(tmp_path / "a")).render().partition("guessed: ")[2]
+    assert not imported(tmp_path / "a", kind="classification", force=True).guessed
+    rows(tmp_path / "b", ("label", "ab" * 10), ("split", ["train", "test"] * 10))
+    line = imported(tmp_path / "b").render().partition("guessed: ")[2]
+    assert "--label-column" in line and "--redraw" in line
+    for columns, guessed in ((Columns(split="split"), True), (Columns(label="label"), False)):
+        line = imported(tmp_path / "b", columns=columns, force=True).guessed
+        assert ("--label-column" in line) == guessed

@@ -1,0 +1,110 @@
+"""Proposals that end: measured steps, sizes that keep structures, and rates that follow the network."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from helpers.downloaded_folders import classes, pairs
+from helpers.small_tasks import small_task
+from medflare.core.errors import ConfigError
+from medflare.networks.catalogue import initial_network
+from medflare.preparation.dataset_import.datalists import ImportOptions, import_folder
+from medflare.preparation.learning_rate import usual_rate
+from medflare.preparation.proposing import TaskHints, propose
+from medflare.preparation.round_time import Stopwatch, round_seconds
+from medflare.preparation.step_cost import measure_step, step_operations
+from medflare.tasks.config import TaskConfig, load_task
+
+UNET = {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}
+
+
+def proposed(root: Path, **hints: object) -> TaskConfig:
+    import_folder(root, ImportOptions(force=True))
+    return load_task(propose(root, TaskHints(**hints)).settings)  # type: ignore[arg-type]
+
+
+def drawn(root: Path, side: int, thickness: int) -> Path:
+    """Ten pictures with a square of which only the outline is the structure."""
+    for folder in ("images", "masks"):
+        (root / folder).mkdir(parents=True)
+    for number in range(10):
+        mask = np.zeros((side, side), np.uint8)
+        mask[side // 4 : 3 * side // 4, side // 4 : 3 * side // 4] = 1
+        inner = slice(side // 4 + thickness, 3 * side // 4 - thickness)
+        mask[inner, inner] = 0
+        noise = np.random.default_rng(number).integers(0, 100, (side, side), dtype=np.uint8)
+        Image.fromarray(noise + 100 * mask).save(root / "images" / f"{number}.png")
+        Image.fromarray(mask).save(root / "masks" / f"{number}.png")
+    return root
+
+
+def test_operations_are_counted_by_hand() -> None:
+    """Two operations for each weight and pixel, of the output or, in a transposed convolution, of the input."""
+    task = small_task(network={"name": "unet", "channels": [4, 8], "norm": "instance"}, size=[16, 16])
+    # down: 1 -> 4 at half the size, bottom: 4 -> 8 at half the size, up: (4 + 8) -> 4 by a transposed convolution, head 4 -> 1
+    convolutions = 9 * (1 * 4 + 4 * 8) * 8 * 8 + 9 * 12 * 4 * 8 * 8 + 4 * 1 * 16 * 16
+    assert step_operations(task) == 2 * convolutions
+
+
+def test_a_step_has_a_time_and_a_memory_of_its_size() -> None:
+    small, large = small_task(network=UNET, size=[32, 32], batch_size=2), small_task(network=UNET, size=[128, 128], batch_size=8)
+    costs = [measure_step(task, torch.device("cpu")) for task in (small, large)]
+    assert 0 < costs[0].seconds < costs[1].seconds
+    weights = sum(weight.numel() for weight in initial_network(large, 0).parameters())
+    images, first_maps = 8 * 128 * 128, 8 * 16 * 64 * 64  # numbers; the first level halves the sides
+    least = 4 * (4 * weights + images + first_maps)  # bytes of weights, gradients and Adam's moments, and of what the step keeps
+    assert costs[1].gibibytes * 2**30 > least
+
+
+def test_rates_follow_network_and_optimizer() -> None:
+    small, large = small_task(network=UNET), small_task(network={"name": "unet", "channels": [64, 128, 256, 512]})
+    assert usual_rate(small)[0] == 0.01 and usual_rate(large)[0] < 0.01
+    sgd = small_task(network=UNET, optimizer={"name": "sgd", "lr": 1.0})
+    assert usual_rate(sgd)[0] == pytest.approx(0.1)
+
+
+def test_thin_structures_get_patches_and_broad_ones_whole_images(tmp_path: Path) -> None:
+    thin, broad = proposed(drawn(tmp_path / "thin", 256, 1)), proposed(drawn(tmp_path / "broad", 256, 64))
+    assert thin.image_mode == "patch" and max(thin.size) <= 128 and thin.patches_per_image > 1
+    assert broad.image_mode == "resize" and max(broad.size) < 128
+
+
+def test_fewer_minutes_give_smaller_images(tmp_path: Path) -> None:
+    root = drawn(tmp_path / "broad", 128, 32)
+    plenty, little = proposed(root), proposed(root, minutes=0.0005)
+    assert math.prod(little.size) <= math.prod(plenty.size) and little.local_epochs == 1 < plenty.local_epochs
+    with pytest.raises(ConfigError, match="--minutes"):
+        propose(root, TaskHints(minutes=0))
+
+
+def test_structures_in_order_are_not_mirrored(tmp_path: Path) -> None:
+    root = drawn(tmp_path / "pair", 64, 16)
+    for path in (root / "masks").iterdir():
+        mask = np.zeros((64, 64), np.uint8)
+        mask[10:30, 20:40], mask[32:52, 20:40] = 1, 2
+        Image.fromarray(mask).save(path)
+    task = proposed(root)
+    assert [transform["spatial_axis"] for transform in task.augment if transform["name"] == "RandFlip"] == [1]
+    assert task.image_mode == "resize", "their place tells them apart"
+
+
+def test_a_round_is_the_steps_of_all_sites(tmp_path: Path) -> None:
+    from medflare.preparation.fingerprint import fingerprints
+
+    import_folder(pairs(tmp_path, values=(1,)), ImportOptions())
+    task = small_task(labels=["foreground"], batch_size=2, local_epochs=3)
+    (site,) = fingerprints(tmp_path, task)
+    expected = 1.0 / 2 * (site.images * 3 + site.images / 4 / 3)
+    assert round_seconds(task, [site], 1.0) == pytest.approx(expected)
+    with pytest.raises(ConfigError, match="smaller size"):
+        Stopwatch(torch.device("cpu"), memory=1e-6).measured(task, [site])
+
+
+def test_the_proposal_says_how_long_a_round_takes(tmp_path: Path) -> None:
+    import_folder(classes(tmp_path, patients=8), ImportOptions())
+    text = propose(tmp_path, TaskHints()).render()
+    assert "time: a round of FedAvg takes about" in text and "20 rounds about" in text
