@@ -24,12 +24,19 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "custom" / "medflare"
-FROM_THE_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+FROM_THE_ROOT = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 ITEMS = "<!-- generated from the methods' declarations by: python .ci/docs_hooks.py -->"
 SETTINGS = "<!-- generated from TaskConfig by: python .ci/docs_hooks.py -->"
 STUDY = re.compile(r"\]\(results/(\w+)/study\.zip\)")
-REPORT = re.compile(r"!\[([^\]]*)\]\((?:docs/)?report\.png\)")  # the figure that the repository shows
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+# The figure that the repository shows.
+REPORT = re.compile(r"!\[([^\]]*)\]\((?:docs/)?report\.png\)")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 NOTEBOOK = "tutorial.ipynb"
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -37,11 +44,19 @@ LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the generated pages."""
     for source, page in FROM_THE_ROOT.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+        files.append(
+            File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8"))
+        )
     for study in sorted((ROOT / "docs" / "results").glob("*/study.zip")):
-        files.append(File.generated(config, f"results/{study.parent.name}.md", content=tables(study)))
+        files.append(
+            File.generated(config, f"results/{study.parent.name}.md", content=tables(study))
+        )
     files.append(File.generated(config, "methods/hyper_parameters.md", content=hyper_parameters()))
-    files.append(File.generated(config, "site.css", content=(ROOT / ".ci" / "site.css").read_text(encoding="utf-8")))
+    files.append(
+        File.generated(
+            config, "site.css", content=(ROOT / ".ci" / "site.css").read_text(encoding="utf-8")
+        )
+    )
     body, outputs = notebook()
     files.append(File.generated(config, "notebook.md", content=body))
     for name, content in {**outputs, **screenshots()}.items():
@@ -58,7 +73,10 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         markdown = REPORT.sub(gallery(), markdown)
     elif screenshots():
         markdown = REPORT.sub(r"![\1](figures/report.png)", markdown)
-    source = next((name for name, target in FROM_THE_ROOT.items() if target == page.file.src_uri), f"docs/{page.file.src_uri}")
+    source = next(
+        (name for name, target in FROM_THE_ROOT.items() if target == page.file.src_uri),
+        f"docs/{page.file.src_uri}",
+    )
     return LINK.sub(lambda link: relinked(link, source, page.file.src_uri), markdown)
 
 
@@ -78,16 +96,30 @@ def notebook() -> tuple[str, dict[str, bytes]]:
         finally:
             kernel.shutdown_kernel(now=True)
     body, resources = MarkdownExporter().from_notebook_node(content)
-    pictures = {f"figures/{name}": data for name, data in resources["outputs"].items() if name in body}
+    pictures = {
+        f"figures/{name}": data for name, data in resources["outputs"].items() if name in body
+    }
     body = re.sub(r"!\[png\]\((\w+\.png)\)", r"![Output of the cell above](figures/\1)", body)
     return re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL), pictures
 
 
 # Screenshot -> (caption, page below the folder of examples, height of the window)
 FIGURES = {
-    "figures/report.png": ("Report of a run: verdict, result table, learning curves", "run/report.html", 1500),
-    "figures/site.png": ("Report that stays at a site: metrics by structure, and patient by patient", "run/sites/site-1/report.html", 1500),
-    "figures/study.png": ("Page of a study: ranks, gain over training alone at each site, tables", "study.html", 1500),
+    "figures/report.png": (
+        "Report of a run: verdict, result table, learning curves",
+        "run/report.html",
+        1500,
+    ),
+    "figures/site.png": (
+        "Report that stays at a site: metrics by structure, and patient by patient",
+        "run/sites/site-1/report.html",
+        1500,
+    ),
+    "figures/study.png": (
+        "Page of a study: ranks, gain over training alone at each site, tables",
+        "study.html",
+        1500,
+    ),
 }
 
 
@@ -101,12 +133,30 @@ def screenshots() -> dict[str, bytes]:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run_local("fedsm", "phantom", [f"site-{number}" for number in range(1, 5)], rounds=10, seed=0, out=folder / "run")
+        run_local(
+            "fedsm",
+            "phantom",
+            [f"site-{number}" for number in range(1, 5)],
+            rounds=10,
+            seed=0,
+            out=folder / "run",
+        )
         with redirect_stdout(io.StringIO()):
-            failed = main(["study", "table", str(ROOT / "docs" / "results" / "fundus_fedsm"), "--html", str(folder / "study.html")])
+            failed = main(
+                [
+                    "study",
+                    "table",
+                    str(ROOT / "docs" / "results" / "fundus_fedsm"),
+                    "--html",
+                    str(folder / "study.html"),
+                ]
+            )
         if failed:
             raise RuntimeError("the page of the study was not written")
-        return {picture: screenshot(folder / page, folder, height) for picture, (_, page, height) in FIGURES.items()}
+        return {
+            picture: screenshot(folder / page, folder, height)
+            for picture, (_, page, height) in FIGURES.items()
+        }
 
 
 def gallery() -> str:
@@ -121,8 +171,20 @@ def gallery() -> str:
 def screenshot(page: Path, folder: Path, height: int) -> bytes:
     """PNG file of a page in a window of 1200 pixels; `folder` holds Chromium's profile."""
     picture = folder / "screenshot.png"
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size=1200,{height}"]
-    command = [str(CHROMIUM), *options, f"--user-data-dir={folder / 'profile'}", f"--screenshot={picture}", page.as_uri()]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--window-size=1200,{height}",
+    ]
+    command = [
+        str(CHROMIUM),
+        *options,
+        f"--user-data-dir={folder / 'profile'}",
+        f"--screenshot={picture}",
+        page.as_uri(),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     return picture.read_bytes()
 
@@ -139,8 +201,14 @@ def benchmarks() -> str:
     page = ["# Benchmarks", "", note, ""]
     for measured in json.loads((ROOT / "benchmarks" / "results.json").read_text(encoding="utf-8")):
         page += [f"## {measured['title']}", "", f"`{measured['command']}`", ""]
-        page += [f"Commit {measured['commit']}, {measured['date']}, {measured['machine']}. {measured['note']}", ""]
-        page += [f"| {' | '.join(row)} |" for row in (measured["columns"], ["---"] * len(measured["columns"]), *measured["rows"])] + [""]
+        page += [
+            f"Commit {measured['commit']}, {measured['date']}, {measured['machine']}. {measured['note']}",
+            "",
+        ]
+        page += [
+            f"| {' | '.join(row)} |"
+            for row in (measured["columns"], ["---"] * len(measured["columns"]), *measured["rows"])
+        ] + [""]
     return "\n".join(page)
 
 
@@ -151,11 +219,19 @@ def task_settings() -> str:
     from medflare.tasks.config import TaskConfig
 
     schema = TypeAdapter(TaskConfig).json_schema()
-    described = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(TaskConfig) or "", re.MULTILINE)
+    described = re.findall(
+        r"^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(TaskConfig) or "", re.MULTILINE
+    )
     meaning = {name: " ".join(text.split()).replace("|", "\\|") for name, text in described}
     rows = ["| setting | type and range | default | meaning |", "|---|---|---|---|"]
     for name, setting in schema["properties"].items():
-        default = "required" if name in schema["required"] else f"`{json.dumps(setting['default'])}`" if "default" in setting else "none"
+        default = (
+            "required"
+            if name in schema["required"]
+            else f"`{json.dumps(setting['default'])}`"
+            if "default" in setting
+            else "none"
+        )
         rows.append(f"| `{name}` | {json_type(setting)} | {default} | {meaning[name]} |")
     page = (ROOT / "docs" / "task.md").read_text(encoding="utf-8")
     return page.split(SETTINGS)[0] + SETTINGS + "\n\n" + "\n".join(rows) + "\n"
@@ -177,7 +253,11 @@ def governance() -> str:
         if sender not in names:
             names.append(sender)
 
-    of_all = {ENROL: "all, at enrollment", FINALIZE: "all, at the end", CROSS_SITE: "all, with `cross_site`"}
+    of_all = {
+        ENROL: "all, at enrollment",
+        FINALIZE: "all, at the end",
+        CROSS_SITE: "all, with `cross_site`",
+    }
     for phase_of_all, sender in of_all.items():
         for reported in REPORTS_OF_ALL[phase_of_all][0]:
             note(reported, sender)
@@ -189,11 +269,15 @@ def governance() -> str:
             for number in phase.meta:
                 note(number, f"`{name}`")
     rows = ["| item | what it is | protection at the site | methods |", "|---|---|---|---|"]
-    rows += ["| `events` (metadata) | what the site noticed, of declared kinds | no small count, no name of a file or patient | all |"]
+    rows += [
+        "| `events` (metadata) | what the site noticed, of declared kinds | no small count, no name of a file or patient | all |"
+    ]
     trained = ", ".join(f"`{name}`" for name in method_names())
     for (item, about, protected), names in senders.items():
         listed = ", ".join(names) if names[0].startswith("`") else "; ".join(names)
-        rows.append(f"| {item} | {about} | {protected} | {'all that train' if listed == trained else listed} |")
+        rows.append(
+            f"| {item} | {about} | {protected} | {'all that train' if listed == trained else listed} |"
+        )
     page = (ROOT / "docs" / "governance.md").read_text(encoding="utf-8")
     return page.split(ITEMS)[0] + ITEMS + "\n\n" + "\n".join(rows) + "\n"
 
@@ -228,7 +312,11 @@ def json_type(schema: Mapping[str, Any]) -> str:
         return " or ".join(json_type(option) for option in schema["anyOf"])
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
-    limits = [f"{sign} {schema[key]}" for key, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤")) if key in schema]
+    limits = [
+        f"{sign} {schema[key]}"
+        for key, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"))
+        if key in schema
+    ]
     items = f" of {json_type(schema['items'])}" if isinstance(schema.get("items"), dict) else ""
     return " ".join([str(schema.get("type", "object")) + items, *limits])
 
@@ -238,7 +326,9 @@ def hyper_parameters() -> str:
     from medflare.cli.methods import method_listing
     from medflare.methods.catalogue import get_method, method_names
 
-    listed = [f"## {name}\n\n```text\n{method_listing(get_method(name))}\n```" for name in method_names()]
+    listed = [
+        f"## {name}\n\n```text\n{method_listing(get_method(name))}\n```" for name in method_names()
+    ]
     return "\n\n".join(["# All hyper-parameters", *listed]) + "\n"
 
 
@@ -248,9 +338,12 @@ def relinked(link: re.Match[str], source: str, page: str) -> str:
     wanted = os.path.normpath(os.path.join(os.path.dirname(source), target))
     if wanted.startswith("docs/") and source.startswith("docs/"):
         return link[0].replace(f"[{text}]", f"[{text.removesuffix('.md')}]")
-    found = FROM_THE_ROOT.get(wanted) or (wanted.removeprefix("docs/") if wanted.startswith("docs/") else None)
+    found = FROM_THE_ROOT.get(wanted) or (
+        wanted.removeprefix("docs/") if wanted.startswith("docs/") else None
+    )
     if found is not None:
-        text = re.sub(r"^(?:docs/)?([\w/]+?)(?:/index)?\.md$", r"\1", text)  # a page has no suffix on the site
+        # A page has no suffix on the site.
+        text = re.sub(r"^(?:docs/)?([\w/]+?)(?:/index)?\.md$", r"\1", text)
         return f"[{text}]({os.path.relpath(found, os.path.dirname(page) or '.')}{anchor or ''})"
     if (ROOT / wanted).exists():
         return f"`{wanted}`" if text.strip("`") in wanted else f"{text} (`{wanted}`)"
@@ -259,12 +352,20 @@ def relinked(link: re.Match[str], source: str, page: str) -> str:
 
 def reference(room: Path) -> str:
     """The page of a room: its modules with everything public in them."""
-    modules = sorted(path for path in room.rglob("*.py") if path.stem != "__main__" and path.read_text(encoding="utf-8").strip())
-    names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__") for path in modules]
+    modules = sorted(
+        path
+        for path in room.rglob("*.py")
+        if path.stem != "__main__" and path.read_text(encoding="utf-8").strip()
+    )
+    names = [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in modules
+    ]
     return "\n\n".join([f"# {room.name}", *(f"::: {name}" for name in names)]) + "\n"
 
 
-WRITTEN = {"benchmarks.md": benchmarks, "governance.md": governance, "task.md": task_settings}  # generated pages that are committed
+# Generated pages that are committed.
+WRITTEN = {"benchmarks.md": benchmarks, "governance.md": governance, "task.md": task_settings}
 
 if __name__ == "__main__":
     for name, made in WRITTEN.items():

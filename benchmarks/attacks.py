@@ -39,14 +39,11 @@ ALONE = "without the site"
 COUNTS = (24, 6, 8)  # training, validation and test images of a site
 _NETWORK = {"name": "unet", "channels": [8, 16], "norm": "instance"}
 TASK = load_task({**load_task("phantom").to_dict(), "size": [32, 32], "network": _NETWORK})
-METHODS: dict[str, dict[str, Any]] = {
-    "feddag": {"warmup": 0},
-    "robust": {"rule": "median"},
-}  # what differs from the defaults
+# What differs from the defaults.
+METHODS: dict[str, dict[str, Any]] = {"feddag": {"warmup": 0}, "robust": {"rule": "median"}}
 LETTERS = {"rejected": "R", "suspicious": "S", "warning": "W"}
-Lie = Callable[
-    [Step, Message, Message, dict[str, StateDict]], Message
-]  # (step, sent, honest reply, memory of the liar) -> reply
+# (step, sent, honest reply, memory of the liar) -> reply.
+Lie = Callable[[Step, Message, Message, dict[str, StateDict]], Message]
 
 
 def scaled(factor: float) -> Lie:
@@ -203,9 +200,8 @@ def inflated(step: Step, sent: Message, reply: Message, memory: dict[str, StateD
     meta = dict(reply.meta)
     if step.phase == ENROL:
         counts = [count * MANY // meta["n"]["train"] for count in meta["class_counts"]]
-        whole = (
-            sum(meta["class_counts"]) // meta["n"]["train"] * MANY
-        )  # every image has as many pixels
+        # Every image has as many pixels.
+        whole = sum(meta["class_counts"]) // meta["n"]["train"] * MANY
         meta |= {
             "n": {**meta["n"], "train": MANY},
             "class_counts": [counts[0] + whole - sum(counts), *counts[1:]],

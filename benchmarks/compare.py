@@ -41,11 +41,8 @@ if TYPE_CHECKING:
     from medflare.training.site import Site
 
 HERE = Path(__file__).resolve().parent
-RIVALS = {
-    "Flower": "flwr",
-    "pfl": "pfl",
-    "BlazeFL": "blazefl",
-}  # name -> package, and module of `rivals/`
+# Name -> package, and module of `rivals/`.
+RIVALS = {"Flower": "flwr", "pfl": "pfl", "BlazeFL": "blazefl"}
 PIP = {"flwr": "'flwr[simulation]'"}
 SIMULATOR = "simulator"
 RATIO = "beside the floor"
@@ -265,9 +262,8 @@ def measured(name: str, sites: int, rounds: int, job: Path) -> dict[str, float]:
     watch.join()
     if process.returncode:
         raise SystemExit(f"{name}: exit code {process.returncode}")
-    processor = max(
-        usage.ru_utime + usage.ru_stime, sum(times.values())
-    )  # Ray's actors end without anybody who waits for them
+    # Ray's actors end without anybody who waits for them.
+    processor = max(usage.ru_utime + usage.ru_stime, sum(times.values()))
     return {
         "seconds": seconds,
         "call": float(call_file(job).read_text()),
@@ -340,9 +336,8 @@ def show(options: argparse.Namespace, job: Path) -> None:
             except SystemExit as failure:
                 if name.split()[0] not in RIVALS:
                     raise
-                print(
-                    f"{failure}; left out", file=sys.stderr
-                )  # algorithm installed, for example: the others' minutes are not lost
+                # Algorithm installed, for example: the others' minutes are not lost.
+                print(f"{failure}; left out", file=sys.stderr)
                 del found[name]
             else:
                 print(name, found[name][-1], file=sys.stderr, flush=True)  # where a later one fails

@@ -15,13 +15,8 @@ import time
 from statistics import median
 from typing import Any
 
-LIMITS = {
-    "fedsm": 2.2,
-    "prr": 2.2,
-    "grace": 3.0,
-    "iop_fl": 1.1,
-    "feddag": 5.0,
-}  # beside FedAvg; FedSM's without its selector
+# Beside FedAvg; FedSM's without its selector.
+LIMITS = {"fedsm": 2.2, "prr": 2.2, "grace": 3.0, "iop_fl": 1.1, "feddag": 5.0}
 HYPER: dict[str, dict[str, Any]] = {"feddag": {"warmup": 0}}  # a warm-up round is one of FedAvg
 
 
@@ -41,9 +36,8 @@ def measure(method: str, task: str, sites: int, rounds: int) -> dict[str, Any]:
         method, task, sites, rounds=rounds, seed=0, say=after_step, **HYPER.get(method, {})
     )
     assert results["status"] == "COMPLETED", results["reason"]
-    steps = (
-        len(clock) - 1
-    ) // rounds  # steps of a round; those after the last round are fewer than a round's
+    # Steps of a round; those after the last round are fewer than a round's.
+    steps = (len(clock) - 1) // rounds
     first, last = clock[steps - 1][1], clock[steps * rounds - 1][1]
     return {
         "seconds": (last - first) / (rounds - 1),

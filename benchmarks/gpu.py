@@ -640,7 +640,9 @@ def same_weights(first: StateDict, second: StateDict) -> str:
     return f"False: {largest_difference(first, second):.1e}"
 
 
-def one_run(part: Part, task: Any, sites: int, rounds: int, workers: int | None, out: Path) -> tuple[float, float]:
+def one_run(
+    part: Part, task: Any, sites: int, rounds: int, workers: int | None, out: Path
+) -> tuple[float, float]:
     """Seconds of a run of the plain loop, and those after its first training."""
     from medflare import run_local
 

@@ -52,9 +52,8 @@ TASK: dict[str, Any] = {
 }
 COST = "processor ms a site and round"
 Row = dict[str, Any]
-Steps = list[
-    dict[str, Any]
-]  # one for every step of a run: its phase, its round and what `usage` says after it
+# One for every step of a run: its phase, its round and what `usage` says after it.
+Steps = list[dict[str, Any]]
 
 
 def task_settings(width: int) -> dict[str, Any]:

@@ -26,11 +26,17 @@ def step_cost(name: str, device: torch.device) -> dict[str, float]:
     task = replace(load_task(name), augment=())
     cost = measure_step(task, device)
     parameters = sum(weight.numel() for weight in meta_network(task).parameters())
-    return {"parameters": parameters / 1e6, "memory": cost.gibibytes * 2**30 / 1e9, "seconds": cost.seconds}
+    return {
+        "parameters": parameters / 1e6,
+        "memory": cost.gibibytes * 2**30 / 1e9,
+        "seconds": cost.seconds,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tasks", default=TASKS)
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -39,12 +45,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)
         print(json.dumps(step_cost(options.one, torch.device(options.device))))
         return 0
-    print("| preset | image | batch | parameters, M | memory of a step, GB | seconds of a step |\n|---|---|---|---|---|---|")
+    print(
+        "| preset | image | batch | parameters, M | memory of a step, GB | seconds of a step |\n|---|---|---|---|---|---|"
+    )
     for name in options.tasks.split(","):
         task = load_task(name)
         command = [sys.executable, __file__, "--device", options.device, "--one", name]
-        cost = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        row = [name, " x ".join(map(str, task.size)), str(task.batch_size), *(f"{value:.2f}" for value in cost.values())]
+        cost = json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        )
+        row = [
+            name,
+            " x ".join(map(str, task.size)),
+            str(task.batch_size),
+            *(f"{value:.2f}" for value in cost.values()),
+        ]
         print(f"| {' | '.join(row)} |", flush=True)
     return 0
 

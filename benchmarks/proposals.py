@@ -36,14 +36,24 @@ Settings = dict[str, Any]
 
 
 def unet(width: int, levels: int = 4) -> Settings:
-    return {"name": "unet", "channels": [width * 2**level for level in range(levels)], "norm": "instance"}
+    return {
+        "name": "unet",
+        "channels": [width * 2**level for level in range(levels)],
+        "norm": "instance",
+    }
 
 
 def dynunet(width: int, dims: int, levels: int = 4) -> Settings:
     strides = [[1] * dims] + [[2] * dims] * (levels - 1)
     kernels = [[3] * dims] * levels
     filters = [width * 2**level for level in range(levels)]
-    return {"name": "DynUNet", "kernel_size": kernels, "strides": strides, "upsample_kernel_size": strides[1:], "filters": filters}
+    return {
+        "name": "DynUNet",
+        "kernel_size": kernels,
+        "strides": strides,
+        "upsample_kernel_size": strides[1:],
+        "filters": filters,
+    }
 
 
 def adam(rate: float) -> Settings:
@@ -57,7 +67,13 @@ def augmentation(settings: Settings, heavy: bool) -> list[Settings]:
     if not heavy:
         return flips
     rotate = [0.2] * (1 if dims == 2 else 3)
-    affine = {"name": "RandAffine", "prob": 0.5, "rotate_range": rotate, "scale_range": [0.1] * dims, "padding_mode": "border"}
+    affine = {
+        "name": "RandAffine",
+        "prob": 0.5,
+        "rotate_range": rotate,
+        "scale_range": [0.1] * dims,
+        "padding_mode": "border",
+    }
     return [affine, *flips]
 
 
@@ -74,7 +90,12 @@ def segmentation_ways(proposed: Settings) -> dict[str, Settings]:
         "half the width": {"network": unet(8)},
         "twice the width": {"network": unet(32)},
         "rate 0.003": {"optimizer": adam(0.003)},
-        "half the size": {"image_mode": "resize", "size": half, "patches_per_image": 1, "spacing": None},
+        "half the size": {
+            "image_mode": "resize",
+            "size": half,
+            "patches_per_image": 1,
+            "spacing": None,
+        },
         "patches of half the size": patches,
         "DynUNet, rate 0.003": {"network": dynunet(16, dims), "optimizer": adam(0.003)},
         "one local epoch": {"local_epochs": 1},
@@ -103,13 +124,17 @@ def classification_ways(proposed: Settings) -> dict[str, Settings]:
 
 
 def ways_of(proposed: Settings) -> dict[str, Settings]:
-    return (segmentation_ways if proposed["kind"] == "segmentation" else classification_ways)(proposed)
+    return (segmentation_ways if proposed["kind"] == "segmentation" else classification_ways)(
+        proposed
+    )
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def train(root: Path, settings: Settings, seed: int, seconds: float, rounds: int | None) -> Settings:
+def train(
+    root: Path, settings: Settings, seed: int, seconds: float, rounds: int | None
+) -> Settings:
     """Train FedAvg and return its rounds and metrics; `rounds` None: two rounds tell how many fit into the seconds."""
     task = load_task(settings)
     sites = [site_name(folder) for folder in site_folders(root)]
@@ -123,9 +148,14 @@ def train(root: Path, settings: Settings, seed: int, seconds: float, rounds: int
         rounds = max(1, int(seconds / (ends[1] - ends[0])))
     results = run_local("fedavg", task, sites, rounds=rounds, seed=seed, data_root=root)
     selection = results["model_selection"]["global"]
-    chosen = next(entry for entry in selection["candidates"] if entry["round"] == selection["round"])
+    chosen = next(
+        entry for entry in selection["candidates"] if entry["round"] == selection["round"]
+    )
     tests = [site["metrics"]["deployed"][task.metric] for site in results["sites"].values()]
-    validation, test = mean(chosen["votes"].values()), mean(value for value in tests if value is not None)
+    validation, test = (
+        mean(chosen["votes"].values()),
+        mean(value for value in tests if value is not None),
+    )
     return {"rounds": rounds, "chosen": selection["round"], "validation": validation, "test": test}
 
 
@@ -150,12 +180,16 @@ def in_process(job: Mapping[str, Any], end: float) -> list[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--one", json.dumps(dict(job))]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit, check=False)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=limit, check=False
+        )
         output, error = ended.stdout, ended.stderr.strip().rpartition("\n")[2]
     except subprocess.TimeoutExpired as expired:
         output, error = (expired.stdout or b"").decode(), "more time than the limit"
     lines = [line for line in output.splitlines() if line.startswith("{")]
-    return lines or [json.dumps({"federation": job["federation"], "way": job["way"], "problem": error})]
+    return lines or [
+        json.dumps({"federation": job["federation"], "way": job["way"], "problem": error})
+    ]
 
 
 def jobs_of(root: Path, seeds: Sequence[int], seconds: float) -> list[Settings]:
@@ -163,11 +197,16 @@ def jobs_of(root: Path, seeds: Sequence[int], seconds: float) -> list[Settings]:
     proposed = propose(root, TaskHints()).settings
     jobs = []
     for way, changes in ways_of(proposed).items():
-        settings = {name: value for name, value in (proposed | changes).items() if value is not None}
+        settings = {
+            name: value for name, value in (proposed | changes).items() if value is not None
+        }
         if settings.get("image_mode", "resize") == "resize":
             settings.pop("patches_per_image", None)
         if "network" in changes and "optimizer" not in changes:
-            settings["optimizer"] = {**settings["optimizer"], "lr": usual_rate(load_task(settings))[0]}
+            settings["optimizer"] = {
+                **settings["optimizer"],
+                "lr": usual_rate(load_task(settings))[0],
+            }
         job = {"federation": root.name, "root": str(root), "way": way, "settings": settings}
         jobs.append(job | {"seeds": list(seeds), "seconds": seconds})
     return jobs
@@ -175,23 +214,36 @@ def jobs_of(root: Path, seeds: Sequence[int], seconds: float) -> list[Settings]:
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """A row for every way of a federation: mean over seeds, and the ratio to the way with the best validation."""
-    rows = ["| federation | way | rounds | validation | test | test, proposal relative to this |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| federation | way | rounds | validation | test | test, proposal relative to this |",
+        "|---|---|---|---|---|---|",
+    ]
     for federation in dict.fromkeys(line["federation"] for line in lines):
         means: dict[str, tuple[float, float, float]] = {}
         for way in dict.fromkeys(line["way"] for line in lines if line["federation"] == federation):
-            runs = [line for line in lines if (line["federation"], line["way"]) == (federation, way) and "test" in line]
+            runs = [
+                line
+                for line in lines
+                if (line["federation"], line["way"]) == (federation, way) and "test" in line
+            ]
             if runs:
-                means[way] = tuple(mean(run[name] for run in runs) for name in ("rounds", "validation", "test"))
+                means[way] = tuple(
+                    mean(run[name] for run in runs) for name in ("rounds", "validation", "test")
+                )
         best = max(means, key=lambda way: means[way][1], default="")
         for way, (rounds, validation, test) in means.items():
             ratio = f"{means[PROPOSED][2] / test:.2f}" if PROPOSED in means and test else "–"
             shown = f"**{way}**" if way == best else way
-            rows.append(f"| {federation} | {shown} | {rounds:.0f} | {validation:.3f} | {test:.3f} | {ratio} |")
+            rows.append(
+                f"| {federation} | {shown} | {rounds:.0f} | {validation:.3f} | {test:.3f} | {ratio} |"
+            )
     return "\n".join(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", nargs="?", type=Path)
     parser.add_argument("--federations", help="names of folders, separated by commas; default: all")
     parser.add_argument("--ways", help="separated by semicolons; default: all")
@@ -199,7 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--limit", type=float, default=24 * 3600, help="seconds of all together")
-    parser.add_argument("--out", type=Path, help="file to which each run is appended as a line of JSON")
+    parser.add_argument(
+        "--out", type=Path, help="file to which each run is appended as a line of JSON"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:
@@ -207,7 +261,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(line), flush=True)
         return 0
     end = time.monotonic() + options.limit
-    names = options.federations.split(",") if options.federations else sorted(path.name for path in options.data.iterdir())
+    names = (
+        options.federations.split(",")
+        if options.federations
+        else sorted(path.name for path in options.data.iterdir())
+    )
     seeds = [int(seed) for seed in options.seeds.split(",")]
     lines: list[Settings] = []
 

@@ -30,27 +30,8 @@ from torch import nn
 
 HERE = Path(__file__).resolve().parent
 GB = 10**9
-WIDTHS = (
-    3,
-    64,
-    64,
-    0,
-    128,
-    128,
-    0,
-    256,
-    256,
-    256,
-    0,
-    512,
-    512,
-    512,
-    0,
-    512,
-    512,
-    512,
-    0,
-)  # of VGG-16; 0 is a pooling
+# Of VGG-16; 0 is a pooling.
+WIDTHS = (3, 64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
 TASK: dict[str, Any] = {
     "name": "large",
     "kind": "classification",

@@ -5,9 +5,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before numpy and torch start their threads; child processes inherit it
+# Before numpy and torch start their threads; child processes inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
@@ -21,9 +20,8 @@ REAL_IMAGES = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def pytest_configure() -> None:
-    os.fsync = lambda fd: (
-        None
-    )  # no test can cut the power, and a killed process loses nothing without it
+    # No test can cut the power, and a killed process loses nothing without it.
+    os.fsync = lambda fd: None
     sys.dont_write_bytecode = False  # that it is not written is common in containers, and here hundreds of processes import the package
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -32,12 +32,8 @@ HELPERS = (
     "methods/squares.py",
     "methods/test_catalogue.py",
 )
-EASY = (
-    "--set",
-    "task.size=[16, 16]",
-    "--set",
-    "task.batch_size=32",
-)  # the commands are tried, not their results
+# The commands are tried, not their results.
+EASY = ("--set", "task.size=[16, 16]", "--set", "task.batch_size=32")
 
 
 def blocks(text: str, language: str) -> list[str]:

@@ -26,10 +26,17 @@ from test_contributing import blocks
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "tests" / "reference"
 METHOD_PAGES = sorted((ROOT / "docs" / "methods").glob("*.md"))
-ROWS = {"fedsm": 19, "prr": 28, "grace": 31, "iop_fl": 26, "feddag": 21}  # rows of the papers' tables, at least
+# Rows of the papers' tables, at least.
+ROWS = {"fedsm": 19, "prr": 28, "grace": 31, "iop_fl": 26, "feddag": 21}
 PACKAGE = ROOT / "custom" / "medflare"
-WITH_EXAMPLES = [path for path in sorted(PACKAGE.rglob("*.py")) if ">>>" in path.read_text(encoding="utf-8")]
-PAGES = [*sorted(ROOT.glob("*.md")), REFERENCE / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WITH_EXAMPLES = [
+    path for path in sorted(PACKAGE.rglob("*.py")) if ">>>" in path.read_text(encoding="utf-8")
+]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    REFERENCE / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def read(*parts: str) -> str:
@@ -68,11 +75,18 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_generated_pages_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / ".ci"))
     hooks = importlib.import_module("docs_hooks")
-    assert {name: made() for name, made in hooks.WRITTEN.items()} == {name: read("docs", name) for name in hooks.WRITTEN}
+    assert {name: made() for name, made in hooks.WRITTEN.items()} == {
+        name: read("docs", name) for name in hooks.WRITTEN
+    }
 
 
 def test_shortcuts_between_folders_lead_somewhere() -> None:
-    actual = [path for folder in ("custom", "poc_workspace", "app_configs") for path in (ROOT / folder).rglob("*") if path.is_symlink()]
+    actual = [
+        path
+        for folder in ("custom", "poc_workspace", "app_configs")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_symlink()
+    ]
     assert actual and [path for path in actual if not path.exists()] == []
 
 
@@ -86,7 +100,9 @@ def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> Non
         assert command in capsys.readouterr().out
 
 
-def test_the_python_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_example_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (code,) = blocks(read("README.md"), "python")
     assert "medflare data phantom photographs" in code
     monkeypatch.chdir(tmp_path)
@@ -95,8 +111,15 @@ def test_the_python_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pyte
     capsys.readouterr()
     exec(compile(code.replace("rounds=10", "rounds=1"), "README.md", "exec"), {})
     output = capsys.readouterr().out
-    assert re.findall(r"^(site-\d (?:in|out)side) 0\.\d+$", output, re.MULTILINE) == ["site-1 inside", "site-2 inside", "site-3 outside"]
-    predicted = [row["image"] for row in csv.DictReader((tmp_path / "predictions/predictions.csv").open(encoding="utf-8"))]
+    assert re.findall(r"^(site-\d (?:in|out)side) 0\.\d+$", output, re.MULTILINE) == [
+        "site-1 inside",
+        "site-2 inside",
+        "site-3 outside",
+    ]
+    predicted = [
+        row["image"]
+        for row in csv.DictReader((tmp_path / "predictions/predictions.csv").open(encoding="utf-8"))
+    ]
     assert {Path(name).stem for name in predicted} == images
 
 
@@ -107,18 +130,34 @@ def test_commands_of_the_deployment_page_exist() -> None:
     assert len(ours) >= 12
     for words in ours:
         assert parsed(words)
-    scripts = {word for words in lines for word in words if re.fullmatch(r"poc_workspace/\w+\.(sh|py|yml)", word)}
-    assert len(scripts) >= 6 and [script for script in sorted(scripts) if not (ROOT / script).exists()] == []
+    scripts = {
+        word
+        for words in lines
+        for word in words
+        if re.fullmatch(r"poc_workspace/\w+\.(sh|py|yml)", word)
+    }
+    assert (
+        len(scripts) >= 6
+        and [script for script in sorted(scripts) if not (ROOT / script).exists()] == []
+    )
 
 
 def test_reference_numbers_are_described() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", (REFERENCE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \|", (REFERENCE / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert set(rows) == {path.stem for path in REFERENCE.glob("*.npz")}
 
 
 def test_the_version_is_named_right_where_it_must_be_repeated() -> None:
-    pages = [*sorted((ROOT / "poc_workspace" / "runtime").iterdir()), ROOT / "docs" / "deployment.md"]
-    tags = {path.name: set(re.findall(r"medflare:(\d[\w.]*)", path.read_text(encoding="utf-8"))) for path in pages}
+    pages = [
+        *sorted((ROOT / "poc_workspace" / "runtime").iterdir()),
+        ROOT / "docs" / "deployment.md",
+    ]
+    tags = {
+        path.name: set(re.findall(r"medflare:(\d[\w.]*)", path.read_text(encoding="utf-8")))
+        for path in pages
+    }
     assert {name: actual for name, actual in tags.items() if actual - {medflare.__version__}} == {}
 
 
@@ -155,24 +194,36 @@ def test_add_a_task(tmp_path: Path) -> None:
     path = tmp_path / f"{json.loads(block)['name']}.json"
     path.write_text(block, encoding="utf-8")
     task = load_task(path)
-    logits = build_network(task.network, task.image_channels, task.outputs)(torch.zeros(2, task.image_channels, *task.size))
+    logits = build_network(task.network, task.image_channels, task.outputs)(
+        torch.zeros(2, task.image_channels, *task.size)
+    )
     assert task.probabilities(logits).shape == (2, len(task.labels))
 
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: path.stem)
 def test_examples_in_docstrings_print_what_they_say(path: Path) -> None:
-    module = importlib.import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"))
-    failed, attempted = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    module = importlib.import_module(
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    )
+    failed, attempted = doctest.testmod(
+        module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    )
     assert attempted > 0 == failed
 
 
 def test_rooms_import_downwards_and_without_circles() -> None:
-    linted = subprocess.run(["lint-imports", "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    linted = subprocess.run(
+        ["lint-imports", "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert linted.returncode == 0, linted.stdout
 
 
 def test_the_architecture_page_draws_these_layers() -> None:
-    contract = read_configuration(config_filename=str(ROOT / "pyproject.toml"))["contracts_options"][0]
+    contract = read_configuration(config_filename=str(ROOT / "pyproject.toml"))[
+        "contracts_options"
+    ][0]
     layers = [re.findall(r"\w+", layer) for layer in contract["layers"]]
-    heads = re.findall(r"^\| (`\w+/`(?:, `\w+/`)*)", section("docs/architecture.md", "Rooms"), flags=re.MULTILINE)
+    heads = re.findall(
+        r"^\| (`\w+/`(?:, `\w+/`)*)", section("docs/architecture.md", "Rooms"), flags=re.MULTILINE
+    )
     assert [re.findall(r"\w+", head) for head in heads] == layers

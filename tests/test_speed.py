@@ -34,9 +34,8 @@ def floor(compare: ModuleType) -> float:
 
 
 def test_the_plain_loop_costs_little_beside_training(compare: ModuleType, floor: float) -> None:
-    assert (
-        compare.processor_seconds(lambda: compare.loop(SITES, ROUNDS, 1)) < 3.5 * floor
-    )  # 1.9 when this was written
+    # 1.9 when this was written.
+    assert compare.processor_seconds(lambda: compare.loop(SITES, ROUNDS, 1)) < 3.5 * floor
 
 
 def test_the_simulators_sites_share_one_import_of_torch(

@@ -59,9 +59,8 @@ class Trainer(ProcessPoolClientTrainer[Up, Down, int]):
         """A site's part of a round; its weights go into the buffer."""
         site = hospital(config)
         model = network_of(site)
-        vector_to_parameters(
-            payload.weights.clone(), model.parameters()
-        )  # all sites see the same memory
+        # All sites see the same memory.
+        vector_to_parameters(payload.weights.clone(), model.parameters())
         state = trained(site, model.state_dict(), payload.round)
         shm_buffer.weights.copy_(
             torch.cat([state[name].reshape(-1) for name, _ in model.named_parameters()])

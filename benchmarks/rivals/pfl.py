@@ -31,9 +31,8 @@ def run(sites: int, rounds: int) -> None:
             return self.site.n["train"]
 
         def iter(self, batch_size: int | None) -> Iterable[tuple[Tensor, ...]]:
-            if (
-                batch_size is not None
-            ):  # pfl evaluates before the first round, for which there is nothing to do here
+            # pfl evaluates before the first round, for which there is nothing to do here.
+            if batch_size is not None:
                 return [()]
             self.round += 1
             return (

@@ -43,8 +43,8 @@ def predict(
         options: adapt, device, strict, ... of `medflare.inference.predict.predict`.
 
     Returns:
-        A `medflare.inference.predict.PredictionSummary`; its `render()` is the summary in lines, `failed` a
-        line for each image without a prediction.
+        A `medflare.inference.predict.PredictionSummary`; its `render()` is the summary in lines,
+        `failed` a line for each image without a prediction.
     """
     if isinstance(model, str | Path):
         model = load_model(model)

@@ -26,7 +26,12 @@ def images(n: int, seed: int = 0, size: int = 8) -> Tensor:
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.BatchNorm2d(2), nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, affine=False), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(3, 1, 3)
+        nn.BatchNorm2d(2),
+        nn.Conv2d(2, 3, 3),
+        nn.BatchNorm2d(3, affine=False),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Conv2d(3, 1, 3),
     ).eval()
 
 
@@ -45,7 +50,11 @@ def test_weights_and_source_model_do_not_change() -> None:
     torch.testing.assert_close(adapted(images(2)), network(images(2)))  # not adapted yet
     adapted.adapt([images(4)])
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
-    changed = {name for name, tensor in adapted.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    changed = {
+        name
+        for name, tensor in adapted.model.state_dict().items()
+        if not torch.equal(tensor, before[name])
+    }
     assert changed == {"0.running_mean", "0.running_var", "2.running_mean", "2.running_var"}
 
 
@@ -54,12 +63,16 @@ def test_one_image_with_one_value_per_channel_keeps_the_trained_statistics() -> 
     trained = network[1].running_mean.clone()
     estimate_statistics(network, [images(1)])
     assert torch.equal(network[1].running_mean, trained)
-    estimate_statistics(network, images(3).split(1))  # single values batch by batch, three of them in all
+    # Single values batch by batch, three of them in all.
+    estimate_statistics(network, images(3).split(1))
     torch.testing.assert_close(network[1].running_mean, network[0](images(3)).mean(dim=(0, 2, 3)))
 
 
 def test_one_value_per_channel_is_normalised_by_running_statistics() -> None:
-    cases: list[tuple[Any, Tensor]] = [(nn.BatchNorm2d(3).eval(), torch.rand(1, 3, 1, 1)), (nn.BatchNorm1d(3).eval(), torch.rand(1, 3))]
+    cases: list[tuple[Any, Tensor]] = [
+        (nn.BatchNorm2d(3).eval(), torch.rand(1, 3, 1, 1)),
+        (nn.BatchNorm1d(3).eval(), torch.rand(1, 3)),
+    ]
     for layer, pixel in cases:
         layer.running_mean.fill_(2.0)
         torch.testing.assert_close(TestTimeNorm(layer)(pixel), layer(pixel))
@@ -98,22 +111,39 @@ def test_no_images_and_networks_without_batch_norm_or_its_scale_are_refused() ->
 def classifier() -> nn.Sequential:
     """Images to probabilities of three classes, with dropout that must stay off."""
     torch.manual_seed(0)
-    body = (nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5))
+    body = (
+        nn.Conv2d(2, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.5),
+    )
     return nn.Sequential(*body, nn.Linear(4, 3), nn.Softmax(dim=1))
 
 
 def test_entropy_by_hand() -> None:
     exclusive = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])
-    assert prediction_entropy(exclusive, "multiclass").item() == pytest.approx(math.log(2) / 2, abs=1e-5)
+    assert prediction_entropy(exclusive, "multiclass").item() == pytest.approx(
+        math.log(2) / 2, abs=1e-5
+    )
     independent = torch.tensor([[[[0.5, 1.0]]]])
-    assert prediction_entropy(independent, "binary").item() == pytest.approx(math.log(2) / 2, abs=1e-5)
-    assert prediction_entropy(torch.full((1, 2, 1, 1), 0.5), "multilabel").item() == pytest.approx(math.log(2))
+    assert prediction_entropy(independent, "binary").item() == pytest.approx(
+        math.log(2) / 2, abs=1e-5
+    )
+    assert prediction_entropy(torch.full((1, 2, 1, 1), 0.5), "multilabel").item() == pytest.approx(
+        math.log(2)
+    )
 
 
 def test_entropy_gradient_is_finite_where_predictions_are_certain() -> None:
     logits = torch.tensor([[200.0, -200.0], [0.0, 1.0]], requires_grad=True)
     prediction_entropy(logits.softmax(dim=1), "multiclass").backward()
-    assert logits.grad is not None and torch.isfinite(logits.grad).all() and logits.grad[1].abs().sum() > 0
+    assert (
+        logits.grad is not None
+        and torch.isfinite(logits.grad).all()
+        and logits.grad[1].abs().sum() > 0
+    )
 
 
 def test_only_scale_and_shift_change() -> None:
@@ -122,7 +152,11 @@ def test_only_scale_and_shift_change() -> None:
     tent = Tent(source, "multiclass")
     start = copy_state(tent.model.state_dict())
     tent(images(4))
-    changed = {name for name, tensor in tent.model.state_dict().items() if not torch.equal(tensor, start[name])}
+    changed = {
+        name
+        for name, tensor in tent.model.state_dict().items()
+        if not torch.equal(tensor, start[name])
+    }
     assert changed == {"1.layer.weight", "1.layer.bias"}
     assert all(torch.equal(tensor, before[name]) for name, tensor in source.state_dict().items())
 
@@ -141,10 +175,15 @@ def test_online_predicts_before_its_step_and_accumulates() -> None:
 
 def test_many_images_are_cut_into_batches() -> None:
     shown = images(7)
-    together, separate = Tent(classifier(), "multiclass", rate=0.05, batch_size=3), Tent(classifier(), "multiclass", rate=0.05)
+    together, separate = (
+        Tent(classifier(), "multiclass", rate=0.05, batch_size=3),
+        Tent(classifier(), "multiclass", rate=0.05),
+    )
     expected = torch.cat([separate(batch) for batch in shown.split([3, 2, 2])])
     assert torch.equal(together(shown), expected)
-    assert not torch.allclose(expected[3:], Tent(classifier(), "multiclass", rate=0.0, batch_size=3)(shown)[3:])
+    assert not torch.allclose(
+        expected[3:], Tent(classifier(), "multiclass", rate=0.0, batch_size=3)(shown)[3:]
+    )
 
 
 def test_episodic_predicts_after_its_steps_and_resets() -> None:
@@ -169,5 +208,6 @@ def test_tent_works_without_gradients(context: Any) -> None:
 
 def test_tent_on_one_image() -> None:
     assert torch.isfinite(Tent(classifier(), "multiclass")(images(1))).all()
-    flat = nn.Sequential(nn.Conv2d(2, 3, 8), nn.BatchNorm2d(3), nn.Sigmoid()).eval()  # one value per channel: no variance
+    # One value per channel: no variance.
+    flat = nn.Sequential(nn.Conv2d(2, 3, 8), nn.BatchNorm2d(3), nn.Sigmoid()).eval()
     torch.testing.assert_close(Tent(flat, "multilabel", rate=0.0)(images(1)), flat(images(1)))

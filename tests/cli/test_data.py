@@ -17,16 +17,48 @@ from medflare.tasks.config import load_task
 def root(tmp_path: Path) -> Path:
     """Two sites of a classification."""
     data = tmp_path / "DATA"
-    options = ["--patient", r"^(p\d+)", "--sites", "2", "--shares", "50,25,25", "--seed", "3", "--out", str(data)]
+    options = [
+        "--patient",
+        r"^(p\d+)",
+        "--sites",
+        "2",
+        "--shares",
+        "50,25,25",
+        "--seed",
+        "3",
+        "--out",
+        str(data),
+    ]
     assert main(["data", "init", str(classes(tmp_path / "pets")), *options]) == 0
     return data
 
 
-def test_from_a_folder_to_sites_and_a_task(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_a_folder_to_sites_and_a_task(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     task = tmp_path / "task.json"
-    assert main(["task", "init", str(root), "--yes", "--name", "pets", "--size", "32,16", "--out", str(task)]) == 0
+    assert (
+        main(
+            [
+                "task",
+                "init",
+                str(root),
+                "--yes",
+                "--name",
+                "pets",
+                "--size",
+                "32,16",
+                "--out",
+                str(task),
+            ]
+        )
+        == 0
+    )
     assert f"--data-root {root} --rounds 20 --engine local" in capsys.readouterr().out
-    assert (json.loads(task.read_text())["name"], json.loads(task.read_text())["size"]) == ("pets", [32, 16])
+    assert (json.loads(task.read_text())["name"], json.loads(task.read_text())["size"]) == (
+        "pets",
+        [32, 16],
+    )
     assert main(["data", "check", str(root), "--task", str(task)]) == 0
 
 
@@ -37,7 +69,11 @@ def test_on_a_terminal_it_asks(root: Path, tmp_path: Path, monkeypatch: pytest.M
     task = tmp_path / "task.json"
     assert main(["task", "init", str(root), "--name", "pets", "--out", str(task)]) == 0
     settings = json.loads(task.read_text())
-    assert not answers and (settings["size"], settings["network"]["name"], settings["labels"]) == ([32, 32], "DenseNet121", ["cat", "dog"])
+    assert not answers and (settings["size"], settings["network"]["name"], settings["labels"]) == (
+        [32, 32],
+        "DenseNet121",
+        ["cat", "dog"],
+    )
 
 
 def test_a_place_that_cannot_be_written_is_said_before_images_are_read(
@@ -55,7 +91,10 @@ def test_a_place_that_cannot_be_written_is_said_before_images_are_read(
     ("options", "named"),
     [
         (("data", "init", "{root}", "--copy"), "--copy"),
-        (("data", "init", "{root}", "--sites", "2", "--site-column", "a", "--out", "x"), "--site-column"),
+        (
+            ("data", "init", "{root}", "--sites", "2", "--site-column", "a", "--out", "x"),
+            "--site-column",
+        ),
         (("data", "init", "{root}", "--sites", "0", "--out", "x"), "--sites 0"),
         (("data", "init", "{root}", "--shares", "1"), "--shares"),
         (("task", "init", "{root}", "--size", "big", "--out", "{root}/t.json"), "--size"),
@@ -64,44 +103,96 @@ def test_a_place_that_cannot_be_written_is_said_before_images_are_read(
         (("data", "prepare", "prostate"), "--from"),
     ],
 )
-def test_wrong_options_are_one_line(options: tuple[str, ...], named: str, tmp_path: Path, refused: Refused) -> None:
+def test_wrong_options_are_one_line(
+    options: tuple[str, ...], named: str, tmp_path: Path, refused: Refused
+) -> None:
     classes(tmp_path, patients=6)
-    assert named in refused(*(option.format(root=tmp_path) for option in options)) and not (tmp_path / "datalist.json").exists()
+    assert (
+        named in refused(*(option.format(root=tmp_path) for option in options))
+        and not (tmp_path / "datalist.json").exists()
+    )
 
 
 @pytest.mark.parametrize("place", ["", "site-1"], ids=["of the sites", "of one site"])
-def test_the_task_beside_the_data_is_taken(root: Path, place: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_task_beside_the_data_is_taken(
+    root: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     task = root / "task.json"
-    assert main(["task", "init", str(root), "--yes", "--name", "beside", "--size", "32,16", "--out", str(task)]) == 0
+    assert (
+        main(
+            [
+                "task",
+                "init",
+                str(root),
+                "--yes",
+                "--name",
+                "beside",
+                "--size",
+                "32,16",
+                "--out",
+                str(task),
+            ]
+        )
+        == 0
+    )
     capsys.readouterr()
     assert main(["data", "check", str(root / place)]) == 0
     output, errors = capsys.readouterr()
     assert "beside" in output and str(task.resolve()) in errors
 
 
-def test_a_task_is_proposed_where_none_is_beside_the_data(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_is_proposed_where_none_is_beside_the_data(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
     assert main(["data", "fingerprint", str(root)]) == 0
     output, errors = capsys.readouterr()
-    assert [site["site"] for site in json.loads(output)["sites"]] == ["site-1", "site-2"], "JSON alone is printed"
+    assert [site["site"] for site in json.loads(output)["sites"]] == ["site-1", "site-2"], (
+        "JSON alone is printed"
+    )
     assert "task: pets" in errors and not (root / "task.json").exists()
 
 
-def test_data_that_no_task_can_be_proposed_for_are_one_line(root: Path, tmp_path: Path, refused: Refused) -> None:
+def test_data_that_no_task_can_be_proposed_for_are_one_line(
+    root: Path, tmp_path: Path, refused: Refused
+) -> None:
     for image in (root / "site-1").rglob("*.png"):
         image.write_bytes(b"no picture")
     assert "nowhere" in refused("data", "check", str(tmp_path / "nowhere"))
     assert "--task" in refused("data", "check", str(root))
 
 
-def test_fingerprints_and_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
-    data, task, sites, planned = (tmp_path / name for name in ("data", "cubes.json", "out/sites.json", "task.json"))
+def test_fingerprints_and_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
+    data, task, sites, planned = (
+        tmp_path / name for name in ("data", "cubes.json", "out/sites.json", "task.json")
+    )
     for name in ("A", "B"):
         make_volumes(data / name, shape=(16, 16, 16))
     task.write_text(json.dumps(TASK))
     assert main(["data", "fingerprint", str(data), "--task", str(task), "--out", str(sites)]) == 0
-    assert main(["task", "plan", str(sites), "--memory", "4", "--name", "planned_cubes", "--out", str(planned)]) == 0
+    assert (
+        main(
+            [
+                "task",
+                "plan",
+                str(sites),
+                "--memory",
+                "4",
+                "--name",
+                "planned_cubes",
+                "--out",
+                str(planned),
+            ]
+        )
+        == 0
+    )
     assert "planned from 6 training images (A, B)" in capsys.readouterr().out
     actual = load_task(planned)
-    assert (actual.name, actual.spacing, actual.labels) == ("planned_cubes", (2.0, 1.0, 3.0), ("cube",))
+    assert (actual.name, actual.spacing, actual.labels) == (
+        "planned_cubes",
+        (2.0, 1.0, 3.0),
+        ("cube",),
+    )
     assert str(planned) in refused("task", "plan", str(planned), "--out", str(planned))

@@ -20,7 +20,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """How many gigabytes are free."""
 
     def free(gigabytes: float) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=gigabytes * 1e9))
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda place: SimpleNamespace(free=gigabytes * 1e9)
+        )
 
     free(100)
     return free
@@ -40,12 +42,20 @@ def test_a_server_that_is_fit_to_start(tmp_path: Path, root: Root) -> None:
     actual = list(examine(kit))
     assert {finding.verdict for finding in actual} == {"ok"}, actual
     with socket.create_server(("", kit.port)):
-        assert _found(kit, "server").verdict == "FAILED" and str(kit.port) in _found(kit, "server").text
+        assert (
+            _found(kit, "server").verdict == "FAILED"
+            and str(kit.port) in _found(kit, "server").text
+        )
 
 
 def test_a_site_that_is_not_set_up(site: Kit) -> None:
     actual = {finding.check: finding.verdict for finding in examine(site)}
-    assert (actual["policies"], actual["server"], actual["settings"], actual["data"]) == ("FAILED", "FAILED", "warning", "warning")
+    assert (actual["policies"], actual["server"], actual["settings"], actual["data"]) == (
+        "FAILED",
+        "FAILED",
+        "warning",
+        "warning",
+    )
 
 
 USUAL = template("site", "resources.json")["class_allow_list"]
@@ -67,7 +77,9 @@ USUAL = template("site", "resources.json")["class_allow_list"]
         ("privacy", {"scopes": [1]}, "FAILED", "privacy.json"),
     ],
 )
-def test_the_policies(site: Kit, name: str, changes: dict[str, object], verdict: str, named: str) -> None:
+def test_the_policies(
+    site: Kit, name: str, changes: dict[str, object], verdict: str, named: str
+) -> None:
     set_up(site, KitSettings())
     _change(site.local / f"{name}.json", **changes)
     assert _found(site, "policies").verdict == verdict and named in _found(site, "policies").text
@@ -85,15 +97,24 @@ def test_a_key_that_others_can_read(site: Kit) -> None:
 
 @pytest.mark.parametrize(
     ("days", "verdict", "named"),
-    [((-1, 365), "ok", "clock"), ((-1, 20), "warning", "new kit"), ((-1, -0.5), "FAILED", "clock"), ((3, 9), "FAILED", "clock")],
+    [
+        ((-1, 365), "ok", "clock"),
+        ((-1, 20), "warning", "new kit"),
+        ((-1, -0.5), "FAILED", "clock"),
+        ((3, 9), "FAILED", "clock"),
+    ],
 )
-def test_a_certificate_by_the_clock(tmp_path: Path, root: Root, days: tuple[float, float], verdict: str, named: str) -> None:
+def test_a_certificate_by_the_clock(
+    tmp_path: Path, root: Root, days: tuple[float, float], verdict: str, named: str
+) -> None:
     finding = _found(make_kit(tmp_path / "site-1", root, days=days), "certificate")
     assert finding.verdict == verdict and named in finding.text
 
 
 @pytest.mark.parametrize(("gigabytes", "verdict"), [(100, "ok"), (9.9, "warning"), (0.9, "FAILED")])
-def test_free_disk(site: Kit, disk: Callable[[float], None], gigabytes: float, verdict: str) -> None:
+def test_free_disk(
+    site: Kit, disk: Callable[[float], None], gigabytes: float, verdict: str
+) -> None:
     disk(gigabytes)
     assert _found(site, "disk").verdict == verdict
 
@@ -105,24 +126,36 @@ def test_settings_and_device(site: Kit, server: Kit) -> None:
     _change(own, device="cuda:99")
     assert _found(site, "device").verdict == "FAILED"
     _change(own, device="cpu", minimum_patients=0)
-    assert _found(site, "settings").verdict == "warning" and "minimum_patients" in _found(site, "settings").text
+    assert (
+        _found(site, "settings").verdict == "warning"
+        and "minimum_patients" in _found(site, "settings").text
+    )
     for kit in (site, server):
         (kit.local / "medflare.json").write_text("{")
         actual = [finding for finding in examine(kit) if "medflare.json" in finding.text]
-        assert [(finding.check, finding.verdict) for finding in actual] == [("settings", "FAILED")], "once"
+        assert [(finding.check, finding.verdict) for finding in actual] == [
+            ("settings", "FAILED")
+        ], "once"
 
 
-def test_data_as_the_task_needs_them(site: Kit, tmp_path: Path, make_task: TaskOf, make_site: SiteOf) -> None:
+def test_data_as_the_task_needs_them(
+    site: Kit, tmp_path: Path, make_task: TaskOf, make_site: SiteOf
+) -> None:
     for root in (tmp_path, tmp_path / "nowhere"):
         set_up(site, KitSettings(data_root=root))
         assert _found(site, "data").verdict == "FAILED" and str(root) in _found(site, "data").text
     folder = make_site()
     set_up(site, KitSettings(data_root=folder))
-    assert "minimum_patients" in _found(site, "data", make_task()).text, "it has four training patients"
+    assert "minimum_patients" in _found(site, "data", make_task()).text, (
+        "it has four training patients"
+    )
     set_up(site, KitSettings(minimum_patients=4))
     assert _found(site, "data").verdict == _found(site, "data", make_task()).verdict == "ok"
     next(folder.rglob("*.png")).write_bytes(b"damaged")
-    assert _found(site, "data").verdict == "ok" and _found(site, "data", make_task()).verdict == "FAILED"
+    assert (
+        _found(site, "data").verdict == "ok"
+        and _found(site, "data", make_task()).verdict == "FAILED"
+    )
 
 
 def test_data_are_looked_for_where_a_run_does(
@@ -144,10 +177,18 @@ def test_storage_of_a_server(server: Kit, tmp_path: Path) -> None:
     assert _found(server, "storage").verdict == "FAILED", "before setup"
     storage = tmp_path / "new" / "storage"
     set_up(server, KitSettings(storage=storage))
-    assert _found(server, "storage").verdict == "ok" and str(storage) in _found(server, "storage").text
+    assert (
+        _found(server, "storage").verdict == "ok" and str(storage) in _found(server, "storage").text
+    )
     assert not list(storage.iterdir()), "the check changes nothing"
     file = server.local / "resources.json"
     file.write_text(file.read_text().replace(str(storage / "jobs"), "/dev/null/jobs"))
-    assert _found(server, "storage").verdict == "FAILED" and "/dev/null/jobs" in _found(server, "storage").text
+    assert (
+        _found(server, "storage").verdict == "FAILED"
+        and "/dev/null/jobs" in _found(server, "storage").text
+    )
     _change(file, components=[])
-    assert _found(server, "storage").verdict == "FAILED" and "resources.json" in _found(server, "storage").text
+    assert (
+        _found(server, "storage").verdict == "FAILED"
+        and "resources.json" in _found(server, "storage").text
+    )

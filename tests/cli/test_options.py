@@ -84,7 +84,9 @@ def test_sites_by_name_or_number() -> None:
             site_names(text)
 
 
-def test_the_data_root_is_set_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_root_is_set_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(ROOT, raising=False)
     monkeypatch.chdir(tmp_path)
     with environment(data_root=Path("data")):

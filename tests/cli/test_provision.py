@@ -178,9 +178,8 @@ def test_two_root_keys_are_never_mixed(state: Path, capsys: pytest.CaptureFixtur
     assert (state / root_key.LOCKED).read_text() == locked and (
         state / "cert.json"
     ).read_text() == another
-    left = json.dumps(
-        {"root_pri_key": KEY, "server": "a certificate more"}
-    )  # by an interrupted run
+    # By an interrupted run.
+    left = json.dumps({"root_pri_key": KEY, "server": "a certificate more"})
     (state / "cert.json").write_text(left)
     root_key.unlock(state, PASSPHRASE)
     assert (state / "cert.json").read_text() == left

@@ -107,12 +107,13 @@ def test_settings_are_merged_into_a_kit_that_has_some(site: Kit, tmp_path: Path)
         "medflare.json"
     }
     cache = {"folder": str(tmp_path / "fast"), "limit_gb": 5}
+    # A link stays one.
     named = {
         "data_root": str(tmp_path / "mount"),
         "device": "cuda:0",
         "batch_size": 4,
         "cache": cache,
-    }  # a link stays one
+    }
     assert _read(site, "medflare.json") == {**own, **named}
     assert 'device: "cpu" -> "cuda:0"' in changes[1].settings
     assert {name: text for name, text in _all(site).items() if before[name] != text}.keys() == {

@@ -25,7 +25,9 @@ def test_only_nan_and_infinity_are_non_finite() -> None:
     for bad in (math.nan, math.inf, -math.inf):
         state["w"][1] = bad
         assert "model/w" in str(non_finite(Message({"model": state})))
-    assert non_finite(Message({"model": {"w": torch.tensor([math.inf, -math.inf])}})) is not None, "their sum is NaN"
+    assert non_finite(Message({"model": {"w": torch.tensor([math.inf, -math.inf])}})) is not None, (
+        "their sum is NaN"
+    )
 
 
 def test_a_running_variance_below_zero_is_detected() -> None:
@@ -47,7 +49,9 @@ def test_entries_are_read_and_written_by_their_declarations() -> None:
     model, loss = TensorSpec("model"), MetaSpec[float]("loss")
     message = Message.of({model: {"w": torch.ones(1)}, loss: 0.5})
     assert message.states.keys() == {"model"} and message.meta == {"loss": 0.5}
-    assert model in message and loss in message and message[loss] == 0.5 and message[model]["w"] == 1
+    assert (
+        model in message and loss in message and message[loss] == 0.5 and message[model]["w"] == 1
+    )
     assert MetaSpec("model") not in message and message.get(TensorSpec("loss")) is None
     with pytest.raises(KeyError, match="other"):
         message[TensorSpec("other")]
@@ -76,7 +80,9 @@ def test_only_printable_plain_names_are_names_of_models(name: object) -> None:
         (table(listing(number(0))), [{"a": [0.5]}], [{"a": ["high"]}, {"a": 1}]),
     ],
 )
-def test_an_item_accepts_values_of_its_type(type: object, right: list[object], wrong: list[object]) -> None:
+def test_an_item_accepts_values_of_its_type(
+    type: object, right: list[object], wrong: list[object]
+) -> None:
     item = MetaSpec[Any]("item", type=type)
     assert [item.problem(value) for value in right] == [None] * len(right)
     for value in wrong:

@@ -17,7 +17,18 @@ def test_derived_seed_is_a_fixed_function_of_its_keys() -> None:
 
 
 def test_every_key_counts_and_so_do_their_order_and_type() -> None:
-    keys: list[tuple[int | str, ...]] = [(0,), (1,), (0, 1), (1, 0), (0, "1"), (0, 1, "a"), (0, "a", 1), (0, "a1"), (0, "a", "1"), (0, "")]
+    keys: list[tuple[int | str, ...]] = [
+        (0,),
+        (1,),
+        (0, 1),
+        (1, 0),
+        (0, "1"),
+        (0, 1, "a"),
+        (0, "a", 1),
+        (0, "a1"),
+        (0, "a", "1"),
+        (0, ""),
+    ]
     assert len({derived_seed(int(seed), *more) for seed, *more in keys}) == len(keys)
 
 

@@ -30,17 +30,26 @@ def test_weighted_mean_by_hand() -> None:
 
 
 def test_weighted_mean_depends_on_ratios_only_and_not_on_arrival_order() -> None:
-    states = {site: {"w": torch.randn(1000, generator=torch.Generator().manual_seed(i))} for i, site in enumerate("ABCD")}
+    states = {
+        site: {"w": torch.randn(1000, generator=torch.Generator().manual_seed(i))}
+        for i, site in enumerate("ABCD")
+    }
     weights = {"A": 0.1, "B": 0.7, "C": 1e-3, "D": 2.0}
     reference = weighted_mean(states, weights)["w"]
     for order in itertools.permutations("ABCD"):
-        assert torch.equal(weighted_mean({site: states[site] for site in order}, weights)["w"], reference)
-    torch.testing.assert_close(weighted_mean(states, {k: 8 * v for k, v in weights.items()})["w"], reference)
+        assert torch.equal(
+            weighted_mean({site: states[site] for site in order}, weights)["w"], reference
+        )
+    torch.testing.assert_close(
+        weighted_mean(states, {k: 8 * v for k, v in weights.items()})["w"], reference
+    )
 
 
 def test_weighted_mean_accumulates_in_float64() -> None:
     # In float32, 1e8 + 1 = 1e8 and the mean of (1e8, 1, -1e8) would be 0.
-    mean = weighted_mean({"A": state([1e8]), "B": state([1.0]), "C": state([-1e8])}, {"A": 1, "B": 1, "C": 1})
+    mean = weighted_mean(
+        {"A": state([1e8]), "B": state([1.0]), "C": state([-1e8])}, {"A": 1, "B": 1, "C": 1}
+    )
     assert mean["weight"].item() == pytest.approx(1 / 3, rel=1e-6)
 
 
@@ -53,15 +62,31 @@ def test_mean_of_identical_states_is_that_state(dtype: torch.dtype) -> None:
 
 
 def test_weight_zero_leaves_a_site_out_and_the_mean_of_one_site_is_its_state() -> None:
-    assert weighted_mean({"A": state([1.0]), "B": state([9.0])}, {"A": 2, "B": 0})["weight"].item() == 1.0
+    assert (
+        weighted_mean({"A": state([1.0]), "B": state([9.0])}, {"A": 2, "B": 0})["weight"].item()
+        == 1.0
+    )
     broken = {"A": state([math.nan]), "B": state([9.0]), "C": state([math.inf])}
     assert weighted_mean(broken, {"A": 0, "B": 2, "C": 0})["weight"].item() == 9.0
     assert weighted_mean({"A": state([1.5])}, {"A": 0.3})["weight"].item() == 1.5
-    assert weighted_mean({"A": state([1.0], 5), "B": state([1.0], 2**62)}, {"A": 1, "B": 0})["num_batches_tracked"] == 5
+    assert (
+        weighted_mean({"A": state([1.0], 5), "B": state([1.0], 2**62)}, {"A": 1, "B": 0})[
+            "num_batches_tracked"
+        ]
+        == 5
+    )
 
 
 @pytest.mark.parametrize(
-    "weights", [{"A": 0, "B": 0}, {"A": 2, "B": -1}, {"A": math.nan, "B": 1}, {"A": math.inf, "B": 1}, {"A": 1}], ids=str
+    "weights",
+    [
+        {"A": 0, "B": 0},
+        {"A": 2, "B": -1},
+        {"A": math.nan, "B": 1},
+        {"A": math.inf, "B": 1},
+        {"A": 1},
+    ],
+    ids=str,
 )
 def test_weighted_mean_refuses_weights_and_no_state(weights: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="weights must be finite"):
@@ -70,14 +95,18 @@ def test_weighted_mean_refuses_weights_and_no_state(weights: dict[str, float]) -
         weighted_mean({}, {})
 
 
-@pytest.mark.parametrize("odd", [{"weight": torch.ones(1)}, {**state([1.0]), "more": torch.ones(1)}, state([1.0, 2.0])])
+@pytest.mark.parametrize(
+    "odd", [{"weight": torch.ones(1)}, {**state([1.0]), "more": torch.ones(1)}, state([1.0, 2.0])]
+)
 def test_weighted_mean_names_the_site_whose_state_differs(odd: StateDict) -> None:
     with pytest.raises(ValueError, match="A and B differ in"):
         weighted_mean({"A": state([1.0]), "B": odd}, {"A": 1, "B": 1})
 
 
 def test_parameters_of_a_network_have_a_mean() -> None:
-    mean = weighted_mean({site: dict(nn.Linear(2, 2).named_parameters()) for site in "AB"}, {"A": 1.0, "B": 1.0})
+    mean = weighted_mean(
+        {site: dict(nn.Linear(2, 2).named_parameters()) for site in "AB"}, {"A": 1.0, "B": 1.0}
+    )
     assert not any(tensor.requires_grad for tensor in mean.values())
 
 
@@ -122,7 +151,9 @@ def test_batch_norm_is_selected_by_type_also_where_a_layer_has_two_names() -> No
     entries = batch_norm_entries(net)
     bn = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
     expected = {f"{where}.{name}" for where in ("misleading", "again") for name in bn}
-    expected |= {f"tracking.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    expected |= {
+        f"tracking.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    }
     assert entries == expected
     local, shared = split_state(net.state_dict(), entries)
     assert set(local) == expected

@@ -34,12 +34,23 @@ def message() -> Message:
         "moments/site-1": {"w": torch.full((2, 3), 0.25, dtype=torch.float64)},
         "nothing": {},
     }
-    return Message(states, {"round": 3, "loss": 0.5, "sites": ["Kraków", "B"], "metric": None, "nested": {"a": [1, 2.5]}})
+    return Message(
+        states,
+        {
+            "round": 3,
+            "loss": 0.5,
+            "sites": ["Kraków", "B"],
+            "metric": None,
+            "nested": {"a": [1, 2.5]},
+        },
+    )
 
 
 def assert_same(first: Message, second: Message) -> None:
     assert first.meta == second.meta
-    assert {entry: set(state) for entry, state in first.states.items()} == {entry: set(state) for entry, state in second.states.items()}
+    assert {entry: set(state) for entry, state in first.states.items()} == {
+        entry: set(state) for entry, state in second.states.items()
+    }
     for entry, state in first.states.items():
         for name, tensor in state.items():
             other = second.states[entry][name]
@@ -54,7 +65,9 @@ def test_round_trip(tmp_path: Path, message: Message) -> None:
     back = store.load("algorithm")
     assert back is not None
     assert_same(back, message)
-    assert [path.name for path in store.folder.iterdir()] == ["algorithm.safetensors"], "no temporary file stays behind"
+    assert [path.name for path in store.folder.iterdir()] == ["algorithm.safetensors"], (
+        "no temporary file stays behind"
+    )
 
 
 def test_tied_and_strided_tensors_are_stored(tmp_path: Path) -> None:
@@ -72,7 +85,9 @@ def bytes_of(message: Message, folder: Path) -> bytes:
 
 
 def test_equal_messages_have_equal_bytes(tmp_path: Path, message: Message) -> None:
-    turned = {entry: dict(reversed(state.items())) for entry, state in reversed(message.states.items())}
+    turned = {
+        entry: dict(reversed(state.items())) for entry, state in reversed(message.states.items())
+    }
     again = Message(turned, dict(reversed(message.meta.items())))
     assert bytes_of(message, tmp_path) == bytes_of(again, tmp_path)
 
@@ -87,7 +102,9 @@ def test_every_truncation_is_detected(tmp_path: Path, message: Message) -> None:
 
 
 def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
-    content = bytes_of(Message({"a": {"w": torch.arange(6.0).reshape(2, 3)}, "b": {}}, {"round": 12}), tmp_path)
+    content = bytes_of(
+        Message({"a": {"w": torch.arange(6.0).reshape(2, 3)}, "b": {}}, {"round": 12}), tmp_path
+    )
     path = tmp_path / "flipped"
     undetected = []
     for position in range(len(content)):
@@ -102,15 +119,21 @@ def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     assert not undetected
 
 
-@pytest.mark.parametrize("metadata", [None, *({"medflare": header} for header in ("[]", "3", "{", '{"meta": {}}'))])
-def test_a_file_that_medflare_did_not_write_raises(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+@pytest.mark.parametrize(
+    "metadata", [None, *({"medflare": header} for header in ("[]", "3", "{", '{"meta": {}}'))]
+)
+def test_a_file_that_medflare_did_not_write_raises(
+    tmp_path: Path, metadata: dict[str, str] | None
+) -> None:
     path = tmp_path / "odd.safetensors"
     path.write_bytes(to_safetensors({"a//w": torch.zeros(2)}, metadata=metadata))
     with pytest.raises(StateError, match=r"odd\.safetensors: not a readable"):
         read_message(path)
 
 
-def test_a_failed_write_leaves_the_old_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "results.json"
     write_json(path, {"round": 1})
     monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
@@ -155,9 +178,13 @@ def test_the_content_is_on_disk_before_it_replaces_the_old_file(
     assert sizes[0] == written.st_size > 0
 
 
-def test_a_failed_write_of_tensors_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_of_tensors_has_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """safetensors gives it in the text only."""
-    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    full = SafetensorError(
+        "Error while serializing: I/O error: No space left on device (os error 28)"
+    )
     monkeypatch.setattr(store, "save_file", Mock(side_effect=full))
     with pytest.raises(OSError, match="model") as refused:
         write_message(tmp_path / "model", Message({}, {}))
@@ -177,7 +204,9 @@ def _permissions(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_only_this_account_can_read_files_that_are_not_public(tmp_path: Path, message: Message) -> None:
+def test_only_this_account_can_read_files_that_are_not_public(
+    tmp_path: Path, message: Message
+) -> None:
     before = os.umask(0o027)
     try:
         StateStore(tmp_path / "site/state").save("algorithm", message)
@@ -192,4 +221,6 @@ def test_only_this_account_can_read_files_that_are_not_public(tmp_path: Path, me
     assert _permissions(tmp_path / "site") == _permissions(tmp_path / "site/state") == 0o700
     assert _permissions(tmp_path / "run/more/results.json") == 0o640
     assert _permissions(tmp_path / "run") == _permissions(tmp_path / "run/more") == 0o750
-    assert _permissions(tmp_path / "there") == 0o750, "permissions of existing folders do not change"
+    assert _permissions(tmp_path / "there") == 0o750, (
+        "permissions of existing folders do not change"
+    )

@@ -30,7 +30,13 @@ def scene(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(picture + 70 * (mask == 1) - 60 * (mask == 2), 0, 255).astype(np.uint8), mask
 
 
-def write_site(folder: Path, seed: int, kept: tuple[int, ...] = (1, 2), annotated: list[str] | None = None, images: int = 12) -> Path:
+def write_site(
+    folder: Path,
+    seed: int,
+    kept: tuple[int, ...] = (1, 2),
+    annotated: list[str] | None = None,
+    images: int = 12,
+) -> Path:
     """A site whose training and validation masks show the structures `kept`; its test masks show all."""
     random = np.random.default_rng(seed)
     listed: dict[str, Any] = {} if annotated is None else {"annotated": annotated}
@@ -44,17 +50,23 @@ def write_site(folder: Path, seed: int, kept: tuple[int, ...] = (1, 2), annotate
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(picture).save(folder / f"{name}.png")
             Image.fromarray(mask).save(folder / f"{name}_mask.png")
-            listed[split].append({"image": f"{name}.png", "label": f"{name}_mask.png", "patient": name})
+            listed[split].append(
+                {"image": f"{name}.png", "label": f"{name}_mask.png", "patient": name}
+            )
     (folder / "datalist.json").write_text(json.dumps(listed))
     return folder
 
 
 @pytest.fixture
 def two(make_task: TaskOf) -> TaskConfig:
-    return make_task(target="multiclass", labels=LABELS, size=[24, 24], optimizer={"name": "adam", "lr": 0.02})
+    return make_task(
+        target="multiclass", labels=LABELS, size=[24, 24], optimizer={"name": "adam", "lr": 0.02}
+    )
 
 
-def test_absent_structures_are_a_problem_that_annotated_solves(two: TaskConfig, tmp_path: Path, edit: Any) -> None:
+def test_absent_structures_are_a_problem_that_annotated_solves(
+    two: TaskConfig, tmp_path: Path, edit: Any
+) -> None:
     folder = write_site(tmp_path / "A", 0, kept=(1,))
     report = check_site(folder, two)
     (problem,) = report.sites["A"].problems
@@ -68,7 +80,9 @@ def test_absent_structures_are_a_problem_that_annotated_solves(two: TaskConfig, 
 
 
 @pytest.mark.parametrize("annotated", [[], None, "square", [1], ["sqare"], ["background"]])
-def test_annotated_must_name_structures(annotated: Any, two: TaskConfig, tmp_path: Path, edit: Any) -> None:
+def test_annotated_must_name_structures(
+    annotated: Any, two: TaskConfig, tmp_path: Path, edit: Any
+) -> None:
     folder = write_site(tmp_path / "A", 0)
     edit(folder, lambda content: content.update(annotated=annotated))
     with pytest.raises(DataError, match="annotated"):
@@ -76,7 +90,9 @@ def test_annotated_must_name_structures(annotated: Any, two: TaskConfig, tmp_pat
     assert "annotated" in check_site(folder, two).sites["A"].problems[0]
 
 
-def test_masks_are_needed_of_annotated_structures_only(make_task: TaskOf, tmp_path: Path, edit: Any) -> None:
+def test_masks_are_needed_of_annotated_structures_only(
+    make_task: TaskOf, tmp_path: Path, edit: Any
+) -> None:
     task = make_task(target="multilabel", labels=["stripe", "square"], size=[24, 24])
     folder = write_site(tmp_path / "A", 0, kept=(1,), annotated=["square"])
     for file in folder.glob("*_mask.png"):
@@ -88,7 +104,9 @@ def test_masks_are_needed_of_annotated_structures_only(make_task: TaskOf, tmp_pa
     assert "1 mask(s)" in check_site(folder, task).sites["A"].problems[0]
 
 
-def test_structures_that_are_not_annotated_are_neither_learnt_nor_measured_nor_pooled(two: TaskConfig, tmp_path: Path) -> None:
+def test_structures_that_are_not_annotated_are_neither_learnt_nor_measured_nor_pooled(
+    two: TaskConfig, tmp_path: Path
+) -> None:
     whole = open_site("A", two, data_root=write_site(tmp_path / "A", 0))
     part = open_site("B", two, data_root=write_site(tmp_path / "B", 0, annotated=["square"]))
     batch = next(part.ordered("test"))
@@ -96,7 +114,9 @@ def test_structures_that_are_not_annotated_are_neither_learnt_nor_measured_nor_p
     swapped = right[:, [2, 1, 0]]  # stripes for background, and the other way round
     torch.testing.assert_close(part.loss(swapped, batch.targets), part.loss(right, batch.targets))
     assert whole.loss(swapped, batch.targets) > 2 * whole.loss(right, batch.targets)
-    assert part.score(lambda images: swapped[: len(images)].softmax(dim=1), "test", ["dice"]).values == {"dice": 1.0}
+    assert part.score(
+        lambda images: swapped[: len(images)].softmax(dim=1), "test", ["dice"]
+    ).values == {"dice": 1.0}
     with pytest.raises(ConfigError, match="annotated"):
         pooled([whole.data, part.data])
     assert pooled([part.data, part.data]).annotated == ("square",)
@@ -109,24 +129,45 @@ def _federation(root: Path, annotated: list[str] | None) -> Path:
     return write_site(root / "O", 2).parent
 
 
-def test_a_federation_learns_a_structure_that_one_site_did_not_annotate(two: TaskConfig, tmp_path: Path) -> None:
+def test_a_federation_learns_a_structure_that_one_site_did_not_annotate(
+    two: TaskConfig, tmp_path: Path
+) -> None:
     reached, results = {}, {}
     for name, annotated in (("without", None), ("with", ["square"])):
         root = _federation(tmp_path / name, annotated)
         task = {**two.to_dict(), "local_epochs": 4, "loss": {"name": "ce"}}
-        results[name] = run_local("fedavg", task, ["A", "B"], rounds=4, seed=0, outside=["O"], data_root=root, out=tmp_path / f"{name}-out")
+        results[name] = run_local(
+            "fedavg",
+            task,
+            ["A", "B"],
+            rounds=4,
+            seed=0,
+            outside=["O"],
+            data_root=root,
+            out=tmp_path / f"{name}-out",
+        )
         assert results[name]["status"] == "COMPLETED", results[name]["reason"]
         reached[name] = results[name]["sites"]["O"]["metrics"]["global"]["dice"]
     assert reached["with"] > reached["without"] + 0.1
-    notes = {name: [event["message"] for event in result["events"] if event["site"] == "B"] for name, result in results.items()}
+    notes = {
+        name: [event["message"] for event in result["events"] if event["site"] == "B"]
+        for name, result in results.items()
+    }
     assert any("stripe" in line and "trained as background" in line for line in notes["without"])
     assert any("stripe" in line and "not annotated" in line for line in notes["with"])
 
 
-@pytest.mark.parametrize(("method", "options"), [("fedsm", {}), ("prr", {}), ("feddag", {"warmup": 0, "generator_width": 2}), ("moon", {})])
-def test_methods_learn_from_such_a_site(method: str, options: dict[str, Any], two: TaskConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("fedsm", {}), ("prr", {}), ("feddag", {"warmup": 0, "generator_width": 2}), ("moon", {})],
+)
+def test_methods_learn_from_such_a_site(
+    method: str, options: dict[str, Any], two: TaskConfig, tmp_path: Path
+) -> None:
     root = _federation(tmp_path / "data", ["square"])
     task = {**two.to_dict(), "network": {"name": "unet", "channels": [4, 8], "norm": "batch"}}
     results = run_local(method, task, ["A", "B"], rounds=2, seed=0, data_root=root, **options)
     assert results["status"] == "COMPLETED", results["reason"]
-    assert all(site["metrics"]["deployed"]["dice"] is not None for site in results["sites"].values())
+    assert all(
+        site["metrics"]["deployed"]["dice"] is not None for site in results["sites"].values()
+    )

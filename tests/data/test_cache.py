@@ -66,9 +66,10 @@ def test_once_per_process(
     folder = make_site()
     load_site_data("A", make_task(), folder, bounds=Bounds())
     decoded.clear()
+    # Nothing that concerns an image.
     load_site_data(
         "A", make_task(batch_size=2, resplit=4), folder, bounds=Bounds(epochs=9, memory=4)
-    )  # nothing that concerns an image
+    )
     assert decoded == []
     monkeypatch.setattr(decoding, "_KEPT_SITES", 2)
     for side in (8, 12, 16, 20):

@@ -18,7 +18,9 @@ from medflare.data.datalist import (
 def _entries(**patients: list[str]) -> list[DatalistItem]:
     """Entries by split; one image per mention of a patient."""
     return [
-        DatalistItem(Path(f"{split}{number}.png"), 0, patient, split, f"datalist.json {split}[{number}]")
+        DatalistItem(
+            Path(f"{split}{number}.png"), 0, patient, split, f"datalist.json {split}[{number}]"
+        )
         for split, names in patients.items()
         for number, patient in enumerate(names)
     ]
@@ -29,7 +31,10 @@ def _homes(entries: list[DatalistItem]) -> dict[str, set[str]]:
 
 
 def test_patients_are_text_or_numbers_and_other_keys_are_ignored(tmp_path: Path) -> None:
-    listed = [{"image": "a.png", "label": 1, "patient": 7}, {"image": "b.png", "label": [0, 1], "patient": "7", "device": {"kV": 80}}]
+    listed = [
+        {"image": "a.png", "label": 1, "patient": 7},
+        {"image": "b.png", "label": [0, 1], "patient": "7", "device": {"kV": 80}},
+    ]
     (tmp_path / "datalist.json").write_text(json.dumps({"name": "of MONAI", "training": listed}))
     first, second = read_datalist(tmp_path, "classification")
     assert first.patient == second.patient == "7"
@@ -38,7 +43,9 @@ def test_patients_are_text_or_numbers_and_other_keys_are_ignored(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["image", "channel", "mask"])
-@pytest.mark.parametrize("name", ["../secret.png", "/etc/secret.png", "a/../../secret.png", "link.png"])
+@pytest.mark.parametrize(
+    "name", ["../secret.png", "/etc/secret.png", "a/../../secret.png", "link.png"]
+)
 def test_files_outside_the_sites_folder_are_refused(tmp_path: Path, kind: str, name: str) -> None:
     folder = tmp_path / "A"
     folder.mkdir()
@@ -71,9 +78,13 @@ def test_files_outside_the_sites_folder_are_refused(tmp_path: Path, kind: str, n
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_malformed_lists_are_refused(tmp_path: Path, content: str | bytes | None, named: str) -> None:
+def test_malformed_lists_are_refused(
+    tmp_path: Path, content: str | bytes | None, named: str
+) -> None:
     if content is not None:
-        (tmp_path / "datalist.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+        (tmp_path / "datalist.json").write_bytes(
+            content if isinstance(content, bytes) else content.encode()
+        )
     with pytest.raises(DataError, match=named):
         read_datalist(tmp_path, "segmentation")
 
@@ -93,16 +104,24 @@ def test_an_image_listed_twice_by_other_names(tmp_path: Path, again: str) -> Non
     (tmp_path / "images").mkdir()
     (tmp_path / "images/a.png").touch()
     (tmp_path / "link.png").symlink_to(tmp_path / "images/a.png")
-    listed = {"training": [{"image": "images/a.png", "label": 0}], "test": [{"image": again, "label": 0, "patient": "q"}]}
+    listed = {
+        "training": [{"image": "images/a.png", "label": 0}],
+        "test": [{"image": again, "label": 0, "patient": "q"}],
+    }
     (tmp_path / "datalist.json").write_text(json.dumps(listed))
     with pytest.raises(DataError, match=r"test\[0\]"):
         check_patients(read_datalist(tmp_path, "classification"))
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 1.0), ("7", " 7"), ("1", "1.0"), (7, "7 ")])
-def test_one_patient_however_the_number_is_written(one: object, other: object, tmp_path: Path) -> None:
+def test_one_patient_however_the_number_is_written(
+    one: object, other: object, tmp_path: Path
+) -> None:
     """pandas makes 1.0 of 1 where a column has an empty cell."""
-    listed = {"training": [{"image": "a.png", "label": 0, "patient": one}], "test": [{"image": "b.png", "label": 0, "patient": other}]}
+    listed = {
+        "training": [{"image": "a.png", "label": 0, "patient": one}],
+        "test": [{"image": "b.png", "label": 0, "patient": other}],
+    }
     (tmp_path / "datalist.json").write_text(json.dumps(listed))
     with pytest.raises(DataError, match=r"patient [17]"):
         check_patients(read_datalist(tmp_path, "classification"))
@@ -116,7 +135,9 @@ def test_one_patient_however_the_number_is_written(one: object, other: object, t
         (("training", "validation"), {"training": 78, "test": 22}),  # 70 : 20
     ],
 )
-def test_missing_splits_are_drawn_by_patient(listed: tuple[str, ...], expected: dict[str, int]) -> None:
+def test_missing_splits_are_drawn_by_patient(
+    listed: tuple[str, ...], expected: dict[str, int]
+) -> None:
     others = {split: [f"{split}-{n}" for n in range(5)] for split in listed if split != "training"}
     entries = _entries(training=[f"p{n}" for n in range(100) for _ in range(2)], **others)
     drawn = assign_splits(entries, listed, "A")
@@ -151,11 +172,19 @@ def test_outside_sites_need_a_test_list_only() -> None:
 
 
 def test_resplit_keeps_proportions_and_patients_together() -> None:
-    entries = _entries(training=[f"t{n}" for n in range(12) for _ in range(3)], validation=["v0", "v1"], test=["x0", "x1", "x2", "x2"])
+    entries = _entries(
+        training=[f"t{n}" for n in range(12) for _ in range(3)],
+        validation=["v0", "v1"],
+        test=["x0", "x1", "x2", "x2"],
+    )
     drawn = [assign_splits(entries, SPLITS, "A", resplit=seed) for seed in (0, 1)]
     for redrawn in drawn:
         homes = _homes(redrawn)
-        assert {split: len(patients) for split, patients in homes.items()} == {"training": 12, "validation": 2, "test": 3}
+        assert {split: len(patients) for split, patients in homes.items()} == {
+            "training": 12,
+            "validation": 2,
+            "test": 3,
+        }
         assert sum(map(len, homes.values())) == 17
         assert [entry.image for entry in redrawn] == [entry.image for entry in entries]
     assert drawn[0] != drawn[1] and drawn[0] != entries

@@ -60,9 +60,8 @@ def test_pictures_and_the_shapes_of_targets(make_site: SiteOf, make_task: TaskOf
     assert targets.shape == (10, 16, 16) and targets.dtype == torch.int64
     assert targets.flatten(1).sum(dim=1).tolist() == [16] * 10
     assert [row.name for row in decoded.rows] == [f"{number}.png" for number in range(10)]
-    torch.testing.assert_close(
-        (images[:, 0] > 0.55).long(), targets
-    )  # picture and mask belong together
+    # Picture and mask belong together.
+    torch.testing.assert_close((images[:, 0] > 0.55).long(), targets)
     several = make_task(target="multilabel", labels=["a", "b"], label_values={"a": [1], "b": [1]})
     targets = _tensors(_decoded(make_site(name="several"), several), several)[1]
     assert targets.shape == (10, 2, 16, 16) and targets.dtype == torch.float32

@@ -73,22 +73,43 @@ def item(**tags: Any) -> Dataset:
 @pytest.mark.parametrize(("slope", "intercept"), [(1, 0), (2, -1000)])
 def test_slope_intercept_and_inverted_images(tmp_path: Path, slope: int, intercept: int) -> None:
     """One picture stored both ways is one picture; twelve bits of sixteen are used, as detectors do."""
-    tags = {"RescaleSlope": slope, "RescaleIntercept": intercept, "BitsStored": 12, "HighBit": 11, "WindowCenter": 40, "WindowWidth": 80}
+    tags = {
+        "RescaleSlope": slope,
+        "RescaleIntercept": intercept,
+        "BitsStored": 12,
+        "HighBit": 11,
+        "WindowCenter": 40,
+        "WindowWidth": 80,
+    }
     usual = rewritten(tmp_path / "ct/usual.dcm", PIXELS, **tags)
-    inverse = rewritten(tmp_path / "ct/inverse.dcm", 4095 - PIXELS, PhotometricInterpretation="MONOCHROME1", **tags)
+    inverse = rewritten(
+        tmp_path / "ct/inverse.dcm", 4095 - PIXELS, PhotometricInterpretation="MONOCHROME1", **tags
+    )
     np.testing.assert_array_equal(pictured(usual)[0], PIXELS * float(slope) + intercept)
     np.testing.assert_array_equal(pictured(inverse), pictured(usual))
-    drawn = rewritten(tmp_path / "ct/mask.dcm", PIXELS, PhotometricInterpretation="MONOCHROME1", BitsStored=12)
+    drawn = rewritten(
+        tmp_path / "ct/mask.dcm", PIXELS, PhotometricInterpretation="MONOCHROME1", BitsStored=12
+    )
     np.testing.assert_array_equal(masked(drawn)[0], PIXELS)
 
 
 def test_tables(tmp_path: Path) -> None:
-    table = [item(LUTDescriptor=[256, 0, 16], ModalityLUTType="US", LUTData=TABLE.astype("<u2").tobytes())]
-    np.testing.assert_array_equal(pictured(rewritten(tmp_path / "ct/t.dcm", ModalityLUTSequence=table))[0], TABLE[PIXELS])
+    table = [
+        item(
+            LUTDescriptor=[256, 0, 16], ModalityLUTType="US", LUTData=TABLE.astype("<u2").tobytes()
+        )
+    ]
+    np.testing.assert_array_equal(
+        pictured(rewritten(tmp_path / "ct/t.dcm", ModalityLUTSequence=table))[0], TABLE[PIXELS]
+    )
     red = np.linspace(255, 0, 256).astype(np.uint8)
     tables = {"Red": red, "Green": red // 2, "Blue": red * 0}
-    palette: dict[str, Any] = {f"{colour}PaletteColorLookupTableDescriptor": [256, 0, 8] for colour in tables}
-    palette |= {f"{colour}PaletteColorLookupTableData": one.tobytes() for colour, one in tables.items()}
+    palette: dict[str, Any] = {
+        f"{colour}PaletteColorLookupTableDescriptor": [256, 0, 8] for colour in tables
+    }
+    palette |= {
+        f"{colour}PaletteColorLookupTableData": one.tobytes() for colour, one in tables.items()
+    }
     file = rewritten(tmp_path / "ct/p.dcm", PhotometricInterpretation="PALETTE COLOR", **palette)
     np.testing.assert_array_equal(pictured(file, 3), np.stack([red, red // 2, red * 0])[:, PIXELS])
     np.testing.assert_array_equal(masked(file), PIXELS[None])
@@ -100,7 +121,10 @@ def test_slope_and_intercept_of_the_frames_of_enhanced_objects(tmp_path: Path) -
     def groups(*slopes: float) -> dict[str, Any]:
         each = [item(RescaleSlope=slope, RescaleIntercept=-1, RescaleType="HU") for slope in slopes]
         rescale = [item(PixelValueTransformationSequence=[one]) for one in each]
-        return {"PerFrameFunctionalGroupsSequence": rescale, "SharedFunctionalGroupsSequence": [item()]}
+        return {
+            "PerFrameFunctionalGroupsSequence": rescale,
+            "SharedFunctionalGroupsSequence": [item()],
+        }
 
     file = rewritten(tmp_path / "ct/t.dcm", frames, **groups(2, 2, 2))
     np.testing.assert_array_equal(pictured(file)[0], frames.transpose(1, 2, 0) * 2.0 - 1)
@@ -119,7 +143,9 @@ def test_slope_and_intercept_of_the_frames_of_enhanced_objects(tmp_path: Path) -
         ({"ImagePositionPatient": [10, 20, 35]}, "1 to 3 mm"),
     ],
 )
-def test_slices_of_different_series_or_geometry_are_refused(tmp_path: Path, tags: dict[str, Any], word: str) -> None:
+def test_slices_of_different_series_or_geometry_are_refused(
+    tmp_path: Path, tags: dict[str, Any], word: str
+) -> None:
     folder = change(dicom_series(tmp_path / "ct"), (2,), **tags)
     for task in (small_task(), cube_task(channels=1)):
         refused(rf"ct.*{word}", folder, task)
@@ -164,7 +190,9 @@ def test_other_dicom_objects_in_the_folder_are_no_slices(tmp_path: Path) -> None
         ("badVR.dcm", "1A", "replace"),
     ],
 )
-def test_pydicoms_own_files_that_are_no_readable_images(name: str, word: str, remedy: str, recwarn: pytest.WarningsRecorder) -> None:
+def test_pydicoms_own_files_that_are_no_readable_images(
+    name: str, word: str, remedy: str, recwarn: pytest.WarningsRecorder
+) -> None:
     path = Path(str(get_testdata_file(name)))
     refused(rf"{name}: .*{word}.*; .*{remedy}", path)
     assert not [warning for warning in recwarn if "pydicom" in str(warning.filename)]
@@ -174,7 +202,9 @@ def test_a_missing_attribute_is_named(tmp_path: Path) -> None:
     change(dicom_series(tmp_path / "ct", slices=1), (0,), without=("BitsAllocated",))
     refused("BitsAllocated|Bits Allocated", tmp_path / "ct" / "0.dcm")
     float_map = pydicom.dcmread(dicom_series(tmp_path / "map", slices=1) / "0.dcm")
-    numbers = np.linspace(-1, 1, float_map.Rows * float_map.Columns, dtype=np.float32).reshape(float_map.Rows, float_map.Columns)
+    numbers = np.linspace(-1, 1, float_map.Rows * float_map.Columns, dtype=np.float32).reshape(
+        float_map.Rows, float_map.Columns
+    )
     float_map.FloatPixelData, float_map.BitsAllocated = numbers.tobytes(), 32
     del float_map.PixelData, float_map.BitsStored, float_map.HighBit, float_map.PixelRepresentation
     float_map.save_as(tmp_path / "map" / "0.dcm")
@@ -182,18 +212,30 @@ def test_a_missing_attribute_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("numbers", [(1, 3, 2, 4), (1, 1, 1, 1), (4, 3, 2, 1), (1, 2, 3, 4)])
-def test_slices_are_in_the_order_of_their_positions(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+def test_slices_are_in_the_order_of_their_positions(
+    tmp_path: Path, numbers: tuple[int, ...]
+) -> None:
     folder = dicom_series(tmp_path / "ct")
     for place, number in enumerate(numbers):
-        change(folder, (place,), InstanceNumber=number, ImagePositionPatient=[10, 20 + 0.5 * place, 30 + 2 * place])  # a tilted gantry
+        # A tilted gantry.
+        change(
+            folder,
+            (place,),
+            InstanceNumber=number,
+            ImagePositionPatient=[10, 20 + 0.5 * place, 30 + 2 * place],
+        )
     grid = series_grid(folder)
     heights = [(grid.affine @ [0, 0, k, 1])[2] for k in range(4)]
-    np.testing.assert_allclose(voxels(folder)[0, 0], [100 * (height - 30) / 2 for height in heights], atol=1e-3)
+    np.testing.assert_allclose(
+        voxels(folder)[0, 0], [100 * (height - 30) / 2 for height in heights], atol=1e-3
+    )
 
 
 def test_slices_without_positions_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     folder = change(dicom_series(tmp_path / "ct"), (1, 3), without=("ImagePositionPatient",))
-    assert voxels(folder)[0, 0].tolist() == [0, 100, 200, 300] and not series_grid(folder).has_affine
+    assert (
+        voxels(folder)[0, 0].tolist() == [0, 100, 200, 300] and not series_grid(folder).has_affine
+    )
     for tags in ({"InstanceNumber": 1}, {"without": ("InstanceNumber",)}):
         change(folder, (2,), **tags)  # a number twice, and none
         for read in (pictured, series_grid):
@@ -201,25 +243,42 @@ def test_slices_without_positions_are_in_the_order_of_their_numbers(tmp_path: Pa
                 read(folder)
 
 
-@pytest.mark.parametrize("tags", [{}, {"ImageOrientationPatient": [0.96, 0, 0.28, 0, 1, 0]}, {"PixelSpacing": None}])
-def test_the_affine_equals_that_of_monai(tmp_path: Path, tags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "tags", [{}, {"ImageOrientationPatient": [0.96, 0, 0.28, 0, 1, 0]}, {"PixelSpacing": None}]
+)
+def test_the_affine_equals_that_of_monai(
+    tmp_path: Path, tags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = dicom_series(tmp_path / "ct")
     for number in range(4):
-        change(folder, (number,), InstanceNumber=4 - number, **{tag: value for tag, value in tags.items() if value})
+        change(
+            folder,
+            (number,),
+            InstanceNumber=4 - number,
+            **{tag: value for tag, value in tags.items() if value},
+        )
     change(folder, without=tuple(tag for tag, value in tags.items() if not value))
     reader = PydicomReader()
     array, meta = reader.get_data(reader.read(folder))
     stored = read_stored(folder)
     np.testing.assert_array_equal(stored.array[0], array)
-    monkeypatch.setattr(pydicom.Dataset, "pixel_array", property(lambda dataset: pytest.fail("decoded")))
+    monkeypatch.setattr(
+        pydicom.Dataset, "pixel_array", property(lambda dataset: pytest.fail("decoded"))
+    )
     grid = series_grid(folder)
-    assert stored.grid is not None and grid.has_affine and grid.shape == stored.grid.shape == array.shape
+    assert (
+        stored.grid is not None
+        and grid.has_affine
+        and grid.shape == stored.grid.shape == array.shape
+    )
     for affine in (grid.affine, stored.grid.affine):
         np.testing.assert_array_equal(affine, meta["affine"])
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)])
-def test_a_series_in_one_file_is_the_volume_of_its_slices(tmp_path: Path, order: tuple[int, ...]) -> None:
+def test_a_series_in_one_file_is_the_volume_of_its_slices(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
     series, file = dicom_series(tmp_path / "ct"), enhanced_series(tmp_path / "in/mr.dcm", order)
     for task in (small_task(), cube_task(channels=1)):
         expected, actual = read_image([series], task), read_image([file], task)
@@ -266,8 +325,12 @@ def site(tmp_path: Path) -> Path:
     from medflare.inference.dicom_seg import dicom_seg
 
     series = dicom_series(tmp_path / "ct")
-    (tmp_path / "seg.dcm").write_bytes(dicom_seg(series, structures(), series_grid(series).affine, segmented()))
-    (tmp_path / "datalist.json").write_text(json.dumps({"test": [{"image": "ct", "label": "seg.dcm"}]}))
+    (tmp_path / "seg.dcm").write_bytes(
+        dicom_seg(series, structures(), series_grid(series).affine, segmented())
+    )
+    (tmp_path / "datalist.json").write_text(
+        json.dumps({"test": [{"image": "ct", "label": "seg.dcm"}]})
+    )
     return tmp_path
 
 
@@ -283,15 +346,28 @@ def test_every_frame_lies_on_its_slice(site: Path, dims: int) -> None:
     expected = structures()["liver"] + 2 * structures()["spleen"]
     np.testing.assert_array_equal(mask[0] if dims == 3 else np.swapaxes(mask[0], 0, 1), expected)
     assert is_segmentation(site / "seg.dcm")
-    assert not is_segmentation(site / "ct/0.dcm") and not is_segmentation(site / "ct") and not is_segmentation(site / "datalist.json")
+    assert (
+        not is_segmentation(site / "ct/0.dcm")
+        and not is_segmentation(site / "ct")
+        and not is_segmentation(site / "datalist.json")
+    )
 
 
 def test_segments_are_named_or_numbered(site: Path) -> None:
     several = mask_of(site, target="multilabel", labels=["liver", "spleen"], orientation="LPS")
     np.testing.assert_array_equal(several, np.stack(list(structures().values())))
-    valued = mask_of(site, target="multilabel", labels=["spleen", "liver"], label_values={"spleen": [7], "liver": [9]})
+    valued = mask_of(
+        site,
+        target="multilabel",
+        labels=["spleen", "liver"],
+        label_values={"spleen": [7], "liver": [9]},
+    )
     assert set(np.unique(valued)) == {0, 7, 9}
-    assert set(np.unique(mask_of(site, target="multiclass", labels=["background", "a", "b"]))) == {0, 1, 2}
+    assert set(np.unique(mask_of(site, target="multiclass", labels=["background", "a", "b"]))) == {
+        0,
+        1,
+        2,
+    }
 
 
 def test_segmentations_that_do_not_fit_their_series(site: Path) -> None:
@@ -299,10 +375,16 @@ def test_segmentations_that_do_not_fit_their_series(site: Path) -> None:
 
     both, grid = np.ones((5, 6, 4), bool), series_grid(site / "ct")
     moved = pydicom.dcmread(site / "seg.dcm")
-    moved.PerFrameFunctionalGroupsSequence[0].PlanePositionSequence[0].ImagePositionPatient = [10, 20, 31]
+    moved.PerFrameFunctionalGroupsSequence[0].PlanePositionSequence[0].ImagePositionPatient = [
+        10,
+        20,
+        31,
+    ]
     with pytest.raises(DataError, match="beside"):
         segments(moved, site / "seg.dcm", "1.2.3", grid)
-    (site / "seg.dcm").write_bytes(dicom_seg(site / "ct", {"liver": both, "spleen": both}, grid.affine, segmented()))
+    (site / "seg.dcm").write_bytes(
+        dicom_seg(site / "ct", {"liver": both, "spleen": both}, grid.affine, segmented())
+    )
     with pytest.raises(DataError, match="overlap"):
         mask_of(site, **TWO)
     change(site / "ct", SeriesInstanceUID="1.2.99")
@@ -310,7 +392,10 @@ def test_segmentations_that_do_not_fit_their_series(site: Path) -> None:
         mask_of(site, **TWO)
 
 
-@pytest.mark.parametrize("tags", [{"without": ("PixelSpacing",)}, *({"PixelSpacing": value} for value in (None, [0, 0], [0.5]))])
+@pytest.mark.parametrize(
+    "tags",
+    [{"without": ("PixelSpacing",)}, *({"PixelSpacing": value} for value in (None, [0, 0], [0.5]))],
+)
 def test_a_missing_or_wrong_pixel_spacing_is_unknown(tmp_path: Path, tags: dict[str, Any]) -> None:
     whole, folder = dicom_series(tmp_path / "whole"), change(dicom_series(tmp_path / "ct"), **tags)
     task = cube_task(channels=1)

@@ -33,9 +33,8 @@ def test_root_by_precedence(
     monkeypatch.setenv(ENVIRONMENT, str(parent))
     assert resolve_data_root("A", task) == folder
     other = make_site(name="other")
-    assert (
-        resolve_data_root("A", task, str(other)) == other
-    )  # local settings come before the environment
+    # Local settings come before the environment.
+    assert resolve_data_root("A", task, str(other)) == other
     assert resolve_data_root("A", task, str(other), data_root=parent) == folder
 
 

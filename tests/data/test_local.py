@@ -15,9 +15,20 @@ from medflare.data.local import (
 
 def test_defaults_and_nested_settings() -> None:
     settings = local_settings({})
-    assert settings == LocalSettings() and settings.minimum_patients == 0 and settings.outbound == OutboundLimits(None, None)
+    assert (
+        settings == LocalSettings()
+        and settings.minimum_patients == 0
+        and settings.outbound == OutboundLimits(None, None)
+    )
     assert settings.bounds == Bounds(
-        pixels=2**26, voxels=2**28, epochs=1000, hours=720.0, memory=64.0, minutes=1440.0, model_bytes=2**33, batch=2**16
+        pixels=2**26,
+        voxels=2**28,
+        epochs=1000,
+        hours=720.0,
+        memory=64.0,
+        minutes=1440.0,
+        model_bytes=2**33,
+        batch=2**16,
     )
     content = {
         "bounds": {"pixels": 1000, "epochs": 3, "hours": 12},
@@ -26,15 +37,29 @@ def test_defaults_and_nested_settings() -> None:
         "privacy": {"epsilon": 8, "delta": 1e-5, "ledger": "/kept"},
     }
     given = local_settings(content)
-    assert given.bounds == Bounds(pixels=1000, epochs=3, hours=12.0) and given.data_folders == ("/scans",)
-    assert given.outbound == OutboundLimits(("model",), 50_000_000) and given.privacy == PrivacyLimit(8.0, 1e-5, "/kept")
+    assert given.bounds == Bounds(pixels=1000, epochs=3, hours=12.0) and given.data_folders == (
+        "/scans",
+    )
+    assert given.outbound == OutboundLimits(
+        ("model",), 50_000_000
+    ) and given.privacy == PrivacyLimit(8.0, 1e-5, "/kept")
 
 
 def test_shorthands_of_the_cache() -> None:
-    assert local_settings({}).cache == local_settings({"cache": True}).cache == CacheSettings("", 100.0, 4.0)
+    assert (
+        local_settings({}).cache
+        == local_settings({"cache": True}).cache
+        == CacheSettings("", 100.0, 4.0)
+    )
     assert local_settings({"cache": False}).cache is None
-    assert local_settings({"cache": "/kept"}).cache == local_settings({"cache": {"folder": "/kept"}}).cache == CacheSettings("/kept")
-    assert local_settings({"cache": {"limit_gb": 1, "memory_gb": 0}}).cache == CacheSettings("", 1.0, 0.0)
+    assert (
+        local_settings({"cache": "/kept"}).cache
+        == local_settings({"cache": {"folder": "/kept"}}).cache
+        == CacheSettings("/kept")
+    )
+    assert local_settings({"cache": {"limit_gb": 1, "memory_gb": 0}}).cache == CacheSettings(
+        "", 1.0, 0.0
+    )
 
 
 def test_an_empty_list_of_entries_is_a_limit() -> None:
@@ -69,4 +94,8 @@ def test_an_empty_list_of_entries_is_a_limit() -> None:
 def test_wrong_settings_are_refused(content: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         local_settings(content)
-    assert str(caught.value).startswith("local/medflare.json: ") and message in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        str(caught.value).startswith("local/medflare.json: ")
+        and message in str(caught.value)
+        and "\n" not in str(caught.value)
+    )

@@ -86,9 +86,8 @@ def test_equal_colour_channels_are_one_mask(tmp_path: Path) -> None:
 
 
 def test_volumes_are_turned_to_lps_before_they_are_cut_into_slices(tmp_path: Path) -> None:
-    values = np.arange(2 * 3 * 4, dtype=np.float32).reshape(
-        2, 3, 4
-    )  # (left, posterior, superior) in LPS
+    # (left, posterior, superior) in LPS.
+    values = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
     angle = np.radians(20)  # turned by whole axes and never interpolated
     tilt = np.array(
         [
@@ -118,10 +117,8 @@ def test_the_volumes_of_a_4d_file_are_channels(tmp_path: Path) -> None:
     )
     whole = read_image([file], cube_task(channels=2, pick=[2, 0], orientation="LPS")).array
     np.testing.assert_array_equal(whole, several.transpose(3, 0, 1, 2)[[2, 0]])
-    for pick, word in (
-        ([], "pick"),
-        ([3], "number 3"),
-    ):  # three contrasts are no red, green and blue
+    # Three contrasts are no red, green and blue.
+    for pick, word in (([], "pick"), ([3], "number 3")):
         with pytest.raises(DataError, match=rf"several\.nii\.gz.*{word}"):
             pictured(file, pick=pick)
     write(tmp_path / "flat.nii", several[:, :, 0, 0], np.diag([-1, -1, 1, 1]))
@@ -273,9 +270,10 @@ def test_pipes_are_not_opened(suffix: str, tmp_path: Path) -> None:
 def test_images_beyond_the_bounds(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((10, 10), np.uint8)).save(tmp_path / "fits.png")
     Image.fromarray(np.zeros((11, 10), np.uint8)).save(tmp_path / "large.png")
+    # Channels count.
     nibabel.save(
         nibabel.Nifti1Image(np.zeros((5, 5, 2, 3), np.uint8), np.eye(4)), tmp_path / "four.nii"
-    )  # channels count
+    )
     series = dicom_series(tmp_path / "series")  # four slices of 6 x 5
     for path in (tmp_path / "fits.png", series / "0.dcm"):
         read_stored(path, SMALL)

@@ -33,11 +33,12 @@ TWO: dict[str, Any] = {"target": "multilabel", "labels": ["disc", "cup"]}
             STORED,
             [[[0, 2], [1, 2]]],
         ),
+        # One within the other.
         (
             {**TWO, "label_values": {"disc": [1, 2], "cup": [2]}},
             STORED,
             [[[0, 1], [1, 1]], [[0, 0], [1, 0]]],
-        ),  # one within the other
+        ),
         (TWO, SEVERAL, SEVERAL),
         ({}, STORED, r"m\.png.* 2 "),
         ({}, STORED * 255, "255"),
@@ -126,11 +127,8 @@ CIRCLES: dict[str, Any] = {"target": "multiclass", "labels": ["bg", "circle", "s
         ({"0": "dark", "1": "bright", "2": "red"}, {}, "1 'bright'"),
         ({"0": "dark", "1": "bright"}, {}, "1 'bright'"),  # images of class 2 have no name
         ({"0": "dark", "1": "green", "2": "bright"}, {}, "1 'green'"),
-        (
-            {"0": "dunkel", "1": "hell"},
-            {},
-            "0 'dunkel'",
-        ),  # one class fewer in another language: it is unknown which
+        # One class fewer in another language: it is unknown which.
+        ({"0": "dunkel", "1": "hell"}, {}, "0 'dunkel'"),
         (
             {"0": "0", "1": "2", "2": "4"},
             {"labels": ["none", "mild", "moderate", "severe", "worst"]},

@@ -103,9 +103,8 @@ def test_every_augmentation_is_seeded_and_keeps_shapes(make_task: TaskOf, name: 
     }
     augment = Augmentation(make_task(augment=[{"name": name, "prob": 1.0, **needed.get(name, {})}]))
     images, masks = _disc()
-    images = (
-        0.2 + 0.5 * images + torch.linspace(0, 0.1, 16)
-    )  # a picture of two values has no contrast to change
+    # A picture of two values has no contrast to change.
+    images = 0.2 + 0.5 * images + torch.linspace(0, 0.1, 16)
     once, twice, other = (augment(images, masks, np.random.RandomState(seed)) for seed in (5, 5, 6))
     assert once[0].shape == images.shape and once[1].shape == masks.shape
     assert (

@@ -50,9 +50,10 @@ class ProvisionedFederation:
         self.kits = folder / "federation" / "medflare" / "prod_00"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._begun: list[subprocess.Popen[str]] = []
+        # This one, for every child.
         interpreter = os.pathsep.join(
             [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-        )  # this one, for every child
+        )
         self.environment = environment(PATH=interpreter, HOME=str(folder), **_LAST_WORD)
 
     def kit(self, name: str) -> Path:
@@ -78,9 +79,8 @@ class ProvisionedFederation:
 
     def provision(self) -> None:
         path = self.project("project.yml")
-        with self.clock(
-            -12 * HOUR
-        ):  # half a day ago: certificates are valid for a party whose clock is behind, too
+        # Half a day ago: certificates are valid for a party whose clock is behind, too.
+        with self.clock(-12 * HOUR):
             self.command(
                 "medflare",
                 "provision",

@@ -33,11 +33,12 @@ def test_templates_are_what_a_kit_gets(
             json.loads((local / template.name).read_text()),
         )
         if template.name == "medflare.json":
+            # Its own.
             expected = {
                 key: value
                 for key, value in expected.items()
                 if key not in ("data_root", "cache", "batch_size")
-            }  # its own
+            }
         text = json.dumps(expected).replace(
             "/var/lib/medflare", str(provisioned.kit(party) / "storage")
         )

@@ -15,9 +15,8 @@ pytestmark = END_TO_END
 
 ROUNDS = 24
 POOLS = 5  # threads: FLARE's pools fill as they are needed, on busy cores later; one that is left behind in every round would make twenty
-SMALL = (
-    12 << 20
-)  # bytes: FLARE remembers every stream for a minute, which shows in processes that hold next to nothing else
+# bytes: FLARE remembers every stream for a minute, which shows in processes that hold next to nothing else.
+SMALL = 12 << 20
 
 
 def test_nothing_grows(simulate: Simulate, tiny_task: dict[str, Any], tmp_path: Path) -> None:
@@ -30,9 +29,8 @@ def test_nothing_grows(simulate: Simulate, tiny_task: dict[str, Any], tmp_path: 
         "2",
     )
     log = simulation.folder / "metrics.jsonl"
-    usage: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(
-        lambda: defaultdict(list)
-    )  # process -> round -> (bytes, threads)
+    # Process -> round -> (bytes, threads).
+    usage: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     parent = psutil.Process(simulation.process.pid)
     while simulation.process.poll() is None:
         done = len(log.read_text().splitlines()) if log.exists() else 0

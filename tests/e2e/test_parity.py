@@ -54,9 +54,8 @@ CASES = {  # fedavg: see the method of another distribution below
     "grace": Case(VOLUMES, 2, 0),
     "iop_fl": Case(VOLUMES, 2, 1, hyper={"route_epochs": 1, "radius": 1}),
     "feddag": Case("phantom_grades", 2, 0),
-    "scaffold": Case(
-        "phantom", 2, 0, threads=1
-    ),  # the state of a site counts only once the server has the reply
+    # The state of a site counts only once the server has the reply.
+    "scaffold": Case("phantom", 2, 0, threads=1),
     "ditto": Case("phantom", 2, 0),
 }
 

@@ -90,9 +90,8 @@ def test_a_job_gives_the_plain_loops_models_and_metrics(
     assert same_weights(next((tmp_path / "fetched").rglob("medflare/models")), plain / "models")
     for site in federation.sites:
         own = federation.kit(site) / "medflare" / identity
-        for role in (
-            ROLES
-        ):  # each hospital holds its own models; nothing was fetched from the server for them
+        # Each hospital holds its own models; nothing was fetched from the server for them.
+        for role in ROLES:
             assert same_weights(own / role, plain / "sites" / site / role)
             assert json.loads((own / role / "card.json").read_text())["site"] == site
         assert not [

@@ -70,9 +70,8 @@ def faults(html: str) -> list[str]:
     problems += [f"no id {name!r}" for name in used - ids.keys()]
     for tag, attributes in page.tags:
         addresses = [attributes.get(name) or "#" for name in _ADDRESSES]
-        beside = (
-            re.compile(r"[\w/-]+/(?:card\.json)?") if tag == "a" else re.compile("(?!)")
-        )  # a reader's link to a model is no fetch
+        # A reader's link to a model is no fetch.
+        beside = re.compile(r"[\w/-]+/(?:card\.json)?") if tag == "a" else re.compile("(?!)")
         problems += [
             f"{tag} {address:.60}"
             for address in addresses

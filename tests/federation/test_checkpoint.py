@@ -46,33 +46,55 @@ def test_a_checkpoint_restores_algorithm_and_run(tmp_path: Path) -> None:
     assert checkpoint.restore(after) == 4
     assert squares.equal(after.server.model, before.server.model)
     assert (after.server.best.round, after.server.best.value) == (2, 0.5)
-    assert after.server.memory.meta == before.server.memory.meta, "nothing of the run stays in the algorithm"
-    assert after.returning == {"A": {"train": 3}, "B": {"train": 4}} and after.outcome.history == [{"step": 0}]
+    assert after.server.memory.meta == before.server.memory.meta, (
+        "nothing of the run stays in the algorithm"
+    )
+    assert after.returning == {"A": {"train": 3}, "B": {"train": 4}} and after.outcome.history == [
+        {"step": 0}
+    ]
     assert after.outcome.costs == {"A": SiteCost(30, 20)}
     assert [event["kind"] for event in after.events] == ["warning", "warning", "resumed"]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("seed", 2), ("sites", ("A",)), ("hyper", {"site": {}, "server": {}}), ("method", "prr"), ("new", 1)]
+    ("name", "value"),
+    [
+        ("seed", 2),
+        ("sites", ("A",)),
+        ("hyper", {"site": {}, "server": {}}),
+        ("method", "prr"),
+        ("new", 1),
+    ],
 )
 def test_a_checkpoint_of_another_run_raises(tmp_path: Path, name: str, value: Any) -> None:
     Checkpoint(tmp_path, PLAN).save(1, under_way())
     other = federation()
     with pytest.raises(StateError, match=name):
         Checkpoint(tmp_path, {**PLAN, name: value}).restore(other)
-    assert squares.equal(other.server.model, federation().server.model) and not other.outcome.history and not other.events.to_list()
+    assert (
+        squares.equal(other.server.model, federation().server.model)
+        and not other.outcome.history
+        and not other.events.to_list()
+    )
 
 
 def test_without_a_checkpoint_loading_raises(tmp_path: Path) -> None:
     new = tmp_path / "new"
-    for load in (lambda: Checkpoint(tmp_path, PLAN).restore(federation()), lambda: stored_plan(tmp_path), lambda: take_up(tmp_path, new)):
+    for load in (
+        lambda: Checkpoint(tmp_path, PLAN).restore(federation()),
+        lambda: stored_plan(tmp_path),
+        lambda: take_up(tmp_path, new),
+    ):
         with pytest.raises(StateError, match="no checkpoint"):
             load()
     assert not new.exists()
 
 
 def test_a_copied_checkpoint_is_independent(tmp_path: Path) -> None:
-    interrupted, copied = Checkpoint(tmp_path / "interrupted", PLAN), Checkpoint(tmp_path / "copied", PLAN)
+    interrupted, copied = (
+        Checkpoint(tmp_path / "interrupted", PLAN),
+        Checkpoint(tmp_path / "copied", PLAN),
+    )
     interrupted.save(1, under_way())
     take_up(interrupted.folder, copied.folder)
     assert copied.restore(federation()) == 1
@@ -87,6 +109,9 @@ def test_a_damaged_checkpoint_raises(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    for load in (lambda: Checkpoint(tmp_path, PLAN).restore(federation()), lambda: take_up(tmp_path, tmp_path / "copied")):
+    for load in (
+        lambda: Checkpoint(tmp_path, PLAN).restore(federation()),
+        lambda: take_up(tmp_path, tmp_path / "copied"),
+    ):
         with pytest.raises(StateError, match="checksum"):
             load()

@@ -29,7 +29,9 @@ SITES, OUTSIDE = ("site-1", "site-2"), ("site-3",)
 
 
 def run(**more: Any) -> dict[str, Any]:
-    return run_local("ditto", TASK, SITES, outside=OUTSIDE, rounds=1, seed=0, cross_site=True, **more)
+    return run_local(
+        "ditto", TASK, SITES, outside=OUTSIDE, rounds=1, seed=0, cross_site=True, **more
+    )
 
 
 def test_every_personal_model_is_tested_at_every_site() -> None:
@@ -37,7 +39,9 @@ def test_every_personal_model_is_tested_at_every_site() -> None:
     results = run(delivered=lambda site, role, model, cases: models.update({(site, role): model}))
     validate_results(results)
     matrix = results["cross_site"]
-    assert {owner: set(row) for owner, row in matrix.items()} == {site: {*SITES, *OUTSIDE} for site in SITES}
+    assert {owner: set(row) for owner, row in matrix.items()} == {
+        site: {*SITES, *OUTSIDE} for site in SITES
+    }
     for owner in SITES:
         module = build_deployed(TASK, models[owner, "personal"])
         for name in (*SITES, *OUTSIDE):
@@ -45,7 +49,10 @@ def test_every_personal_model_is_tested_at_every_site() -> None:
             assert matrix[owner][name] == site.score(module, "test", ["dice"]).values["dice"]
         assert matrix[owner][owner] == results["sites"][owner]["metrics"]["personal"]["dice"]
     ((title, table),) = method_tables(results).items()
-    assert "Dice" in title and table["site-1"]["images of site-3"] == f"{matrix['site-1']['site-3']:.3f}"
+    assert (
+        "Dice" in title
+        and table["site-1"]["images of site-3"] == f"{matrix['site-1']['site-3']:.3f}"
+    )
     network = sum(tensor.nbytes for tensor in models["site-1", "personal"].states["model"].values())
     plain = run_local("ditto", TASK, SITES, outside=OUTSIDE, rounds=1, seed=0)
     assert "cross_site" not in plain and results["sites"] == plain["sites"]
@@ -61,7 +68,9 @@ def test_a_method_without_personal_models_is_refused() -> None:
 def test_a_faulty_model_is_not_sent_on(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = LocalExchange.__call__
 
-    def spoilt(exchange: LocalExchange, step: Step, outgoing: dict[str, Message]) -> dict[str, Reply]:
+    def spoilt(
+        exchange: LocalExchange, step: Step, outgoing: dict[str, Message]
+    ) -> dict[str, Reply]:
         replies = dict(honest(exchange, step, outgoing))
         if step.phase == FINALIZE:
             state = replies["site-1"].message[SHARED]  # type: ignore[index]
@@ -73,8 +82,13 @@ def test_a_faulty_model_is_not_sent_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(LocalExchange, "__call__", spoilt)
     results = run()
-    assert {event["site"] for event in results["events"] if event["kind"] == "rejected"} == set(SITES)
-    assert "cross_site" not in results and results["sites"]["site-1"]["metrics"]["personal"]["dice"] is not None
+    assert {event["site"] for event in results["events"] if event["kind"] == "rejected"} == set(
+        SITES
+    )
+    assert (
+        "cross_site" not in results
+        and results["sites"]["site-1"]["metrics"]["personal"]["dice"] is not None
+    )
 
 
 def test_a_site_that_does_not_test_has_no_column(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +108,9 @@ def test_a_site_that_does_not_test_has_no_column(monkeypatch: pytest.MonkeyPatch
 # -- at one site ---------------------------------------------------------------------------------------------------------------
 
 
-def finished(*, share: bool | None = True, hyper: dict[str, Any] | None = None, **settings: Any) -> tuple[Participant, Message]:
+def finished(
+    *, share: bool | None = True, hyper: dict[str, Any] | None = None, **settings: Any
+) -> tuple[Participant, Message]:
     """A participant after one round, and its reply with the final metrics."""
     site = squares.site("A", squares.WITHOUT_BATCH_NORM)
     participant = Participant("A", lambda role: site, get_method("fedavg"), hyper or {}, **settings)
@@ -102,7 +118,9 @@ def finished(*, share: bool | None = True, hyper: dict[str, Any] | None = None, 
     state = site.network().state_dict()
     participant.answer("train", 0, Message({"model": state}, {"step": 0, "run_rounds": 1}))
     asked = {} if share is None else {"share": share}
-    return participant, participant.answer(FINALIZE, 1, Message({"model": state}, {"step": 1, "run_rounds": 1, **asked}))
+    return participant, participant.answer(
+        FINALIZE, 1, Message({"model": state}, {"step": 1, "run_rounds": 1, **asked})
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,13 +130,22 @@ def finished(*, share: bool | None = True, hyper: dict[str, Any] | None = None, 
         (True, {}, False, "share_model"),
         (None, {"local": LocalSettings(share_model=True)}, False, ""),
         (False, {"local": LocalSettings(share_model=True)}, False, ""),
-        (True, {"local": LocalSettings(share_model=True), "hyper": {"site": {"dp_noise": 1.0}}}, False, "privacy"),
+        (
+            True,
+            {"local": LocalSettings(share_model=True), "hyper": {"site": {"dp_noise": 1.0}}},
+            False,
+            "privacy",
+        ),
     ],
 )
-def test_a_personal_model_leaves_if_the_site_agrees(share: bool | None, settings: dict[str, Any], leaves: bool, named: str) -> None:
+def test_a_personal_model_leaves_if_the_site_agrees(
+    share: bool | None, settings: dict[str, Any], leaves: bool, named: str
+) -> None:
     _, reply = finished(share=share, **settings)
     assert set(reply.states) == ({SHARED.name} if leaves else set())
-    messages = [event["message"] for event in reply.meta["events"] if "personal model" in event["message"]]
+    messages = [
+        event["message"] for event in reply.meta["events"] if "personal model" in event["message"]
+    ]
     assert [named in message for message in messages] == [True] * bool(named)
 
 
@@ -135,6 +162,10 @@ def test_a_metric_of_few_patients_does_not_leave(minimum: int, sent: bool) -> No
 def test_a_site_takes_models_of_members_that_fit() -> None:
     participant, reply = finished(local=LocalSettings(share_model=True))
     state = reply[SHARED]
-    for states in ({f"{SHARED.name}/stranger": state}, {SHARED.name: state}, {f"{SHARED.name}/B": {"other": torch.ones(3)}}):
+    for states in (
+        {f"{SHARED.name}/stranger": state},
+        {SHARED.name: state},
+        {f"{SHARED.name}/B": {"other": torch.ones(3)}},
+    ):
         with pytest.raises(MessageError):
             participant.answer(CROSS_SITE, 1, Message(states, {"step": 1, "run_rounds": 1}))

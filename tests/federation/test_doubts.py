@@ -53,11 +53,11 @@ def federated(
         site = Site(name, task, split)
         members[name] = Participant(
             name,
-            lambda role, site=site: site,
+            lambda role, site=site: site,  # type: ignore[misc]
             chosen,
             options,
             local=LocalSettings(minimum_patients=minimum),
-        )  # type: ignore[misc]
+        )
     run = Run(
         chosen, task, options, run_settings({"rounds": rounds, "seed": 0}), tuple(sorted(data))
     )
@@ -190,8 +190,12 @@ def test_the_page_of_a_site_has_the_findings_of_the_training(tmp_path: Path) -> 
         site = Site(name, task, data(train, BALANCED[:4], BALANCED))
         folder = SiteFolder(tmp_path / name, name, FEDAVG, task, 0)
         members[name] = Participant(
-            name, lambda role, site=site: site, FEDAVG, {}, artifacts=folder
-        )  # type: ignore[misc]
+            name,
+            lambda role, site=site: site,  # type: ignore[misc]
+            FEDAVG,
+            {},
+            artifacts=folder,
+        )
     run = Run(FEDAVG, task, {}, run_settings({"rounds": 2, "seed": 0}), SITES)
     results = run.execute(LocalExchange(SITES, members.__getitem__))
     problems = {finding.kind: finding.problem for finding in findings_of(results)}

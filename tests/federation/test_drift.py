@@ -31,14 +31,10 @@ NOBODY = [0.0, 0.0, 0.0]
         ([[NORTH, NORTH]] * 2 + [[EAST, EAST]], NOBODY),  # the others are as straight
         ([[NORTH_EAST, NORTH_WEST]] * 2 + [[EAST, NORTH]], NOBODY),  # cosine 0.7 to the others
         ([[NORTH_EAST, NORTH_WEST]] * 2 + [[EAST, (-1.0, 0.0)]], NOBODY),  # its sum is 0
-        (
-            [[NORTH_EAST, NORTH_WEST]] * 2 + [[(0.2, 0.0)] * 2],
-            NOBODY,
-        ),  # a fifth of the usual length
-        (
-            [[NORTH_EAST, NORTH_WEST], [(1.0, -1.0), (-1.0, -1.0)], [EAST, EAST]],
-            NOBODY,
-        ),  # the others do not agree
+        # A fifth of the usual length.
+        ([[NORTH_EAST, NORTH_WEST]] * 2 + [[(0.2, 0.0)] * 2], NOBODY),
+        # The others do not agree.
+        ([[NORTH_EAST, NORTH_WEST], [(1.0, -1.0), (-1.0, -1.0)], [EAST, EAST]], NOBODY),
         ([[(0.0, 0.0)] * 2] * 3, NOBODY),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply, Transport
-from medflare.federation.outcome import SiteCost, Outcome
+from medflare.federation.outcome import Outcome, SiteCost
 from medflare.methods.base import Step
 
 STEP = Step("train", 2)
@@ -41,11 +41,18 @@ def test_every_site_with_a_request_has_a_reply_in_sorted_order() -> None:
 
 def test_bytes_and_seconds_are_counted() -> None:
     outcome = Outcome()
-    transport = Transport(Answering(A=Reply(message(2), seconds=1.5), B=Reply(problem="broken", seconds=0.5)), outcome)
+    transport = Transport(
+        Answering(A=Reply(message(2), seconds=1.5), B=Reply(problem="broken", seconds=0.5)), outcome
+    )
     for calls in (1, 2):
         transport.ask(STEP, {"A": message(10), "B": message(5)})
-        assert outcome.costs["A"].down_bytes == calls * 10 * 4 and outcome.costs["A"].up_bytes == calls * 2 * 4
-    assert outcome.costs == {"A": SiteCost(80, 16, 3.0), "B": SiteCost(40, 0, 1.0)}, "work that came to nothing took its time too"
+        assert (
+            outcome.costs["A"].down_bytes == calls * 10 * 4
+            and outcome.costs["A"].up_bytes == calls * 2 * 4
+        )
+    assert outcome.costs == {"A": SiteCost(80, 16, 3.0), "B": SiteCost(40, 0, 1.0)}, (
+        "work that came to nothing took its time too"
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +65,11 @@ def test_bytes_and_seconds_are_counted() -> None:
     ],
 )
 def test_a_sites_reason_is_one_printable_line(problem: str, expected: str) -> None:
-    (reply,) = Transport(Answering(A=Reply(problem=problem)), Outcome()).ask(STEP, {"A": Message()}).values()
+    (reply,) = (
+        Transport(Answering(A=Reply(problem=problem)), Outcome())
+        .ask(STEP, {"A": Message()})
+        .values()
+    )
     assert reply.problem == expected and reply.kind == "failed"
 
 
@@ -66,5 +77,13 @@ def test_a_sites_reason_is_one_printable_line(problem: str, expected: str) -> No
 def test_tensors_in_a_phase_without_tensors_are_rejected(phase: str) -> None:
     meta = {"n": {"train": 1}, "class_counts": [1]} if phase == "enrol" else {"metrics": {}}
     outcome = Outcome()
-    (reply,) = Transport(Answering(A=Reply(message(9, **meta))), outcome).ask(Step(phase, 0), {"A": Message()}).values()
-    assert (reply.kind, reply.problem, outcome.costs["A"].up_bytes) == ("rejected", "unexpected tensors", 0)
+    (reply,) = (
+        Transport(Answering(A=Reply(message(9, **meta))), outcome)
+        .ask(Step(phase, 0), {"A": Message()})
+        .values()
+    )
+    assert (reply.kind, reply.problem, outcome.costs["A"].up_bytes) == (
+        "rejected",
+        "unexpected tensors",
+        0,
+    )

@@ -56,7 +56,13 @@ def numbers(change: Callable[[Any], Any], *only: str) -> Fault:
         return change(value) if isinstance(value, int | float) else value
 
     return changed(
-        lambda reply: reply.meta.update({name: replaced(value) for name, value in reply.meta.items() if name in only or not only})
+        lambda reply: reply.meta.update(
+            {
+                name: replaced(value)
+                for name, value in reply.meta.items()
+                if name in only or not only
+            }
+        )
     )
 
 
@@ -70,7 +76,9 @@ def tensors(change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
 
     def replace(reply: Message) -> None:
         for state in reply.states.values():
-            state |= {name: change(tensor) for name, tensor in state.items() if tensor.is_floating_point()}
+            state |= {
+                name: change(tensor) for name, tensor in state.items() if tensor.is_floating_point()
+            }
 
     return changed(replace)
 
@@ -87,7 +95,9 @@ FAULTS: Final[dict[str, Fault]] = {
     "1e308": numbers(lambda value: 1e308),
     "negative": numbers(lambda value: -1 - value),
     "false counts": numbers(lambda value: 1000 * value, "n_samples"),
-    "events of another site": meta(events=[{"kind": "warning", "message": "it was A", "site": "A"}]),
+    "events of another site": meta(
+        events=[{"kind": "warning", "message": "it was A", "site": "A"}]
+    ),
     "events of the server": meta(events=[{"kind": "rejected", "message": "A"}]),
     "of another step": of_another_step,
     "NaN in tensors": tensors(lambda tensor: tensor * math.nan),
@@ -101,18 +111,26 @@ PLAUSIBLE: Final[dict[str, Fault]] = {
 }
 
 
-def run_with(name: str, fault: Fault, places: list[Place] | None = None, folder: Path | None = None) -> dict[str, Any]:
+def run_with(
+    name: str, fault: Fault, places: list[Place] | None = None, folder: Path | None = None
+) -> dict[str, Any]:
     """The results of a run with the fault at these places; by default at all but enrollment."""
     recording = recorded(name)
-    places = [place for place in recording.replies if place[0] != ENROL] if places is None else places
+    places = (
+        [place for place in recording.replies if place[0] != ENROL] if places is None else places
+    )
     exchange = Replay(recording, {place: Reply(fault(recording, place)) for place in places})
     results = recording.run(folder).execute(exchange)
     assert results["status"] == "COMPLETED", results["reason"]
     validate_results(results)
     json.dumps(results, allow_nan=False).encode()
-    assert all(non_finite(message) is None for sent in exchange.sent.values() for message in sent.values())
+    assert all(
+        non_finite(message) is None for sent in exchange.sent.values() for message in sent.values()
+    )
     assert exchange.sent[FINALIZE, ROUNDS, 0].keys() >= set(SITES) - {FAULTY}
-    assert {event["site"] for event in results["events"] if event["kind"] == "rejected"} <= {FAULTY}, results["events"]
+    assert {event["site"] for event in results["events"] if event["kind"] == "rejected"} <= {
+        FAULTY
+    }, results["events"]
     return results
 
 
@@ -120,7 +138,10 @@ def run_with(name: str, fault: Fault, places: list[Place] | None = None, folder:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_faulty_site_is_named(name: str, fault: str) -> None:
     kinds = ("rejected", "suspicious", "undefined", "warning")
-    assert any(event["site"] == FAULTY and event["kind"] in kinds for event in run_with(name, FAULTS[fault])["events"])
+    assert any(
+        event["site"] == FAULTY and event["kind"] in kinds
+        for event in run_with(name, FAULTS[fault])["events"]
+    )
 
 
 @pytest.mark.parametrize("fault", PLAUSIBLE)
@@ -146,12 +167,30 @@ REJECTED: Final[dict[str, tuple[str, str, int, Fault, str]]] = {
     "no tensors": ("fedavg", "train", 0, PLAUSIBLE["no states"], "missing"),
     "false counts": ("fedavg", "train", 0, FAULTS["false counts"], "n_samples"),
     "an impossible gain": ("fedsm", "evaluate_gamma", ROUNDS, meta(gains={"0": 1e308}), "gains"),
-    "a thousand temperatures": ("fedsm", "selector_confidence", ROUNDS, meta(calibration=[0.5] * 1000), "calibration"),
+    "a thousand temperatures": (
+        "fedsm",
+        "selector_confidence",
+        ROUNDS,
+        meta(calibration=[0.5] * 1000),
+        "calibration",
+    ),
     "an unknown stage": ("prr", "train", 0, meta(stages=[7]), "stages"),
     "an A-distance of 1e300": ("grace", "train", 0, meta(a_distance=1e300), "a_distance"),
-    "a selected round as text": ("iop_fl", "submit", ROUNDS, meta(selected_round="last"), "selected_round"),
+    "a selected round as text": (
+        "iop_fl",
+        "submit",
+        ROUNDS,
+        meta(selected_round="last"),
+        "selected_round",
+    ),
     "a loss that cannot be drawn": ("fedavg", "train", 0, meta(loss=1e308), "loss"),
-    "a distance beyond all images": ("fedavg", FINALIZE, ROUNDS, meta(metrics={"global": {"hd95": 1e308}}), "hd95"),
+    "a distance beyond all images": (
+        "fedavg",
+        FINALIZE,
+        ROUNDS,
+        meta(metrics={"global": {"hd95": 1e308}}),
+        "hd95",
+    ),
     "counts that are text": ("fedavg", ENROL, 0, meta(n="many"), "n:"),
 }
 
@@ -160,7 +199,11 @@ REJECTED: Final[dict[str, tuple[str, str, int, Fault, str]]] = {
 def test_an_impossible_item_is_rejected_by_name(name: str) -> None:
     federation, phase, round, fault, token = REJECTED[name]
     events = run_with(federation, fault, [(phase, round, 0)])["events"]
-    assert any(token in event["message"] for event in events if event["site"] == FAULTY and event["kind"] == "rejected"), events
+    assert any(
+        token in event["message"]
+        for event in events
+        if event["site"] == FAULTY and event["kind"] == "rejected"
+    ), events
 
 
 @pytest.mark.parametrize("name", FEDERATIONS)

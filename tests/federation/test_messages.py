@@ -69,17 +69,33 @@ META: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("message", [Message(made(), {}) for made in STATES.values()] + [Message({}, meta) for meta in META.values()])
+@pytest.mark.parametrize(
+    "message",
+    [Message(made(), {}) for made in STATES.values()]
+    + [Message({}, meta) for meta in META.values()],
+)
 def test_an_invalid_reply_has_a_problem_in_one_line(message: Message) -> None:
     reason = message_problem(message, "A")
     assert reason and "\n" not in reason and len(reason) < 200
 
 
 def test_a_valid_reply_has_no_problem() -> None:
-    meta = {"n_samples": 7, "loss": 0.5, "validation": {"global": None, "personal": 0.5}, **event(site="A", round=2)}
+    meta = {
+        "n_samples": 7,
+        "loss": 0.5,
+        "validation": {"global": None, "personal": 0.5},
+        **event(site="A", round=2),
+    }
     message = Message({"model": {"w": torch.ones(2, 2).T, "count": torch.tensor(3)}}, meta)
     assert message_problem(message, "A") is None and declaration_problem(message, MEASURED) is None
-    assert declaration_problem(Message({}, {"metrics": {"deployed": {"dice": None, "hd95": 40.0}}}), DELIVERS, (METRICS,)) is None
+    assert (
+        declaration_problem(
+            Message({}, {"metrics": {"deployed": {"dice": None, "hd95": 40.0}}}),
+            DELIVERS,
+            (METRICS,),
+        )
+        is None
+    )
     assert "'n'" in str(declaration_problem(Message(), ENROLS, (COUNTS,)))
 
 
@@ -110,8 +126,28 @@ def test_a_valid_reply_has_no_problem() -> None:
         (DELIVERS, {"classes": {"global": {}}}),
         (DELIVERS, {"classes": {"global": {"confusion": [[[1, 2]]], "roc": []}}}),
         (DELIVERS, {"classes": {"global": {"confusion": [[[1]]] * 17, "roc": []}}}),
-        (DELIVERS, {"classes": {"global": {"confusion": [], "roc": [{"auc": 2, "low": None, "high": None, "sensitivity": []}]}}}),
-        (DELIVERS, {"classes": {"global": {"confusion": [], "roc": [{"auc": 1, "low": None, "high": None, "sensitivity": [0.5]}]}}}),
+        (
+            DELIVERS,
+            {
+                "classes": {
+                    "global": {
+                        "confusion": [],
+                        "roc": [{"auc": 2, "low": None, "high": None, "sensitivity": []}],
+                    }
+                }
+            },
+        ),
+        (
+            DELIVERS,
+            {
+                "classes": {
+                    "global": {
+                        "confusion": [],
+                        "roc": [{"auc": 1, "low": None, "high": None, "sensitivity": [0.5]}],
+                    }
+                }
+            },
+        ),
     ],
     ids=str,
 )
@@ -124,7 +160,9 @@ def test_an_item_of_another_type_is_named(declared: Any, meta: dict[str, Any]) -
 
 
 def participant(store: MemoryStore | None = None) -> Participant:
-    return Participant("A", lambda role: squares.site("A", TASK), get_method("fedavg"), {}, store=store)
+    return Participant(
+        "A", lambda role: squares.site("A", TASK), get_method("fedavg"), {}, store=store
+    )
 
 
 def training(step: int = 0) -> Message:
@@ -145,7 +183,10 @@ def changed(ending: str, new: Callable[[torch.Tensor], Any]) -> Callable[[Messag
 WRONG_REQUESTS: dict[str, tuple[Callable[[Message], Any], str]] = {
     "no model": (lambda message: message.states.clear(), "model"),
     "another entry": (lambda message: message.states.update(patients={}), "patients"),
-    "another tensor": (lambda message: message.states["model"].update(extra=torch.ones(1)), "extra"),
+    "another tensor": (
+        lambda message: message.states["model"].update(extra=torch.ones(1)),
+        "extra",
+    ),
     "another shape": (changed("weight", lambda tensor: tensor[:1]), "shape"),
     "another dtype": (changed("weight", lambda tensor: tensor.double()), "float64"),
     "NaN": (changed("weight", lambda tensor: tensor * torch.nan), "NaN"),
@@ -172,7 +213,10 @@ def test_a_wrong_request_has_no_effect_on_the_next_one(name: str) -> None:
     assert "\n" not in str(caught.value)
     fresh = participant()
     fresh.answer(ENROL, 0, Message({}, dict(INVITATION)))
-    assert squares.equal(site.answer("train", 0, training()).states["model"], fresh.answer("train", 0, training()).states["model"])
+    assert squares.equal(
+        site.answer("train", 0, training()).states["model"],
+        fresh.answer("train", 0, training()).states["model"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +244,9 @@ def test_a_repeated_step_is_answered_again_also_after_a_restart() -> None:
     for member in (site, participant(store)):
         with pytest.raises(MessageError, match="round"):
             member.answer("train", -1, training())
-        assert squares.equal(member.answer("train", 0, training()).states["model"], first.states["model"])
+        assert squares.equal(
+            member.answer("train", 0, training()).states["model"], first.states["model"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -225,7 +271,9 @@ def test_training_a_selector_without_its_models_raises() -> None:
     late = replayed_participant(recording, FAULTY)
     late.answer(ENROL, 0, Message({}, dict(INVITATION)))
     message = copied(recording.sent[place][FAULTY])
-    message.states = {entry: state for entry, state in message.states.items() if entry.startswith("selector")}
+    message.states = {
+        entry: state for entry, state in message.states.items() if entry.startswith("selector")
+    }
     with pytest.raises(StateError, match="finished models"):
         late.answer("train_selector", ROUNDS, message)
 
@@ -235,5 +283,9 @@ def test_every_item_of_every_method_has_a_type() -> None:
     for name in method_names():
         algorithm = get_method(name).site_class
         assert "finalize" in algorithm.phases, name
-        items += [item for phase in algorithm.phases.values() for item in (*phase.request_meta, *phase.meta)]
+        items += [
+            item
+            for phase in algorithm.phases.values()
+            for item in (*phase.request_meta, *phase.meta)
+        ]
     assert [item for item in items if item.type is Any] == []

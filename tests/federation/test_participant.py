@@ -33,34 +33,61 @@ def enrolled(site: Site, method: str = "fedavg", **settings: Any) -> Participant
 
 def asked(participant: Participant, phase: str, number: int = 0, rounds: int = 1) -> Message:
     """The reply to one step."""
-    incoming = Message({"model": squares.site("A").network().state_dict()}, {"step": number, "run_rounds": rounds})
+    incoming = Message(
+        {"model": squares.site("A").network().state_dict()}, {"step": number, "run_rounds": rounds}
+    )
     return participant.answer(phase, number, incoming)
 
 
 def test_notes_of_the_data_are_limited_and_left_out_images_are_counted_only() -> None:
     site = squares.site("A")
-    site.data = replace(site.data, left_out={f"{number}.png: damaged": str(number) for number in range(300)})
+    site.data = replace(
+        site.data, left_out={f"{number}.png: damaged": str(number) for number in range(300)}
+    )
     site.notes = ["第一季度眼底照片无法读取，" * 40] * 60  # six bytes of JSON for each character
-    reply = Participant("A", lambda role: site, get_method("fedavg"), {}).answer(ENROL, 0, Message({}, dict(INVITATION)))
+    reply = Participant("A", lambda role: site, get_method("fedavg"), {}).answer(
+        ENROL, 0, Message({}, dict(INVITATION))
+    )
     assert message_problem(reply, "A") is None and declaration_problem(reply, ENROLS) is None
     warnings = [event["message"] for event in reply.meta["events"] if event["kind"] == "warning"]
-    (left_out,) = [event["message"] for event in reply.meta["events"] if event["kind"] == "left_out"]
+    (left_out,) = [
+        event["message"] for event in reply.meta["events"] if event["kind"] == "left_out"
+    ]
     assert len(warnings) == 21 and "40 more" in warnings[-1]
     assert "300" in left_out and ".png" not in str(reply.meta)
     assert reply.meta["versions"].keys() == {"medflare", "torch", "monai"}
 
 
-@pytest.mark.parametrize(("minimum", "validation", "test"), [(0, True, True), (4, True, True), (5, False, True), (6, False, False)])
+@pytest.mark.parametrize(
+    ("minimum", "validation", "test"),
+    [(0, True, True), (4, True, True), (5, False, True), (6, False, False)],
+)
 def test_metrics_of_few_patients_are_suppressed(minimum: int, validation: bool, test: bool) -> None:
     site = squares.site("A")
-    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, local=LocalSettings(minimum_patients=minimum))
-    replies = [participant.answer(ENROL, 0, Message({}, dict(INVITATION))), asked(participant, "train"), asked(participant, FINALIZE, 1)]
+    participant = Participant(
+        "A",
+        lambda role: site,
+        get_method("fedavg"),
+        {},
+        local=LocalSettings(minimum_patients=minimum),
+    )
+    replies = [
+        participant.answer(ENROL, 0, Message({}, dict(INVITATION))),
+        asked(participant, "train"),
+        asked(participant, FINALIZE, 1),
+    ]
     enrolment, trained, delivered = (reply.meta for reply in replies)
-    assert (trained["validation"]["global"] is not None) == validation and trained["loss"] is not None
-    assert (delivered["metrics"]["global"]["dice"] is not None) == test and delivered["n"].get("test") == (5 if test else None)
+    assert (trained["validation"]["global"] is not None) == validation and trained[
+        "loss"
+    ] is not None
+    assert (delivered["metrics"]["global"]["dice"] is not None) == test and delivered["n"].get(
+        "test"
+    ) == (5 if test else None)
     messages = [event["message"] for event in enrolment["events"]]
     expected = [split for split, sent in (("validation", validation), ("test", test)) if not sent]
-    assert len(messages) == len(expected) and all(split in line for split, line in zip(expected, messages, strict=True))
+    assert len(messages) == len(expected) and all(
+        split in line for split, line in zip(expected, messages, strict=True)
+    )
     assert all(message_problem(reply, "A") is None for reply in replies)
 
 
@@ -107,7 +134,11 @@ def test_each_step_is_noted_when_it_begins_and_ends_also_if_it_fails() -> None:
     with pytest.raises(ZeroDivisionError):
         asked(participant, FINALIZE, 1)
     train, final = ("train", 0, 1), (FINALIZE, 1, 1)
-    assert artifacts.notes == [(*train, True), (*train, False), *[(*final, True), (*final, False)] * 2]
+    assert artifacts.notes == [
+        (*train, True),
+        (*train, False),
+        *[(*final, True), (*final, False)] * 2,
+    ]
 
 
 # ---- hours of a job ---------------------------------------------------------------------------------------------------------
@@ -118,7 +149,9 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
-        monkeypatch.setattr("medflare.federation.memory.time", SimpleNamespace(monotonic=lambda: self.seconds))
+        monkeypatch.setattr(
+            "medflare.federation.memory.time", SimpleNamespace(monotonic=lambda: self.seconds)
+        )
 
     def batch(self) -> bool:
         self.seconds += 600
@@ -132,7 +165,9 @@ def worked(clock: Clock, store: MemoryStore, hours: float | None) -> Participant
     return Participant("A", lambda role: site, get_method("fedavg"), {}, store=store, hours=hours)
 
 
-def test_a_site_stops_after_its_hours_but_evaluates_the_final_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_stops_after_its_hours_but_evaluates_the_final_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, store = Clock(monkeypatch), MemoryStore()
     worked(clock, store, 2.0).answer(ENROL, 0, Message({}, dict(INVITATION)))
     done = 0
@@ -143,10 +178,15 @@ def test_a_site_stops_after_its_hours_but_evaluates_the_final_models(monkeypatch
     assert 1 < done < 10
     with pytest.raises(ConfigError, match=r"bounds\.hours"):
         asked(worked(clock, store, 2.0), "train", done, 20)
-    assert asked(worked(clock, store, 2.0), FINALIZE, 20, 20).meta["metrics"]["global"]["dice"] is not None
+    assert (
+        asked(worked(clock, store, 2.0), FINALIZE, 20, 20).meta["metrics"]["global"]["dice"]
+        is not None
+    )
 
 
-def test_a_new_run_has_separate_hours_and_without_a_limit_none_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_run_has_separate_hours_and_without_a_limit_none_are_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock(monkeypatch)
     for _ in range(3):
         store = MemoryStore()
@@ -165,7 +205,10 @@ def test_a_new_run_has_separate_hours_and_without_a_limit_none_are_stored(monkey
 def models() -> dict[str, Message]:
     """Three different networks."""
     site = squares.site("A")
-    return {role: plain_message(site.network(role).state_dict()) for role in ("global", "personal", "deployed")}
+    return {
+        role: plain_message(site.network(role).state_dict())
+        for role in ("global", "personal", "deployed")
+    }
 
 
 @pytest.mark.parametrize("role", ["global", "personal"])
@@ -189,8 +232,13 @@ def test_the_choice_is_in_the_card_and_an_event(tmp_path: Any) -> None:
     participant = enrolled(site, "ditto", artifacts=folder, local=LocalSettings(keep="global"))
     asked(participant, "train")
     reply = asked(participant, FINALIZE, 1)
-    weights = {role: load_model(tmp_path / role).message.states["model"] for role in ("global", "personal", "deployed")}
-    assert squares.equal(weights["deployed"], weights["global"]) and not squares.equal(weights["deployed"], weights["personal"])
+    weights = {
+        role: load_model(tmp_path / role).message.states["model"]
+        for role in ("global", "personal", "deployed")
+    }
+    assert squares.equal(weights["deployed"], weights["global"]) and not squares.equal(
+        weights["deployed"], weights["personal"]
+    )
     assert reply.meta["metrics"]["deployed"] == reply.meta["metrics"]["global"]
     assert any("'global'" in event["message"] for event in reply.meta["events"])
     cards = {role: load_model(tmp_path / role).card for role in ("global", "personal", "deployed")}
@@ -199,6 +247,12 @@ def test_the_choice_is_in_the_card_and_an_event(tmp_path: Any) -> None:
 
 
 def test_a_site_that_does_not_train_cannot_choose_a_personal_model() -> None:
-    participant = Participant("A", lambda role: squares.site("A"), get_method("ditto"), {}, local=LocalSettings(keep="personal"))
+    participant = Participant(
+        "A",
+        lambda role: squares.site("A"),
+        get_method("ditto"),
+        {},
+        local=LocalSettings(keep="personal"),
+    )
     with pytest.raises(ConfigError, match="personal"):
         participant.answer(ENROL, 0, Message({}, {"role": "outside", "sites": ["B", "C"]}))

@@ -37,10 +37,8 @@ def test_aggregation_weights_are_recorded(
     noted = {
         (step["phase"], step["round"]): step["aggregation"] for step in steps if step["aggregation"]
     }
-    assert list(noted) == [
-        (phase, 0),
-        (phase, 1),
-    ]  # and nothing that is left over stands beside another step
+    # And nothing that is left over stands beside another step.
+    assert list(noted) == [(phase, 0), (phase, 1)]
     for by_site in noted.values():
         assert set(by_site) == {"site-1", "site-2", "site-3"}
         assert all(set(numbers_of_site) == numbers for numbers_of_site in by_site.values())

@@ -47,14 +47,8 @@ JOBS: Final = {
     "fewer classes": replace(FIRST, label_values={"dark": [0], "medium": [2]}),
     "another split": replace(FIRST, resplit=1),
 }
-NOT_COUNTS: Final = {
-    "selected_round",
-    "round",
-    "chosen",
-    "versions",
-    "stages",
-    "learnt",
-}  # of rounds and epochs, and of the task
+# Of rounds and epochs, and of the task.
+NOT_COUNTS: Final = {"selected_round", "round", "chosen", "versions", "stages", "learnt"}
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,11 @@ MINIMUM: Final = 5
 IMAGES: Final = {"a": (53, 41, 37), "b": (43, 29, 47), "c": (10, 11, 12), "z": (5, 6, 7)}
 PATIENTS: Final = {"a": (9, 8, 2), "b": (9, 1, 8), "c": (9, 8, 7), "z": (5, 6, 7)}
 SUPPRESSED: Final = ("a", "b")
-TASK: Final = small_task("classification", network={"name": "small_cnn", "channels": [4, 8], "batch_norm": True}, batch_size=64)
+TASK: Final = small_task(
+    "classification",
+    network={"name": "small_cnn", "channels": [4, 8], "batch_norm": True},
+    batch_size=64,
+)
 RUNS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     **{name: (name, {}) for name in (*method_names(), "fingerprint")},
     "ditto, cross-site": ("ditto", {"cross_site": True}),
@@ -61,12 +65,27 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         listed: dict[str, list[dict[str, Any]]] = {"training": [], "validation": [], "test": []}
         folder = root / site
         (folder / "images").mkdir(parents=True)
-        rows = [("training", c, n % PATIENTS[site][c]) for c, count in enumerate(counts) for n in range(count)]
-        rows += [(split, c, 100 + n) for split in ("validation", "test") for c in range(3) for n in range(6)]
+        rows = [
+            ("training", c, n % PATIENTS[site][c])
+            for c, count in enumerate(counts)
+            for n in range(count)
+        ]
+        rows += [
+            (split, c, 100 + n)
+            for split in ("validation", "test")
+            for c in range(3)
+            for n in range(6)
+        ]
         for number, (split, label, patient) in enumerate(rows):
             pixels = random.integers(0, 60, (16, 16)) + 80 * label
             Image.fromarray(pixels.astype(np.uint8)).save(folder / "images" / f"{number}.png")
-            listed[split].append({"image": f"images/{number}.png", "label": label, "patient": f"{split}-{label}-{patient}"})
+            listed[split].append(
+                {
+                    "image": f"images/{number}.png",
+                    "label": label,
+                    "patient": f"{split}-{label}-{patient}",
+                }
+            )
         (folder / "datalist.json").write_text(json.dumps(listed))
     return root
 
@@ -80,7 +99,10 @@ def numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
         for row, inner in enumerate(value):
             yield from numbers(inner, f"{place}[{row}]")
     elif isinstance(value, str):
-        yield from ((f"{place}: {value}", float(number)) for number in re.findall(r"(?<![\w.+])\d+(?:\.\d+)?(?![\w.])", value))
+        yield from (
+            (f"{place}: {value}", float(number))
+            for number in re.findall(r"(?<![\w.+])\d+(?:\.\d+)?(?![\w.])", value)
+        )
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield place, float(value)
 
@@ -88,37 +110,67 @@ def numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
 def disclosures(message: Message, counts: tuple[int, ...]) -> list[str]:
     """Where a message holds one of these counts, or its fraction of their sum."""
     secrets = [float(number) for count in counts for number in (count, count / sum(counts))]
-    leaks = [place for place, value in numbers(message.meta, "meta") if any(abs(value - secret) < 1e-9 for secret in secrets)]
+    leaks = [
+        place
+        for place, value in numbers(message.meta, "meta")
+        if any(abs(value - secret) < 1e-9 for secret in secrets)
+    ]
     for entry, state in message.states.items():
         for name, tensor in state.items():
-            dtype = tensor.dtype if tensor.is_floating_point() else torch.float64  # in which the tensor would hold a secret
+            # In which the tensor would hold a secret.
+            dtype = tensor.dtype if tensor.is_floating_point() else torch.float64
             if torch.isin(tensor.double(), torch.tensor(secrets, dtype=dtype).double()).any():
                 leaks.append(f"{entry}/{name}")
     return leaks
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_no_message_of_any_method_holds_a_suppressed_count(name: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_message_of_any_method_holds_a_suppressed_count(
+    name: str, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method, hyper = RUNS[name]
     call, make = LocalExchange.__call__, Participant
     seen: list[tuple[str, str]] = []
 
-    def noted(exchange: LocalExchange, step: Step, outgoing: dict[str, Message]) -> dict[str, Reply]:
+    def noted(
+        exchange: LocalExchange, step: Step, outgoing: dict[str, Message]
+    ) -> dict[str, Reply]:
         replies = call(exchange, step, outgoing)
         for site, message in outgoing.items():
-            seen.extend((f"{step.phase} to {site}", place) for of in SUPPRESSED for place in disclosures(message, IMAGES[of]))
+            seen.extend(
+                (f"{step.phase} to {site}", place)
+                for of in SUPPRESSED
+                for place in disclosures(message, IMAGES[of])
+            )
         for site, reply in replies.items():
             assert reply.message is not None, reply.problem
             disclosed = disclosures(reply.message, IMAGES[site])
-            seen.extend((f"{step.phase} of {site}", place) for place in disclosed if site in SUPPRESSED)
-            assert step.phase != ENROL or bool(disclosed) != (site in SUPPRESSED), "other sites do send their counts"
+            seen.extend(
+                (f"{step.phase} of {site}", place) for place in disclosed if site in SUPPRESSED
+            )
+            assert step.phase != ENROL or bool(disclosed) != (site in SUPPRESSED), (
+                "other sites do send their counts"
+            )
         return replies
 
     monkeypatch.setattr(
-        loop, "Participant", lambda *args, **more: make(*args, **{**more, "local": LocalSettings(minimum_patients=MINIMUM)})
+        loop,
+        "Participant",
+        lambda *args, **more: make(
+            *args, **{**more, "local": LocalSettings(minimum_patients=MINIMUM)}
+        ),
     )
     monkeypatch.setattr(LocalExchange, "__call__", noted)
-    results = run_local(method, TASK, ["a", "b", "c"], rounds=2 * get_method(method).trains, seed=1, outside=["z"], data_root=data, **hyper)
+    results = run_local(
+        method,
+        TASK,
+        ["a", "b", "c"],
+        rounds=2 * get_method(method).trains,
+        seed=1,
+        outside=["z"],
+        data_root=data,
+        **hyper,
+    )
     assert results["status"] == "COMPLETED", results["reason"]
     assert seen == []
 
@@ -156,25 +208,44 @@ def test_a_prototype_of_few_patients_is_suppressed(kind: str) -> None:
     task, rare, row = KINDS[kind]
     site, method = rare_square(task), get_method("prr")
     assert small_classes(site, "train", 3) == {rare} and not small_classes(site, "train", 2)
-    participants = [Participant("A", lambda role: site, method, {}, local=LocalSettings(minimum_patients=minimum)) for minimum in (0, 3)]
-    server = squares.server(method.server_class, task, algorithms={"A": squares.algorithm(method.site_class, "A", task)}, outside=())
+    participants = [
+        Participant(
+            "A", lambda role: site, method, {}, local=LocalSettings(minimum_patients=minimum)
+        )
+        for minimum in (0, 3)
+    ]
+    server = squares.server(
+        method.server_class,
+        task,
+        algorithms={"A": squares.algorithm(method.site_class, "A", task)},
+        outside=(),
+    )
     replies = []
     for participant in participants:
         participant.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B", "C"]}))
-        replies.append(participant.answer("train", 0, numbered(server.configure(Step("train", 0), "A"), 0, 1)))
+        replies.append(
+            participant.answer("train", 0, numbered(server.configure(Step("train", 0), "A"), 0, 1))
+        )
     whole, suppressed = (reply.states["prototypes"] for reply in replies)
     assert whole["present"].all() and whole["prototypes"][row].any()
     assert not suppressed["present"][row] and not suppressed["prototypes"][row].any()
     others = [other for other in range(len(whole["present"])) if other != row]
-    assert suppressed["present"][others].all() and suppressed["prototypes"][others].equal(whole["prototypes"][others])
-    assert all(replies[0].states["model"][name].equal(tensor) for name, tensor in replies[1].states["model"].items())
+    assert suppressed["present"][others].all() and suppressed["prototypes"][others].equal(
+        whole["prototypes"][others]
+    )
+    assert all(
+        replies[0].states["model"][name].equal(tensor)
+        for name, tensor in replies[1].states["model"].items()
+    )
     stored = participants[1]._algorithm.recall(1).memory.states["prototypes"]["prototypes"]
     assert stored.equal(whole["prototypes"]), "the site itself uses all of them"
 
 
 def test_suppressed_statistics_do_not_change_the_ridge_selector() -> None:
     method = get_method("fedsm")
-    log, server, algorithms = squares.federation(method.site_class, method.server_class, rounds=1, selector="ridge", gamma=0.5)
+    log, server, algorithms = squares.federation(
+        method.site_class, method.server_class, rounds=1, selector="ridge", gamma=0.5
+    )
     step, _, replies = next(turn for turn in log if turn.step.phase == "selector_features")
     phase = method.site_class.phase("selector_features")
 
@@ -188,8 +259,12 @@ def test_suppressed_statistics_do_not_change_the_ridge_selector() -> None:
 
     without = solved({name: replies[name] for name in ("A", "C")})
     suppressed = {**replies, "B": suppressed_at("B", replies["B"])}
-    assert not any(tensor.any() for tensor in suppressed["B"].states["selector_statistics"].values())
-    assert squares.equal(solved(suppressed), without) and not squares.equal(solved(replies), without)
+    assert not any(
+        tensor.any() for tensor in suppressed["B"].states["selector_statistics"].values()
+    )
+    assert squares.equal(solved(suppressed), without) and not squares.equal(
+        solved(replies), without
+    )
     all_suppressed = {name: suppressed_at(name, reply) for name, reply in replies.items()}
     assert squares.equal(solved(all_suppressed), solved(replies)), "the selector does not change"
 
@@ -197,26 +272,50 @@ def test_suppressed_statistics_do_not_change_the_ridge_selector() -> None:
 # ---- any declaration --------------------------------------------------------------------------------------------------------------
 
 
-def reply_of(per_class: PerClass, states: dict[str, Any], meta: dict[str, Any], measured: str = "", minimum: int = 3) -> Message:
+def reply_of(
+    per_class: PerClass,
+    states: dict[str, Any],
+    meta: dict[str, Any],
+    measured: str = "",
+    minimum: int = 3,
+) -> Message:
     entry = TensorSpec("cells", "for a test", per_class=per_class, measured=measured)
     table: MetaSpec[Any] = MetaSpec("table", per_class=per_class, measured=measured)
     phase = Phase("train", reply=(entry, TensorSpec("model")), meta=(table,))
-    return Suppression(rare_square(squares.CLASSIFICATION), minimum).suppressed(Message(states, meta), phase, squares.plan_of(FedAvgSite, FedAvgServer))
+    return Suppression(rare_square(squares.CLASSIFICATION), minimum).suppressed(
+        Message(states, meta), phase, squares.plan_of(FedAvgSite, FedAvgServer)
+    )
 
 
 def test_values_of_a_small_class_and_all_counts_are_suppressed() -> None:
-    cells = {"mean": torch.ones(3, 2), "count": torch.tensor([6, 4, 2]), "total": torch.tensor(12.0), "pair": torch.ones(2, 3)}
+    cells = {
+        "mean": torch.ones(3, 2),
+        "count": torch.tensor([6, 4, 2]),
+        "total": torch.tensor(12.0),
+        "pair": torch.ones(2, 3),
+    }
     model = {"w": torch.ones(3)}
     values = reply_of(
-        "values", {"cells": cells, "model": model}, {"table": {"dark": 1.0, "bright": 2.0, "more": {"medium": 3.0, "sum": 9}}}
+        "values",
+        {"cells": cells, "model": model},
+        {"table": {"dark": 1.0, "bright": 2.0, "more": {"medium": 3.0, "sum": 9}}},
     )
     assert values.states["cells"]["mean"].tolist() == [[1, 1], [1, 1], [0, 0]]
-    assert not values.states["cells"]["count"].any() and values.states["cells"]["count"].dtype == torch.int64
+    assert (
+        not values.states["cells"]["count"].any()
+        and values.states["cells"]["count"].dtype == torch.int64
+    )
     assert not values.states["cells"]["total"].any() and not values.states["cells"]["pair"].any()
     assert values.meta["table"] == {"dark": 1.0, "more": {"medium": 3.0, "sum": None}}
-    counts = reply_of("counts", {"cells": {"share": torch.ones(3)}, "model": model}, {"table": [0.5, 0.3, 0.2]})
+    counts = reply_of(
+        "counts", {"cells": {"share": torch.ones(3)}, "model": model}, {"table": [0.5, 0.3, 0.2]}
+    )
     assert not counts.states["cells"]["share"].any() and counts.meta["table"] == []
-    assert reply_of("values", {}, {"table": [[1.0], [2.0], [3.0]]}).meta["table"] == [[1.0], [2.0], []]
+    assert reply_of("values", {}, {"table": [[1.0], [2.0], [3.0]]}).meta["table"] == [
+        [1.0],
+        [2.0],
+        [],
+    ]
     for kept in (values, counts):
         assert kept.states["model"] is model
     assert cells["mean"].all() and cells["count"].tolist() == [6, 4, 2]
@@ -224,8 +323,15 @@ def test_values_of_a_small_class_and_all_counts_are_suppressed() -> None:
 
 def test_an_entry_measured_on_few_patients_is_zero() -> None:
     cells = {"mean": torch.ones(3, 2)}
-    assert reply_of("", {"cells": cells}, {}, measured="validation", minimum=4).states["cells"] is cells
-    assert not reply_of("", {"cells": cells}, {}, measured="validation", minimum=5).states["cells"]["mean"].any()
+    assert (
+        reply_of("", {"cells": cells}, {}, measured="validation", minimum=4).states["cells"]
+        is cells
+    )
+    assert (
+        not reply_of("", {"cells": cells}, {}, measured="validation", minimum=5)
+        .states["cells"]["mean"]
+        .any()
+    )
 
 
 # ---- counts by class -------------------------------------------------------------------------------------------------------------
@@ -234,34 +340,56 @@ def test_an_entry_measured_on_few_patients_is_zero() -> None:
 def test_confusion_counts_of_a_small_class_are_suppressed() -> None:
     """Five patients, one of them in class 1."""
     task = small_task("classification")
-    cases = Cases("abcde", {}, torch.full((5, 3), 1 / 3, dtype=torch.float64), torch.tensor([0, 0, 2, 2, 1]))
-    assert has_small_class(cases, task, 2) and not has_small_class(cases, task, 1) and not has_small_class(cases, task, 0)
+    cases = Cases(
+        "abcde", {}, torch.full((5, 3), 1 / 3, dtype=torch.float64), torch.tensor([0, 0, 2, 2, 1])
+    )
+    assert (
+        has_small_class(cases, task, 2)
+        and not has_small_class(cases, task, 1)
+        and not has_small_class(cases, task, 0)
+    )
     common = replace(cases, targets=torch.tensor([0, 0, 2, 2, 2]))
     assert not has_small_class(common, task, 2) and has_small_class(common, task, 3)
     assert not has_small_class(Cases("ab", {"dice": torch.ones(2)}), task, 9)
 
 
-def measured(task: TaskConfig, targets: torch.Tensor, minimum: int, always: tuple[float, ...] = ()) -> dict[str, Any]:
+def measured(
+    task: TaskConfig, targets: torch.Tensor, minimum: int, always: tuple[float, ...] = ()
+) -> dict[str, Any]:
     """The final metadata of a site with a test patient for each target; its network answers `always` for each pixel, if given."""
     names = tuple("abcdefgh"[: len(targets)])
     part = Split(torch.rand(len(targets), 1, 16, 16), targets, names, names)
     site = Site("A", task, SiteData(part, part, part))
     state = site.network().state_dict()
     if always:
-        state |= {"head.weight": torch.zeros_like(state["head.weight"]), "head.bias": torch.tensor(always)}
+        state |= {
+            "head.weight": torch.zeros_like(state["head.weight"]),
+            "head.bias": torch.tensor(always),
+        }
     model = plain_message(state)
-    meta = evaluated(site, {"global": model, "deployed": model}, lambda *kept: None, minimum, method=get_method("fedavg"))
+    meta = evaluated(
+        site,
+        {"global": model, "deployed": model},
+        lambda *kept: None,
+        minimum,
+        method=get_method("fedavg"),
+    )
     assert declaration_problem(Message({}, meta), DELIVERS) is None
     return meta
 
 
 @pytest.mark.parametrize(("minimum", "sent"), [(0, True), (2, True), (3, False)])
 def test_confusion_counts_are_sent_if_no_class_is_small(minimum: int, sent: bool) -> None:
-    meta = measured(small_task("classification", labels=["dark", "bright"]), torch.tensor([0, 0, 1, 1]), minimum)
+    meta = measured(
+        small_task("classification", labels=["dark", "bright"]), torch.tensor([0, 0, 1, 1]), minimum
+    )
     assert meta["metrics"]["global"]["accuracy"] is not None
     assert ("classes" in meta) == sent
     if sent:
-        assert meta["classes"]["global"] == meta["classes"]["deployed"] and "personal" not in meta["classes"]
+        assert (
+            meta["classes"]["global"] == meta["classes"]["deployed"]
+            and "personal" not in meta["classes"]
+        )
         assert sum(map(sum, meta["classes"]["global"]["confusion"][0])) == 4
 
 
@@ -272,9 +400,15 @@ def test_metrics_of_structures_are_sent_if_no_structure_is_small(minimum: int, s
     targets = torch.ones(8, 16, 16, dtype=torch.long)
     targets[:6, 0, 0] = 2
     meta = measured(task, targets, minimum, always=(0.0, 1.0, -1.0))
-    assert ("by_label" in meta) == ("intervals" in meta) == sent and meta["metrics"]["global"]["dice"] is not None
+    assert ("by_label" in meta) == ("intervals" in meta) == sent and meta["metrics"]["global"][
+        "dice"
+    ] is not None
     if sent:
-        assert meta["by_label"]["deployed"]["cup"]["dice"] == 0 < meta["by_label"]["deployed"]["disc"]["dice"]
+        assert (
+            meta["by_label"]["deployed"]["cup"]["dice"]
+            == 0
+            < meta["by_label"]["deployed"]["disc"]["dice"]
+        )
         assert meta["intervals"]["deployed"]["cup"]["dice"] == [0, 0]
         for item, wrong in {"by_label": 2.0, "intervals": [0.0, 2.0]}.items():
             invalid = {**meta, item: {"global": {"cup": {"dice": wrong}}}}
@@ -302,12 +436,28 @@ def test_a_federation_without_counts_by_class(method: str) -> None:
 
     def member(name: str) -> Participant:
         local = LocalSettings(minimum_patients=3)
-        return Participant(name, lambda role: rare_square(squares.SEGMENTATION, name), chosen, options, local=local)
+        return Participant(
+            name, lambda role: rare_square(squares.SEGMENTATION, name), chosen, options, local=local
+        )
 
-    run = Run(chosen, squares.SEGMENTATION, options, run_settings({"rounds": 1, "seed": squares.SEED, "outside": ["O"]}), ("A", "B", "C"))
+    run = Run(
+        chosen,
+        squares.SEGMENTATION,
+        options,
+        run_settings({"rounds": 1, "seed": squares.SEED, "outside": ["O"]}),
+        ("A", "B", "C"),
+    )
     results = run.execute(LocalExchange("ABCO", member))
     assert results["status"] == "COMPLETED", results["reason"]
-    warnings = [event["message"] for event in results["events"] if event["kind"] == "warning" and event["site"] == "A"]
-    assert "no counts by class leave the site: a class has fewer than 3 training patients" in warnings
+    warnings = [
+        event["message"]
+        for event in results["events"]
+        if event["kind"] == "warning" and event["site"] == "A"
+    ]
+    assert (
+        "no counts by class leave the site: a class has fewer than 3 training patients" in warnings
+    )
     assert method == "iop_fl" or any("minimum_patients" in line for line in warnings)
-    assert not any("is in no site's training images" in event["message"] for event in results["events"])
+    assert not any(
+        "is in no site's training images" in event["message"] for event in results["events"]
+    )

@@ -12,31 +12,54 @@ ALONG = torch.tensor([0.1, 0.1, 0.0, 0.0])
 
 
 def validated(
-    lengths: list[float], images: list[int] | None = None, weights: bool = True, sent: bool = True, strict: bool = False
+    lengths: list[float],
+    images: list[int] | None = None,
+    weights: bool = True,
+    sent: bool = True,
+    strict: bool = False,
 ) -> Validated:
     """A round in which the sites' updates have one direction, or for a negative length the opposite one."""
     sites = "ABCDE"[: len(lengths)]
     replies = {
-        site: Message({"model": {"w": WEIGHTS["w"] * sent + length * ALONG}}, {}) for site, length in zip(sites, lengths, strict=True)
+        site: Message({"model": {"w": WEIGHTS["w"] * sent + length * ALONG}}, {})
+        for site, length in zip(sites, lengths, strict=True)
     }
-    enrolled = {site: {"train": count} for site, count in zip(sites, images or [4] * len(sites), strict=True)}
+    enrolled = {
+        site: {"train": count}
+        for site, count in zip(sites, images or [4] * len(sites), strict=True)
+    }
     requests = {site: Message({"model": dict(WEIGHTS)} if sent else {}, {}) for site in sites}
     chosen = ["model"] if weights else []
-    return validate_replies(replies, {"model": StateSpec.like(WEIGHTS, "")}, requests, enrolled, weights=chosen, strict=strict)
+    return validate_replies(
+        replies,
+        {"model": StateSpec.like(WEIGHTS, "")},
+        requests,
+        enrolled,
+        weights=chosen,
+        strict=strict,
+    )
 
 
-@pytest.mark.parametrize("lengths", [[1, 1, 11], [1, 2, 16], [1, 1, 1, 11], [1, 1, 90, 90], [1, 1, 1, 1e30]])
+@pytest.mark.parametrize(
+    "lengths", [[1, 1, 11], [1, 2, 16], [1, 1, 1, 11], [1, 1, 90, 90], [1, 1, 1, 1e30]]
+)
 def test_longer_than_ten_times_the_others_median_is_rejected(lengths: list[float]) -> None:
     """Two sites with the same fault are detected if they are at most half."""
-    assert validated(lengths).rejected.keys() == {site for site, length in zip("ABCD", lengths, strict=False) if length > 10}
+    assert validated(lengths).rejected.keys() == {
+        site for site, length in zip("ABCD", lengths, strict=False) if length > 10
+    }
 
 
-@pytest.mark.parametrize("lengths", [[1, 1, 2.9], [1e-4, 1, 1], [1, 2, 1, 2], [0, 1, 1], [0, 0, 0], [1, 9], [1]])
+@pytest.mark.parametrize(
+    "lengths", [[1, 1, 2.9], [1e-4, 1, 1], [1, 2, 1, 2], [0, 1, 1], [0, 0, 0], [1, 9], [1]]
+)
 def test_a_short_update_is_accepted(lengths: list[float]) -> None:
     result = validated(lengths)
     assert not result.rejected and not result.suspicious
     for length, site in zip(lengths, "ABCD", strict=False):
-        assert torch.equal(result.accepted[site].states["model"]["w"], WEIGHTS["w"] + length * ALONG), "as it was sent"
+        assert torch.equal(
+            result.accepted[site].states["model"]["w"], WEIGHTS["w"] + length * ALONG
+        ), "as it was sent"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +75,9 @@ def test_a_short_update_is_accepted(lengths: list[float]) -> None:
         ([0, 1, 9], [4, 4, 4], 1),  # a site that did not move does not count
     ],
 )
-def test_an_update_beyond_three_times_the_usual_length_is_clipped_to_it(lengths: list[float], images: list[int], used: float) -> None:
+def test_an_update_beyond_three_times_the_usual_length_is_clipped_to_it(
+    lengths: list[float], images: list[int], used: float
+) -> None:
     result = validated(lengths, images)
     assert torch.allclose(result.accepted["C"].states["model"]["w"], WEIGHTS["w"] + used * ALONG)
     assert ("C" in result.suspicious) == (used != lengths[2])
@@ -65,11 +90,21 @@ def test_a_clipped_update_is_rejected_on_request() -> None:
 
 def test_one_tensor_is_clipped_alone_and_variances_stay_variances() -> None:
     """Weights a, b of 50 numbers: in b 2 is usual (twice its share), C moves 12. Its variance goes to 0, ten times as far as usual."""
-    sent = {"a": torch.ones(50), "b": torch.ones(50), "running_var": torch.ones(2), "steps": torch.tensor(1), "alone": torch.ones(0)}
+    sent = {
+        "a": torch.ones(50),
+        "b": torch.ones(50),
+        "running_var": torch.ones(2),
+        "steps": torch.tensor(1),
+        "alone": torch.ones(0),
+    }
     step, along = torch.full((50,), 50**-0.5), torch.ones(2)
 
     def reply(b: float, variance: float) -> Message:
-        moved = {"a": sent["a"] + step, "b": sent["b"] + b * step, "running_var": sent["running_var"] - variance * along}
+        moved = {
+            "a": sent["a"] + step,
+            "b": sent["b"] + b * step,
+            "running_var": sent["running_var"] - variance * along,
+        }
         return Message({"model": {**sent, **moved, "steps": torch.tensor(7)}}, {})
 
     replies = {"A": reply(1, 0.05), "B": reply(1, 0.05), "C": reply(12, 1.0)}
@@ -77,8 +112,12 @@ def test_one_tensor_is_clipped_alone_and_variances_stay_variances() -> None:
     result = validate_replies(replies, {"model": StateSpec.like(sent, "")}, requests, {})
     state = result.accepted["C"].states["model"]
     twice_its_share = 2 * 0.5**0.5 * 2**0.5  # of the length of a and b together
-    assert torch.allclose(state["b"], sent["b"] + twice_its_share * step) and torch.equal(state["a"], replies["A"].states["model"]["a"])
-    assert torch.allclose(state["running_var"], torch.full((2,), 1 - 2 * 0.05)) and state["steps"] == 7
+    assert torch.allclose(state["b"], sent["b"] + twice_its_share * step) and torch.equal(
+        state["a"], replies["A"].states["model"]["a"]
+    )
+    assert (
+        torch.allclose(state["running_var"], torch.full((2,), 1 - 2 * 0.05)) and state["steps"] == 7
+    )
     assert "model/" in result.suspicious["C"]
     assert result.accepted["A"] is replies["A"]
 
@@ -88,7 +127,9 @@ def test_a_tensor_that_holds_a_whole_update_is_rejected() -> None:
     sent = {"weight": torch.zeros(10000), "bias": torch.zeros(1)}
     honest = {"weight": torch.full((10000,), 0.01), "bias": torch.full((1,), 0.01)}
     replies = {site: Message({"model": dict(honest)}, {}) for site in "AB"}
-    replies["C"] = Message({"model": {"weight": torch.zeros(10000), "bias": torch.full((1,), 9.0)}}, {})
+    replies["C"] = Message(
+        {"model": {"weight": torch.zeros(10000), "bias": torch.full((1,), 9.0)}}, {}
+    )
     requests = {site: Message({"model": dict(sent)}, {}) for site in replies}
     result = validate_replies(replies, {"model": StateSpec.like(sent, "")}, requests, {})
     assert result.rejected.keys() == {"C"} and "bias" in result.rejected["C"]
@@ -100,18 +141,30 @@ def test_what_is_no_new_version_of_what_was_sent_is_not_clipped() -> None:
 
 @pytest.mark.parametrize(
     ("images", "length", "accepted"),
-    [([4, 4, 4], 14, False), ([4, 4, 8], 14, True), ([400, 4, 4], 14, False), ([4, 4, 400], 90, True), ([4, 4, 10**9], 110, False)],
+    [
+        ([4, 4, 4], 14, False),
+        ([4, 4, 8], 14, True),
+        ([400, 4, 4], 14, False),
+        ([4, 4, 400], 90, True),
+        ([4, 4, 10**9], 110, False),
+    ],
 )
-def test_a_site_with_more_images_may_move_further_up_to_a_hundredfold(images: list[int], length: float, accepted: bool) -> None:
+def test_a_site_with_more_images_may_move_further_up_to_a_hundredfold(
+    images: list[int], length: float, accepted: bool
+) -> None:
     """Of honest sites of 400, 8 and 8 images the large one's update is 64 times as long (SGD with momentum), of 60, 8 and 8 20 times."""
     assert ("C" in validated([1, 1, length], images).accepted) == accepted
 
 
 def test_the_limit_is_a_hundred_for_two_sites_and_for_statistics() -> None:
     assert not validated([1, 90]).rejected and validated([1, 110]).rejected.keys() == {"B"}
-    assert not validated([1, 1, 90], sent=False).rejected, "gradients of honest sites differ more than updates do"
+    assert not validated([1, 1, 90], sent=False).rejected, (
+        "gradients of honest sites differ more than updates do"
+    )
     assert validated([1, 1, 110], sent=False).rejected.keys() == {"C"}
-    assert validated([1, 1, 11], weights=False).rejected.keys() == {"C"}, "a new version of what is no network"
+    assert validated([1, 1, 11], weights=False).rejected.keys() == {"C"}, (
+        "a new version of what is no network"
+    )
 
 
 def test_an_update_against_the_others_is_suspicious_or_rejected() -> None:
@@ -119,7 +172,9 @@ def test_an_update_against_the_others_is_suspicious_or_rejected() -> None:
     assert list(result.accepted) == ["A", "B", "C"] and result.suspicious.keys() == {"C"}
     assert validated([1, 1, -1], strict=True).rejected.keys() == {"C"}
     assert validated([1, -1], strict=True).suspicious.keys() == {"A", "B"}
-    assert not validated([1, 1, -1], weights=False).suspicious, "only weights of the network have a direction"
+    assert not validated([1, 1, -1], weights=False).suspicious, (
+        "only weights of the network have a direction"
+    )
 
 
 def test_a_maximum_weight_that_not_all_sites_can_meet_gives_the_smallest_count() -> None:

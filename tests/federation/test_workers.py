@@ -58,9 +58,8 @@ def test_any_number_of_workers_gives_the_same_bits(
     for part in ("status", "sites", "mean", "traffic", "events"):
         assert runs[1][part] == runs[3][part]
     reports = [(tmp_path / str(workers) / "report.html").read_text() for workers in runs]
-    assert reports[0].count("<img") == reports[1].count(
-        "<img"
-    )  # what sites show reaches the report from their processes, too
+    # What sites show reaches the report from their processes, too.
+    assert reports[0].count("<img") == reports[1].count("<img")
 
 
 def test_a_killed_process_is_a_failure_of_its_site_alone(tmp_path: Path) -> None:
@@ -85,9 +84,8 @@ def test_a_killed_process_is_a_failure_of_its_site_alone(tmp_path: Path) -> None
 
 
 def test_an_error_of_the_code_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
-    before = (
-        psutil.Process().children()
-    )  # other tests leave ended ones, which Python takes note of when it starts the next one
+    # Other tests leave ended ones, which Python takes note of when it starts the next one.
+    before = psutil.Process().children()
     with pytest.raises(
         RuntimeError, match=r"site B failed in '\w+' of round 0:(.|\n)*ZeroDivisionError"
     ):

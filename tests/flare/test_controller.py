@@ -29,7 +29,8 @@ from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task
 
 ROUNDS, SEED = 1, 3
-LAST: dict[str, Any] = {"server": {"selection": "last"}}  # the best round may be the one before anything was aggregated
+# The best round may be the one before anything was aggregated.
+LAST: dict[str, Any] = {"server": {"selection": "last"}}
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +47,34 @@ def server(tmp_path: Path) -> Server:
     ("spoil", "method", "task", "token"),
     [
         (lambda server: server.task_file.unlink(), "fedavg", "unknown", "task.json"),
-        (lambda server: server.task_file.write_text('{"name": "ph'), "fedavg", "unknown", "task.json"),
-        (lambda server: edit(server.task_file, lambda task: task.update(batchsize=4)), "fedavg", "unknown", "batchsize"),
-        (lambda server: setattr(server, "aggregator", WeightedAggregator(method="fedms")), "fedms", "phantom", "fedms"),
+        (
+            lambda server: server.task_file.write_text('{"name": "ph'),
+            "fedavg",
+            "unknown",
+            "task.json",
+        ),
+        (
+            lambda server: edit(server.task_file, lambda task: task.update(batchsize=4)),
+            "fedavg",
+            "unknown",
+            "batchsize",
+        ),
+        (
+            lambda server: setattr(server, "aggregator", WeightedAggregator(method="fedms")),
+            "fedms",
+            "phantom",
+            "fedms",
+        ),
         (lambda server: setattr(server, "aggregator", None), "unknown", "phantom", "aggregator"),
     ],
 )
 def test_an_invalid_job_leaves_results(
-    server: Server, spoil: Callable[[Server], object], method: str, task: str, token: str, capsys: pytest.CaptureFixture[str]
+    server: Server,
+    spoil: Callable[[Server], object],
+    method: str,
+    task: str,
+    token: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     spoil(server)
     server.run(MedflareController(rounds=3, seed=7, outside=["site-2"]))
@@ -61,7 +82,10 @@ def test_an_invalid_job_leaves_results(
     assert (results["status"], results["method"], results["task"]) == ("FAILED", method, task)
     assert token in results["reason"] and server.panics == [results["reason"]]
     assert (results["rounds"], results["seed"]) == (3, 7)
-    assert {name: site["role"] for name, site in results["sites"].items()} == {"site-1": "inside", "site-2": "outside"}
+    assert {name: site["role"] for name, site in results["sites"].items()} == {
+        "site-1": "inside",
+        "site-2": "outside",
+    }
     assert [event["kind"] for event in results["events"]] == ["failed"]
     assert "FAILED" in (server.root / "job" / "medflare" / "report.html").read_text()
     assert main(["results", str(server.root)]) == 1
@@ -77,26 +101,40 @@ def test_an_invalid_job_leaves_results(
         ({"resume": "gone"}, "gone"),
     ],
 )
-def test_invalid_settings_leave_results(server: Server, settings: dict[str, Any], token: str) -> None:
+def test_invalid_settings_leave_results(
+    server: Server, settings: dict[str, Any], token: str
+) -> None:
     server.run(MedflareController(**{"rounds": 3, "seed": 7, **settings}))
     results = load_results(server.root)
-    assert results["status"] == "FAILED" and token in results["reason"] and server.panics == [results["reason"]]
+    assert (
+        results["status"] == "FAILED"
+        and token in results["reason"]
+        and server.panics == [results["reason"]]
+    )
 
 
-def test_a_bug_in_the_run_is_a_failure_with_its_reason(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_the_run_is_a_failure_with_its_reason(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*arguments: Any) -> None:
         raise ZeroDivisionError("by nothing")
 
     monkeypatch.setattr("medflare.federation.schedule.Federation.run", broken)
     server.run(MedflareController(rounds=1, seed=0))
-    assert server.panics == [load_results(server.root)["reason"]] == ["ZeroDivisionError: by nothing"]
+    assert (
+        server.panics == [load_results(server.root)["reason"]] == ["ZeroDivisionError: by nothing"]
+    )
 
 
 def test_heartbeats_are_noted_and_requests_for_work_are_held() -> None:
     controller, sites = MedflareController(rounds=1, seed=0), FakeController(CS=never_fetches)
-    fl_ctx: Any = SimpleNamespace(get_peer_context=lambda: SimpleNamespace(get_identity_name=lambda: "CS"))
+    fl_ctx: Any = SimpleNamespace(
+        get_peer_context=lambda: SimpleNamespace(get_identity_name=lambda: "CS")
+    )
     replies = [controller._on_message(topic, Shareable(), fl_ctx) for topic in (ALIVE, WORK)]
-    assert all(reply.get_return_code() == ReturnCode.OK for reply in replies), "before the run begins"
+    assert all(reply.get_return_code() == ReturnCode.OK for reply in replies), (
+        "before the run begins"
+    )
     controller._exchange = exchange(sites)
     heard = controller._exchange.heard
     controller._on_message(ALIVE, Shareable(), fl_ctx)
@@ -109,9 +147,16 @@ def test_late_replies_become_a_limited_number_of_events(server: Server) -> None:
     """Their number and the task's name are up to the site, and events go into every record of the run."""
     controller = MedflareController(rounds=1, seed=0)
     for _ in range(1000):
-        controller.process_result_of_unknown_task(SimpleNamespace(name="site-1"), "train" * 10**5, "1", Shareable(), server.context())
-    controller.process_result_of_unknown_task(SimpleNamespace(name="site-2"), "train", "1", Shareable(), server.context())
-    assert len(controller._events) == 21 and max(len(event["message"]) for event in controller._events) < 200
+        controller.process_result_of_unknown_task(
+            SimpleNamespace(name="site-1"), "train" * 10**5, "1", Shareable(), server.context()
+        )
+    controller.process_result_of_unknown_task(
+        SimpleNamespace(name="site-2"), "train", "1", Shareable(), server.context()
+    )
+    assert (
+        len(controller._events) == 21
+        and max(len(event["message"]) for event in controller._events) < 200
+    )
 
 
 def test_the_start_of_the_controller_patches_flares_task_monitor() -> None:
@@ -166,14 +211,19 @@ def test_a_completed_job_leaves_no_checkpoint_of_itself_or_of_the_one_that_it_re
 # -- the aggregator of a job ------------------------------------------------------------------------------------------------
 
 
-def served(folder: Path, aggregator: MethodAggregator, task: TaskConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+def served(
+    folder: Path, aggregator: MethodAggregator, task: TaskConfig, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, bytes]:
     """The models, by path, of a run that the controller makes with this component."""
     exchange = in_this_process(get_method(aggregator.method_name), task, LAST, SEED)
     monkeypatch.setattr("medflare.flare.tasks.TaskExchange", exchange)
     server = Server(folder, aggregator, task)
     server.run(MedflareController(rounds=ROUNDS, seed=SEED))
     assert load_results(folder)["status"] == "COMPLETED", server.panics
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("job/medflare/models/**/model.safetensors")}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.glob("job/medflare/models/**/model.safetensors")
+    }
 
 
 def doctor(aggregation: Aggregation[Any]) -> None:
@@ -190,21 +240,32 @@ def doctor(aggregation: Aggregation[Any]) -> None:
 
 
 @pytest.mark.parametrize("method", AGGREGATORS)
-def test_the_component_makes_the_next_model(method: str, task: TaskConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_component_makes_the_next_model(
+    method: str, task: TaskConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right, wrong = AGGREGATORS[method](LAST), AGGREGATORS[method](LAST)
     doctor(wrong.aggregation)
-    models, doctored = (served(tmp_path / name, part, task, monkeypatch) for name, part in (("right", right), ("wrong", wrong)))
+    models, doctored = (
+        served(tmp_path / name, part, task, monkeypatch)
+        for name, part in (("right", right), ("wrong", wrong))
+    )
     assert models and doctored.keys() == models.keys() and doctored != models
 
 
 def test_an_aggregator_takes_every_spelling_of_its_hyper_parameters() -> None:
-    for spelling in ({"server.lam": 0.3}, {"server": {"lam": 0.3}}, {"site": {"personalization": "softpull"}, "lam": 0.3}):
+    for spelling in (
+        {"server.lam": 0.3},
+        {"server": {"lam": 0.3}},
+        {"site": {"personalization": "softpull"}, "lam": 0.3},
+    ):
         assert MethodAggregator(spelling, "fedsm").aggregation.hyper.lam == 0.3
 
 
 def test_hyper_parameters_of_two_methods(task: TaskConfig, tmp_path: Path) -> None:
     """`mu` is MOON's: the controller, which knows both algorithms, sorts them before the aggregation is made."""
-    aggregation = MethodAggregator({"site": {"mu": 0.7}, "server": {"consistency": False}}, "grace").aggregation
+    aggregation = MethodAggregator(
+        {"site": {"mu": 0.7}, "server": {"consistency": False}}, "grace"
+    ).aggregation
     assert not aggregation.hyper.consistency
     server = Server(tmp_path, MethodAggregator({"mu": 0.7, "consistency": False}, "grace"), task)
     controller = MedflareController(rounds=1, seed=0, site_algorithm="moon")

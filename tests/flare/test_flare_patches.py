@@ -58,7 +58,9 @@ def test_received_streams_share_one_cleanup_thread() -> None:
 def monitored() -> Iterator[tuple[WFCommServer, FLContext]]:
     """FLARE's own server side of tasks with two sites, as a run's controller has it, its monitor at work."""
     engine = SimpleNamespace(get_clients=lambda: [Client("CS", "1"), Client("DU", "2")])
-    manager = FLContextManager(engine=engine, identity_name="server", job_id="job", public_stickers={}, private_stickers={})
+    manager = FLContextManager(
+        engine=engine, identity_name="server", job_id="job", public_stickers={}, private_stickers={}
+    )
     engine.new_context = manager.new_context
     communicator = WFCommServer(task_check_period=0.01)
     communicator._engine, communicator.controller = engine, SimpleNamespace(name="controller")
@@ -77,15 +79,21 @@ def test_the_task_monitor_survives_a_task_that_is_fetched_twice() -> None:
     with monitored() as (communicator, fl_ctx):
         for step in range(2):
             for site in ("CS", "DU"):
-                task = Task("train", Shareable(), result_received_cb=lambda client_task, fl_ctx: None)
+                task = Task(
+                    "train", Shareable(), result_received_cb=lambda client_task, fl_ctx: None
+                )
                 communicator.send(task, fl_ctx, targets=[site])
             given = {}
             for site in ("CS", "DU", "CS") if step == 0 else ("CS", "DU"):
                 _, given[site], _ = communicator.process_task_request(Client(site, "1"), fl_ctx)
             if step == 0:
-                assert [len(task.client_tasks) for task in communicator._tasks] == [2, 1], "FLARE notes it once: the patch can go"
+                assert [len(task.client_tasks) for task in communicator._tasks] == [2, 1], (
+                    "FLARE notes it once: the patch can go"
+                )
             for site, number in given.items():
-                communicator.process_submission(Client(site, "1"), "train", number, Shareable(), fl_ctx)
+                communicator.process_submission(
+                    Client(site, "1"), "train", number, Shareable(), fl_ctx
+                )
             assert eventually(lambda: not communicator._tasks, seconds=20)
         assert communicator._task_monitor.is_alive() and not communicator._client_task_map
 
@@ -106,7 +114,9 @@ def test_a_poll_without_an_answer_is_repeated_after_30_seconds() -> None:
     assert communicator.timeout == 30.0
 
 
-def test_simulator_ports_are_free_and_not_handed_out_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulator_ports_are_free_and_not_handed_out_by_the_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ports = quiet_ports(3)
     assert len(set(ports)) == 3
     if RANGE.exists():

@@ -35,11 +35,8 @@ DIES = "import os; os.kill(os.getpid(), 9)"
     ("programs", "started", "code"),
     [
         ((DIES, DIES, "pass"), 3, JobReturnCode.SUCCESS),
-        (
-            (DIES,),
-            3,
-            JobReturnCode.UNKNOWN,
-        ),  # FLARE would end the job for all sites on an execution error
+        # FLARE would end the job for all sites on an execution error.
+        ((DIES,), 3, JobReturnCode.UNKNOWN),
         (("raise SystemExit(1)",), 1, JobReturnCode.EXECUTION_ERROR),
     ],
 )

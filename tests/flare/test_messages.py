@@ -61,19 +61,35 @@ def test_a_tensor_survives(name: str) -> None:
     after = sent(Message({"model": {name: before}})).states["model"][name]
     assert after.dtype == before.dtype and after.shape == before.shape
     assert torch.equal(torch.signbit(after.double()), torch.signbit(before.double()))
-    assert torch.equal(after.nan_to_num(12345.0), before.nan_to_num(12345.0)) if before.is_floating_point() else torch.equal(after, before)
+    assert (
+        torch.equal(after.nan_to_num(12345.0), before.nan_to_num(12345.0))
+        if before.is_floating_point()
+        else torch.equal(after, before)
+    )
 
 
 def test_metadata_and_the_order_of_states_survive() -> None:
-    meta = {"n": {"train": 3}, "loss": 0.1, "none": None, "list": [1, "two", [3.5]], "flag": True, "text": "Zürich"}
-    states = {entry: {"b.weight": torch.ones(2), "a.bias": torch.zeros(1)} for entry in ("model", "personal", "selector")}
+    meta = {
+        "n": {"train": 3},
+        "loss": 0.1,
+        "none": None,
+        "list": [1, "two", [3.5]],
+        "flag": True,
+        "text": "Zürich",
+    }
+    states = {
+        entry: {"b.weight": torch.ones(2), "a.bias": torch.zeros(1)}
+        for entry in ("model", "personal", "selector")
+    }
     after = sent(Message(states, meta))
     assert after.meta == meta and list(after.states) == ["model", "personal", "selector"]
     assert list(after.states["personal"]) == ["b.weight", "a.bias"]
 
 
 def test_everything_is_in_dxos_that_filters_see() -> None:
-    shareable = to_shareable(Message({"model": {"w": torch.ones(2)}, "personal": {"w": torch.ones(2)}}, {"n_samples": 4}))
+    shareable = to_shareable(
+        Message({"model": {"w": torch.ones(2)}, "personal": {"w": torch.ones(2)}}, {"n_samples": 4})
+    )
     leaves, errors = get_leaf_dxos(from_shareable(shareable), "result")
     assert not errors
     assert {name: leaf.data_kind for name, leaf in leaves.items()} == {
@@ -85,7 +101,11 @@ def test_everything_is_in_dxos_that_filters_see() -> None:
 
 def test_sent_tensors_are_free_of_the_graph() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    assert not to_message(to_shareable(Message({"model": {"w": weight}}))).states["model"]["w"].requires_grad
+    assert (
+        not to_message(to_shareable(Message({"model": {"w": weight}})))
+        .states["model"]["w"]
+        .requires_grad
+    )
 
 
 def test_reserved_name_and_foreign_content_are_refused() -> None:
@@ -107,20 +127,33 @@ def test_the_simulator_passes_messages_on_without_flares_headers() -> None:
     assert relayed.get_header("cookie") is None
     after = to_message(relayed)
     assert after.meta == {"n_samples": 4}
-    assert all(torch.equal(after.states["model"][name].nan_to_num(), tensor.nan_to_num()) for name, tensor in TENSORS.items())
+    assert all(
+        torch.equal(after.states["model"][name].nan_to_num(), tensor.nan_to_num())
+        for name, tensor in TENSORS.items()
+    )
 
 
 def test_filters_may_replace_arrays_by_scalars_and_tensors() -> None:
     messages.register_tensors()
     shareable = to_shareable(Message({"model": {"w": torch.ones(2)}}))
     model = from_shareable(shareable).data["model"].data
-    model |= {"count": np.float32(3), "tensor": torch.ones(1), "fixed": np.broadcast_to(np.float32(1), (2, 2))}
+    model |= {
+        "count": np.float32(3),
+        "tensor": torch.ones(1),
+        "fixed": np.broadcast_to(np.float32(1), (2, 2)),
+    }
     for arrived in (shareable, fobs.loads(fobs.dumps(shareable))):
-        shapes = {name: tuple(tensor.shape) for name, tensor in to_message(arrived).states["model"].items()}
+        shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in to_message(arrived).states["model"].items()
+        }
         assert shapes == {"w": (2,), "count": (), "tensor": (1,), "fixed": (2, 2)}
 
 
 def test_errors_are_sent_as_one_line() -> None:
     assert error_of(to_shareable(Message())) is None
     assert error_of(error_reply("mask 3.png\nis too small")) == "mask 3.png is too small"
-    assert error_of(make_reply(ReturnCode.TASK_ABORTED)) == "the task ended with FLARE's return code TASK_ABORTED"
+    assert (
+        error_of(make_reply(ReturnCode.TASK_ABORTED))
+        == "the task ended with FLARE's return code TASK_ABORTED"
+    )

@@ -60,9 +60,8 @@ def test_a_method_of_a_package_that_the_party_does_not_name_is_refused(tmp_path:
         with pytest.raises(ConfigError, match=name):
             authorize(("fedavg", name), {}, party(tmp_path))
     authorize((METHOD, METHOD), {}, party(tmp_path, METHOD))
-    authorize(
-        (METHOD,), {}, party(tmp_path, byoc=True)
-    )  # a job that may bring its own code may name installed code
+    # A job that may bring its own code may name installed code.
+    authorize((METHOD,), {}, party(tmp_path, byoc=True))
     assert METHOD not in sys.modules
 
 

@@ -17,7 +17,15 @@ from medflare.flare import simulator
 from medflare.flare.participants import ParticipantSpec
 from medflare.flare.simulator import Host, SimulatorHost, limit_spinning
 
-SPEC = {"name": "A", "method": "fedavg", "server_algorithm": "", "seed": 0, "task_file": "", "local_file": "", "folder": ""}
+SPEC = {
+    "name": "A",
+    "method": "fedavg",
+    "server_algorithm": "",
+    "seed": 0,
+    "task_file": "",
+    "local_file": "",
+    "folder": "",
+}
 
 
 @pytest.fixture
@@ -44,7 +52,9 @@ def host(tmp_path: Path) -> Iterator[Host]:
 def worker_of(folder: Path, site: str, seed: int = 0) -> str:
     """The address that the host gives for a site's worker."""
     with Client(str(folder / "host"), family="AF_UNIX") as connection:
-        connection.send_bytes(json.dumps({"spec": {**SPEC, "name": site, "seed": seed}, "devices": None}).encode())
+        connection.send_bytes(
+            json.dumps({"spec": {**SPEC, "name": site, "seed": seed}, "devices": None}).encode()
+        )
         return connection.recv_bytes().decode()
 
 
@@ -55,7 +65,9 @@ def test_a_site_has_one_worker_until_its_job_changes(host: Host, tmp_path: Path)
     assert worker_of(tmp_path, "A", seed=1) != first and not old.is_alive()
 
 
-def test_an_idle_worker_ends_and_is_replaced(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_worker_ends_and_is_replaced(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(simulator, "_TICK", 0.05)
     monkeypatch.setattr(simulator, "_IDLE", 0.2)
     first = worker_of(tmp_path, "A")
@@ -63,7 +75,9 @@ def test_an_idle_worker_ends_and_is_replaced(host: Host, tmp_path: Path, monkeyp
     assert worker_of(tmp_path, "A") != first
 
 
-def test_a_worker_gets_the_gpu_that_flare_gave_its_sites_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_gets_the_gpu_that_flare_gave_its_sites_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     host, requests = SimulatorHost(0), list[dict[str, object]]()
     host.folder.mkdir()
@@ -93,9 +107,15 @@ def test_flare_source_gives_a_sites_process_its_gpu_by_this_variable() -> None:
     assert 'os.environ["CUDA_VISIBLE_DEVICES"] = args.gpu' in source
 
 
-@pytest.mark.parametrize("chosen", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}, {"OMP_NUM_THREADS": "3"}], ids=str)
+@pytest.mark.parametrize(
+    "chosen",
+    [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}, {"OMP_NUM_THREADS": "3"}],
+    ids=str,
+)
 def test_openmp_threads_sleep_soon_unless_the_user_has_chosen(chosen: dict[str, str]) -> None:
     environment = dict(chosen)
     limit_spinning(environment)
-    spins = {} if chosen.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} else {"GOMP_SPINCOUNT": "1000"}
+    spins = (
+        {} if chosen.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} else {"GOMP_SPINCOUNT": "1000"}
+    )
     assert environment == chosen | spins

@@ -30,7 +30,9 @@ def message() -> Message:
 @pytest.fixture
 def delivered(tmp_path: Path, message: Message) -> Path:
     """The folder of a delivered model."""
-    save_model(tmp_path, TASK, message, {"method": "fedavg", "metrics": {"dice": 1 / 3, "hd95": None}})
+    save_model(
+        tmp_path, TASK, message, {"method": "fedavg", "metrics": {"dice": 1 / 3, "hd95": None}}
+    )
     return tmp_path
 
 
@@ -41,7 +43,13 @@ def card(delivered: Path) -> dict[str, Any]:
     return content
 
 
-def refused(folder: Path, named: str, card: object = None, error: type[Exception] = StateError, unsigned: bool = False) -> None:
+def refused(
+    folder: Path,
+    named: str,
+    card: object = None,
+    error: type[Exception] = StateError,
+    unsigned: bool = False,
+) -> None:
     """A delivered model, with another card if one is given, is not loaded."""
     if card is not None:
         (folder / "card.json").write_text(json.dumps(card))
@@ -50,19 +58,38 @@ def refused(folder: Path, named: str, card: object = None, error: type[Exception
 
 
 def test_a_stored_model_is_the_delivered_one(tmp_path: Path, message: Message) -> None:
-    save_model(tmp_path / "model", TASK, message, {"method": "fedavg", "site": "A", "metrics": {"dice": 0.5, "hd95": None}})
+    save_model(
+        tmp_path / "model",
+        TASK,
+        message,
+        {"method": "fedavg", "site": "A", "metrics": {"dice": 0.5, "hd95": None}},
+    )
     stored = load_model(tmp_path / "model")
-    assert stored.task == TASK and stored.kind == "plain" and stored.message.meta["selected_round"] == 7
+    assert (
+        stored.task == TASK
+        and stored.kind == "plain"
+        and stored.message.meta["selected_round"] == 7
+    )
     network, images = initial_network(TASK, seed=3).eval(), torch.rand(2, 3, 64, 64)
     with torch.no_grad():
         assert torch.equal(stored.build()(images), network(images).sigmoid())
-    assert {file.name for file in (tmp_path / "model").iterdir()} == {"model.safetensors", "card.json"}
+    assert {file.name for file in (tmp_path / "model").iterdir()} == {
+        "model.safetensors",
+        "card.json",
+    }
     card = json.loads((tmp_path / "model/card.json").read_text())
-    assert card["schema"] == 1 and card["method"] == "fedavg" and card["fingerprint"] == TASK.fingerprint() and card["versions"]["torch"]
+    assert (
+        card["schema"] == 1
+        and card["method"] == "fedavg"
+        and card["fingerprint"] == TASK.fingerprint()
+        and card["versions"]["torch"]
+    )
 
 
 def test_other_kinds_are_built_by_the_given_builder(tmp_path: Path) -> None:
-    save_model(tmp_path, TASK, Message({"scale": {"by": torch.tensor(2.0)}}, {"kind": "doubled"}), {})
+    save_model(
+        tmp_path, TASK, Message({"scale": {"by": torch.tensor(2.0)}}, {"kind": "doubled"}), {}
+    )
     stored = load_model(tmp_path)
     built = stored.build(lambda task, message: nn.PReLU(init=message.states["scale"]["by"].item()))
     assert torch.equal(built(-torch.ones(2)), torch.full((2,), -2.0))
@@ -100,12 +127,20 @@ def _swap_weights(folder: Path, message: Message) -> None:
         (lambda folder, message: (folder / "model.safetensors").unlink(), "model"),
         (lambda folder, message: (folder / "card.json").write_text("{"), "card"),
         (lambda folder, message: (folder / "card.json").write_text("[]"), "card"),
-        (lambda folder, message: (folder / "model.safetensors").write_bytes(b"\x80\x04cposix\nsystem\n."), "model"),  # a pickle
+        # A pickle.
+        (
+            lambda folder, message: (folder / "model.safetensors").write_bytes(
+                b"\x80\x04cposix\nsystem\n."
+            ),
+            "model",
+        ),
         (lambda folder, message: _damage(folder, "model.safetensors"), "model"),
         (lambda folder, message: _swap_weights(folder, message), "model"),
     ],
 )
-def test_damaged_folders_are_refused(delivered: Path, message: Message, spoil: Any, named: str) -> None:
+def test_damaged_folders_are_refused(
+    delivered: Path, message: Message, spoil: Any, named: str
+) -> None:
     spoil(delivered, message)
     refused(delivered, named)
 
@@ -120,21 +155,36 @@ def test_damaged_folders_are_refused(delivered: Path, message: Message, spoil: A
     ids=["of a later medflare", "images beyond the bounds", "a transform beyond any memory"],
 )
 def test_a_signed_card_with_an_unusable_task_is_refused(
-    delivered: Path, card: dict[str, Any], settings: dict[str, Any], error: type[Exception], named: str
+    delivered: Path,
+    card: dict[str, Any],
+    settings: dict[str, Any],
+    error: type[Exception],
+    named: str,
 ) -> None:
     refused(delivered, named, signed({**card, "task": {**card["task"], **settings}}), error)
 
 
 @pytest.mark.parametrize(
-    "change", [{"labels": ["cup", "disc"]}, {"metrics": {"dice": 0.99}}, {"approved": "by all"}, {"task": {}}, {"signature": "0" * 64}]
+    "change",
+    [
+        {"labels": ["cup", "disc"]},
+        {"metrics": {"dice": 0.99}},
+        {"approved": "by all"},
+        {"task": {}},
+        {"signature": "0" * 64},
+    ],
 )
-def test_a_card_that_was_changed_is_refused(delivered: Path, card: dict[str, Any], change: dict[str, Any]) -> None:
+def test_a_card_that_was_changed_is_refused(
+    delivered: Path, card: dict[str, Any], change: dict[str, Any]
+) -> None:
     (delivered / "card.json").write_text(json.dumps(card))
     load_model(delivered)  # written otherwise, and the same
     refused(delivered, "signature", {**card, **change})
 
 
-def test_a_card_without_signature_is_refused_unless_it_is_allowed(delivered: Path, card: dict[str, Any]) -> None:
+def test_a_card_without_signature_is_refused_unless_it_is_allowed(
+    delivered: Path, card: dict[str, Any]
+) -> None:
     del card["signature"]
     refused(delivered, "--unsigned", card)
     assert load_model(delivered, unsigned=True).kind == "plain"
@@ -150,4 +200,7 @@ def test_a_deeply_nested_card_is_refused(delivered: Path, depth: int) -> None:
 
 def test_texts_of_a_card_are_printable(tmp_path: Path, message: Message) -> None:
     save_model(tmp_path, TASK, message, {"method": "fedavg\x1b[2J", "site": "A\u202eB"})
-    assert load_model(tmp_path).card["method"] == "fedavg\\x1b[2J" and load_model(tmp_path).card["site"] == "A\\u202eB"
+    assert (
+        load_model(tmp_path).card["method"] == "fedavg\\x1b[2J"
+        and load_model(tmp_path).card["site"] == "A\\u202eB"
+    )

@@ -48,11 +48,8 @@ def test_names_stay_apart(tmp_path: Path) -> None:
         "x/1-2",
         "y/1",
     ]
-    files = [
-        tmp_path / "x/1.png",
-        tmp_path / "y/1.png",
-        tmp_path / "x/1.png",
-    ]  # the first is named twice
+    # The first is named twice.
+    files = [tmp_path / "x/1.png", tmp_path / "y/1.png", tmp_path / "x/1.png"]
     assert list(inputs_by_name(files, tmp_path / "out")) == ["1", "1-2"]
 
 

@@ -59,9 +59,10 @@ def test_masks_read_back_are_what_the_metrics_count(task: TaskConfig, tmp_path: 
 
 
 def test_one_mask_for_several_structures() -> None:
+    # disc, cup.
     p = torch.tensor([[0.9, 0.9, 0.1, 0.2, 0.45, 0.5], [0.8, 0.3, 0.1, 0.9, 0.95, 0.5]]).reshape(
         2, 1, 6
-    )  # disc, cup
+    )
     # cup without disc has no value: where the disc is unlikely it is background, where it is nearly there it is cup in disc
     assert label_map(p, PHANTOM).tolist() == [[[2, 1, 0, 2, 2, 0]]]
     products = [(0.8 * 0.1, 0), (0.2 * 0.1, 1), (0.2 * 0.9, 2)]
@@ -106,9 +107,8 @@ def test_nifti_masks_lie_on_their_image(codes: str, tmp_path: Path) -> None:
 
 
 def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path: Path) -> None:
-    volume = (
-        np.random.default_rng(0).integers(0, 200, (4, 6, 3)).astype(np.uint8)
-    )  # rows, columns, slices
+    # rows, columns, slices.
+    volume = np.random.default_rng(0).integers(0, 200, (4, 6, 3)).astype(np.uint8)
     for number in range(3):
         dicom_slice(
             tmp_path / f"ct/{number}.dcm", np.ascontiguousarray(volume[..., number]), number

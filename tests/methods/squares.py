@@ -42,26 +42,38 @@ SEGMENTATION, CLASSIFICATION = task(), task("classification")
 MULTILABEL = task(target="multilabel", labels=["square", "corner"])
 MULTICLASS = task(target="multiclass", labels=["background", "square", "corner"])
 WITHOUT_BATCH_NORM = task(network=small_tasks.INSTANCE_UNET)
-CLASSIFICATION_WITH_BATCH_NORM = task("classification", network={"name": "small_cnn", "channels": [4, 8], "batch_norm": True})
+CLASSIFICATION_WITH_BATCH_NORM = task(
+    "classification", network={"name": "small_cnn", "channels": [4, 8], "batch_norm": True}
+)
 BINARY_CLASSIFICATION = task("classification", target="binary", labels=["bright"])
-VGG = task("classification", size=[32, 32], network={"name": "vgg16_slim", "dimension": 8}, batch_size=8)
+VGG = task(
+    "classification", size=[32, 32], network={"name": "vgg16_slim", "dimension": 8}, batch_size=8
+)
 
 
 # -- sites -----------------------------------------------------------------------------------------------------------------
 
 
-def split(task: TaskConfig, count: int, seed: int, shift: float, missing: int | None = None) -> Split:
+def split(
+    task: TaskConfig, count: int, seed: int, shift: float, missing: int | None = None
+) -> Split:
     """Images with their targets; those of the class `missing` are of class 0 instead."""
     generator = torch.Generator().manual_seed(seed)
     height, width = task.size
     images = shift + 0.2 * torch.randn(count, 1, height, width, generator=generator)
     masks = torch.zeros(count, height, width, dtype=torch.long)
-    for image, mask, (top, left) in zip(images, masks, torch.randint(1, 8, (count, 2), generator=generator).tolist(), strict=True):
+    for image, mask, (top, left) in zip(
+        images, masks, torch.randint(1, 8, (count, 2), generator=generator).tolist(), strict=True
+    ):
         image[0, top : top + 7, left : left + 7] += 1.0
         mask[top : top + 7, left : left + 7] = 1
         if task.target != "binary":
             mask[top : top + 2, left : left + 2] = 2
-    targets = torch.stack([masks > 0, masks == 2], dim=1).float() if task.target == "multilabel" else masks
+    targets = (
+        torch.stack([masks > 0, masks == 2], dim=1).float()
+        if task.target == "multilabel"
+        else masks
+    )
     if task.kind == "classification":
         targets = torch.arange(count) % (2 if task.target == "binary" else task.outputs)
         targets[targets == missing] = 0
@@ -70,9 +82,16 @@ def split(task: TaskConfig, count: int, seed: int, shift: float, missing: int | 
     return Split(images, targets, names, names)
 
 
-def site(name: str = "A", task: TaskConfig = SEGMENTATION, counts: tuple[int, int, int] = COUNTS, missing: int | None = None) -> Site:
+def site(
+    name: str = "A",
+    task: TaskConfig = SEGMENTATION,
+    counts: tuple[int, int, int] = COUNTS,
+    missing: int | None = None,
+) -> Site:
     place = "ABCO".index(name)
-    train, validation, test = (split(task, count, 100 * place + i, 0.5 * place, missing) for i, count in enumerate(counts))
+    train, validation, test = (
+        split(task, count, 100 * place + i, 0.5 * place, missing) for i, count in enumerate(counts)
+    )
     return Site(name, task, SiteData(train, validation, test), SEED)
 
 
@@ -92,7 +111,9 @@ def start(task: TaskConfig = SEGMENTATION) -> StateDict:
 @cache
 def partner(cls: type[Any]) -> type[Any]:
     """The other algorithm of an algorithm's method; FedAvg's if it has none."""
-    for method in sorted(map(get_method, method_names()), key=lambda method: method.name != "fedavg"):
+    for method in sorted(
+        map(get_method, method_names()), key=lambda method: method.name != "fedavg"
+    ):
         pair = (method.site_class, method.server_class)
         if cls in pair:
             return pair[1 - pair.index(cls)]
@@ -107,7 +128,9 @@ def plan_of(
     **hyper: Any,
 ) -> Plan[Any, Any]:
     """What a pair of algorithms knows, checked as their method checks it; hyper-parameters of either algorithm go by name."""
-    pair = Method(f"{site_class.__name__}+{server_class.__name__}", "a pair", "none", site_class, server_class)
+    pair = Method(
+        f"{site_class.__name__}+{server_class.__name__}", "a pair", "none", site_class, server_class
+    )
     pair.check(hyper, task)
     return pair.plan(task, sites, hyper)
 
@@ -123,7 +146,10 @@ def algorithm(
     **hyper: Any,
 ) -> Any:
     """A site algorithm that plans with its own server algorithm, or with another one."""
-    return cls(site(name, task, counts, missing), plan_of(cls, server_class or partner(cls), task, sites, **hyper))
+    return cls(
+        site(name, task, counts, missing),
+        plan_of(cls, server_class or partner(cls), task, sites, **hyper),
+    )
 
 
 def algorithms(
@@ -134,7 +160,10 @@ def algorithms(
     **options: Any,
 ) -> dict[str, Any]:
     """site -> its algorithm; numbers of images by site where they are not `COUNTS`, other options as of `algorithm`."""
-    return {name: algorithm(cls, name, task, (counts or {}).get(name, COUNTS), sites=sites, **options) for name in sites}
+    return {
+        name: algorithm(cls, name, task, (counts or {}).get(name, COUNTS), sites=sites, **options)
+        for name in sites
+    }
 
 
 def server(
@@ -183,7 +212,12 @@ class Played(NamedTuple):
         return self.server.model
 
 
-def play(server: Any, algorithms: dict[str, Any], absent: Callable[[Step, str], bool] | None = None, store: Path | None = None) -> Played:
+def play(
+    server: Any,
+    algorithms: dict[str, Any],
+    absent: Callable[[Step, str], bool] | None = None,
+    store: Path | None = None,
+) -> Played:
     """The whole schedule, with an engine's update validation; no update may be rejected.
 
     Args:
@@ -193,22 +227,36 @@ def play(server: Any, algorithms: dict[str, Any], absent: Callable[[Step, str], 
     """
     log = []
     for step in server.steps():
-        outgoing = {name: server.configure(step, name) for name in algorithms if absent is None or not absent(step, name)}
+        outgoing = {
+            name: server.configure(step, name)
+            for name in algorithms
+            if absent is None or not absent(step, name)
+        }
         replies = {}
         for name, message in outgoing.items():
             if store is not None:
                 old = algorithms[name]
-                algorithms[name] = _restored(type(old)(old.site, old.plan), old.memory, store / name)
+                algorithms[name] = _restored(
+                    type(old)(old.site, old.plan), old.memory, store / name
+                )
             algorithm = algorithms[name]
-            assert request_problem(algorithm.phase(step.phase), algorithm.plan, message) is None, (step, name)
-            replies[name] = algorithm.perform(step.phase, step.round, message)  # refuses to send what is not declared
+            assert request_problem(algorithm.phase(step.phase), algorithm.plan, message) is None, (
+                step,
+                name,
+            )
+            # Refuses to send what is not declared.
+            replies[name] = algorithm.perform(step.phase, step.round, message)
             assert message_problem(replies[name], name) is None, (step, name)
         algorithm = next(iter(algorithms.values()))
         manifest = algorithm.manifest(step.phase, algorithm.plan)
         network = StateSpec.like(algorithm.plan.template(), "").tensors.items()
         weights = [entry for entry, spec in manifest.items() if spec.tensors.items() <= network]
         screened = validate_replies(
-            replies, manifest, outgoing, {name: algorithm.site.n for name, algorithm in algorithms.items()}, weights=weights
+            replies,
+            manifest,
+            outgoing,
+            {name: algorithm.site.n for name, algorithm in algorithms.items()},
+            weights=weights,
         )
         assert not screened.rejected, screened.rejected
         server.aggregate(step, screened.accepted)
@@ -239,11 +287,20 @@ def federation(
 ) -> Played:
     """A pair of algorithms with one plan, from the first step to the last one."""
     members = algorithms(site_class, task, sites=sites, server_class=server_class, **hyper)
-    return play(server(server_class, rounds=rounds, outside=outside, algorithms=members), members, absent, store)
+    return play(
+        server(server_class, rounds=rounds, outside=outside, algorithms=members),
+        members,
+        absent,
+        store,
+    )
 
 
 def trained(
-    cls: type[SiteAlgorithm[Any]], task: TaskConfig = SEGMENTATION, rounds: int = 1, counts: tuple[int, int, int] = COUNTS, **hyper: Any
+    cls: type[SiteAlgorithm[Any]],
+    task: TaskConfig = SEGMENTATION,
+    rounds: int = 1,
+    counts: tuple[int, int, int] = COUNTS,
+    **hyper: Any,
 ) -> tuple[StateDict, Mapping[str, Any]]:
     """One site alone, every round from the initial model: its last local model and meta."""
     alone, first = algorithm(cls, "A", task, counts, **hyper), start(task)
@@ -257,14 +314,22 @@ def trained(
 
 def one_by_one(**options: Any) -> list[dict[str, Any]]:
     """Every option alone, with each of its values if it has a tuple of them."""
-    return [{name: value} for name, values in options.items() for value in (values if isinstance(values, tuple) else (values,))]
+    return [
+        {name: value}
+        for name, values in options.items()
+        for value in (values if isinstance(values, tuple) else (values,))
+    ]
 
 
 def equal(first: StateDict, second: StateDict) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def assert_close(first: StateDict, second: StateDict) -> None:
     assert first.keys() == second.keys()
     for name in first:
-        torch.testing.assert_close(first[name], second[name], rtol=1e-5, atol=1e-6, msg=f"{name}: {{}}".format)
+        torch.testing.assert_close(
+            first[name], second[name], rtol=1e-5, atol=1e-6, msg=f"{name}: {{}}".format
+        )

@@ -42,13 +42,21 @@ TASK = load_task(
     }
 )
 SITES, OUTSIDE = ("a", "b"), "z"
-SHORTER = {"fedsm_extra": {"selector_rounds": 2}}  # where the paper's number of steps would take a test too long
+# Where the paper's number of steps would take a test too long.
+SHORTER = {"fedsm_extra": {"selector_rounds": 2}}
 
 
 def run(name: str, folder: Path | None = None, **more: Any) -> dict[str, Any]:
     """Two rounds of two sites, for the sake of a third."""
     outside = [OUTSIDE] if get_method(name).outside else []
-    options = {"rounds": 2, "seed": 1, "outside": outside, "out": folder, **SHORTER.get(name, {}), **more}
+    options = {
+        "rounds": 2,
+        "seed": 1,
+        "outside": outside,
+        "out": folder,
+        **SHORTER.get(name, {}),
+        **more,
+    }
     return run_local(name, TASK, SITES, **options)
 
 
@@ -63,7 +71,10 @@ class Finished(NamedTuple):
 
 def copied(messages: dict[str, Message]) -> dict[str, Message]:
     """The messages as they are now: both sides add meta to those that they hold."""
-    return {site: Message(dict(message.states), dict(message.meta)) for site, message in messages.items()}
+    return {
+        site: Message(dict(message.states), dict(message.meta))
+        for site, message in messages.items()
+    }
 
 
 @pytest.fixture(scope="module", params=method_names())
@@ -72,11 +83,25 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     turns: list[Turn] = []
     call = LocalExchange.__call__
 
-    def noted(exchange: LocalExchange, step: Step, outgoing: dict[str, Message]) -> dict[str, Reply]:
+    def noted(
+        exchange: LocalExchange, step: Step, outgoing: dict[str, Message]
+    ) -> dict[str, Reply]:
         sent = copied(outgoing)
         replies = call(exchange, step, outgoing)
         assert all(reply.message is not None for reply in replies.values()), replies
-        turns.append(Turn(step, sent, copied({site: reply.message for site, reply in replies.items() if reply.message is not None})))
+        turns.append(
+            Turn(
+                step,
+                sent,
+                copied(
+                    {
+                        site: reply.message
+                        for site, reply in replies.items()
+                        if reply.message is not None
+                    }
+                ),
+            )
+        )
         return replies
 
     folder = tmp_path_factory.mktemp(request.param)
@@ -88,7 +113,10 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def weights(folder: Path) -> dict[Path, dict[str, Any]]:
     """Every delivered model of a run."""
-    return {path.relative_to(folder): load_file(path) for path in sorted(folder.rglob("model.safetensors"))}
+    return {
+        path.relative_to(folder): load_file(path)
+        for path in sorted(folder.rglob("model.safetensors"))
+    }
 
 
 class TestEveryMethod:
@@ -97,12 +125,23 @@ class TestEveryMethod:
         validate_results(results)
         assert results["status"] == "COMPLETED", results["reason"]
         outside = {"z": "outside"} if get_method(finished.name).outside else {}
-        assert {name: site["role"] for name, site in results["sites"].items()} == {"a": "inside", "b": "inside", **outside}
-        assert all(site["metrics"]["deployed"][TASK.metric] is not None for site in results["sites"].values())
+        assert {name: site["role"] for name, site in results["sites"].items()} == {
+            "a": "inside",
+            "b": "inside",
+            **outside,
+        }
+        assert all(
+            site["metrics"]["deployed"][TASK.metric] is not None
+            for site in results["sites"].values()
+        )
 
     def test_delivered_models_can_be_built(self, finished: Finished) -> None:
         cards = sorted(finished.folder.rglob("card.json"))
-        sites = {card.parent.relative_to(finished.folder / "sites").parts[0] for card in cards if "sites" in card.parts}
+        sites = {
+            card.parent.relative_to(finished.folder / "sites").parts[0]
+            for card in cards
+            if "sites" in card.parts
+        }
         assert sites == finished.results["sites"].keys()
         for card in cards:
             load_model(card.parent).build(build_deployed)
@@ -120,27 +159,41 @@ class TestEveryMethod:
             for site, reply in replies.items():
                 assert phase.undeclared(reply, plan) is None, (step, site)
 
-    def test_is_resumed_after_every_step_with_the_same_weights(self, finished: Finished, tmp_path: Path) -> None:
+    def test_is_resumed_after_every_step_with_the_same_weights(
+        self, finished: Finished, tmp_path: Path
+    ) -> None:
         """Killed within every step but the first."""
-        results, killed = in_pieces(lambda say: run(finished.name, tmp_path, say=say), lambda say: resume_local(tmp_path, say=say))
+        results, killed = in_pieces(
+            lambda say: run(finished.name, tmp_path, say=say),
+            lambda say: resume_local(tmp_path, say=say),
+        )
         steps = sum(turn.step.phase not in PHASES_OF_ALL for turn in finished.turns)
         assert results["status"] == "COMPLETED" and killed == steps - 1
         whole, pieced = weights(finished.folder), weights(tmp_path)
         assert whole.keys() == pieced.keys()
         for path, tensors in whole.items():
-            assert tensors.keys() == pieced[path].keys() and all(tensors[name].equal(pieced[path][name]) for name in tensors), path
+            assert tensors.keys() == pieced[path].keys() and all(
+                tensors[name].equal(pieced[path][name]) for name in tensors
+            ), path
 
 
 def test_all_methods_but_prr_keep_the_optimizers_moments_by_default() -> None:
     """They stay at the site, as in training alone; PRR alone has no choice, and starts every round afresh."""
-    rules = {name: get_method(name).effective({})["site"].get("reset_optimizer") for name in method_names() if name != FOREIGN}
+    rules = {
+        name: get_method(name).effective({})["site"].get("reset_optimizer")
+        for name in method_names()
+        if name != FOREIGN
+    }
     assert {name: rule for name, rule in rules.items() if rule is not False} == {"prr": None}
 
 
 @pytest.mark.parametrize("name", method_names())
 def test_hyper_parameters_are_described_and_no_settings_of_a_run(name: str) -> None:
     """One that shared its name with an argument of `run_local` would be swallowed by it."""
-    taken, method = {*RUN_SETTINGS, *inspect.signature(run_local).parameters, *ALGORITHMS}, get_method(name)
+    taken, method = (
+        {*RUN_SETTINGS, *inspect.signature(run_local).parameters, *ALGORITHMS},
+        get_method(name),
+    )
     for algorithm, owner in method.hyper_classes.items():
         assert not taken & described(owner).keys(), algorithm
         assert [about.name for about in described(owner).values() if not about.text] == []
@@ -151,7 +204,9 @@ def test_every_entry_that_leaves_a_site_has_a_purpose(name: str) -> None:
     method = get_method(name)
     plan = method.plan(TASK, SITES, {})
     for phase in method.site_class.phases.values():
-        assert all(spec.purpose for spec in method.site_class.manifest(phase.name, plan).values()), phase.name
+        assert all(
+            spec.purpose for spec in method.site_class.manifest(phase.name, plan).values()
+        ), phase.name
 
 
 def test_methods_in_packages_are_listed_without_importing_torch() -> None:
@@ -164,7 +219,11 @@ def test_methods_in_packages_are_listed_without_importing_torch() -> None:
         "assert len(methods) > 6 and all(method.title and method.paper for method in methods)\n"
         "assert not {'torch', 'monai', 'nvflare'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(Path(medflare.__file__).parents[1]), "PATH": ""})
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        env={"PYTHONPATH": str(Path(medflare.__file__).parents[1]), "PATH": ""},
+    )
 
 
 @pytest.mark.parametrize("wrong", ["fedrpox", "FedProx"])
@@ -188,21 +247,43 @@ def test_every_pair_of_algorithms_works_or_is_refused_in_one_line() -> None:
         try:
             pair.check({}, TASK)
             plan = pair.plan(TASK, SITES, {})
-            server = pair.make_server(ServerContext(plan, 1, 2, (OUTSIDE,), phases=pair.site_class.phases))
+            server = pair.make_server(
+                ServerContext(plan, 1, 2, (OUTSIDE,), phases=pair.site_class.phases)
+            )
         except ConfigError as error:
             refused[of_site, of_server] = str(error)
             continue
         for step in server.steps():
             pair.site_class.phase(step.phase)
         first = server.steps()[0]
-        assert request_problem(pair.site_class.phase(first.phase), plan, server.configure(first, "a")) is None, (of_site, of_server)
-        assert plan.site_hyper == get_method(of_site).plan(TASK, SITES, {}).site_hyper, "SHA's defaults once overwrote MOON's temperature"
+        assert (
+            request_problem(pair.site_class.phase(first.phase), plan, server.configure(first, "a"))
+            is None
+        ), (of_site, of_server)
+        assert plan.site_hyper == get_method(of_site).plan(TASK, SITES, {}).site_hyper, (
+            "SHA's defaults once overwrote MOON's temperature"
+        )
         assert pair.effective({})["site"] == get_method(of_site).effective({})["site"]
         assert pair.effective({})["server"] == get_method(of_server).effective({})["server"]
     assert [message for message in refused.values() if "\n" in message] == []
     assert not {(name, name) for name in method_names()} & refused.keys()
-    assert {("prr", "sha"), ("fedbn", "sha"), ("fedavg", "iop_fl"), ("fedavg", "scaffold"), ("scaffold", "sha")} <= refused.keys()
-    assert not {("moon", "sha"), ("iop_fl", "sha"), ("grace", "sha"), ("fedrep", "grace"), ("ditto", "robust")} & refused.keys()
+    assert {
+        ("prr", "sha"),
+        ("fedbn", "sha"),
+        ("fedavg", "iop_fl"),
+        ("fedavg", "scaffold"),
+        ("scaffold", "sha"),
+    } <= refused.keys()
+    assert (
+        not {
+            ("moon", "sha"),
+            ("iop_fl", "sha"),
+            ("grace", "sha"),
+            ("fedrep", "grace"),
+            ("ditto", "robust"),
+        }
+        & refused.keys()
+    )
 
 
 def test_a_run_setting_is_not_taken_as_hyper_parameter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +297,9 @@ def test_a_run_setting_is_not_taken_as_hyper_parameter(capsys: pytest.CaptureFix
 
 def test_a_stored_model_of_an_unknown_kind_is_refused(squares: ModuleType, tmp_path: Path) -> None:
     """A super model was once built as the plain model that is a part of it."""
-    save_model(tmp_path, squares.SEGMENTATION, Message({"model": squares.start()}, {"kind": "super"}), {})
+    save_model(
+        tmp_path, squares.SEGMENTATION, Message({"model": squares.start()}, {"kind": "super"}), {}
+    )
     with pytest.raises(ConfigError, match="super"):
         load_model(tmp_path).build()
 
@@ -243,17 +326,33 @@ def discovered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 
 class TestOtherDistributions:
-    def test_an_installed_method_runs_like_a_builtin_one(self, tmp_path: Path, discovered: Callable[[], None]) -> None:
+    def test_an_installed_method_runs_like_a_builtin_one(
+        self, tmp_path: Path, discovered: Callable[[], None]
+    ) -> None:
         install(tmp_path)
         discovered()
         assert FOREIGN in method_names() and module_of(FOREIGN) == "damped_fedavg"
-        assert get_method(FOREIGN).effective({})["server"] == {"rule": "mean", "selection": "median", "step": 0.5, "weighting": "samples"}
+        assert get_method(FOREIGN).effective({})["server"] == {
+            "rule": "mean",
+            "selection": "median",
+            "step": 0.5,
+            "weighting": "samples",
+        }
         assert get_method("moon", server=FOREIGN).name == f"moon+{FOREIGN}"
-        runs: list[tuple[str, dict[str, Any]]] = [(FOREIGN, {}), (FOREIGN, {"step": 1.0}), ("fedavg", {})]
-        damped, undamped, fedavg = (run(name, tmp_path / str(place), **step) for place, (name, step) in enumerate(runs))
+        runs: list[tuple[str, dict[str, Any]]] = [
+            (FOREIGN, {}),
+            (FOREIGN, {"step": 1.0}),
+            ("fedavg", {}),
+        ]
+        damped, undamped, fedavg = (
+            run(name, tmp_path / str(place), **step) for place, (name, step) in enumerate(runs)
+        )
         assert damped["status"] == undamped["status"] == fedavg["status"] == "COMPLETED"
         assert undamped["sites"] == fedavg["sites"]
-        models = [load_file(tmp_path / str(place) / "models" / "global" / "model.safetensors") for place in range(3)]
+        models = [
+            load_file(tmp_path / str(place) / "models" / "global" / "model.safetensors")
+            for place in range(3)
+        ]
         assert all(models[1][name].equal(models[2][name]) for name in models[1])
         assert any(not models[0][name].equal(models[2][name]) for name in models[0])
 
@@ -262,7 +361,9 @@ class TestOtherDistributions:
         [("fedavg", ["bold"]), ("watch", ["bold"]), ("same", ["one", "two"])],
         ids=["of medflare", "of the command line", "of two distributions"],
     )
-    def test_a_name_in_use_is_refused(self, tmp_path: Path, discovered: Callable[[], None], name: str, distributions: list[str]) -> None:
+    def test_a_name_in_use_is_refused(
+        self, tmp_path: Path, discovered: Callable[[], None], name: str, distributions: list[str]
+    ) -> None:
         for distribution in distributions:
             describe(tmp_path, distribution, {name: f"{distribution}:METHOD"})
         discovered()
@@ -272,10 +373,18 @@ class TestOtherDistributions:
 
     @pytest.mark.parametrize(
         "target",
-        ["nowhere:METHOD", "json:METHOD", "'json:dumps'", "json:dumps", "medflare.methods.fedavg:METHOD"],
+        [
+            "nowhere:METHOD",
+            "json:METHOD",
+            "'json:dumps'",
+            "json:dumps",
+            "medflare.methods.fedavg:METHOD",
+        ],
         ids=["no module", "no such name in it", "malformed", "no method", "another name"],
     )
-    def test_a_method_that_cannot_be_loaded_is_named(self, tmp_path: Path, discovered: Callable[[], None], target: str) -> None:
+    def test_a_method_that_cannot_be_loaded_is_named(
+        self, tmp_path: Path, discovered: Callable[[], None], target: str
+    ) -> None:
         describe(tmp_path, "hasty", {"hasty": target})
         discovered()
         assert "hasty" in method_names(), "a name needs no import"

@@ -41,10 +41,8 @@ def fedavg() -> StateDict:
         ("moon", {"mu": 0.0}),
         ("grace", {"consistency": False, "client": "erm"}),
         ("sha", {"sha": False}),
-        (
-            "feddag",
-            {"sha": False, "ndag": False, "ema": 0.0},
-        ),  # the teacher no slower than its student: Table V's last row
+        # The teacher no slower than its student: Table V's last row.
+        ("feddag", {"sha": False, "ndag": False, "ema": 0.0}),
     ],
 )
 def test_the_global_model_is_fedavgs(fedavg: StateDict, name: str, hyper: dict[str, Any]) -> None:

@@ -11,10 +11,8 @@ from medflare.methods.iop_fl.site import IOPSite
 from medflare.networks.catalogue import initial_network
 from methods import squares
 
-MANY, FEW = (
-    60,
-    40,
-)  # images of a split, and what may be alive at once of images, masks and predictions together
+# Images of a split, and what may be alive at once of images, masks and predictions together.
+MANY, FEW = (60, 40)
 TASK = squares.task(batch_size=4, network={"name": "unet", "channels": [2, 4], "norm": "batch"})
 
 

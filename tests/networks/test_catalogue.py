@@ -35,14 +35,19 @@ CLASSIFIERS = [
 
 
 @pytest.mark.parametrize(("spec", "width"), [*SEGMENTERS, *CLASSIFIERS], ids=str)
-def test_every_parameter_takes_part_and_the_head_turns_features_into_the_output(spec: dict[str, Any], width: int) -> None:
+def test_every_parameter_takes_part_and_the_head_turns_features_into_the_output(
+    spec: dict[str, Any], width: int
+) -> None:
     size = (32, 48) if spec["name"] in ("unet", "deeplab") else (32, 32)
     area = size if spec["name"] in ("unet", "deeplab") else ()
     network, images = build_network(spec, 1, 5, size=size), torch.randn(3, 1, *size)
     features, logits = network.features_and_output(images)
     assert features.shape == (3, width, *area) and logits.shape == (3, 5, *area)
     logits.square().mean().backward()
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in network.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all()
+        for parameter in network.parameters()
+    )
     network.eval()
     features, logits = network.features_and_output(images)
     torch.testing.assert_close(network(images), logits)
@@ -52,11 +57,15 @@ def test_every_parameter_takes_part_and_the_head_turns_features_into_the_output(
 
 def _size(spec: dict[str, Any], in_channels: int, out_channels: int) -> int:
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build_network(spec, in_channels, out_channels).parameters())
+        return sum(
+            parameter.numel()
+            for parameter in build_network(spec, in_channels, out_channels).parameters()
+        )
 
 
 def test_published_sizes() -> None:
-    assert _size({"name": "vgg11"}, 3, 1000) == 132_863_336  # Simonyan and Zisserman's configuration A
+    # Simonyan and Zisserman's configuration A.
+    assert _size({"name": "vgg11"}, 3, 1000) == 132_863_336
     assert 128e6 < _size({"name": "vgg11"}, 1, 6) < 130e6  # FedSM's selector
     assert _size({"name": "resnet18"}, 3, 1000) == 11_689_512
     assert _size({"name": "resnet50"}, 3, 1000) == 25_557_032
@@ -64,14 +73,30 @@ def test_published_sizes() -> None:
     assert _size({"name": "efficientnet_lite0"}, 3, 1000) == 4_652_008
     assert _size({"name": "compact_selector"}, 3, 4) < 30_000
     with torch.device("meta"):  # half a gigabyte of weights that need not exist
-        features, logits = build_network({"name": "vgg11"}, 1, 3).features_and_output(torch.zeros(1, 1, 32, 32))
+        features, logits = build_network({"name": "vgg11"}, 1, 3).features_and_output(
+            torch.zeros(1, 1, 32, 32)
+        )
     assert features.shape == (1, 4096) and logits.shape == (1, 3)
 
 
 def test_vgg16_slim_is_as_published() -> None:
     network = build_network({"name": "vgg16_slim"}, 3, 3)
     convolutions = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d)]
-    assert [layer.out_channels for layer in convolutions] == [32, 32, 64, 64, 128, 128, 128, 128, 128, 128, 256, 256, 256]
+    assert [layer.out_channels for layer in convolutions] == [
+        32,
+        32,
+        64,
+        64,
+        128,
+        128,
+        128,
+        128,
+        128,
+        128,
+        256,
+        256,
+        256,
+    ]
     linear = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
     assert [(layer.in_features, layer.out_features) for layer in linear] == [(256, 64), (64, 3)]
     assert all(layer.bias is None for layer in [*convolutions, *linear])

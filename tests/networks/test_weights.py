@@ -254,9 +254,8 @@ def test_efficientnet_lite0_classifies_photographs_with_imagenet_weights() -> No
     expected = torch.tensor([-0.459170, -0.127022, 0.936315, 0.626068, 0.809393, 0.911737])
     with torch.no_grad():
         torch.testing.assert_close(network(ramp)[0, :6], expected, rtol=1e-4, atol=1e-4)
-        for picture, label in zip(
-            load_sample_images().images, (698, 985), strict=True
-        ):  # a palace, a daisy
+        # A palace, a daisy.
+        for picture, label in zip(load_sample_images().images, (698, 985), strict=True):
             side, (height, width) = min(picture.shape[:2]), picture.shape[:2]
             top, left = (height - side) // 2, (width - side) // 2
             square = Image.fromarray(picture[top : top + side, left : left + side]).resize(

@@ -24,7 +24,9 @@ from medflare.tasks.config import TaskConfig, load_task
 
 def problems(folder: Path, task: TaskConfig) -> list[str]:
     report = check_site(folder, task)
-    assert report.ok == (not report.sites[folder.name].problems) == ("NOT OK" not in report.render())
+    assert (
+        report.ok == (not report.sites[folder.name].problems) == ("NOT OK" not in report.render())
+    )
     return report.sites[folder.name].problems
 
 
@@ -34,11 +36,22 @@ def test_a_site_without_problems(make_site: SiteOf, make_task: TaskOf, tmp_path:
     site = report.sites["A"]
     assert site.splits == {"train": (5, 4), "validation": (2, 2), "test": (3, 2)}
     assert site.sizes == {"16 x 16": 10} and site.classes == {"not square": 1200, "square": 80}
-    assert site.intensity["minimum"] >= 20 and site.intensity["maximum"] <= 210 and site.intensity["deviation"] > 20
+    assert (
+        site.intensity["minimum"] >= 20
+        and site.intensity["maximum"] <= 210
+        and site.intensity["deviation"] > 20
+    )
     assert report.shift is None and "two sites" in report.shift_reason
     assert report.thumbnails == tmp_path / "out/thumbnails.png" and report.thumbnails.is_file()
     text = report.render()
-    for words in ("\nA\n", "train            5 images of 4 patients", "16 x 16 (10)", "square 80", "not measured", "thumbnails.png"):
+    for words in (
+        "\nA\n",
+        "train            5 images of 4 patients",
+        "16 x 16 (10)",
+        "square 80",
+        "not measured",
+        "thumbnails.png",
+    ):
         assert words in text
 
 
@@ -69,7 +82,10 @@ def test_an_image_that_is_listed_many_times_is_found_before_reading(
 
     def repeat(content: dict[str, Any]) -> None:
         entry = content["training"][0]
-        content["training"] += [{**entry, "image": spelling.format(entry["image"])} for _ in range(30_000 if spelling == "{}" else 3)]
+        content["training"] += [
+            {**entry, "image": spelling.format(entry["image"])}
+            for _ in range(30_000 if spelling == "{}" else 3)
+        ]
 
     edit(folder, repeat)
     (problem,) = problems(folder, make_task())
@@ -121,14 +137,22 @@ def test_a_site_with_test_images_only_is_a_legal_outside_site(
     report = check_site(make_site(splits, kind), task)
     assert report.ok and NOTE in report.render() and "PROBLEM" not in report.render()
     site = report.sites["A"]
-    assert site.splits == {"train": (0, 0), "validation": (0, 0), "test": (3, 2)} and not site.classes
+    assert (
+        site.splits == {"train": (0, 0), "validation": (0, 0), "test": (3, 2)} and not site.classes
+    )
     load_site_data("A", task, report.root, role="outside")
 
 
-def test_one_of_several_sites_must_train(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+def test_one_of_several_sites_must_train(
+    make_site: SiteOf, make_task: TaskOf, tmp_path: Path
+) -> None:
     make_site(OUTSIDE, name="DATA/external")
     report = check_site(tmp_path / "DATA", make_task())
-    assert not report.ok and report.render().count("no site can train") == 1 and not report.sites["external"].problems
+    assert (
+        not report.ok
+        and report.render().count("no site can train") == 1
+        and not report.sites["external"].problems
+    )
     make_site(name="DATA/inside")
     report = check_site(tmp_path / "DATA", make_task(), out=tmp_path / "out")
     assert report.ok and NOTE in report.render() and report.sites["inside"].notes == []
@@ -143,15 +167,22 @@ def test_an_outside_sites_broken_image_is_a_problem(make_site: SiteOf, make_task
     assert "1.png" in problems(folder, make_task())[0]
 
 
-def test_a_class_that_no_image_shows_is_noted(make_site: SiteOf, make_task: TaskOf, tmp_path: Path) -> None:
+def test_a_class_that_no_image_shows_is_noted(
+    make_site: SiteOf, make_task: TaskOf, tmp_path: Path
+) -> None:
     task = make_task("classification", labels=["dark", "medium", "bright", "brightest"])
     report = check_site(make_site(kind="classification"), task)
     assert report.ok and "note: class brightest" in report.render()
     import_folder(classes(tmp_path / "B", patients=12, names=("benign", "melanoma")))
-    report = check_site(tmp_path / "B", make_task("classification", labels=["benign", "dysplastic", "melanoma"]))
+    report = check_site(
+        tmp_path / "B", make_task("classification", labels=["benign", "dysplastic", "melanoma"])
+    )
     site = report.sites["B"]
     assert report.ok and site.classes["dysplastic"] == 0 and site.classes["melanoma"] > 0
-    assert "naevus" in problems(tmp_path / "B", make_task("classification", labels=["benign", "naevus"]))[0]
+    assert (
+        "naevus"
+        in problems(tmp_path / "B", make_task("classification", labels=["benign", "naevus"]))[0]
+    )
 
 
 def test_the_same_image_of_two_patients_is_noted(make_site: SiteOf, make_task: TaskOf) -> None:
@@ -181,7 +212,14 @@ def test_tasks_that_cannot_work(make_task: TaskOf) -> None:
         check_task(make_task(kind, target="multilabel", labels=["a", "b"], loss={"name": "ce"}))
 
 
-PHOTOGRAPHS = {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 255, "b_min": 0.0, "b_max": 1.0, "clip": True}
+PHOTOGRAPHS = {
+    "name": "ScaleIntensityRange",
+    "a_min": 0,
+    "a_max": 255,
+    "b_min": 0.0,
+    "b_max": 1.0,
+    "clip": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -194,10 +232,14 @@ PHOTOGRAPHS = {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 255, "b_min":
         (0.5, PHOTOGRAPHS, "constant"),
     ],
 )
-def test_unsuitable_intensity_transforms(make_task: TaskOf, most: float, intensity: dict[str, object], problem: str) -> None:
+def test_unsuitable_intensity_transforms(
+    make_task: TaskOf, most: float, intensity: dict[str, object], problem: str
+) -> None:
     image = np.random.default_rng(0).uniform(0, most, (1, 12, 12)).astype(np.float32)
     transformed = Preprocessing(make_task(intensity=intensity)).intensities(image).numpy()
-    assert intensity_problem(image, transformed).startswith(problem) and bool(intensity_problem(image, transformed)) == bool(problem)
+    assert intensity_problem(image, transformed).startswith(problem) and bool(
+        intensity_problem(image, transformed)
+    ) == bool(problem)
 
 
 def test_values_0_and_255_are_not_clipped() -> None:
@@ -213,7 +255,10 @@ def test_an_unsuitable_intensity_transform_is_noted(tmp_path: Path) -> None:
 
 
 def _data(brightness: float, seed: int, patients: int = 30) -> SiteData:
-    images = torch.tensor(np.random.default_rng(seed).normal(brightness, 1, (2 * patients, 1, 16, 16)), dtype=torch.float32)
+    images = torch.tensor(
+        np.random.default_rng(seed).normal(brightness, 1, (2 * patients, 1, 16, 16)),
+        dtype=torch.float32,
+    )
     names = tuple(f"p{number // 2}" for number in range(2 * patients))
     whole = Split(images, torch.zeros(2 * patients, 16, 16, dtype=torch.long), names, names)
     none = Split(images[:0], torch.zeros(0, 16, 16, dtype=torch.long), (), ())
@@ -227,11 +272,15 @@ def test_the_shift_is_large_between_cameras_and_at_chance_without_difference() -
     assert apart > 0.95 and 0.3 < alike < 0.7
     assert site_shift({"A": _data(0, 1), "B": _data(0, 2, patients=2)})[0] is None
     task = load_task("phantom")
-    shift, _ = site_shift({name: load_site_data(name, task, None) for name in ("site-1", "site-2", "site-3")})
+    shift, _ = site_shift(
+        {name: load_site_data(name, task, None) for name in ("site-1", "site-2", "site-3")}
+    )
     assert shift is not None and shift > 0.9
 
 
-def test_a_task_that_trains_on_too_few_patients_is_a_problem_by_the_sites_settings(make_site: SiteOf, make_task: TaskOf) -> None:
+def test_a_task_that_trains_on_too_few_patients_is_a_problem_by_the_sites_settings(
+    make_site: SiteOf, make_task: TaskOf
+) -> None:
     folder = make_site({"training": ["a", "b", "c"], "validation": ["d"], "test": ["e"]})
     assert check_site(folder, make_task()).ok
     report = check_site(folder, make_task(), local=LocalSettings(minimum_patients=4))
@@ -248,11 +297,17 @@ def test_batches_of_one_image_are_refused(network: dict[str, Any], make_task: Ta
 
 @pytest.mark.parametrize("target", ["binary", "multiclass", "multilabel"])
 @pytest.mark.parametrize("filled", ["all", "most", "inside", "one"])
-def test_a_structure_that_fills_every_mask_is_noted(target: str, filled: str, make_site: SiteOf, make_task: TaskOf) -> None:
+def test_a_structure_that_fills_every_mask_is_noted(
+    target: str, filled: str, make_site: SiteOf, make_task: TaskOf
+) -> None:
     """Inverted masks; not one inverted mask among others, nor a large structure that leaves the corners free."""
     folder = make_site()
     for number, file in enumerate(sorted(folder.glob("images/*_mask.png"))):
-        mask = 1 - np.asarray(Image.open(file)) if filled != "one" or not number else np.asarray(Image.open(file))
+        mask = (
+            1 - np.asarray(Image.open(file))
+            if filled != "one" or not number
+            else np.asarray(Image.open(file))
+        )
         if filled == "all":
             mask = np.ones_like(mask)
         if filled == "inside":
@@ -261,7 +316,9 @@ def test_a_structure_that_fills_every_mask_is_noted(target: str, filled: str, ma
         Image.fromarray(mask).save(file)
     labels = {"binary": ["square"], "multiclass": ["rest", "square"], "multilabel": ["square"]}
     report = check_site(folder, make_task(target=target, labels=labels[target]))
-    assert ("WARNING: square fills all of 10 masks" in report.render()) == (filled in ("all", "most"))
+    assert ("WARNING: square fills all of 10 masks" in report.render()) == (
+        filled in ("all", "most")
+    )
 
 
 def test_batches_of_one_image_that_work(make_task: TaskOf) -> None:
@@ -271,13 +328,19 @@ def test_batches_of_one_image_that_work(make_task: TaskOf) -> None:
 
 
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])
-def test_images_that_are_decoded_when_used_are_those_in_memory(kind: str, make_site: SiteOf, make_task: TaskOf) -> None:
+def test_images_that_are_decoded_when_used_are_those_in_memory(
+    kind: str, make_site: SiteOf, make_task: TaskOf
+) -> None:
     folder, task = make_site(kind=kind), make_task(kind)
     held = load_site_data("A", task, folder)
     read = load_site_data("A", task, folder, in_memory=False)
     for name in ("train", "validation", "test"):
         split, other = held.split(name), read.split(name)
-        assert split.in_memory and not other.in_memory and (split.names, split.patients) == (other.names, other.patients)
+        assert (
+            split.in_memory
+            and not other.in_memory
+            and (split.names, split.patients) == (other.names, other.patients)
+        )
         for row in reversed(range(len(split))):
             assert all(torch.equal(*pair) for pair in zip(split[row], other[row], strict=True))
     assert held.notes == read.notes
@@ -287,7 +350,12 @@ def test_images_that_are_decoded_when_used_are_those_in_memory(kind: str, make_s
 def test_slices_that_are_decoded_when_used_are_those_in_memory(tmp_path: Path) -> None:
     folder = make_volumes(tmp_path / "A")
     task = cube_task(spatial_dims=2, size=[8, 8], slices={"axis": 2, "keep": "foreground"})
-    held, read = load_site_data("A", task, folder).train, load_site_data("A", task, folder, in_memory=False).train
+    held, read = (
+        load_site_data("A", task, folder).train,
+        load_site_data("A", task, folder, in_memory=False).train,
+    )
     assert held.names == read.names and len(held) > len(set(held.patients))
     for row in range(len(held)):
-        assert torch.equal(held.images[row], read.images[row]) and torch.equal(held.targets[row], read.targets[row])
+        assert torch.equal(held.images[row], read.images[row]) and torch.equal(
+            held.targets[row], read.targets[row]
+        )

@@ -44,31 +44,44 @@ def drawn(root: Path, side: int, thickness: int) -> Path:
 
 def test_operations_are_counted_by_hand() -> None:
     """Two operations for each weight and pixel, of the output or, in a transposed convolution, of the input."""
-    task = small_task(network={"name": "unet", "channels": [4, 8], "norm": "instance"}, size=[16, 16])
+    task = small_task(
+        network={"name": "unet", "channels": [4, 8], "norm": "instance"}, size=[16, 16]
+    )
     # down: 1 -> 4 at half the size, bottom: 4 -> 8 at half the size, up: (4 + 8) -> 4 by a transposed convolution, head 4 -> 1
     convolutions = 9 * (1 * 4 + 4 * 8) * 8 * 8 + 9 * 12 * 4 * 8 * 8 + 4 * 1 * 16 * 16
     assert step_operations(task) == 2 * convolutions
 
 
 def test_a_step_has_a_time_and_a_memory_of_its_size() -> None:
-    small, large = small_task(network=UNET, size=[32, 32], batch_size=2), small_task(network=UNET, size=[128, 128], batch_size=8)
+    small, large = (
+        small_task(network=UNET, size=[32, 32], batch_size=2),
+        small_task(network=UNET, size=[128, 128], batch_size=8),
+    )
     costs = [measure_step(task, torch.device("cpu")) for task in (small, large)]
     assert 0 < costs[0].seconds < costs[1].seconds
     weights = sum(weight.numel() for weight in initial_network(large, 0).parameters())
-    images, first_maps = 8 * 128 * 128, 8 * 16 * 64 * 64  # numbers; the first level halves the sides
-    least = 4 * (4 * weights + images + first_maps)  # bytes of weights, gradients and Adam's moments, and of what the step keeps
+    # numbers; the first level halves the sides.
+    images, first_maps = (8 * 128 * 128, 8 * 16 * 64 * 64)
+    # Bytes of weights, gradients and Adam's moments, and of what the step keeps.
+    least = 4 * (4 * weights + images + first_maps)
     assert costs[1].gibibytes * 2**30 > least
 
 
 def test_rates_follow_network_and_optimizer() -> None:
-    small, large = small_task(network=UNET), small_task(network={"name": "unet", "channels": [64, 128, 256, 512]})
+    small, large = (
+        small_task(network=UNET),
+        small_task(network={"name": "unet", "channels": [64, 128, 256, 512]}),
+    )
     assert usual_rate(small)[0] == 0.01 and usual_rate(large)[0] < 0.01
     sgd = small_task(network=UNET, optimizer={"name": "sgd", "lr": 1.0})
     assert usual_rate(sgd)[0] == pytest.approx(0.1)
 
 
 def test_thin_structures_get_patches_and_broad_ones_whole_images(tmp_path: Path) -> None:
-    thin, broad = proposed(drawn(tmp_path / "thin", 256, 1)), proposed(drawn(tmp_path / "broad", 256, 64))
+    thin, broad = (
+        proposed(drawn(tmp_path / "thin", 256, 1)),
+        proposed(drawn(tmp_path / "broad", 256, 64)),
+    )
     assert thin.image_mode == "patch" and max(thin.size) <= 128 and thin.patches_per_image > 1
     assert broad.image_mode == "resize" and max(broad.size) < 128
 
@@ -76,7 +89,10 @@ def test_thin_structures_get_patches_and_broad_ones_whole_images(tmp_path: Path)
 def test_fewer_minutes_give_smaller_images(tmp_path: Path) -> None:
     root = drawn(tmp_path / "broad", 128, 32)
     plenty, little = proposed(root), proposed(root, minutes=0.0005)
-    assert math.prod(little.size) <= math.prod(plenty.size) and little.local_epochs == 1 < plenty.local_epochs
+    assert (
+        math.prod(little.size) <= math.prod(plenty.size)
+        and little.local_epochs == 1 < plenty.local_epochs
+    )
     with pytest.raises(ConfigError, match="--minutes"):
         propose(root, TaskHints(minutes=0))
 
@@ -88,7 +104,9 @@ def test_structures_in_order_are_not_mirrored(tmp_path: Path) -> None:
         mask[10:30, 20:40], mask[32:52, 20:40] = 1, 2
         Image.fromarray(mask).save(path)
     task = proposed(root)
-    assert [transform["spatial_axis"] for transform in task.augment if transform["name"] == "RandFlip"] == [1]
+    assert [
+        transform["spatial_axis"] for transform in task.augment if transform["name"] == "RandFlip"
+    ] == [1]
     assert task.image_mode == "resize", "their place tells them apart"
 
 

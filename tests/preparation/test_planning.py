@@ -37,15 +37,33 @@ def spread(*sides: float, tenth: tuple[float, ...] | None = None) -> Spread:
 
 
 def fingerprint(
-    *sides: float, spacing: tuple[float, ...] | None = None, tenth: tuple[float, ...] | None = None, **changes: Any
+    *sides: float,
+    spacing: tuple[float, ...] | None = None,
+    tenth: tuple[float, ...] | None = None,
+    **changes: Any,
 ) -> DatasetFingerprint:
     """Ten images of one size, one channel."""
-    task = (cube_task if len(sides) == 3 else small_tasks.small_task)(**{"channels": 1, **changes.pop("learnt", {})})
+    task = (cube_task if len(sides) == 3 else small_tasks.small_task)(
+        **{"channels": 1, **changes.pop("learnt", {})}
+    )
     written = task.to_dict()
     gaps = spread(*spacing, tenth=tenth) if spacing else None
-    extent = spread(*(side * gap for side, gap in zip(sides, spacing, strict=True))) if spacing else None
-    actual: dict[str, Any] = {"site": "A", "images": 10, "patients": 10, "zeros": 0.1, "channels": (Channel(VALUES, VALUES),)}
-    actual |= {"learnt": {name: written[name] for name in LEARNT}, "sizes": spread(*sides), "spacings": gaps, "extents": extent}
+    extent = (
+        spread(*(side * gap for side, gap in zip(sides, spacing, strict=True))) if spacing else None
+    )
+    actual: dict[str, Any] = {
+        "site": "A",
+        "images": 10,
+        "patients": 10,
+        "zeros": 0.1,
+        "channels": (Channel(VALUES, VALUES),),
+    }
+    actual |= {
+        "learnt": {name: written[name] for name in LEARNT},
+        "sizes": spread(*sides),
+        "spacings": gaps,
+        "extents": extent,
+    }
     actual["classes"] = {task.labels[0]: Presence(10, 0.1)}
     return DatasetFingerprint(**(actual | changes))
 
@@ -87,7 +105,12 @@ class TestGeometry:
     def test_pictures(self) -> None:
         task = planned(fingerprint(57, 20), modality="photo")
         assert "spacing" not in task and task["spatial_dims"] == 2
-        assert task["size"] == [64, 20] and task["network"]["strides"] == [[1, 1], [2, 2], [2, 2], [2, 1]]
+        assert task["size"] == [64, 20] and task["network"]["strides"] == [
+            [1, 1],
+            [2, 2],
+            [2, 2],
+            [2, 1],
+        ]
 
 
 @pytest.mark.parametrize(
@@ -100,15 +123,21 @@ class TestGeometry:
         ((96, 96, 10), (1, 1, 2.5), (96, 96, 10), (4, 4, 1)),
         ((64, 64, 34), (4, 4, 1), (64, 64, 40), (4, 4, 3)),
         ((320, 320, 20), (0.8, 0.8, 5), (320, 320, 20), (6, 6, 2)),
-        ((20, 320, 256), (3.6, 0.62, 0.62), (20, 320, 256), (2, 6, 6)),  # the Decathlon's prostates, as in nnU-Net's documentation
+        # The Decathlon's prostates, as in nnU-Net's documentation.
+        ((20, 320, 256), (3.6, 0.62, 0.62), (20, 320, 256), (2, 6, 6)),
     ],
 )
 def test_poolings_and_sizes_are_those_of_the_published_program(
-    size: tuple[int, ...], spacing: tuple[float, ...], padded: tuple[int, ...], poolings: tuple[int, ...]
+    size: tuple[int, ...],
+    spacing: tuple[float, ...],
+    padded: tuple[int, ...],
+    poolings: tuple[int, ...],
 ) -> None:
     """Numbers that nnU-Net's own `get_pool_and_conv_props` gives (commit 04f3cfc)."""
     levels = topology(size, spacing)
-    assert levels.padded(size) == padded and levels.divisors == tuple(2**number for number in poolings)
+    assert levels.padded(size) == padded and levels.divisors == tuple(
+        2**number for number in poolings
+    )
 
 
 class TestMemory:
@@ -118,12 +147,26 @@ class TestMemory:
         assert large["size"] == [48, 48, 48]
         assert all(new < side for new, side in zip(little["size"], large["size"], strict=True))
         divisors = Topology((), little["network"]["strides"]).divisors
-        assert [side % divisor for side, divisor in zip(little["size"], divisors, strict=True)] == [0, 0, 0]
+        assert [side % divisor for side, divisor in zip(little["size"], divisors, strict=True)] == [
+            0,
+            0,
+            0,
+        ]
         assert little["batch_size"] >= 2 and little["patches_per_image"] > 1
 
-    def test_what_memory_leaves_goes_to_the_batch_up_to_a_twentieth_of_the_smallest_site(self) -> None:
-        assert planned(fingerprint(SIDE, SIDE, SIDE, images=100), fingerprint(SIDE, SIDE, SIDE, images=200, site="B"))["batch_size"] == 5
-        assert planned(fingerprint(SIDE, SIDE, SIDE, images=10_000), memory=0.25)["batch_size"] in range(3, 100)
+    def test_what_memory_leaves_goes_to_the_batch_up_to_a_twentieth_of_the_smallest_site(
+        self,
+    ) -> None:
+        assert (
+            planned(
+                fingerprint(SIDE, SIDE, SIDE, images=100),
+                fingerprint(SIDE, SIDE, SIDE, images=200, site="B"),
+            )["batch_size"]
+            == 5
+        )
+        assert planned(fingerprint(SIDE, SIDE, SIDE, images=10_000), memory=0.25)[
+            "batch_size"
+        ] in range(3, 100)
 
     def test_too_little_memory_and_too_small_images(self) -> None:
         for memory in (0.001, 0):
@@ -137,30 +180,49 @@ class TestIntensity:
     def test_no_unit_and_photographs(self) -> None:
         for zeros, nonzero in ((0.2, False), (0.4, True)):
             intensity = planned(fingerprint(SIDE, SIDE, SIDE, zeros=zeros))["intensity"]
-            assert intensity == {"name": "NormalizeIntensity", "nonzero": nonzero, "channel_wise": True}
+            assert intensity == {
+                "name": "NormalizeIntensity",
+                "nonzero": nonzero,
+                "channel_wise": True,
+            }
         for highest, top in ((255, 255), (4000, 65535)):
-            picture = fingerprint(SIDE, SIDE, channels=(Channel(Intensities(0, 20, highest, 50, 80), None),))
+            picture = fingerprint(
+                SIDE, SIDE, channels=(Channel(Intensities(0, 20, highest, 50, 80), None),)
+            )
             assert planned(picture, modality="photo")["intensity"]["a_max"] == top
 
     def test_ct_by_the_foreground_of_all(self) -> None:
         other = Intensities(0, 0, 100, 10, 40)
-        sites = (fingerprint(SIDE, SIDE, SIDE), fingerprint(SIDE, SIDE, SIDE, site="B", images=30, channels=(Channel(VALUES, other),)))
+        sites = (
+            fingerprint(SIDE, SIDE, SIDE),
+            fingerprint(SIDE, SIDE, SIDE, site="B", images=30, channels=(Channel(VALUES, other),)),
+        )
         intensity = planned(*sites, modality="ct")["intensity"]
         mean, deviation = 20.0, (0.25 * (80**2 + 50**2) + 0.75 * (40**2 + 10**2) - 20**2) ** 0.5
         assert (intensity["a_min"], intensity["a_max"], intensity["clip"]) == (-25, 150, True)
-        assert (intensity["b_min"], intensity["b_max"]) == pytest.approx(((-25 - mean) / deviation, (150 - mean) / deviation), abs=1e-4)
+        assert (intensity["b_min"], intensity["b_max"]) == pytest.approx(
+            ((-25 - mean) / deviation, (150 - mean) / deviation), abs=1e-4
+        )
 
     def test_ct_without_foreground(self) -> None:
         for inside in (None, Intensities(5, 5, 5, 5, 0)):
             with pytest.raises(ConfigError, match=r"ct.*foreground"):
-                plan([fingerprint(SIDE, SIDE, SIDE, channels=(Channel(VALUES, inside),))], modality="ct")
+                plan(
+                    [fingerprint(SIDE, SIDE, SIDE, channels=(Channel(VALUES, inside),))],
+                    modality="ct",
+                )
 
 
 def test_every_decided_setting_has_one_reason() -> None:
     proposed = plan([fingerprint(SIDE, SIDE, SIDE)], name="mine")
     decided = {choice.setting: choice.value for choice in proposed.choices}
-    assert len(decided) == len(proposed.choices) and all(choice.reason for choice in proposed.choices)
-    assert set(decided) == set(proposed.settings) - set(LEARNT) and decided.items() <= proposed.settings.items()
+    assert len(decided) == len(proposed.choices) and all(
+        choice.reason for choice in proposed.choices
+    )
+    assert (
+        set(decided) == set(proposed.settings) - set(LEARNT)
+        and decided.items() <= proposed.settings.items()
+    )
     assert proposed.settings["name"] == "mine"
 
 
@@ -208,9 +270,16 @@ def test_a_planned_task_learns_with_all_transforms(dims: int) -> None:
 def test_fingerprints_that_do_not_fit_are_refused() -> None:
     cube = fingerprint(SIDE, SIDE, SIDE)
     task = small_tasks.small_task("classification").to_dict()
-    classes = dataclasses.replace(fingerprint(SIDE, SIDE), learnt={name: task[name] for name in LEARNT})
+    classes = dataclasses.replace(
+        fingerprint(SIDE, SIDE), learnt={name: task[name] for name in LEARNT}
+    )
     other = fingerprint(SIDE, SIDE, SIDE, site="B", learnt={"labels": ["ball"]})
     flat = fingerprint(SIDE, SIDE, SIDE, sizes=spread(16, 16))
-    for sites, token in (([cube, other], "labels"), ([], "fingerprint"), ([classes], "shades"), ([flat], "site A")):
+    for sites, token in (
+        ([cube, other], "labels"),
+        ([], "fingerprint"),
+        ([classes], "shades"),
+        ([flat], "site A"),
+    ):
         with pytest.raises(ConfigError, match=token):
             plan(sites)

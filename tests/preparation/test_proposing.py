@@ -18,7 +18,9 @@ from medflare.preparation.proposing import TaskHints, propose, summarise
 from medflare.tasks.config import TaskConfig, load_task
 
 
-def proposed(root: Path, options: ImportOptions | None = None, **answers: Any) -> tuple[TaskConfig, TaskPlan]:
+def proposed(
+    root: Path, options: ImportOptions | None = None, **answers: Any
+) -> tuple[TaskConfig, TaskPlan]:
     """The task for a downloaded folder, which its own check accepts."""
     import_folder(root, options or ImportOptions())
     plan = propose(root, TaskHints(**answers))
@@ -30,20 +32,37 @@ def proposed(root: Path, options: ImportOptions | None = None, **answers: Any) -
 
 def test_classes_by_their_folders(tmp_path: Path) -> None:
     task, plan = proposed(classes(tmp_path / "Chest X-rays", patients=8))
-    assert (task.name, task.kind, task.target, task.labels) == ("chest_x_rays", "classification", "multiclass", ("cat", "dog"))
+    assert (task.name, task.kind, task.target, task.labels) == (
+        "chest_x_rays",
+        "classification",
+        "multiclass",
+        ("cat", "dog"),
+    )
     assert (task.channels, task.size, task.network["name"]) == (1, (16, 16), "small_cnn")
     assert all(choice.reason for choice in plan.choices)
-    assert next(choice.reason for choice in plan.choices if choice.setting == "sampling").startswith("dog is shown "), "both are named"
-    assert 'labels: ["cat", "dog"]\n    names from the datalist' in plan.render() and "nnU-Net" not in plan.render()
+    assert next(
+        choice.reason for choice in plan.choices if choice.setting == "sampling"
+    ).startswith("dog is shown "), "both are named"
+    assert (
+        'labels: ["cat", "dog"]\n    names from the datalist' in plan.render()
+        and "nnU-Net" not in plan.render()
+    )
 
 
-@pytest.mark.parametrize(("names", "graded"), [("0123", True), ("123", True), ("0134", False), ("abc", False), ("01", False)])
-def test_numbered_grades_get_the_kappa_that_weighs_distances(names: str, graded: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "graded"),
+    [("0123", True), ("123", True), ("0134", False), ("abc", False), ("01", False)],
+)
+def test_numbered_grades_get_the_kappa_that_weighs_distances(
+    names: str, graded: bool, tmp_path: Path
+) -> None:
     for name in names:
         for number in range(10):
             picture(tmp_path / name / f"{name}-{number}.png")
     task, _ = proposed(tmp_path)
-    assert ("quadratic_kappa" in task.test_metrics) == graded and {"accuracy", "auc_macro"} <= {*task.test_metrics}
+    assert ("quadratic_kappa" in task.test_metrics) == graded and {"accuracy", "auc_macro"} <= {
+        *task.test_metrics
+    }
 
 
 def test_a_rare_class_is_drawn_as_often_as_the_others(tmp_path: Path) -> None:
@@ -65,10 +84,19 @@ def test_grey_pictures_saved_as_colour_have_one_channel(tmp_path: Path) -> None:
         ((1,), ("binary", ("foreground",), {})),
         ((255,), ("binary", ("foreground",), {"foreground": [255]})),
         ((1, 2), ("multiclass", ("background", "structure_1", "structure_2"), {})),
-        ((3, 7), ("multiclass", ("background", "structure_3", "structure_7"), {"structure_3": [3], "structure_7": [7], "background": [0]})),
+        (
+            (3, 7),
+            (
+                "multiclass",
+                ("background", "structure_3", "structure_7"),
+                {"structure_3": [3], "structure_7": [7], "background": [0]},
+            ),
+        ),
     ],
 )
-def test_structures_by_the_values_of_masks(values: tuple[int, ...], expected: tuple[Any, ...], tmp_path: Path) -> None:
+def test_structures_by_the_values_of_masks(
+    values: tuple[int, ...], expected: tuple[Any, ...], tmp_path: Path
+) -> None:
     task, _ = proposed(pairs(tmp_path, values=values))
     assert (task.target, task.labels, task.label_values) == expected
     assert (task.network["name"], task.image_mode) == ("unet", "resize")
@@ -84,7 +112,9 @@ def test_masks_of_0_and_255_beside_masks_of_0_and_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("structures", "names"), [((0, 128), ("cup", "rim")), ((0,), ("lesion",))])
-def test_the_background_is_what_the_corners_of_masks_show(structures: tuple[int, ...], names: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_background_is_what_the_corners_of_masks_show(
+    structures: tuple[int, ...], names: tuple[str, ...], tmp_path: Path
+) -> None:
     """As in REFUGE, where the background is 255."""
     for number in range(10):
         picture(tmp_path / "images" / f"{number}.png")
@@ -95,15 +125,27 @@ def test_the_background_is_what_the_corners_of_masks_show(structures: tuple[int,
         Image.fromarray(pixels).save(tmp_path / "masks" / f"{number}.png")
     task, _ = proposed(tmp_path, labels=names)
     assert task.target == "multiclass" and task.labels == ("background", *names)
-    assert task.label_values == {"background": [255], **{name: [value] for name, value in zip(names, structures, strict=True)}}
+    assert task.label_values == {
+        "background": [255],
+        **{name: [value] for name, value in zip(names, structures, strict=True)},
+    }
 
 
 def test_hints_are_used(tmp_path: Path) -> None:
-    task, plan = proposed(pairs(tmp_path, values=(1, 2)), name="eyes", labels=("disc", "cup"), size=(32, 16))
-    assert (task.name, task.labels, task.size, task.image_mode) == ("eyes", ("background", "disc", "cup"), (32, 16), "resize")
+    task, plan = proposed(
+        pairs(tmp_path, values=(1, 2)), name="eyes", labels=("disc", "cup"), size=(32, 16)
+    )
+    assert (task.name, task.labels, task.size, task.image_mode) == (
+        "eyes",
+        ("background", "disc", "cup"),
+        (32, 16),
+        "resize",
+    )
     assert task.network == {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}
     assert sum(choice.setting == "size" for choice in plan.choices) == 1
-    assert load_task(propose(tmp_path, TaskHints(network="SegResNet", size=(16, 16))).settings).network == {"name": "SegResNet"}
+    assert load_task(
+        propose(tmp_path, TaskHints(network="SegResNet", size=(16, 16))).settings
+    ).network == {"name": "SegResNet"}
 
 
 def test_one_class_may_be_renamed(tmp_path: Path) -> None:
@@ -112,7 +154,9 @@ def test_one_class_may_be_renamed(tmp_path: Path) -> None:
     assert "count so: 1 dog as 1 hound" in check_site(tmp_path / "a", task).render()
     for names in (("cat", "dog"), ("cat", "dog", "horse")):
         assert not proposed(tmp_path / "a", ImportOptions(force=True), labels=names)[0].label_values
-    (pairs(tmp_path / "b", values=(1, 2)) / "dataset.json").write_text(json.dumps({"labels": {"0": "background", "1": "disc", "2": "cup"}}))
+    (pairs(tmp_path / "b", values=(1, 2)) / "dataset.json").write_text(
+        json.dumps({"labels": {"0": "background", "1": "disc", "2": "cup"}})
+    )
     task, _ = proposed(tmp_path / "b", labels=("disc", "pit"), size=(16, 16))
     assert task.label_values == {"background": [0], "disc": [1], "pit": [2]}
 
@@ -122,10 +166,16 @@ def test_labels_and_values_of_masks_must_agree(tmp_path: Path) -> None:
     import_folder(pairs(tmp_path, values=(2,)))
     with pytest.raises(ConfigError, match="--labels rim,cup"):
         propose(tmp_path, TaskHints(labels=("rim", "cup")))
-    (tmp_path / "dataset.json").write_text(json.dumps({"labels": {"0": "background", "1": "rim", "2": "cup"}}))
+    (tmp_path / "dataset.json").write_text(
+        json.dumps({"labels": {"0": "background", "1": "rim", "2": "cup"}})
+    )
     import_folder(tmp_path, ImportOptions(force=True))
     task = load_task(propose(tmp_path, TaskHints(labels=("rim", "cup"), size=(16, 16))).settings)
-    assert (task.target, task.labels, task.label_values) == ("multiclass", ("background", "rim", "cup"), {})
+    assert (task.target, task.labels, task.label_values) == (
+        "multiclass",
+        ("background", "rim", "cup"),
+        {},
+    )
 
 
 def _one_image(root: Path, entry: dict[str, Any], **more: Any) -> Path:
@@ -135,7 +185,9 @@ def _one_image(root: Path, entry: dict[str, Any], **more: Any) -> Path:
     return root
 
 
-@pytest.mark.parametrize("label", [["IMG_00_mask.png", "IMG_00_mask.png"], [0, 1]], ids=["masks", "findings"])
+@pytest.mark.parametrize(
+    "label", [["IMG_00_mask.png", "IMG_00_mask.png"], [0, 1]], ids=["masks", "findings"]
+)
 def test_as_many_names_as_an_image_has_masks_or_findings(label: list[Any], tmp_path: Path) -> None:
     root = _one_image(tmp_path, {"image": "IMG_00.png", "label": label})
     assert summarise(root, TaskHints(labels=("a", "b"))).settings["labels"] == ["a", "b"]
@@ -149,9 +201,16 @@ CHANNEL_FILES = {"image": ["IMG_00.png", None], "label": "IMG_00_mask.png"}
 
 @pytest.mark.parametrize(
     ("names", "channels"),
-    [({"0": "T1", "1": "T2"}, ["T1", "T2"]), (["T1"], ["T1", "channel_1"]), (None, ["channel_0", "channel_1"]), ([["T1"]], None)],
+    [
+        ({"0": "T1", "1": "T2"}, ["T1", "T2"]),
+        (["T1"], ["T1", "channel_1"]),
+        (None, ["channel_0", "channel_1"]),
+        ([["T1"]], None),
+    ],
 )
-def test_names_of_channels_in_separate_files(names: Any, channels: list[str] | None, tmp_path: Path) -> None:
+def test_names_of_channels_in_separate_files(
+    names: Any, channels: list[str] | None, tmp_path: Path
+) -> None:
     root = _one_image(tmp_path, CHANNEL_FILES, channel_names=names)
     if channels is None:
         with pytest.raises(DataError, match="channel_names"):
@@ -168,13 +227,24 @@ def test_volumes_with_named_channels(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
     for case in range(5):
         for channel in range(2):
-            write(tmp_path / "imagesTr" / f"c{case}_{channel:04}.nii.gz", random.uniform(0, 9, (16, 16, 16)).astype(np.float32), np.eye(4))
+            write(
+                tmp_path / "imagesTr" / f"c{case}_{channel:04}.nii.gz",
+                random.uniform(0, 9, (16, 16, 16)).astype(np.float32),
+                np.eye(4),
+            )
         drawn = np.zeros((16, 16, 16), np.uint8)
         drawn[4:9, 4:9, 4:9] = 1
         write(tmp_path / "labelsTr" / f"c{case}.nii.gz", drawn, np.eye(4))
-    (tmp_path / "dataset.json").write_text(json.dumps({"channel_names": {"0": "T2", "1": "ADC"}, "labels": {"background": 0, "PZ": 1}}))
+    (tmp_path / "dataset.json").write_text(
+        json.dumps({"channel_names": {"0": "T2", "1": "ADC"}, "labels": {"background": 0, "PZ": 1}})
+    )
     task, _ = proposed(tmp_path)
-    assert (task.spatial_dims, task.channels, task.labels, task.label_values) == (3, ("T2", "ADC"), ("PZ",), {})
+    assert (task.spatial_dims, task.channels, task.labels, task.label_values) == (
+        3,
+        ("T2", "ADC"),
+        ("PZ",),
+        {},
+    )
     assert task.intensity["name"] == "NormalizeIntensity"
 
 
@@ -187,7 +257,9 @@ def test_volumes_with_named_channels(tmp_path: Path) -> None:
         ({"size": (8,)}, "--size"),
     ],
 )
-def test_hints_that_do_not_fit_are_errors(answers: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_hints_that_do_not_fit_are_errors(
+    answers: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     import_folder(pairs(tmp_path, values=(1, 2)))
     with pytest.raises(ConfigError, match=named):
         propose(tmp_path, TaskHints(**answers))

@@ -18,7 +18,9 @@ from medflare.tasks.config import TaskConfig
 
 @pytest.fixture
 def two_structures(make_task: TaskOf) -> TaskConfig:
-    return make_task(target="multiclass", labels=["background", "front", "back"], loss={"name": "dice_ce"})
+    return make_task(
+        target="multiclass", labels=["background", "front", "back"], loss={"name": "dice_ce"}
+    )
 
 
 def test_thin_structures_lose_more_than_broad_ones() -> None:
@@ -46,8 +48,12 @@ def bars(swapped: bool) -> np.ndarray:
     return target
 
 
-@pytest.mark.parametrize(("swaps", "ordered"), [([False] * 6, (True, False)), ([False, True] * 3, (False, False))])
-def test_structures_in_the_same_order_in_every_image(swaps: list[bool], ordered: Any, two_structures: TaskConfig) -> None:
+@pytest.mark.parametrize(
+    ("swaps", "ordered"), [([False] * 6, (True, False)), ([False, True] * 3, (False, False))]
+)
+def test_structures_in_the_same_order_in_every_image(
+    swaps: list[bool], ordered: Any, two_structures: TaskConfig
+) -> None:
     layout = LayoutOfImages(two_structures)
     for patient, swapped in enumerate(swaps):
         layout.add(bars(swapped), str(patient))
@@ -63,7 +69,10 @@ def test_numbers_of_few_patients_are_left_out(two_structures: TaskConfig) -> Non
         small[0, 5:20, 5:20] = 1
         layout.add(small, patient)
     assert layout.summary().detail.keys() == {32} and layout.summary().ordered == (True, False)
-    assert layout.summary(minimum=3).detail == {} and layout.summary(minimum=3).ordered == (False, False)
+    assert layout.summary(minimum=3).detail == {} and layout.summary(minimum=3).ordered == (
+        False,
+        False,
+    )
 
 
 def test_a_structure_inside_another_has_no_order(two_structures: TaskConfig) -> None:
@@ -76,14 +85,26 @@ def test_a_structure_inside_another_has_no_order(two_structures: TaskConfig) -> 
     assert layout.summary().ordered == (False, False)
 
 
-def test_a_sample_is_kept_until_something_changes(make_site: Any, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, task = make_site({"training": [f"p{number}" for number in range(9)], "validation": ["v"], "test": ["t"]}), make_task()
+def test_a_sample_is_kept_until_something_changes(
+    make_site: Any, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, task = (
+        make_site(
+            {"training": [f"p{number}" for number in range(9)], "validation": ["v"], "test": ["t"]}
+        ),
+        make_task(),
+    )
     (sample,) = fingerprints(folder, task, sample=4)
     assert (sample.images, sample.patients, sample.sampled) == (9, 9, True)
-    assert sample.classes["square"].images is None and sample.classes["square"].share == pytest.approx(16 / 256)
+    assert sample.classes["square"].images is None and sample.classes[
+        "square"
+    ].share == pytest.approx(16 / 256)
     assert sample.layout is not None and ordered_axes([sample]) == []
     with monkeypatch.context() as patch:
-        patch.setattr("medflare.data.decoding.Source.image", lambda *_: pytest.fail("the kept fingerprint is used"))
+        patch.setattr(
+            "medflare.data.decoding.Source.image",
+            lambda *_: pytest.fail("the kept fingerprint is used"),
+        )
         assert fingerprints(folder, task, sample=4) == [sample]
     (folder / "fingerprint.json").write_text("{", encoding="utf-8")
     assert fingerprints(folder, task, sample=4) == [sample]

@@ -78,10 +78,8 @@ class TestSupport:
             ({"network": {**INSTANCE_UNET, "norm": "batch"}}, "BatchNorm2d.*unet"),
             ({"network": {"name": "deeplab"}}, "BatchNorm2d.*deeplab"),
             ({"loss": {"name": "dice", "batch": True}}, "loss dice"),
-            (
-                {"precision": "bf16"},
-                "precision 'bf16'",
-            ),  # a norm that was rounded might exceed the clipping norm
+            # A norm that was rounded might exceed the clipping norm.
+            ({"precision": "bf16"}, "precision 'bf16'"),
             ({"accumulate": 2}, "accumulate"),
             ({"sampling": "balanced"}, "sampling"),
         ],
@@ -113,9 +111,8 @@ class TestSupport:
     def test_delta_must_be_below_one_by_patients(self, task: TaskConfig) -> None:
         with pytest.raises(ConfigError, match="dp_delta"):
             squares.algorithm(FedAvgSite, task=task, **PRIVATE, dp_delta=0.09)
-        squares.algorithm(
-            FedAvgSite, "O", task=task, **PRIVATE, dp_delta=0.09
-        )  # outside: it never trains
+        # outside: it never trains.
+        squares.algorithm(FedAvgSite, "O", task=task, **PRIVATE, dp_delta=0.09)
 
 
 class TestTraining:
@@ -224,14 +221,10 @@ class TestAccount:
         ("asked", "steps"),
         [
             (["new", 0, 1, 2], [2, 4, 6]),
-            (
-                ["new", 0, 1, 1, 1],
-                [2, 4, 6, 8],
-            ),  # of a repeated step, the first answer has left the site all the same
-            (
-                ["new", 0, "resumed", 1, "new", 2],
-                [2, 4, 6],
-            ),  # the server cannot begin anew: a ledger only grows
+            # Of a repeated step, the first answer has left the site all the same.
+            (["new", 0, 1, 1, 1], [2, 4, 6, 8]),
+            # The server cannot begin anew: a ledger only grows.
+            (["new", 0, "resumed", 1, "new", 2], [2, 4, 6]),
         ],
     )
     def test_the_account_of_a_run_continues_from_process_to_process(

@@ -39,12 +39,23 @@ SETTING = Setting(TASK, ("site-1", "site-2"), rounds=1)
 
 def test_a_row_is_parsed() -> None:
     row = Candidate.parse("fedsm:lam=0.3,selection=last")
-    assert row.hyper == split_hyper({"lam": 0.3, "selection": "last"}, get_method("fedsm").hyper_classes, "fedsm")
+    assert row.hyper == split_hyper(
+        {"lam": 0.3, "selection": "last"}, get_method("fedsm").hyper_classes, "fedsm"
+    )
     pair = Candidate.parse("fedavg:server_algorithm=grace,server.selection=last")
-    assert (pair.server_algorithm, pair.hyper) == ("grace", {"site": {}, "server": {"selection": "last"}})
-    assert Candidate.parse("single-site:site.reset_optimizer=true").hyper["site"] == {"reset_optimizer": True}
+    assert (pair.server_algorithm, pair.hyper) == (
+        "grace",
+        {"site": {}, "server": {"selection": "last"}},
+    )
+    assert Candidate.parse("single-site:site.reset_optimizer=true").hyper["site"] == {
+        "reset_optimizer": True
+    }
     alone = Candidate.parse("single-site:method=prr,det=false")
-    assert (alone.method, alone.trained_as, alone.hyper["site"]) == ("single-site", "prr", {"det": False})
+    assert (alone.method, alone.trained_as, alone.hyper["site"]) == (
+        "single-site",
+        "prr",
+        {"det": False},
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,27 +81,56 @@ def test_a_study_keeps_its_runs_and_writes_tables(tmp_path: Path) -> None:
     groups = run_study(candidates, SETTING, [0], tmp_path, say=lines.append)
     for runs in groups.values():
         validate_results(runs[0])
-        assert set(runs[0]["sites"]) == set(runs[0]["scores"]) == {"site-1", "site-2"} and POOLED not in runs[0]["sites"]
+        assert (
+            set(runs[0]["sites"]) == set(runs[0]["scores"]) == {"site-1", "site-2"}
+            and POOLED not in runs[0]["sites"]
+        )
         assert runs[0]["mean"]["inside"]["deployed"]["dice"] is not None
     patients = [runs[0]["scores"]["site-1"]["deployed"]["patients"] for runs in groups.values()]
-    assert patients[0] and all(of == patients[0] for of in patients), "all rows were tested on the same patients"
+    assert patients[0] and all(of == patients[0] for of in patients), (
+        "all rows were tested on the same patients"
+    )
     assert groups[SINGLE_SITE][0]["traffic"] == {"down_bytes": 0, "up_bytes": 0}
-    titles = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("#")]
-    metrics = [f"## {metric}{part}" for metric in ("dice", "iou", "hd95") for part in ("", ", what the mean hides")]
-    assert titles == ["# phantom, 1 rounds", *metrics, "## dice by structure or class, deployed model", "## dice, differences"]
+    titles = [
+        line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("#")
+    ]
+    metrics = [
+        f"## {metric}{part}"
+        for metric in ("dice", "iou", "hd95")
+        for part in ("", ", what the mean hides")
+    ]
+    assert titles == [
+        "# phantom, 1 rounds",
+        *metrics,
+        "## dice by structure or class, deployed model",
+        "## dice, differences",
+    ]
     assert len(lines) == 3
     assert run_study(candidates, SETTING, [0], tmp_path, say=lines.append) == groups
     assert len(lines) == 3, "nothing was run again"
 
 
 def test_each_left_out_site_is_outside(tmp_path: Path) -> None:
-    groups = run_study([Candidate.parse(row) for row in ("fedavg", "constant")], SETTING, [1], tmp_path, left_out=SETTING.sites)
+    groups = run_study(
+        [Candidate.parse(row) for row in ("fedavg", "constant")],
+        SETTING,
+        [1],
+        tmp_path,
+        left_out=SETTING.sites,
+    )
     for runs in groups.values():
-        assert all(run["configuration"]["task"]["resplit"] == 1 for run in runs), "the seed draws the split"
+        assert all(run["configuration"]["task"]["resplit"] == 1 for run in runs), (
+            "the seed draws the split"
+        )
         roles = [{name: site["role"] for name, site in run["sites"].items()} for run in runs]
-        assert roles == [{"site-1": "outside", "site-2": "inside"}, {"site-1": "inside", "site-2": "outside"}]
+        assert roles == [
+            {"site-1": "outside", "site-2": "inside"},
+            {"site-1": "inside", "site-2": "outside"},
+        ]
     table = (tmp_path / "table.md").read_text().splitlines()
-    (line,) = [line for line in table if line.startswith("| constant | global, deployed | outside |")]
+    (line,) = [
+        line for line in table if line.startswith("| constant | global, deployed | outside |")
+    ]
     cells = line.split(" | ")
     assert cells[4:7] == ["–", "–", "1"], "one seed has no spread"
     assert " to " in cells[7] and "Wilcoxon" in cells[8]
@@ -101,21 +141,40 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Labels of the rows that were run; a run only records how it was called."""
     labels: list[str] = []
 
-    def run(row: Candidate, setting: Setting, seed: int, outside: tuple[str, ...] = ()) -> dict[str, Any]:
+    def run(
+        row: Candidate, setting: Setting, seed: int, outside: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
         labels.append(row.label)
         task = dataclasses.replace(setting.task, resplit=seed)
-        sites = {site: SiteRecord("outside" if site in outside else "inside") for site in setting.sites}
-        return build_results(RunRecord(row.method, task, seed, setting.rounds, sites, hyper=row.effective, seconds={"total": 1.0}))
+        sites = {
+            site: SiteRecord("outside" if site in outside else "inside") for site in setting.sites
+        }
+        return build_results(
+            RunRecord(
+                row.method,
+                task,
+                seed,
+                setting.rounds,
+                sites,
+                hyper=row.effective,
+                seconds={"total": 1.0},
+            )
+        )
 
     monkeypatch.setattr(Candidate, "run", run)
     return labels
 
 
-@pytest.mark.parametrize("text", ["fedsm", "fedavg:server_algorithm=grace", "single-site:method=prr,det=false", *REFERENCES])
+@pytest.mark.parametrize(
+    "text",
+    ["fedsm", "fedavg:server_algorithm=grace", "single-site:method=prr,det=false", *REFERENCES],
+)
 def test_a_row_has_the_hyper_parameters_of_its_runs(text: str) -> None:
     task = dataclasses.replace(TASK, network={**TASK.network, "norm": "batch"}, size=(8, 8))
     row = Candidate.parse(text, None if text == "constant" else "last")
-    assert row.run(Setting(task, SETTING.sites, 1), seed=0)["configuration"]["hyper"] == json.loads(json.dumps(row.effective))
+    assert row.run(Setting(task, SETTING.sites, 1), seed=0)["configuration"]["hyper"] == json.loads(
+        json.dumps(row.effective)
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,17 +200,32 @@ def test_kept_runs_with_other_settings_raise_an_error(
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
 
 
-def test_a_kept_run_of_an_earlier_version_has_the_defaults_of_new_settings(tmp_path: Path, trained: list[str]) -> None:
+def test_a_kept_run_of_an_earlier_version_has_the_defaults_of_new_settings(
+    tmp_path: Path, trained: list[str]
+) -> None:
     candidates = [Candidate.parse("fedavg")]
     run_study(candidates, SETTING, [0], tmp_path)
     results = read_runs(tmp_path)["fedavg/seed0"]
-    del results["configuration"]["task"]["accumulate"], results["configuration"]["hyper"]["server"]["weighting"]
+    del (
+        results["configuration"]["task"]["accumulate"],
+        results["configuration"]["hyper"]["server"]["weighting"],
+    )
     del results["configuration"]["settings"]["datalists"]  # not compared
     write_run(tmp_path, "fedavg/seed0", results)
     run_study(candidates, SETTING, [0], tmp_path)
-    run_study(candidates, dataclasses.replace(SETTING, data_root=datalists(tmp_path / "data", "p")), [0], tmp_path)
+    run_study(
+        candidates,
+        dataclasses.replace(SETTING, data_root=datalists(tmp_path / "data", "p")),
+        [0],
+        tmp_path,
+    )
     with pytest.raises(StateError, match="accumulate"):
-        run_study(candidates, dataclasses.replace(SETTING, task=dataclasses.replace(TASK, accumulate=2)), [0], tmp_path)
+        run_study(
+            candidates,
+            dataclasses.replace(SETTING, task=dataclasses.replace(TASK, accumulate=2)),
+            [0],
+            tmp_path,
+        )
     results["configuration"]["task"]["removed"] = 3
     write_run(tmp_path, "fedavg/seed0", results)
     with pytest.raises(StateError, match="removed"):
@@ -163,18 +237,24 @@ def datalists(root: Path, patient: str) -> Path:
     """A folder for each of the study's sites."""
     for site in SETTING.sites:
         (root / site).mkdir(parents=True)
-        (root / site / "datalist.json").write_text(json.dumps({"training": [{"image": "a.png", "label": 0, "patient": patient}]}))
+        (root / site / "datalist.json").write_text(
+            json.dumps({"training": [{"image": "a.png", "label": 0, "patient": patient}]})
+        )
     return root
 
 
-def test_kept_runs_on_other_images_raise_an_error(tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_runs_on_other_images_raise_an_error(
+    tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However the data root is named, and wherever it was moved; without one, images are embedded in the task."""
     rows, out = [Candidate.parse("fedavg")], tmp_path / "out"
     root = datalists(tmp_path / "first", "p")
     monkeypatch.setenv("MEDFLARE_DATA_ROOT", str(root))
     run_study(rows, SETTING, [0], out)
     monkeypatch.delenv("MEDFLARE_DATA_ROOT")
-    run_study(rows, dataclasses.replace(SETTING, data_root=root.rename(tmp_path / "moved")), [0], out)
+    run_study(
+        rows, dataclasses.replace(SETTING, data_root=root.rename(tmp_path / "moved")), [0], out
+    )
     assert trained == ["fedavg"] and str(tmp_path) not in json.dumps(read_runs(out))
     for other in (None, datalists(tmp_path / "second", "q")):
         with pytest.raises(StateError, match=r"datalist\.site-1"):
@@ -186,18 +266,28 @@ def test_results_can_be_sent_by_another_process() -> None:
     setting = Setting(TASK, ("site-1", "site-2", "site-3"), rounds=1)
     job = _Job(Candidate.parse("iop_fl:route_epochs=1"), setting, 0, ("site-3",))
     ((_, results),) = _finished([job], 2)
-    assert results["sites"]["site-3"]["role"] == "outside" and json.loads(json.dumps(results)) == results
+    assert (
+        results["sites"]["site-3"]["role"] == "outside"
+        and json.loads(json.dumps(results)) == results
+    )
 
 
 def test_an_error_in_a_process_stops_the_study(tmp_path: Path) -> None:
-    jobs: list[Any] = [partial(int, "no images"), *(partial(os.system, f"sleep 0.3; touch {tmp_path / str(n)}") for n in range(12))]
+    jobs: list[Any] = [
+        partial(int, "no images"),
+        *(partial(os.system, f"sleep 0.3; touch {tmp_path / str(n)}") for n in range(12)),
+    ]
     with pytest.raises(ValueError, match="no images"):
         list(_finished(jobs, 2))
     assert len([*tmp_path.iterdir()]) < 6
 
 
 def test_a_failed_run_is_repeated(runs: list[Run], tmp_path: Path, trained: list[str]) -> None:
-    write_run(tmp_path, "fedavg/seed0", {**runs[0], "status": "FAILED", "reason": "A: no images are mounted"})
+    write_run(
+        tmp_path,
+        "fedavg/seed0",
+        {**runs[0], "status": "FAILED", "reason": "A: no images are mounted"},
+    )
     lines: list[str] = []
     for _ in range(2):
         groups = run_study([Candidate.parse("fedavg")], SETTING, [0], tmp_path, say=lines.append)
@@ -216,17 +306,37 @@ def test_a_failed_run_is_repeated(runs: list[Run], tmp_path: Path, trained: list
     ],
 )
 def test_a_study_that_cannot_run_is_not_started(
-    rows: list[str], seeds: list[int], left_out: list[str], token: str, tmp_path: Path, trained: list[str]
+    rows: list[str],
+    seeds: list[int],
+    left_out: list[str],
+    token: str,
+    tmp_path: Path,
+    trained: list[str],
 ) -> None:
     with pytest.raises(ConfigError, match=token):
-        run_study([Candidate.parse(row) for row in rows], SETTING, seeds, tmp_path / "out", left_out=left_out)
+        run_study(
+            [Candidate.parse(row) for row in rows],
+            SETTING,
+            seeds,
+            tmp_path / "out",
+            left_out=left_out,
+        )
     with pytest.raises(ConfigError, match="site-1"):
-        run_study([Candidate.parse("fedavg")], Setting(TASK, ("site-1",), 1), [0], tmp_path / "out", left_out=["site-1"])
+        run_study(
+            [Candidate.parse("fedavg")],
+            Setting(TASK, ("site-1",), 1),
+            [0],
+            tmp_path / "out",
+            left_out=["site-1"],
+        )
     assert not trained and not (tmp_path / "out").exists()
 
 
 def kept(out: Path, label: str, runs: Sequence[Run]) -> Sequence[Run]:
-    labelled = [{**run, "configuration": {**run["configuration"], "settings": {"label": label}}} for run in runs]
+    labelled = [
+        {**run, "configuration": {**run["configuration"], "settings": {"label": label}}}
+        for run in runs
+    ]
     for run in labelled:
         write_run(out, run_name(label, run["seed"]), run)
     return labelled
@@ -238,7 +348,15 @@ def entry(out: Path, name: str) -> Any:
 
 
 def test_a_study_is_read_as_it_was_written(runs: list[Run], tmp_path: Path) -> None:
-    with_scores = [{**run, "scores": {"A": {"global": {"patients": ["p"], "values": {"dice": [run["seed"] / 10]}}}}} for run in runs]
+    with_scores = [
+        {
+            **run,
+            "scores": {
+                "A": {"global": {"patients": ["p"], "values": {"dice": [run["seed"] / 10]}}}
+            },
+        }
+        for run in runs
+    ]
     groups = {label: kept(tmp_path, label, with_scores) for label in ("fedsm:lam=0.3", "fedavg")}
     write_rows(tmp_path, groups)
     study = read_study(tmp_path)
@@ -251,15 +369,25 @@ def test_a_study_is_read_as_it_was_written(runs: list[Run], tmp_path: Path) -> N
 
 def test_models_with_equal_scores_share_them(runs: list[Run], tmp_path: Path) -> None:
     first, second = ({"patients": ["p"], "values": {"dice": [value]}} for value in (0.25, 0.5))
-    scores = {"A": {"global": first, "personal": second, "deployed": dict(second)}, "B": {"global": second, "deployed": dict(second)}}
+    scores = {
+        "A": {"global": first, "personal": second, "deployed": dict(second)},
+        "B": {"global": second, "deployed": dict(second)},
+    }
     kept(tmp_path, "fedavg", [{**runs[0], "scores": scores}])
-    written = {"A": {"global": first, "personal": second, "deployed": "personal"}, "B": {"global": second, "deployed": "global"}}
+    written = {
+        "A": {"global": first, "personal": second, "deployed": "personal"},
+        "B": {"global": second, "deployed": "global"},
+    }
     assert entry(tmp_path, "fedavg/seed0/scores.json") == written
     assert read_study(tmp_path)["fedavg"][0]["scores"] == scores
 
 
 def test_only_the_scores_name_patients(runs: list[Run], tmp_path: Path) -> None:
-    kept(tmp_path, "fedavg", [{**runs[0], "scores": {"A": {"global": {"patients": ["Jane Doe"], "values": {}}}}}])
+    kept(
+        tmp_path,
+        "fedavg",
+        [{**runs[0], "scores": {"A": {"global": {"patients": ["Jane Doe"], "values": {}}}}}],
+    )
     assert (tmp_path / STUDY_FILE).stat().st_mode & 0o077 == 0, "readable by this account alone"
     results = entry(tmp_path, "fedavg/seed0/results.json")
     assert "Jane Doe" not in json.dumps(results)

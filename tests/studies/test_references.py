@@ -238,10 +238,8 @@ def test_the_constant_class_is_chosen_on_training_images(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
-    [
-        (8, 1.0),
-        (2, 2 * 2 / (2 + 4)),
-    ],  # the test masks equal the mean training mask, or have half of its rows
+    # The test masks equal the mean training mask, or have half of its rows.
+    [(8, 1.0), (2, 2 * 2 / (2 + 4))],
 )
 def test_the_constant_mask_is_the_best_on_validation_images(
     monkeypatch: pytest.MonkeyPatch, rows: int, expected: float
@@ -258,20 +256,14 @@ def test_constant_predictions_of_segmentation() -> None:
     several = SimpleNamespace(
         kind="segmentation", target="multiclass", outputs=2, image_mode="resize"
     )
-    assert [answer.flatten().tolist() for answer in constant_predictions(binary, targets)][:3] == [
-        [0.0],
-        [1.0],
-        [1.0, 0.0],
-    ]  # type: ignore[arg-type]
-    assert [answer.flatten().tolist() for answer in constant_predictions(several, targets)] == [
-        [1, 0],
-        [0, 1],
-        [0, 1, 1, 0],
-    ]  # type: ignore[arg-type]
+    answers = constant_predictions(binary, targets)  # type: ignore[arg-type]
+    assert [answer.flatten().tolist() for answer in answers][:3] == [[0.0], [1.0], [1.0, 0.0]]
+    answers = constant_predictions(several, targets)  # type: ignore[arg-type]
+    assert [answer.flatten().tolist() for answer in answers] == [[1, 0], [0, 1], [0, 1, 1, 0]]
     binary.image_mode = "patch"
-    assert len(list(constant_predictions(binary, [targets[0], targets[1][:, :1]]))) == 2, (
-        "masks of different sizes have no mean"
-    )  # type: ignore[arg-type]
+    masks = [targets[0], targets[1][:, :1]]
+    answers = constant_predictions(binary, masks)  # type: ignore[arg-type]
+    assert len(list(answers)) == 2, "masks of different sizes have no mean"
 
 
 def test_every_sites_model_is_tested_at_every_site() -> None:

@@ -127,41 +127,21 @@ def test_the_detectable_difference_has_80_percent_power() -> None:
     [
         (Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01), (0.02, 0.2), 0.02, "confirmed"),
         (Comparison(-0.1, (-0.15, -0.05), 0.01, 3, 0.01), (-0.2, -0.02), 0.02, "opposite"),
-        (
-            Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01),
-            (0.02, 0.2),
-            0.06,
-            "study too small",
-        ),  # among other comparators
-        (
-            Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01),
-            (-0.02, 0.2),
-            0.02,
-            "study too small",
-        ),  # over seeds only
-        (
-            Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01),
-            (-0.2, -0.02),
-            0.02,
-            "study too small",
-        ),  # they contradict each other
+        # Among other comparators.
+        (Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01), (0.02, 0.2), 0.06, "study too small"),
+        # Over seeds only.
+        (Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01), (-0.02, 0.2), 0.02, "study too small"),
+        # They contradict each other.
+        (Comparison(0.1, (0.05, 0.15), 0.01, 3, 0.01), (-0.2, -0.02), 0.02, "study too small"),
         # d = .05: t = (.05 - .01) / .01 = 4 with 2 degrees of freedom, p = (1 - 4 / sqrt(18)) / 2 = .0286; with an error of .02 .0918.
         (Comparison(0.01, (-0.03, 0.05), 0.42, 3, 0.01), (-0.02, 0.04), 0.42, "smaller than d"),
         (Comparison(0.01, (-0.07, 0.09), 0.67, 3, 0.02), (-0.02, 0.04), 0.67, "study too small"),
-        (
-            Comparison(0.01, (-0.03, 0.05), 0.42, 3, 0.01),
-            (-0.02, 0.06),
-            0.42,
-            "study too small",
-        ),  # patients allow d
+        # Patients allow d.
+        (Comparison(0.01, (-0.03, 0.05), 0.42, 3, 0.01), (-0.02, 0.06), 0.42, "study too small"),
         (Comparison(0.01, (-0.03, 0.05), 0.42, 3, 0.01), None, 0.42, "study too small"),
         (Comparison(0.0, None, None, 3), None, None, "smaller than d"),  # the same model
-        (
-            Comparison(0.1, None, None, 3),
-            (0.02, 0.2),
-            None,
-            "study too small",
-        ),  # no spread to test against
+        # No spread to test against.
+        (Comparison(0.1, None, None, 3), (0.02, 0.2), None, "study too small"),
         (Comparison(0.0, None, None, 1), (-0.01, 0.01), None, "study too small"),
         (Comparison(), None, None, "study too small"),
     ],

@@ -34,7 +34,11 @@ SUITES_OF_ROUTING = ("iop_table2_fundus", "iop_table2_prostate", "iop_table3")
 NULLS: dict[str, tuple[str, ...]] = {  # what the table's method has to beat
     **{f"prr_table{table}": ("single-site:method=prr,halve_every=0",) for table in range(2, 12)},
     **{f"fedsm_table{table}": ("single-site",) for table in range(3, 8)},
-    **{f"grace_table{table}_{data}": ("single-site",) for table in (1, 2) for data in ("isic", "prostate")},
+    **{
+        f"grace_table{table}_{data}": ("single-site",)
+        for table in (1, 2)
+        for data in ("isic", "prostate")
+    },
     **{f"feddag_table{table}": ("augmentation", "equal-compute") for table in range(1, 6)},
     **dict.fromkeys(SUITES_OF_ROUTING, ("iop_fl:comparisons=true", "iop_fl:objective=paper")),
 }
@@ -73,12 +77,19 @@ def test_every_suite_can_run(name: str) -> None:
         check(text, suite.task)
     assert set(NULLS.get(name, ())) <= set(suite.methods.values())
     preparation = PREPARATIONS[suite.data]
-    assert set(suite.sites) <= set(preparation.counts) or preparation.name in ("camelyon17", "gdrbench", "prostate_fedsm")
+    assert set(suite.sites) <= set(preparation.counts) or preparation.name in (
+        "camelyon17",
+        "gdrbench",
+        "prostate_fedsm",
+    )
     assert preparation.kind == task.kind and suite.settings.metric in task.test_metrics
     assert preparation.classes in ((), task.labels)
     assert suite.settings.model in ("deployed", "global")
     assert suite.source.startswith("Table")
-    assert any(suite.numbers[row] for row in suite.methods) or "numbers are not legible" in suite.source
+    assert (
+        any(suite.numbers[row] for row in suite.methods)
+        or "numbers are not legible" in suite.source
+    )
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
@@ -95,9 +106,17 @@ def test_every_suite_of_a_mechanism_can_run(name: str) -> None:
     assert {"fedavg", "constant", "single-site"} <= set(suite.methods.values())
 
 
-def test_a_suite_of_a_mechanism_prints_the_tables_of_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_suite_of_a_mechanism_prints_the_tables_of_a_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     methods = {"FedAvg": "fedavg", "Blind": "constant"}
-    suite = {"paper": "A paper", "task": "mechanisms/two_disks", "sites": ["A", "B", "X"], "methods": methods, "seeds": [0]}
+    suite = {
+        "paper": "A paper",
+        "task": "mechanisms/two_disks",
+        "sites": ["A", "B", "X"],
+        "methods": methods,
+        "seeds": [0],
+    }
     suite["settings"] = {"rounds": 1, "metric": "dice", "leave_out": ["X"], "role": "outside"}
     (tmp_path / "suite.json").write_text(json.dumps(suite))
     out = tmp_path / "out"
@@ -105,12 +124,20 @@ def test_a_suite_of_a_mechanism_prints_the_tables_of_a_study(tmp_path: Path, cap
     assert (out / "table.md").read_text() in capsys.readouterr().out
     assert not (out / "beside_the_paper.md").exists()
     runs = read_runs(out)
-    assert {name: site["role"] for name, site in runs["fedavg/seed0-X"]["sites"].items()} == {"A": "inside", "B": "inside", "X": "outside"}
+    assert {name: site["role"] for name, site in runs["fedavg/seed0-X"]["sites"].items()} == {
+        "A": "inside",
+        "B": "inside",
+        "X": "outside",
+    }
 
 
 def test_the_documentation_names_every_suite() -> None:
     page = (Path(__file__).parents[2] / "docs" / "papers.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1] for line in page.split("\n## Suites\n")[1].splitlines() if line.startswith("| `")]
+    rows = [
+        line.split("|")[1]
+        for line in page.split("\n## Suites\n")[1].splitlines()
+        if line.startswith("| `")
+    ]
     assert set(re.findall(r"`([\w/]+)`", " ".join(rows))) == set(suites())
 
 
@@ -127,7 +154,9 @@ def test_means_in_the_suites_are_means_of_their_columns() -> None:
         suite = load_suite(name)
         for row, numbers in suite.numbers.items():
             if set(numbers) == {*suite.sites, MEAN}:
-                mean = sum(value for column, value in numbers.items() if column != MEAN) / len(suite.sites)
+                mean = sum(value for column, value in numbers.items() if column != MEAN) / len(
+                    suite.sites
+                )
                 assert mean == pytest.approx(numbers[MEAN], rel=7e-3), f"{name}, {row}"
 
 
@@ -142,47 +171,84 @@ def cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_a_suite_runs_and_resumes(tmp_path: Path, make_site: SiteOf, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_suite_runs_and_resumes(
+    tmp_path: Path, make_site: SiteOf, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in "ABC":
         make_site(name=name)
-    run, out = ["study", "--data-root", str(tmp_path), "--suite", written(tmp_path)], tmp_path / "out"
+    run, out = (
+        ["study", "--data-root", str(tmp_path), "--suite", written(tmp_path)],
+        tmp_path / "out",
+    )
     assert main([*run, "--out", str(out)]) == 0
     assert "[4/4]" in capsys.readouterr().out
     table, lines = beside(out)
     assert lines[0] == ["row", "of", "A", MEAN]
     assert lines[2] == ["FedAvg", "paper", "80.50", "81.00"] and lines[3][:2] == ["", "fedavg"]
-    assert [line[:2] for line in lines[4:]] == [["Theirs", "paper"], ["Blind", "paper"], ["", "constant"]]
+    assert [line[:2] for line in lines[4:]] == [
+        ["Theirs", "paper"],
+        ["Blind", "paper"],
+        ["", "constant"],
+    ]
     runs = [read_runs(out)[f"fedavg/seed{seed}"] for seed in (0, 1)]
     ours = [run["sites"]["A"]["metrics"]["deployed"]["dice"] for run in runs]
-    assert lines[3][2].startswith(f"{50 * sum(ours):.2f} [") and "- images are synthetic\n" in table and "the suite has" not in table
+    assert (
+        lines[3][2].startswith(f"{50 * sum(ours):.2f} [")
+        and "- images are synthetic\n" in table
+        and "the suite has" not in table
+    )
     assert main([*run, "--out", str(out), "--seeds", "0"]) == 0
     again = capsys.readouterr().out
-    assert "[1/" not in again and "- seeds: 0, the suite has 0, 1" in again and "rounds:" not in again
+    assert (
+        "[1/" not in again and "- seeds: 0, the suite has 0, 1" in again and "rounds:" not in again
+    )
     options = ["--seeds", "0", "--set", "task.batch_size=8", "--rounds", "2"]
     assert main([*run, "--out", str(out), *options]) == 1
     assert "task.batch_size = 4" in capsys.readouterr().err
     assert main([*run, "--out", str(tmp_path / "other"), *options, "--sites", "A,B,C"]) == 0
     other = capsys.readouterr().out
-    assert "- rounds: 2, the suite has 1" in other and "- sites: A, B, C, the suite has A, B" in other
+    assert (
+        "- rounds: 2, the suite has 1" in other and "- sites: A, B, C, the suite has A, B" in other
+    )
     assert "- batch_size of the task: 8, the suite has 4" in other
 
 
-def test_rows_of_the_command_line_are_beside_the_suites_rows(tmp_path: Path, make_site: SiteOf) -> None:
+def test_rows_of_the_command_line_are_beside_the_suites_rows(
+    tmp_path: Path, make_site: SiteOf
+) -> None:
     for name in "AB":
         make_site(name=name)
     out, suite = tmp_path / "out", written(tmp_path, seeds=[0])
-    run = ["study", "fedprox", "fedavg", "--reference", "constant,equal-compute", "--suite", suite, "--out", str(out)]
+    run = [
+        "study",
+        "fedprox",
+        "fedavg",
+        "--reference",
+        "constant,equal-compute",
+        "--suite",
+        suite,
+        "--out",
+        str(out),
+    ]
     assert main([*run, "--data-root", str(tmp_path)]) == 0
     text, lines = beside(out)
-    assert [line[:2] for line in lines[6:]] == [["", "constant"], ["not in the suite", "fedprox"], ["not in the suite", "equal-compute"]]
+    assert [line[:2] for line in lines[6:]] == [
+        ["", "constant"],
+        ["not in the suite", "fedprox"],
+        ["not in the suite", "equal-compute"],
+    ]
     runs = read_runs(out)
-    assert sorted(runs) == [f"{label}/seed0" for label in ("constant", "equal-compute", "fedavg", "fedprox")]
+    assert sorted(runs) == [
+        f"{label}/seed0" for label in ("constant", "equal-compute", "fedavg", "fedprox")
+    ]
     ours = runs["fedprox/seed0"]["sites"]["A"]["metrics"]["deployed"]["dice"]
     assert lines[7][2] == f"{100 * ours:.2f}"
     assert "- images are synthetic\n" in text and "of the task" not in text
     table = (out / "table.md").read_text()
     assert all(f"| {label} |" in table for label in ("fedprox", "constant", "equal-compute"))
-    assert main([*run, "--data-root", str(tmp_path)]) == 0, "kept runs have the settings of this study"
+    assert main([*run, "--data-root", str(tmp_path)]) == 0, (
+        "kept runs have the settings of this study"
+    )
 
 
 def test_a_row_of_the_paper_can_be_a_model_of_one_method(tmp_path: Path) -> None:
@@ -199,7 +265,9 @@ def test_a_row_of_the_paper_can_be_a_model_of_one_method(tmp_path: Path) -> None
         )
     )
     values = {"deployed": 0.9, "ensemble": 0.7, "personal/A": 0.2, "personal/B": 0.6}
-    outside = SiteRecord("outside", metrics={model: {"dice": value} for model, value in values.items()})
+    outside = SiteRecord(
+        "outside", metrics={model: {"dice": value} for model, value in values.items()}
+    )
     inside = {name: SiteRecord("inside", metrics={"deployed": {"dice": 0.1}}) for name in "AB"}
     run = build_results(RunRecord("iop_fl", load_task(suite.task), 0, 1, {**inside, "X": outside}))
     assert cells(beside_the_paper(suite, {label: [run]}))[2:] == [
@@ -212,17 +280,46 @@ def test_a_row_of_the_paper_can_be_a_model_of_one_method(tmp_path: Path) -> None
     ]
 
 
-def test_a_suite_with_a_left_out_site_and_without_legible_numbers(tmp_path: Path, make_site: SiteOf) -> None:
+def test_a_suite_with_a_left_out_site_and_without_legible_numbers(
+    tmp_path: Path, make_site: SiteOf
+) -> None:
     for name in "ABC":
         make_site(name=name)
     settings = {"rounds": 1, "metric": "dice", "leave_out": ["C"], "role": "outside"}
-    changes = {"sites": ["A", "B", "C"], "methods": {"FedAvg": "fedavg"}, "settings": settings, "seeds": [0], "numbers": {"FedAvg": {}}}
+    changes = {
+        "sites": ["A", "B", "C"],
+        "methods": {"FedAvg": "fedavg"},
+        "settings": settings,
+        "seeds": [0],
+        "numbers": {"FedAvg": {}},
+    }
     out = tmp_path / "out"
-    assert main(["study", "--data-root", str(tmp_path), "--suite", written(tmp_path, **changes), "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                "study",
+                "--data-root",
+                str(tmp_path),
+                "--suite",
+                written(tmp_path, **changes),
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     _, lines = beside(out)
-    assert ["row", "of", "A", "B", "C", MEAN] in lines and ["FedAvg", "paper", *4 * [UNDEFINED]] in lines
+    assert ["row", "of", "A", "B", "C", MEAN] in lines and [
+        "FedAvg",
+        "paper",
+        *4 * [UNDEFINED],
+    ] in lines
     (run,) = read_runs(out).values()
-    assert {name: site["role"] for name, site in run["sites"].items()} == {"A": "inside", "B": "inside", "C": "outside"}
+    assert {name: site["role"] for name, site in run["sites"].items()} == {
+        "A": "inside",
+        "B": "inside",
+        "C": "outside",
+    }
     ours = f"{run['sites']['C']['metrics']['deployed']['dice']:.4f}"
     assert ["", "fedavg", UNDEFINED, UNDEFINED, ours, ours] in lines
 
@@ -231,7 +328,17 @@ def test_a_suite_with_a_left_out_site_and_without_legible_numbers(tmp_path: Path
     ("changes", "token"),
     [
         ({"settings": {"rounds": 1, "metric": "dice", "leave_out": ["BB"]}}, "BB"),
-        ({"settings": {"rounds": 1, "metric": "dice", "leave_one_out": True, "leave_out": ["B"]}}, "leave_one_out"),
+        (
+            {
+                "settings": {
+                    "rounds": 1,
+                    "metric": "dice",
+                    "leave_one_out": True,
+                    "leave_out": ["B"],
+                }
+            },
+            "leave_one_out",
+        ),
         ({"methods": {"FedAvgg": "fedavg"}}, "FedAvgg"),
         ({"numbers": {"FedAvg": {"meen": 1}, "Blind": {}}}, "meen"),
         ({"models": {"Theirs": "global"}}, "Theirs"),
@@ -244,7 +351,9 @@ def test_a_wrong_suite_raises_an_error(changes: dict[str, Any], token: str, tmp_
         load_suite(written(tmp_path, **changes))
 
 
-def test_an_option_that_the_suite_sets_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_the_suite_sets_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     suite = written(tmp_path)
     for options in (["--leave-one-out"], ["--leave-out", "A"], ["--selection", "last"]):
         assert main(["study", *options, "--suite", suite, "--out", str(tmp_path / "out")]) == 1

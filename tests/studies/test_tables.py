@@ -417,9 +417,8 @@ def test_unequal_rows_are_named(record: RunRecord) -> None:
     ]
     of_tasks = {str(place): row({}, task=task) for place, task in enumerate(tasks)}
     for name in ("0", "1"):
-        del of_tasks[name][0]["configuration"]["task"][
-            "batch_size"
-        ]  # of a version that did not record it
+        # Of a version that did not record it.
+        del of_tasks[name][0]["configuration"]["task"]["batch_size"]
     assert "(size)" in caution(of_tasks, "task")
 
 

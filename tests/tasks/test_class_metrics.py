@@ -219,9 +219,8 @@ def test_intervals_over_patients_are_of_their_resamples() -> None:
 
 def test_intervals_draw_patients_with_all_of_their_images() -> None:
     task = small_task("classification")
-    probabilities = torch.eye(3)[
-        [0] * 12 + [1] * 12
-    ].double()  # the four images of p, q and r are right, those of s, t and u wrong
+    # The four images of p, q and r are right, those of s, t and u wrong.
+    probabilities = torch.eye(3)[[0] * 12 + [1] * 12].double()
     cases = Cases(
         tuple(name for name in "pqrstu" for _ in range(4)),
         {},

@@ -18,7 +18,9 @@ EMPTY: dict[str, Any] = {"auc": None, "low": None, "high": None, "sensitivity": 
 
 
 def cases(probabilities: list[list[float]], targets: list[Any], patients: str = "abcd") -> Cases:
-    return Cases(tuple(patients), {}, torch.tensor(probabilities, dtype=torch.float64), torch.tensor(targets))
+    return Cases(
+        tuple(patients), {}, torch.tensor(probabilities, dtype=torch.float64), torch.tensor(targets)
+    )
 
 
 def test_two_classes_by_hand() -> None:
@@ -28,14 +30,22 @@ def test_two_classes_by_hand() -> None:
     (curve,) = report["roc"]
     assert curve["auc"] == 0.75 and curve["low"] is None and curve["high"] is None, "four patients"
     assert curve["sensitivity"] == [0.5] * 10 + [1.0] * 11 and len(FALSE_ALARMS) == 21
-    exclusive = class_report(cases([[0.1, 0.9], [0.8, 0.2], [0.4, 0.6], [0.9, 0.1]], [1, 1, 0, 0]), "multiclass", ["no", "yes"])
+    exclusive = class_report(
+        cases([[0.1, 0.9], [0.8, 0.2], [0.4, 0.6], [0.9, 0.1]], [1, 1, 0, 0]),
+        "multiclass",
+        ["no", "yes"],
+    )
     assert exclusive == report, "two exclusive classes are the same task"
 
 
 def test_an_area_and_its_interval_by_hand() -> None:
     """V10 = (1, 1/2), V01 = (1/2, 1): variances 1/8 each, their mean over two 1/16 each, together 1/8."""
     area = area_interval(np.array([4.0, 2.0, 3.0, 1.0]), np.array([True, True, False, False]))
-    assert area.value == 0.75 and area.low == pytest.approx(0.75 - 1.959964 * 0.125**0.5, abs=1e-6) and area.high == 1.0
+    assert (
+        area.value == 0.75
+        and area.low == pytest.approx(0.75 - 1.959964 * 0.125**0.5, abs=1e-6)
+        and area.high == 1.0
+    )
     perfect = area_interval(np.arange(4.0), np.array([False, False, True, True]))
     assert (perfect.value, perfect.low, perfect.high) == (1.0, 1.0, 1.0), "nothing varies"
     single = area_interval(np.arange(3.0), np.array([False, False, True]))
@@ -44,13 +54,21 @@ def test_an_area_and_its_interval_by_hand() -> None:
 
 
 def test_several_classes_are_each_against_the_rest() -> None:
-    actual = class_report(cases([[0.8, 0.1, 0.1], [0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.7, 0.2, 0.1]], [0, 1, 1, 0]), "multiclass", "xyz")
+    actual = class_report(
+        cases([[0.8, 0.1, 0.1], [0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.7, 0.2, 0.1]], [0, 1, 1, 0]),
+        "multiclass",
+        "xyz",
+    )
     assert actual["confusion"] == [[[2, 0, 0], [1, 1, 0], [0, 0, 0]]]
-    assert [curve["auc"] for curve in actual["roc"]] == [1.0, 1.0, None] and actual["roc"][2] == EMPTY
+    assert [curve["auc"] for curve in actual["roc"]] == [1.0, 1.0, None] and actual["roc"][
+        2
+    ] == EMPTY
 
 
 def test_every_label_of_a_multilabel_task_has_a_matrix() -> None:
-    answered = cases([[0.8, 0.1], [0.2, 0.5], [0.6, 0.9], [0.7, 0.2]], [[1, 0], [0, 0], [0, 1], [1, 0]])
+    answered = cases(
+        [[0.8, 0.1], [0.2, 0.5], [0.6, 0.9], [0.7, 0.2]], [[1, 0], [0, 0], [0, 1], [1, 0]]
+    )
     actual = class_report(answered, "multilabel", ["p", "q"])
     assert actual["confusion"] == [[[1, 1], [0, 2]], [[3, 0], [0, 1]]], "0.5 is no"
     assert [curve["auc"] for curve in actual["roc"]] == [1.0, 1.0]
@@ -58,21 +76,34 @@ def test_every_label_of_a_multilabel_task_has_a_matrix() -> None:
 
 def test_six_patients_have_an_interval() -> None:
     """V10 = (1, 1, 2/3), V01 = (1, 1, 2/3): variances 1/27, their mean over three 1/81 each, together 2/81."""
-    (curve,) = class_report(cases([[0.9], [0.8], [0.3], [0.4], [0.2], [0.1]], [1, 1, 1, 0, 0, 0], "abcdef"), "binary", ["disc"])["roc"]
-    assert curve["auc"] == pytest.approx(8 / 9) and curve["low"] == pytest.approx(8 / 9 - 1.959964 * (2 / 81) ** 0.5)
+    (curve,) = class_report(
+        cases([[0.9], [0.8], [0.3], [0.4], [0.2], [0.1]], [1, 1, 1, 0, 0, 0], "abcdef"),
+        "binary",
+        ["disc"],
+    )["roc"]
+    assert curve["auc"] == pytest.approx(8 / 9) and curve["low"] == pytest.approx(
+        8 / 9 - 1.959964 * (2 / 81) ** 0.5
+    )
 
 
 def test_images_of_one_patient_have_no_interval() -> None:
-    (curve,) = class_report(cases([[0.9], [0.2], [0.6], [0.1]], [1, 1, 0, 0], "aabb"), "binary", ["disc"])["roc"]
+    (curve,) = class_report(
+        cases([[0.9], [0.2], [0.6], [0.1]], [1, 1, 0, 0], "aabb"), "binary", ["disc"]
+    )["roc"]
     assert curve["auc"] == 0.75 and curve["low"] is None and curve["high"] is None
 
 
 def test_one_class_alone_has_counts_and_no_curve() -> None:
-    assert class_report(cases([[0.9], [0.2]], [1, 1], "ab"), "binary", ["disc"]) == {"confusion": [[[0, 0], [1, 1]]], "roc": [EMPTY]}
+    assert class_report(cases([[0.9], [0.2]], [1, 1], "ab"), "binary", ["disc"]) == {
+        "confusion": [[[0, 0], [1, 1]]],
+        "roc": [EMPTY],
+    }
 
 
 def test_without_images_or_with_many_classes_the_report_is_empty() -> None:
-    assert class_report(Cases(("a",), {"dice": torch.ones(1)}), "binary", ["disc"]) == {}, "segmentation"
+    assert class_report(Cases(("a",), {"dice": torch.ones(1)}), "binary", ["disc"]) == {}, (
+        "segmentation"
+    )
     assert class_report(cases([], [], ""), "binary", ["disc"]) == {}
     many = [str(label) for label in range(17)]
     assert class_report(cases([[1.0] * 17], [0], "a"), "multiclass", many) == {}, "meta are small"
@@ -83,16 +114,25 @@ def test_a_curve_does_not_reveal_scores() -> None:
 
     def curve(scores: np.ndarray, truth: np.ndarray) -> list[float]:
         answered = cases(scores[:, None].tolist(), truth.tolist(), "p" * len(scores))
-        sensitivity: list[float] = class_report(answered, "binary", ["disc"])["roc"][0]["sensitivity"]
+        sensitivity: list[float] = class_report(answered, "binary", ["disc"])["roc"][0][
+            "sensitivity"
+        ]
         return sensitivity
 
     random = np.random.default_rng(0)
     truth, scores = random.random(500) < 0.3, random.random(500)
     assert curve(scores, truth) == curve(scores**3, truth)
     assert len(curve(scores, truth)) == 21 and curve(scores, truth)[-1] == 1.0
-    assert curve(np.ones(4), np.array([True, False, True, False]))[:3] == [0.0, 0.05, 0.1], "ties lie on the diagonal"
+    assert curve(np.ones(4), np.array([True, False, True, False]))[:3] == [0.0, 0.05, 0.1], (
+        "ties lie on the diagonal"
+    )
 
 
 def test_patients_behind_the_counts() -> None:
     assert patients_of_classes("aabc", np.array([1, 1, 0, 1]), "binary", 1) == [2, 1]
-    assert patients_of_classes("abc", np.array([[1, 0], [0, 0], [1, 0]]), "multilabel", 2) == [2, 1, 0, 3]
+    assert patients_of_classes("abc", np.array([[1, 0], [0, 0], [1, 0]]), "multilabel", 2) == [
+        2,
+        1,
+        0,
+        3,
+    ]

@@ -30,9 +30,15 @@ FINGERPRINTS = {
 
 def test_presets_are_the_files_of_app_configs() -> None:
     folder = Path(__file__).parents[2] / "app_configs"
-    files = [*folder.glob("*.json"), *folder.glob("papers/*.json"), *folder.glob("mechanisms/*.json")]
+    files = [
+        *folder.glob("*.json"),
+        *folder.glob("papers/*.json"),
+        *folder.glob("mechanisms/*.json"),
+    ]
     assert set(presets()) == {path.relative_to(folder).with_suffix("").as_posix() for path in files}
-    assert {"phantom", "brain_lgg", "ham10000", "ham10000_3class", "fundus_vessels"} <= set(presets())
+    assert {"phantom", "brain_lgg", "ham10000", "ham10000_3class", "fundus_vessels"} <= set(
+        presets()
+    )
 
 
 @pytest.mark.parametrize("name", presets())
@@ -51,12 +57,25 @@ def test_round_trip_and_fingerprint(tmp_path: Path) -> None:
     task = load_task("brain_lgg")
     path = tmp_path / "task.json"
     path.write_text(json.dumps(task.to_dict()))
-    assert load_task(path) == load_task(str(path)) == load_task(task.to_dict()) == load_task(task) == task
+    assert (
+        load_task(path)
+        == load_task(str(path))
+        == load_task(task.to_dict())
+        == load_task(task)
+        == task
+    )
     reordered = dict(reversed(task.to_dict().items()))
     assert load_task(reordered).fingerprint() == task.fingerprint()
     assert load_task({**task.to_dict(), "batch_size": 3}).fingerprint() != task.fingerprint()
-    written_out = {**SEGMENTATION, "slices": {"axis": 2}, "augment": [], "schedule": {"name": "constant", "warmup_rounds": 0}}
-    assert load_task(written_out).fingerprint() == load_task(SEGMENTATION).fingerprint(), "defaults count too"
+    written_out = {
+        **SEGMENTATION,
+        "slices": {"axis": 2},
+        "augment": [],
+        "schedule": {"name": "constant", "warmup_rounds": 0},
+    }
+    assert load_task(written_out).fingerprint() == load_task(SEGMENTATION).fingerprint(), (
+        "defaults count too"
+    )
 
 
 VOLUME: dict[str, Any] = {"spatial_dims": 3, "size": [8, 8, 8]}
@@ -93,8 +112,18 @@ VOLUME: dict[str, Any] = {"spatial_dims": 3, "size": [8, 8, 8]}
         ({"label_values": {"square": [3, 0]}}, "square"),
         ({"label_values": {"sqare": [1]}}, "sqare"),
         ({"target": "multilabel", "labels": ["disc", "cup"], "label_values": {"disc": [1]}}, "cup"),
-        ({"target": "multiclass", "labels": ["bg", "a", "b"], "label_values": {"bg": [0], "a": [1], "b": [1]}}, "'b'"),
-        ({"kind": "classification", "metric": "f1_macro", "slices": {"keep": "foreground"}}, "foreground"),
+        (
+            {
+                "target": "multiclass",
+                "labels": ["bg", "a", "b"],
+                "label_values": {"bg": [0], "a": [1], "b": [1]},
+            },
+            "'b'",
+        ),
+        (
+            {"kind": "classification", "metric": "f1_macro", "slices": {"keep": "foreground"}},
+            "foreground",
+        ),
         ({"name": "../brain"}, "name"),
         ({"intensity": {"name": "NormaliseIntensity"}}, "NormaliseIntensity"),
         ({"intensity": {"name": "RandFlip"}}, "RandFlip"),
@@ -111,18 +140,29 @@ def test_a_wrong_or_missing_setting_is_named(changes: dict[str, Any], named: str
 
 def test_the_transforms_of_the_presets_are_monais() -> None:
     assert transforms._USUAL["intensity"] <= set(transforms.intensity_transforms())
-    assert transforms._USUAL["augment"] <= {*transforms.spatial_augmentations(), *transforms.photometric_augmentations()}
+    assert transforms._USUAL["augment"] <= {
+        *transforms.spatial_augmentations(),
+        *transforms.photometric_augmentations(),
+    }
 
 
 @pytest.mark.parametrize(
     ("target", "values"),
     [
         ("multilabel", {"disc": [1, 2], "cup": [2]}),
-        ("multiclass", {"disc": [9, 9], "cup": [0]}),  # the background may have any value; repeated values are allowed
+        # The background may have any value; repeated values are allowed.
+        ("multiclass", {"disc": [9, 9], "cup": [0]}),
     ],
 )
-def test_values_that_several_labels_may_share_are_allowed(target: str, values: dict[str, list[int]]) -> None:
-    assert load_task({**SEGMENTATION, "target": target, "labels": ["disc", "cup"], "label_values": values}).label_values == values
+def test_values_that_several_labels_may_share_are_allowed(
+    target: str, values: dict[str, list[int]]
+) -> None:
+    assert (
+        load_task(
+            {**SEGMENTATION, "target": target, "labels": ["disc", "cup"], "label_values": values}
+        ).label_values
+        == values
+    )
 
 
 def test_an_unknown_preset_or_unreadable_file_is_named(tmp_path: Path) -> None:
@@ -141,9 +181,13 @@ def test_probabilities_and_outputs() -> None:
     binary = load_task(SEGMENTATION)
     assert binary.outputs == 1 and binary.classes == ("not square", "square")
     assert binary.probabilities(torch.zeros(1, 1, 2, 2)).unique().tolist() == [0.5]
-    several = load_task({**SEGMENTATION, "target": "multiclass", "labels": ["background", "a", "b"]})
+    several = load_task(
+        {**SEGMENTATION, "target": "multiclass", "labels": ["background", "a", "b"]}
+    )
     assert several.outputs == 3 and several.classes == several.labels
-    torch.testing.assert_close(several.probabilities(torch.randn(2, 3, 4, 4)).sum(dim=1), torch.ones(2, 4, 4))
+    torch.testing.assert_close(
+        several.probabilities(torch.randn(2, 3, 4, 4)).sum(dim=1), torch.ones(2, 4, 4)
+    )
 
 
 def test_a_changed_task_is_validated_too() -> None:

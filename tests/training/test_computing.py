@@ -76,9 +76,8 @@ def test_channels_last_changes_the_memory_format_only(dims: int, tmp_path: Path)
     assert features.is_contiguous(memory_format=order) and not features.is_contiguous()
     torch.testing.assert_close(logits, plain(pictures))
     ordered.load_state_dict(plain.state_dict())
-    assert ordered.features_and_output(pictures)[0].is_contiguous(
-        memory_format=order
-    )  # a round's weights do not undo it
+    # A round's weights do not undo it.
+    assert ordered.features_and_output(pictures)[0].is_contiguous(memory_format=order)
     state = copy_state(ordered.state_dict())
     assert all(
         torch.equal(tensor, plain.state_dict()[name]) and tensor.is_contiguous()

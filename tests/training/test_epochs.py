@@ -23,10 +23,17 @@ from medflare.training.epochs import (
 from methods import squares
 
 # The loss of a batch is the mean of its images' losses, and no layer mixes images.
-SGD: dict[str, Any] = {"network": INSTANCE_UNET, "loss": {"name": "ce"}, "optimizer": {"name": "sgd", "lr": 0.1}, "local_epochs": 2}
+SGD: dict[str, Any] = {
+    "network": INSTANCE_UNET,
+    "loss": {"name": "ce"},
+    "optimizer": {"name": "sgd", "lr": 0.1},
+    "local_epochs": 2,
+}
 
 
-def trained(counts: tuple[int, int, int] = (12, 2, 2), **changes: Any) -> tuple[dict[str, Tensor], float]:
+def trained(
+    counts: tuple[int, int, int] = (12, 2, 2), **changes: Any
+) -> tuple[dict[str, Tensor], float]:
     """A network after a round of local training, and the mean loss."""
     site = squares.site("A", squares.task(**{**SGD, **changes}), counts)
     model = site.network()
@@ -37,7 +44,10 @@ def trained(counts: tuple[int, int, int] = (12, 2, 2), **changes: Any) -> tuple[
 @pytest.mark.parametrize("count", [12, 11, 9])
 def test_accumulated_batches_equal_one_large_batch(count: int) -> None:
     """Also where the last batch is smaller, and where an epoch ends before all are there."""
-    large, small = trained((count, 2, 2), batch_size=6)[0], trained((count, 2, 2), batch_size=3, accumulate=2)[0]
+    large, small = (
+        trained((count, 2, 2), batch_size=6)[0],
+        trained((count, 2, 2), batch_size=3, accumulate=2)[0],
+    )
     for name in large:
         torch.testing.assert_close(small[name], large[name], rtol=1e-4, atol=1e-5, msg=name)
     alone, _ = trained((count, 2, 2), batch_size=3)
@@ -48,13 +58,30 @@ def test_the_end_of_an_epoch_is_a_step() -> None:
     moved: list[None] = []
     site = squares.site("A", squares.task(**SGD, batch_size=2, accumulate=4), (12, 2, 2))
     model = site.network()
-    train_epochs(model, site.optimizer(model.parameters()), site, 0, "model", gradient_hook=lambda: moved.append(None))
+    train_epochs(
+        model,
+        site.optimizer(model.parameters()),
+        site,
+        0,
+        "model",
+        gradient_hook=lambda: moved.append(None),
+    )
     assert len(moved) == 2 * math.ceil(12 / 8)
 
 
 def test_clipping_is_of_the_mean_gradient_of_a_step() -> None:
     for changes in ({"accumulate": 2}, {"precision": "fp16"}):
-        site = squares.site("A", squares.task(**{**SGD, "clip": {"norm": 1e-3}, "optimizer": {"name": "sgd", "lr": 1.0}, **changes}))
+        site = squares.site(
+            "A",
+            squares.task(
+                **{
+                    **SGD,
+                    "clip": {"norm": 1e-3},
+                    "optimizer": {"name": "sgd", "lr": 1.0},
+                    **changes,
+                }
+            ),
+        )
         model = site.network()
         before = [weight.detach().clone() for weight in model.parameters()]
         steps = Steps(site.optimizer(model.parameters()), site)
@@ -62,7 +89,13 @@ def test_clipping_is_of_the_mean_gradient_of_a_step() -> None:
             steps.backward(site.loss(model(batch.images), batch.targets), len(batch.images))
             if "precision" in changes:
                 break
-        distance = sum((new.detach() - old).square().sum() for new, old in zip(model.parameters(), before, strict=True)) ** 0.5
+        distance = (
+            sum(
+                (new.detach() - old).square().sum()
+                for new, old in zip(model.parameters(), before, strict=True)
+            )
+            ** 0.5
+        )
         assert float(distance) == pytest.approx(1e-3, rel=0.01)
 
 
@@ -106,7 +139,10 @@ def test_the_scale_is_kept_with_the_moments(tmp_path: Any) -> None:
     loaded = store.load("algorithm")
     assert loaded is not None
     OptimizerMemory(loaded).recall("model", second)
-    assert scaler_of(second).state_dict() == scaler_of(first).state_dict() and scaler_of(first).get_scale() == 2.0**15
+    assert (
+        scaler_of(second).state_dict() == scaler_of(first).state_dict()
+        and scaler_of(first).get_scale() == 2.0**15
+    )
     assert second.state_dict()["state"][0]["exp_avg"] == first.state_dict()["state"][0]["exp_avg"]
     assert pack_optimizer(torch.optim.SGD(Scaled().parameters(), lr=0.1)) == {}
 
@@ -123,11 +159,22 @@ def test_methods_without_gradient_accumulation_and_fp16_refuse_them(name: str) -
 
 @pytest.mark.parametrize("name", sorted(method_names()))
 def test_every_method_trains_in_bf16(name: str) -> None:
-    method, task = get_method(name), squares.task(precision="bf16", network={**INSTANCE_UNET, "norm": "batch"})
+    method, task = (
+        get_method(name),
+        squares.task(precision="bf16", network={**INSTANCE_UNET, "norm": "batch"}),
+    )
     hyper: dict[str, Any] = {"selector_rounds": 1} if name == "fedsm_extra" else {}
     played = squares.federation(method.site_class, method.server_class, task, rounds=1, **hyper)
-    states = [state for turn in played.log for reply in turn.replies.values() for state in reply.states.values()]
-    assert not {tensor.dtype for state in states for tensor in state.values()} & {torch.bfloat16, torch.float16}
+    states = [
+        state
+        for turn in played.log
+        for reply in turn.replies.values()
+        for state in reply.states.values()
+    ]
+    assert not {tensor.dtype for state in states for tensor in state.values()} & {
+        torch.bfloat16,
+        torch.float16,
+    }
     assert all(tensor.isfinite().all() for state in states for tensor in state.values())
 
 
@@ -158,4 +205,6 @@ def test_moments_are_kept_unless_they_are_reset(reset: bool) -> None:
         algorithm.perform("train", round, start)
     stored = algorithm.memory.states.get("optimizer/model", {})
     steps = {tensor.item() for name, tensor in stored.items() if name.endswith(".step")}
-    assert steps == (set() if reset else {2.0 * math.ceil(algorithm.site.n["train"] / algorithm.site.batch_size)})
+    assert steps == (
+        set() if reset else {2.0 * math.ceil(algorithm.site.n["train"] / algorithm.site.batch_size)}
+    )

@@ -56,9 +56,8 @@ def test_small_and_empty_images_give_patches_too() -> None:
     images, targets = _samples(
         Patches(TASK), _split(), torch.tensor([1]), numpy_random_state(0, "patches")
     )
-    assert (
-        images.shape == (1, 2, 8, 8, 8) and images[0, 0].sum() == 4 * 8 * 5
-    )  # padded with zeros, cut where it is longer
+    # Padded with zeros, cut where it is longer.
+    assert images.shape == (1, 2, 8, 8, 8) and images[0, 0].sum() == 4 * 8 * 5
     assert torch.equal(targets[0] > 0, images[0, 0] > 0)
     empty, mask = _samples(
         Patches(TASK), _split(foreground=False), torch.tensor([0]), numpy_random_state(0, "patches")

@@ -44,18 +44,26 @@ def test_volumes_are_read_from_files_and_from_the_cache(tmp_path: Path, image_mo
         assert [len(data.train), len(data.validation), len(data.test)] == [3, 2, 2]
         size = (8, 8, 8) if image_mode == "resize" else SHAPE
         assert data.train.image(0).shape == (2, *size) and data.train.targets[0].shape == size
-        spacing = (2.0 * 12 / 8, 14 / 8, 3.0 * 10 / 8) if image_mode == "resize" else (2.0, 1.0, 3.0)
+        spacing = (
+            (2.0 * 12 / 8, 14 / 8, 3.0 * 10 / 8) if image_mode == "resize" else (2.0, 1.0, 3.0)
+        )
         assert data.train.spacings[0] == pytest.approx(spacing)
     assert torch.equal(first.test.image(1), again.test.image(1))
     bright = (first.train.image(0)[1] > 0.6).long()
-    assert (bright == first.train.targets[0]).float().mean() > 0.9, "channels and mask belong together"
+    assert (bright == first.train.targets[0]).float().mean() > 0.9, (
+        "channels and mask belong together"
+    )
 
 
 def test_orientation_and_spacing_of_the_task_hold_for_image_and_mask(tmp_path: Path) -> None:
     folder = make_volumes(tmp_path / "A")
     stored = load_site_data("A", cube_task(image_mode="patch"), folder)
-    turned = load_site_data("A", cube_task(image_mode="patch", orientation="SPR", spacing=[3.0, 2.0, 2.0]), folder)
-    assert stored.train.image(0).shape[1:] == (12, 14, 10) and turned.train.spacings[0] == pytest.approx((3.0, 2.0, 2.0))
+    turned = load_site_data(
+        "A", cube_task(image_mode="patch", orientation="SPR", spacing=[3.0, 2.0, 2.0]), folder
+    )
+    assert stored.train.image(0).shape[1:] == (12, 14, 10) and turned.train.spacings[
+        0
+    ] == pytest.approx((3.0, 2.0, 2.0))
     assert turned.train.image(0).shape[1:] == (10, 8, 12)
     bright, mask = turned.train.image(0)[0] > 0.6, turned.train.targets[0] > 0
     assert 2 * (bright & mask).sum() / (bright.sum() + mask.sum()) > 0.8
@@ -66,15 +74,23 @@ def test_a_missing_channel_is_an_error_or_zeros(tmp_path: Path, edit: Edit) -> N
     edit(folder, lambda listed: listed["training"][0].update(image=["p0_pre.nii.gz", None]))
     refused("flair", folder, cube_task())
     zeros = load_site_data("A", cube_task(missing_channels="zeros"), folder)
-    assert zeros.train.image(0)[1].unique().numel() == 1 and zeros.train.image(1)[1].unique().numel() > 1
-    edit(folder, lambda listed: listed["training"][0].update(image=["gone_pre.nii.gz", "gone_flair.nii.gz"]))
+    assert (
+        zeros.train.image(0)[1].unique().numel() == 1
+        and zeros.train.image(1)[1].unique().numel() > 1
+    )
+    edit(
+        folder,
+        lambda listed: listed["training"][0].update(image=["gone_pre.nii.gz", "gone_flair.nii.gz"]),
+    )
     refused(r"training\[0\]", folder, cube_task(missing_channels="zeros"))
     refused("gone_pre", folder, cube_task())
     edit(folder, lambda listed: listed["training"][0].update(image=["p0_pre.nii.gz"]))
     refused("pre, flair", folder, cube_task())
 
 
-def test_masks_on_another_grid_and_pictures_in_3d_tasks_are_refused(tmp_path: Path, edit: Edit, make_site: SiteOf) -> None:
+def test_masks_on_another_grid_and_pictures_in_3d_tasks_are_refused(
+    tmp_path: Path, edit: Edit, make_site: SiteOf
+) -> None:
     folder = make_volumes(tmp_path / "B")
     write(folder / "p0_mask.nii.gz", np.zeros(SHAPE, np.uint8), affine(spacing=(2, 1, 2.5)))
     refused("p0_mask", folder, cube_task())
@@ -82,26 +98,37 @@ def test_masks_on_another_grid_and_pictures_in_3d_tasks_are_refused(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"image_mode": "patch", "orientation": "PSR", "spacing": [1.5, 1.5, 1.5]}], ids=["stored", "resampled"]
+    "changes",
+    [{}, {"image_mode": "patch", "orientation": "PSR", "spacing": [1.5, 1.5, 1.5]}],
+    ids=["stored", "resampled"],
 )
 @pytest.mark.parametrize("name", ["mask", "flair"])
-def test_masks_and_channels_may_have_another_orientation(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_masks_and_channels_may_have_another_orientation(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
     """Annotation tools store masks in other orientations; the affine says so."""
     folder, task = make_volumes(tmp_path / "A"), cube_task(**changes)
     expected = load_site_data("A", task, folder).train
     _decoded_sites.clear()
     stored = nibabel.load(folder / f"p0_{name}.nii.gz")
-    turn = orientations.ornt_transform(orientations.io_orientation(stored.affine), orientations.axcodes2ornt(("S", "L", "A")))
+    turn = orientations.ornt_transform(
+        orientations.io_orientation(stored.affine), orientations.axcodes2ornt(("S", "L", "A"))
+    )
     nibabel.save(stored.as_reoriented(turn), folder / f"p0_{name}.nii.gz")
     actual = load_site_data("A", task, folder).train
-    assert torch.equal(actual.image(0), expected.image(0)) and torch.equal(actual.targets[0], expected.targets[0])
+    assert torch.equal(actual.image(0), expected.image(0)) and torch.equal(
+        actual.targets[0], expected.targets[0]
+    )
 
 
 def test_slices_of_different_grids_are_refused(tmp_path: Path) -> None:
     """A mask or a second channel of the same size may have another position in the patient."""
     task, folder = cube_task(spatial_dims=2, size=[16, 16]), make_volumes(tmp_path / "A")
     flipped = np.diag([-1.0, 1, 1, 1]) @ affine()
-    images = {name: nibabel.load(folder / f"p0_{name}.nii.gz").get_fdata(dtype=np.float32) for name in (*NAMES, "mask")}
+    images = {
+        name: nibabel.load(folder / f"p0_{name}.nii.gz").get_fdata(dtype=np.float32)
+        for name in (*NAMES, "mask")
+    }
     whole = load_site_data("A", task, folder).train.image(5)
     turned_around = affine("LAS")
     turned_around[:3, 3] += affine()[:3, 0] * (SHAPE[0] - 1)
@@ -121,9 +148,14 @@ def test_slices_of_different_grids_are_refused(tmp_path: Path) -> None:
     refused("p0_flair", folder, task)
 
 
-def test_masks_of_a_series_in_opposite_order_are_refused(tmp_path: Path, make_site: SiteOf, edit: Edit) -> None:
+def test_masks_of_a_series_in_opposite_order_are_refused(
+    tmp_path: Path, make_site: SiteOf, edit: Edit
+) -> None:
     """The series is numbered from head to feet, the mask runs upwards."""
-    folder, task = make_site(), load_task({**TASK, "channels": 1, "spatial_dims": 2, "size": [16, 16]})
+    folder, task = (
+        make_site(),
+        load_task({**TASK, "channels": 1, "spatial_dims": 2, "size": [16, 16]}),
+    )
     series = dicom_series(folder / "series")
     mask, grid = np.zeros((5, 6, 4), np.uint8), series_grid(series)
     mask[1:3, 1:3, 1] = 1
@@ -141,9 +173,15 @@ def test_constant_volumes_are_refused(tmp_path: Path) -> None:
         write(folder / f"p2_{name}.nii.gz", np.full(SHAPE, 3.5, np.float32))
     refused("p2_pre", folder, cube_task())
     report = check_site(folder, cube_task())
-    assert [problem for problem in report.sites["A"].problems if "p2_pre.nii.gz: empty" in problem] and not report.ok
+    assert [
+        problem for problem in report.sites["A"].problems if "p2_pre.nii.gz: empty" in problem
+    ] and not report.ok
     allowed = cube_task(unreadable="skip", unreadable_limit={"share": 0.1})
     assert len(load_site_data("A", allowed, folder).train) == 5
     for limit in ({"share": 0.09}, {"share": 1.0, "count": 0}):
-        refused(r"unreadable_limit.*p2_pre", folder, cube_task(unreadable="skip", unreadable_limit=limit))
+        refused(
+            r"unreadable_limit.*p2_pre",
+            folder,
+            cube_task(unreadable="skip", unreadable_limit=limit),
+        )
     assert "left out: " in check_site(folder, allowed).render()

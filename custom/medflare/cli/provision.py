@@ -47,7 +47,7 @@ builders:
   - path: nvflare.lighter.impl.cert.CertBuilder
     args: {root_valid_days: 1825}
   - path: nvflare.lighter.impl.signature.SignatureBuilder
-"""
+"""  # noqa: E501
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -1,5 +1,6 @@
-"""Enrollment: sites report their data before training; a site that cannot take part ends the run, a
-late one joins.
+"""Enrollment: sites report their data before training.
+
+A site that cannot take part ends the run, a late one joins.
 """
 
 from collections.abc import Mapping
@@ -59,9 +60,8 @@ class Enrolment:
         self.returning = returning or {}
         self.finished = finished
         self.max_client_weight = max_client_weight
-        self._problems: dict[
-            str, tuple[str, str]
-        ] = {}  # site -> (kind of event, why it is not enrolled)
+        # Site -> (kind of event, why it is not enrolled).
+        self._problems: dict[str, tuple[str, str]] = {}
         self._heaviest = ""
 
     @property
@@ -120,8 +120,9 @@ class Enrolment:
         return [site for site in self.inside if site in present]
 
     def admit(self, round: int) -> None:
-        """Invite the present sites that are not enrolled; a site whose reply was rejected is not
-        invited again.
+        """Invite the present sites that are not enrolled.
+
+        A site whose reply was rejected is not invited again.
         """
         outgoing = {site: self._invitation(site) for site in self._uninvited(round)}
         for site, reply in self.transport.ask(Step(ENROL, round), outgoing).items():
@@ -227,8 +228,9 @@ class Enrolment:
 
 
 def trained_on(enrolled: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The range of the training images of all sites that report theirs, as JSON; None if no site
-    does.
+    """The range of the training images of all sites that report theirs, as JSON.
+
+    None if no site does.
     """
     ranges = []
     for _, meta in sorted(enrolled.items()):
@@ -239,16 +241,18 @@ def trained_on(enrolled: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
 
 
 def versions_here() -> dict[str, str]:
-    """Package -> version, of packages that weights depend on; medflare's version is that of the
-    code, which may come with the job.
+    """Package -> version, of packages that weights depend on.
+
+    Medflare's version is that of the code, which may come with the job.
     """
     versions = {**installed_versions(), "medflare": medflare.__version__}
     return {package: versions[package] for package in _COMPARED if package in versions}
 
 
 def package_difference(site: Mapping[str, str]) -> str:
-    """Which packages of a site have another version than the server's; builds of one version (+cpu,
-    +cu124) are the same.
+    """Which packages of a site have another version than the server's.
+
+    Builds of one version (+cpu, +cu124) are the same.
     """
     differences = []
     for name, version in versions_here().items():

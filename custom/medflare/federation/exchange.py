@@ -1,5 +1,6 @@
-"""How the schedule reaches the sites: the exchange that an engine supplies, and the transport that
-validates and counts.
+"""How the schedule reaches the sites.
+
+The exchange that an engine supplies, and the transport that validates and counts.
 """
 
 from collections.abc import Mapping
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from medflare.core.message import Message
-from medflare.federation.outcome import SiteCost, Outcome
+from medflare.federation.outcome import Outcome, SiteCost
 from medflare.federation.protocol import (
     REPORTS_OF_ALL,
     RUN_ROUNDS,
@@ -61,8 +62,9 @@ class Transport:
         self.outcome = outcome
 
     def ask(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        """site -> reply for every site in `outgoing`, sorted; without a reply its kind is
-        "missing".
+        """site -> reply for every site in `outgoing`, sorted.
+
+        Without a reply its kind is "missing".
         """
         replies = self.exchange(step, outgoing) if outgoing else {}
         missing = Reply(
@@ -90,8 +92,9 @@ def numbered(message: Message, index: int, rounds: int) -> Message:
 
 
 def _validated(reply: Reply, site: str, phase: str) -> Reply:
-    """The reply, or its problem; `update_validation.updates` checks what the phases of a method
-    declare.
+    """The reply, or its problem.
+
+    `update_validation.updates` checks what the phases of a method declare.
     """
     if reply.message is None:
         return replace(reply, problem=reason_line(reply.problem))

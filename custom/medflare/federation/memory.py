@@ -1,5 +1,6 @@
-"""What a site stores of a run: its algorithm before the last two steps, so that a step can be
-repeated, and its working time.
+"""What a site stores of a run.
+
+Its algorithm before the last two steps, so that a step can be repeated, and its working time.
 
 A step is repeated if too few replies were usable, and when a killed server continues from its last
 checkpoint.
@@ -26,8 +27,9 @@ _WORK = "work"
 
 
 class StoredAlgorithm:
-    """A site's algorithm, ready for the requested step: that of this process, or a new one restored
-    from the store.
+    """A site's algorithm, ready for the requested step.
+
+    That of this process, or a new one restored from the store.
 
     The store holds the memory under the number of the step that it precedes: the newest one and the
     one before it.
@@ -43,8 +45,9 @@ class StoredAlgorithm:
         self._precedes = 0  # the step that the algorithm of this process is ready for
 
     def begin(self, role: str, sites: tuple[str, ...], start: StateDict | None = None) -> None:
-        """Begin a new run and delete what an earlier run stored; without `start` the initial
-        weights are drawn from the seed.
+        """Begin a new run and delete what an earlier run stored.
+
+        Without `start` the initial weights are drawn from the seed.
         """
         self._algorithm = self.make(role, sites, start)
         self._precedes = 0
@@ -60,8 +63,9 @@ class StoredAlgorithm:
 
     @contextmanager
     def ready(self, step: int, *, keep: bool = True) -> Iterator[SiteAlgorithm[Any]]:
-        """The algorithm as the last step before `step` left it; if `keep`, it is stored as this
-        step leaves it.
+        """The algorithm as the last step before `step` left it.
+
+        If `keep`, it is stored as this step leaves it.
 
         If the block raises, the next step starts from what was stored.
 

@@ -1,5 +1,6 @@
-"""One site's part in a federation, the same in every engine: enroll, reply to steps, store its
-state, evaluate the final models.
+"""One site's part in a federation, the same in every engine.
+
+Enroll, reply to steps, store its state, evaluate the final models.
 """
 
 from collections.abc import Callable, Mapping
@@ -71,8 +72,9 @@ _LONGEST_NOTE: Final = 400  # characters
 def identity_of(
     method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int
 ) -> dict[str, Any]:
-    """The metadata in which server and site must agree: "method", "hyper" (all, with defaults),
-    "task" and "seed".
+    """The metadata in which server and site must agree.
+
+    "method", "hyper" (all, with defaults), "task" and "seed".
     """
     return {
         "method": method.name,
@@ -95,9 +97,8 @@ def import_ahead() -> None:
     if installed("matplotlib"):
         import matplotlib.figure  # noqa: F401
 
-    torch.optim.SGD(
-        [torch.zeros(1, requires_grad=True)]
-    )  # torch imports a third of itself for the first optimizer
+    # torch imports a third of itself for the first optimizer.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
 
 def first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:
@@ -219,8 +220,9 @@ class Participant:
             self.artifacts.note_step(phase, round, rounds, False)
 
     def _note_evaluation(self, phase: str, incoming: Message) -> None:
-        """Note in the study's record how many models are evaluated on test images: one final, or
-        those of other sites.
+        """Note in the study's record how many models are evaluated on test images.
+
+        One final, or those of other sites.
         """
         study = self.study()
         if study is not None:
@@ -297,8 +299,9 @@ class Participant:
         return is_private(self.method.plan(site.task, (), self.hyper).site_hyper)
 
     def _opened(self, role: str) -> Site:
-        """The site with its data, read once in this process; its `abort` also checks the limits of
-        working time.
+        """The site with its data, read once in this process.
+
+        Its `abort` also checks the limits of working time.
         """
         if self._site is None:
             site = self.open_site(role)
@@ -326,8 +329,9 @@ class Participant:
     def _finalize(
         self, algorithm: SiteAlgorithm[Any], incoming: Message, numbers: Message
     ) -> Message:
-        """Make, evaluate and store the final models; of `NUMBERED`: RANGE goes into their cards,
-        SHARE requests the personal one.
+        """Make, evaluate and store the final models.
+
+        Of `NUMBERED`: RANGE goes into their cards, SHARE requests the personal one.
         """
         models, notes = with_choice(algorithm.finalize(incoming), self.chosen)
         if RANGE in numbers:
@@ -392,8 +396,9 @@ class Participant:
 
 
 def _data_events(site: Site, minimum_patients: int, small: bool) -> list[dict[str, Any]]:
-    """What the server learns of the site's data as events: what is suppressed, and the notes of its
-    data check.
+    """What the server learns of the site's data as events.
+
+    What is suppressed, and the notes of its data check.
     """
     log = EventLog()
     for split in small_splits(site, minimum_patients):

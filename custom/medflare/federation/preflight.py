@@ -1,5 +1,6 @@
-"""Checks before a run starts: settings that a method cannot have, and two algorithms whose messages
-do not match.
+"""Checks before a run starts.
+
+Settings that a method cannot have, and two algorithms whose messages do not match.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,9 +56,8 @@ def check_run(
         )
     if not method.trains and rounds:
         raise ConfigError(f"rounds is {rounds}, and method {method.name!r} trains nothing; give 0")
-    if (
-        method.trains and rounds == 0 and "weights" not in task.network
-    ):  # every site would test random weights
+    if method.trains and rounds == 0 and "weights" not in task.network:
+        # Every site would test random weights.
         raise ConfigError(
             f"rounds is 0, which trains nothing, and task {task.name} starts from random weights; "
             "give 1 or more, or a model to evaluate (network.weights, --model)"
@@ -73,8 +73,9 @@ def check_run(
 
 
 def _mismatch(pair: Method, plan: Plan[Any, Any], outside: Sequence[str]) -> str | None:
-    """What one algorithm sends or needs that the other does not declare, in words, or None; the
-    server gets replies of zeros.
+    """What one algorithm sends or needs that the other does not declare, in words, or None.
+
+    The server gets replies of zeros.
     """
     phases = pair.site_class.phases
     server = pair.make_server(ServerContext(plan, 0, 1, tuple(outside), phases=phases))

@@ -1,5 +1,6 @@
-"""What the declarations of phases mean: the messages of every run, and whether a message is as
-declared.
+"""What the declarations of phases mean.
+
+The messages of every run, and whether a message is as declared.
 
 The server checks every reply and every site every request before a method sees it, and the guard
 checks again what leaves a site. The parties are honest, but may have a full disk, another version
@@ -118,8 +119,9 @@ def _check_plain(value: object, depth: int) -> None:
 
 
 def event_problem(events: object, site: str) -> str | None:
-    """Why the events of a reply cannot be recorded, in words, or None; a site may send events in
-    its name only.
+    """Why the events of a reply cannot be recorded, in words, or None.
+
+    A site may send events in its name only.
     """
     listed: Any = list(events) if isinstance(events, tuple) else events
     problem = EVENTS.problem(listed)
@@ -153,8 +155,9 @@ def reason_line(text: object) -> str:
 def declaration_problem(
     message: Message, declared: Iterable[MetaSpec[Any]], required: Iterable[MetaSpec[Any]] = ()
 ) -> str | None:
-    """Which item of plain metadata is not declared, missing or of another type, in words, or None;
-    events need no declaration.
+    """Which item of plain metadata is not declared, missing or of another type, in words, or None.
+
+    Events need no declaration.
     """
     declared = tuple(declared)
     extra = sorted(message.meta.keys() - {item.name for item in (*declared, EVENTS)})
@@ -373,8 +376,9 @@ REPORTS_OF_ALL: Final[Mapping[str, tuple[tuple[MetaSpec[Any], ...], tuple[MetaSp
 
 
 def violation(message: Message, manifest: Manifest) -> str | None:
-    """How the states differ from the manifest in names, shapes or dtypes; None if they match
-    exactly.
+    """How the states differ from the manifest in names, shapes or dtypes.
+
+    None if they match exactly.
     """
     problem = difference("entry", manifest, message.states)
     if problem is not None:
@@ -407,8 +411,9 @@ def non_finite(message: Message) -> str | None:
 
 
 def negative(message: Message, manifest: Manifest) -> str | None:
-    """The first nonnegative tensor with a value below 0, in words, or None; the message must match
-    the manifest.
+    """The first nonnegative tensor with a value below 0, in words, or None.
+
+    The message must match the manifest.
     """
     for entry, spec in manifest.items():
         for name in sorted(spec.nonnegative):
@@ -424,8 +429,9 @@ def negative(message: Message, manifest: Manifest) -> str | None:
 
 
 class RequestValidator:
-    """Checks the messages of a server at one site; every method raises MessageError with the site,
-    the step and the problem.
+    """Checks the messages of a server at one site.
+
+    Every method raises MessageError with the site, the step and the problem.
     """
 
     def __init__(self, site: str):
@@ -452,8 +458,9 @@ class RequestValidator:
         self._check(ENROL, round, request_problem(invitation, plan, message))
 
     def pop_numbers(self, phase: str, round: int, message: Message) -> Message:
-        """The items of `NUMBERED`, which do not belong to the method; they are removed from the
-        message.
+        """The items of `NUMBERED`, which do not belong to the method.
+
+        They are removed from the message.
         """
         self._check(phase, round, _form_problem(round, message))
         numbers = Message()
@@ -466,7 +473,7 @@ class RequestValidator:
     def check_request(
         self, phase: str, round: int, message: Message, algorithm: SiteAlgorithm[Any]
     ) -> None:
-        """Check a message, without the items of `NUMBERED`, against the declaration of its phase."""
+        """Check a message, without the items of `NUMBERED`, against its phase's declaration."""
         if phase == CROSS_SITE:
             self._check(phase, round, request_problem(CROSS, algorithm.plan, message))
         elif phase != FINALIZE or FINALIZE in algorithm.phases:

@@ -19,10 +19,8 @@ from medflare.methods.base import Plan, ServerContext, SiteAlgorithm, Step
 from medflare.methods.method import Method
 
 _STORED: Final = "request"  # name of the last request in the site's store
-_ENDINGS: Final = {
-    FINALIZE: 10**9,
-    CROSS_SITE: 10**9 + 1,
-}  # phase of every run -> its place, after the schedule
+# Phase of every run -> its place, after the schedule.
+_ENDINGS: Final = {FINALIZE: 10**9, CROSS_SITE: 10**9 + 1}
 _NOTHING: Final[dict[str, Any]] = {
     "step": -1,
     "phase": "",
@@ -48,8 +46,9 @@ class _ScheduleContext(ServerContext):
 
 
 def schedule_of(method: Method, plan: Plan[Any, Any], seed: int, rounds: int) -> list[Step]:
-    """The steps of a run of so many rounds with outside sites; without them its last steps may be
-    missing.
+    """The steps of a run of so many rounds with outside sites.
+
+    Without them its last steps may be missing.
 
     Empty for a method that does not train: its server algorithm needs what only the server has.
     """
@@ -91,8 +90,9 @@ class RequestOrder:
         rounds: int,
         algorithm: SiteAlgorithm[Any],
     ) -> bool:
-        """Check a request and note it as the last one; returns whether it is new, not the last one
-        again.
+        """Check a request and note it as the last one.
+
+        Returns whether it is new, not the last one again.
 
         A site may miss steps. A step that is asked again has the same number and the same models.
 
@@ -158,8 +158,9 @@ class RequestOrder:
     def _position(
         self, phase: str, round: int, rounds: int, last: int, algorithm: SiteAlgorithm[Any]
     ) -> int | None:
-        """The first place of a phase and round in the schedule after the place `last`; None if
-        there is none.
+        """The first place of a phase and round in the schedule after the place `last`.
+
+        None if there is none.
         """
         if phase in _ENDINGS:
             position = _ENDINGS[phase]

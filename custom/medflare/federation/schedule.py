@@ -1,5 +1,6 @@
-"""The schedule of a federation, written once for every engine: enrollment, the method's steps,
-final models.
+"""The schedule of a federation, written once for every engine.
+
+Enrollment, the method's steps, final models.
 
 An engine supplies an `Exchange`. What happens to a reply (validation, k of n, repetition, failure)
 is decided here.
@@ -83,8 +84,9 @@ class Federation:
         return self.server.context.events
 
     def run(self, finished: int = 0) -> Outcome:
-        """Everything from enrollment to final models; `finished` steps are skipped (a resumed run
-        has restored the server algorithm).
+        """Everything from enrollment to final models.
+
+        `finished` steps are skipped (a resumed run has restored the server algorithm).
 
         Raises:
             FederationFailed: with the reason; `events` and `outcome` hold what was noted until
@@ -161,8 +163,9 @@ class Federation:
     def _participants(
         self, step: Step, members: list[str], attempt: int, failed: Collection[str]
     ) -> list[str]:
-        """The sites to ask, sorted: all members that are present or, with `sites_per_round`, those
-        drawn for the round.
+        """The sites to ask, sorted.
+
+        All members that are present or, with `sites_per_round`, those drawn for the round.
 
         Sites that `failed` in an earlier attempt at the step are not drawn if there are enough
         others.
@@ -183,8 +186,9 @@ class Federation:
         return sorted(generator.choice(candidates, size=count, replace=False).tolist())
 
     def _drawn_before(self, step: Step) -> Collection[str] | None:
-        """The sites of the round's last step, if one of its steps was repeated: steps of a round
-        build on each other. None: they are drawn anew, and are the same.
+        """The sites of the round's last step, if one of its steps was repeated.
+
+        Steps of a round build on each other. None: they are drawn anew, and are the same.
         """
         history = self.outcome.history
         if not history or history[-1]["round"] != step.round:
@@ -264,8 +268,9 @@ class Federation:
     def _exchange(
         self, step: Step, outgoing: Mapping[str, Message]
     ) -> tuple[Validated, dict[str, str]]:
-        """The validated replies, and site -> reason for every other site; each reason becomes an
-        event.
+        """The validated replies, and site -> reason for every other site.
+
+        Each reason becomes an event.
         """
         replies: dict[str, Message] = {}
         rejected: dict[str, str] = {}
@@ -451,8 +456,9 @@ def _named(step: Step) -> str:
 
 
 def _can_end(steps: list[Step], shorter: list[Step], done: int, rounds: int) -> bool:
-    """Whether training can end after `done` rounds: the shorter schedule has the steps so far, and
-    then only phases that end the run.
+    """Whether training can end after `done` rounds.
+
+    The shorter schedule has the steps so far, and then only phases that end the run.
     """
     before = [step for step in steps if step.round < done]
     endings = {step.phase for step in steps if step.round >= rounds}

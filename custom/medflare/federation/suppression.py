@@ -1,5 +1,6 @@
-"""Small-cell suppression: a site does not send values that describe fewer patients than its
-`minimum_patients`.
+"""Small-cell suppression.
+
+A site does not send values that describe fewer patients than its `minimum_patients`.
 
 A method declares what its values describe (`TensorSpec` and `MetaSpec`: `measured`, `per_class`);
 the participant suppresses them here. What a site says about how many images or patients it has is
@@ -28,8 +29,9 @@ _OF_TEST: Final = ("constant_output", "at_chance", "reverted")  # events that de
 
 
 def small_splits(site: Site, minimum: int) -> tuple[str, ...]:
-    """The splits with patients (not images), but fewer than the site's `minimum_patients`; 0 and 1
-    suppress nothing.
+    """The splits with patients (not images), but fewer than the site's `minimum_patients`.
+
+    0 and 1 suppress nothing.
     """
     patients = {split: len(set(site.data.split(split).patients)) for split in SPLITS}
     return tuple(split for split in SPLITS if 0 < patients[split] < minimum)
@@ -119,8 +121,9 @@ def small_classes(site: Site, split: str, minimum: int) -> frozenset[str]:
 
 
 class Suppression:
-    """Suppresses values of too few patients in a site's replies; `minimum` is the site's
-    `minimum_patients`.
+    """Suppresses values of too few patients in a site's replies.
+
+    `minimum` is the site's `minimum_patients`.
     """
 
     def __init__(self, site: Site, minimum: int):
@@ -165,8 +168,9 @@ class Suppression:
         return kept
 
     def _rows(self, length: int, small: frozenset[str]) -> list[int] | None:
-        """The indices of small classes in an axis of this length; None if it is not an axis of
-        classes.
+        """The indices of small classes in an axis of this length.
+
+        None if it is not an axis of classes.
         """
         names = [name for group in class_names(self.site.task) for name in group]
         for axis in (names, list(self.site.task.labels)):

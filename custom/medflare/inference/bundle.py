@@ -317,4 +317,4 @@ Without medflare, use the TorchScript file:
     bundle.run(config_file="configs/inference.json", dataset_dir="IMAGES", output_dir="OUT", **without)
 
 The network returns probabilities. For other formats, label values and adaptation use `medflare predict`.
-"""
+"""  # noqa: E501

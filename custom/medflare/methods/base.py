@@ -157,8 +157,9 @@ class ServerContext:
         return self.plan.sites
 
     def reply_spec(self, phase: str, entry: TensorSpec) -> TensorSpec | None:
-        """The site algorithm's declaration of an entry of its replies to a phase; None if it
-        declares none of that name.
+        """The site algorithm's declaration of an entry of its replies to a phase.
+
+        None if it declares none of that name.
         """
         if phase not in self.phases:
             return None
@@ -178,8 +179,9 @@ class ServerContext:
         spec: Mapping[str, Any] | None = None,
         outputs: int | None = None,
     ) -> StateDict:
-        """The initial weights that every site would draw from the same seed; arguments as of
-        `SiteAlgorithm.network`.
+        """The initial weights that every site would draw from the same seed.
+
+        Arguments as of `SiteAlgorithm.network`.
         """
         network = initial_network(self.task, self.seed, purpose, spec, outputs, self.start)
         return {name: tensor.clone() for name, tensor in network.state_dict().items()}
@@ -263,8 +265,9 @@ class SiteAlgorithm(ABC, Generic[S]):
 
     @classmethod
     def needs_features(cls, hyper: S) -> bool:
-        """Whether the algorithm uses a network's features or head, under these settings; networks
-        without them are then refused.
+        """Whether the algorithm uses a network's features or head, under these settings.
+
+        Networks without them are then refused.
         """
         return False
 
@@ -277,8 +280,9 @@ class SiteAlgorithm(ABC, Generic[S]):
         return cls.phases[name]
 
     def validate_request(self, incoming: Message) -> str | None:
-        """What in a well-formed message does not fit this run, or None; such a message is
-        refused.
+        """What in a well-formed message does not fit this run, or None.
+
+        Such a message is refused.
         """
         return None
 
@@ -325,14 +329,16 @@ class SiteAlgorithm(ABC, Generic[S]):
         return {N_SAMPLES: self.site.n["train"], LOSS: loss, VALIDATION: by_role}
 
     def pictures(self, incoming: Message) -> dict[str, bytes]:
-        """PNG files by name, of the site's own images, made with the final models; kept at the
-        site, never sent.
+        """PNG files by name, of the site's own images, made with the final models.
+
+        Kept at the site, never sent.
         """
         return {}
 
     def privacy(self) -> dict[str, Any] | None:
-        """The privacy cost of this run, see `privacy.settings.privacy_cost`; None without
-        differential privacy.
+        """The privacy cost of this run, see `privacy.settings.privacy_cost`.
+
+        None without differential privacy.
         """
         return None
 
@@ -361,8 +367,9 @@ class SiteAlgorithm(ABC, Generic[S]):
         return self._networks[purpose]
 
     def frozen(self, state: StateDict, purpose: str = "frozen") -> FeatureNetwork:
-        """A network in evaluation mode without gradients; two that are needed at once need two
-        purposes.
+        """A network in evaluation mode without gradients.
+
+        Two that are needed at once need two purposes.
         """
         network = self.network(purpose, state)
         network.eval().requires_grad_(False)
@@ -415,8 +422,9 @@ class ServerAlgorithm(ABC, Generic[V]):
         self.aggregation.prepare(context.task, context.rounds)
 
     def steps(self) -> list[Step]:
-        """The whole schedule; by default a training step per round and a validation of the last
-        round's models.
+        """The whole schedule.
+
+        By default a training step per round and a validation of the last round's models.
         """
         rounds = [Step("train", round) for round in range(self.context.rounds)]
         return [*rounds, Step("validate", self.context.rounds, everyone=True)]
@@ -465,8 +473,9 @@ class ServerAlgorithm(ABC, Generic[V]):
         return {}
 
     def model_selectors(self) -> dict[str, ModelSelector]:
-        """Selections by all sites, by model; empty if each site selects alone, or the last round is
-        delivered.
+        """Selections by all sites, by model.
+
+        Empty if each site selects alone, or the last round is delivered.
         """
         return {}
 

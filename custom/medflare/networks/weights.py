@@ -231,7 +231,7 @@ def _read_torch(path: Path) -> StateDict:
         with warnings.catch_warnings():
             # The error below says more.
             warnings.filterwarnings("ignore", "Detected pickle protocol")
-            content: Any = torch.load(path, map_location="cpu", weights_only=True)
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     except Exception as error:  # of many kinds; its text may name functions chosen by the file
         raise StateError(
             "not a file of tensors only (other pickles could run code); save the state dict"

@@ -1,1 +1,3 @@
-"""What happens before a federation: import of folders and tables, data of papers, checks, fingerprints, proposed tasks."""
+"""What happens before a federation: import of folders and tables, data of papers, checks,
+fingerprints, proposed tasks.
+"""

@@ -76,9 +76,8 @@ def test_settings_reach_the_components(tmp_path: Path) -> None:
         component(folder, "aggregator")["path"] == "medflare.flare.aggregators.SoftPullAggregator"
     )
     hyper = component(folder, "aggregator")["args"]["hyper"]
-    assert (
-        hyper["server"]["lam"] == 0.3 and hyper["server"]["gamma"] == "tune"
-    )  # what is not set is there with its default
+    # What is not set is there with its default.
+    assert hyper["server"]["lam"] == 0.3 and hyper["server"]["gamma"] == "tune"
     assert hyper["site"]["personalization"] == "softpull"
     executor = config(folder, "client")["executors"][0]["executor"]
     assert executor == {
@@ -122,9 +121,8 @@ def test_curves_go_where_the_job_says(tmp_path: Path) -> None:
         "track": "mlflow=http://mlflow.example:5000"
     }
     assert "track" not in arguments(folder)[0]
-    build_job(
-        "fedavg", "phantom", out=tmp_path / "wandb", track="wandb=study"
-    )  # whose package is needed at the server only
+    # Whose package is needed at the server only.
+    build_job("fedavg", "phantom", out=tmp_path / "wandb", track="wandb=study")
     assert arguments(tmp_path / "wandb")[0]["track"] == "wandb=study"
     assert [part["id"] for part in config(tmp_path / "wandb", "server")["components"]] == [
         "aggregator"

@@ -15,10 +15,9 @@ LR = 0.1
 
 def parts(state: StateDict) -> tuple[StateDict, StateDict]:
     """(body, head)."""
-    return tuple(
-        {name: tensor for name, tensor in state.items() if name.startswith(part)}
-        for part in ("body.", "head.")
-    )  # type: ignore[return-value]
+    body = {name: tensor for name, tensor in state.items() if name.startswith("body.")}
+    head = {name: tensor for name, tensor in state.items() if name.startswith("head.")}
+    return body, head
 
 
 def trained(squares: ModuleType, task: Any = None, **hyper: Any) -> StateDict:

@@ -22,29 +22,46 @@ LR = 0.05
 
 
 def test_step_is_the_reference(golden: Golden) -> None:
-    numbers = {name: torch.from_numpy(array) for name, array in golden("baselines").items() if "/" in name and array.ndim}
+    numbers = {
+        name: torch.from_numpy(array)
+        for name, array in golden("baselines").items()
+        if "/" in name and array.ndim
+    }
     for name in ("weight", "bias"):
         gradient = numbers[f"grad/{name}"]
-        (corrected,) = corrected_gradients([gradient], [torch.full_like(gradient, -0.01)], [torch.full_like(gradient, 0.03)])
+        (corrected,) = corrected_gradients(
+            [gradient], [torch.full_like(gradient, -0.01)], [torch.full_like(gradient, 0.03)]
+        )
         expected = numbers[f"scaffold_step_lr.1_c.03_ci-.01/{name}"]
-        torch.testing.assert_close(numbers[f"theta/{name}"] - 0.1 * corrected, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            numbers[f"theta/{name}"] - 0.1 * corrected, expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_correction_by_hand() -> None:
     network = nn.Linear(1, 1)
     correction = Correction(
-        network, {"weight": torch.tensor([[2.0]]), "bias": torch.zeros(1)}, dict.fromkeys(("weight", "bias"), torch.ones(1))
+        network,
+        {"weight": torch.tensor([[2.0]]), "bias": torch.zeros(1)},
+        dict.fromkeys(("weight", "bias"), torch.ones(1)),
     )
     for gradient in (3.0, 5.0):
         network.weight.grad, network.bias.grad = torch.tensor([[gradient]]), None
         correction()
         assert network.weight.grad.item() == gradient - 2 + 1
-        assert network.bias.grad is not None and network.bias.grad.item() == 1, "no gradient is a gradient of zero"
+        assert network.bias.grad is not None and network.bias.grad.item() == 1, (
+            "no gradient is a gradient of zero"
+        )
     assert correction.steps == 2
-    assert {name: tensor.item() for name, tensor in correction.mean().items()} == {"weight": 4, "bias": 0}
+    assert {name: tensor.item() for name, tensor in correction.mean().items()} == {
+        "weight": 4,
+        "bias": 0,
+    }
 
 
-def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights(squares: ModuleType) -> None:
+def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights(
+    squares: ModuleType,
+) -> None:
     """c_k⁺ - c_k = -c + (w_g - y) / (K η_l) under plain gradient descent (Alg. 1, line 12, ii)."""
     task = squares.task(optimizer={"name": "sgd", "lr": LR}, local_epochs=2, batch_size=5)
     played = squares.federation(ScaffoldSite, ScaffoldServer, task, rounds=3)
@@ -59,7 +76,10 @@ def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights(squar
 
 def test_the_first_round_is_fedavg(squares: ModuleType) -> None:
     scaffold = squares.federation(ScaffoldSite, ScaffoldServer, rounds=1)
-    assert squares.equal(scaffold.model, squares.federation(FedAvgSite, FedAvgServer, rounds=1, weighting="uniform").model)
+    assert squares.equal(
+        scaffold.model,
+        squares.federation(FedAvgSite, FedAvgServer, rounds=1, weighting="uniform").model,
+    )
 
 
 def control_variates(played: Any) -> dict[str, StateDict]:
@@ -67,16 +87,27 @@ def control_variates(played: Any) -> dict[str, StateDict]:
     zeros = {name: torch.zeros_like(tensor) for name, tensor in played.server.control.items()}
     controls = {}
     for name, algorithm in played.algorithms.items():
-        counted = algorithm.update is not None and played.server.memory.meta["counted"].get(name) == algorithm.memory.meta["updated"]
-        controls[name] = moved(algorithm.control or zeros, algorithm.update) if counted else algorithm.control or zeros
+        counted = (
+            algorithm.update is not None
+            and played.server.memory.meta["counted"].get(name) == algorithm.memory.meta["updated"]
+        )
+        controls[name] = (
+            moved(algorithm.control or zeros, algorithm.update)
+            if counted
+            else algorithm.control or zeros
+        )
     return controls
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
-def test_c_is_the_mean_of_all_c_k_for_any_participation(squares: ModuleType, weighting: str) -> None:
+def test_c_is_the_mean_of_all_c_k_for_any_participation(
+    squares: ModuleType, weighting: str
+) -> None:
     counts, missing = {"B": (6, 4, 5), "C": (9, 4, 5)}, {0: "C", 1: "C", 2: "A"}
     absent = lambda step, name: missing.get(step.round) == name  # noqa: E731
-    played = squares.federation(ScaffoldSite, ScaffoldServer, rounds=4, counts=counts, absent=absent, weighting=weighting)
+    played = squares.federation(
+        ScaffoldSite, ScaffoldServer, rounds=4, counts=counts, absent=absent, weighting=weighting
+    )
     weights = dict.fromkeys("ABC", 1.0) if weighting == "uniform" else {"A": 12, "B": 6, "C": 9}
     squares.assert_close(played.server.control, weighted_mean(control_variates(played), weights))
     assert any(tensor.any() for tensor in played.server.control.values())
@@ -84,32 +115,59 @@ def test_c_is_the_mean_of_all_c_k_for_any_participation(squares: ModuleType, wei
 
 def test_a_limited_share_holds_for_control_variates_too(squares: ModuleType) -> None:
     """`max_client_weight` reduces A's weight; after C has enrolled late, which changes the limit, c is still the mean of the c_k."""
-    algorithms = squares.algorithms(ScaffoldSite, counts=dict.fromkeys("BC", (6, 4, 5)), weighting="samples")
+    algorithms = squares.algorithms(
+        ScaffoldSite, counts=dict.fromkeys("BC", (6, 4, 5)), weighting="samples"
+    )
     server = squares.server(ScaffoldServer, rounds=2, outside=(), algorithms=algorithms)
     late = server.context.site_counts.pop("C")
     server.context.counted = {"A": 0.5, "B": 1.0}
     for step in server.steps()[:2]:
         enrolled = [name for name in algorithms if name in server.context.site_counts]
-        replies = {name: algorithms[name].perform(step.phase, step.round, server.configure(step, name)) for name in enrolled}
+        replies = {
+            name: algorithms[name].perform(step.phase, step.round, server.configure(step, name))
+            for name in enrolled
+        }
         server.aggregate(step, replies)
-        server.context.site_counts["C"], server.context.counted = late, {"A": 1.0, "B": 1.0, "C": 1.0}
+        server.context.site_counts["C"], server.context.counted = (
+            late,
+            {"A": 1.0, "B": 1.0, "C": 1.0},
+        )
     assert server.weights == {"A": 6.0, "B": 6.0, "C": 6.0}
-    squares.assert_close(server.control, weighted_mean(control_variates(squares.Played([], server, algorithms)), server.weights))
+    squares.assert_close(
+        server.control,
+        weighted_mean(control_variates(squares.Played([], server, algorithms)), server.weights),
+    )
 
 
 def test_few_sites_move_c_by_their_share_of_all(squares: ModuleType) -> None:
     """c <- c + |S|/N · mean of the updates (Alg. 1, line 17), N = 3."""
-    played = squares.federation(ScaffoldSite, ScaffoldServer, rounds=1, absent=lambda step, name: name != "A")
+    played = squares.federation(
+        ScaffoldSite, ScaffoldServer, rounds=1, absent=lambda step, name: name != "A"
+    )
     update = played.log[0].replies["A"].states["control_update"]
-    squares.assert_close(played.server.control, {name: tensor / 3 for name, tensor in update.items()})
+    squares.assert_close(
+        played.server.control, {name: tensor / 3 for name, tensor in update.items()}
+    )
 
 
 def test_an_update_that_never_arrives_changes_neither_side(squares: ModuleType) -> None:
     algorithms = squares.algorithms(ScaffoldSite)
     server = squares.server(ScaffoldServer, rounds=3, outside=(), algorithms=algorithms)
     for step in server.steps()[:3]:
-        replies = {name: algorithm.perform(step.phase, step.round, server.configure(step, name)) for name, algorithm in algorithms.items()}
-        server.aggregate(step, {name: reply for name, reply in replies.items() if (name, step.round) not in {("B", 1), ("C", 2)}})
+        replies = {
+            name: algorithm.perform(step.phase, step.round, server.configure(step, name))
+            for name, algorithm in algorithms.items()
+        }
+        server.aggregate(
+            step,
+            {
+                name: reply
+                for name, reply in replies.items()
+                if (name, step.round) not in {("B", 1), ("C", 2)}
+            },
+        )
     controls = control_variates(squares.Played([], server, algorithms))
     squares.assert_close(server.control, weighted_mean(controls, dict.fromkeys("ABC", 1.0)))
-    assert algorithms["B"].control is not None, "the update of round 0 was counted, that of round 1 was not"
+    assert algorithms["B"].control is not None, (
+        "the update of round 0 was counted, that of round 1 was not"
+    )

@@ -69,10 +69,8 @@ class TestSite:
         content = algorithm.pictures(Message({"model": squares.start(), "generator": generator}))[
             "generated"
         ]
-        assert Image.open(io.BytesIO(content)).size == (
-            4 * 96,
-            3 * 96,
-        )  # four images; original, perturbation, sum
+        # Four images; original, perturbation, sum.
+        assert Image.open(io.BytesIO(content)).size == (4 * 96, 3 * 96)
         assert algorithm.pictures(Message({"model": squares.start()})) == {}
         server = squares.server(FedDAGServer)
         assert (

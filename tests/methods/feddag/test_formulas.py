@@ -164,9 +164,8 @@ def test_centred_scores_without_common_evaluators() -> None:
     assert feddag.centred_scores(torch.tensor([[0.9]])).isnan().all()
     one_missing = torch.tensor([[math.nan, 0.9, 0.7], [0.3, math.nan, 0.5], [math.nan] * 3])
     scores = feddag.centred_scores(one_missing)
-    assert scores[2].isnan() and (scores[0] - scores[1]).item() == pytest.approx(
-        0.2
-    )  # the third site scored both
+    # The third site scored both.
+    assert scores[2].isnan() and (scores[0] - scores[1]).item() == pytest.approx(0.2)
 
 
 def test_scores_without_the_own_site_and_undefined_metrics() -> None:

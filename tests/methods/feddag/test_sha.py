@@ -171,11 +171,8 @@ class TestServer:
                 site: set(server.configure(Step("score", round), site).family(CANDIDATES))
                 for site in "ABC"
             }
-            assert sorted(model for models in sent.values() for model in models) == [
-                "A",
-                "B",
-                "C",
-            ]  # each is scored once
+            # Each is scored once.
+            assert sorted(model for models in sent.values() for model in models) == ["A", "B", "C"]
             assert all(site not in models for site, models in sent.items())
             sent_by_round.append(sent)
         assert any(sent != sent_by_round[0] for sent in sent_by_round)
@@ -217,7 +214,6 @@ class TestServer:
 
     def test_sites_without_a_reply(self) -> None:
         server = scored({"A": {"B": 0.5, "C": 0.5}}, values=(1, 2, 6))
-        assert server.model["weight"].item() == pytest.approx(
-            3
-        )  # A's own model has no score and counts as an average one
+        # A's own model has no score and counts as an average one.
+        assert server.model["weight"].item() == pytest.approx(3)
         assert [event["site"] for event in server.context.events.of("undefined")] == ["A"]

@@ -114,6 +114,7 @@ class TestTunedGamma:
     @pytest.mark.parametrize(
         ("sites", "expected"),
         [
+            # The best mean.
             (
                 {
                     "a": {0.0: 0.02, 0.5: 0.04},
@@ -121,14 +122,12 @@ class TestTunedGamma:
                     "c": {0.0: 0.02, 0.5: 0.03},
                 },
                 0.5,
-            ),  # the best mean
+            ),
             ({"a": {0.0: -0.1, 0.7: 0.05}, "b": {0.0: -0.1, 0.7: 0.04}}, 0.7),
             ({"a": {0.3: 0.1, 0.4: 0.1, 0.5: 0.1}}, 0.3),  # ties: the smallest
             ({"a": 0.0, "b": 0.0, "c": 0.0}, 0.0),
-            (
-                {"a": {gamma: -0.1 for gamma in fedsm.GAMMAS if gamma < 0.7}},
-                1.0,
-            ),  # personal models lose; no score is above 0.7
+            # Personal models lose; no score is above 0.7.
+            ({"a": {gamma: -0.1 for gamma in fedsm.GAMMAS if gamma < 0.7}}, 1.0),
             ({"a": 0.1}, 0.0),
             ({"a": -0.1}, 1.0),
             ({"a": 0.05, "b": -0.3}, 1.0),  # of two sites the mean decides

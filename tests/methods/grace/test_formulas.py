@@ -96,9 +96,8 @@ class TestConsistencyWeights:
         assert_close(list(weights.values()), expected)
         for name in [*PARAMETERS, "bn1.running_mean", "bn1.running_var"]:
             assert_close(moved[name], numbers[f"official_{granularity}_global_out_slr1.0/{name}"])
-        assert (
-            moved["bn1.num_batches_tracked"] == 13
-        )  # the largest; the published code truncates a mean
+        # The largest; the published code truncates a mean.
+        assert moved["bn1.num_batches_tracked"] == 13
 
     def test_published_server_rate(self, server: Any) -> None:
         model, states, p, numbers = server
@@ -119,13 +118,11 @@ class TestConsistencyWeights:
         assert_close(moved["bn1.weight"], (model["bn1.weight"] + whole["bn1.weight"]) / 2)
 
     def test_by_hand(self) -> None:
-        deltas = matrix(
-            [1, 0], [1, 0], [0, 2]
-        )  # cosines: 1 between the first two, 0 with the third
+        # cosines: 1 between the first two, 0 with the third.
+        deltas = matrix([1, 0], [1, 0], [0, 2])
         p = torch.tensor([1.0, 2.0, 1.0])
-        assert_close(
-            grace.consistency_weights(deltas, p), np.array([2, 4, 1]) / 7
-        )  # c = (2, 2, 1) / 3
+        # C = (2, 2, 1) / 3.
+        assert_close(grace.consistency_weights(deltas, p), np.array([2, 4, 1]) / 7)
         # others only: c = (.5, .5, 0); the zero shifts all by .001
         assert_close(
             grace.consistency_weights(deltas, p, include_self=False),

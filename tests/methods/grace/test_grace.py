@@ -51,9 +51,8 @@ class TestLocalTraining:
         _, meta = squares.trained(GraceSite, probe=True)
         assert 0 <= meta["validation"]["personal"] <= 1 and -2 <= meta["a_distance"] <= 2
         assert "a_distance" not in squares.trained(GraceSite)[1]
-        assert (
-            squares.trained(GraceSite, probe=True, counts=(1, 1, 1))[1]["a_distance"] is None
-        )  # one image cannot be split
+        # One image cannot be split.
+        assert squares.trained(GraceSite, probe=True, counts=(1, 1, 1))[1]["a_distance"] is None
 
 
 def test_the_server_calls_consistent_aggregate() -> None:

@@ -36,10 +36,11 @@ def test_trajectory_equals_the_published_code(iop: dict[str, Tensor]) -> None:
         adapted = iop_fl.local_adapted(adapted, local[t], 0.9)
         for name in ENTRIES[:-1]:
             close(adapted[name], iop[f"traj/official_alpha0.1_tau0.9/round{t}/{name}"])
+        # theirs: 6.9999995.
         assert (
             adapted["bn.num_batches_tracked"].dtype == torch.int64
             and adapted["bn.num_batches_tracked"] == 7
-        )  # theirs: 6.9999995
+        )
 
 
 def test_readings_of_equation_4(iop: dict[str, Tensor]) -> None:
@@ -64,10 +65,8 @@ def test_readings_of_equation_4(iop: dict[str, Tensor]) -> None:
 
 def test_statistics_have_no_gradient_step() -> None:
     global_ = {"w": torch.tensor(3.0), "running_var": torch.tensor(1.0)}
-    step = {
-        "w": torch.tensor(-2.0),
-        "running_var": torch.tensor(0.25),
-    }  # of the statistics, the local ones
+    # Of the statistics, the local ones.
+    step = {"w": torch.tensor(-2.0), "running_var": torch.tensor(0.25)}
     previous = {"w": torch.tensor(0.0), "running_var": torch.tensor(0.75)}
     for adapted in (
         iop_fl.local_adapted_explicit(previous, global_, step, 0.5, learnt=["w"]),

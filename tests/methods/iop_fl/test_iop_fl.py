@@ -55,11 +55,16 @@ def test_local_models_are_accumulated(tau: float) -> None:
 
 
 def test_personal_models_leave_a_site_only_for_outside_sites() -> None:
-    assert [step.phase for step in squares.server(IOPServer, rounds=1, outside=()).steps()] == ["train", "validate"]
+    assert [step.phase for step in squares.server(IOPServer, rounds=1, outside=()).steps()] == [
+        "train",
+        "validate",
+    ]
     log, server, _ = squares.federation(IOPSite, IOPServer, rounds=1, outside=("O",))
     assert [step.phase for step, _, _ in log] == ["train", "validate", "submit"]
     assert not any(entry.startswith("expert/") for entry in server.configure_final("A").states)
-    experts = sorted(entry for entry in server.configure_final("O").states if entry.startswith("expert/"))
+    experts = sorted(
+        entry for entry in server.configure_final("O").states if entry.startswith("expert/")
+    )
     assert experts == ["expert/A", "expert/B", "expert/C"]
     assert server.models().keys() == {"global", "personal/A", "personal/B", "personal/C"}
 
@@ -76,12 +81,19 @@ PRINTED: dict[str, Any] = {"objective": "paper", "radius": 10}
 
 def trained(task: TaskConfig = SEGMENTATION) -> Message:
     """What an outside site gets after one round."""
-    return squares.federation(IOPSite, IOPServer, task, rounds=1, outside=("O",)).server.configure_final("O")
+    return squares.federation(
+        IOPSite, IOPServer, task, rounds=1, outside=("O",)
+    ).server.configure_final("O")
 
 
-def final_models(task: TaskConfig = SEGMENTATION, images: int = 5, place: Site | None = None, **hyper: Any) -> tuple[Any, Any]:
+def final_models(
+    task: TaskConfig = SEGMENTATION, images: int = 5, place: Site | None = None, **hyper: Any
+) -> tuple[Any, Any]:
     """An outside site's algorithm and its final models."""
-    algorithm = IOPSite(place or site("O", task, (0, 0, images)), plan_of(IOPSite, IOPServer, task, **{**QUICK, **hyper}))
+    algorithm = IOPSite(
+        place or site("O", task, (0, 0, images)),
+        plan_of(IOPSite, IOPServer, task, **{**QUICK, **hyper}),
+    )
     return algorithm, algorithm.finalize(trained(task))
 
 
@@ -103,21 +115,30 @@ def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> N
     assert p.shape[0] == images and torch.isfinite(p).all() and p.min() >= 0 and p.max() <= 1
     coefficients = model.report()["coefficients"]
     assert all(len(r) == len(SITES) + 1 for r in coefficients.values())
-    assert any(abs(value - 1 / 4) > 1e-4 for r in coefficients.values() for value in r) or model.report()["chosen"] == 0
+    assert (
+        any(abs(value - 1 / 4) > 1e-4 for r in coefficients.values() for value in r)
+        or model.report()["chosen"] == 0
+    )
 
 
 def test_the_state_with_the_lowest_loss_is_used() -> None:
     model, site = routed(route_epochs=5, **PRINTED)
     losses, chosen = model.report()["losses"], model.report()["chosen"]
     assert len(losses) == 6 and chosen == losses.index(min(losses)) and losses[chosen] < losses[0]
-    assert model.measure(site.data.test.images.tensor_split(2)).loss == pytest.approx(losses[chosen], rel=1e-5)
+    assert model.measure(site.data.test.images.tensor_split(2)).loss == pytest.approx(
+        losses[chosen], rel=1e-5
+    )
 
 
 def test_labels_are_not_used() -> None:
     correct, wrong = site("O", counts=(0, 0, 5)), site("O", counts=(0, 0, 5))
     test = wrong.data.test
-    wrong.data = dataclasses.replace(wrong.data, test=dataclasses.replace(test, targets=1 - test.targets))
-    first, second = (final_models(place=place)[1]["deployed"].states["router"] for place in (correct, wrong))
+    wrong.data = dataclasses.replace(
+        wrong.data, test=dataclasses.replace(test, targets=1 - test.targets)
+    )
+    first, second = (
+        final_models(place=place)[1]["deployed"].states["router"] for place in (correct, wrong)
+    )
     assert equal(first, second)
 
 
@@ -130,22 +151,35 @@ def test_predictions_do_not_depend_on_the_callers_batches() -> None:
 
 
 def test_no_epoch_leaves_the_uniform_router() -> None:
-    values = [value for r in routed(route_epochs=0)[0].report()["coefficients"].values() for value in r]
+    values = [
+        value for r in routed(route_epochs=0)[0].report()["coefficients"].values() for value in r
+    ]
     torch.testing.assert_close(torch.tensor(values), torch.full((len(values),), 0.25))
 
 
 def test_adaptation_changes_only_the_routers() -> None:
-    algorithm, incoming = IOPSite(site("O", counts=(0, 0, 5)), plan_of(IOPSite, IOPServer, **QUICK)), trained()
+    algorithm, incoming = (
+        IOPSite(site("O", counts=(0, 0, 5)), plan_of(IOPSite, IOPServer, **QUICK)),
+        trained(),
+    )
     before = {entry: copy_state(state) for entry, state in incoming.states.items()}
     models = algorithm.finalize(incoming)
-    assert all(equal(incoming.states[entry], before[entry]) for entry in before) and incoming.states.keys() == before.keys()
+    assert (
+        all(equal(incoming.states[entry], before[entry]) for entry in before)
+        and incoming.states.keys() == before.keys()
+    )
     assert all("router" in name for name in models["deployed"].states["router"])
 
 
 def test_every_option_changes_the_losses() -> None:
-    options = squares.one_by_one(objective="paper", routing="global", bn_statistics="running", noise=0.1, radius=0, beta=1.0)
+    options = squares.one_by_one(
+        objective="paper", routing="global", bn_statistics="running", noise=0.1, radius=0, beta=1.0
+    )
     options += squares.one_by_one(use_consistency=False, use_shape=False, use_entropy=False)
-    losses = [final_models(**option)[1]["deployed"].meta["adaptation"]["losses"] for option in ({}, *options)]
+    losses = [
+        final_models(**option)[1]["deployed"].meta["adaptation"]["losses"]
+        for option in ({}, *options)
+    ]
     for option, changed in zip(options, losses[1:], strict=True):
         assert torch.isfinite(torch.tensor(changed)).all() and changed != losses[0], option
 
@@ -159,33 +193,60 @@ def test_classification_has_no_shape_term() -> None:
 
 def test_whole_objective_equals_the_reference(golden: Golden) -> None:
     numbers = golden("iop")
-    task = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]})
-    p, noisy = (torch.as_tensor(numbers[f"tta/{name}"]).double().softmax(dim=1) for name in ("logits", "logits_noisy"))
-    loss = test_time_loss(p, noisy, task, build_hyper(IOPHyper, {"objective": "paper", "radius": 10}), start=p)
-    assert loss.item() == pytest.approx(float(numbers["tta/paper_total_mean_normalised_beta0.01_d10"]), rel=1e-5)
+    task = load_task(
+        {**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]}
+    )
+    p, noisy = (
+        torch.as_tensor(numbers[f"tta/{name}"]).double().softmax(dim=1)
+        for name in ("logits", "logits_noisy")
+    )
+    loss = test_time_loss(
+        p, noisy, task, build_hyper(IOPHyper, {"objective": "paper", "radius": 10}), start=p
+    )
+    assert loss.item() == pytest.approx(
+        float(numbers["tta/paper_total_mean_normalised_beta0.01_d10"]), rel=1e-5
+    )
 
 
 def test_a_sigmoid_output_has_the_loss_of_two_classes() -> None:
     p, noisy = torch.rand(2, 1, 8, 8), torch.rand(2, 1, 8, 8)
-    softmax = load_task({**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]})
+    softmax = load_task(
+        {**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]}
+    )
     for objective in ("information", "paper"):
         hyper = build_hyper(IOPHyper, {"objective": objective, "radius": 1})
         one, other = (torch.cat([1 - q, q], dim=1) for q in (p, noisy))
-        torch.testing.assert_close(test_time_loss(p, noisy, SEGMENTATION, hyper, p), test_time_loss(one, other, softmax, hyper, one))
+        torch.testing.assert_close(
+            test_time_loss(p, noisy, SEGMENTATION, hyper, p),
+            test_time_loss(one, other, softmax, hyper, one),
+        )
 
 
 def test_comparisons_of_table_two() -> None:
     algorithm, models = final_models(comparisons=True)
     with_batch_norm = {"tent", "batch_statistics", "mixture_running"}
     singles = {"personal/A", "personal/B", "personal/C"}
-    assert models.keys() == {"global", "deployed", "ensemble", "mixture", "printed_objective"} | singles | with_batch_norm
-    assert equal(models["printed_objective"].states["router"], final_models(objective="paper")[1]["deployed"].states["router"])
+    assert (
+        models.keys()
+        == {"global", "deployed", "ensemble", "mixture", "printed_objective"}
+        | singles
+        | with_batch_norm
+    )
+    assert equal(
+        models["printed_objective"].states["router"],
+        final_models(objective="paper")[1]["deployed"].states["router"],
+    )
     assert not with_batch_norm & final_models(WITHOUT_BATCH_NORM, comparisons=True)[1].keys()
     images = algorithm.site.data.test.images
     with torch.no_grad():
-        single = [build_deployed(SEGMENTATION, models[f"personal/{name}"])(images).logit() for name in SITES]
+        single = [
+            build_deployed(SEGMENTATION, models[f"personal/{name}"])(images).logit()
+            for name in SITES
+        ]
         together = build_deployed(SEGMENTATION, models["ensemble"])(images)
-        torch.testing.assert_close(together, torch.stack(single).mean(dim=0).sigmoid(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            together, torch.stack(single).mean(dim=0).sigmoid(), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_adapting_again_starts_anew() -> None:
@@ -197,11 +258,18 @@ def test_adapting_again_starts_anew() -> None:
 
 
 def test_noise_is_in_units_of_the_images_standard_deviation() -> None:
-    images = torch.stack([torch.rand(1, 32, 32), 100 * torch.rand(1, 32, 32), torch.ones(1, 32, 32)])
+    images = torch.stack(
+        [torch.rand(1, 32, 32), 100 * torch.rand(1, 32, 32), torch.ones(1, 32, 32)]
+    )
     model, _ = routed(route_epochs=0)
     model._probabilities = model._at_start = lambda images: images  # type: ignore[method-assign]
     clean, noisy, _ = model._predictions(images, "key")
-    torch.testing.assert_close((noisy - clean).flatten(1).std(dim=1), 0.5 * image_spread(images).flatten(), rtol=0.1, atol=1e-6)
+    torch.testing.assert_close(
+        (noisy - clean).flatten(1).std(dim=1),
+        0.5 * image_spread(images).flatten(),
+        rtol=0.1,
+        atol=1e-6,
+    )
 
 
 def costs(objective: str) -> list[float]:
@@ -225,14 +293,18 @@ def test_the_default_objective_does_not_reward_collapse() -> None:
 def test_every_limit_refuses() -> None:
     start = StateSummary(1.0, 0.5, 1.0)
     assert gate_refusal(start, start) == ""
-    assert "0.20" in gate_refusal(StateSummary(0.1, 0.1, 1.0), start) and "0.50" in gate_refusal(StateSummary(0.1, 0.5, 0.5), start)
+    assert "0.20" in gate_refusal(StateSummary(0.1, 0.1, 1.0), start) and "0.50" in gate_refusal(
+        StateSummary(0.1, 0.5, 0.5), start
+    )
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_one_classified_image_has_no_mutual_information(seed: int) -> None:
     """The difference of the two entropies is then rounding, and the gate must not require a fraction of it."""
     logits = torch.randn(3, 1, 3, generator=torch.Generator().manual_seed(seed))
-    start, state, _ = (summarize(CLASSIFICATION, [(torch.tensor(1.0), p)]) for p in logits.softmax(dim=2))
+    start, state, _ = (
+        summarize(CLASSIFICATION, [(torch.tensor(1.0), p)]) for p in logits.softmax(dim=2)
+    )
     assert 0 <= state.information < 1e-12 and gate_refusal(state, start) == ""
 
 
@@ -242,12 +314,21 @@ def test_a_summary_of_batches_is_that_of_all_images(task: Any) -> None:
     batches = list(algorithm.site.ordered("train"))
     p = [task.probabilities(algorithm.site.network()(batch.images)).detach() for batch in batches]
     loss = torch.tensor(2.0)
-    summary, expected = summarize(task, [(loss, q) for q in p]), summarize(task, [(loss, torch.cat(p))])
+    summary, expected = (
+        summarize(task, [(loss, q) for q in p]),
+        summarize(task, [(loss, torch.cat(p))]),
+    )
     assert summary.loss == 2.0 and summary.agreement == 1.0 and summary.information > 0
     assert summary.information == pytest.approx(expected.information, abs=1e-6)
 
 
-COLLAPSING: dict[str, Any] = {**PRINTED, "radius": 2, "beta": 1.0, "route_epochs": 6, "route_lr": 0.3}
+COLLAPSING: dict[str, Any] = {
+    **PRINTED,
+    "radius": 2,
+    "beta": 1.0,
+    "route_epochs": 6,
+    "route_lr": 0.3,
+}
 
 
 def test_the_gate_prevents_a_collapse() -> None:
@@ -265,10 +346,15 @@ def test_the_gate_prevents_a_collapse() -> None:
 
 
 def test_experts_contradict_each_other_if_less_than_half_of_their_masks_coincides() -> None:
-    two, one, other = (torch.tensor([mask], dtype=torch.bool) for mask in ([1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 1, 1]))
+    two, one, other = (
+        torch.tensor([mask], dtype=torch.bool)
+        for mask in ([1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 1, 1])
+    )
     assert not contradict([[two], [one]]), "Dice 2 / 3"
     assert contradict([[two], [two], [other]]), "Dice 2 / 5"
-    assert not contradict([[two, two], [one, other]]), "Dice of both batches together: (2 + 2) / (3 + 5)"
+    assert not contradict([[two, two], [one, other]]), (
+        "Dice of both batches together: (2 + 2) / (3 + 5)"
+    )
 
 
 def test_experts_that_agree_leave_the_mixture_as_the_start() -> None:
@@ -299,11 +385,17 @@ def test_where_experts_contradict_each_other_the_fit_starts_from_the_lowest_loss
         model.load_start(start)
         losses[start] = model.measure(images, references)
     least = outside.START_INFORMATION * losses[MIXTURE].information
-    informed = {start: summary.loss for start, summary in losses.items() if start == MIXTURE or summary.information >= least}
+    informed = {
+        start: summary.loss
+        for start, summary in losses.items()
+        if start == MIXTURE or summary.information >= least
+    }
     report = message.meta["adaptation"]
     assert report["start"] == min(informed, key=informed.__getitem__)
     rebuilt: Any = build_deployed(SEGMENTATION, message)
-    assert rebuilt.measure(images, references).loss == pytest.approx(report["losses"][report["chosen"]], rel=1e-5)
+    assert rebuilt.measure(images, references).loss == pytest.approx(
+        report["losses"][report["chosen"]], rel=1e-5
+    )
 
 
 def test_an_event_names_the_used_state_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

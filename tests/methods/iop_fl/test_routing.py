@@ -174,9 +174,8 @@ def test_batch_norm_uses_the_test_batch() -> None:
         batch: Any = RoutedNetwork(make(), states, Routing(statistics="batch"))
         reference.norm.train()
         torch.testing.assert_close(batch(images), reference(images), rtol=1e-4, atol=1e-5)
-    assert torch.equal(
-        batch.network.norm.layer.running_mean, states[-1]["norm.running_mean"]
-    )  # unchanged
+    # Unchanged.
+    assert torch.equal(batch.network.norm.layer.running_mean, states[-1]["norm.running_mean"])
 
 
 @pytest.mark.parametrize("expert", [0, 1, 2])

@@ -184,9 +184,8 @@ def test_still_statistics_change_no_mode() -> None:
     model = nn.BatchNorm1d(2)
     with still_statistics(model):
         model.eval()
-        torch.testing.assert_close(
-            model(IMAGES), IMAGES / (1 + model.eps) ** 0.5
-        )  # its running statistics, as they came
+        # Its running statistics, as they came.
+        torch.testing.assert_close(model(IMAGES), IMAGES / (1 + model.eps) ** 0.5)
         model.train()
         model(IMAGES)
     assert model.num_batches_tracked == 0
@@ -220,11 +219,8 @@ def election(rule: str, liar: dict[int, float]) -> ModelSelector:
     [
         ({}, None, None),
         ({"A": 0.25}, 0.25, 0.25),
-        (
-            {"A": 0.25, "B": 0.75},
-            0.5,
-            0.625,
-        ),  # the median of two is their plain mean; B has three times the images
+        # The median of two is their plain mean; B has three times the images.
+        ({"A": 0.25, "B": 0.75}, 0.5, 0.625),
         ({"A": 0.25, "B": 0.75, "C": 1.0}, 0.75, 0.7),  # (0.25 + 3 * 0.75 + 1) / 5
     ],
 )
@@ -289,10 +285,8 @@ def test_a_selector_that_never_knows_one_site_is_not_chosen_nor_the_first_of_equ
 @pytest.mark.parametrize(
     ("rounds", "chosen"),
     [
-        (
-            ((0.40, 0.07, 0.35), (0.47, 0.13, 0.35)),
-            2,
-        ),  # the median is 0.35 in both; the second round is as good or better everywhere
+        # The median is 0.35 in both; the second round is as good or better everywhere.
+        (((0.40, 0.07, 0.35), (0.47, 0.13, 0.35)), 2),
         (((0.47, 0.13, 0.35), (0.40, 0.07, 0.35)), 1),
         (((0.40, 0.07, 0.35), (0.40, 0.07, 0.35)), 2),  # equal in everything: the later round
         (((0.40, 0.07, 0.35), (0.47, 0.13, 0.35), (0.40, 0.07, 0.35)), 2),
@@ -356,24 +350,15 @@ def of_one(*values: float | None) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("values", "patience", "after"),
     [
-        (
-            (0.9, 0.5, 0.6, 0.6, 0.5),
-            2,
-            5,
-        ),  # best after two rounds, two more in vain, the fifth is trained when that is seen
+        # Best after two rounds, two more in vain, the fifth is trained when that is seen.
+        ((0.9, 0.5, 0.6, 0.6, 0.5), 2, 5),
         ((0.9, 0.5, 0.6, 0.6, 0.5), 3, None),
         ((0.9, 0.5, 0.4), 1, 3),  # the untrained model's 0.9 is no candidate
         ((0.1, 0.2, 0.3, 0.4), 1, None),
-        (
-            (0.9, 0.5, 0.4, 0.9, 0.9),
-            2,
-            None,
-        ),  # 0.9 came in time, and the one after it is the first in vain
-        (
-            (0.9, 0.5, 0.4, 0.4, 0.9, 0.9),
-            2,
-            4,
-        ),  # and here too late: the first end counts, whatever came later
+        # 0.9 came in time, and the one after it is the first in vain.
+        ((0.9, 0.5, 0.4, 0.9, 0.9), 2, None),
+        # And here too late: the first end counts, whatever came later.
+        ((0.9, 0.5, 0.4, 0.4, 0.9, 0.9), 2, 4),
         ((None, None, None, None), 1, None),  # nobody can say
         ((0.9,), 1, None),
         ((), 1, None),

@@ -12,10 +12,8 @@ from medflare.core.rng import torch_generator
 from medflare.methods.prr import formulas as prr
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
-OFFICIAL_EPS: dict[str, Any] = {
-    "rtol": 1e-4,
-    "atol": 1e-4,
-}  # the official code adds 1e-6 inside its logarithm and its quotients
+# The official code adds 1e-6 inside its logarithm and its quotients.
+OFFICIAL_EPS: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.mark.parametrize(
@@ -40,9 +38,8 @@ def test_distillation_matches_the_reference_and_teaches_the_student_only(golden:
     value = prr.distillation_loss(student, teacher)
     np.testing.assert_allclose(value.item(), reference["kl/value"], **CLOSE)
     value.backward()
-    torch.testing.assert_close(
-        student.grad, (student.softmax(1) - teacher.softmax(1)).detach() / 5
-    )  # d KL / d z = (p - q) / M
+    # D KL / d z = (p - q) / M.
+    torch.testing.assert_close(student.grad, (student.softmax(1) - teacher.softmax(1)).detach() / 5)
     assert teacher.grad is None
 
 
@@ -83,9 +80,8 @@ def test_gamma_of_aligned_orthogonal_opposite_and_missing_prototypes() -> None:
     torch.testing.assert_close(
         prr.prototype_gamma(local, global_, 3.0), torch.tensor([1.0, 4 / 3, 2.0, 1.0, 1.0])
     )
-    steep = prr.prototype_gamma(
-        local, global_, 1.0
-    )  # cos = -1 and tau = 1: the formula itself divides by zero
+    # cos = -1 and tau = 1: the formula itself divides by zero.
+    steep = prr.prototype_gamma(local, global_, 1.0)
     assert torch.isfinite(steep).all() and steep[2] == pytest.approx(2000, rel=1e-4)
 
 

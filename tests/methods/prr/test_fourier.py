@@ -39,16 +39,22 @@ def normal(*shape: int, key: str = "weights", dtype: torch.dtype = torch.float64
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("layer", ["conv_8x3x3x3", "fc_10x12", "last_3x64"])
-def test_fourier_aggregation_matches_the_reference(golden: Golden, layer: str, dtype: torch.dtype) -> None:
+def test_fourier_aggregation_matches_the_reference(
+    golden: Golden, layer: str, dtype: torch.dtype
+) -> None:
     reference = golden("pfa")
     keys = [key for key in reference if key.startswith(layer) and key.split("/")[-1] in VARIANTS]
     assert len(keys) == (4 * 3 if layer.startswith("last") else 4 * 9)
     weights = torch.from_numpy(reference[f"{layer}/in"]).to(dtype)
     for key in keys:
         _, ratio, variant = key.split("/")
-        actual = fourier_aggregate(weights, float(ratio[1:]), classifier=layer.startswith("last"), **VARIANTS[variant])
+        actual = fourier_aggregate(
+            weights, float(ratio[1:]), classifier=layer.startswith("last"), **VARIANTS[variant]
+        )
         assert actual.dtype == dtype and actual.shape == weights.shape
-        np.testing.assert_allclose(actual.numpy(), reference[key], rtol=1e-5, atol=1e-6, err_msg=key)
+        np.testing.assert_allclose(
+            actual.numpy(), reference[key], rtol=1e-5, atol=1e-6, err_msg=key
+        )
 
 
 def transcribed(matrices: Any, r: float, window: str, components: str, phase_mean: str) -> Tensor:
@@ -59,25 +65,49 @@ def transcribed(matrices: Any, r: float, window: str, components: str, phase_mea
     inside = torch.zeros(rows, columns, dtype=torch.bool)
     for i in range(rows):
         for j in range(columns):
-            m, n, a, b = i - rows // 2, j - columns // 2, math.floor(rows * r), math.floor(columns * r)
-            inside[i, j] = (-a <= m <= a and -b <= n <= b) if window == "closed" else (-a <= m < a and -b <= n < b)
-    mean_phase = phase.mean(0) if phase_mean == "arithmetic" else torch.polar(torch.ones(()).double(), phase).mean(0).angle()
-    mixed_amplitude = torch.where(inside, amplitude.mean(0), amplitude) if components != "phase" else amplitude
+            m, n, a, b = (
+                i - rows // 2,
+                j - columns // 2,
+                math.floor(rows * r),
+                math.floor(columns * r),
+            )
+            inside[i, j] = (
+                (-a <= m <= a and -b <= n <= b)
+                if window == "closed"
+                else (-a <= m < a and -b <= n < b)
+            )
+    mean_phase = (
+        phase.mean(0)
+        if phase_mean == "arithmetic"
+        else torch.polar(torch.ones(()).double(), phase).mean(0).angle()
+    )
+    mixed_amplitude = (
+        torch.where(inside, amplitude.mean(0), amplitude) if components != "phase" else amplitude
+    )
     mixed_phase = torch.where(inside, mean_phase, phase) if components != "amplitude" else phase
-    return torch.fft.ifft2(torch.fft.ifftshift(torch.polar(mixed_amplitude, mixed_phase), dim=(-2, -1))).real
+    return torch.fft.ifft2(
+        torch.fft.ifftshift(torch.polar(mixed_amplitude, mixed_phase), dim=(-2, -1))
+    ).real
 
 
 @pytest.mark.parametrize("phase_mean", ["arithmetic", "circular"])
 @pytest.mark.parametrize("components", ["both", "amplitude", "phase"])
 @pytest.mark.parametrize("window", ["closed", "official"])
-@pytest.mark.parametrize(("sites", "size"), [(2, (7, 6)), (3, (8, 8)), (5, (5, 9)), (3, (1, 4)), (3, (4, 1)), (3, (2, 2)), (3, (1, 1))])
+@pytest.mark.parametrize(
+    ("sites", "size"),
+    [(2, (7, 6)), (3, (8, 8)), (5, (5, 9)), (3, (1, 4)), (3, (4, 1)), (3, (2, 2)), (3, (1, 1))],
+)
 def test_half_a_spectrum_gives_what_the_whole_one_gives(
     sites: int, size: tuple[int, int], window: str, components: str, phase_mean: str
 ) -> None:
     matrices = normal(sites, *size, key=f"{sites}{size}") + 0.3
     for r in (0.0, 0.2, 0.35, 0.43, 0.5):
-        actual = fourier_aggregate(matrices, r, window=window, components=components, phase_mean=phase_mean)
-        torch.testing.assert_close(actual, transcribed(matrices, r, window, components, phase_mean), rtol=1e-9, atol=1e-9)
+        actual = fourier_aggregate(
+            matrices, r, window=window, components=components, phase_mean=phase_mean
+        )
+        torch.testing.assert_close(
+            actual, transcribed(matrices, r, window, components, phase_mean), rtol=1e-9, atol=1e-9
+        )
 
 
 def test_the_matrix_of_a_convolution_has_rows_of_inputs_and_columns_of_outputs() -> None:
@@ -102,7 +132,9 @@ def test_a_classifier_is_aggregated_class_by_class() -> None:
 
 
 @pytest.mark.parametrize("options", VARIANTS.values())
-def test_equal_sites_are_a_fixed_point_and_one_site_keeps_its_weights(options: dict[str, Any]) -> None:
+def test_equal_sites_are_a_fixed_point_and_one_site_keeps_its_weights(
+    options: dict[str, Any],
+) -> None:
     weights = normal(1, 6, 5, 3, 3)
     actual = fourier_aggregate(weights.expand(4, -1, -1, -1, -1), 0.4, **options)
     torch.testing.assert_close(actual, weights.expand(4, -1, -1, -1, -1))
@@ -112,19 +144,25 @@ def test_equal_sites_are_a_fixed_point_and_one_site_keeps_its_weights(options: d
 def test_large_layers_are_transformed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for shape in ((2, 30, 57), (2, 6, 20, 3, 3)):
         weights = normal(*shape)
-        expected = [fourier_aggregate(weights, 0.4, classifier=classifier) for classifier in (False, True)]
+        expected = [
+            fourier_aggregate(weights, 0.4, classifier=classifier) for classifier in (False, True)
+        ]
         with monkeypatch.context() as patched:
             patched.setattr(fourier, "_BLOCK", 128)
             patched.setattr(fourier, "_TILE", 64)
             for classifier in (False, True):
-                torch.testing.assert_close(fourier_aggregate(weights, 0.4, classifier=classifier), expected[classifier])
+                torch.testing.assert_close(
+                    fourier_aggregate(weights, 0.4, classifier=classifier), expected[classifier]
+                )
 
 
 def test_half_precision_comes_back_as_half_precision() -> None:
     weights = normal(3, 8, 6, dtype=torch.float32)
     actual = fourier_aggregate(weights.half(), 0.4)
     assert actual.dtype == torch.float16
-    torch.testing.assert_close(actual.float(), fourier_aggregate(weights, 0.4), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        actual.float(), fourier_aggregate(weights, 0.4), rtol=1e-2, atol=1e-2
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,7 +178,9 @@ def test_half_precision_comes_back_as_half_precision() -> None:
         ({"weights": torch.zeros(3, 4, 5, dtype=torch.long)}, "int64"),
     ],
 )
-def test_fourier_aggregation_refuses_what_it_cannot_do(change: dict[str, Any], message: str) -> None:
+def test_fourier_aggregation_refuses_what_it_cannot_do(
+    change: dict[str, Any], message: str
+) -> None:
     arguments: dict[str, Any] = {"weights": torch.zeros(3, 4, 5), "r": 0.4} | change
     with pytest.raises(ValueError, match=message):
         fourier_aggregate(arguments.pop("weights"), arguments.pop("r"), **arguments)
@@ -172,10 +212,13 @@ def mixed() -> nn.Module:
 def test_entries_are_told_apart_by_the_type_of_their_layer() -> None:
     actual = treatments(mixed())
     assert actual.keys() == mixed().state_dict().keys()
-    assert actual["bn_conv.weight"] == Treatment("kernel") and actual["bn_conv.bias"] == Treatment("mean")
+    assert actual["bn_conv.weight"] == Treatment("kernel") and actual["bn_conv.bias"] == Treatment(
+        "mean"
+    )
     assert actual["downsample.0.weight"] == Treatment("kernel")
     assert {name for name, treatment in actual.items() if treatment.kind == "local"} == {
-        f"downsample.1.{entry}" for entry in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+        f"downsample.1.{entry}"
+        for entry in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     }
     assert actual["norm.weight"] == Treatment("mean")
     assert actual["up.weight"] == Treatment("kernel", inputs_first=True)
@@ -193,16 +236,36 @@ def test_a_kernel_of_depth_one_is_the_plane_that_it_is(classifier: bool) -> None
 
 
 def test_layers_of_volumes_have_their_rule_and_layers_without_one_are_named() -> None:
-    network = nn.Sequential(nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2), nn.ConvTranspose3d(2, 2, 2), nn.Conv3d(2, 1, 1))
+    network = nn.Sequential(
+        nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2), nn.ConvTranspose3d(2, 2, 2), nn.Conv3d(2, 1, 1)
+    )
     actual = treatments(network)
-    assert [actual[f"{place}.weight"].kind for place in range(4)] == ["kernel", "local", "kernel", "classifier"]
-    assert actual["2.weight"].inputs_first and without_rule(network) is None and without_rule(mixed()) is None
+    assert [actual[f"{place}.weight"].kind for place in range(4)] == [
+        "kernel",
+        "local",
+        "kernel",
+        "classifier",
+    ]
+    assert (
+        actual["2.weight"].inputs_first
+        and without_rule(network) is None
+        and without_rule(mixed()) is None
+    )
     assert without_rule(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2))) == "1 (Embedding)"
 
 
 def models(count: int) -> dict[str, dict[str, Tensor]]:
-    shapes = {name: tensor.shape for name, tensor in mixed().state_dict().items() if "downsample.1" not in name}
-    return {f"site-{k}": {n: normal(*shape, key=f"{k}{n}", dtype=torch.float32) for n, shape in shapes.items()} for k in range(count)}
+    shapes = {
+        name: tensor.shape
+        for name, tensor in mixed().state_dict().items()
+        if "downsample.1" not in name
+    }
+    return {
+        f"site-{k}": {
+            n: normal(*shape, key=f"{k}{n}", dtype=torch.float32) for n, shape in shapes.items()
+        }
+        for k in range(count)
+    }
 
 
 def test_aggregate_models_calls_fourier_aggregate_for_each_kernel() -> None:

@@ -33,16 +33,23 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluated(model: Path, **more: Any) -> dict[str, Any]:
     sha256 = json.loads((model / "card.json").read_text())["sha256"]
-    return run_local("evaluate", TASK, SITES, rounds=0, seed=0, weights=model, **{"sha256": sha256, **more})
+    return run_local(
+        "evaluate", TASK, SITES, rounds=0, seed=0, weights=model, **{"sha256": sha256, **more}
+    )
 
 
 @pytest.mark.parametrize(("path", "role"), [("deployed", "deployed"), ("global", "global")])
-def test_the_metrics_are_those_of_the_run(trained: Path, path: str, role: str, tmp_path: Path) -> None:
+def test_the_metrics_are_those_of_the_run(
+    trained: Path, path: str, role: str, tmp_path: Path
+) -> None:
     results = evaluated(trained / "models" / path, out=tmp_path)
     validate_results(results)
     original = json.loads((trained / "results.json").read_text())
     for site in SITES:
-        assert results["sites"][site]["metrics"]["deployed"] == original["sites"][site]["metrics"][role]
+        assert (
+            results["sites"][site]["metrics"]["deployed"]
+            == original["sites"][site]["metrics"][role]
+        )
     ((named, row),) = results["tables"]["Evaluated model"].items()
     card = json.loads((trained / "models" / path / "card.json").read_text())
     assert (named, row["method"], row["kind"]) == (path, "fedsm", card["kind"])
@@ -72,7 +79,9 @@ def test_a_site_builds_kinds_of_medflare_that_fit_its_task() -> None:
 def test_a_site_with_a_privacy_budget_evaluates(name: str, tmp_path: Path) -> None:
     """No training image shows in the reply; what trains, or describes training images, needs DP-SGD there."""
     site = squares.site("A")
-    participant = Participant("A", lambda role: site, get_method(name), {}, budget=Budget(1.0, 1e-5, tmp_path, "A"))
+    participant = Participant(
+        "A", lambda role: site, get_method(name), {}, budget=Budget(1.0, 1e-5, tmp_path, "A")
+    )
     invitation = Message({}, {"role": "inside", "sites": ["A"]})
     if name == "evaluate":
         assert participant.answer("enrol", 0, invitation).meta["n"] == site.n

@@ -50,37 +50,56 @@ def test_the_file_is_that_of_the_data_command(volumes: Path, tmp_path: Path) -> 
     assert (results["status"], results["rounds"], results["events"]) == ("COMPLETED", 0, [])
     assert content(tmp_path) == to_json(fingerprints(volumes, CUBES))
     assert plan(read_fingerprints([tmp_path / FILE])).settings["spacing"] == [2.0, 1.0, 3.0]
-    assert results["tables"]["Training images"]["A"] == {"images": 3, "patients": 3, "median size": "16 x 16 x 16"}
+    assert results["tables"]["Training images"]["A"] == {
+        "images": 3,
+        "patients": 3,
+        "median size": "16 x 16 x 16",
+    }
     assert not (tmp_path / "models").exists()
 
 
-def test_a_site_with_too_few_patients_sends_no_fingerprint(volumes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_with_too_few_patients_sends_no_fingerprint(
+    volumes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make: Callable[..., Participant] = Participant
     monkeypatch.setattr(
         loop,
         "Participant",
-        lambda name, *rest, **more: make(name, *rest, **{**more, "local": LocalSettings(minimum_patients=4 * (name == "A"))}),
+        lambda name, *rest, **more: make(
+            name, *rest, **{**more, "local": LocalSettings(minimum_patients=4 * (name == "A"))}
+        ),
     )
     results = run(CUBES, ["A", "B"], tmp_path, data_root=volumes)
     assert results["status"] == "COMPLETED"
     assert [site["site"] for site in content(tmp_path)["sites"]] == ["B"]
     assert results["tables"]["Training images"]["A"] == {"images": None}, "three patients"
-    assert any("minimum_patients" in event["message"] for event in results["events"] if event["site"] == "A")
+    assert any(
+        "minimum_patients" in event["message"]
+        for event in results["events"]
+        if event["site"] == "A"
+    )
 
 
 def test_numbers_of_single_patients_are_held_back(volumes: Path) -> None:
-    algorithm = METHOD.make_site(open_site("A", CUBES, data_root=volumes), METHOD.plan(CUBES, ("A", "B"), {}))
+    algorithm = METHOD.make_site(
+        open_site("A", CUBES, data_root=volumes), METHOD.plan(CUBES, ("A", "B"), {})
+    )
     whole = algorithm.perform("describe", 0, Message())[FINGERPRINT]
     algorithm.minimum_patients = 3
     guarded = algorithm.perform("describe", 0, Message())[FINGERPRINT]
     assert guarded["sizes"]["minimum"] == guarded["sizes"]["p10"] == whole["sizes"]["p10"]
     assert guarded["classes"] == whole["classes"], "three patients have the class"
     algorithm.minimum_patients = 4
-    assert algorithm.perform("describe", 0, Message())== Message.of({FINGERPRINT: {}})
+    assert algorithm.perform("describe", 0, Message()) == Message.of({FINGERPRINT: {}})
 
 
-@pytest.mark.parametrize(("change", "token"), [({"images": -1}, "images"), ({"zeros": float("nan")}, ""), ({"names": ["smith"]}, "names")])
-def test_invalid_fingerprints_are_refused(volumes: Path, change: dict[str, Any], token: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "token"),
+    [({"images": -1}, "images"), ({"zeros": float("nan")}, ""), ({"names": ["smith"]}, "names")],
+)
+def test_invalid_fingerprints_are_refused(
+    volumes: Path, change: dict[str, Any], token: str
+) -> None:
     numbers = dict(to_json(fingerprints(volumes / "A", CUBES))["sites"][0])
     assert FINGERPRINT.problem(numbers) is None and FINGERPRINT.problem({}) is None
     problem = FINGERPRINT.problem({**numbers, **change})

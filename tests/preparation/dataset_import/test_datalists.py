@@ -25,7 +25,11 @@ SHARES = {"training": 0.7, "validation": 0.1, "test": 0.2}
 
 
 def people(number: int, each: int = 1, classes: int = 2) -> list[Item]:
-    return [Item((Path(f"{n}-{view}.png"),), n % classes, f"p{n}") for n in range(number) for view in range(each)]
+    return [
+        Item((Path(f"{n}-{view}.png"),), n % classes, f"p{n}")
+        for n in range(number)
+        for view in range(each)
+    ]
 
 
 def patients_by_split(items: list[Item]) -> dict[str, int]:
@@ -43,7 +47,9 @@ def test_shares_of_patients_are_met(text: str) -> None:
     shares = parse_shares(text)
     drawn = patients_by_split(draw_splits(people(200, each=2), "A", shares, 0))
     total = sum(shares.values())
-    assert {split: drawn[split] / 200 for split in shares} == pytest.approx({s: share / total for s, share in shares.items()}, abs=0.015)
+    assert {split: drawn[split] / 200 for split in shares} == pytest.approx(
+        {s: share / total for s, share in shares.items()}, abs=0.015
+    )
     for wrong in ("70,10", "70,10,0", "a,b,c", "1,inf,1", "nan,1,1"):
         with pytest.raises(ConfigError, match="--shares"):
             parse_shares(wrong)
@@ -52,14 +58,24 @@ def test_shares_of_patients_are_met(text: str) -> None:
 def test_splits_are_stratified_and_depend_on_seed_and_site() -> None:
     items = people(100, classes=10)
     drawn = draw_splits(items, "A", SHARES, 0)
-    assert Counter(item.label for item in drawn if item.split == "test") == dict.fromkeys(range(10), 2)
-    assert Counter(item.label for item in drawn if item.split == "validation") == dict.fromkeys(range(10), 1)
+    assert Counter(item.label for item in drawn if item.split == "test") == dict.fromkeys(
+        range(10), 2
+    )
+    assert Counter(item.label for item in drawn if item.split == "validation") == dict.fromkeys(
+        range(10), 1
+    )
     assert drawn == draw_splits(items, "A", SHARES, 0)
-    assert drawn != draw_splits(items, "A", SHARES, 2) and drawn != draw_splits(items, "B", SHARES, 0)
+    assert drawn != draw_splits(items, "A", SHARES, 2) and drawn != draw_splits(
+        items, "B", SHARES, 0
+    )
 
 
 def test_three_patients_are_enough_and_a_site_that_does_not_train_keeps_its_test_images() -> None:
-    assert patients_by_split(draw_splits(people(3), "A", SHARES, 0)) == {"training": 1, "validation": 1, "test": 1}
+    assert patients_by_split(draw_splits(people(3), "A", SHARES, 0)) == {
+        "training": 1,
+        "validation": 1,
+        "test": 1,
+    }
     with pytest.raises(DataError, match="--sites"):
         draw_splits(people(2), "A", SHARES, 0)
     items = [replace(item, split="test") for item in people(5)]
@@ -93,13 +109,26 @@ def test_simulated_sites_have_their_own_patients_and_files(copy: bool, tmp_path:
     for site in ("site-1", "site-2", "site-3"):
         entries = read_datalist(out / site, "classification")
         own = {entry.patient for entry in entries}
-        assert len(own) == 10 and not own & patients and {entry.split for entry in entries} == {"training", "validation", "test"}
-        assert all(entry.image.resolve().is_relative_to((out / site).resolve()) for entry in entries)
-        assert all(entry.image.samefile(home / entry.image.relative_to(out / site)) != copy for entry in entries)
+        assert (
+            len(own) == 10
+            and not own & patients
+            and {entry.split for entry in entries} == {"training", "validation", "test"}
+        )
+        assert all(
+            entry.image.resolve().is_relative_to((out / site).resolve()) for entry in entries
+        )
+        assert all(
+            entry.image.samefile(home / entry.image.relative_to(out / site)) != copy
+            for entry in entries
+        )
         patients |= own
     assert not (home / "datalist.json").exists()
-    assert json.loads((out / "site-1" / "datalist.json").read_text())["labels"] == {"0": "cat", "1": "dog"}
-    refused("site-3", home, sites=2, force=True, **options)  # a site of the first import would remain
+    assert json.loads((out / "site-1" / "datalist.json").read_text())["labels"] == {
+        "0": "cat",
+        "1": "dog",
+    }
+    # A site of the first import would remain.
+    refused("site-3", home, sites=2, force=True, **options)
 
 
 def test_no_file_is_overwritten(tmp_path: Path) -> None:
@@ -126,14 +155,21 @@ def test_sites_of_a_column(tmp_path: Path) -> None:
     def sites(first: str, second: str) -> list[str]:
         rows = [(f"{n}.png", n // 2 % 2, first if n < 6 else second) for n in range(12)]
         table(tmp_path / "scans" / "list.csv", ("image", "label", "hospital"), *rows)
-        return sorted(import_folder(tmp_path / "scans", ImportOptions(columns=Columns(site="hospital"), out=tmp_path / "out")).sites)
+        return sorted(
+            import_folder(
+                tmp_path / "scans",
+                ImportOptions(columns=Columns(site="hospital"), out=tmp_path / "out"),
+            ).sites
+        )
 
     for names in (("St. Mary", "St Mary"), ("", "unknown")):
         with pytest.raises(DataError, match="--site-column"):
             sites(*names)
     assert not (tmp_path / "out").exists()
     assert sites("St. Mary", "UKE") == ["St-Mary", "UKE"]
-    assert {entry.name for entry in read_datalist(tmp_path / "out" / "UKE", "classification")} == {f"{n}.png" for n in range(6, 12)}
+    assert {entry.name for entry in read_datalist(tmp_path / "out" / "UKE", "classification")} == {
+        f"{n}.png" for n in range(6, 12)
+    }
 
 
 def test_each_folder_is_a_site(tmp_path: Path) -> None:
@@ -144,7 +180,15 @@ def test_each_folder_is_a_site(tmp_path: Path) -> None:
     report = import_folder(tmp_path / "hospitals", options)
     assert list(report.sites) == ["north", "south"]
     for site in report.sites:
-        assert len({entry.patient for entry in read_datalist(tmp_path / "DATA" / site, "classification")}) == 12
+        assert (
+            len(
+                {
+                    entry.patient
+                    for entry in read_datalist(tmp_path / "DATA" / site, "classification")
+                }
+            )
+            == 12
+        )
     with pytest.raises(DataError, match="--site-folders"):
         import_folder(tmp_path / "hospitals" / "north" / "cat", options)
     for site in ("north", "south"):  # folders that may be sites are named

@@ -42,11 +42,20 @@ def task(make_task: TaskOf, tmp_path: Path) -> TaskConfig:
 
 
 @pytest.mark.parametrize("spec", [NETWORK, MONAIS], ids=["ours", "MONAI's"])
-def test_features_are_those_of_the_frozen_body(spec: dict[str, Any], make_task: TaskOf, make_site: SiteOf, tmp_path: Path) -> None:
+def test_features_are_those_of_the_frozen_body(
+    spec: dict[str, Any], make_task: TaskOf, make_site: SiteOf, tmp_path: Path
+) -> None:
     task, folder = pretrained(spec, make_task, tmp_path), make_site(kind="classification")
     actual = write_features(folder, task, tmp_path / "features", weights=tmp_path)
-    images, features = load_site_data("A", task, folder), load_site_data("A", actual.task, tmp_path / "features")
-    for before, after in ((images.train, features.train), (images.validation, features.validation), (images.test, features.test)):
+    images, features = (
+        load_site_data("A", task, folder),
+        load_site_data("A", actual.task, tmp_path / "features"),
+    )
+    for before, after in (
+        (images.train, features.train),
+        (images.validation, features.validation),
+        (images.test, features.test),
+    ):
         assert before.patients == after.patients and torch.equal(before.targets, after.targets)
     network = initial_network(task, 0, start=load_file(tmp_path / "weights.safetensors")).eval()
     seen, images_of = features.test.take(torch.arange(3))[0], images.test.take(torch.arange(3))[0]
@@ -67,7 +76,9 @@ def test_sex_age_and_scanner_go_with_the_features(
     assert all("sex" not in entry for entry in others)
 
 
-def test_a_federation_trains_heads_on_them(task: TaskConfig, make_site: SiteOf, tmp_path: Path) -> None:
+def test_a_federation_trains_heads_on_them(
+    task: TaskConfig, make_site: SiteOf, tmp_path: Path
+) -> None:
     for name in "AB":
         make_site(kind="classification", name=f"sites/{name}")
     actual = write_features(tmp_path / "sites", task, tmp_path / "features", weights=tmp_path)
@@ -76,18 +87,31 @@ def test_a_federation_trains_heads_on_them(task: TaskConfig, make_site: SiteOf, 
     assert head == actual.task and head.sampling == task.sampling and head.name == "shades_features"
     cases: list[tuple[str, Any]] = [("fedavg", {}), ("prr", {}), ("feddag", {"ndag": False})]
     for method, settings in cases:
-        run: Any = run_local(method, head, sites=["A", "B"], rounds=2, seed=0, data_root=tmp_path / "features", **settings)
+        run: Any = run_local(
+            method,
+            head,
+            sites=["A", "B"],
+            rounds=2,
+            seed=0,
+            data_root=tmp_path / "features",
+            **settings,
+        )
         assert run["status"] == "COMPLETED"
 
 
-def test_what_cannot_be_made(task: TaskConfig, make_task: TaskOf, make_site: SiteOf, tmp_path: Path) -> None:
+def test_what_cannot_be_made(
+    task: TaskConfig, make_task: TaskOf, make_site: SiteOf, tmp_path: Path
+) -> None:
     folder, home = make_site(kind="classification"), tmp_path / "features"
     for kind, named in (("segmentation", "squares"), ("classification", r"network\.weights")):
         with pytest.raises(ConfigError, match=named):
             write_features(folder, make_task(kind), home)
     with pytest.raises(DataError, match="another folder"):
         write_features(folder, task, folder / "features", weights=tmp_path)
-    with patch.object(FeatureNetwork, "has_features", False), pytest.raises(ConfigError, match="small_cnn"):
+    with (
+        patch.object(FeatureNetwork, "has_features", False),
+        pytest.raises(ConfigError, match="small_cnn"),
+    ):
         write_features(folder, task, home, weights=tmp_path)
     write_features(folder, task, home, weights=tmp_path)
     with pytest.raises(DataError, match="--force"):

@@ -47,11 +47,19 @@ def test_a_folder_per_class_below_folders_of_splits(tmp_path: Path) -> None:
     report = import_folder(tmp_path)
     assert report.dataset.labels == {"0": "cat", "1": "dog"}
     content = json.loads((tmp_path / "datalist.json").read_text())
-    assert len(content["test"]) == 8 and all("Test Set" in entry["image"] for entry in content["test"])
+    assert len(content["test"]) == 8 and all(
+        "Test Set" in entry["image"] for entry in content["test"]
+    )
     assert len(content["training"]) + len(content["validation"]) == 24 and content["validation"]
     assert all(entry["label"] == ("dog" in entry["image"]) for entry in listed(tmp_path))
     header, *_, test = report.render().splitlines()[2:6]
-    assert header.split() == ["split", "images", "patients", "cat", "dog"] and test.split() == ["test", "8", "8", "4", "4"]
+    assert header.split() == ["split", "images", "patients", "cat", "dog"] and test.split() == [
+        "test",
+        "8",
+        "8",
+        "4",
+        "4",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +75,9 @@ def test_a_folder_per_class_below_folders_of_splits(tmp_path: Path) -> None:
 )
 def test_images_and_masks_by_name(image: str, label: str, tmp_path: Path) -> None:
     import_folder(pairs(tmp_path, image=image, label=label))
-    assert labels_of(tmp_path) == {image.format(n=f"IMG_{n:02}"): label.format(n=f"IMG_{n:02}") for n in range(10)}
+    assert labels_of(tmp_path) == {
+        image.format(n=f"IMG_{n:02}"): label.format(n=f"IMG_{n:02}") for n in range(10)
+    }
     assert len(read_datalist(tmp_path, "segmentation")) == 10
 
 
@@ -75,28 +85,45 @@ def test_splits_may_have_files_of_the_same_names(tmp_path: Path) -> None:
     for split in ("train", "test"):
         pairs(tmp_path / split, image="images/{n}.png", label="masks/{n}.png")
     import_folder(tmp_path)
-    assert all(mask == image.replace("images", "masks") for image, mask in labels_of(tmp_path).items()) and len(listed(tmp_path)) == 20
+    assert (
+        all(mask == image.replace("images", "masks") for image, mask in labels_of(tmp_path).items())
+        and len(listed(tmp_path)) == 20
+    )
     content = json.loads((tmp_path / "datalist.json").read_text())
-    assert all(entry["image"].startswith("test/") for entry in content["test"]) and len(content["test"]) == 10
+    assert (
+        all(entry["image"].startswith("test/") for entry in content["test"])
+        and len(content["test"]) == 10
+    )
 
 
 def test_masks_of_other_images_are_not_used(tmp_path: Path) -> None:
     pairs(tmp_path, image="train/images/2021/{n}.png", label="train/masks/2021/{n}.png")
-    picture(tmp_path / "train" / "images" / "2022" / "IMG_01.png")  # the only mask of this name is of 2021
+    # The only mask of this name is of 2021.
+    picture(tmp_path / "train" / "images" / "2022" / "IMG_01.png")
     assert "2022/IMG_01.png: no mask" in error_of(tmp_path)
     picture(tmp_path / "train" / "images" / "odd.png")
     mask(tmp_path / "test" / "masks" / "odd.png")  # of another split
     report = import_folder(tmp_path, ImportOptions(skip=True))
     assert len({entry["label"] for entry in listed(tmp_path)}) == len(listed(tmp_path)) == 10
-    assert "left out: test/masks/odd.png" in report.render() and "left out: train/images/2022/IMG_01.png: no mask" in report.render()
+    assert (
+        "left out: test/masks/odd.png" in report.render()
+        and "left out: train/images/2022/IMG_01.png: no mask" in report.render()
+    )
 
 
 @pytest.mark.parametrize("parts", [["imaging"], ["flair", "t1"]])
 def test_a_folder_for_each_case_with_its_mask(parts: list[str], tmp_path: Path) -> None:
-    volumes(tmp_path, *(f"case_{case}/{name}" for case in range(4) for name in (*parts, "segmentation")))
+    volumes(
+        tmp_path, *(f"case_{case}/{name}" for case in range(4) for name in (*parts, "segmentation"))
+    )
     import_folder(tmp_path)
-    files = {f"case_{case}/segmentation.nii.gz": [f"case_{case}/{part}.nii.gz" for part in parts] for case in range(4)}
-    assert {entry["label"]: np.atleast_1d(entry["image"]).tolist() for entry in listed(tmp_path)} == files
+    files = {
+        f"case_{case}/segmentation.nii.gz": [f"case_{case}/{part}.nii.gz" for part in parts]
+        for case in range(4)
+    }
+    assert {
+        entry["label"]: np.atleast_1d(entry["image"]).tolist() for entry in listed(tmp_path)
+    } == files
 
 
 def test_ambiguous_masks_are_refused(tmp_path: Path) -> None:
@@ -110,21 +137,37 @@ def test_ambiguous_masks_are_refused(tmp_path: Path) -> None:
 
 def test_volumes_of_nnunet_with_a_file_per_channel(tmp_path: Path) -> None:
     volumes(tmp_path, "imagesTs/case_z_0000", *(f"labelsTr/case_{case}" for case in "abcd"))
-    volumes(tmp_path, *(f"imagesTr/case_{case}_000{channel}" for case in "abcd" for channel in range(2)))
-    (tmp_path / "dataset.json").write_text(json.dumps({"channel_names": {"0": "T2", "1": "ADC"}, "labels": {"background": 0, "PZ": 1}}))
+    volumes(
+        tmp_path, *(f"imagesTr/case_{case}_000{channel}" for case in "abcd" for channel in range(2))
+    )
+    (tmp_path / "dataset.json").write_text(
+        json.dumps({"channel_names": {"0": "T2", "1": "ADC"}, "labels": {"background": 0, "PZ": 1}})
+    )
     report = import_folder(tmp_path)
-    assert report.dataset.channels == {"0": "T2", "1": "ADC"} and report.dataset.notes == ("1 test images without masks are not used",)
+    assert report.dataset.channels == {"0": "T2", "1": "ADC"} and report.dataset.notes == (
+        "1 test images without masks are not used",
+    )
     assert {tuple(entry["image"]) for entry in listed(tmp_path)} == {
-        (f"imagesTr/case_{case}_0000.nii.gz", f"imagesTr/case_{case}_0001.nii.gz") for case in "abcd"
+        (f"imagesTr/case_{case}_0000.nii.gz", f"imagesTr/case_{case}_0001.nii.gz")
+        for case in "abcd"
     }
 
 
 def test_volumes_with_a_file_for_each_named_channel(tmp_path: Path) -> None:
-    files = [f"BraTS/BraTS_00{case}/BraTS_00{case}_{part}" for case in range(4) for part in ("flair", "t1", "seg")]
+    files = [
+        f"BraTS/BraTS_00{case}/BraTS_00{case}_{part}"
+        for case in range(4)
+        for part in ("flair", "t1", "seg")
+    ]
     volumes(tmp_path, *files[:-2], files[-1])  # the last one has no t1
     assert import_folder(tmp_path).dataset.channels == {"0": "flair", "1": "t1"}
-    names = {tuple(name and Path(name).name for name in entry["image"]) for entry in listed(tmp_path)}
-    assert names == {(f"BraTS_00{n}_flair.nii.gz", None if n == 3 else f"BraTS_00{n}_t1.nii.gz") for n in range(4)}
+    names = {
+        tuple(name and Path(name).name for name in entry["image"]) for entry in listed(tmp_path)
+    }
+    assert names == {
+        (f"BraTS_00{n}_flair.nii.gz", None if n == 3 else f"BraTS_00{n}_t1.nii.gz")
+        for n in range(4)
+    }
 
 
 def volumes(root: Path, *names: str) -> None:
@@ -154,7 +197,8 @@ def test_a_dicom_series_is_one_image_of_its_patient(exported: bool, tmp_path: Pa
         beside_a_series(folder)
     assert not import_folder(tmp_path).warnings
     assert {(entry["image"], entry["label"], entry["patient"]) for entry in listed(tmp_path)} == {
-        (f"{name}/scan{number}", number % 2, f"P{number}") for number, name in enumerate(("healthy", "ill") * 2)
+        (f"{name}/scan{number}", number % 2, f"P{number}")
+        for number, name in enumerate(("healthy", "ill") * 2)
     }
     (tmp_path / "ill/scan1/0.dcm").write_text("no header")
     with pytest.raises(DataError, match=r"0\.dcm"):
@@ -175,10 +219,17 @@ def test_series_whose_slices_lie_beside_other_files_get_folders(flat: bool, tmp_
             (series / "protocol.csv").write_text("dose,kV\n1,120\n")
     assert "--out" in error_of(root)
     import_folder(root, ImportOptions(out=tmp_path / "out"))
-    entries = {entry["patient"]: entry for entry in listed(tmp_path / "out") if str(entry["image"]).count("1.2.3.")}
+    entries = {
+        entry["patient"]: entry
+        for entry in listed(tmp_path / "out")
+        if str(entry["image"]).count("1.2.3.")
+    }
     assert entries.keys() == {f"P{number}" for number in (range(8) if flat else (1,))}
     for patient, entry in entries.items():
-        assert len([*(tmp_path / "out" / entry["image"]).iterdir()]) == 4 and entry["label"] == int(patient[1:]) % 2
+        assert (
+            len([*(tmp_path / "out" / entry["image"]).iterdir()]) == 4
+            and entry["label"] == int(patient[1:]) % 2
+        )
 
 
 def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -> None:
@@ -187,7 +238,11 @@ def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -
     from medflare.inference.dicom_seg import dicom_seg
 
     liver = {"value": "10200004", "scheme": "SCT", "meaning": "Liver"}
-    coded = {"target": "multiclass", "labels": ["background", "liver", "spleen"], "codes": {"liver": liver}}
+    coded = {
+        "target": "multiclass",
+        "labels": ["background", "liver", "spleen"],
+        "codes": {"liver": liver},
+    }
     expected, task = {}, load_task({**TASK, "channels": 1, **coded})
     for number in range(6):
         series = series_of(tmp_path / f"study{number}" / f"1.2.{number}", number)
@@ -196,13 +251,21 @@ def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -
         structures = {"liver": np.zeros((5, 6, 4), bool), "spleen": np.zeros((5, 6, 4), bool)}
         structures["liver"][1:3, 2:5, 1:3], structures["spleen"][4, 0, 3] = True, True
         mask.write_bytes(dicom_seg(series, structures, series_grid(series).affine, task))
-        expected[str(series.relative_to(tmp_path))] = (str(mask.relative_to(tmp_path)), f"P{number}")
+        expected[str(series.relative_to(tmp_path))] = (
+            str(mask.relative_to(tmp_path)),
+            f"P{number}",
+        )
     report = import_folder(tmp_path)
     assert report.dataset.labels == {"1": "liver", "2": "spleen"} and not report.warnings
-    assert {entry["image"]: (entry["label"], entry["patient"]) for entry in listed(tmp_path)} == expected
+    assert {
+        entry["image"]: (entry["label"], entry["patient"]) for entry in listed(tmp_path)
+    } == expected
     settings = summarise(tmp_path, TaskHints()).settings
     assert settings["labels"] == ["background", "liver", "spleen"], "named by the segments"
-    assert settings["codes"].keys() == {"liver"} and liver.items() <= settings["codes"]["liver"].items(), "the other has a private code"
+    assert (
+        settings["codes"].keys() == {"liver"}
+        and liver.items() <= settings["codes"]["liver"].items()
+    ), "the other has a private code"
     source = Source(tmp_path, task)
     for entry in source.entries():
         assert set(np.unique(source.mask(entry, source.image(entry)))) == {0, 1, 2}
@@ -214,25 +277,44 @@ def test_a_table_names_files_labels_and_patients(tmp_path: Path) -> None:
         picture(tmp_path / "img" / f"{name}.png")
     table(tmp_path / "labels.csv", ("image_id", "dx", "Patient ID"), *rows)
     report = import_folder(tmp_path)
-    assert report.dataset.layout == "labels.csv: image image_id, label dx, patient Patient ID" and not report.warnings
-    entries = {entry["image"]: (["mel", "nv"][entry["label"]], entry["patient"]) for entry in listed(tmp_path)}
+    assert (
+        report.dataset.layout == "labels.csv: image image_id, label dx, patient Patient ID"
+        and not report.warnings
+    )
+    entries = {
+        entry["image"]: (["mel", "nv"][entry["label"]], entry["patient"])
+        for entry in listed(tmp_path)
+    }
     assert entries == {f"img/{name}.png": (label, patient) for name, label, patient in rows}
 
 
 def test_a_table_for_each_split_names_its_own_images(tmp_path: Path) -> None:
     """As IDRiD: both sets have an IDRiD_001."""
-    for folder, name, count in (("a. Training Set", "Training", 20), ("b. Testing Set", "Testing", 10)):
+    for folder, name, count in (
+        ("a. Training Set", "Training", 20),
+        ("b. Testing Set", "Testing", 10),
+    ):
         rows = [(f"IDRiD_{number:03}", number % 3, number % 2) for number in range(count)]
         for image, *_ in rows:
             picture(tmp_path / "1. Original Images" / folder / f"{image}.jpg")
         columns = ("Image name", "Retinopathy grade", "Risk of macular edema ")  # as published
-        table(tmp_path / "2. Groundtruths" / f"IDRiD_Disease Grading_{name} Labels.csv", columns, *rows)
+        table(
+            tmp_path / "2. Groundtruths" / f"IDRiD_Disease Grading_{name} Labels.csv",
+            columns,
+            *rows,
+        )
     report = import_folder(tmp_path)
     content = json.loads((tmp_path / "datalist.json").read_text())
-    assert len(content["test"]) == 10 and all("b. Testing" in entry["image"] for entry in content["test"])
-    assert len(content["training"]) + len(content["validation"]) == 20 and report.dataset.labels == {"0": "0", "1": "1", "2": "2"}
+    assert len(content["test"]) == 10 and all(
+        "b. Testing" in entry["image"] for entry in content["test"]
+    )
+    assert len(content["training"]) + len(
+        content["validation"]
+    ) == 20 and report.dataset.labels == {"0": "0", "1": "1", "2": "2"}
     assert all(entry["label"] == int(entry["image"][-7:-4]) % 3 for entry in listed(tmp_path))
-    import_folder(tmp_path, ImportOptions(columns=Columns(label="Risk of macular edema"), force=True))
+    import_folder(
+        tmp_path, ImportOptions(columns=Columns(label="Risk of macular edema"), force=True)
+    )
     assert all(entry["label"] == int(entry["image"][-7:-4]) % 2 for entry in listed(tmp_path))
 
 
@@ -240,10 +322,18 @@ def test_hospitals_with_a_table_each_are_no_classes(tmp_path: Path) -> None:
     for hospital in ("north", "south"):
         for number in range(10):
             picture(tmp_path / hospital / "photos" / f"{number}.jpg")
-        table(tmp_path / hospital / "grades.csv", ("photo", "grade"), *((f"{number}.jpg", number % 3) for number in range(10)))
+        table(
+            tmp_path / hospital / "grades.csv",
+            ("photo", "grade"),
+            *((f"{number}.jpg", number % 3) for number in range(10)),
+        )
     assert "--site-folders" in error_of(tmp_path)
     report = import_folder(tmp_path, ImportOptions(site_folders=True))
-    assert report.sites.keys() == {"north", "south"} and report.dataset.labels == {"0": "0", "1": "1", "2": "2"}
+    assert report.sites.keys() == {"north", "south"} and report.dataset.labels == {
+        "0": "0",
+        "1": "1",
+        "2": "2",
+    }
 
 
 def test_findings_in_columns_or_in_one_cell(tmp_path: Path) -> None:
@@ -254,10 +344,18 @@ def test_findings_in_columns_or_in_one_cell(tmp_path: Path) -> None:
     nih = [(f"{n}.png", ("No Finding", "Effusion", "Effusion|Mass")[n % 3], n) for n in range(12)]
     for header, rows, names, labels in (
         (("image", "MEL", "NV", "BCC"), isic, ["MEL", "NV", "BCC"], (0, 1, 2)),
-        (("Image Index", "Finding Labels", "Patient ID"), nih, ["Effusion", "Mass"], ([0, 0], [1, 0], [1, 1])),
+        (
+            ("Image Index", "Finding Labels", "Patient ID"),
+            nih,
+            ["Effusion", "Mass"],
+            ([0, 0], [1, 0], [1, 1]),
+        ),
     ):
         table(tmp_path / "t.csv", header, *rows)
-        assert list(import_folder(tmp_path, ImportOptions(force=True)).dataset.labels.values()) == names
+        assert (
+            list(import_folder(tmp_path, ImportOptions(force=True)).dataset.labels.values())
+            == names
+        )
         assert labels_of(tmp_path) == {f"images/{n}.png": labels[n % 3] for n in range(12)}
 
 
@@ -265,7 +363,9 @@ def test_folders_of_patients_are_no_classes(tmp_path: Path) -> None:
     for number in range(8):
         picture(tmp_path / "train" / f"patient{number:05}" / "study1" / "view1.jpg")
     assert "--kind classification" in error_of(tmp_path)
-    rows = ((f"set/train/patient{number:05}/study1/view1.jpg", "Female", -1.0) for number in range(8))
+    rows = (
+        (f"set/train/patient{number:05}/study1/view1.jpg", "Female", -1.0) for number in range(8)
+    )
     table(tmp_path / "train.csv", ("Path", "Sex", "Edema"), *rows)
     assert "--label-column" in error_of(tmp_path)
 
@@ -276,46 +376,75 @@ def test_two_eyes_are_of_one_patient(tmp_path: Path) -> None:
         picture(tmp_path / f"{name}.jpeg")
     table(tmp_path / "trainLabels.csv", ("image", "level"), *rows)
     (warning,) = import_folder(tmp_path).warnings
-    assert "left" in warning and all(entry["patient"] == entry["image"].partition("_")[0] for entry in listed(tmp_path))
+    assert "left" in warning and all(
+        entry["patient"] == entry["image"].partition("_")[0] for entry in listed(tmp_path)
+    )
 
 
 @pytest.mark.parametrize(
     ("image", "label"),
-    [("id_code", "diagnosis"), ("image", "level"), ("Image name", "Retinopathy grade"), ("photo", "adjudicated_dr_grade")],
+    [
+        ("id_code", "diagnosis"),
+        ("image", "level"),
+        ("Image name", "Retinopathy grade"),
+        ("photo", "adjudicated_dr_grade"),
+    ],
 )
 def test_columns_of_public_tables_are_recognized(image: str, label: str, tmp_path: Path) -> None:
     """Of APTOS, EyePACS, Messidor-1 and Messidor-2; a table of images without labels, for a submission, is not used."""
     names = [f"{number:03x}c" for number in range(12)]
     for name in names:
         picture(tmp_path / "train_images" / f"{name}.png")
-    table(tmp_path / "train.csv", (image, "eye", label), *((name, "left", number % 3) for number, name in enumerate(names)))
+    table(
+        tmp_path / "train.csv",
+        (image, "eye", label),
+        *((name, "left", number % 3) for number, name in enumerate(names)),
+    )
     table(tmp_path / "test.csv", (image,), ("another",))
     import_folder(tmp_path)
-    assert labels_of(tmp_path) == {f"train_images/{name}.png": number % 3 for number, name in enumerate(names)}
+    assert labels_of(tmp_path) == {
+        f"train_images/{name}.png": number % 3 for number, name in enumerate(names)
+    }
 
 
 def test_numbers_that_are_names_of_images_by_chance(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         for number in range(6):
             picture(tmp_path / folder / f"{number}.png")
-    rows = [(number % 3, number, f"{folder}/{number}.png") for folder in ("a", "b") for number in range(6)]
+    rows = [
+        (number % 3, number, f"{folder}/{number}.png")
+        for folder in ("a", "b")
+        for number in range(6)
+    ]
     table(tmp_path / "t.csv", ("grade", "age", "photograph"), *rows)
     import_folder(tmp_path)
     assert labels_of(tmp_path) == {name: grade for grade, _, name in rows}
 
 
 def test_numbers_of_patients_are_read_alike(tmp_path: Path) -> None:
-    rows = [(picture(tmp_path / f"{n}.png").name, n % 2, f"{n // 2}.0" if n % 2 else f" {n // 2}") for n in range(20)]
-    table(tmp_path / "list.csv", ("file", "label", "lesion_id"), *rows)  # lesions stay together if there is no patient
+    rows = [
+        (picture(tmp_path / f"{n}.png").name, n % 2, f"{n // 2}.0" if n % 2 else f" {n // 2}")
+        for n in range(20)
+    ]
+    # Lesions stay together if there is no patient.
+    table(tmp_path / "list.csv", ("file", "label", "lesion_id"), *rows)
     import_folder(tmp_path)
-    assert {(entry["image"], entry["patient"]) for entry in listed(tmp_path)} == {(f"{n}.png", str(n // 2)) for n in range(20)}
+    assert {(entry["image"], entry["patient"]) for entry in listed(tmp_path)} == {
+        (f"{n}.png", str(n // 2)) for n in range(20)
+    }
 
 
 @pytest.mark.parametrize(
-    ("cells", "labels"), [(((0, 1), (1, 0)), [1, 0]), (((1, 0), (1, 1)), [[1, 0], [1, 1]])], ids=["classes", "findings"]
+    ("cells", "labels"),
+    [(((0, 1), (1, 0)), [1, 0]), (((1, 0), (1, 1)), [[1, 0], [1, 1]])],
+    ids=["classes", "findings"],
 )
 def test_several_label_columns(cells: Any, labels: list[Any], tmp_path: Path) -> None:
-    table(tmp_path / "t.csv", ("image", "A", "B"), *((picture(tmp_path / f"{n}.png").name, *cells[n % 2]) for n in range(8)))
+    table(
+        tmp_path / "t.csv",
+        ("image", "A", "B"),
+        *((picture(tmp_path / f"{n}.png").name, *cells[n % 2]) for n in range(8)),
+    )
     import_folder(tmp_path, ImportOptions(columns=Columns(label="A,B")))
     assert labels_of(tmp_path) == {f"{n}.png": labels[n % 2] for n in range(8)}
 
@@ -323,9 +452,14 @@ def test_several_label_columns(cells: Any, labels: list[Any], tmp_path: Path) ->
 def test_a_table_of_masks(tmp_path: Path) -> None:
     pairs(tmp_path, image="x/{n}.png", label="y/{n}.png")
     rows = [(f"x/IMG_{n:02}.png", f"y/IMG_{n:02}.png", f"c{n}") for n in range(10)]
-    table(tmp_path / "list.tsv", *((f"{a}\t{b}\t{c}",) for a, b, c in [("file", "outline", "case"), *rows]))
+    table(
+        tmp_path / "list.tsv",
+        *((f"{a}\t{b}\t{c}",) for a, b, c in [("file", "outline", "case"), *rows]),
+    )
     import_folder(tmp_path, ImportOptions(columns=Columns(mask="outline")))
-    assert {(entry["image"], entry["label"], entry["patient"]) for entry in listed(tmp_path)} == set(rows)
+    assert {
+        (entry["image"], entry["label"], entry["patient"]) for entry in listed(tmp_path)
+    } == set(rows)
 
 
 @pytest.mark.parametrize(
@@ -343,21 +477,36 @@ def test_a_table_of_masks(tmp_path: Path) -> None:
 )
 def test_a_cell_names_a_file(cell: str, file: str, named: bool, tmp_path: Path) -> None:
     picture(tmp_path / "set" / file)
-    dataset = read_tables([table(tmp_path / "set/t.csv", ("image", "label"), (cell, "a"))], scan_folder(tmp_path / "set"), GUESSED)
+    dataset = read_tables(
+        [table(tmp_path / "set/t.csv", ("image", "label"), (cell, "a"))],
+        scan_folder(tmp_path / "set"),
+        GUESSED,
+    )
     assert [item.first for item in dataset.items] == [tmp_path / "set" / file] * named
-    assert len(dataset.missing) == (not named) and all(repr(cell) in line for line in dataset.missing)
+    assert len(dataset.missing) == (not named) and all(
+        repr(cell) in line for line in dataset.missing
+    )
 
 
 def test_the_file_with_the_most_common_folders_is_used(tmp_path: Path) -> None:
-    cells = {"a/b/001.png": "a/b/001.png", "x/c/001.png": "c/001.png", "x/001.png": "001.png", "x/b/001.png": "b/001.png"}
+    cells = {
+        "a/b/001.png": "a/b/001.png",
+        "x/c/001.png": "c/001.png",
+        "x/001.png": "001.png",
+        "x/b/001.png": "b/001.png",
+    }
     for file in cells.values():
         picture(tmp_path / file)
     path = table(tmp_path / "t.csv", ("image", "label"), *((cell, "a") for cell in cells))
     dataset = read_tables([path], scan_folder(tmp_path), GUESSED)
-    assert [item.first.relative_to(tmp_path).as_posix() for item in dataset.items] == list(cells.values())
+    assert [item.first.relative_to(tmp_path).as_posix() for item in dataset.items] == list(
+        cells.values()
+    )
     (tmp_path / "001.png").unlink()
     with pytest.raises(DataError, match=r"001\.png"):
-        read_tables([table(path, ("image", "label"), ("001.png", "a"))], scan_folder(tmp_path), GUESSED)
+        read_tables(
+            [table(path, ("image", "label"), ("001.png", "a"))], scan_folder(tmp_path), GUESSED
+        )
 
 
 @pytest.mark.parametrize(
@@ -368,7 +517,9 @@ def test_the_file_with_the_most_common_folders_is_used(tmp_path: Path) -> None:
         (("id", "polygon"), {"table": "a.csv"}, "--label-column"),
     ],
 )
-def test_a_table_that_does_not_fit_is_one_line(header: tuple[str, str], options: dict[str, Any], token: str, tmp_path: Path) -> None:
+def test_a_table_that_does_not_fit_is_one_line(
+    header: tuple[str, str], options: dict[str, Any], token: str, tmp_path: Path
+) -> None:
     picture(tmp_path / "0.png")
     file = table(tmp_path / "a.csv", header, ("0.png", 1), ("9.png", 0))
     assert token in error_of(tmp_path, **options | ({"table": file} if "table" in options else {}))
@@ -390,7 +541,11 @@ def test_unclear_folders_are_one_line(tmp_path: Path) -> None:
     assert "empty" in error_of(tmp_path / "empty")
     picture(tmp_path / "loose" / "a.png")
     assert "loose" in error_of(tmp_path / "loose")
-    assert "31" in error_of(classes(tmp_path / "many", patients=31, each=1, names=tuple(f"patient{n}" for n in range(31))))
+    assert "31" in error_of(
+        classes(
+            tmp_path / "many", patients=31, each=1, names=tuple(f"patient{n}" for n in range(31))
+        )
+    )
     picture(tmp_path / "twice" / "0.png")
     table(tmp_path / "twice" / "t.csv", ("image", "label"), ("0.png", 1), ("0", 0))
     assert "0.png" in error_of(tmp_path / "twice")

@@ -120,12 +120,18 @@ def test_training_images_may_lie_beside_a_folder_of_test_images(tmp_path: Path) 
 def test_a_number_in_two_tables_is_one_class(tmp_path: Path) -> None:
     for split, end in (("train", ""), ("test", ".0")):
         names = pictures(tmp_path / split, 12)
-        table(tmp_path / f"{split}.csv", ("image", "label"), *((f"{split}/{name}", f"{n % 3}{end}") for n, name in enumerate(names)))
+        table(
+            tmp_path / f"{split}.csv",
+            ("image", "label"),
+            *((f"{split}/{name}", f"{n % 3}{end}") for n, name in enumerate(names)),
+        )
     assert imported(tmp_path).dataset.labels == {"0": "0", "1": "1", "2": "2"}
     assert {entry["label"] for entry in content(tmp_path)["test"]} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("pair", [("1", "1.00"), ("1", "01"), ("1.5", "1,5"), ("Mild", "mild"), ("not_seen", "not seen")])
+@pytest.mark.parametrize(
+    "pair", [("1", "1.00"), ("1", "01"), ("1.5", "1,5"), ("Mild", "mild"), ("not_seen", "not seen")]
+)
 def test_one_class_is_not_written_in_two_ways(pair: tuple[str, str], tmp_path: Path) -> None:
     names = pictures(tmp_path / "table", 12)
     lines = [f"{name};{pair[n % 2]};x" for n, name in enumerate(names)]
@@ -145,9 +151,14 @@ def test_words_for_missing_values_are_names(word: str, tmp_path: Path) -> None:
     hospitals = [word] * 12 + ["UKE"] * 12
     rows(tmp_path / "in", ("label", names), ("hospital", hospitals), ("patient", range(24)))
     report = imported(tmp_path / "in", columns=Columns(site="hospital"), out=tmp_path / "out")
-    assert sorted(report.dataset.labels.values()) == sorted({*names}) and "unknown" not in report.sites
+    assert (
+        sorted(report.dataset.labels.values()) == sorted({*names}) and "unknown" not in report.sites
+    )
     assert sum(map(len, report.sites.values())) == 24
-    assert f"{word} in column label" in report.render() and f"{word} in column hospital" in report.render()
+    assert (
+        f"{word} in column label" in report.render()
+        and f"{word} in column hospital" in report.render()
+    )
 
 
 def test_findings_that_are_not_known_are_missing(tmp_path: Path) -> None:
@@ -169,7 +180,8 @@ def test_sites_have_the_classes_of_all_sites(tmp_path: Path) -> None:
     for site in "AB":
         assert content(tmp_path / site)["labels"] == report.dataset.labels
         assert all(
-            entry["label"] == ["bcc", "mel", "nv"].index(entry["image"].split("/")[0]) for entry in content(tmp_path / site)["training"]
+            entry["label"] == ["bcc", "mel", "nv"].index(entry["image"].split("/")[0])
+            for entry in content(tmp_path / site)["training"]
         )
     assert "note: A: no image of bcc" in report.render()
 
@@ -184,7 +196,9 @@ def test_sites_of_other_kinds_or_findings_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("table_form", "file_form"), [("NFC", "NFD"), ("NFD", "NFC")])
-def test_names_of_macos_are_those_of_others(table_form: Any, file_form: Any, tmp_path: Path) -> None:
+def test_names_of_macos_are_those_of_others(
+    table_form: Any, file_form: Any, tmp_path: Path
+) -> None:
     def there(text: str) -> str:
         return unicodedata.normalize(file_form, text)
 
@@ -193,11 +207,20 @@ def test_names_of_macos_are_those_of_others(table_form: Any, file_form: Any, tmp
 
     for n in range(12):
         picture(tmp_path / "table" / there("Läsionen") / there(f"Läsion_{n}.png"))
-    cells = [(here(f"Läsionen/Läsion_{n}.png"), (there, here)[n % 2]("Nävus") if n % 3 else "mel") for n in range(12)]
+    cells = [
+        (here(f"Läsionen/Läsion_{n}.png"), (there, here)[n % 2]("Nävus") if n % 3 else "mel")
+        for n in range(12)
+    ]
     table(tmp_path / "table" / "t.csv", ("image", here("Läsionstyp")), *cells)
-    report = imported(tmp_path / "table", columns=Columns(label=there("Läsionstyp")), patient=here(r"Läsion_(\d+)"))
+    report = imported(
+        tmp_path / "table",
+        columns=Columns(label=there("Läsionstyp")),
+        patient=here(r"Läsion_(\d+)"),
+    )
     assert [*report.dataset.labels.values()] == ["Nävus", "mel"] and len(report.sites[""]) == 12
-    pairs(tmp_path / "masks", image=there("images/Läsion_{n}.png"), label=here("masks/Läsion_{n}.png"))
+    pairs(
+        tmp_path / "masks", image=there("images/Läsion_{n}.png"), label=here("masks/Läsion_{n}.png")
+    )
     assert len(imported(tmp_path / "masks").sites[""]) == 10
     for split, form in (("train", here), ("test", there)):
         classes(tmp_path / "classes" / split, names=(form("Nävus"), "mel"))
@@ -215,7 +238,12 @@ def test_a_cell_that_two_files_have_is_refused(tmp_path: Path) -> None:
 # -- folders ---------------------------------------------------------------------------------------------------------------
 
 
-def structures(root: Path, tops: tuple[str, ...] = ("images", "disc", "cup"), value: int = 1, name: str = "{n}.png") -> Path:
+def structures(
+    root: Path,
+    tops: tuple[str, ...] = ("images", "disc", "cup"),
+    value: int = 1,
+    name: str = "{n}.png",
+) -> Path:
     """Photographs, and a folder of masks for each structure; the first cup is empty."""
     for number in range(10):
         picture(root / tops[0] / f"{number}.png", 80 + number)
@@ -228,20 +256,27 @@ def structures(root: Path, tops: tuple[str, ...] = ("images", "disc", "cup"), va
 @pytest.mark.parametrize("split", ["", "train", "test"])
 @pytest.mark.parametrize("home", ["images", "fundus"])
 @pytest.mark.parametrize("name", ["{n}.png", "{n}_{top}.png", "{n}.bmp"])
-def test_a_folder_of_masks_for_each_structure(split: str, home: str, name: str, tmp_path: Path) -> None:
+def test_a_folder_of_masks_for_each_structure(
+    split: str, home: str, name: str, tmp_path: Path
+) -> None:
     for folder in ("", split) if split == "test" else (split,):
         structures(tmp_path / folder, (home, "disc", "cup"), name=name)
     if home == "fundus":
         text = error_of(tmp_path)
         assert "--kind segmentation" in text and "--kind classification" in text
     report = imported(tmp_path, kind="segmentation" if home == "fundus" else "")
-    assert report.dataset.kind == "segmentation" and report.dataset.labels == {"0": "cup", "1": "disc"}
+    assert report.dataset.kind == "segmentation" and report.dataset.labels == {
+        "0": "cup",
+        "1": "disc",
+    }
     entries = read_datalist(tmp_path, "segmentation")
     assert len(entries) == (20 if split == "test" else 10)
     for entry in entries:
         base = entry.image.parents[1]
         number = entry.image.stem
-        assert entry.masks == [base / top / name.format(n=number, top=top) for top in ("cup", "disc")]
+        assert entry.masks == [
+            base / top / name.format(n=number, top=top) for top in ("cup", "disc")
+        ]
     assert ("--kind" in report.guessed) == (home == "images")
     assert imported(tmp_path, kind="classification", force=True).dataset.kind == "classification"
 
@@ -252,7 +287,10 @@ def test_structures_with_other_files_are_refused(tmp_path: Path) -> None:
     mask(tmp_path / "lacking" / "disc" / "99.png")
     assert "3.png: no mask in cup" in error_of(tmp_path / "lacking")
     skipped = imported(tmp_path / "lacking", skip=True)
-    assert len(skipped.sites[""]) == 9 and "left out: disc/99.png: a mask without an image" in skipped.render()
+    assert (
+        len(skipped.sites[""]) == 9
+        and "left out: disc/99.png: a mask without an image" in skipped.render()
+    )
     for number, name in enumerate(("{n}-OD.png", "other{n}.png")):
         text = error_of(structures(tmp_path / str(number), name=name))
         assert "--mask-column" in text and "--kind classification" in text
@@ -281,7 +319,11 @@ def test_classes_that_stand_in_one_split_only(tmp_path: Path) -> None:
     text = error_of(tmp_path / "patients", patient="^(.)")
     assert "study a" in text and "--kind classification" in text
     assert imported(tmp_path / "patients", patient="^(.)", kind="classification").warnings
-    rows(tmp_path / "rare", ("label", ["a", "b"] * 9 + ["c", "c"]), ("patient", [n // 2 for n in range(20)]))
+    rows(
+        tmp_path / "rare",
+        ("label", ["a", "b"] * 9 + ["c", "c"]),
+        ("patient", [n // 2 for n in range(20)]),
+    )
     (warning,) = imported(tmp_path / "rare").warnings
     assert "c in " in warning and " a in" not in warning
 
@@ -317,14 +359,18 @@ def test_several_masks_of_255_are_those_of_1(volumes: bool, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("above", ["masks", "ground truth", "train/masks"])
 @pytest.mark.parametrize("name", ["{n}.png", "{n}_{top}.png", "{n}_mask.png"])
-def test_folders_of_structures_in_the_folder_of_masks(above: str, name: str, tmp_path: Path) -> None:
+def test_folders_of_structures_in_the_folder_of_masks(
+    above: str, name: str, tmp_path: Path
+) -> None:
     home = str(Path(above).parent / "images")
     structures(tmp_path, (home, f"{above}/disc", f"{above}/cup"), name=name)
     report = imported(tmp_path)
     assert report.dataset.labels == {"0": "cup", "1": "disc"}
     for entry in read_datalist(tmp_path, "segmentation"):
         number = entry.image.stem
-        expected = [tmp_path / above / top / name.format(n=number, top=top) for top in ("cup", "disc")]
+        expected = [
+            tmp_path / above / top / name.format(n=number, top=top) for top in ("cup", "disc")
+        ]
         assert entry.masks == expected
 
 
@@ -334,7 +380,10 @@ def test_several_masks_that_an_image_can_have_are_named(tmp_path: Path) -> None:
     text = error_of(tmp_path)
     assert "north/masks/cup/0.png and north/masks/disc/0.png" in text and "--site-folders" in text
     report = imported(tmp_path, site_folders=True)
-    assert [*report.sites] == ["north", "south"] and report.dataset.labels == {"0": "cup", "1": "disc"}
+    assert [*report.sites] == ["north", "south"] and report.dataset.labels == {
+        "0": "cup",
+        "1": "disc",
+    }
 
 
 def test_folders_of_patients_in_the_folder_of_masks(tmp_path: Path) -> None:
@@ -346,12 +395,24 @@ def test_folders_of_patients_in_the_folder_of_masks(tmp_path: Path) -> None:
         assert entry.masks == [tmp_path / "masks" / entry.image.parent.name / "eye.png"]
 
 
-SYSTEM = ["@eaDir", "@Recycle", "#recycle", "#snapshot", "$RECYCLE.BIN", "RECYCLER", "System Volume Information", "lost+found", "__MACOSX"]
+SYSTEM = [
+    "@eaDir",
+    "@Recycle",
+    "#recycle",
+    "#snapshot",
+    "$RECYCLE.BIN",
+    "RECYCLER",
+    "System Volume Information",
+    "lost+found",
+    "__MACOSX",
+]
 
 
 @pytest.mark.parametrize("name", SYSTEM)
 @pytest.mark.parametrize(("write", "inside"), [(classes, "cat"), (pairs, "")])
-def test_folders_of_drives_and_systems_are_left_out(name: str, write: Callable[[Path], Path], inside: str, tmp_path: Path) -> None:
+def test_folders_of_drives_and_systems_are_left_out(
+    name: str, write: Callable[[Path], Path], inside: str, tmp_path: Path
+) -> None:
     root = tmp_path / "hospitals" / "north"
     expected = len(imported(write(root)).sites[""])
     for folder in (root.parent, root, root / inside):
@@ -397,15 +458,24 @@ def test_links_to_files_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     task = small_task("classification", target="binary", labels=["dog"])
     assert check_site(tmp_path / "linked", task).ok and summarise(tmp_path / "linked", TaskHints())
     monkeypatch.delenv(FOLDERS)
-    assert (line := check_site(tmp_path / "linked", task).render()).count("is a link") == 1 and FOLDERS in line
+    assert (line := check_site(tmp_path / "linked", task).render()).count(
+        "is a link"
+    ) == 1 and FOLDERS in line
     with pytest.raises(DataError, match="is a link"):
         summarise(tmp_path / "linked", TaskHints())
 
 
-def test_links_to_allowed_folders_are_followed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_to_allowed_folders_are_followed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     annex = classes(tmp_path / "annex")
     (tmp_path / "linked").mkdir()
-    for link in (tmp_path / "linked" / "all", tmp_path / "linked" / "again", annex / "circle", annex / "cat" / "circle"):
+    for link in (
+        tmp_path / "linked" / "all",
+        tmp_path / "linked" / "again",
+        annex / "circle",
+        annex / "cat" / "circle",
+    ):
         link.symlink_to(annex)
     assert "links" in error_of(tmp_path / "linked")
     monkeypatch.setenv(FOLDERS, str(annex))
@@ -418,13 +488,17 @@ def test_links_to_allowed_folders_are_followed_once(tmp_path: Path, monkeypatch:
 def test_what_windows_writes(tmp_path: Path) -> None:
     """Byte order marks and backslashes."""
     pairs(tmp_path, image="images/{n}.png", label="masks/{n}.png")
-    (tmp_path / "dataset.json").write_text(json.dumps({"labels": {"background": 0, "disc": 1}}), encoding="utf-8-sig")
+    (tmp_path / "dataset.json").write_text(
+        json.dumps({"labels": {"background": 0, "disc": 1}}), encoding="utf-8-sig"
+    )
     assert imported(tmp_path).dataset.labels == {"background": 0, "disc": 1}
     expected = read_datalist(tmp_path, "segmentation")
     text = (tmp_path / "datalist.json").read_text().replace("/", r"\\")
     (tmp_path / "datalist.json").write_text(text, encoding="utf-8-sig")
     actual = read_datalist(tmp_path, "segmentation")
-    assert [(entry.image, entry.masks) for entry in actual] == [(entry.image, entry.masks) for entry in expected]
+    assert [(entry.image, entry.masks) for entry in actual] == [
+        (entry.image, entry.masks) for entry in expected
+    ]
     (tmp_path / "datalist.json").write_text(text.replace(r"images\\", r"..\\images\\"))
     with pytest.raises(DataError, match="outside"):
         read_datalist(tmp_path, "segmentation")
@@ -440,14 +514,24 @@ def test_text_of_all_editors(encoding: str, line_end: str, tmp_path: Path) -> No
         return path
 
     task = small_task(labels=["Läsion"])
-    assert load_task(save(tmp_path / "task.json", json.dumps(task.to_dict(), ensure_ascii=False, indent=1))) == task
-    assert read_local(save(tmp_path / "medflare.json", '{\n"data_root": "/Läsion"}')) == {"data_root": "/Läsion"}
+    assert (
+        load_task(
+            save(tmp_path / "task.json", json.dumps(task.to_dict(), ensure_ascii=False, indent=1))
+        )
+        == task
+    )
+    assert read_local(save(tmp_path / "medflare.json", '{\n"data_root": "/Läsion"}')) == {
+        "data_root": "/Läsion"
+    }
     save(tmp_path / "datalist.json", '{\n"training": [{"image": "Läsion.png", "label": 1}]}')
     assert read_datalist(tmp_path, "classification")[0].image == tmp_path / "Läsion.png"
     for separator in ",;\t|":
-        frame = read_frame(save(tmp_path / "t.csv", f"image{separator}label\nLäsion.png{separator}Ö\n"))
+        frame = read_frame(
+            save(tmp_path / "t.csv", f"image{separator}label\nLäsion.png{separator}Ö\n")
+        )
         assert frame.to_dict("records") == [{"image": "Läsion.png", "label": "Ö"}]
-    frame = read_frame(save(tmp_path / "t.csv", "sep=;\nimage;label\nLäsion.png;Ö, ö\n"))  # the first line is for Excel
+    # The first line is for Excel.
+    frame = read_frame(save(tmp_path / "t.csv", "sep=;\nimage;label\nLäsion.png;Ö, ö\n"))
     assert frame.to_dict("records") == [{"image": "Läsion.png", "label": "Ö, ö"}]
 
 
@@ -497,10 +581,15 @@ def test_dicom_objects_without_an_image_are_counted(tmp_path: Path) -> None:
         shutil.copy(get_testdata_file(name), tmp_path / "ill" / "scan1" / name)
     report = imported(tmp_path)
     assert len(report.sites[""]) == 8
-    task = small_task("classification", target="binary", labels=["ill"], spatial_dims=3, size=[8, 8, 8])
+    task = small_task(
+        "classification", target="binary", labels=["ill"], spatial_dims=3, size=[8, 8, 8]
+    )
     assert check_site(tmp_path, task).ok
     assert len(find_inputs([tmp_path], tmp_path / "out")[0]) == 8
-    assert "left out, DICOM objects without an image: 2, the first: ill/scan1/reportsi.dcm" in report.render()
+    assert (
+        "left out, DICOM objects without an image: 2, the first: ill/scan1/reportsi.dcm"
+        in report.render()
+    )
 
 
 def test_what_is_guessed_is_said_with_the_options(tmp_path: Path) -> None:

@@ -32,7 +32,14 @@ from medflare.training.opening import open_site
 SITES = {
     "prostate": {"RUNMC", "BMC", "I2CVB", "UCL", "BIDMC", "HK"},
     "prostate_prr": {"RUNMC", "BMC", "UCL", "BIDMC", "HK"},
-    "fundus_fedsm": {"Drishti-GS", "RIM-ONE", "REFUGE", "RIGA-BinRushed", "RIGA-Magrabia", "RIGA-MESSIDOR"},
+    "fundus_fedsm": {
+        "Drishti-GS",
+        "RIM-ONE",
+        "REFUGE",
+        "RIGA-BinRushed",
+        "RIGA-Magrabia",
+        "RIGA-MESSIDOR",
+    },
     "camelyon17": {f"center{number}" for number in range(5)},
 }
 TASKS = {suite.data: suite.task for suite in map(load_suite, suites())}
@@ -44,7 +51,11 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def downloaded(name: str, root: Path) -> Path:
     """A small copy of the downloads."""
-    parts = {"prostate_prr": ["prostate"], "fundus_fedsm": ["fundus", "riga"], "dermoscopy_prr": ["dermoscopy"]}
+    parts = {
+        "prostate_prr": ["prostate"],
+        "fundus_fedsm": ["fundus", "riga"],
+        "dermoscopy_prr": ["dermoscopy"],
+    }
     for part in parts.get(name, [name]):
         getattr(paper_releases, part)(root)
     return root
@@ -52,7 +63,9 @@ def downloaded(name: str, root: Path) -> Path:
 
 def listed(folder: Path) -> dict[str, list[dict[str, Any]]]:
     content = json.loads((folder / "datalist.json").read_text())
-    return {split: content[split] for split in ("training", "validation", "test") if split in content}
+    return {
+        split: content[split] for split in ("training", "validation", "test") if split in content
+    }
 
 
 @pytest.mark.parametrize("name", PREPARATIONS)
@@ -60,18 +73,28 @@ def test_a_download_becomes_sites(name: str, tmp_path: Path) -> None:
     preparation = get_preparation(name)
     prepared = prepare(preparation, downloaded(name, tmp_path / "from"), tmp_path / "DATA")
     folders = site_folders(tmp_path / "DATA")
-    assert {folder.name for folder in folders} == set(prepared.sites) and set(prepared.sites) >= set(preparation.counts)
+    assert {folder.name for folder in folders} == set(prepared.sites) and set(
+        prepared.sites
+    ) >= set(preparation.counts)
     assert set(prepared.sites) == SITES.get(name, set(prepared.sites))
     for folder in folders:
         entries = read_datalist(folder, preparation.kind)
         check_patients(entries)
-        files = [file for entry in entries for file in (entry.image, *(entry.masks if preparation.kind == "segmentation" else []))]
+        files = [
+            file
+            for entry in entries
+            for file in (entry.image, *(entry.masks if preparation.kind == "segmentation" else []))
+        ]
         assert files and all(file.is_file() for file in files)
         assert set(listed(folder)) == set(preparation.splits)
         if folder.name != "vienna_dias":
             assert all(listed(folder).values())
     assert all(download.page.startswith("https://") for download in preparation.downloads)
-    assert preparation.licence and preparation.papers and bool(preparation.source) == bool(preparation.counts or preparation.total)
+    assert (
+        preparation.licence
+        and preparation.papers
+        and bool(preparation.source) == bool(preparation.counts or preparation.total)
+    )
     task = load_task({**load_task(TASKS[name]).to_dict(), **SMALL[preparation.kind]})
     site = open_site(min(prepared.sites), task, seed=0, role="inside", data_root=tmp_path / "DATA")
     assert all(len(site.data.split(split)) for split in ("training", "validation", "test"))
@@ -79,9 +102,12 @@ def test_a_download_becomes_sites(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PREPARATIONS)
-def test_every_missing_download_is_one_line_that_says_where_to_get_it(name: str, tmp_path: Path) -> None:
+def test_every_missing_download_is_one_line_that_says_where_to_get_it(
+    name: str, tmp_path: Path
+) -> None:
     root = downloaded(name, tmp_path / "from")
-    needed = {"prostate_prr": "*[!VB]", "fundus_fedsm": "RIGAPlus"}.get(name, "*")  # I2CVB is none of PRR's
+    # I2CVB is none of PRR's.
+    needed = {"prostate_prr": "*[!VB]", "fundus_fedsm": "RIGAPlus"}.get(name, "*")
     for place in sorted(root.glob(needed)):
         shutil.move(place, tmp_path / "away")
         with pytest.raises(DataError, match=r": not there; get .+ from https://") as error:
@@ -93,11 +119,15 @@ def test_every_missing_download_is_one_line_that_says_where_to_get_it(name: str,
 def test_counts_are_laid_beside_the_papers(tmp_path: Path) -> None:
     root = paper_releases.prostate(tmp_path / "from")
     prepared = prepare(get_preparation("prostate"), root, tmp_path / "DATA")
-    assert "5 (30)" in prepared.table and "RUNMC has 5 images, published are 30" in prepared.warnings
+    assert (
+        "5 (30)" in prepared.table and "RUNMC has 5 images, published are 30" in prepared.warnings
+    )
     with pytest.raises(DataError, match="BIDMC"):
         prepare(get_preparation("prostate"), root, tmp_path / "strict", strict=True)
     assert not (tmp_path / "strict").exists()
-    fitting = replace(get_preparation("prostate"), counts={"HK": {"images": 5, "patients": 5}}, total=30)
+    fitting = replace(
+        get_preparation("prostate"), counts={"HK": {"images": 5, "patients": 5}}, total=30
+    )
     assert prepare(fitting, root, tmp_path / "fits", strict=True).warnings == ()
 
 
@@ -107,13 +137,18 @@ def test_lesions_that_flamby_divides_are_told_and_can_be_kept_together(tmp_path:
     assert prepared.warnings[0].startswith("lesions in two splits of a site: 12; test images that")
     assert "BCN 2 of 2, HAM_rosendahl 2 of 2" in prepared.warnings[0]
     actual = listed(tmp_path / "DATA" / "BCN")
-    assert [entry["image"] for entry in actual["test"]] == [f"ISIC_2019_Training_Input/ISIC_00{n}.jpg" for n in ("01", "11")]
+    assert [entry["image"] for entry in actual["test"]] == [
+        f"ISIC_2019_Training_Input/ISIC_00{n}.jpg" for n in ("01", "11")
+    ]
     assert all("patient" not in entry for entry in actual["test"])
     trained = {entry.get("patient") for entry in actual["training"]} - {None}
     assert trained and not trained & {entry.get("patient") for entry in actual["validation"]}
     again = prepare(get_preparation("fed_isic2019"), root, tmp_path / "clean", redraw=True)
     assert not any("two splits" in warning for warning in again.warnings)
-    sides = [{entry["patient"] for entry in entries} for entries in listed(tmp_path / "clean" / "BCN").values()]
+    sides = [
+        {entry["patient"] for entry in entries}
+        for entries in listed(tmp_path / "clean" / "BCN").values()
+    ]
     assert sum(map(len, sides)) == len(set().union(*sides)) == 10
 
 
@@ -165,7 +200,9 @@ def test_a_lesion_at_two_sites_is_drawn_into_one_split(seed: int, tmp_path: Path
     assert not any("two sites" in warning for warning in before.warnings)
     lesions = shared_lesions(root, number=5)
     prepared = prepare(prr, root, tmp_path / "DATA", redraw=True, seed=seed)
-    line = "lesions at two sites: 5, for example HAM_vidir_modern_0 at vidir_modern and vidir_molemax"
+    line = (
+        "lesions at two sites: 5, for example HAM_vidir_modern_0 at vidir_modern and vidir_molemax"
+    )
     assert f"{line}; each is in one split at all sites" in prepared.warnings
     placed = places(prepared.sites)
     for lesion in lesions:
@@ -221,7 +258,9 @@ def test_the_split_of_the_paper_and_its_leak(tmp_path: Path) -> None:
             assert item.split == expected.pop((item.first.stem, site), "test")
     assert not expected, "every row is used"
     # each of the nine lesions of a site has two images; one of them is a test image
-    leak = "rosendahl 9 of 9, vidir_modern 9 of 9, vidir_molemax 9 of 9; their numbers measure memory"
+    leak = (
+        "rosendahl 9 of 9, vidir_modern 9 of 9, vidir_molemax 9 of 9; their numbers measure memory"
+    )
     assert f"msk unknown, without lesion ids, {leak}" in prepared.warnings[0]
     assert prepared.warnings[0].startswith("lesions in two splits of a site: 27;")
     example = f"for example {lesions[0]} at vidir_modern and vidir_molemax; in different splits: 2;"
@@ -234,15 +273,26 @@ def test_the_split_of_the_paper_and_its_leak(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda rows: rows.pop(0), "has no row for ISIC_0000001 of vidir_modern; correct the table"),
-        (lambda rows: rows[0].update(split="fold 1"), "split 'fold 1' of ISIC_0000001 is not known"),
+        (
+            lambda rows: rows.pop(0),
+            "has no row for ISIC_0000001 of vidir_modern; correct the table",
+        ),
+        (
+            lambda rows: rows[0].update(split="fold 1"),
+            "split 'fold 1' of ISIC_0000001 is not known",
+        ),
         (lambda rows: rows[0].update(image_id="ISIC_1"), "has no row for ISIC_0000001"),
-        (lambda rows: rows.append(rows[0] | {"image_id": "ISIC_1"}), "not in the download: ISIC_1 of"),
+        (
+            lambda rows: rows.append(rows[0] | {"image_id": "ISIC_1"}),
+            "not in the download: ISIC_1 of",
+        ),
         (lambda rows: rows.append(rows[0] | {"split": "test"}), "of vidir_modern is in two splits"),
         (lambda rows: [row.pop("site") for row in rows], "site"),
     ],
 )
-def test_a_wrong_split_of_the_paper_is_one_line(change: ChangeRows, error: str, tmp_path: Path) -> None:
+def test_a_wrong_split_of_the_paper_is_one_line(
+    change: ChangeRows, error: str, tmp_path: Path
+) -> None:
     root = paper_releases.dermoscopy(tmp_path / "from")
     rows = published(root)
     change(rows)
@@ -333,33 +383,58 @@ def test_the_real_download_by_lesion_across_sites(real_prr: Path, tmp_path: Path
 
 
 def test_masks_of_both_fundus_releases_mean_the_same(tmp_path: Path) -> None:
-    prepare(get_preparation("fundus_fedsm"), downloaded("fundus_fedsm", tmp_path / "from"), tmp_path / "DATA")
+    prepare(
+        get_preparation("fundus_fedsm"),
+        downloaded("fundus_fedsm", tmp_path / "from"),
+        tmp_path / "DATA",
+    )
     # `mask` draws stripes on black in the order of their values: RIGA+ has white (disc) and grey (cup), DoFE white, grey and black (cup).
     for site, values in (("Drishti-GS", [0, 1, 2]), ("RIGA-BinRushed", [1, 2, 0])):
         folder = tmp_path / "DATA" / site
         entry = listed(folder)["training"][0]
         drawn = np.asarray(Image.open(folder / entry["label"]))
         assert drawn[[2, 5, 9], 6].tolist() == values and entry["label"].endswith(".png")
-    outlined = [entry["label"] for entries in listed(tmp_path / "DATA/RIGA-MESSIDOR").values() for entry in entries]
+    outlined = [
+        entry["label"]
+        for entries in listed(tmp_path / "DATA/RIGA-MESSIDOR").values()
+        for entry in entries
+    ]
     assert len(outlined) == 15 and all(label.endswith("-1.png") for label in outlined)
 
 
 def test_one_class_is_left_out_and_one_cohort_never_trains(tmp_path: Path) -> None:
-    prepared = prepare(get_preparation("dermoscopy_prr"), paper_releases.dermoscopy(tmp_path / "from"), tmp_path / "DATA")
+    prepared = prepare(
+        get_preparation("dermoscopy_prr"),
+        paper_releases.dermoscopy(tmp_path / "from"),
+        tmp_path / "DATA",
+    )
     cohorts = ("rosendahl", "vidir_modern", "vidir_molemax", "vienna_dias")
-    assert {site: len(items) for site, items in prepared.sites.items()} == {"msk": 12, **dict.fromkeys(cohorts, 18)}
+    assert {site: len(items) for site, items in prepared.sites.items()} == {
+        "msk": 12,
+        **dict.fromkeys(cohorts, 18),
+    }
     actual = listed(tmp_path / "DATA" / "vienna_dias")
     assert len(actual["test"]) == 18 and not actual["training"] and not actual["validation"]
-    redrawn = prepare(get_preparation("dermoscopy_prr"), tmp_path / "from", tmp_path / "again", redraw=True)
-    assert {item.split for item in redrawn.sites["vienna_dias"]} == {"test"} and "18 (427)" in redrawn.table
-    assert [item.label for item in prepared.sites["msk"] if item.first.name in ("ISIC_9000000.jpg", "ISIC_9000001.jpg")] == [2, 1]
+    redrawn = prepare(
+        get_preparation("dermoscopy_prr"), tmp_path / "from", tmp_path / "again", redraw=True
+    )
+    assert {item.split for item in redrawn.sites["vienna_dias"]} == {
+        "test"
+    } and "18 (427)" in redrawn.table
+    assert [
+        item.label
+        for item in prepared.sites["msk"]
+        if item.first.name in ("ISIC_9000000.jpg", "ISIC_9000001.jpg")
+    ] == [2, 1]
 
 
 def test_grades_keep_their_lists_and_wrong_lines_are_named(tmp_path: Path) -> None:
     root = paper_releases.gdrbench(tmp_path / "from")
     prepared = prepare(get_preparation("gdrbench"), root, tmp_path / "DATA")
     assert len(listed(tmp_path / "DATA" / "IDRID")["validation"]) == 10
-    assert {entry["image"] for entry in listed(tmp_path / "DATA" / "IDRID")["validation"]} >= {"images/IDRID/pdr/crossval 1.jpg"}
+    assert {entry["image"] for entry in listed(tmp_path / "DATA" / "IDRID")["validation"]} >= {
+        "images/IDRID/pdr/crossval 1.jpg"
+    }
     assert {item.label for item in prepared.sites["IDRID"]} == set(range(5))
     (root / "splits/IDRID_train.txt").write_text("IDRID/pdr/a.jpg 5\n")
     with pytest.raises(DataError, match=r"IDRID_train.txt row 1"):
@@ -370,16 +445,27 @@ def test_cells_become_patches_of_their_tumour_and_image(tmp_path: Path) -> None:
     root, data = paper_releases.midog2022(tmp_path / "from"), tmp_path / "DATA"
     prepared = prepare(get_preparation("midog2022"), root, data)
     assert "canine_lung_cancer has 5 patients, published are 44" in prepared.warnings
-    actual = [entry for entries in listed(data / "human_breast_cancer").values() for entry in entries]
+    actual = [
+        entry for entries in listed(data / "human_breast_cancer").values() for entry in entries
+    ]
     assert {(entry["image"], entry["label"], entry["patient"]) for entry in actual} == {
-        (f"patches/{number:03}/{2 * number - 1 + label}.png", 1 - label, f"{number:03}") for number in range(1, 6) for label in (0, 1)
+        (f"patches/{number:03}/{2 * number - 1 + label}.png", 1 - label, f"{number:03}")
+        for number in range(1, 6)
+        for label in (0, 1)
     }
     whole = np.asarray(Image.open(root / "images/003.tiff"))
-    middle, border = (np.asarray(Image.open(data / f"human_breast_cancer/patches/003/{cell}.png")) for cell in (5, 6))
-    assert (middle == whole[7:103, 14:110]).all()  # around (65, 55) there are 48 pixels to the left and above, and 45 to the right
+    middle, border = (
+        np.asarray(Image.open(data / f"human_breast_cancer/patches/003/{cell}.png"))
+        for cell in (5, 6)
+    )
+    # Around (65, 55) there are 48 pixels to the left and above, and 45 to the right.
+    assert (middle == whole[7:103, 14:110]).all()
     assert (border == whole[7:103, :96]).all()
     assert not (data / "human_breast_cancer/images").exists()
-    sides = [{entry["patient"] for entry in entries} for entries in listed(data / "canine_lymphoma").values()]
+    sides = [
+        {entry["patient"] for entry in entries}
+        for entries in listed(data / "canine_lymphoma").values()
+    ]
     assert [len(side) for side in sides] == [4, 1] and not sides[0] & sides[1]
 
 
@@ -393,7 +479,9 @@ def test_cells_become_patches_of_their_tumour_and_image(tmp_path: Path) -> None:
         (lambda found: found["annotations"][1].update(id=1), "1.png"),
     ],
 )
-def test_wrong_annotations_of_cells_are_one_line(change: Callable[[dict[str, Any]], object], named: str, tmp_path: Path) -> None:
+def test_wrong_annotations_of_cells_are_one_line(
+    change: Callable[[dict[str, Any]], object], named: str, tmp_path: Path
+) -> None:
     root = paper_releases.midog2022(tmp_path / "from")
     content = json.loads((root / "MIDOG2022_training.json").read_text())
     change(content)
@@ -415,7 +503,9 @@ def test_wrong_annotations_of_cells_are_one_line(change: Callable[[dict[str, Any
         ((40, 10, 50, 20), None),  # outside of the image
     ],
 )
-def test_patches_are_within_the_image(box: tuple[float, ...], corner: tuple[int, int] | None) -> None:
+def test_patches_are_within_the_image(
+    box: tuple[float, ...], corner: tuple[int, int] | None
+) -> None:
     with nullcontext() if corner else pytest.raises(ValueError):
         assert patch_corner(box, (40, 30), 8) == corner
 
@@ -425,7 +515,10 @@ def test_a_site_that_is_left_out_is_tested_on_all_it_has(tmp_path: Path) -> None
     prepare(get_preparation("prostate"), root, tmp_path / "DATA")
     task = load_task({**load_task("papers/prostate_iop").to_dict(), **SMALL["segmentation"]})
     for role, slices in (("inside", 3), ("outside", 15)):  # three slices a volume
-        assert len(open_site("HK", task, seed=0, role=role, data_root=tmp_path / "DATA").data.test) == slices
+        assert (
+            len(open_site("HK", task, seed=0, role=role, data_root=tmp_path / "DATA").data.test)
+            == slices
+        )
     (root / "HK/Case02_segmentation.nii.gz").unlink()
     with pytest.raises(DataError, match=r"HK/Case02.nii.gz"):
         prepare(get_preparation("prostate"), root, tmp_path / "again")
@@ -434,12 +527,28 @@ def test_a_site_that_is_left_out_is_tested_on_all_it_has(tmp_path: Path) -> None
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "prepare", "--list"]) == 0
     output = capsys.readouterr().out
-    assert "BCN 12413" in output and "human_breast_cancer of 150 patients" in output and "20552 in all" in output
-    assert "camelyon17: Camelyon17-WILDS" in output and "licence: CC BY-NC 4.0" in output and "from https://liuquande.github.io" in output
-    options = ["--from", str(paper_releases.prostate(tmp_path / "from")), "--out", str(tmp_path / "DATA")]
+    assert (
+        "BCN 12413" in output
+        and "human_breast_cancer of 150 patients" in output
+        and "20552 in all" in output
+    )
+    assert (
+        "camelyon17: Camelyon17-WILDS" in output
+        and "licence: CC BY-NC 4.0" in output
+        and "from https://liuquande.github.io" in output
+    )
+    options = [
+        "--from",
+        str(paper_releases.prostate(tmp_path / "from")),
+        "--out",
+        str(tmp_path / "DATA"),
+    ]
     assert main(["data", "prepare", "prostate", *options, "--copy"]) == 0
     output = capsys.readouterr().out
-    assert f"written: {tmp_path}/DATA/HK/datalist.json" in output and "published counts: IOP-FL" in output
+    assert (
+        f"written: {tmp_path}/DATA/HK/datalist.json" in output
+        and "published counts: IOP-FL" in output
+    )
     assert (tmp_path / "DATA/HK/HK/Case00.nii.gz").stat().st_nlink == 1
     assert main(["data", "prepare", "prostate", *options]) == 1
     assert "--force" in capsys.readouterr().err

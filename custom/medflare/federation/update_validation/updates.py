@@ -1,5 +1,6 @@
-"""Update validation: what the server does with replies to a method's phase before it aggregates
-them.
+"""Update validation.
+
+What the server does with replies to a method's phase before it aggregates them.
 
 A reply is rejected if it differs from the phase's declaration, is not finite, has other counts than
 at enrollment, or is much longer than the others' updates, or if it and its site's last ones add up
@@ -34,9 +35,8 @@ from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
 
 T = TypeVar("T")
 _LIMIT: Final = 10.0  # times the median length of the others' updates
-_LARGEST_LIMIT: Final = (
-    100.0  # with two sites, without a usual length, and for gradients and statistics
-)
+# With two sites, without a usual length, and for gradients and statistics.
+_LARGEST_LIMIT: Final = 100.0
 # An update with a smaller cosine to the others is suspicious; those of honest phantom sites are
 # positive.
 OPPOSITE: Final = -0.3
@@ -44,8 +44,9 @@ OPPOSITE: Final = -0.3
 
 @dataclass(frozen=True)
 class Validated:
-    """Usable replies in sorted site order; site -> why a reply is not usable; site -> why a usable
-    one is suspicious.
+    """Usable replies in sorted site order; site -> why a reply is not usable.
+
+    Site -> why a usable one is suspicious.
 
     `sketches` are for `DriftMemory.remember`, once the step is finished.
     """
@@ -205,8 +206,9 @@ def _clip(
     outgoing: Mapping[str, Message],
     images: Mapping[str, int],
 ) -> tuple[dict[str, Message], dict[str, str]]:
-    """The replies with long updates clipped (see `clipping.scales`), and site -> what was clipped;
-    two sites have no majority.
+    """The replies with long updates clipped (see `clipping.scales`), and site -> what was clipped.
+
+    Two sites have no majority.
     """
     reasons: dict[str, str] = {}
     sites = list(accepted)
@@ -318,8 +320,9 @@ def cosines_to_the_others(products: Tensor) -> Tensor:
 
 
 def drop_invalid_metrics(reply: Message) -> dict[str, tuple[str, str]]:
-    """Set validation values that no metric can have to None, in place; returns model -> (kind of
-    event, problem).
+    """Set validation values that no metric can have to None, in place.
+
+    Returns model -> (kind of event, problem).
 
     Such a value costs the site its vote in model selection, not its update.
     """

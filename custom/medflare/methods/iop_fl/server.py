@@ -1,5 +1,6 @@
-"""IOP-FL's server algorithm: FedAvg's; for outside sites it collects every P_k at the end and sends
-them with w_g.
+"""IOP-FL's server algorithm: FedAvg's.
+
+For outside sites it collects every P_k at the end and sends them with w_g.
 """
 
 from collections.abc import Mapping

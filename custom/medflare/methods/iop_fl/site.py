@@ -1,5 +1,6 @@
-"""IOP-FL's site algorithm: FedAvg's with a local adapted model P_k; outside, a network routed over
-all of them.
+"""IOP-FL's site algorithm: FedAvg's with a local adapted model P_k.
+
+Outside, a network routed over all of them.
 """
 
 from dataclasses import replace
@@ -63,8 +64,9 @@ class IOPSite(FedAvgSite[IOPHyper]):
         self.selection = PersonalModel(self, "adapted")
 
     def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training, after which P_k is updated (Eq. 4); the reply has the validation
-        metric of P_k before.
+        """FedAvg's training, after which P_k is updated (Eq. 4).
+
+        The reply has the validation metric of P_k before.
         """
         personal = self.selection.validated(round, self.adapted)
         reply = super().train(round, incoming)
@@ -83,8 +85,9 @@ class IOPSite(FedAvgSite[IOPHyper]):
 
     @phase(reply=(ADAPTED,), meta=(N_SAMPLES, SELECTED_ROUND))
     def submit(self, round: int, incoming: Message) -> Message:
-        """P_k, once, at the end, if there are outside sites; raises StateError if the site has not
-        trained.
+        """P_k, once, at the end, if there are outside sites.
+
+        Raises StateError if the site has not trained.
         """
         if self.adapted is None:
             raise StateError(
@@ -97,8 +100,9 @@ class IOPSite(FedAvgSite[IOPHyper]):
 
     @phase(request=(MODEL, EXPERTS), request_meta=(SELECTED_ROUND.as_optional(),))
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Inside: the global model and P_k. Outside: the global model and the routed one, fitted to
-        this site's test images.
+        """Inside: the global model and P_k.
+
+        Outside: the global model and the routed one, fitted to this site's test images.
         """
         if self.inside and self.adapted is not None:
             rounds = None
