@@ -1,5 +1,6 @@
-"""The server algorithm after every step, on disk, so that a killed server continues after the last
-finished step.
+"""The server algorithm after every step, on disk.
+
+A killed server continues after the last finished step.
 """
 
 import json

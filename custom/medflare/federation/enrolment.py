@@ -202,8 +202,9 @@ class Enrolment:
         return ""
 
     def _weigh(self, round: int) -> None:
-        """Limit the weight of sites, and warn if one has more than half of all training images (of
-        two: more than three quarters).
+        """Limit the weight of sites, and warn if one has more than half of all training images.
+
+        Of two sites: more than three quarters.
         """
         images = {}
         for site in self.inside:
@@ -243,7 +244,7 @@ def trained_on(enrolled: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
 def versions_here() -> dict[str, str]:
     """Package -> version, of packages that weights depend on.
 
-    Medflare's version is that of the code, which may come with the job.
+    That of medflare is the code's, which may come with the job.
     """
     versions = {**installed_versions(), "medflare": medflare.__version__}
     return {package: versions[package] for package in _COMPARED if package in versions}

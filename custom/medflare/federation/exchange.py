@@ -53,8 +53,9 @@ class Exchange(Protocol):
 
 
 class Transport:
-    """Asks sites over an exchange, counts bytes and seconds, and replaces invalid replies by their
-    problem.
+    """Asks sites over an exchange, and replaces invalid replies by their problem.
+
+    It counts bytes and seconds.
     """
 
     def __init__(self, exchange: Exchange, outcome: Outcome):
@@ -82,8 +83,9 @@ class Transport:
 
 
 def numbered(message: Message, index: int, rounds: int) -> Message:
-    """The message with the number of its step, by which a site recognizes a repeated one, and the
-    number of rounds.
+    """The message with the number of its step and the number of rounds.
+
+    A site recognizes a repeated step by its number.
     """
     request = Message(message.states, dict(message.meta))
     request[STEP] = index

@@ -131,8 +131,9 @@ class StoredAlgorithm:
 
 
 class WorkingTime:
-    """A site's working time on a run over all its processes, without waiting, and its limits
-    (`Bounds.minutes`, `Bounds.hours`).
+    """A site's working time on a run over all its processes, without waiting, and its limits.
+
+    The limits are `Bounds.minutes` and `Bounds.hours`.
 
     Args:
         store: keeps the seconds; those of a step in which a process was killed are lost.

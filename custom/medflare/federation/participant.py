@@ -74,7 +74,7 @@ def identity_of(
 ) -> dict[str, Any]:
     """The metadata in which server and site must agree.
 
-    "method", "hyper" (all, with defaults), "task" and "seed".
+    They are "method", "hyper" (all, with defaults), "task" and "seed".
     """
     return {
         "method": method.name,
@@ -85,8 +85,9 @@ def identity_of(
 
 
 def import_ahead() -> None:
-    """Import what every participant needs, for a process from which those of the participants are
-    forked.
+    """Import what every participant needs.
+
+    For a process from which those of the participants are forked.
     """
     import monai  # noqa: F401
 
@@ -102,8 +103,7 @@ def import_ahead() -> None:
 
 
 def first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:
-    """(dotted name, value here, value there) of the first setting in which two nested mappings
-    differ.
+    """The first setting in which two nested mappings differ: (dotted name, here, there).
 
     Examples:
         >>> first_difference("hyper", {"site": {"mu": 1, "lr": 2}}, {"site": {"mu": 1, "lr": 3}})
@@ -230,8 +230,9 @@ class Participant:
             study.note_evaluation(phase, models, self.name)
 
     def _enrol(self, round: int, incoming: Message) -> Message:
-        """Check that server and site run the same federation, store the membership, and report the
-        site's data.
+        """Check that server and site run the same federation, and report the site's data.
+
+        The membership is stored.
         """
         self._validator.check_invitation(round, incoming)
         role = incoming[ROLE]
@@ -274,8 +275,9 @@ class Participant:
         return reply
 
     def _check_identity(self, site: Site, role: str, server: Mapping[str, Any]) -> None:
-        """Raise ConfigError if site and server run different federations, or the site's settings
-        forbid this one.
+        """Raise ConfigError if site and server run different federations.
+
+        Or if the site's settings forbid this one.
         """
         limited = self.account.budget is not None and self.method.site_class.uses_training
         if limited and role == "inside" and not self._private(site):

@@ -60,8 +60,9 @@ def message_problem(message: Message, site: str) -> str | None:
 
 
 def state_problem(states: object) -> str | None:
-    """Which tensor is not a dense, detached tensor in memory, or which name is too long or not
-    printable, in words, or None.
+    """Which tensor is not dense, detached and in memory, in words, or None.
+
+    Or which name is too long or not printable.
     """
     if not isinstance(states, Mapping):
         return f"its states are {type(states).__name__}"
@@ -83,8 +84,9 @@ def _is_plain_tensor(tensor: object) -> bool:
 
 
 def meta_problem(meta: object, limit: int = META_LIMIT) -> str | None:
-    """Why metadata are not plain JSON values with printable text in at most `limit` bytes, in
-    words, or None.
+    """Why metadata are not plain JSON values with printable text, in words, or None.
+
+    They have at most `limit` bytes.
 
     Texts of events need not be printable: `core.events` makes them so.
     """
@@ -450,8 +452,9 @@ class RequestValidator:
             self._check(ENROL, round, problem)
 
     def check_start(self, round: int, message: Message, plan: Plan[Any, Any]) -> None:
-        """Check that an invitation holds the initial weights if the task names a weights file, and
-        no other tensors.
+        """Check that an invitation holds no tensors but the initial weights.
+
+        It holds these if the task names a weights file.
         """
         request = (START,) if plan.task.network.get("weights") else ()
         invitation = Phase(ENROL, request=request, request_meta=INVITES)
@@ -504,8 +507,9 @@ def _request_meta_problem(message: Message, declared: Iterable[MetaSpec[Any]]) -
 
 
 def request_problem(phase: Phase, plan: Plan[Any, Any], message: Message) -> str | None:
-    """How a server's message, without the items of `NUMBERED`, differs from its phase's
-    declaration, in words, or None.
+    """How a server's message differs from its phase's declaration, in words, or None.
+
+    The message is without the items of `NUMBERED`.
     """
     entries: dict[str, list[TensorSpec]] = {}
     for spec in phase.request:

@@ -339,8 +339,9 @@ class Federation:
             self._note_few_validation_images()
 
     def _finalize(self, index: int, enrolment: Enrolment) -> None:
-        """Every enrolled site, inside and outside, gets its final models and evaluates them on its
-        test images.
+        """Every enrolled site, inside and outside, gets its final models.
+
+        It evaluates them on its test images.
         """
         step = Step(FINALIZE, self.server.context.rounds, everyone=True)
         enrolment.admit(step.round)
@@ -413,8 +414,9 @@ class Federation:
                 self.outcome.cross_site[owner][site] = reply.message[TESTED].get(owner)
 
     def _note_few_validation_images(self) -> None:
-        """An event for every model whose round was chosen on few validation images, of all sites or
-        of one that chooses alone.
+        """An event for every model whose round was chosen on few validation images.
+
+        Of all sites, or of one that chooses alone.
         """
         outcome = self.outcome
         images = {}

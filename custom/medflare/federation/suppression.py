@@ -44,8 +44,9 @@ def counts_of_splits(site: Site, minimum: int) -> dict[str, int]:
 
 
 def count_in_words(patients: Collection[str], minimum: int) -> str:
-    """The number of images with these patients (one for each image), or words if they are of fewer
-    patients than `minimum`.
+    """The number of images with these patients, one for each image.
+
+    Words if they are of fewer patients than `minimum`.
 
     Examples:
         >>> count_in_words(["a", "a", "b"], 0), count_in_words(["a", "a", "b"], 3)
@@ -96,8 +97,9 @@ def has_small_class(cases: Cases, task: TaskConfig, minimum: int) -> bool:
 
 
 def small_classes(site: Site, split: str, minimum: int) -> frozenset[str]:
-    """The classes (see `tasks.classes.class_names`) that some patients of a split have, but fewer
-    than `minimum`.
+    """The classes that some patients of a split have, but fewer than `minimum`.
+
+    See `tasks.classes.class_names`.
 
     In a multilabel segmentation task every patient has the negative class: its images have
     background.

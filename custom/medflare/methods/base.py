@@ -166,8 +166,9 @@ class ServerContext:
         return self.phases[phase].replied(self.plan).get(entry.name)
 
     def note(self, **numbers: Mapping[str, float]) -> None:
-        """Adds numbers by site to the record of this step, for example `note(weight={"A": 0.4, "B":
-        0.6})`.
+        """Adds numbers by site to the record of this step.
+
+        For example `note(weight={"A": 0.4, "B": 0.6})`.
         """
         for name, by_site in numbers.items():
             for site, value in by_site.items():
@@ -259,8 +260,9 @@ class SiteAlgorithm(ABC, Generic[S]):
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: S, server_hyper: Any) -> None:
-        """Raises ConfigError, before anything starts, for a task or settings that the algorithm
-        does not support.
+        """Raises ConfigError for a task or settings that the algorithm does not support.
+
+        Before anything starts.
         """
 
     @classmethod
@@ -309,8 +311,9 @@ class SiteAlgorithm(ABC, Generic[S]):
 
     @abstractmethod
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Final models by role ("global", "personal", "deployed"), each a message that
-        `Method.models` builds a module from.
+        """Final models by role ("global", "personal", "deployed").
+
+        Each is a message that `Method.models` builds a module from.
 
         Outside sites call it too; roles that a site cannot have are left out. `@phase` declares the
         server's message.
@@ -376,8 +379,9 @@ class SiteAlgorithm(ABC, Generic[S]):
         return network
 
     def validation(self, model: nn.Module, metric: str | None = None) -> float | None:
-        """A metric, by default the task's, of a network of logits on this site's validation images;
-        None if undefined.
+        """A metric of a network of logits on this site's validation images; None if undefined.
+
+        By default the task's.
         """
         name = metric or self.site.task.metric
         scores = self.site.score(self.site.predictor(model), "validation", [name])
@@ -467,8 +471,9 @@ class ServerAlgorithm(ABC, Generic[V]):
         return {}
 
     def selector_summary(self) -> dict[str, Any]:
-        """How the deployed model selects one of its networks for an image, as `RunRecord.selector`;
-        empty if it does not.
+        """How the deployed model selects a network for an image; empty if it does not.
+
+        It is `RunRecord.selector`.
         """
         return {}
 

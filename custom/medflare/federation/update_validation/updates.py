@@ -44,9 +44,10 @@ OPPOSITE: Final = -0.3
 
 @dataclass(frozen=True)
 class Validated:
-    """Usable replies in sorted site order; site -> why a reply is not usable.
+    """What validation makes of the replies to a phase.
 
-    Site -> why a usable one is suspicious.
+    Usable replies in sorted site order; site -> why a reply is not usable;
+    site -> why a usable one is suspicious.
 
     `sketches` are for `DriftMemory.remember`, once the step is finished.
     """
@@ -80,8 +81,9 @@ def validate_replies(
     drift: DriftMemory | None = None,
     phase: str = "",
 ) -> Validated:
-    """Check every reply against its declaration and its site's counts, and the updates against each
-    other; clip long ones.
+    """Check every reply against its declaration and its site's counts; clip long updates.
+
+    The updates are checked against each other.
 
     Args:
         replies: site -> reply.
@@ -249,8 +251,9 @@ def _sketches(
 
 
 def _too_long(updates: Mapping[str, _Updates], images: Mapping[str, int]) -> dict[str, str]:
-    """Sites whose update of some entry is longer than ten times the median of the others that
-    moved, with the reason.
+    """Sites whose update of some entry is much longer than the others', with the reason.
+
+    That is longer than ten times the median of the others that moved.
 
     A site with r times the others' median count of training images takes more steps: it has r times
     this limit, at most a hundred.
@@ -339,8 +342,7 @@ def drop_invalid_metrics(reply: Message) -> dict[str, tuple[str, str]]:
 
 
 def capped(samples: Mapping[str, float], most: float) -> dict[str, float]:
-    """Counts with the largest lowered so that no site has more than the fraction `most` of their
-    sum.
+    """Counts, the largest lowered so that no site has more than the fraction `most` of their sum.
 
     Args:
         samples: site -> training images, none of them 0.

@@ -52,8 +52,9 @@ class IOPHyper(OutsideHyper, FedAvgHyper):
 
 
 class IOPSite(FedAvgSite[IOPHyper]):
-    """FedAvg's site algorithm with a local adapted model P_k, of the best round by the site's own
-    validation.
+    """FedAvg's site algorithm with a local adapted model P_k.
+
+    The site uses that of the best round by its own validation.
     """
 
     freezes = False
