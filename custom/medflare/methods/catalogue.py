@@ -29,13 +29,8 @@ if TYPE_CHECKING:
 
 GROUP = "medflare.methods"  # the entry points of other distributions, and this package
 RESERVED = ("create", "fetch", "list", "submit", "watch")  # words in the place of a method
-_NO_METHODS = (
-    "aggregation",
-    "base",
-    "catalogue",
-    "method",
-    "parts",
-)  # other modules of this folder
+# Other modules of this folder.
+_NO_METHODS = ("aggregation", "base", "catalogue", "method", "parts")
 SURVEYS = ("evaluate", "fingerprint")  # methods that do not train; not in `method_names`
 _OBJECTS: dict[str, Method] = {}  # methods given to this process as objects
 

@@ -52,7 +52,6 @@ def run_epochs(
     step: Callable[[Batch], Mapping[str, Tensor]],
     *,
     count: int | None = None,
-    after: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Local epochs with `step` on every batch; returns the mean over all images of each loss that
     it returns.
@@ -60,7 +59,6 @@ def run_epochs(
     Args:
         round: 0-based; with `purpose` (names the model that is trained) the keys of `epochs`.
         step: trains on a batch and returns its losses by name.
-        after: called at the end of every epoch.
     """
     losses: dict[str, list[Tensor]] = {}
     sizes: list[int] = []
@@ -69,7 +67,6 @@ def run_epochs(
             for name, loss in step(batch).items():
                 losses.setdefault(name, []).append(loss.detach())
             sizes.append(len(batch.images))
-        after()
     return {name: weighted_sum(values, sizes) / sum(sizes) for name, values in losses.items()}
 
 

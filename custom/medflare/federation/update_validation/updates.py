@@ -310,8 +310,8 @@ def cosines_to_the_others(products: Tensor) -> Tensor:
     NaN for an update of length 0, if the others cancel out, and for a single update.
 
     Examples:
-        >>> cosines_to_the_others(torch.tensor([[1.0, 1.0, -2.0], [1.0, 1.0, -2.0], [-2.0, -2.0,
-          4.0]]))
+        >>> updates = torch.tensor([[1.0], [1.0], [-2.0]])
+        >>> cosines_to_the_others(updates @ updates.T)
         tensor([nan, nan, -1.])
     """
     moved = products.diagonal() > 0

@@ -63,7 +63,7 @@ SUPER_MODEL = (MODEL, PERSONALS, OF_ALL.weights)
 MODELS = (MODEL, PERSONAL, META)
 # The frozen models come once.
 FROZEN_MODELS = (MODEL.as_optional(), PERSONALS, OF_ALL.trained)
-FROZEN_META = tuple(item.as_optional() for item in (*SUPER, COMBINE))
+FROZEN_META: tuple[MetaSpec[Any], ...] = tuple(item.as_optional() for item in (*SUPER, COMBINE))
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -1,6 +1,8 @@
-"""The formulas of GRACE (Zhang et al., "GRACE: A Generalized and Personalized Federated Learning
-Method for Medical Imaging", MICCAI 2023) as pure functions: server weights by consistency, feature
-alignment, the meta-train step, the A-distance probe.
+"""The formulas of GRACE as pure functions.
+
+Zhang et al., "GRACE: A Generalized and Personalized Federated Learning Method for Medical Imaging",
+MICCAI 2023: server weights by consistency, feature alignment, the meta-train step, the A-distance
+probe.
 
 The paper defines neither the alignment losses nor its last update step, and the printed sign of the
 server step leads away from the sites; each function states its reading.
@@ -75,8 +77,9 @@ def consistency_weights(
 
 
 def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
-    """Sigma = cos(Delta_i, Delta_j): (L, M, M) -> (M, M); the cosine with a zero update is 0, its
-    own included.
+    """Sigma = cos(Delta_i, Delta_j): (L, M, M) -> (M, M).
+
+    The cosine with a zero update is 0, its own included.
 
     Args:
         grams: Gram matrices of the M sites' updates of the model's L tensors, shallow to deep.
@@ -100,8 +103,9 @@ def similarity(grams: Tensor, granularity: str = "total") -> Tensor:
 
 
 def average_consistency(sigma: Tensor, include_self: bool = True) -> Tensor:
-    """c_m = 1/M sum_n sigma_mn (before Eq. 4), or the mean over the other M - 1 sites if there are
-    any: (M, M) -> (M,).
+    """c_m = 1/M sum_n sigma_mn (before Eq. 4): (M, M) -> (M,).
+
+    Without `include_self` the mean over the other M - 1 sites, if there are any.
     """
     if include_self or len(sigma) == 1:
         return sigma.mean(dim=1)
@@ -109,8 +113,9 @@ def average_consistency(sigma: Tensor, include_self: bool = True) -> Tensor:
 
 
 def reweighted(c: Tensor, p: Tensor) -> Tensor:
-    """p'_m proportional to c_m p_m (Eq. 3), with p' in (0, 1) also for consistencies that are not
-    positive: (M,) with sum 1.
+    """p'_m proportional to c_m p_m (Eq. 3): (M,) with sum 1.
+
+    p' is in (0, 1) also for consistencies that are not positive.
 
     If the smallest c is <= 0, the same number is added to all until it is 0.001; the published code
     does so only below 0 and divides by zero at 0. p' = p for equal consistencies: one site,
@@ -143,8 +148,9 @@ def consistent_aggregate(
     granularity: str = "total",
     server_rate: float = 1.0,
 ) -> tuple[StateDict, dict[str, float]]:
-    """The next global model theta_g + eta_g sum_m p'_m Delta_m (Eq. 3 and the line after it, with
-    the sign towards the sites).
+    """The next global model theta_g + eta_g sum_m p'_m Delta_m.
+
+    Eq. 3 and the line after it, with the sign towards the sites.
 
     Buffers such as BatchNorm's running statistics are averaged with the weights p' for any server
     rate; integer buffers take the largest value. The other options are those of
@@ -200,8 +206,9 @@ def _refuse_non_finite(sites: Sequence[str], grams: Tensor) -> None:
 
 
 def coral(x: Tensor, y: Tensor, form: str = "domainbed") -> Tensor:
-    """CORAL distance of two feature sets (Sun and Saenko, ECCV workshops 2016), a scalar; 0 if a
-    set has fewer than two rows.
+    """CORAL distance of two feature sets (Sun and Saenko, ECCV workshops 2016), a scalar.
+
+    0 if a set has fewer than two rows.
 
     Args:
         x: features (N, D).
@@ -229,8 +236,9 @@ def _covariance(features: Tensor) -> Tensor:
 
 
 def mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Squared maximum mean discrepancy E k(x, x') + E k(y, y') - 2 E k(x, y), diagonals included, a
-    scalar.
+    """Squared maximum mean discrepancy E k(x, x') + E k(y, y') - 2 E k(x, y), a scalar.
+
+    Diagonals are included.
 
     k is a sum of Gaussian kernels exp(-gamma d^2), gamma = 0.001, 0.01, ... 1000 (as in MMD-AAE,
     Li et al., CVPR 2018).
@@ -262,15 +270,17 @@ class _Reversal(torch.autograd.Function):
 
 
 def reverse_gradient(features: Tensor, alpha: float = 1.0) -> Tensor:
-    """Gradient reversal layer (Ganin et al., JMLR 2016): the identity, whose gradient is multiplied
-    by -alpha.
+    """Gradient reversal layer (Ganin et al., JMLR 2016).
+
+    The identity, whose gradient is multiplied by -alpha.
     """
     return _Reversal.apply(features, alpha)
 
 
 def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
-    """Binary cross-entropy of a discriminator between global (label 1) and local features
-    (label 0): (N, D), (M, D) -> scalar.
+    """Binary cross-entropy of a discriminator between global and local features.
+
+    (N, D), (M, D) -> scalar; global features have the label 1, local ones 0.
 
     Its gradient trains the discriminator and, reversed, the local feature extractor against it.
 
@@ -303,8 +313,9 @@ def meta_trained(
     task_loss: Callable[[Mapping[str, Tensor]], Tensor],
     rate: float,
 ) -> dict[str, Tensor]:
-    """theta' = theta - eta grad L_task(theta; x_tr, y_tr) (Eq. 1; the printed Delta is a gradient),
-    by name, as a function of theta.
+    """theta' = theta - eta grad L_task(theta; x_tr, y_tr), by name, as a function of theta.
+
+    Eq. 1; the printed Delta is a gradient.
 
     The gradient of L_meta(theta') by theta is that of the meta-update of first order, with the
     inner gradient as a constant (as in the published code).
@@ -329,8 +340,9 @@ def meta_trained(
 def a_distance(
     global_features: Tensor, local_features: Tensor, *, repeats: int = 10, seed: int = 0
 ) -> float:
-    """Proxy A-distance 2 (1 - 2 err) between the features that two models give the same images
-    (Ben-David et al., 2010).
+    """Proxy A-distance 2 (1 - 2 err) between the features that two models give the same images.
+
+    Ben-David et al., 2010.
 
     err is the test error of a logistic classifier between the two models' features, trained on 80 %
     of the images, averaged over `repeats` splits. Both features of an image are on the same side of
