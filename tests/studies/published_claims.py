@@ -70,7 +70,10 @@ CLAIMS: Final = (
         for study in _FEDDAG
         if study != "brain_lgg_out"
     ),
-    *(Claim(study, "feddag", "outside", _SHIPPED) for study in ("ham10000_feddag", "mitosis_feddag")),
+    *(
+        Claim(study, "feddag", "outside", _SHIPPED)
+        for study in ("ham10000_feddag", "mitosis_feddag")
+    ),
     *(Claim(study, row, "outside", _OUTSIDE) for study, row in _FEDDAG.items()),
 )
 _COLUMNS: Final = "study|row|metric|sites|comparator|level|difference|over seeds|p, Holm|detectable|over patients|d|verdict"

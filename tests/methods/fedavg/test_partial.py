@@ -6,12 +6,17 @@ import pytest
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.states import batch_norm_entries, weighted_mean
+from medflare.core.message import Message
+from medflare.core.phases import phase
+from medflare.core.specs import TensorSpec
+from medflare.core.states import StateDict, batch_norm_entries, copy_state, weighted_mean
+from medflare.methods.base import Plan
 from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.partial import PartialSite
-from medflare.methods.fedavg.site import FedAvgSiteHyper
+from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
 from medflare.methods.feddag.sha import SHAServer
+from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.partial import LocalPart
 from medflare.methods.prr.server import PRRServer
 from medflare.methods.prr.site import PRRSite
@@ -25,7 +30,6 @@ HEAD = frozenset({"head.weight", "head.bias"})
 class OwnHead(PartialSite[FedAvgSiteHyper]):
     """Keeps the network's head, or other entries."""
 
-    Hyper: ClassVar[type] = FedAvgSiteHyper
     kept: ClassVar[frozenset[str]] = HEAD
 
     @classmethod
@@ -144,3 +148,47 @@ def test_a_site_that_never_trained_has_the_initial_local_part() -> None:
 def test_a_server_that_needs_whole_models_says_so() -> None:
     with pytest.raises(ConfigError, match="part"):
         squares.server(SHAServer, algorithms=squares.algorithms(OwnHead))
+
+
+# -- a part that is frozen everywhere ---------------------------------------------------------------
+
+
+def head_part(plan: Plan[Any, Any]) -> StateDict:
+    return {name: tensor for name, tensor in plan.template().items() if name in HEAD}
+
+
+ADAPTER = TensorSpec("model", "the trained part", head_part, rest="initial")
+
+
+class FrozenBody(FedAvgSite[FedAvgSiteHyper]):
+    """Only the head is trained and travels; the body is the initial one at every site."""
+
+    freezes = False
+
+    def whole(self, part: StateDict) -> StateDict:
+        return {**copy_state(self.site.network().state_dict()), **part}
+
+    @phase(request=(ADAPTER,), reply=(ADAPTER,), meta=MEASURED)
+    def train(self, round: int, incoming: Message) -> Message:
+        whole = self.whole(incoming[ADAPTER])
+        with self.network("model", whole).frozen(["body"]):
+            reply = super().train(round, Message.of({MODEL: whole}))
+        reply[ADAPTER] = {name: reply[MODEL][name] for name in incoming[ADAPTER]}
+        return reply
+
+    @phase(request=(ADAPTER,), meta=MEASURED)
+    def validate(self, round: int, incoming: Message) -> Message:
+        return super().validate(round, Message.of({MODEL: self.whole(incoming[ADAPTER])}))
+
+
+def test_a_part_that_is_frozen_everywhere_completes_the_models_without_an_exchange() -> None:
+    log, server, _ = squares.federation(FrozenBody, FedAvgServer, outside=("O",))
+    assert [turn.step.phase for turn in log] == ["train", "train", "validate"], "nothing is shared"
+    for _, outgoing, replies in log:
+        for message in [*outgoing.values(), *replies.values()]:
+            assert all(state.keys() == HEAD for state in message.states.values())
+    delivered = server.models()["global"][MODEL]
+    initial = squares.start()
+    assert delivered.keys() == initial.keys()
+    for name, tensor in delivered.items():
+        assert equal({name: tensor}, {name: initial[name]}) == (name not in HEAD), name
