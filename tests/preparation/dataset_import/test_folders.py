@@ -232,6 +232,16 @@ def test_series_whose_slices_lie_beside_other_files_get_folders(flat: bool, tmp_
         )
 
 
+def test_a_slice_with_the_name_of_its_series_is_one_of_all_slices(tmp_path: Path) -> None:
+    root = scans(tmp_path / "in", 8)
+    series = root / "ill" / "scan1"
+    (series / "0.dcm").rename(series / "1.2.3.1")
+    (series / "protocol.csv").write_text("dose,kV\n1,120\n")
+    import_folder(root, ImportOptions(out=tmp_path / "out"))
+    (entry,) = (entry for entry in listed(tmp_path / "out") if entry["patient"] == "P1")
+    assert len([*(tmp_path / "out" / entry["image"]).iterdir()]) == 4
+
+
 def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -> None:
     """As an archive exports a study: folders named by UIDs, the segmentation among the slices or in a folder of its own."""
     pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")

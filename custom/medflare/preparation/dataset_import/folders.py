@@ -372,8 +372,9 @@ def _dicom_series(
             image = folder
         else:
             image = folder / _folder_name(uid)
-            if image != slices[0]:
-                apart[image] = tuple(slices)
+            if image in headers:  # a slice has the name of its series
+                image = image.with_name(f"{image.name}_series")
+            apart[image] = tuple(slices)
         images[image] = headers[slices[0]]
     return images, apart
 
