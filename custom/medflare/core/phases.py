@@ -91,47 +91,43 @@ def phase(
     *, request: Tensors = (), reply: Tensors = (), meta: Items = (), request_meta: Items = ()
 ) -> Callable[[Handler], Handler]:
     """Declares that a site algorithm's method replies to the phase of its name; see `Phase`."""
-
-    def declare(method: Handler) -> Handler:
-        declared = Phase(method.__name__, request, reply, meta, request_meta)
-        setattr(method, _PHASE, declared)
-        return method
-
-    return declare
+    return _marked(
+        _PHASE, lambda method: Phase(method.__name__, request, reply, meta, request_meta)
+    )
 
 
 def extends(
     *, request: Tensors = (), reply: Tensors = (), meta: Items = (), request_meta: Items = ()
 ) -> Callable[[Handler], Handler]:
     """Declares what a method adds to the phase that the class inherits or is mixed into."""
-
-    def declare(method: Handler) -> Handler:
-        added = Phase(method.__name__, request, reply, meta, request_meta)
-        setattr(method, _ADDED, added)
-        return method
-
-    return declare
+    return _marked(
+        _ADDED, lambda method: Phase(method.__name__, request, reply, meta, request_meta)
+    )
 
 
 def asks(*replying: Callable[..., Any]) -> Callable[[Handler], Handler]:
     """Declares that a server algorithm's method, (step, site) -> message, makes the requests that
     these methods of a site algorithm reply to.
     """
-    return _marked(_ASKS, replying)
+    return _marked(_ASKS, lambda method: _names(replying))
 
 
 def handles(*replying: Callable[..., Any]) -> Callable[[Handler], Handler]:
     """Declares that a server algorithm's method, (step, replies) -> None, processes the replies of
     these methods of a site algorithm.
     """
-    return _marked(_HANDLES, replying)
+    return _marked(_HANDLES, lambda method: _names(replying))
 
 
-def _marked(mark: str, replying: tuple[Callable[..., Any], ...]) -> Callable[[Handler], Handler]:
-    names = tuple(method.__name__ for method in replying)
+def _names(methods: tuple[Callable[..., Any], ...]) -> tuple[str, ...]:
+    return tuple(method.__name__ for method in methods)
+
+
+def _marked(mark: str, value_of: Callable[[Any], Any]) -> Callable[[Handler], Handler]:
+    """A decorator that sets a mark of the method."""
 
     def declare(method: Handler) -> Handler:
-        setattr(method, mark, names)
+        setattr(method, mark, value_of(method))
         return method
 
     return declare

@@ -14,7 +14,7 @@ import re
 import secrets
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,7 +57,8 @@ def replacing(path: Path, *, public: bool = False) -> Iterator[Path]:
         yield temporary
         _sync(temporary)
         os.replace(temporary, path)
-        _sync(path.parent)
+        with suppress(OSError):  # some network file systems cannot sync a folder
+            _sync(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         # The error of a failed write does not name the file.

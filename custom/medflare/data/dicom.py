@@ -361,7 +361,7 @@ def segments(
     (M, i, j, k); label and number of each.
 
     An object has frames for slices with foreground alone, in any order, each with its position.
-    DataError if it refers to another series, or a frame lies elsewhere.
+    DataError if it refers to another series, or a frame is at no position of a slice.
     """
     references = dataset.get("ReferencedSeriesSequence", ())
     referenced = {str(item.SeriesInstanceUID) for item in references}

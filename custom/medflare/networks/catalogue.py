@@ -68,7 +68,7 @@ def build_network(
         ConfigError: unknown name or argument, a value that the network does not accept, or a 2-D
             network for volumes.
     """
-    # Initial weights are loaded elsewhere, see `networks.weights`.
+    # `networks.weights` loads initial weights.
     settings = {key: value for key, value in spec.items() if key != "weights"}
     spec = dict(settings)
     name = str(settings.pop("name", None))

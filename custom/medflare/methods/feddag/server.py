@@ -68,9 +68,7 @@ class FedDAGServer(SHAServer[FedDAGServerHyper]):
     @handles(FedDAGSite.warm_up)
     def average_warm_up(self, step: Step, replies: Mapping[str, Message]) -> None:
         """FedAvg's mean; the global student is the global model."""
-        self.select_model(step, replies)
-        self._store(replies)
-        self._average(replies)
+        self.average_models(step, replies)
         if self._student in self.memory:
             self.memory[self._student] = self.model
 

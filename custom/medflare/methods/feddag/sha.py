@@ -322,10 +322,11 @@ class SHAServer(FedAvgServer[K]):
 
     def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
         """Store the models until they are scored; without SHA end the round by FedAvg's mean."""
+        if not self.hyper.sha:
+            self.average_models(step, replies)
+            return
         self.select_model(step, replies)
         self._store(replies)
-        if not self.hyper.sha:
-            self._average(replies)
 
     @handles(ScoredSite.score)
     def aggregate_scored(self, step: Step, replies: Mapping[str, Message]) -> None:
@@ -344,8 +345,10 @@ class SHAServer(FedAvgServer[K]):
             for entry, state in reply.states.items():
                 self.memory[CANDIDATES.member(f"{site}/{entry}")] = state
 
-    def _average(self, replies: Mapping[str, Message]) -> None:
-        """End a round without scores."""
+    def average_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """End a round without scores by FedAvg's mean."""
+        self.select_model(step, replies)
+        self._store(replies)
         models = site_models(replies, MODEL)
         self._conclude(self.aggregation.mean(models), self.aggregation.shares(models))
 

@@ -147,9 +147,9 @@ class FedSMExtraSite(FedAvgSite[FedSMExtraSiteHyper]):
         """
         if MODEL in incoming:
             self._keep(incoming)
-        reply = Message()
-        value = self.selector.add_gradient(round, incoming, reply, self._selector_loss())
-        reply.meta.update(Message.of(self.measured(loss=value, validation={})).meta)
+        gradient, value = self.selector.gradient(round, incoming, self._selector_loss())
+        reply = Message.of(self.measured(loss=value, validation={}))
+        reply[OF_ALL.gradient] = gradient
         return reply
 
     def _keep(self, incoming: Message) -> None:

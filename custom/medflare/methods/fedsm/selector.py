@@ -158,14 +158,10 @@ class SiteSelector:
         recognised = self.logits(state, "validation").argmax(dim=1) == self.label
         return float(recognised.float().mean())
 
-    def add_gradient(
-        self, round: int, incoming: Message, reply: Message, loss: SelectorLoss
-    ) -> float:
-        """Adds the gradient of the mean loss over all training images to the reply.
-
-        Returns:
-            That loss.
-        """
+    def gradient(
+        self, round: int, incoming: Message, loss: SelectorLoss
+    ) -> tuple[StateDict, float]:
+        """(gradient, value) of the mean loss over all training images."""
         site = self.algorithm.site
         selector = self.network(incoming[self.entries.trained]).train()
         keys = (round, "selector", incoming.get(UPDATE) or 0, 0)
@@ -184,8 +180,7 @@ class SiteSelector:
         for name, weight in selector.named_parameters():
             if weight.grad is not None:
                 gradients[name] = weight.grad.detach().to("cpu", copy=True)
-        reply[self.entries.gradient] = gradients
-        return weighted_sum(values, shares)
+        return gradients, weighted_sum(values, shares)
 
     def own_label_loss(self, logits: Tensor, batch: Batch) -> Tensor:
         """Cross entropy with y_s = one_hot(k) for all images of site k (Eq. 2)."""

@@ -144,7 +144,8 @@ class FedSMSite(FedAvgSite[FedSMSiteHyper]):
         self._measure_selector(incoming, reply)
         if not is_ridge(self.plan):
             loss = self.selector.own_label_loss
-            value = self.selector.add_gradient(round, incoming, reply, loss)
+            gradient, value = self.selector.gradient(round, incoming, loss)
+            reply[OF_SITES.gradient] = gradient
             reply[LOSSES]["selector"] = value
         return reply
 
@@ -156,10 +157,10 @@ class FedSMSite(FedAvgSite[FedSMSiteHyper]):
     )
     def train_selector(self, round: int, incoming: Message) -> Message:
         """A further gradient of the selector alone within a round."""
-        reply = Message()
         loss = self.selector.own_label_loss
-        value = self.selector.add_gradient(round, incoming, reply, loss)
-        reply.meta.update(Message.of(self.measured(loss=value, validation={})).meta)
+        gradient, value = self.selector.gradient(round, incoming, loss)
+        reply = Message.of(self.measured(loss=value, validation={}))
+        reply[OF_SITES.gradient] = gradient
         return reply
 
     @phase(request=MODELS, reply=(ADAPTED,), meta=MEASURED)

@@ -372,7 +372,7 @@ def aggregate_models(
 ) -> dict[str, StateDict]:
     """The aggregated model S_k of each site (PRR, Alg. 1 line 7).
 
-    Fourier aggregation by layer, the plain mean elsewhere.
+    Fourier aggregation by layer, the plain mean for every other entry.
 
     Args:
         states: site -> state, without the entries that stay local.

@@ -1,6 +1,7 @@
 """Messages between server and site: each is as its phase declares it, or one line names the problem."""
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from federation.replayed import FAULTY, ROUNDS, copied, recorded
 from federation.replayed import participant as replayed_participant
 from medflare.core.errors import MessageError, StateError
 from medflare.core.message import Message
+from medflare.core.specs import StateSpec
 from medflare.core.store import MemoryStore
 from medflare.federation.exchange import numbered
 from medflare.federation.participant import Participant
@@ -23,6 +25,8 @@ from medflare.federation.protocol import (
     NUMBERED,
     declaration_problem,
     message_problem,
+    negative,
+    non_finite,
 )
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.methods.catalogue import get_method, method_names
@@ -289,3 +293,25 @@ def test_every_item_of_every_method_has_a_type() -> None:
             for item in (*phase.request_meta, *phase.meta)
         ]
     assert [item for item in items if item.type is Any] == []
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+def test_only_nan_and_infinity_are_non_finite() -> None:
+    state = {"w": torch.full((4,), 3e38), "count": torch.tensor(3), "none": torch.zeros(0)}
+    assert non_finite(Message({"model": state})) is None and non_finite(Message()) is None
+    for bad in (math.nan, math.inf, -math.inf):
+        state["w"][1] = bad
+        assert "model/w" in str(non_finite(Message({"model": state})))
+    assert non_finite(Message({"model": {"w": torch.tensor([math.inf, -math.inf])}})) is not None, (
+        "their sum is NaN"
+    )
+
+
+def test_a_running_variance_below_zero_is_detected() -> None:
+    state = {"1.running_var": torch.tensor([0.5, 0.0]), "1.running_mean": torch.tensor([-1.0])}
+    manifest = {"model": StateSpec.like(state, "")}
+    assert negative(Message({"model": state}), manifest) is None and negative(Message(), {}) is None
+    state["1.running_var"] = torch.tensor([0.5, -1e-6])
+    assert "model/1.running_var" in str(negative(Message({"model": state}), manifest))
