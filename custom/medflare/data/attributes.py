@@ -13,7 +13,7 @@ AGE_BANDS: Final = ("under 20", "20-39", "40-59", "60-79", "80 and over")
 NOT_KNOWN: Final = "not known"  # group of patients without a value
 SEVERAL: Final = "several"  # group of patients whose images are of several groups
 _BAND: Final = 20  # years
-_OLDEST: Final = 130  # years; a higher number is an age in months or days
+OLDEST: Final = 130  # years; a higher number is an age in months or days
 _SEXES: Final = {
     **dict.fromkeys(("f", "female", "w", "woman", "weiblich"), "female"),
     **dict.fromkeys(("m", "male", "man", "männlich"), "male"),
@@ -86,8 +86,8 @@ def _age(value: Any) -> float | None:
         return None
     match = _AGE.fullmatch(text)
     years = float(match[1]) / _PER_YEAR[match[2].lower()] if match else -1.0
-    if not 0 <= years <= _OLDEST:
-        raise ValueError(f"age {text[:40]!r} is no number of years from 0 to {_OLDEST}")
+    if not 0 <= years <= OLDEST:
+        raise ValueError(f"age {text[:40]!r} is no number of years from 0 to {OLDEST}")
     return years
 
 

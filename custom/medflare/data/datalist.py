@@ -20,7 +20,7 @@ from medflare.core.errors import DataError
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import STRICT, checked, takes
 from medflare.core.text import printable, read_json
-from medflare.data.attributes import NO_ATTRIBUTES, Attributes, parse_attributes
+from medflare.data.attributes import NO_ATTRIBUTES, OLDEST, Attributes, parse_attributes
 from medflare.data.local import FOLDERS, PLACE, allowed_folders
 
 FILE = "datalist.json"
@@ -237,8 +237,9 @@ def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> Datali
     patient = str(patient_id(listed.patient)) if "patient" in item else printable(first)
     try:
         attributes = parse_attributes(listed.sex, listed.age, listed.scanner)
-    except ValueError as error:
-        raise DataError(f"{place}: {error}; correct it or take it out") from None
+    except ValueError:  # its text has the age, and this error may leave the site
+        problem = f"age is no number of years from 0 to {OLDEST}"
+        raise DataError(f"{place}: {problem}; correct it or take it out") from None
     return DatalistItem(_file(folder, first), label, patient, split, place, channels, attributes)
 
 
