@@ -72,7 +72,7 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(
     assert capsys.readouterr().out == method_listing(get_method("moon", server="grace")) + "\n"
     assert main(["methods"]) == 0
     output = capsys.readouterr().out
-    assert all(f"\n{name}: " in f"\n{output}" for name in method_names())
+    assert all(f"\n{name} " in output for name in method_names())
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["methods", "grace"]) == 0
@@ -102,7 +102,8 @@ def test_methods_of_other_distributions_are_listed_alike(tmp_path: Path) -> None
     output = subprocess.run(
         COMMAND, env=environment, capture_output=True, text=True, check=True
     ).stdout
-    assert f"\n{method_listing(PAIR).replace('pair', 'theirs', 1)}\n" in f"\n{output}"
+    (line,) = (line for line in output.splitlines() if line.startswith("theirs "))
+    assert PAIR.title in line
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

@@ -4,11 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
+from medflare.core.phases import extends
+from medflare.core.specs import MetaSpec
 from medflare.federation.local.loop import run_local
 from medflare.methods import catalogue
+from medflare.methods.aggregation import WeightedMean
+from medflare.methods.base import Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.methods.method import Method
@@ -80,3 +85,86 @@ def test_a_missing_role_is_named_at_every_site() -> None:
             if event["site"] == site and event["message"].startswith("global:")
         )
         assert "style" in why and "did not train" not in why
+
+
+# -- slips that a dry run with zeros finds before an image is read -------------------------------
+
+
+class Lost(WeightedMean):
+    """Loses a tensor of the model."""
+
+    def shared(self, models: Any, round: int, previous: Any = None) -> Any:
+        mean = super().shared(models, round, previous)
+        del mean["head.bias"]
+        return mean
+
+
+class LosingServer(FedAvgServer[Any]):
+    aggregation_class = Lost
+
+
+class HalfServer(FedAvgServer[Any]):
+    """Its mean has half precision."""
+
+    def aggregate_models(self, step: Step, replies: Any) -> None:
+        super().aggregate_models(step, replies)
+        self.model = {name: tensor.half() for name, tensor in self.model.items()}
+
+
+class StyleServer(FedAvgServer[Any]):
+    def steps(self) -> list[Step]:
+        return [Step("styles", 0), *super().steps()]
+
+
+class DeafServer(FedAvgServer[Any]):
+    """Reads what the site does not send."""
+
+    def aggregate_models(self, step: Step, replies: Any) -> None:
+        for reply in replies.values():
+            reply.states["styles"]
+
+
+class SilentServer(FedAvgServer[Any]):
+    def configure_final(self, site: str) -> Message:
+        return Message()
+
+
+class MisspeltSite(FedAvgSite[Any]):
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        return {"global": incoming, "deployd": incoming}
+
+
+@pytest.mark.parametrize(
+    ("site", "server", "named"),
+    [
+        (FedAvgSite, LosingServer, "Lost lost 'head.bias'"),
+        (FedAvgSite, HalfServer, "float16"),
+        (FedAvgSite, StyleServer, "no phase 'styles'"),
+        (FedAvgSite, DeafServer, "needs 'styles'"),
+        (FedAvgSite, SilentServer, "final models: missing entry 'model'"),
+        (MisspeltSite, FedAvgServer, "no model 'deployed', it makes global, deployd"),
+    ],
+)
+def test_a_slip_is_named_before_an_image_is_read(site: Any, server: Any, named: str) -> None:
+    method = Method("slip", "A method with a slip", "unpublished", site, server)
+
+    def opener(*arguments: Any) -> Any:
+        raise AssertionError("an image was read")
+
+    with pytest.raises(ConfigError, match=named):
+        run_local(method, TASK, 2, rounds=1, seed=0, opener=opener)
+
+
+def test_a_tensor_in_metadata_is_named() -> None:
+    style = MetaSpec[Any]("style", "channel means")
+
+    class TensorSite(FedAvgSite[Any]):
+        @extends(meta=(style,))
+        def train(self, round: int, incoming: Message) -> Message:
+            reply = super().train(round, incoming)
+            reply[style] = torch.zeros(3)
+            return reply
+
+    method = Method("tensors", "A method with a slip", "unpublished", TensorSite, FedAvgServer)
+    results = run_local(method, TASK, 2, rounds=1, seed=0)
+    assert results["status"] == "FAILED" and "item 'style'" in results["reason"]

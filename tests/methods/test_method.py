@@ -7,8 +7,8 @@ import pytest
 import medflare.methods
 from medflare.core.errors import ConfigError
 from medflare.methods.base import ServerContext
-from medflare.methods.baselines.moon import MoonSite
 from medflare.methods.catalogue import get_method
+from medflare.methods.families.local_terms.moon import MoonSite
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.server import FedAvgServerHyper
 from medflare.methods.fedavg.site import FedAvgHyper

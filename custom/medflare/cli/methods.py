@@ -1,8 +1,11 @@
-"""`medflare methods`: the methods and their hyper-parameters, as plain text."""
+"""`medflare methods`: a table of all methods; one method with its hyper-parameters."""
 
+import json
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterable, Mapping
+from importlib import resources
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -15,6 +18,9 @@ if TYPE_CHECKING:
     from medflare.methods.method import Method
 
 _WIDE: Final = 10_000  # columns, where nothing is wrapped
+_WIDEST: Final = 160  # of the table
+_PAPERS: Final = "papers"  # methods of no family
+_COLUMNS: Final = ("method", "title", "stays at the site", "leaves", "cost", "outside", "DP-SGD")
 Algorithm = Annotated[
     str | None, typer.Option(metavar="METHOD", help="Use that algorithm of another method")
 ]
@@ -37,10 +43,12 @@ def methods(
     site_algorithm: Algorithm = None,
     server_algorithm: Algorithm = None,
 ) -> int:
-    """List the methods, also those of other installed packages, with their hyper-parameters.
+    """List the methods by family, also those of other installed packages, or one method.
 
-    For each hyper-parameter: its name in --set, its default, the paper's symbol and equation,
-    allowed values and its meaning.
+    The table says what a site keeps for itself, what leaves it, the processor time of a round
+    beside FedAvg's, whether sites that do not train get a model, and whether DP-SGD is possible.
+    For one method, each hyper-parameter: its name in --set, its default, the paper's symbol and
+    equation, allowed values and its meaning.
     """
     from medflare.methods.catalogue import get_method, method_names
 
@@ -55,13 +63,62 @@ def methods(
         print(method_listing(pair, width))
         return 0
     failed = 0
+    listed = []
     for name in method_names():
         try:
-            print(method_listing(get_method(name), width), end="\n\n")
+            listed.append(_row(get_method(name)))
         except ConfigError as error:  # a broken package must not hide the other methods
             print(f"medflare: {error}", file=sys.stderr)
             failed = 1
+    print(methods_table(listed, width))
     return failed
+
+
+def _row(method: "Method") -> dict[str, str]:
+    """A method's row of the table."""
+    leaves: dict[str, None] = {}
+    for phase in method.site_class.phases.values():
+        leaves |= dict.fromkeys(spec.name for spec in phase.reply)
+    cost = _costs().get(method.name)
+    return {
+        "family": method.family,
+        "method": method.name,
+        "title": method.title,
+        "stays at the site": method.stays,
+        "leaves": ", ".join(leaves),
+        "cost": "" if cost is None else f"{cost:.1f}",
+        "outside": "yes" if method.outside else "no",
+        "DP-SGD": "no" if method.dp_unsupported_reason else "yes",
+    }
+
+
+def _costs() -> Mapping[str, float]:
+    """Method -> processor time of a round beside FedAvg's, measured by benchmarks/cost.py."""
+    file = resources.files("medflare.methods") / "costs.json"
+    costs: Mapping[str, float] = json.loads(file.read_text(encoding="utf-8"))
+    return costs
+
+
+def methods_table(rows: Iterable[Mapping[str, str]], width: int) -> str:
+    """The methods by family, those of the papers first, in lines of at most `width` characters."""
+    from rich.console import Console
+    from rich.table import Table
+
+    families: dict[str, list[Mapping[str, str]]] = {_PAPERS: []}
+    for row in rows:
+        families.setdefault(row["family"] or _PAPERS, []).append(row)
+    console = Console(width=min(width, _WIDEST), no_color=True, highlight=False)
+    with console.capture() as captured:
+        for family, of_family in families.items():
+            console.print(f"\n{family}")
+            table = Table(box=None, pad_edge=False)
+            for column in _COLUMNS:
+                table.add_column(column, overflow="fold")
+            for row in of_family:
+                table.add_row(*(row[column] for column in _COLUMNS))
+            console.print(table)
+        console.print("\nmedflare methods METHOD shows the settings of one method.")
+    return "\n".join(line.rstrip() for line in captured.get().strip().splitlines())
 
 
 def method_listing(method: "Method", width: int = _WIDE) -> str:
@@ -80,6 +137,8 @@ def method_listing(method: "Method", width: int = _WIDE) -> str:
     elif not method.outside:
         models += "; none for outside sites"
     lines += _wrapped(f"models: {models}", width, 1)
+    if method.stays:
+        lines += _wrapped(f"stays at the site: {method.stays}", width, 1)
     for (algorithm, fields), origin in zip(algorithms.items(), method.algorithms, strict=True):
         heading = algorithm
         if origin != method.name:

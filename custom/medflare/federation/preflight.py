@@ -12,11 +12,13 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.phases import Phase
 from medflare.core.specs import Spec
+from medflare.data.loading import SiteData, Split
 from medflare.federation.protocol import request_problem
-from medflare.methods.base import Plan, ServerContext
+from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, Step
 from medflare.methods.method import Method
 from medflare.methods.parts.measured import LOSS, N_SAMPLES, VALIDATION
 from medflare.tasks.config import TaskConfig
+from medflare.training.site import Site
 
 _SITES = ("one", "two")  # the messages do not depend on the names
 
@@ -62,33 +64,54 @@ def check_run(
             f"rounds is 0, which trains nothing, and task {task.name} starts from random weights; "
             "give 1 or more, or a model to evaluate (network.weights, --model)"
         )
-    if method.origin is not None:
-        problem = _mismatch(method, method.plan(task, _SITES, hyper), outside)
+    if method.trains:
+        problem = _dry_run(method, method.plan(task, _SITES, hyper), outside)
         if problem:
-            of_site, of_server = method.origin
-            raise ConfigError(
-                f"the site algorithm of {of_site!r} does not match the server algorithm of "
-                f"{of_server!r}: {problem}"
-            )
+            raise ConfigError(f"{_names(method)}: {problem}")
 
 
-def _mismatch(pair: Method, plan: Plan[Any, Any], outside: Sequence[str]) -> str | None:
-    """What one algorithm sends or needs that the other does not declare, in words, or None.
+def _names(method: Method) -> str:
+    """The method, or the pair of algorithms, at the start of a sentence."""
+    if method.origin is None:
+        return f"method {method.name!r}"
+    of_site, of_server = method.origin
+    return f"the site algorithm of {of_site!r} does not match the server algorithm of {of_server!r}"
 
-    The server gets replies of zeros.
-    """
-    phases = pair.site_class.phases
-    server = pair.make_server(ServerContext(plan, 0, 1, tuple(outside), phases=phases))
-    steps = server.steps()
-    for step in steps:
+
+def _dry_run(method: Method, plan: Plan[Any, Any], outside: Sequence[str]) -> str | None:
+    """What goes wrong in the whole schedule if all replies are zeros, in words, or None."""
+    phases = method.site_class.phases
+    context = ServerContext(plan, 0, 1, tuple(outside), phases=phases)
+    server = method.make_server(context)
+    counts = {"n": {"train": 1, "validation": 1, "test": 1}, "class_counts": []}
+    context.site_counts |= dict.fromkeys(_SITES, counts)
+    for step in server.steps():
         if step.phase not in phases:
             return f"the site has no phase {step.phase!r}"
-    phase = phases[steps[0].phase]
-    problem = request_problem(phase, plan, server.configure(steps[0], _SITES[0]))
-    if problem:
-        return f"the server's message for {phase.name!r}: {problem}"
+        phase = phases[step.phase]
+        for site in _SITES:
+            problem = request_problem(phase, plan, server.configure(step, site))
+            if problem:
+                return f"the server's message for {phase.name!r}: {problem}"
+        problem = _aggregation_problem(server, step, phase, plan)
+        if problem:
+            return problem
+    for site in (*_SITES, *outside):
+        problem = request_problem(phases["finalize"], plan, server.configure_final(site))
+        if problem:
+            return f"the server's message with the final models: {problem}"
+    return _role_problem(method, plan, server.configure_final(_SITES[0]))
+
+
+def _aggregation_problem(
+    server: ServerAlgorithm[Any], step: Step, phase: Phase, plan: Plan[Any, Any]
+) -> str | None:
+    """Why the server cannot process replies of zeros, in words, or None."""
+    replies = {name: _zeros(phase, plan) for name in _SITES}
     try:
-        server.aggregate(steps[0], {name: _zeros(phase, plan) for name in _SITES})
+        server.aggregate(step, replies)
+    except ConfigError as error:
+        return str(error)
     except KeyError as missing:
         name = missing.args[0] if missing.args else None
         specs: list[Spec] = [*phase.reply, *phase.meta]
@@ -98,6 +121,27 @@ def _mismatch(pair: Method, plan: Plan[Any, Any], outside: Sequence[str]) -> str
                 f"the server needs {name!r}, which the site's reply to {phase.name!r} does not hold"
             )
     return None
+
+
+def _role_problem(method: Method, plan: Plan[Any, Any], final: Message) -> str | None:
+    """Why a site that never trained would have no model to deploy, in words, or None."""
+    task = plan.task
+    algorithm = method.make_site(Site(_SITES[0], task, SiteData(*[_image(task)] * 3)), plan)
+    roles = algorithm.finalize(final).keys()
+    if "deployed" in method.roles and "deployed" not in roles:
+        made = ", ".join(roles)
+        return f"its finalize makes no model 'deployed', it makes {made or 'none'}"
+    return None
+
+
+def _image(task: TaskConfig) -> Split:
+    """A split of one image of zeros."""
+    shape = () if task.kind == "classification" else tuple(task.size)
+    target = torch.zeros(1, *shape, dtype=torch.long)
+    if task.target == "multilabel":
+        target = torch.zeros(1, task.outputs, *shape)
+    image = torch.zeros(1, task.image_channels, *task.size)
+    return Split(image, target, ("one",), ("one",))
 
 
 def _zeros(phase: Phase, plan: Plan[Any, Any]) -> Message:

@@ -1,4 +1,4 @@
-"""Methods: a room for each paper, the baselines, and what a method is made of.
+"""Methods: a room for each paper, families of others, and what a method is made of.
 
 What an author of a method needs can be imported from here: `Method`, `SiteAlgorithm`,
 `ServerAlgorithm`, FedAvg's algorithms to start from, the words of their declarations, and the

@@ -4,6 +4,7 @@ They know nothing of FLARE, files or processes; an engine carries messages betwe
 """
 
 import dataclasses
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -57,6 +58,16 @@ def _type_parameter(algorithm: type) -> type | None:
         for argument in get_args(base):
             if isinstance(argument, type) and argument is not Any:
                 return argument
+    return None
+
+
+def _not_json(meta: Mapping[str, Any]) -> str | None:
+    """Which metadata item JSON cannot hold, in words, or None."""
+    for name, value in meta.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            return f"item {name!r}: {error}; metadata are numbers and text, declare a TensorSpec"
     return None
 
 
@@ -301,7 +312,7 @@ class SiteAlgorithm(ABC, Generic[S]):
         """
         declared = self.phase(phase)
         reply: Message = getattr(self, declared.name)(round, incoming)
-        problem = declared.undeclared(reply, self.plan)
+        problem = declared.undeclared(reply, self.plan) or _not_json(reply.meta)
         if problem:
             raise ConfigError(
                 f"{type(self).__name__}: the reply to '{phase}' differs from its declaration: "

@@ -1,12 +1,12 @@
 """All methods by name: those of this folder and those of other distributions.
 
-Every module and package of this folder may hold `Method` objects, one of them as `METHOD`; another
-distribution names its own in the entry-point group `medflare.methods`:
+Every package of this folder, and of a package without methods of its own (`families`), may hold
+`Method` objects; another distribution names its own in the entry-point group `medflare.methods`:
 
     [project.entry-points."medflare.methods"]
     my_method = "my_package.my_method:METHOD"
 
-A method is imported when it is first used: its name is that of the module or package that holds it.
+Algorithms are imported when they are first used.
 """
 
 import importlib
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 GROUP = "medflare.methods"  # the entry points of other distributions, and this package
 RESERVED = ("create", "fetch", "list", "submit", "watch")  # words in the place of a method
-# Other modules of this folder.
-_NO_METHODS = ("aggregation", "base", "catalogue", "method", "parts")
 SURVEYS = ("evaluate", "fingerprint")  # methods that do not train; not in `method_names`
 _OBJECTS: dict[str, Method] = {}  # methods given to this process as objects
 
@@ -134,24 +132,24 @@ def _by_name(name: str) -> Method:
 
 @cache
 def _builtin() -> dict[str, str]:
-    """Method -> module, in this folder; a package without `Method` objects holds a module for each
-    method.
+    """Method -> package, in this folder."""
+    return _packages_below(Path(__file__).parent, GROUP)
+
+
+def _packages_below(folder: Path, package: str) -> dict[str, str]:
+    """Method -> package, of the packages in a folder; those without `Method` objects are searched
+    too.
     """
-    modules: dict[str, str] = {}
-    folder = Path(__file__).parent
+    packages: dict[str, str] = {}
     for item in pkgutil.iter_modules([str(folder)]):
-        module = f"{GROUP}.{item.name}"
-        if item.name in _NO_METHODS:
-            continue
         if not item.ispkg:
-            modules[item.name] = module
             continue
-        names = [method.name for method in _methods_in(module)]
-        modules |= dict.fromkeys(names, module)
+        inner = f"{package}.{item.name}"
+        names = [method.name for method in _methods_in(inner)]
+        packages |= dict.fromkeys(names, inner)
         if not names:
-            for inner in pkgutil.iter_modules([str(folder / item.name)]):
-                modules[inner.name] = f"{module}.{inner.name}"
-    return modules
+            packages |= _packages_below(folder / item.name, inner)
+    return packages
 
 
 def _methods_in(module: str) -> list[Method]:

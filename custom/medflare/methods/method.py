@@ -26,7 +26,7 @@ MODEL_ROLES: Final = ("global", "personal", "deployed")
 
 @dataclass(frozen=True)
 class Method:
-    """Declared as `METHOD` in the package or module of the method, where the catalogue finds it.
+    """Declared in the `__init__` of its package, where the catalogue finds it.
 
     Attributes:
         site, server: the two algorithms, each a class or "module:Class".
@@ -36,6 +36,8 @@ class Method:
             models.
         roles: final models of an inside site, of `MODEL_ROLES`; () for none.
         outside: whether outside sites get a model; if not, a run with outside sites is refused.
+        family: of methods that share their mechanism; "" for a paper's own room.
+        stays: what a site keeps for itself from round to round, in a few words; "": nothing.
         origin: names of the methods of the site algorithm and the server algorithm, for a pair of
             two methods.
     """
@@ -49,6 +51,8 @@ class Method:
     trains: bool = True
     roles: tuple[str, ...] = MODEL_ROLES
     outside: bool = True
+    family: str = ""
+    stays: str = ""
     origin: tuple[str, str] | None = None
 
     @property
@@ -213,6 +217,7 @@ def paired(of_site: Method, of_server: Method) -> Method:
         server=of_server.server,
         models={**of_server.models, **of_site.models},
         outside=of_site.outside and of_server.outside,
+        family="",
         origin=(of_site.algorithms[0], of_server.algorithms[1]),
     )
 

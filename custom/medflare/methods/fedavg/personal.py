@@ -46,15 +46,18 @@ class PersonalModel:
         return value
 
     def add(self, value: float | None, round: int, state: StateDict) -> None:
-        """A candidate with its validation metric and the rounds of training behind it."""
+        """A candidate with its validation metric and the rounds of training behind it.
+
+        By the rule "last" the metric does not count.
+        """
+        if self._rule == "last":
+            value = None
         self.selected.offer(value, round, state)
 
     def add_trained(self, round: int, state: StateDict, reply: Message) -> None:
         """A candidate that this round has trained; its metric enters the reply."""
         value = self._algorithm.validation(self._algorithm.network("model", state))
         reply[VALIDATION]["personal"] = value
-        if self._rule == "last":
-            value = None
         self.add(value, round + 1, state)
 
     def final(self, last: StateDict, rounds: int | None = None) -> Message:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic.dataclasses import dataclass
 
+from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import asks, handles
@@ -13,6 +14,7 @@ from medflare.core.settings import STRICT
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, WeightedMean, site_models
 from medflare.methods.base import PersistentState, ServerAlgorithm, ServerContext, ServerHyper, Step
+from medflare.methods.fedavg.fine_tuning import FineTunedSite
 from medflare.methods.fedavg.partial import LOCAL, PartialSite
 from medflare.methods.fedavg.site import (
     MODEL,
@@ -75,13 +77,15 @@ class FedAvgServer(ServerAlgorithm[G]):
     def steps(self) -> list[Step]:
         """The usual schedule, its first rounds with frozen parts (`task.freeze`).
 
-        Then "share", if outside sites need the local parts.
+        Then "fine_tune", if sites do so, and "share", if outside sites need the local parts.
         """
         steps = []
         for step in super().steps():
             if step.phase == "train" and step.round < self.context.task.freeze.rounds:
                 step = replace(step, phase="train_part")
             steps.append(step)
+        if FineTunedSite.fine_tune.__name__ in self.context.phases:
+            steps.append(Step.of(FineTunedSite.fine_tune, self.context.rounds, everyone=True))
         if self.partial and self.context.outside:
             steps.append(Step.of(PartialSite.share, self.context.rounds, everyone=True))
         return steps
@@ -103,6 +107,12 @@ class FedAvgServer(ServerAlgorithm[G]):
         self.select_model(step, replies)
         models = site_models(replies, MODEL)
         aggregated = self.aggregation.shared(models, step.round, self.model)
+        missing = models[min(models)].state.keys() - aggregated.keys()
+        if missing:
+            raise ConfigError(
+                f"{type(self.aggregation).__name__} lost {min(missing)!r}: return an entry for "
+                "every entry of the sites' models"
+            )
         self.model = {**self.model, **aggregated}
         self.context.note(weight=self.aggregation.weights)
 
@@ -110,6 +120,11 @@ class FedAvgServer(ServerAlgorithm[G]):
     def select_model(self, step: Step, replies: Mapping[str, Message]) -> None:
         """Enter the validated model in the selection."""
         self.best.update(replies, "global", step.round, self.model)
+
+    @asks(FineTunedSite.fine_tune)
+    def request_of_selected(self, step: Step, site: str) -> Message:
+        """The final global model."""
+        return self.configure_final(site)
 
     @handles(PartialSite.share)
     def add_local_parts(self, step: Step, replies: Mapping[str, Message]) -> None:

@@ -18,6 +18,7 @@ METHOD = Method(
     paper="Che et al., FedDAG, arXiv 2501.13967",
     site="medflare.methods.feddag.site:FedDAGSite",
     server="medflare.methods.feddag.server:FedDAGServer",
+    stays="teacher",
 )
 SHA = Method(
     name="sha",

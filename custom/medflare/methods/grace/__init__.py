@@ -17,6 +17,7 @@ METHOD = Method(
     paper="Zhang et al., GRACE, MICCAI 2023",
     site="medflare.methods.grace.site:GraceSite",
     server="medflare.methods.grace.server:GraceServer",
+    stays="local model",
 )
 
 _PUBLIC = dict.fromkeys(

@@ -21,6 +21,7 @@ METHOD = Method(
         "ensemble": "medflare.methods.iop_fl.outside:ensemble_model",
         "routed": "medflare.methods.iop_fl.outside:routed_model",
     },
+    stays="adapted model",
 )
 
 _PUBLIC = dict.fromkeys(

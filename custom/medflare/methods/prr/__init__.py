@@ -18,6 +18,7 @@ METHOD = Method(
     paper="Chen et al., PRR-Imbalance, IEEE TMI 2022",
     site="medflare.methods.prr.site:PRRSite",
     server="medflare.methods.prr.server:PRRServer",
+    stays="personal model, normalisation of the deputy",
 )
 
 _PUBLIC = {

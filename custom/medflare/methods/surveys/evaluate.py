@@ -14,18 +14,7 @@ from medflare.core.settings import STRICT
 from medflare.data.acquisition import TRAINED_ON
 from medflare.inference.deployed import WEIGHTS_FILE, build, load_model
 from medflare.methods.base import ServerAlgorithm, ServerContext, SiteAlgorithm, SiteHyper, Step
-from medflare.methods.method import Method
 from medflare.networks.weights import find_weights
-
-METHOD = Method(
-    name="evaluate",
-    title="A final model on the test images of every site, without training",
-    paper="none; the tests are those of every method's final models",
-    site="medflare.methods.surveys.evaluate:EvaluateSite",
-    server="medflare.methods.surveys.evaluate:EvaluateServer",
-    trains=False,
-    roles=("global", "deployed"),
-)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -14,18 +14,8 @@ from medflare.core.message import Message
 from medflare.core.phases import handles, phase
 from medflare.core.specs import MetaSpec
 from medflare.methods.base import ServerAlgorithm, SiteAlgorithm, SiteHyper, Step
-from medflare.methods.method import Method
 from medflare.preparation.fingerprint import fingerprint_of, from_json, learnt_of, to_json
 
-METHOD = Method(
-    name="fingerprint",
-    title="Fingerprints of the sites' training images, without training",
-    paper="for planning by Isensee et al., nnU-Net, Nature Methods 18, 2021",
-    site="medflare.methods.surveys.fingerprint:FingerprintSite",
-    server="medflare.methods.surveys.fingerprint:FingerprintServer",
-    trains=False,
-    roles=(),
-)
 FILE: Final = "fingerprints.json"
 
 

@@ -27,19 +27,10 @@ from medflare.methods.fedavg.site import (
     FedAvgSiteHyper,
     delivered,
 )
-from medflare.methods.method import Method
 from medflare.methods.parts.measured import VALIDATION
 from medflare.methods.parts.proximal import proximal_term
 from medflare.training.epochs import train_epochs
 from medflare.training.site import Site
-
-METHOD = Method(
-    name="ditto",
-    title="Personal models with a proximal term to the global one",
-    paper="Li et al., Ditto, ICML 2021",
-    site="medflare.methods.baselines.ditto:DittoSite",
-    server="medflare.methods.fedavg.server:FedAvgServer",
-)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -13,18 +13,9 @@ from pydantic.dataclasses import dataclass
 from medflare.core.hyper import param
 from medflare.core.settings import STRICT
 from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
-from medflare.methods.method import Method
 from medflare.methods.parts.proximal import proximal_term
 from medflare.networks.features import FeatureNetwork
 from medflare.training.epochs import train_epochs
-
-METHOD = Method(
-    name="fedprox",
-    title="A proximal term in local training",
-    paper="Li et al., FedProx, MLSys 2020",
-    site="medflare.methods.baselines.fedprox:FedProxSite",
-    server="medflare.methods.fedavg.server:FedAvgServer",
-)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -8,7 +8,8 @@ import torch
 
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
-from medflare.methods.baselines.ditto import METHOD, DittoSite
+from medflare.methods.families.second_models import DITTO
+from medflare.methods.families.second_models.ditto import DittoSite
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
 from medflare.training.epochs import trainable
@@ -51,7 +52,7 @@ def test_both_models_are_validated_and_the_personal_one_never_leaves(squares: Mo
     first = played.log[0].replies["A"].meta["validation"]
     assert first["personal"] == first["global"], "v begins as w_g"
     expected = {name: phase for name, phase in FedAvgSite.phases.items() if name != "train_part"}
-    assert METHOD.site_class.phases == expected
+    assert DITTO.site_class.phases == expected
 
 
 @pytest.mark.parametrize("name", ["O", "B"], ids=["outside", "never trained"])

@@ -16,18 +16,9 @@ from medflare.core.hyper import param
 from medflare.core.settings import STRICT
 from medflare.methods.fedavg.partial import PartialSite
 from medflare.methods.fedavg.site import FedAvgSiteHyper
-from medflare.methods.method import Method
 from medflare.methods.parts.partial import LocalPart
 from medflare.networks.features import FeatureNetwork
 from medflare.training.epochs import train_epochs
-
-METHOD = Method(
-    name="fedrep",
-    title="Shared body, local heads",
-    paper="Collins et al., FedRep, ICML 2021",
-    site="medflare.methods.baselines.fedrep:FedRepSite",
-    server="medflare.methods.fedavg.server:FedAvgServer",
-)
 
 
 @dataclass(frozen=True, config=STRICT)

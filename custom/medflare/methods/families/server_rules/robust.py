@@ -16,16 +16,7 @@ from medflare.core.settings import STRICT
 from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean
 from medflare.methods.base import ServerHyper
 from medflare.methods.fedavg.server import FedAvgServer
-from medflare.methods.method import Method
 from medflare.methods.parts.robust import RobustLimits, RobustRule
-
-METHOD = Method(
-    name="robust",
-    title="Median, trimmed mean, Krum, geometric median or clipped updates",
-    paper="Yin et al., ICML 2018",
-    site="medflare.methods.fedavg.site:FedAvgSite",
-    server="medflare.methods.baselines.robust:RobustServer",
-)
 
 
 @dataclass(frozen=True, config=STRICT)

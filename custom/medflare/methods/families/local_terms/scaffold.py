@@ -29,17 +29,8 @@ from medflare.core.states import StateDict, copy_state, moved
 from medflare.methods.base import PersistentState, Plan, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper
-from medflare.methods.method import Method
 from medflare.methods.parts.measured import MEASURED
 from medflare.training.epochs import train_epochs
-
-METHOD = Method(
-    name="scaffold",
-    title="Control variates against client drift",
-    paper="Karimireddy et al., SCAFFOLD, ICML 2020",
-    site="medflare.methods.baselines.scaffold:ScaffoldSite",
-    server="medflare.methods.baselines.scaffold:ScaffoldServer",
-)
 
 
 def _weights(network: nn.Module) -> dict[str, nn.Parameter]:

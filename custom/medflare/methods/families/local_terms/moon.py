@@ -20,19 +20,10 @@ from medflare.core.states import StateDict
 from medflare.methods.base import PersistentState, Plan
 from medflare.methods.fedavg.personal import PersonalModel
 from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper, delivered
-from medflare.methods.method import Method
 from medflare.methods.parts.normalisation import batch_statistics
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import PrivacyHyper
 from medflare.training.site import Site
-
-METHOD = Method(
-    name="moon",
-    title="Model-contrastive training",
-    paper="Li et al., MOON, CVPR 2021",
-    site="medflare.methods.baselines.moon:MoonSite",
-    server="medflare.methods.fedavg.server:FedAvgServer",
-)
 
 
 def contrastive_loss(

@@ -8,7 +8,7 @@ from torch import nn
 
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
-from medflare.methods.baselines.fedrep import FedRepSite
+from medflare.methods.families.partial_sharing.fedrep import FedRepSite
 
 LR = 0.1
 

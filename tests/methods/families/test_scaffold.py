@@ -9,7 +9,7 @@ from torch import nn
 
 from helpers.fixture_types import Golden
 from medflare.core.states import StateDict, difference, moved, weighted_mean
-from medflare.methods.baselines.scaffold import (
+from medflare.methods.families.local_terms.scaffold import (
     Correction,
     ScaffoldServer,
     ScaffoldSite,

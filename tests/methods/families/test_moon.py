@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from medflare.methods.baselines import moon
-from medflare.methods.baselines.moon import MoonSite, contrastive_loss
+from medflare.methods.families.local_terms import moon
+from medflare.methods.families.local_terms.moon import MoonSite, contrastive_loss
 from medflare.methods.fedavg.site import FedAvgSite
 from methods import squares
 

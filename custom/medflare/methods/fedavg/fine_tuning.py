@@ -1,0 +1,68 @@
+"""Fine-tuning: after the last round, every site trains the selected global model on its images."""
+
+from typing import Any, ClassVar, TypeVar
+
+from pydantic.dataclasses import dataclass
+
+from medflare.core.hyper import param
+from medflare.core.message import Message
+from medflare.core.phases import phase
+from medflare.core.settings import STRICT
+from medflare.core.states import copy_state
+from medflare.methods.base import Plan
+from medflare.methods.fedavg.personal import PersonalModel
+from medflare.methods.fedavg.site import (
+    MODEL,
+    SELECTED_ROUND,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    delivered,
+)
+from medflare.methods.parts.measured import MEASURED
+from medflare.training.epochs import train_epochs
+from medflare.training.site import Site
+
+
+@dataclass(frozen=True, config=STRICT)
+class FineTuningHyper(FedAvgSiteHyper):
+    """The epochs after the last round."""
+
+    tuning_epochs: int = param(5, "epochs of fine-tuning after the last round", low=0)
+
+
+F = TypeVar("F", bound=FineTuningHyper)
+
+
+class FineTunedSite(FedAvgSite[F]):
+    """FedAvg's site algorithm; at the end it fine-tunes the global model.
+
+    The site uses the fine-tuned model, or the global one if that has the better validation metric.
+    """
+
+    Hyper: ClassVar[type] = FineTuningHyper
+    freezes = False
+    dp_unsupported_reason = (
+        "the fine-tuned model learns without noise, and its validation metric leaves the site"
+    )
+
+    def __init__(self, site: Site, plan: Plan[F, Any]):
+        super().__init__(site, plan)
+        self.selection = PersonalModel(self)
+
+    @phase(request=(MODEL,), request_meta=(SELECTED_ROUND,), meta=MEASURED)
+    def fine_tune(self, round: int, incoming: Message) -> Message:
+        """Trains the selected global model for `tuning_epochs` with a fresh optimizer."""
+        model = self.network("model", incoming[MODEL])
+        before = self.validation(model)
+        self.selection.add(before, round, incoming[MODEL])
+        optimizer = self.site.optimizer(model.parameters())
+        count = self.hyper.tuning_epochs
+        loss = train_epochs(model, optimizer, self.site, round, "fine_tune", count=count)
+        tuned = copy_state(model.state_dict())
+        reply = Message.of(self.measured(loss=loss if count else None, validation={}))
+        self.selection.add_trained(round, tuned, reply)
+        return reply
+
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        """Inside: the fine-tuned model. Outside, and without one: the global model."""
+        return delivered(incoming, self.selection.best())
