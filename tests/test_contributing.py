@@ -26,7 +26,6 @@ HELPERS = (
     "helpers/fixture_types.py",
     "helpers/picture_sites.py",
     "helpers/small_tasks.py",
-    "helpers/killed_runs.py",
     "foreign",
     "methods/conftest.py",
     "methods/squares.py",

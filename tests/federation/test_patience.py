@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.final_models import same_weights
-from helpers.killed_runs import in_pieces
+from medflare.testing import in_pieces
 from helpers.small_tasks import tiny_phantom
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.schedule import Federation

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -15,34 +15,18 @@ from safetensors.torch import load_file
 import medflare
 from foreign.install import METHOD as FOREIGN
 from foreign.install import describe, install
-from helpers.killed_runs import in_pieces
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import ALGORITHMS, described
 from medflare.core.message import Message
-from medflare.evaluation.results import validate_results
-from medflare.federation.exchange import Reply
-from medflare.federation.local.exchange import LocalExchange
-from medflare.federation.local.loop import resume_local, run_local
+from medflare.federation.local.loop import run_local
 from medflare.federation.preflight import check_run
-from medflare.federation.protocol import request_problem
-from medflare.federation.settings import PHASES_OF_ALL, RUN_SETTINGS
+from medflare.federation.settings import RUN_SETTINGS
 from medflare.inference.deployed import load_model, save_model
 from medflare.methods import catalogue
-from medflare.methods.base import Step
-from medflare.methods.catalogue import build_deployed, get_method, method_names, module_of
-from medflare.tasks.config import load_task
-from methods.squares import Turn
+from medflare.methods.catalogue import get_method, method_names, module_of
+from medflare.testing import OUTSIDE, SITES, TASK, check_method
 
-TASK = load_task(
-    {
-        **load_task("phantom_grades").to_dict(),
-        "size": [16, 16],
-        "network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True},
-        "batch_size": 32,
-    }
-)
-SITES, OUTSIDE = ("a", "b"), "z"
 # Where the paper's number of steps would take a test too long.
 SHORTER = {"fedsm_extra": {"selector_rounds": 2}}
 
@@ -61,121 +45,11 @@ def run(name: str, folder: Path | None = None, **more: Any) -> dict[str, Any]:
     return run_local(name, TASK, SITES, **options)
 
 
-class Finished(NamedTuple):
-    """A run of a method from beginning to end."""
-
-    name: str
-    folder: Path
-    results: dict[str, Any]
-    turns: list[Turn]
-
-
-def copied(messages: dict[str, Message]) -> dict[str, Message]:
-    """The messages as they are now: both sides add meta to those that they hold."""
-    return {
-        site: Message(dict(message.states), dict(message.meta))
-        for site, message in messages.items()
-    }
-
-
-@pytest.fixture(scope="module", params=method_names())
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run of every method, looked at by several tests."""
-    turns: list[Turn] = []
-    call = LocalExchange.__call__
-
-    def noted(
-        exchange: LocalExchange, step: Step, outgoing: dict[str, Message]
-    ) -> dict[str, Reply]:
-        sent = copied(outgoing)
-        replies = call(exchange, step, outgoing)
-        assert all(reply.message is not None for reply in replies.values()), replies
-        turns.append(
-            Turn(
-                step,
-                sent,
-                copied(
-                    {
-                        site: reply.message
-                        for site, reply in replies.items()
-                        if reply.message is not None
-                    }
-                ),
-            )
-        )
-        return replies
-
-    folder = tmp_path_factory.mktemp(request.param)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalExchange, "__call__", noted)
-        results = run(request.param, folder)
-    return Finished(request.param, folder, results, turns)
-
-
-def weights(folder: Path) -> dict[Path, dict[str, Any]]:
-    """Every delivered model of a run."""
-    return {
-        path.relative_to(folder): load_file(path)
-        for path in sorted(folder.rglob("model.safetensors"))
-    }
-
-
-class TestEveryMethod:
-    def test_runs_and_writes_valid_results(self, finished: Finished) -> None:
-        results = finished.results
-        validate_results(results)
-        assert results["status"] == "COMPLETED", results["reason"]
-        outside = {"z": "outside"} if get_method(finished.name).outside else {}
-        assert {name: site["role"] for name, site in results["sites"].items()} == {
-            "a": "inside",
-            "b": "inside",
-            **outside,
-        }
-        assert all(
-            site["metrics"]["deployed"][TASK.metric] is not None
-            for site in results["sites"].values()
-        )
-
-    def test_delivered_models_can_be_built(self, finished: Finished) -> None:
-        cards = sorted(finished.folder.rglob("card.json"))
-        sites = {
-            card.parent.relative_to(finished.folder / "sites").parts[0]
-            for card in cards
-            if "sites" in card.parts
-        }
-        assert sites == finished.results["sites"].keys()
-        for card in cards:
-            load_model(card.parent).build(build_deployed)
-
-    def test_sends_only_what_it_declares(self, finished: Finished) -> None:
-        method = get_method(finished.name)
-        plan = method.plan(TASK, SITES, SHORTER.get(finished.name, {}))
-        steps = [turn for turn in finished.turns if turn.step.phase not in PHASES_OF_ALL]
-        assert steps
-        for step, outgoing, replies in steps:
-            phase = method.site_class.phase(step.phase)
-            for site, message in outgoing.items():
-                assert message.meta.pop("step") >= 0 and message.meta.pop("run_rounds") == 2
-                assert request_problem(phase, plan, message) is None, (step, site)
-            for site, reply in replies.items():
-                assert phase.undeclared(reply, plan) is None, (step, site)
-
-    def test_is_resumed_after_every_step_with_the_same_weights(
-        self, finished: Finished, tmp_path: Path
-    ) -> None:
-        """Killed within every step but the first."""
-        results, killed = in_pieces(
-            lambda say: run(finished.name, tmp_path, say=say),
-            lambda say: resume_local(tmp_path, say=say),
-        )
-        steps = sum(turn.step.phase not in PHASES_OF_ALL for turn in finished.turns)
-        assert results["status"] == "COMPLETED" and killed == steps - 1
-        whole, pieced = weights(finished.folder), weights(tmp_path)
-        assert whole.keys() == pieced.keys()
-        for path, tensors in whole.items():
-            assert tensors.keys() == pieced[path].keys() and all(
-                tensors[name].equal(pieced[path][name]) for name in tensors
-            ), path
+@pytest.mark.parametrize("name", method_names())
+def test_every_method_passes_the_kit(name: str) -> None:
+    checks = check_method(name, TASK, **SHORTER.get(name, {}))
+    assert [f"{check.name}: {check.problem}" for check in checks if check.problem] == []
+    assert len(checks) == 7
 
 
 def test_all_methods_but_prr_keep_the_optimizers_moments_by_default() -> None:

@@ -35,6 +35,7 @@ def add_commands(app: typer.Typer) -> None:
         "medflare methods",
         "medflare methods fedsm",
         "medflare methods moon --server-algorithm grace",
+        "medflare methods my_method --check",
     )
 
 
@@ -42,6 +43,12 @@ def methods(
     method: Annotated[str | None, typer.Argument(help="One method (default: all)")] = None,
     site_algorithm: Algorithm = None,
     server_algorithm: Algorithm = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the method on a small federation")
+    ] = False,
+    simulator: Annotated[
+        bool, typer.Option("--simulator", help="With --check: in FLARE's simulator too")
+    ] = False,
 ) -> int:
     """List the methods by family, also those of other installed packages, or one method.
 
@@ -52,14 +59,16 @@ def methods(
     """
     from medflare.methods.catalogue import get_method, method_names
 
-    if method is None and (site_algorithm or server_algorithm):
+    if method is None and (site_algorithm or server_algorithm or check):
         raise ConfigError(
-            "--site-algorithm and --server-algorithm need a method: "
-            "medflare methods METHOD --site-algorithm OTHER"
+            "--check, --site-algorithm and --server-algorithm need a method: "
+            "medflare methods METHOD --check"
         )
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
     if method is not None:
         pair = get_method(method, site=site_algorithm, server=server_algorithm)
+        if check:
+            return _checked(pair, simulator)
         print(method_listing(pair, width))
         return 0
     failed = 0
@@ -71,6 +80,20 @@ def methods(
             print(f"medflare: {error}", file=sys.stderr)
             failed = 1
     print(methods_table(listed, width))
+    return failed
+
+
+def _checked(method: "Method", simulator: bool) -> int:
+    """Print the checks of a method; 1 if it fails one."""
+    from medflare.testing import check_method
+
+    def say(name: str) -> None:
+        print(f"{name} ...", file=sys.stderr)
+
+    failed = 0
+    for check in check_method(method, simulator=simulator, say=say):
+        print(f"{check.name}: {check.problem or 'passed'} ({check.seconds:.0f} s)")
+        failed = failed or int(bool(check.problem))
     return failed
 
 

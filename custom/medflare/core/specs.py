@@ -119,7 +119,7 @@ class MetaSpec(Generic[T_co]):
             texts are printable in any case.
         measured: the split whose patients it was measured on, "train" or "validation"; "" if it is
             no measurement.
-        optional: whether the server's message may lack it.
+        optional: whether the message may lack it.
         per_class: whether it is a table by class name or a list by class, at any depth, see
             `PerClass`. For a class with fewer patients of the split than `minimum_patients` the
             participant sends no "values"; it sends no "counts" at all.

@@ -36,6 +36,8 @@ class LocalExchange:
         open_participant: makes a site's participant at its first request; its errors are that
             site's errors.
         absent: round -> sites that cannot be reached in it.
+        forgetful: make a new participant for every request, as FLARE does with fewer threads than
+            sites.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class LocalExchange:
         sites: Sequence[str],
         open_participant: Callable[[str], Participant],
         absent: Mapping[int, Iterable[str]] | None = None,
+        forgetful: bool = False,
     ):
         self.sites = sorted(sites)
         self.open_participant = open_participant
         self.absent = {round: set(names) for round, names in (absent or {}).items()}
         self.participants: dict[str, Participant] = {}
+        self.forgetful = forgetful
 
     def present(self, round: int) -> list[str]:
         """The sites that are not absent in this round, sorted."""
@@ -64,7 +68,7 @@ class LocalExchange:
         """
         started = time.monotonic()
         try:
-            if site not in self.participants:
+            if site not in self.participants or self.forgetful:
                 self.participants[site] = self.open_participant(site)
             message = self.participants[site].answer(step.phase, step.round, message)
         except Aborted:

@@ -9,7 +9,7 @@ from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.core.store import StateStore
+from medflare.core.store import MemoryStore, StateStore, Store
 from medflare.core.text import is_name
 from medflare.data.local import LocalSettings
 from medflare.evaluation.results import read_rounds
@@ -55,6 +55,7 @@ def run_local(
     out: Path | str | None = None,
     resume: bool = False,
     workers: int | None = None,
+    forgetful: bool = False,
     track: str | None = None,
     progress: bool | None = None,
     say: Callable[[str], None] | None = None,
@@ -90,6 +91,8 @@ def run_local(
         workers: how many sites train at the same time, each in a process with OMP_NUM_THREADS
             threads (default 1); any number gives the same models. None: one after the other in this
             process, on all of torch's threads.
+        forgetful: rebuild every site's algorithm from its stored memory before each step, to find
+            state that a method keeps outside of it; not with several workers.
         track: "tensorboard", "mlflow[=URI]", "wandb[=PROJECT]" or "none"; None: TensorBoard files
             in `out`, where it is installed.
         progress: print a progress line after every step; None: in a notebook only.
@@ -145,6 +148,8 @@ def run_local(
         track=track,
     )
 
+    memory: dict[str, MemoryStore] = {}
+
     def open_participant(name: str) -> Participant:
         def open_data(role: str) -> Site:
             if opener is not None:
@@ -152,7 +157,7 @@ def run_local(
             return open_site(name, config, seed=seed, role=role, data_root=data_root, device=device)
 
         artifacts = ArtifactStore()
-        state = None
+        state: Store = memory.setdefault(name, MemoryStore())
         if folder is not None:
             site_folder = folder / SITES / name
             artifacts = SiteFolder(site_folder, name, chosen, config, seed)
@@ -172,7 +177,7 @@ def run_local(
         for name in names:
             shutil.rmtree(folder / SITES / name / STATE, ignore_errors=True)
     with nullcontext() if workers is None else threads_of_a_site():
-        exchange = LocalExchange(names, open_participant, absent)
+        exchange = LocalExchange(names, open_participant, absent, forgetful)
         if workers is not None and workers > 1:
             exchange = ForkedExchange(names, open_participant, absent, workers)
         with closing(exchange):

@@ -141,7 +141,7 @@ class FedAvgSite(SiteAlgorithm[F]):
                 "leave out task.freeze"
             )
 
-    @phase(request=(MODEL,), reply=(MODEL,), meta=(*MEASURED, PRIVACY))
+    @phase(request=(MODEL,), reply=(MODEL,), meta=(*MEASURED, PRIVACY.as_optional()))
     def train(self, round: int, incoming: Message) -> Message:
         """Validate the incoming global model, train it (`fit`) and send it back."""
         model = self.network("model", incoming[MODEL])

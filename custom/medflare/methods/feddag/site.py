@@ -170,7 +170,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         deviations = torch.tensor(meta["deviations"], dtype=torch.float32, device=self.site.device)
         return deviations.view(-1, *[1] * self.site.task.spatial_dims)
 
-    @phase(request=(MODEL,), reply=(MODEL,), meta=(*MEASURED, PRIVACY))
+    @phase(request=(MODEL,), reply=(MODEL,), meta=(*MEASURED, PRIVACY.as_optional()))
     def warm_up(self, round: int, incoming: Message) -> Message:
         """A round of FedAvg."""
         return FedAvgSite.train(self, round, incoming)

@@ -157,7 +157,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         request=REQUEST,
         request_meta=(CLASS_TOTALS,),
         reply=(DEPUTY, PROTOTYPES),
-        meta=(*MEASURED, STAGES, GAMMA, GAMMAS, TRAINED),
+        meta=(*MEASURED, STAGES, GAMMA, GAMMAS, TRAINED.as_optional()),
     )
     def train(self, round: int, incoming: Message) -> Message:
         """A round of `Transfer`.

@@ -1,0 +1,258 @@
+"""FedAMP and FedMTL: a proximal term to an anchor u_k that the server computes for each site.
+
+FedAMP (Huang et al., "Personalized cross-silo federated learning on non-IID data", AAAI 2021;
+arXiv 2007.03797):
+
+    min_W Σ_k F_k(w_k) + λ Σ_{j<k} A(‖w_j - w_k‖²),   A(x) = 1 - exp(-x / σ)
+    u_k <- Σ_j ξ_kj w_j,   ξ_kj = α A'(‖w_j - w_k‖²) for j ≠ k,   Σ_j ξ_kj = 1    (server)
+    w_k <- argmin_w F_k(w) + λ / (2α) ‖w - u_k‖²                                  (site)
+
+The factor 2 of A's gradient is in α. The argmin is a round of local training that starts at u_k.
+Distances are of the trained weights; running statistics are averaged with ξ too. The scale of
+squared distances depends on the network, so σ is by default their mean, and α / σ is 1 / K: equal
+models get their mean. The paper's heuristic for deep networks (cosines) is left out.
+
+FedMTL is the multi-task objective of MOCHA (Smith et al., NeurIPS 2017, Sec. 3.1) for networks:
+
+    min_W Σ_k F_k(w_k) + λ1 tr(W Ω Wᵀ) + λ2 ‖W‖²,   Ω = (I - 11ᵀ/K)²
+
+W has the w_k as columns. Ω is the mean-regularized relationship of Evgeniou and Pontil (2004):
+tr(W Ω Wᵀ) = Σ_k ‖w_k - w̄‖². It is fixed, and λ2 is the task's weight decay. A site's gradient of
+the second term, with all other models fixed, is a proximal term to the mean of the others:
+
+    2 λ1 Σ_j Ω_kj w_j = 2 λ1 Ω_kk (w_k - u_k),   u_k = -Σ_{j≠k} Ω_kj w_j / Ω_kk
+
+MOCHA's dual steps need a convex loss and are not used. The "FedMTL" of PFLlib and of GRACE's
+published code has another term, in which models are added, not compared:
+(1 - 1/K)² ‖Σ_k w_k‖² + ‖W‖², times a power of ten.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, TypeVar
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from medflare.core.errors import ConfigError
+from medflare.core.hyper import param
+from medflare.core.message import Message
+from medflare.core.phases import phase
+from medflare.core.settings import STRICT
+from medflare.core.specs import MetaSpec, TensorSpec, number
+from medflare.core.states import StateDict, copy_state, gram, weighted_mean
+from medflare.methods.aggregation import NoAggregation, SiteModel, states_of
+from medflare.methods.base import ServerContext, ServerHyper, Step
+from medflare.methods.families.personalized_aggregation.personalized import (
+    PERSONALS,
+    TRAINED,
+    PersonalizedServer,
+    PersonalizedSite,
+)
+from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
+from medflare.methods.parts.measured import MEASURED
+from medflare.methods.parts.proximal import proximal_term
+from medflare.networks.catalogue import meta_network
+from medflare.tasks.config import TaskConfig
+from medflare.training.epochs import train_epochs
+
+G = TypeVar("G", bound=ServerHyper)
+ANCHOR = TensorSpec("anchor", optional=True)  # absent before the site's first update
+ANCHORS = TensorSpec("anchor", of=lambda plan: plan.sites)  # in the server's memory
+STRENGTH = MetaSpec[float]("strength", "weight of the proximal term to the anchor", number(0.0))
+
+
+# -- both -----------------------------------------------------------------------------------------
+
+
+class AnchoredSite(PersonalizedSite[FedAvgSiteHyper]):
+    """Trains its model w_k with gradients ∇F_k(w) + strength (w - u_k), starting at w_k.
+
+    Without an anchor, u_k is w_k as it was at the start of the round.
+    """
+
+    starts_at_anchor: ClassVar[bool] = False
+
+    @phase(request=(MODEL, ANCHOR), request_meta=(STRENGTH,), reply=(TRAINED,), meta=MEASURED)
+    def train(self, round: int, incoming: Message) -> Message:
+        personal = incoming[MODEL]
+        value = self.selection.validated(round, personal)
+        anchor = incoming.get(ANCHOR) or personal
+        model = self.network("model", anchor if self.starts_at_anchor else personal)
+        proximal = proximal_term(model, anchor, incoming[STRENGTH])
+
+        def descend(optimizer: torch.optim.Optimizer) -> float:
+            return train_epochs(model, optimizer, self.site, round, "model", gradient_hook=proximal)
+
+        loss = self.optimized(model, "model", descend)
+        reply = Message.of(self.measured(loss=loss, validation={"personal": value}))
+        reply[TRAINED] = copy_state(model.state_dict())
+        return reply
+
+
+class AnchorRule(NoAggregation):
+    """Computes the anchors u_k in `own`.
+
+    Attributes:
+        strength: of the proximal term, from the latest call.
+    """
+
+    strength: float = 0.0
+
+
+def mixtures(states: Mapping[str, StateDict], shares: Tensor) -> dict[str, StateDict]:
+    """Site -> mean of all states with its row of `shares` (K, K), >= 0."""
+    mixed: dict[str, StateDict] = {}
+    for site, row in zip(states, shares.tolist(), strict=True):
+        mixed[site] = weighted_mean(states, dict(zip(states, row, strict=True)))
+    return mixed
+
+
+class AnchoredServer(PersonalizedServer[G]):
+    """Computes the anchors from the last models of all sites that have trained."""
+
+    site_algorithm = AnchoredSite
+    aggregation: AnchorRule
+
+    def request(self, step: Step, site: str) -> Message:
+        """The site's model; for training also its anchor, if it has one."""
+        message = super().request(step, site)
+        if step.phase == "train":
+            message[STRENGTH] = self.memory.meta.get(STRENGTH.name, 0.0)
+            if ANCHORS.member(site) in self.memory:
+                message[ANCHOR] = self.memory[ANCHORS.member(site)]
+        return message
+
+    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """Stores the trained models, then computes all anchors anew."""
+        super().aggregate_models(step, replies)
+        models = {}
+        for site, state in self.memory.family(PERSONALS).items():
+            models[site] = SiteModel(state)
+        for site, anchor in self.aggregation.own(models, step.round).items():
+            self.memory[ANCHORS.member(site)] = anchor
+        self.memory[STRENGTH] = self.aggregation.strength
+        self.context.note(weight=self.aggregation.weights)
+
+
+# -- FedAMP ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedAMPServerHyper(ServerHyper):
+    """The attraction of similar models."""
+
+    lam: float = param(
+        1.0, "weight of the attraction", symbol="λ", source="1 as in the code of PFLlib", low=0
+    )
+    sigma: float | None = param(
+        None,
+        "squared distance at which attraction fades; none: the mean of the round's",
+        symbol="σ",
+        low=1e-12,
+    )
+    step: float | None = param(
+        None, "weight of an equal model of another site; none: 1/K", symbol="α/σ", low=1e-12
+    )
+
+
+def squared_distances(states: Sequence[StateDict], names: Sequence[str]) -> Tensor:
+    """‖w_j - w_k‖² over the entries `names`, (K, K) in float64."""
+    products = torch.zeros(len(states), len(states), dtype=torch.float64)
+    for name in names:
+        products += gram([state[name] for state in states], states[0][name])
+    squares = products.diagonal()
+    return (squares[:, None] + squares - 2 * products).clamp(min=0)
+
+
+def attention(squared: Tensor, alpha: float, sigma: float) -> Tensor:
+    """ξ, (K, K) with rows that sum to 1, from squared distances (K, K); A'(x) = exp(-x / σ) / σ."""
+    xi = alpha * torch.exp(-squared / sigma) / sigma
+    xi.fill_diagonal_(0)
+    return xi + torch.diag(1 - xi.sum(dim=1))
+
+
+class AttentiveAggregation(AnchorRule):
+    """u_k of FedAMP; `weights` are ξ_kk."""
+
+    hyper: FedAMPServerHyper
+    names: tuple[str, ...] = ()
+
+    def prepare(self, task: TaskConfig, rounds: int) -> None:
+        super().prepare(task, rounds)
+        self.names = tuple(name for name, _ in meta_network(task).named_parameters())
+
+    def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+        states = states_of(models)
+        count = len(states)
+        squared = squared_distances(list(states.values()), self.names)
+        mean = float(squared.sum()) / max(1, count * (count - 1))
+        sigma = self.hyper.sigma or mean or 1.0
+        alpha = sigma * (self.hyper.step or 1 / count)
+        self.strength = self.hyper.lam / alpha
+        xi = attention(squared, alpha, sigma).clamp(min=0)  # below 0 by rounding only
+        self.weights = dict(zip(states, xi.diagonal().tolist(), strict=True))
+        return mixtures(states, xi)
+
+
+class FedAMPSite(AnchoredSite):
+    """The local problem of FedAMP, a proximal step from u_k: training starts there."""
+
+    starts_at_anchor = True
+
+
+class FedAMPServer(AnchoredServer[FedAMPServerHyper]):
+    """Raises ConfigError if ξ_kk could be negative."""
+
+    site_algorithm = FedAMPSite
+    aggregation_class = AttentiveAggregation
+
+    def __init__(self, context: ServerContext):
+        super().__init__(context)
+        others = len(context.sites) - 1
+        if (self.hyper.step or 0) * others > 1:
+            raise ConfigError(
+                f"step {self.hyper.step:g} gives {others} equal models more than all of the "
+                f"weight; set step to at most {1 / others:.3g}"
+            )
+
+
+# -- FedMTL ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedMTLServerHyper(ServerHyper):
+    """The relationship of the sites."""
+
+    lam: float = param(
+        0.1,
+        "weight of the relationship; 0: training alone",
+        symbol="λ1",
+        source="the paper chooses it for each data set",
+        low=0,
+    )
+
+
+def mean_relationship(count: int) -> Tensor:
+    """Ω = (I - 11ᵀ/K)², (K, K) in float64."""
+    centring = torch.eye(count, dtype=torch.float64) - 1 / count
+    return centring @ centring
+
+
+class Relationship(AnchorRule):
+    """u_k of FedMTL."""
+
+    hyper: FedMTLServerHyper
+
+    def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+        if len(models) == 1:  # it is related to no other
+            return {}
+        omega = mean_relationship(len(models))
+        self.strength = 2 * self.hyper.lam * float(omega[0, 0])
+        return mixtures(states_of(models), (-omega).fill_diagonal_(0))
+
+
+class FedMTLServer(AnchoredServer[FedMTLServerHyper]):
+    """The anchors of the relationship."""
+
+    aggregation_class = Relationship

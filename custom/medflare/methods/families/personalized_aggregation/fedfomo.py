@@ -1,0 +1,91 @@
+"""FedFomo (Zhang et al., "Personalized federated learning with first order model optimization",
+ICLR 2021).
+
+    w_n = max(0, (L_k(θ_k) - L_k(θ_n)) / ‖θ_n - θ_k‖),  normalized to Σ_n w_n = 1     (Sec. 3)
+    θ_k <- θ_k + Σ_n w_n (θ_n - θ_k)
+
+L_k is the loss on the site's validation images, θ_k the site's model at the start of the last
+round, θ_n the models trained in it, the site's included. If no model is better, θ_k stays. Without
+validation images a site trains alone. The paper draws M of many sites; here every site gets all
+models. Thus every hospital receives the models of every other hospital by name: agree on it before.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from medflare.core.message import Message
+from medflare.core.phases import phase
+from medflare.core.specs import TensorSpec
+from medflare.core.states import StateDict, copy_state, gram, weighted_mean
+from medflare.methods.base import PersistentState, ServerHyper, Step
+from medflare.methods.families.personalized_aggregation.personalized import (
+    PERSONALS,
+    PersonalizedServer,
+    PersonalizedSite,
+    family_message,
+)
+from medflare.methods.fedavg.site import FedAvgSiteHyper
+from medflare.methods.parts.measured import MEASURED
+
+SHOWN = TensorSpec("model", "the site's trained model, which all other sites receive")
+
+
+def first_order_weights(losses: Tensor, loss: float, distances: Tensor) -> Tensor:
+    """w_n (Sec. 3), (N,) with sum 1; zeros if no model is better.
+
+    Args:
+        losses: L_k(θ_n), (N,).
+        loss: L_k(θ_k), finite.
+        distances: ‖θ_n - θ_k‖, (N,); an equal model gets no weight.
+    """
+    gains = torch.where(distances > 0, (loss - losses) / distances, 0.0).clamp(min=0)
+    return gains / gains.sum() if gains.any() else gains
+
+
+class FedFomoSite(PersonalizedSite[FedAvgSiteHyper]):
+    """Combines the sites' models by its validation loss, then trains the combination."""
+
+    combined = PersistentState("combined")  # θ_k
+
+    def start(self, incoming: Message) -> StateDict:
+        """θ_k, moved towards the better ones of the incoming models (in the end there are none)."""
+        before = self.combined or copy_state(self.site.network().state_dict())
+        self.combined = self._moved(before, incoming.family(PERSONALS))
+        return self.combined
+
+    def _moved(self, before: StateDict, models: dict[str, StateDict]) -> StateDict:
+        if not models:
+            return before
+        loss = self.mean_loss(before, "validation")
+        if not math.isfinite(loss):
+            return models.get(self.site.name, before)
+        losses = [self.mean_loss(state, "validation") for state in models.values()]
+        squared = torch.zeros(len(models), dtype=torch.float64)
+        for name, _ in self.plan.network().named_parameters():
+            tensors = [state[name] for state in models.values()]
+            squared += gram(tensors, before[name]).diagonal()
+        losses_of_all = torch.tensor(losses, dtype=torch.float64)
+        weights = first_order_weights(losses_of_all, loss, squared.sqrt())
+        if not weights.any():
+            return before
+        return weighted_mean(models, dict(zip(models, weights.tolist(), strict=True)))
+
+    @phase(request=(PERSONALS,), reply=(SHOWN,), meta=MEASURED)
+    def train(self, round: int, incoming: Message) -> Message:
+        return super().train(round, incoming)
+
+    @phase(request=(PERSONALS,), meta=MEASURED)
+    def validate(self, round: int, incoming: Message) -> Message:
+        return super().validate(round, incoming)
+
+
+class FedFomoServer(PersonalizedServer[ServerHyper]):
+    """Sends the last models of all sites to every site."""
+
+    site_algorithm = FedFomoSite
+
+    def request(self, step: Step, site: str) -> Message:
+        """All models that have been trained; none in the first round."""
+        return family_message(self.memory, PERSONALS)

@@ -1,0 +1,115 @@
+"""What the methods of this package share: a model for every site, selected by its site alone."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from medflare.core.message import Message
+from medflare.core.phases import asks, handles, phase
+from medflare.core.specs import TensorSpec
+from medflare.core.states import StateDict
+from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, ServerHyper, Step
+from medflare.methods.fedavg.personal import PersonalModel
+from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper
+from medflare.methods.parts.measured import MEASURED, VALIDATION
+from medflare.training.epochs import weighted_sum
+from medflare.training.site import Site
+
+F = TypeVar("F", bound=FedAvgSiteHyper)
+G = TypeVar("G", bound=ServerHyper)
+TRAINED = TensorSpec("model", "the site's trained model, to be combined with those of other sites")
+# In the server's memory: each site's last trained model.
+PERSONALS = TensorSpec("personal", of=lambda plan: plan.sites)
+
+
+def family_message(memory: Message, family: TensorSpec) -> Message:
+    """A message with all members of a family that the memory holds."""
+    members = memory.family(family)
+    return Message({family.member(name).name: state for name, state in members.items()})
+
+
+class PersonalizedSite(FedAvgSite[F]):
+    """Trains a personal model; the site uses that of the best round by its validation images."""
+
+    Hyper: ClassVar[type] = FedAvgSiteHyper
+    freezes = False
+    dp_unsupported_reason = (
+        "models are compared or chosen without noise, and the validation metric leaves the site"
+    )
+
+    def __init__(self, site: Site, plan: Plan[F, Any]):
+        super().__init__(site, plan)
+        self.selection = PersonalModel(self)
+
+    def start(self, incoming: Message) -> StateDict:
+        """The site's model at the start of a round, from what the server sent."""
+        return incoming[MODEL]
+
+    @phase(request=(MODEL,), reply=(TRAINED,), meta=MEASURED)
+    def train(self, round: int, incoming: Message) -> Message:
+        """Validates the site's model, which becomes a candidate, and trains it as FedAvg."""
+        start = self.start(incoming)
+        reply = FedAvgSite.train(self, round, Message.of({MODEL: start}))
+        value = reply[VALIDATION]["global"]
+        self.selection.add(value, round, start)
+        reply[VALIDATION] = {"personal": value}
+        return reply
+
+    def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metric of the site's model, which becomes a candidate."""
+        value = self.selection.validated(round, self.start(incoming))
+        return Message.of(self.measured(validation={"personal": value}))
+
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        """The model of the best round; if the site never trained, its model as it is now."""
+        last = self.start(incoming)
+        model = self.selection.final(last, incoming.get(SELECTED_ROUND))
+        return dict.fromkeys(("personal", "deployed"), model)
+
+    def mean_loss(self, state: StateDict, split: str) -> float:
+        """The task's loss of a model on a split of the site, in evaluation mode.
+
+        The mean over the images; infinity without images, or if it is not finite.
+        """
+        model = self.frozen(state)
+        losses = []
+        sizes = []
+        with torch.no_grad():
+            for batch in self.site.ordered(split, self.site.scoring_batch):
+                losses.append(self.site.loss(model(batch.images), batch.targets))
+                sizes.append(len(batch.images))
+        loss = weighted_sum(losses, sizes) / sum(sizes) if sizes else math.inf
+        return loss if math.isfinite(loss) else math.inf
+
+
+class PersonalizedServer(ServerAlgorithm[G]):
+    """Stores every site's last trained model; that of a site that misses a round still counts."""
+
+    site_algorithm = PersonalizedSite
+
+    def __init__(self, context: ServerContext):
+        super().__init__(context)
+        self.initial = context.initial_state()
+
+    def personal(self, site: str) -> StateDict:
+        """The site's last trained model; the initial one if it has not trained."""
+        return self.memory.get(PERSONALS.member(site)) or self.initial
+
+    @asks(PersonalizedSite.train, PersonalizedSite.validate)
+    def request(self, step: Step, site: str) -> Message:
+        """The site's model."""
+        return Message.of({MODEL: self.personal(site)})
+
+    @handles(PersonalizedSite.train)
+    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """Stores the trained models."""
+        for site, reply in replies.items():
+            self.memory[PERSONALS.member(site)] = reply[TRAINED]
+
+    def configure_final(self, site: str) -> Message:
+        """The site's last model."""
+        trained = PERSONALS.member(site) in self.memory
+        rounds = self.context.rounds if trained else 0
+        return Message.of({MODEL: self.personal(site), SELECTED_ROUND: rounds})

@@ -1,0 +1,284 @@
+"""Checks of a method for its author: `check_method`, or `medflare methods --check NAME`.
+
+from medflare.testing import check_method
+
+def test_my_method() -> None:
+    assert [check for check in check_method(METHOD) if check.problem] == []
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from medflare.core.errors import MedflareError, one_line
+from medflare.core.message import Message
+from medflare.evaluation.results import COMPLETED, find_results, load_results, validate_results
+from medflare.federation.local.loop import resume_local, run_local
+from medflare.federation.preflight import check_run
+from medflare.inference.deployed import load_model
+from medflare.methods.base import SiteAlgorithm
+from medflare.methods.catalogue import build_deployed, get_method
+from medflare.methods.method import Method
+from medflare.tasks.config import TaskConfig, load_task
+
+# Small images of the phantom with grades; its network has batch normalisation and features.
+TASK: Final = load_task(
+    {
+        **load_task("phantom_grades").to_dict(),
+        "size": [16, 16],
+        "network": {"name": "small_cnn", "channels": [4, 8], "batch_norm": True},
+        "batch_size": 32,
+    }
+)
+SITES: Final = ("a", "b")
+OUTSIDE: Final = "z"
+
+Weights = Mapping[Path, Mapping[str, Tensor]]  # file -> tensors
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check; `problem` is "" if the method passed it."""
+
+    name: str
+    problem: str
+    seconds: float
+
+
+class Failed(Exception):
+    """Why a method does not pass a check, one line."""
+
+
+class Killed(BaseException):
+    """Ends a run within a step; no handler of errors takes it for one of its own."""
+
+
+def check_method(
+    method: str | Method,
+    task: TaskConfig = TASK,
+    *,
+    simulator: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+    **hyper: Any,
+) -> list[Check]:
+    """Checks a method on a small federation of two sites and one outside site, where it can.
+
+    A dry run of its messages; a run in the plain loop; what it sends against what it declares; the
+    same weights from two workers, from algorithms that are rebuilt before every step, and from a
+    run that is killed and resumed within every step; a missing and a late site.
+
+    Args:
+        method: name of the method, or a `Method`.
+        task: of the checks, with embedded images.
+        simulator: also the same weights from FLARE's simulator; a method by name only.
+        say: called with the name of each check before it begins.
+        hyper: hyper-parameters, as of `run_local`.
+
+    Returns:
+        The checks in their order; if the first run fails, no further ones.
+    """
+    chosen = get_method(method)
+    checks: list[Check] = []
+    with TemporaryDirectory() as folder:
+        kit = _Kit(chosen, task, hyper, Path(folder))
+        for name, check in kit.checks(simulator):
+            say(name)
+            started = time.monotonic()
+            problem = _problem(check)
+            checks.append(Check(name, problem, time.monotonic() - started))
+            if problem and name in ("dry run", "plain loop"):
+                break
+    return checks
+
+
+def _problem(check: Callable[[], None]) -> str:
+    """Why a check fails, one line; "" if it does not."""
+    try:
+        check()
+    except (Failed, MedflareError) as error:
+        return str(error)
+    except Exception as error:  # whatever the method raises
+        return f"{type(error).__name__}: {one_line(error)}"
+    return ""
+
+
+@dataclass
+class _Kit:
+    """The checks of one method.
+
+    Attributes:
+        folder: of the runs.
+    """
+
+    method: Method
+    task: TaskConfig
+    hyper: Mapping[str, Any]
+    folder: Path
+
+    def checks(self, simulator: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Name and function of every check."""
+        yield "dry run", self.dry_run
+        yield "plain loop", self.plain_loop
+        yield "declared messages", self.declared_messages
+        yield "two workers", self.two_workers
+        yield "rebuilt before every step", self.forgetful
+        yield "killed and resumed", self.resumed
+        yield "missing and late sites", self.missing_sites
+        if simulator:
+            yield "FLARE's simulator", self.simulator
+
+    @property
+    def outside(self) -> list[str]:
+        return [OUTSIDE] if self.method.outside else []
+
+    def run(self, name: str, method: Method | None = None, **options: Any) -> dict[str, Any]:
+        """Results of a completed run of two rounds in the folder `name`."""
+        settings = {"sites": SITES, "rounds": 2, "seed": 1, "outside": self.outside, "workers": 1}
+        settings |= {"out": self.folder / name, **self.hyper, **options}
+        return _completed(run_local(method or self.method, self.task, **settings))
+
+    def dry_run(self) -> None:
+        check_run(self.method, self.task, self.hyper, rounds=2, outside=self.outside)
+
+    def plain_loop(self) -> None:
+        results = self.run("loop")
+        validate_results(results)
+        for site, entry in results["sites"].items():
+            if entry["metrics"]["deployed"][self.task.metric] is None:
+                raise Failed(f"site {site} has no deployed model, or its {self.task.metric} is NaN")
+        for card in (self.folder / "loop").rglob("card.json"):
+            load_model(card.parent).build(build_deployed)
+
+    def declared_messages(self) -> None:
+        """Metadata that no reply holds; entries of states are checked in every reply."""
+        sent: dict[str, set[str]] = {}
+        self.run("recorded", _recorded(self.method, sent))
+        for name, held in sent.items():
+            declared = self.method.site_class.phases[name].meta
+            never = {item.name for item in declared if not item.optional} - held
+            if never:
+                raise Failed(
+                    f"the reply to {name!r} never holds {min(never)!r}: send it, or declare it "
+                    "as_optional()"
+                )
+
+    def two_workers(self) -> None:
+        self.run("workers", workers=2)
+        self._compare("workers")
+
+    def forgetful(self) -> None:
+        self.run("forgetful", forgetful=True)
+        self._compare("forgetful")
+
+    def resumed(self) -> None:
+        folder = self.folder / "resumed"
+        results, _ = in_pieces(
+            lambda say: self.run("resumed", say=say),
+            lambda say: resume_local(folder, workers=1, say=say),
+        )
+        _completed(results)
+        self._compare("resumed")
+
+    def missing_sites(self) -> None:
+        sites = (*SITES, "c")
+        self.run("missing", sites=sites, rounds=3, absent={0: ["c"], 1: ["a"]}, min_sites=1)
+
+    def simulator(self) -> None:
+        from medflare.flare.recipes import MedflareRecipe
+
+        folder = self.folder / "simulator"
+        settings = {"rounds": 2, "seed": 1, "outside": self.outside, "method": self.method.name}
+        recipe = MedflareRecipe(task=self.task, **settings, **self.hyper)
+        recipe.simulate([*SITES, *self.outside], folder)
+        found = find_results(folder)
+        _completed(load_results(found))
+        for path, tensors in self.weights("loop").items():
+            if path.parts[0] == "models":
+                _compare(str(path), tensors, load_file(found.parent / path))
+
+    def weights(self, name: str) -> Weights:
+        """Every delivered model of a run."""
+        folder = self.folder / name
+        files = sorted(folder.rglob("model.safetensors"))
+        return {file.relative_to(folder): load_file(file) for file in files}
+
+    def _compare(self, name: str) -> None:
+        """Raises Failed if a run's models differ from those of the plain loop."""
+        expected = self.weights("loop")
+        found = self.weights(name)
+        if expected.keys() != found.keys():
+            (path, *_) = sorted(expected.keys() ^ found.keys())
+            raise Failed(f"one of the two runs has no {path}")
+        for path, tensors in expected.items():
+            _compare(str(path), tensors, found[path])
+
+
+def _compare(path: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        if name not in found or not tensor.equal(found[name]):
+            raise Failed(
+                f"{name} of {path} differs from the plain loop's: what lasts from step to step "
+                "belongs into `memory`, random numbers need keys"
+            )
+
+
+def _completed(results: dict[str, Any]) -> dict[str, Any]:
+    if results["status"] != COMPLETED:
+        raise Failed(f"the run ended {results['status']}: {results['reason']}")
+    return results
+
+
+def _recorded(method: Method, sent: dict[str, set[str]]) -> Method:
+    """The method under another name; `sent` gets the metadata names of its replies by phase."""
+    site_class: type[SiteAlgorithm[Any]] = method.site_class
+
+    class Recorded(site_class):  # type: ignore[valid-type, misc]
+        def perform(self, phase: str, round: int, incoming: Message) -> Message:
+            reply: Message = super().perform(phase, round, incoming)
+            sent.setdefault(phase, set()).update(reply.meta)
+            return reply
+
+    return replace(method, name=f"{method.name}_recorded", site=Recorded)
+
+
+Results = dict[str, Any]
+
+
+def in_pieces(
+    begin: Callable[[Callable[[str], None]], Results],
+    resume: Callable[[Callable[[str], None]], Results],
+) -> tuple[Results, int]:
+    """Results of a run that is killed within every step but the first, and how often it was.
+
+    Args:
+        begin: reporter of progress -> results of the run.
+        resume: the same for the interrupted run, which repeats the lost step.
+    """
+    killed = 0
+    attempt = begin
+    while True:
+        try:
+            return attempt(_dying_at(2)), killed
+        except Killed:
+            killed += 1
+            attempt = resume
+
+
+def _dying_at(call: int) -> Callable[[str], None]:
+    """A reporter of progress that ends the run within its n-th step: the sites have done it, the
+    checkpoint does not hold it.
+    """
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if len(lines) == call:
+            raise Killed
+
+    return say

@@ -1,0 +1,341 @@
+"""FedAMP, FedMTL, FedFomo and IFCA: their formulas, their degenerate cases, and what they move."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.core.errors import ConfigError
+from medflare.core.message import Message
+from medflare.core.states import StateDict, copy_state, weighted_mean
+from medflare.methods.aggregation import SiteModel
+from medflare.methods.base import Step
+from medflare.methods.families.personalized_aggregation.anchored import (
+    AnchoredSite,
+    AttentiveAggregation,
+    FedAMPServer,
+    FedAMPServerHyper,
+    FedAMPSite,
+    FedMTLServer,
+    FedMTLServerHyper,
+    Relationship,
+    attention,
+    mean_relationship,
+)
+from medflare.methods.families.personalized_aggregation.fedfomo import (
+    FedFomoServer,
+    FedFomoSite,
+    first_order_weights,
+)
+from medflare.methods.families.personalized_aggregation.ifca import CLUSTERS, IFCAServer, IFCASite
+from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.fedavg.site import MODEL
+from medflare.training.epochs import trainable
+
+LR = 0.1
+POINTS = {"A": [0.0, 0.0], "B": [1.0, 0.0], "C": [0.0, 3.0]}
+
+
+def points() -> dict[str, SiteModel]:
+    """Models of two weights and one running statistic, far from each other."""
+    models = {}
+    for index, (site, point) in enumerate(POINTS.items()):
+        statistic = torch.tensor([100.0 * index])
+        models[site] = SiteModel({"w": torch.tensor(point), "running_mean": statistic})
+    return models
+
+
+def trained(played: Any, site: str) -> StateDict:
+    """The site's model after the last round of training."""
+    turns = [turn for turn in played.log if turn.step.phase == "train"]
+    state: StateDict = turns[-1].replies[site].states["model"]
+    return state
+
+
+def alone(squares: ModuleType, name: str, rounds: int) -> StateDict:
+    """Training alone: each round from the last one's model."""
+    algorithm = squares.algorithm(FedAvgSite, name)
+    state: StateDict = squares.start()
+    for round in range(rounds):
+        state = algorithm.perform("train", round, Message.of({MODEL: state}))[MODEL]
+    return state
+
+
+# -- FedAMP ----------------------------------------------------------------------------------------
+
+
+def test_attention_by_hand() -> None:
+    squared = torch.tensor([[0.0, 1.0, 9.0], [1.0, 0.0, 10.0], [9.0, 10.0, 0.0]])
+    xi = attention(squared, alpha=0.5, sigma=2.0)
+    near, far = 0.25 * math.exp(-0.5), 0.25 * math.exp(-4.5)
+    assert xi[0].tolist() == pytest.approx([1 - near - far, near, far])
+    assert xi.sum(dim=1).tolist() == pytest.approx([1.0] * 3)
+
+
+def test_fedamp_descends_the_attraction() -> None:
+    """u_k = w_k - α/2 of the gradient of Σ A by autograd: the factor 2 is in α."""
+    rule = AttentiveAggregation(FedAMPServerHyper(lam=3.0, sigma=2.0, step=0.25))
+    rule.names = ("w",)
+    anchors = rule.own(points(), 0)
+    w = torch.tensor(list(POINTS.values()), dtype=torch.float64, requires_grad=True)
+    total = torch.zeros(())
+    for j, k in ((0, 1), (0, 2), (1, 2)):
+        total = total + 1 - torch.exp(-(w[j] - w[k]).square().sum() / 2.0)
+    (gradient,) = torch.autograd.grad(total, w)
+    expected = w - 0.5 / 2 * gradient  # α = 0.25 σ
+    for row, site in enumerate(POINTS):
+        assert anchors[site]["w"].tolist() == pytest.approx(expected[row].tolist())
+    assert rule.strength == 3.0 / 0.5
+    assert anchors["A"]["running_mean"].item() == pytest.approx(
+        100 * attention_of("A", "B", rule) + 200 * attention_of("A", "C", rule), rel=1e-5
+    )
+
+
+def attention_of(site: str, other: str, rule: AttentiveAggregation) -> float:
+    distance = sum((a - b) ** 2 for a, b in zip(POINTS[site], POINTS[other], strict=True))
+    return 0.25 * math.exp(-distance / 2.0)
+
+
+def test_by_default_equal_models_get_their_mean_and_near_ones_attract_more() -> None:
+    rule = AttentiveAggregation(FedAMPServerHyper())
+    rule.names = ("w",)
+    same = {site: SiteModel({"w": torch.ones(2)}) for site in "ABC"}
+    rule.own(same, 0)
+    assert rule.weights == pytest.approx(dict.fromkeys("ABC", 1 / 3))
+    anchors = rule.own(points(), 0)
+    towards_b, towards_c = anchors["A"]["w"] / torch.tensor([1.0, 3.0])
+    assert towards_b > 2 * towards_c > 0
+
+
+def test_fedamp_starts_at_the_anchor(squares: ModuleType) -> None:
+    played = squares.federation(FedAMPSite, FedAMPServer, rounds=2, lam=1e6, sigma=1e9)
+    request = played.log[1].outgoing["A"]
+    mean = weighted_mean(
+        {site: reply.states["model"] for site, reply in played.log[0].replies.items()},
+        dict.fromkeys("ABC", 1.0),
+    )
+    squares.assert_close(request.states["anchor"], mean)
+    request.meta["strength"] = 0.0
+    moved = squares.algorithm(FedAMPSite).perform("train", 1, request).states["model"]
+    request.states["model"] = request.states.pop("anchor")
+    from_mean = squares.algorithm(AnchoredSite, server_class=FedMTLServer)
+    assert squares.equal(moved, from_mean.perform("train", 1, request).states["model"])
+
+
+def test_fedamp_refuses_more_than_all_of_the_weight(squares: ModuleType) -> None:
+    squares.server(FedAMPServer, step=0.5)
+    with pytest.raises(ConfigError, match=r"at most 0\.5"):
+        squares.server(FedAMPServer, step=0.6)
+
+
+# -- FedMTL ----------------------------------------------------------------------------------------
+
+
+def test_the_anchor_is_the_gradient_of_the_relationship() -> None:
+    """λ1 tr(W Ω Wᵀ) by autograd, and its value as the paper's sum of squares."""
+    rule = Relationship(FedMTLServerHyper(lam=0.3))
+    anchors = rule.own(points(), 0)
+    columns = torch.tensor(list(POINTS.values()), dtype=torch.float64).T.requires_grad_()
+    value = 0.3 * torch.trace(columns @ mean_relationship(3) @ columns.T)
+    mean = columns.mean(dim=1, keepdim=True)
+    assert value.item() == pytest.approx(0.3 * (columns - mean).square().sum().item())
+    (gradient,) = torch.autograd.grad(value, columns)
+    for index, site in enumerate(POINTS):
+        term = rule.strength * (points()[site].state["w"] - anchors[site]["w"])
+        assert term.tolist() == pytest.approx(gradient[:, index].tolist(), abs=1e-6)
+
+
+def test_fedmtl_by_hand(squares: ModuleType) -> None:
+    """The second round: w_k <- w_k - η (∇F_k + 2 λ1 (2/3) (w_k - mean of the others))."""
+    task = squares.task(optimizer={"name": "sgd", "lr": LR})
+    played = squares.federation(AnchoredSite, FedMTLServer, task, lam=0.7)
+    first = {site: reply.states["model"] for site, reply in played.log[0].replies.items()}
+    algorithm = squares.algorithm(AnchoredSite, "B", task, server_class=FedMTLServer)
+    network, site = algorithm.site.network(), algorithm.site
+    network.load_state_dict(first["B"])
+    names = [name for name, _ in network.named_parameters()]
+    network.train()
+    for images, targets, _ in site.batches("train", 1, "model", 0):
+        gradients = torch.autograd.grad(site.loss(network(images), targets), trainable(network))
+        with torch.no_grad():
+            for name, w, g in zip(names, trainable(network), gradients, strict=True):
+                others = (first["A"][name] + first["C"][name]) / 2
+                w.sub_(LR * (g + 2 * 0.7 * 2 / 3 * (w - others)))
+    squares.assert_close(trained(played, "B"), copy_state(network.state_dict()))
+
+
+def test_fedmtl_without_relationship_is_training_alone(squares: ModuleType) -> None:
+    played = squares.federation(AnchoredSite, FedMTLServer, lam=0.0)
+    assert squares.equal(trained(played, "B"), alone(squares, "B", 2))
+
+
+def spread(states: dict[str, StateDict], name: str) -> float:
+    stacked = torch.stack([state[name] for state in states.values()])
+    return float((stacked - stacked.mean(dim=0)).square().sum())
+
+
+def test_a_stronger_relationship_brings_models_together(squares: ModuleType) -> None:
+    task = squares.task(optimizer={"name": "sgd", "lr": LR})
+    spreads = []
+    for lam in (0.0, 1.0):
+        played = squares.federation(AnchoredSite, FedMTLServer, task, rounds=3, lam=lam)
+        spreads.append(spread({site: trained(played, site) for site in "ABC"}, "head.weight"))
+    assert spreads[1] < 0.9 * spreads[0]
+
+
+# -- all -------------------------------------------------------------------------------------------
+
+
+def late(site: str) -> Callable[[Step, str], bool]:
+    """The site joins in the second round."""
+    return lambda step, name: name == site and step.round == 0
+
+
+PAIRS = [
+    (FedAMPSite, FedAMPServer),
+    (AnchoredSite, FedMTLServer),
+    (FedFomoSite, FedFomoServer),
+    (IFCASite, IFCAServer),
+]
+
+
+@pytest.mark.parametrize(("site", "server"), PAIRS, ids=lambda cls: cls.__name__)
+def test_a_late_site_starts_from_the_initial_model(
+    squares: ModuleType, site: Any, server: Any
+) -> None:
+    played = squares.federation(site, server, absent=late("C"))
+    final = played.algorithms["C"].finalize(played.server.configure_final("C"))
+    assert final.keys() == {"personal", "deployed"}
+    assert "C" not in played.log[0].replies
+    if MODEL in played.log[1].outgoing["C"]:
+        assert squares.equal(played.log[1].outgoing["C"][MODEL], squares.start())
+        assert not squares.equal(final["deployed"][MODEL], squares.start())
+
+
+@pytest.mark.parametrize(("site", "server"), PAIRS, ids=lambda cls: cls.__name__)
+def test_the_last_model_is_delivered_by_the_rule_last(
+    squares: ModuleType, site: Any, server: Any
+) -> None:
+    played = squares.federation(site, server, selection="last")
+    delivered = played.algorithms["A"].finalize(played.server.configure_final("A"))["deployed"]
+    assert delivered.meta["selected_round"] == 2
+    algorithm = played.algorithms["A"]
+    expected = algorithm.start(played.server.configure_final("A"))
+    assert squares.equal(delivered[MODEL], expected)
+
+
+def test_a_site_that_misses_a_round_still_counts(squares: ModuleType) -> None:
+    def misses(step: Step, name: str) -> bool:
+        return name == "C" and step.round == 1
+
+    played = squares.federation(AnchoredSite, FedMTLServer, rounds=3, absent=misses)
+    of_c = played.log[0].replies["C"].states["model"]
+    of_b = played.log[1].replies["B"].states["model"]
+    mean = weighted_mean({"B": of_b, "C": of_c}, {"B": 1.0, "C": 1.0})
+    squares.assert_close(played.log[2].outgoing["A"].states["anchor"], mean)
+
+
+# -- FedFomo ---------------------------------------------------------------------------------------
+
+
+def test_first_order_weights_by_hand() -> None:
+    losses = torch.tensor([0.5, 0.2, 2.0, 1.0, math.inf], dtype=torch.float64)
+    distances = torch.tensor([1.0, 4.0, 1.0, 0.0, 1.0], dtype=torch.float64)
+    weights = first_order_weights(losses, 1.0, distances)
+    assert weights.tolist() == pytest.approx([0.5 / 0.7, 0.2 / 0.7, 0, 0, 0])
+    assert not first_order_weights(losses[2:], 1.0, distances[2:]).any()
+
+
+def test_fedfomo_moves_to_the_better_models(squares: ModuleType) -> None:
+    """The second round starts from the weighted mean by losses that are computed here anew."""
+    played = squares.federation(FedFomoSite, FedFomoServer, rounds=1)
+    validation = played.log[1]
+    models = {site: reply.states["model"] for site, reply in played.log[0].replies.items()}
+    assert validation.outgoing["A"].states.keys() == {f"personal/{site}" for site in models}
+    site = squares.site("A")
+
+    def loss(state: StateDict) -> float:
+        network = site.network()
+        network.load_state_dict(state)
+        split = site.data.validation
+        with torch.no_grad():
+            return float(site.loss(network.eval()(split.images), split.targets))
+
+    start = squares.start()
+    names = [name for name, _ in site.network().named_parameters()]
+    weights = {}
+    for name, state in models.items():
+        distance = math.sqrt(sum((state[n] - start[n]).square().sum().item() for n in names))
+        weights[name] = max(0.0, (loss(start) - loss(state)) / distance)
+    assert sum(weights.values()) > 0, "training helps"
+    squares.assert_close(played.algorithms["A"].combined, weighted_mean(models, weights))
+
+
+def test_fedfomo_without_validation_images_is_training_alone(squares: ModuleType) -> None:
+    members = squares.algorithms(FedFomoSite, counts={"B": (12, 0, 5)})
+    played = squares.play(squares.server(FedFomoServer, rounds=2, algorithms=members), members)
+    assert squares.equal(trained(played, "B"), alone(squares, "B", 2))
+
+
+# -- IFCA ------------------------------------------------------------------------------------------
+
+
+def test_ifca_with_one_cluster_is_fedavg(squares: ModuleType) -> None:
+    played = squares.federation(IFCASite, IFCAServer, clusters=1)
+    fedavg = squares.federation(FedAvgSite, FedAvgServer, weighting="uniform")
+    assert squares.equal(played.server.memory[CLUSTERS.member("0")], fedavg.model)
+
+
+def test_a_site_trains_the_cluster_of_the_least_loss(squares: ModuleType) -> None:
+    """Clusters that were trained on A and on C: each site chooses its own, the server averages."""
+    members = squares.algorithms(IFCASite)
+    server = squares.server(IFCAServer, rounds=1, algorithms=members)
+    specialists = {}
+    for index, name in enumerate("AC"):
+        specialists[str(index)] = alone(squares, name, 8)
+        server.memory[CLUSTERS.member(str(index))] = specialists[str(index)]
+    losses = {}
+    for name, algorithm in members.items():
+        by_cluster = {j: algorithm.mean_loss(state, "train") for j, state in specialists.items()}
+        losses[name] = min(by_cluster, key=lambda j: by_cluster[j])
+    assert (losses["A"], losses["C"]) == ("0", "1")
+    played = squares.play(server, members)
+    replies = played.log[0].replies
+    assert {site: reply.meta["cluster"] for site, reply in replies.items()} == losses
+    assert server.tables()["clusters"]["C"] == {"cluster": "1"}
+    for cluster in "01":
+        models = {
+            site: reply.states["model"]
+            for site, reply in replies.items()
+            if losses[site] == cluster
+        }
+        expected = weighted_mean(models, dict.fromkeys(models, 1.0))
+        assert squares.equal(server.memory[CLUSTERS.member(cluster)], expected)
+
+
+def test_an_unknown_cluster_is_refused(squares: ModuleType) -> None:
+    members = squares.algorithms(IFCASite)
+    server = squares.server(IFCAServer, algorithms=members)
+    step = Step.of(IFCASite.train, 0)
+    before = server.configure(step, "A")
+    replies = {"A": members["A"].perform("train", 0, before)}
+    replies["A"].meta["cluster"] = "7"
+    server.aggregate(step, replies)
+    assert server.configure(step, "A").states == before.states
+    assert "cluster '7'" in str(server.context.events.to_list())
+
+
+def test_clusters_start_apart(squares: ModuleType) -> None:
+    clusters = squares.server(IFCAServer, clusters=3).memory.family(CLUSTERS)
+    assert squares.equal(clusters["0"], squares.start())
+    assert not clusters["1"]["head.weight"].equal(clusters["2"]["head.weight"])
+    task = squares.SEGMENTATION
+    weights = {"file": "x.safetensors", "sha256": "0" * 64, "format": "safetensors"}
+    pretrained = replace(task, network={**task.network, "weights": weights})
+    plan = squares.plan_of(IFCASite, IFCAServer)
+    with pytest.raises(ConfigError, match=r"leave out network\.weights"):
+        IFCASite.check(pretrained, plan.site_hyper, plan.server_hyper)

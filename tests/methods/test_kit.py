@@ -1,0 +1,96 @@
+"""The kit for authors of methods names each slip."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from medflare.cli import main
+from medflare.core.message import Message
+from medflare.core.phases import extends
+from medflare.core.specs import MetaSpec, number
+from medflare.methods import catalogue
+from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.fedavg.site import MODEL
+from medflare.methods.method import Method
+from medflare.testing import check_method
+
+NORM = MetaSpec[float]("update_norm", "length of the update", number(0))
+
+
+class Counting(FedAvgSite[Any]):
+    """Keeps a number outside of its memory."""
+
+    trained = 0
+
+    def train(self, round: int, incoming: Message) -> Message:
+        reply = super().train(round, incoming)
+        self.trained += 1
+        for tensor in reply[MODEL].values():
+            if tensor.is_floating_point():
+                tensor.mul_(0.9**self.trained)
+        return reply
+
+
+class Unkeyed(FedAvgSite[Any]):
+    """Draws from torch's global generator."""
+
+    def train(self, round: int, incoming: Message) -> Message:
+        reply = super().train(round, incoming)
+        for tensor in reply[MODEL].values():
+            if tensor.is_floating_point():
+                tensor.add_(0.01 * torch.randn(tensor.shape))
+        return reply
+
+
+class Promising(FedAvgSite[Any]):
+    """Declares what it never sends."""
+
+    @extends(meta=(NORM,))
+    def train(self, round: int, incoming: Message) -> Message:
+        return super().train(round, incoming)
+
+
+class Impatient(FedAvgServer[Any]):
+    """Needs the site "a" in every round."""
+
+    def aggregate_models(self, step: Any, replies: Any) -> None:
+        if step.round > 0 and len(self.context.sites) == 3:
+            replies["a"]
+        super().aggregate_models(step, replies)
+
+
+class Broken(FedAvgSite[Any]):
+    def fit(self, *arguments: Any) -> float | None:
+        return {}["weights"]
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Any:
+    yield
+    catalogue._OBJECTS.clear()
+
+
+@pytest.mark.parametrize(
+    ("site", "server", "failing", "named"),
+    [
+        (Counting, FedAvgServer, {"rebuilt before every step", "killed and resumed"}, "memory"),
+        (Unkeyed, FedAvgServer, {"two workers"}, "keys"),
+        (Promising, FedAvgServer, {"declared messages"}, "update_norm"),
+        (FedAvgSite, Impatient, {"missing and late sites"}, "a"),
+        (Broken, FedAvgServer, {"plain loop"}, "KeyError"),
+    ],
+)
+def test_a_slip_is_named(site: Any, server: Any, failing: set[str], named: str) -> None:
+    method = Method("slip", "A method with a slip", "unpublished", site, server)
+    problems = {check.name: check.problem for check in check_method(method) if check.problem}
+    assert failing <= problems.keys()
+    assert all(named in problems[name] for name in failing)
+
+
+def test_the_command_prints_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "fedavg", "--check"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 7 and all(": passed (" in line for line in lines)
+    assert main(["methods", "--check"]) == 1
+    assert "medflare methods METHOD --check" in capsys.readouterr().err
