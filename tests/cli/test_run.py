@@ -511,7 +511,7 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
 def test_a_study_gets_its_grid(
     study: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    study.answer = {"fedavg": [{"status": "COMPLETED"}, {"status": "FAILED"}]}
+    study.answer = {"fedavg": [{"reason": None}, {"reason": "KeyError: x"}, {"reason": "other"}]}
     options = [
         "--sites",
         "2",
@@ -524,6 +524,12 @@ def test_a_study_gets_its_grid(
         "2",
         "--set",
         "task.batch_size=4",
+        "--grid",
+        "lr=0.5",
+        "--rerun",
+        "fedavg",
+        "--cluster",
+        "slurm",
     ]
     (tmp_path / "datalist.json").touch()
     assert (
@@ -550,9 +556,18 @@ def test_a_study_gets_its_grid(
         [4, 5],
         tmp_path,
     )
-    assert named == {"left_out": ["site-1", "site-2"], "processes": 2, "say": print}
+    grids = named.pop("grids")
+    assert [cell.label for cell in grids["single-site"]] == ["single-site:lr=0.5"]
+    assert named == {
+        "left_out": ["site-1", "site-2"],
+        "rerun": ["fedavg"],
+        "processes": 2,
+        "cluster": "slurm",
+        "say": print,
+    }
     assert root == str(tmp_path) and ROOT not in os.environ
-    assert "the table" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert "the table" in lines and "FAILED: fedavg, 2 of 3 runs: KeyError: x" in lines
 
 
 def test_a_study_takes_the_options_of_run(study: Engine, tmp_path: Path) -> None:

@@ -1,13 +1,21 @@
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from foreign.install import METHOD, install
 from medflare.core import packages
 from medflare.core.errors import ConfigError, DataError
-from medflare.core.packages import installed, installed_versions, require
+from medflare.core.packages import (
+    code_versions,
+    extension_modules,
+    installed,
+    installed_versions,
+    require,
+)
 
 
 def test_installed_packages_and_their_versions() -> None:
@@ -38,3 +46,23 @@ def test_a_process_ends_without_garbage_collection() -> None:
             ).stdout.strip()
             == frozen
         )
+
+
+def test_the_code_of_a_package_is_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(install(tmp_path)))
+    packages._code_hash.cache_clear()
+    first = code_versions(["damped_fedavg.inner", "medflare", "json"])
+    assert first["damped-fedavg"] == "0.1" and "medflare code" in first
+    assert extension_modules([METHOD]) == {"damped_fedavg"} and not extension_modules(["dice"])
+    codes = {first["damped-fedavg code"]}
+    file = tmp_path / "damped_fedavg" / "more.py"
+    for change in (lambda: file.write_text("x = 1"), lambda: file.rename(file.with_name("n.py"))):
+        change()
+        packages._code_hash.cache_clear()
+        codes.add(code_versions(["damped_fedavg"])["damped-fedavg code"])
+    assert len(codes) == 3, "also another name of a file is other code"
+    (tmp_path / "lab_nets.py").write_text("x = 1")
+    assert list(code_versions(["lab_nets"])) == ["lab_nets code"], "a file without a distribution"
+    assert code_versions(["no_such_package"]) == {}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from evaluation.conftest import History
+from foreign.install import install
 from medflare.cli.run import results as show
 from medflare.core.errors import StateError
 from medflare.evaluation.report import write_results
@@ -26,8 +27,9 @@ from medflare.evaluation.results import (
     read_rounds,
     results_frame,
     validate_results,
+    versions_of_run,
 )
-from medflare.tasks.config import TaskConfig
+from medflare.tasks.config import TaskConfig, load_task
 
 
 def test_every_key_of_the_schema_is_there(record: RunRecord) -> None:
@@ -282,3 +284,22 @@ def test_metrics_of_structures_and_classes_stand_beside_the_means(
     of_classes = build_results(dataclasses.replace(classified, sites=sites))["sites"]
     assert of_classes["A"]["metrics"]["deployed"]["classes"] == grades["deployed"]
     assert "classes" not in of_classes["X"]["metrics"]["deployed"], "suppressed"
+
+
+def test_the_versions_of_a_run_are_of_all_packages_that_it_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lab_nets.py").write_text("x = 1")
+    monkeypatch.syspath_prepend(str(install(tmp_path)))
+    task = load_task("phantom")
+    assert set(versions_of_run("fedavg", task)) == {"medflare", "medflare code"}
+    task = dataclasses.replace(task, network={"name": "lab_nets.small:Net"})
+    packages = set(versions_of_run("fedavg+damped_fedavg", task))
+    assert packages == {
+        "medflare",
+        "medflare code",
+        "damped-fedavg",
+        "damped-fedavg code",
+        "lab_nets code",
+    }
+    assert set(versions_of_run("unknown", None)) == {"medflare", "medflare code"}

@@ -1,10 +1,12 @@
 """Enrollment: what sites are sent and reply, which sites are missing, late or rejected."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from foreign.install import METHOD, install
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
 from medflare.federation.enrolment import Enrolment, versions_here
@@ -188,7 +190,7 @@ def test_a_rejected_site_is_named_once_and_not_invited_again() -> None:
     assert noted(admission, "rejected") == [("B", 0)] and not noted(admission, "missing")
 
 
-HERE: Final = versions_here()
+HERE: Final = versions_here("fedavg", squares.SEGMENTATION)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +206,7 @@ HERE: Final = versions_here()
         ),
         ({"medflare": "9.1.0"}, "rejected", ("medflare 9.1.0", HERE["medflare"])),
         ({"medflare": "nine"}, "rejected", ("medflare nine",)),
+        ({"medflare code": "0" * 16}, "warning", ("other code of medflare",)),
     ],
 )
 def test_a_site_with_other_versions_is_named_or_rejected(
@@ -218,4 +221,33 @@ def test_a_site_with_other_versions_is_named_or_rejected(
     events = [event for event in admission.context.events if event["site"] == "B"]
     assert [event["kind"] for event in events] == ([kind] if kind else [])
     assert all(token in event["message"] for event in events for token in tokens)
+    assert ("B" in admission.enrolled) == (kind != "rejected")
+
+
+@pytest.mark.parametrize(
+    ("site", "kind", "text"),
+    [
+        ({}, None, ""),
+        ({"damped-fedavg code": "0" * 16}, "warning", "other code of damped-fedavg"),
+        ({"damped-fedavg": "0.1.5"}, "warning", "damped-fedavg 0.1.5 (the server 0.1)"),
+        ({"damped-fedavg": "0.2"}, "rejected", "runs damped-fedavg 0.2, the server 0.1;"),
+    ],
+)
+def test_a_site_with_another_release_of_the_methods_package_is_named_or_refused(
+    site: dict[str, str],
+    kind: str | None,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(install(tmp_path)))
+    here = versions_here(METHOD, squares.SEGMENTATION)
+    assert here["damped-fedavg"] == "0.1" and len(here["damped-fedavg code"]) == 16
+    reply = Reply(Message({}, {**COUNTS, "versions": {**here, **site}}))
+    admission = enrolment(Sites({0: "ABC"}, {"B": reply}))
+    admission.identity = {"method": METHOD}
+    admission.open(2)
+    events = [event for event in admission.context.events if event["site"] == "B"]
+    assert [event["kind"] for event in events] == ([kind] if kind else [])
+    assert all(text in event["message"] for event in events)
     assert ("B" in admission.enrolled) == (kind != "rejected")

@@ -55,7 +55,7 @@ def test_notes_of_the_data_are_limited_and_left_out_images_are_counted_only() ->
     ]
     assert len(warnings) == 21 and "40 more" in warnings[-1]
     assert "300" in left_out and ".png" not in str(reply.meta)
-    assert reply.meta["versions"].keys() == {"medflare", "torch", "monai"}
+    assert reply.meta["versions"].keys() == {"medflare", "medflare code", "torch", "monai"}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Runs side by side: numbers by hand, and scores by patient where the runs have them."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,15 @@ import pytest
 from helpers.small_tasks import small_task
 from medflare.cli import main
 from medflare.evaluation.report import write_results
-from medflare.evaluation.results import RunRecord, SiteRecord
-from medflare.studies.compared_runs import differing_settings, metric_of_runs, read_run
+from medflare.evaluation.results import RunRecord, SiteRecord, build_results
+from medflare.studies.compared_runs import (
+    comparison,
+    delong_of_runs,
+    differing_settings,
+    metric_of_runs,
+    read_run,
+)
+from medflare.tasks.config import load_task
 
 A = np.array([0.5, 0.6, 0.7, 0.4, 0.55, 0.65, 0.75, 0.45])
 GAINS = np.array([0.1, 0.08, 0.12, 0.09, 0.11, 0.1, 0.07, 0.13])
@@ -92,6 +100,36 @@ def test_other_patients_or_labels_have_no_difference(
 ) -> None:
     third = write_run(tmp_path / "third", "fedavg", {"A": A, "B": B}, **changes)
     assert set(metric_of_runs(runs_of([folders[0], third]))["third - first"]) == {"–"}
+
+
+def test_areas_under_roc_curves_are_compared_by_class() -> None:
+    task = dataclasses.replace(load_task("ham10000_3class"), metric="auc_macro")
+    targets = [0, 0, 0, 1, 1, 1]
+    runs: dict[str, Any] = {}
+    for seed, scores in enumerate(([0.9, 0.3, 0.5, 0.4, 0.2, 0.1], [0.9, 0.8, 0.5, 0.4, 0.2, 0.6])):
+        cases = {
+            "patients": list("abcdef"),
+            "probabilities": [[score, 1 - score, 0.0] for score in scores],
+            "targets": targets,
+        }
+        sites = {"A": SiteRecord("inside", metrics={"deployed": {"auc_macro": 0.5}})}
+        if seed:
+            sites["B"] = SiteRecord("inside")  # the federations differ
+        run = build_results(RunRecord("fedavg", task, seed, 2, sites))
+        runs[str(seed)] = {**run, "scores": {"A": {"deployed": cases}}}
+    # Of nine pairs one is in the wrong order in each run: the difference is 0, not its variance.
+    table = delong_of_runs(runs).set_index("class")
+    assert table["1 - 0"].to_dict() == {
+        task.labels[0]: "+0.000, p 1.000",
+        task.labels[1]: "+0.000, p 1.000",
+        task.labels[2]: "–",
+    }
+    assert "DeLong" in comparison(runs)
+    other = {
+        **runs["1"],
+        "configuration": {"task": {**runs["1"]["configuration"]["task"], "metric": "f1_macro"}},
+    }
+    assert delong_of_runs({"0": runs["0"], "1": other}).empty
 
 
 def test_the_command(

@@ -3,19 +3,25 @@
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from zipfile import ZipFile
 
 import pytest
 
+from foreign.install import describe
 from helpers.small_tasks import tiny_phantom
+from medflare.core import packages
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.hyper import split_hyper
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results, validate_results
+from medflare.methods import catalogue
 from medflare.methods.catalogue import get_method
+from medflare.studies import cluster as clusters
 from medflare.studies.candidates import Candidate
 from medflare.studies.grid import (
     STUDY_FILE,
@@ -25,6 +31,7 @@ from medflare.studies.grid import (
     read_study,
     run_name,
     run_study,
+    study_tables,
     write_rows,
     write_run,
 )
@@ -146,9 +153,10 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ) -> dict[str, Any]:
         labels.append(row.label)
         task = dataclasses.replace(setting.task, resplit=seed)
-        sites = {
-            site: SiteRecord("outside" if site in outside else "inside") for site in setting.sites
-        }
+        metrics = {"deployed": {"dice": 0.5}}
+        sites = {}
+        for site in setting.sites:
+            sites[site] = SiteRecord("outside" if site in outside else "inside", metrics=metrics)
         return build_results(
             RunRecord(
                 row.method,
@@ -272,14 +280,134 @@ def test_results_can_be_sent_by_another_process() -> None:
     )
 
 
-def test_an_error_in_a_process_stops_the_study(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_stops_the_study(processes: int, tmp_path: Path) -> None:
     jobs: list[Any] = [
-        partial(int, "no images"),
+        partial(signal.raise_signal, signal.SIGINT),
         *(partial(os.system, f"sleep 0.3; touch {tmp_path / str(n)}") for n in range(12)),
     ]
-    with pytest.raises(ValueError, match="no images"):
-        list(_finished(jobs, 2))
+    with pytest.raises(KeyboardInterrupt):
+        list(_finished(jobs, processes))
     assert len([*tmp_path.iterdir()]) < 6
+
+
+BUGGY: Final = """
+from medflare.methods import FedAvgSite, Method
+class BuggySite(FedAvgSite):
+    def fit(self, *arguments, **options):
+        raise KeyError("first line\\nlast line")
+METHOD = Method("buggy", "Buggy", "-", site=BuggySite, server="medflare.methods.fedavg.server:FedAvgServer")
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of a package with the method "buggy", also for processes that this one starts."""
+    folder = describe(tmp_path / "site", "buggy-methods", {"buggy": "buggy_methods:METHOD"})
+    (folder / "buggy_methods").mkdir()
+    (folder / "buggy_methods" / "__init__.py").write_text(BUGGY)
+    monkeypatch.syspath_prepend(str(folder))
+    caches = (catalogue._foreign, packages._code_hash, packages._distribution)
+    for cache in caches:
+        cache.cache_clear()
+    yield folder / "buggy_methods" / "__init__.py"
+    sys.modules.pop("buggy_methods", None)
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_row_that_fails_fails_alone(foreign: Path, processes: int, tmp_path: Path) -> None:
+    rows = [Candidate.parse(text) for text in ("fedavg", "buggy", "constant")]
+    groups = run_study(rows, SETTING, [0], tmp_path / "out", processes=processes)
+    status = {label: runs[0]["status"] for label, runs in groups.items()}
+    assert status == {"fedavg": "COMPLETED", "buggy": "FAILED", "constant": "COMPLETED"}
+    (failed,) = groups["buggy"]
+    validate_results(failed)
+    assert failed["reason"].startswith("KeyError: ") and "last line" in failed["reason"]
+    assert failed["versions"]["buggy-methods"] == "0.1"
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert f"FAILED: buggy, seed 0: {failed['reason']}" in table and "| fedavg |" in table
+    assert "KeyError" in (tmp_path / "out" / "study.html").read_text()
+    lines: list[str] = []
+    run_study(rows, SETTING, [0], tmp_path / "out", say=lines.append)
+    lines = [line for line in lines if line.startswith("[")]
+    assert len(lines) == 1 and "buggy/seed0: FAILED" in lines[0], "it alone is repeated"
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_fails_its_run(foreign: Path) -> None:
+    foreign.write_text(BUGGY.replace("raise KeyError(", "import os; os._exit(3 or "))
+    jobs = [_Job(Candidate.parse("buggy"), SETTING, 0, ())]
+    ((job, results),) = _finished(jobs, 2)
+    assert job is jobs[0] and results["reason"].startswith("BrokenProcessPool")
+
+
+def test_a_study_of_failed_rows_has_tables(foreign: Path, tmp_path: Path) -> None:
+    groups = run_study([Candidate.parse("buggy")], SETTING, [0], tmp_path)
+    assert groups["buggy"][0]["status"] == "FAILED"
+    assert "FAILED: buggy" in (tmp_path / "table.md").read_text()
+
+
+def test_tables_show_the_whole_folder(tmp_path: Path, trained: list[str]) -> None:
+    rows = {text: [Candidate.parse(text)] for text in ("fedavg", "constant", "fedprox")}
+    run_study([*rows["fedavg"], *rows["constant"]], SETTING, [0], tmp_path)
+    groups = run_study(rows["fedprox"], SETTING, [1], tmp_path)
+    assert list(groups) == ["fedprox"]
+    study = study_tables(tmp_path)
+    assert list(study.groups) == ["fedprox", "fedavg", "constant"]
+    for file in ("table.md", "study.html"):
+        text = (tmp_path / file).read_text()
+        assert all(label in text for label in rows)
+    run_study(rows["fedavg"], SETTING, [2], tmp_path)
+    assert len(study_tables(tmp_path).groups["fedavg"]) == 2, "seeds 0 and 2"
+
+
+def test_a_row_is_not_mixed_of_two_versions_of_its_code(
+    foreign: Path, tmp_path: Path, trained: list[str]
+) -> None:
+    rows = [Candidate.parse("fedavg"), Candidate.parse("buggy")]
+    lines: list[str] = []
+    run_study(rows, SETTING, [0, 1], tmp_path)
+    foreign.write_text(f"{BUGGY}# edited")
+    packages._code_hash.cache_clear()
+    del trained[:]
+    run_study(rows[:1], SETTING, [0, 1, 2], tmp_path)
+    for seeds in ([0, 1, 2], [2]):
+        with pytest.raises(StateError, match=r"buggy/seed0.*buggy-methods code.*--rerun buggy"):
+            run_study(rows, SETTING, seeds, tmp_path)
+    assert trained == ["fedavg"]
+    run_study(rows, SETTING, [2], tmp_path, rerun=["buggy"])
+    assert sorted(trained) == ["buggy", "buggy", "buggy", "fedavg"], "seeds 0 and 1, too"
+    run_study(rows, SETTING, [0, 1, 2], tmp_path, say=lines.append)
+    assert not any("buggy" in line for line in lines)
+    with pytest.raises(ConfigError, match="--rerun fedprox"):
+        run_study(rows, SETTING, [2], tmp_path, rerun=["fedprox"])
+
+
+@pytest.mark.parametrize(
+    ("name", "warned"), [("medflare", None), ("medflare code", True), ("removed", False)]
+)
+def test_kept_runs_of_other_code_of_medflare(
+    name: str, warned: bool | None, tmp_path: Path, trained: list[str]
+) -> None:
+    rows = [Candidate.parse("fedavg")]
+    lines: list[str] = []
+    run_study(rows, SETTING, [0], tmp_path)
+    results = read_runs(tmp_path)["fedavg/seed0"]
+    if name == "removed":  # results of earlier versions
+        del results["versions"]["medflare code"]
+        name = "medflare"
+    results["versions"][name] = "0.0"
+    write_run(tmp_path, "fedavg/seed0", results)
+    if warned is None:
+        with pytest.raises(StateError, match=r"medflare 0\.0.*--rerun fedavg"):
+            run_study(rows, SETTING, [0], tmp_path)
+    else:
+        run_study(rows, SETTING, [0], tmp_path, say=lines.append)
+        assert [line.startswith("warning: kept runs of fedavg") for line in lines] == [
+            True
+        ] * warned
 
 
 def test_a_failed_run_is_repeated(runs: list[Run], tmp_path: Path, trained: list[str]) -> None:
@@ -422,3 +550,26 @@ def test_a_damaged_study_raises_an_error(runs: list[Run], tmp_path: Path) -> Non
             archive.writestr("a/seed0/results.json", content)
         with pytest.raises(StateError, match="a/seed0"):
             read_study(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_study_runs_as_jobs_of_a_cluster(
+    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By submitit's processes on this machine."""
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PYTHONPATH", str(foreign.parent.parent))
+    foreign.write_text(BUGGY.replace("raise KeyError(", "import os; os._exit(3 or "))
+    rows = [Candidate.parse("constant"), Candidate.parse("buggy")]
+    out = tmp_path / "out"
+    for cluster, text in (("cloud", "slurm"), ("local:no_such=1", "no_such")):
+        with pytest.raises(ConfigError, match=text):
+            run_study(rows, SETTING, [0], out, cluster=cluster)
+    groups = run_study(rows, SETTING, [0], out, cluster="local:timeout_min=5")
+    assert [runs[0]["status"] for runs in groups.values()] == ["COMPLETED", "FAILED"]
+    assert (out / "cluster").stat().st_mode & 0o077 == 0
+    logs = sorted((out / "cluster").iterdir())
+    assert logs and not [file for file in logs if file.name.endswith("result.pkl")]
+    monkeypatch.setattr(clusters, "finished_jobs", None)
+    del rows[1]
+    assert list(run_study(rows, SETTING, [0], out, cluster="local")) == ["constant"], "it is kept"

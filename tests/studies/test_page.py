@@ -1,9 +1,14 @@
 """The page of a study against numbers worked out by hand."""
 
 import dataclasses
+import re
+from typing import Any
+
+import pytest
 
 from evaluation.pages import Page, faults
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
+from medflare.studies import figures
 from medflare.studies.page import study_page
 from medflare.studies.statistics import Run
 from medflare.studies.tables import StudyTables
@@ -58,6 +63,40 @@ def test_means_ranks_and_cost_sites_that_lose_by_joining_structures_and_every_ta
         row for table in page.tables for row in table
     ]
     assert "dice, differences" in page.text
+
+
+@pytest.mark.figures
+def test_the_plot_shows_differences_to_the_first_row(
+    record: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Any] = {}
+    drawing = figures.patients_drawing
+
+    def noted(values: Any, intervals: Any, label: str, margin: float | None = None) -> Any:
+        drawn.update(values=values, intervals=intervals, label=label, margin=margin)
+        return drawing(values, intervals, label, margin)
+
+    monkeypatch.setattr(figures, "patients_drawing", noted)
+    groups = {
+        "fedavg": [deployed(record, "fedavg", seed, A=0.5, B=0.5) for seed in (0, 1)],
+        "fedsm": [
+            deployed(record, "fedsm", 0, A=0.51, B=0.53),
+            deployed(record, "fedsm", 1, A=0.55, B=0.53),
+        ],
+        "constant": [deployed(record, "constant", seed, A=0.1, B=0.1) for seed in (0, 1)],
+    }
+    html = study_page(StudyTables(groups))
+    assert not faults(html)
+    points = {"A, 0": 0.01, "A, 1": 0.05, "B, 0": 0.03, "B, 1": 0.03}
+    assert drawn["values"] == {"fedsm": pytest.approx(points)}, "without the constant answer"
+    # Means 0.02 and 0.04: t(1) is 12.706 at 0.975, the standard error 0.01.
+    assert drawn["intervals"]["fedsm"] == pytest.approx((0.03 - 0.12706, 0.03 + 0.12706), abs=1e-5)
+    assert drawn["margin"] == 0.02 and "Grey: differences below 0.02." in html
+    (svg,) = [part for part in html.split("<figure>")[1:] if "row minus fedavg" in part]
+    ticks = re.findall(r">([−\d.]+)</text>", svg)
+    assert "1.0" not in ticks and "0.8" not in ticks, "not an axis from 0 to 1"
+    assert StudyTables({"fedavg": groups["fedavg"]}).same_answers() == []
+    assert "row minus" not in study_page(StudyTables({"fedavg": groups["fedavg"]}))
 
 
 def test_without_training_alone_the_page_says_how_to_add_it(record: RunRecord) -> None:

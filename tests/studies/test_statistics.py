@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from scipy.stats import norm
+from sklearn.metrics import roc_auc_score
 
 from helpers.small_tasks import score, small_task
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
@@ -19,6 +21,7 @@ from medflare.studies.statistics import (
     common_classes,
     compare,
     compare_patients,
+    delong,
     detectable_difference,
     equivalence_p,
     holm,
@@ -446,3 +449,56 @@ def test_patients_in_another_order_are_paired_by_name() -> None:
 )
 def test_runs_of_other_patients_are_not_paired(other: Run) -> None:
     assert compared(run(0, {"A": dice(a=0.5, b=0.5)}), other) == Comparison()
+
+
+def test_delong_is_the_variance_of_the_u_statistics() -> None:
+    """Against scikit-learn's areas, and the covariances of DeLong's Eq. 5 to 8 written as loops."""
+    rng = np.random.default_rng(0)
+    truth = np.array([1] * 13 + [0] * 22)
+    scores = [np.round(truth * shift + rng.normal(size=35), 1) for shift in (0.8, 1.5)]  # with ties
+    comparison = delong(truth, *scores)
+    areas = [roc_auc_score(truth, score) for score in scores]
+    assert comparison.difference == pytest.approx(areas[1] - areas[0])
+    of_cases, of_controls = np.zeros((2, 13)), np.zeros((2, 22))
+    for model, values in enumerate(scores):
+        for i, x in enumerate(values[truth == 1]):
+            for j, y in enumerate(values[truth == 0]):
+                kernel = 1.0 if x > y else 0.5 if x == y else 0.0
+                of_cases[model, i] += kernel / 22
+                of_controls[model, j] += kernel / 13
+    contrast = np.array([-1, 1])
+    covariance = np.cov(of_cases) / 13 + np.cov(of_controls) / 22
+    error = float(np.sqrt(contrast @ covariance @ contrast))
+    assert comparison.error == pytest.approx(error)
+    z = (areas[1] - areas[0]) / error
+    assert comparison.p == pytest.approx(2 * norm.sf(abs(z)))
+    low, high = comparison.interval or (NAN, NAN)
+    assert (high - low) / 2 == pytest.approx(1.959964 * error) and comparison.n == 35
+
+
+def test_delong_of_patients_with_several_cases() -> None:
+    """Cases twice say nothing new; else the error is that of a bootstrap over patients."""
+    rng = np.random.default_rng(1)
+    patients = np.repeat(np.arange(120), 3)
+    truth = rng.random(360) < 0.4  # a patient has cases with and without the class
+    common = rng.normal(size=(2, 120))[:, patients]
+    scores = common + truth * [[0.8], [1.2]] + rng.normal(size=(2, 360))
+    first, second = scores
+    one = delong(truth[::3], first[::3], second[::3])
+    every = np.repeat(np.arange(120), 2) * 3
+    twice = delong(truth[every], first[every], second[every], patients[every])
+    assert twice.error == pytest.approx(one.error) and twice.n == 120
+    rows = np.arange(360).reshape(120, 3)
+    drawn: list[float] = []
+    for _ in range(600):
+        cases = rows[rng.integers(120, size=120)].ravel()
+        areas = [roc_auc_score(truth[cases], values[cases]) for values in scores]
+        drawn.append(areas[1] - areas[0])
+    assert delong(truth, first, second, patients).error == pytest.approx(np.std(drawn), rel=0.1)
+
+
+def test_delong_without_a_variance() -> None:
+    scores = [0.1, 0.2, 0.3, 0.4]
+    assert delong(np.array([0, 0, 1, 1]), scores, scores) == Comparison(0.0, n=4)
+    one_with_the_class = np.array([0, 0, 0, 1])
+    assert delong(one_with_the_class, scores, scores) == Comparison(n=4)

@@ -8,11 +8,13 @@ from xml.etree import ElementTree
 import pytest
 
 from medflare.cli import main
+from medflare.core.errors import ConfigError
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
+from medflare.studies.figures import learning_curves
 from medflare.studies.grid import write_run
 from medflare.studies.page import study_page
-from medflare.studies.statistics import Run
-from medflare.studies.tables import StudyTables, learning_curves, selection, study_report
+from medflare.studies.statistics import Comparison, Run, delong
+from medflare.studies.tables import StudyTables, delong_text, selection, study_report
 from medflare.tasks.config import load_task
 from studies.conftest import leaving_out
 
@@ -88,18 +90,88 @@ def test_models_share_a_row_if_they_differ_in_a_site_or_have_the_same_numbers(
 
 
 @pytest.mark.parametrize(
-    ("rule", "text"),
-    [("paired", "best dice, paired over sites"), ("best", "best dice"), ("last", "last")],
+    ("rule", "voters", "text"),
+    [
+        ("paired", "AB", "best dice, paired over sites"),
+        ("best", "AB", "best dice"),
+        ("last", "", "last"),
+        ("median", "AB", "best dice, median of sites"),
+        ("median", "A", "best dice"),  # a federation of one site
+        ("median", "", "best dice, each site its own"),  # as FedAMP and PRR
+    ],
 )
-def test_the_selection_of_a_round_is_named(record: RunRecord, rule: str, text: str) -> None:
-    assert (
-        selection(
-            build_results(
-                dataclasses.replace(record, hyper={"site": {}, "server": {"selection": rule}})
-            )
-        )
-        == text
+def test_the_selection_of_a_round_is_named_with_who_selected(
+    record: RunRecord, rule: str, voters: str, text: str
+) -> None:
+    candidate = {"round": 1, "value": 0.5, "votes": dict.fromkeys(voters, 0.5)}
+    record = dataclasses.replace(
+        record,
+        hyper={"site": {}, "server": {"selection": rule}},
+        model_selection={"global": {"round": 1, "rule": rule, "candidates": [candidate]}},
     )
+    run = build_results(record)
+    assert selection(run) == text
+    before = {key: value for key, value in run.items() if key != "model_selection"}
+    joined = {"paired": ", paired over sites", "median": ", median of sites"}.get(rule, "")
+    rule_alone = "last" if rule == "last" else f"best dice{joined}"
+    assert selection(before) == rule_alone, "of a version that did not record it"
+    assert selection({**run, "model_selection": {}, "reason": "killed"}) == rule_alone
+    alone = "last" if rule == "last" else "best dice, each site its own"
+    assert selection({**run, "method": "single-site"}) == alone
+
+
+def test_some_metrics_only(runs: list[Run]) -> None:
+    study = StudyTables({"all": runs}, ["hd95"])
+    assert list(study.tables()) == ["hd95", "hd95, what the mean hides"]
+    assert "dice" not in study_report(study)
+    page = study_page(study)
+    assert "HD95" in page and "dice, differences" not in page
+    with pytest.raises(ConfigError, match="unknown metric 'dise'; did you mean dice"):
+        StudyTables({"all": runs}, ["dise"])
+
+
+def test_rows_with_equal_values_in_every_cell_are_named(record: RunRecord) -> None:
+    def row(a: float, b: float) -> list[Run]:
+        return [measured(record, seed, A={"deployed": a}, B={"deployed": b}) for seed in (0, 1)]
+
+    groups = {"fedavg": row(0.5, 0.6), "fedyogi": row(0.5, 0.6), "other": row(0.6, 0.5)}
+    study = StudyTables(groups)
+    (line,) = study.same_answers()
+    assert line.startswith("Same answers: fedavg and fedyogi have")
+    assert f"- {line}" in study_report(study).split("\n## ")[0] and line in study_page(study)
+    fewer = {"fedavg": row(0.5, 0.6), "fedyogi": row(0.5, 0.6)[:1]}
+    assert StudyTables(fewer).same_answers() == []
+
+
+def test_areas_under_roc_curves_are_compared_by_class(record: RunRecord) -> None:
+    """The patients and values of test_statistics' DeLong test, twice; class 2 has one case."""
+    task = load_task("ham10000_3class")
+    targets = [0, 0, 0, 0, 1, 1, 1, 2]
+    first = [0.9, 0.8, 0.4, 0.7, 0.6, 0.5, 0.2, 0.1]
+    second = [0.9, 0.8, 0.7, 0.7, 0.6, 0.5, 0.2, 0.1]
+
+    def run(scores: list[float], seed: int) -> Run:
+        cases = {
+            "patients": list("abcdefgh"),
+            "probabilities": [[score, 1 - score, 0.0] for score in scores],
+            "targets": targets,
+        }
+        sites = {"A": SiteRecord("inside", metrics={"deployed": {"auc_macro": 0.5}})}
+        run = build_results(dataclasses.replace(record, task=task, sites=sites, seed=seed))
+        return {**run, "scores": {"A": {"deployed": cases}}}
+
+    groups = {"plain": [run(first, 0), run(first, 1)], "better": [run(second, 0), run(first, 1)]}
+    table = StudyTables(groups).tables(["AUC by class, DeLong's test"])
+    lines = table["AUC by class, DeLong's test"].splitlines()
+    assert lines[0] == "| method | class | A (inside) |"
+    # Two of 16 pairs change sides in seed 0, none in seed 1.
+    p = delong([target == 0 for target in targets], first, second).p
+    assert p is not None
+    assert delong_text([Comparison(0.1, p=p) for p in (0.01, 0.02, 0.9)]) == "+0.100, p 0.040"
+    assert delong_text([Comparison(0.1, p=p) for p in (0.6, 0.9)]) == "+0.100, p 1.000"
+    assert delong_text([Comparison(0.1, p=0.03), Comparison()]) == "+0.100, p 0.030"
+    assert f"| better - plain | {task.labels[0]} | +0.062, p {p:.3f} |" in lines
+    assert f"| better - plain | {task.labels[2]} | – |" in lines
 
 
 def test_a_site_left_out_in_turn_has_a_column_for_each_role(runs: list[Run]) -> None:
@@ -477,9 +549,11 @@ def test_learning_curves_have_a_line_for_every_model(
     assert learning_curves({"fedavg": runs}) is None
     write_run(tmp_path, "fedavg/seed0", one_model[0])
     assert main(["study", "table", str(tmp_path), "--figures", str(tmp_path / "figures")]) == 0
-    assert (
-        tmp_path / "figures" / "curves.svg"
-    ).exists() and "| fedsm | global |" in capsys.readouterr().out
+    assert "| fedsm | global |" in capsys.readouterr().out
+    assert (tmp_path / "figures" / "curves.svg").exists()
+    pdf = (tmp_path / "figures" / "curves.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF") and b"/FontFile2" in pdf, "TrueType fonts are embedded"
+    assert b"/Type3" not in pdf
 
 
 def test_a_study_warns_of_rows_below_the_constant_answer_before_any_table(

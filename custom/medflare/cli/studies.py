@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 _SEEDS: Final = "0,1,2"
 Html = Annotated[Path | None, typer.Option(help="Write the study's page into this file")]
 Figures = Annotated[
-    Path | None, typer.Option(help="Write the learning curves into this folder as an SVG file")
+    Path | None,
+    typer.Option(
+        help="Write the learning curves and the differences to the first row into this folder, as "
+        "PDF (curves also as SVG)"
+    ),
 ]
 
 
@@ -36,6 +40,7 @@ def add_commands(app: typer.Typer) -> None:
         "medflare study fedavg moon:server_algorithm=grace --sites CS,DU,FG,HT "
         "--leave-one-out --task brain_lgg --out study",
         "medflare study fedavg fedsm --selection last --sites 4 --out study_last",
+        "medflare study fedavg fedprox --grid mu=0.01,0.1 --grid lr=0.001,0.003 --out study_grid",
         "medflare study --suite prr_table3 --data-root DATA --out prr_table3",
         "medflare study moon --suite fedsm_table3 --reference equal-compute --data-root DATA "
         "--out fedsm_table3",
@@ -44,7 +49,9 @@ def add_commands(app: typer.Typer) -> None:
         study,
         "table",
         show_tables,
-        "medflare study table study --figures study/figures --csv study.csv",
+        "medflare study table study --figures study/figures --summary study.csv",
+        "medflare study table study --latex --metrics dice,hd95",
+        "medflare study table brain_study fundus_study grades_study --figures figures",
     )
     app.add_typer(study, name="study")
 
@@ -149,7 +156,31 @@ def run_study(
         ),
     ] = False,
     data_root: options.DataRoot = None,
+    grid: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=VALUE,VALUE",
+            help="Run each row that has this hyper-parameter (or lr, task.NAME) with each value "
+            "and show the best by validation images; several: all combinations",
+        ),
+    ] = (),  # type: ignore[assignment]
+    rerun: Annotated[
+        list[str],
+        typer.Option(
+            metavar="ROW",
+            help="Run all of this row again, for example after its code changed; may be repeated",
+        ),
+    ] = (),  # type: ignore[assignment]
     processes: Annotated[int, typer.Option(help="Runs at the same time")] = 1,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="slurm[:NAME=VALUE,...]",
+            help="Run as an array of Slurm jobs, with settings of the package submitit "
+            "(slurm:timeout_min=600,gpus_per_node=1,slurm_partition=gpu); all machines need the "
+            "folders --out and --data-root",
+        ),
+    ] = None,
     device: options.Device = None,
     figures: Figures = None,
 ) -> int:
@@ -157,9 +188,10 @@ def run_study(
 
     --reference all adds the rows that a method has to beat. Tables show how each row's round was
     selected, and warn of rows that still rise or that equal the constant answer. Differences to the
-    first row, and to training alone, have 95 % intervals over seeds and over patients. Completed
-    runs are kept and failed ones repeated when the study is run again; --out with runs of other
-    settings is an error.
+    first row, and to training alone, have 95 % intervals over seeds and over patients. A run that
+    fails does not stop the others. Completed runs are kept and failed ones repeated when the study
+    is run again, and the tables show all rows in the folder; --out with runs of other settings, or
+    of a row's earlier code, is an error.
     """
     rows_are_named = candidates or options.names_in(reference)
     if suite is None and not rows_are_named:  # before torch and MONAI are imported
@@ -171,10 +203,10 @@ def run_study(
     if suite is None and sites is None:
         sites = ",".join(options.default_sites(data_root))
     from medflare.core.store import make_folder, write_atomically
-    from medflare.evaluation.results import COMPLETED
-    from medflare.studies import grid
+    from medflare.studies import grid as studies
     from medflare.studies.candidates import rows_of
     from medflare.studies.references import Setting
+    from medflare.studies.selection_grid import cells_of, parse_grid
     from medflare.studies.suites import BESIDE_FILE, beside_the_paper, load_suite
     from medflare.studies.tables import TABLE_FILE
 
@@ -184,7 +216,8 @@ def run_study(
     paper = None
     if suite is not None:
         paper = load_suite(suite)
-        fixed = {"leave-one-out": leave_one_out, "leave-out": leave_out, "selection": selection}
+        fixed: dict[str, Any] = {"leave-one-out": leave_one_out, "leave-out": leave_out}
+        fixed |= {"selection": selection, "grid": grid}
         for name, value in fixed.items():
             if value:
                 raise ConfigError(
@@ -213,14 +246,24 @@ def run_study(
                 f"there are {', '.join(setting.sites)}"
             )
     rows = rows_of(methods, options.names_in(reference), config, selection)
+    cells = cells_of(rows, parse_grid(grid), config, options.task_with)
     draws = _seeds(seeds or _SEEDS)
     with options.environment(data_root=data_root, device=device):
         options.check_sites(setting.sites, config)
         if figures is not None:
             make_folder(figures, public=True)  # fails before anything is trained
         left_out = list(setting.sites) if leave_one_out else left_out
-        groups = grid.run_study(
-            rows, setting, draws, out, left_out=left_out, processes=processes, say=print
+        groups = studies.run_study(
+            rows,
+            setting,
+            draws,
+            out,
+            left_out=left_out,
+            grids=cells,
+            rerun=rerun,
+            processes=processes,
+            cluster=cluster,
+            say=print,
         )
     if paper is None or not paper.numbers:
         print((out / TABLE_FILE).read_text(encoding="utf-8"))
@@ -229,9 +272,19 @@ def run_study(
         text = beside_the_paper(paper, groups)
         write_atomically(out / BESIDE_FILE, text.encode(), public=True)
         print(text)
-    _write_curves(figures, groups)
-    completed = all(run["status"] == COMPLETED for runs in groups.values() for run in runs)
-    return 0 if completed else 1
+    _write_figures(figures, groups)
+    return _reported_failures(groups)
+
+
+def _reported_failures(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> int:
+    """Print a line for every row with failed runs; 1 if there is one."""
+    failed = 0
+    for row, runs in groups.items():
+        reasons = [run["reason"] for run in runs if run["reason"]]
+        if reasons:
+            failed = 1
+            print(f"FAILED: {row}, {len(reasons)} of {len(runs)} runs: {reasons[0]}")
+    return failed
 
 
 def _changed_task(
@@ -249,45 +302,103 @@ def _changed_task(
 
 
 def show_tables(
-    folder: Annotated[Path, typer.Argument(help="Of a study")],
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FOLDER...", help="Of a study; several: studies of different tasks, same rows"
+        ),
+    ],
+    metrics: Annotated[
+        str,
+        typer.Option(metavar="NAMES", help="Only these metrics, comma-separated (default: all)"),
+    ] = "",
+    latex: Annotated[
+        bool, typer.Option("--latex", help="Print LaTeX (booktabs) in place of Markdown")
+    ] = False,
     figures: Figures = None,
     csv: options.CsvFile = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a CSV file with a line for each row: means over seeds with intervals, "
+            "traffic, time, rounds, selection, versions"
+        ),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="Of --summary: count the rounds until the validation metric reaches this "
+            "(default: 95 % of FedAvg's at the end, without FedAvg of the best row's)"
+        ),
+    ] = None,
     html: Html = None,
 ) -> int:
-    """Print the tables of a study's folder again; trains nothing."""
-    import pandas as pd
+    """Print the tables of a study's folder again, or compare rows over several tasks; trains
+    nothing.
 
+    Over tasks: mean ranks, Friedman's test, Nemenyi's critical difference, and Wilcoxon's test of
+    every pair with Holm's correction (Demsar, JMLR 2006).
+    """
     from medflare.core.store import csv_cell, write_atomically
-    from medflare.evaluation.results import results_frame
-    from medflare.studies import grid, page, tables
+    from medflare.studies import export, grid, page, tables
+    from medflare.studies.latex import latex_tables
 
-    groups = grid.read_study(folder)
-    study = tables.StudyTables(groups)
-    print(tables.study_report(study))
+    wanted = options.names_in(metrics)
+    if target is not None and summary is None:
+        raise ConfigError("--target is of --summary FILE; name the file, or leave --target out")
+    if len(folders) > 1:
+        of_one_study = {"latex": latex, "csv": csv, "summary": summary, "html": html}
+        for name, value in of_one_study.items():
+            if value:
+                raise ConfigError(f"--{name} is of one study; name one folder, or leave it out")
+        return _show_tasks(folders, wanted, figures)
+    groups = grid.read_study(folders[0])
+    study = grid.study_tables(folders[0], wanted)
+    print(latex_tables(study) if latex else tables.study_report(study))
     if html is not None:
         write_atomically(html, page.study_page(study).encode(), public=True)
         print(f"page: {html}")
-    _write_curves(figures, groups)
+    _write_figures(figures, groups, wanted)
     if csv is not None:
-        frames: list[Any] = []
-        for row, runs in groups.items():
-            frames += [results_frame(run).assign(method=row, seed=run["seed"]) for run in runs]
-        pd.concat(frames).map(csv_cell).to_csv(csv, index=False)
+        export.long_table(groups, study.metrics).map(csv_cell).to_csv(csv, index=False)
         print(f"table: {csv}")
+    if summary is not None:
+        export.summary_table(study, target).map(csv_cell).to_csv(summary, index=False)
+        print(f"table: {summary}")
     return 0
 
 
-def _write_curves(folder: Path | None, groups: Any) -> None:
+def _show_tasks(folders: Sequence[Path], metrics: Sequence[str], figures: Path | None) -> int:
+    """Print the comparison over tasks, and write ranks.pdf into the folder of figures."""
     from medflare.core.store import write_atomically
-    from medflare.studies.tables import learning_curves
+    from medflare.studies import grid, tables
+    from medflare.studies.figures import critical_difference_drawing
+    from medflare.studies.tasks_compared import (
+        critical_difference,
+        mean_ranks,
+        task_means,
+        tasks_report,
+    )
 
-    if folder is None:
-        return
-    svg = learning_curves(groups)
-    if svg:
-        file = folder / "curves.svg"
-        write_atomically(file, svg.encode(), public=True)
+    studies = [tables.StudyTables(grid.read_study(folder), metrics) for folder in folders]
+    print(tasks_report(studies))
+    if figures is not None:
+        means = task_means(studies)
+        critical = critical_difference(*means.shape)
+        drawing = critical_difference_drawing(mean_ranks(means).to_dict(), critical)
+        file = figures / "ranks.pdf"
+        write_atomically(file, drawing.pdf(), public=True)
         print(f"figure: {file}")
+    return 0
+
+
+def _write_figures(folder: Path | None, groups: Any, metrics: Sequence[str] = ()) -> None:
+    from medflare.studies.figures import write_figures
+    from medflare.studies.tables import StudyTables
+
+    if folder is not None:
+        for file in write_figures(folder, StudyTables(groups, metrics)):
+            print(f"figure: {file}")
 
 
 def _selected(task: "TaskConfig", selection: str | None) -> "tuple[TaskConfig, str | None]":

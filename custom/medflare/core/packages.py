@@ -4,15 +4,25 @@ import atexit
 import gc
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from hashlib import sha256
+from importlib.metadata import (
+    EntryPoint,
+    PackageNotFoundError,
+    distributions,
+    packages_distributions,
+    version,
+)
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
 
 from medflare.core.errors import ConfigError, MedflareError
 
-# Names for pip that differ from the import names.
-_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
+# Names for pip of some imported packages, which need no search.
+_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "medflare": "medflare"}
+CODE: Final = " code"  # after a package's name, of its hash in `code_versions`
 _LONGEST = 200  # characters of a module's name
 # Packages from which a job, a task or a model's card may not name code, even if a site trusts it.
 NEVER_TRUSTED = frozenset(
@@ -86,3 +96,57 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:  # for example medflare itself, if its code comes with the job
         return ""
+
+
+def extension_modules(names: Container[str]) -> set[str]:
+    """The modules of all entry points with these names, in any group of medflare."""
+    return {point.module for _, point in _extensions() if point.name in names}
+
+
+def _extensions() -> Iterator[tuple[str, EntryPoint]]:
+    """The entry points in groups of medflare, each with the name of its distribution."""
+    for distribution in distributions():
+        for point in distribution.entry_points:
+            if point.group.startswith("medflare."):
+                yield distribution.name, point
+
+
+def code_versions(modules: Iterable[str]) -> dict[str, str]:
+    """Package -> version, and "PACKAGE code" -> hash of its .py files (16 hex digits), of the
+    distributions that hold the modules; a package without a distribution has a hash alone.
+    """
+    record: dict[str, str] = {}
+    for package in sorted({module.partition(".")[0] for module in modules}):
+        name = _distribution(package)
+        record |= versions([name])
+        code = _code_hash(package)
+        if code:
+            record[name + CODE] = code
+    return record
+
+
+@cache  # reads the files of all distributions
+def _distribution(package: str) -> str:
+    if package in _DISTRIBUTIONS:
+        return _DISTRIBUTIONS[package]
+    names = set(packages_distributions().get(package, ()))
+    for name, point in _extensions():  # an editable installation may list no package
+        if point.module.partition(".")[0] == package:
+            names.add(name)
+    return min(names, default=package)
+
+
+@cache  # reads all files of the package; its code in this process does not change later
+def _code_hash(package: str) -> str:
+    spec = find_spec(package)
+    files: dict[str, Path] = {}
+    if spec is not None:
+        for folder in spec.submodule_search_locations or ():
+            for file in Path(folder).rglob("*.py"):
+                files[file.relative_to(folder).as_posix()] = file
+        if not files and spec.has_location:
+            files[package] = Path(str(spec.origin))
+    digest = sha256()
+    for name, file in sorted(files.items()):
+        digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16] if files else ""

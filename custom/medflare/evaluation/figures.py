@@ -1,5 +1,5 @@
-"""Figures as SVG: text has the page's own font and colour, so that they fit a light and a dark
-page.
+"""Figures as SVG, whose text has the page's own font and colour, so that they fit a light and a
+dark page; and as PDF for a paper.
 """
 
 import io
@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import fill, wrap
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
-from medflare.core.packages import installed
+from medflare.core.packages import installed, require
 from medflare.core.palette import COLOURS
 from medflare.evaluation.presentation import metric_label
 from medflare.evaluation.results import MODELS
@@ -43,6 +43,31 @@ class Panel:
     notes: Mapping[str, str] = field(default_factory=dict)  # label -> another text in the legend
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """A plot: `draw` fills a figure of `width` x `height` inches."""
+
+    draw: Callable[["Figure"], None]
+    width: float
+    height: float
+
+    def svg(self, name: str) -> str | None:
+        """As `as_svg`."""
+        return as_svg(self.draw, self.width, self.height, name)
+
+    def pdf(self) -> bytes:
+        """A PDF file with embedded TrueType fonts; equal plots give equal bytes.
+
+        Raises ConfigError without matplotlib.
+        """
+        require("matplotlib", "a figure as PDF")
+        buffer = io.BytesIO()
+        style = {"pdf.fonttype": 42}
+        metadata = {"CreationDate": None}
+        _save(self, buffer, style, format="pdf", metadata=metadata, bbox_inches="tight")
+        return buffer.getvalue()
+
+
 def line_panels(panels: Sequence[Panel], name: str, *, unit_square: bool = False) -> str | None:
     """Line plots, each an SVG with its legend, so that a narrow page has them below each other;
     None if there are none.
@@ -53,12 +78,13 @@ def line_panels(panels: Sequence[Panel], name: str, *, unit_square: bool = False
     labels = sorted({label for panel in panels for label in panel.lines})
     drawings = ""
     for number, panel in enumerate(panels):
-        drawings += _line_panel(panel, labels, f"{name}-{number}", unit_square) or ""
+        drawing = line_drawing(panel, labels, unit_square)
+        drawings += drawing.svg(f"{name}-{number}") or ""
     return drawings or None
 
 
-def _line_panel(panel: Panel, labels: Sequence[str], name: str, unit_square: bool) -> str | None:
-    """One plot; a label has the same style in all of them."""
+def line_drawing(panel: Panel, labels: Sequence[str], unit_square: bool = False) -> Drawing:
+    """One plot; a label has the same style in all plots with these `labels`."""
     texts = {label: panel.notes.get(label, label) for label in panel.lines}
     columns = max(1, min(4, len(texts), int(52 / (max(map(len, texts.values())) + 6))))
     legend = 0.2 * -(-len(texts) // columns)  # inches
@@ -100,7 +126,7 @@ def _line_panel(panel: Panel, labels: Sequence[str], name: str, unit_square: boo
         )
         figure.legend(loc="lower center", ncols=columns, frameon=False)
 
-    return as_svg(draw, _WIDTH, height, name)
+    return Drawing(draw, _WIDTH, height)
 
 
 def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str | None:
@@ -178,8 +204,18 @@ def patients_plot(
     """A mark for every patient, a row for every model, with the mean and its interval if it has
     one, as SVG; None if there is no value.
     """
-    if not values:
-        return None
+    return patients_drawing(values, intervals, label).svg("patients") if values else None
+
+
+def patients_drawing(
+    values: Mapping[str, Mapping[str, float]],
+    intervals: Mapping[str, tuple[float, float] | None],
+    label: str,
+    margin: float | None = None,
+) -> Drawing:
+    """As `patients_plot`; with a `margin`, values are differences: 0 and the range from -margin to
+    margin are marked.
+    """
 
     def draw(figure: "Figure") -> None:
         figure.set_layout_engine("constrained")
@@ -206,13 +242,16 @@ def patients_plot(
             axis.plot([sum(points) / len(points)], [row], marker="D", markersize=7, color=INK)
         axis.set_yticks(range(len(values)), [fill(model, _ROW_NAME) for model in values])
         axis.set_ylim(len(values) - 0.5, -0.5)
-        if all(0 <= value <= 1 for of_model in values.values() for value in of_model.values()):
+        if margin is not None:
+            axis.axvspan(-margin, margin, color=INK, alpha=0.1, linewidth=0)
+            axis.axvline(0, color=INK, alpha=0.4, linewidth=1, linestyle=":")
+        elif all(0 <= value <= 1 for of_model in values.values() for value in of_model.values()):
             axis.set_xlim(-0.02, 1.02)  # small differences look small
         axis.set_xlabel(label)
         _plain_axis(axis, grid="x")
 
     lines = sum(len(wrap(model, _ROW_NAME)) for model in values)
-    return as_svg(draw, _WIDTH, 0.7 + 0.3 * len(values) + 0.2 * lines, "patients")
+    return Drawing(draw, _WIDTH, 0.7 + 0.3 * len(values) + 0.2 * lines)
 
 
 def _plain_axis(axis: "Axes", grid: Literal["x", "y"] = "y") -> None:
@@ -229,26 +268,10 @@ def as_svg(draw: Callable[["Figure"], None], width: float, height: float, name: 
     """
     if not installed("matplotlib"):
         return None
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    ink = dict.fromkeys(
-        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
-    )
-    style = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": name,
-        "font.size": 10,
-        "axes.facecolor": "none",
-        "path.simplify": True,
-    }
-    with rc_context({**ink, **style}):
-        figure = Figure(figsize=(width, height))
-        draw(figure)
-        buffer = io.StringIO()
-        figure.savefig(
-            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
-        )
+    buffer = io.StringIO()
+    style = {"svg.fonttype": "none", "svg.hashsalt": name}
+    metadata = {"Date": None, "Creator": None}
+    _save(Drawing(draw, width, height), buffer, style, format="svg", metadata=metadata)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
@@ -258,3 +281,18 @@ def as_svg(draw: Callable[["Figure"], None], width: float, height: float, name: 
 
     svg = re.sub(r' id="([^"]*)"', only_used, svg)
     return re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
+
+
+def _save(drawing: Drawing, file: IO[Any], style: Mapping[str, Any], **options: Any) -> None:
+    """Draw and save with a transparent background; `options`: of `Figure.savefig`."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    ink = dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
+    )
+    plain = {"font.size": 10, "axes.facecolor": "none", "path.simplify": True}
+    with rc_context({**ink, **plain, **style}):
+        figure = Figure(figsize=(drawing.width, drawing.height))
+        drawing.draw(figure)
+        figure.savefig(file, transparent=True, **options)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+import medflare
 from medflare.core.errors import StateError
 from medflare.core.events import KINDS, Event
-from medflare.core.packages import installed_versions
+from medflare.core.packages import code_versions, extension_modules, installed_versions
 from medflare.core.text import NAME, is_name, printable_json
 from medflare.evaluation.labels import CLASSES, STRUCTURES, labels_of, named_metrics
 from medflare.evaluation.verdicts import findings
@@ -150,7 +151,7 @@ def build_results(record: RunRecord) -> dict[str, Any]:
         "costs": dict(sorted(record.costs.items())),
         "model_selection": record.model_selection,
         "events": list(record.events),
-        "versions": installed_versions(),
+        "versions": installed_versions() | versions_of_run(record.method, task),
         "configuration": {
             "hyper": record.hyper,
             "settings": record.settings,
@@ -169,6 +170,24 @@ def build_results(record: RunRecord) -> dict[str, Any]:
     about_model = findings(ready, json_ready(record.history))
     ready["findings"] = [finding.to_dict() for finding in about_model]
     return ready
+
+
+def versions_of_run(method: str, task: TaskConfig | None) -> dict[str, str]:
+    """Version and code, see `code_versions`, of medflare and of the other distributions whose
+    method ("a+b": a pair), metrics, network, loss, optimizer or transforms a run uses.
+    """
+    names = set(method.split("+"))
+    modules = {"medflare"}
+    if task is not None:
+        names.update(task.test_metrics)
+        named = (task.network, task.loss, task.optimizer, task.intensity, *task.augment)
+        for spec in named:
+            module, imported, _ = str(spec["name"]).partition(":")
+            names.add(module)
+            if imported:
+                modules.add(module)
+    modules |= extension_modules(names)
+    return code_versions(modules) | {"medflare": medflare.__version__}
 
 
 def site_results(

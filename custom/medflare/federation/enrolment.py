@@ -6,12 +6,11 @@ A site that cannot take part ends the run, a late one joins.
 from collections.abc import Mapping
 from typing import Any, Final
 
-import medflare
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
-from medflare.core.packages import installed_versions
+from medflare.core.packages import CODE, versions
 from medflare.data.acquisition import joined_range, read_range
-from medflare.evaluation.results import shares
+from medflare.evaluation.results import shares, versions_of_run
 from medflare.federation.exchange import Reply, Transport
 from medflare.federation.protocol import (
     CLASS_COUNTS,
@@ -28,8 +27,9 @@ from medflare.federation.settings import ENROL
 from medflare.federation.update_validation.updates import capped
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.parts.measured import N_SAMPLES
+from medflare.tasks.config import TaskConfig
 
-_COMPARED: Final = ("medflare", "torch", "monai")
+_COMPARED: Final = ("torch", "monai")  # by a warning alone
 
 
 class Enrolment:
@@ -63,6 +63,10 @@ class Enrolment:
         # Site -> (kind of event, why it is not enrolled).
         self._problems: dict[str, tuple[str, str]] = {}
         self._heaviest = ""
+
+    @property
+    def _versions(self) -> dict[str, str]:
+        return versions_here(self.identity["method"], self.context.task)
 
     @property
     def enrolled(self) -> dict[str, dict[str, Any]]:
@@ -165,7 +169,7 @@ class Enrolment:
     def _enrol(self, site: str, round: int, reply: Message) -> None:
         """Add a site with what it reports."""
         meta = dict(reply.meta)
-        difference = package_difference(reply.get(VERSIONS) or {})
+        difference = package_difference(reply.get(VERSIONS) or {}, self._versions)
         if difference:
             self.context.events.add("warning", difference, site=site, round=round)
         self.context.events.extend(meta.pop(EVENTS.name, []), site=site)
@@ -179,12 +183,15 @@ class Enrolment:
         trains = any(N_SAMPLES in phase.meta for phase in self.context.phases.values())
         if trains and role == "inside" and "train" not in images:
             return "it does not say how many training images it has"
-        there = (reply.get(VERSIONS) or {}).get("medflare", medflare.__version__)
-        if there.split(".")[:2] != medflare.__version__.split(".")[:2]:
-            return (
-                f"runs medflare {there}, the server {medflare.__version__}; "
-                "install the same version at both"
-            )
+        there = reply.get(VERSIONS) or {}
+        for package, here in self._versions.items():
+            if package in _COMPARED or package.endswith(CODE) or package not in there:
+                continue
+            if there[package].split(".")[:2] != here.split(".")[:2]:
+                return (
+                    f"runs {package} {there[package]}, the server {here}; "
+                    "install the same version at both"
+                )
         before = self.returning.get(site, images)
         if images != before:
             return (
@@ -241,27 +248,31 @@ def trained_on(enrolled: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
     return None if total is None else total.to_dict()
 
 
-def versions_here() -> dict[str, str]:
-    """Package -> version, of packages that weights depend on.
+def versions_here(method: str, task: TaskConfig) -> dict[str, str]:
+    """Package -> version, and its code, of packages that weights depend on, see `versions_of_run`.
 
     That of medflare is the code's, which may come with the job.
     """
-    versions = {**installed_versions(), "medflare": medflare.__version__}
-    return {package: versions[package] for package in _COMPARED if package in versions}
+    return versions(_COMPARED) | versions_of_run(method, task)
 
 
-def package_difference(site: Mapping[str, str]) -> str:
-    """Which packages of a site have another version than the server's.
+def package_difference(site: Mapping[str, str], server: Mapping[str, str]) -> str:
+    """Which packages of a site have another version or other code than the server's.
 
     Builds of one version (+cpu, +cu124) are the same.
     """
-    differences = []
-    for name, version in versions_here().items():
-        if name in site and _release(site[name]) != _release(version):
-            differences.append(f"{name} {site[name]} (the server {version})")
+    differences: dict[str, str] = {}
+    for name, version in server.items():
+        if name not in site or _release(site[name]) == _release(version):
+            continue
+        package = name.removesuffix(CODE)
+        if package == name:
+            differences[package] = f"{name} {site[name]} (the server {version})"
+        else:  # unless the version differs, too
+            differences.setdefault(package, f"other code of {package} than the server")
     if not differences:
         return ""
-    return f"runs {', '.join(differences)}: numbers may differ in the last digits"
+    return f"runs {', '.join(differences.values())}: results may differ"
 
 
 def _release(version: str) -> str:

@@ -266,7 +266,7 @@ class Participant:
         small = bool(small_classes(site, "train", self.minimum_patients))
         reply = Message.of({COUNTS: counts_of_splits(site, self.minimum_patients)})
         reply[CLASS_COUNTS] = [] if small else site.class_counts().tolist()
-        reply[VERSIONS] = versions_here()
+        reply[VERSIONS] = versions_here(self.method.name, site.task)
         if self.method.trains and role == "inside" and not self._private(site):
             trained_on = site.trained_on(self.minimum_patients)
             if trained_on is not None:

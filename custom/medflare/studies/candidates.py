@@ -1,12 +1,14 @@
 """The rows of a study: methods with their hyper-parameters, and references."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from medflare.adaptation.registry import check_adaptable
-from medflare.core.errors import ConfigError
-from medflare.core.hyper import SplitHyper, parsed_value, split_hyper
+from medflare.core.errors import ConfigError, one_line
+from medflare.core.hyper import SplitHyper, described, parsed_value, split_hyper
+from medflare.evaluation.results import RunRecord, SiteRecord, build_results, versions_of_run
 from medflare.federation.preflight import check_run
 from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
@@ -15,12 +17,13 @@ from medflare.studies.references import (
     CONSTANT,
     REFERENCES,
     SINGLE_SITE,
+    TASK_CHANGES,
     TRAINED_AS,
     Setting,
     recorded_run,
     single_site,
 )
-from medflare.tasks.config import TaskConfig
+from medflare.tasks.config import TaskConfig, load_task
 
 # Name of the reference `UNIFORM_ROW`: FedAvg with every site counted once.
 UNIFORM: Final = "uniform"
@@ -36,6 +39,7 @@ class Candidate:
         hyper: hyper-parameters that differ from the defaults, under "site" and "server".
         site_algorithm, server_algorithm: methods whose algorithm replaces the method's own.
         trained_as: the method that a reference trains with.
+        task_changes: settings of the task that this row alone has.
     """
 
     label: str
@@ -44,6 +48,7 @@ class Candidate:
     site_algorithm: str | None = None
     server_algorithm: str | None = None
     trained_as: str = TRAINED_AS
+    task_changes: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str, selection: str | None = None) -> "Candidate":
@@ -96,6 +101,44 @@ class Candidate:
             return {"site": {}, "server": {}}
         return self._trained.effective(self.hyper)
 
+    @property
+    def hyper_names(self) -> set[str]:
+        """The hyper-parameters that it has, also as "site.NAME" and "server.NAME"."""
+        names: set[str] = set()
+        if self.method == CONSTANT:
+            return names
+        for algorithm, cls in self._trained.hyper_classes.items():
+            for name in described(cls):
+                names |= {name, f"{algorithm}.{name}"}
+        return names
+
+    def varied(
+        self, named: Mapping[str, Any], hyper: Mapping[str, Any], task: Mapping[str, Any]
+    ) -> "Candidate":
+        """The row with further hyper-parameters and settings of the task, which are `named` in its
+        label; ConfigError for a wrong hyper-parameter.
+        """
+        merged = split_hyper(hyper, self._trained.hyper_classes, self._trained.name)
+        for algorithm, values in self.hyper.items():
+            merged[algorithm] = {**values, **merged[algorithm]}
+        self._trained.check(merged)
+        settings: list[str] = []
+        for name, value in named.items():
+            text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            settings.append(f"{name}={text}")
+        mark = "," if ":" in self.label else ":"
+        label = f"{self.label}{mark}{','.join(settings)}"
+        return replace(self, label=label, hyper=merged, task_changes=task)
+
+    def task_of(self, task: TaskConfig) -> TaskConfig:
+        """The study's task as this row trains it."""
+        return load_task({**task.to_dict(), **self.task_changes})
+
+    def versions(self, task: TaskConfig) -> dict[str, str]:
+        """See `versions_of_run`."""
+        method = "" if self.method == CONSTANT else self._trained.name
+        return versions_of_run(method, self.task_of(task))
+
     def check(
         self, task: TaskConfig, rounds: int | None = None, outside: Sequence[str] = ()
     ) -> None:
@@ -103,6 +146,7 @@ class Candidate:
         None: any number.
         """
         try:
+            task = self.task_of(task)
             if self.method == BATCH_STATISTICS:
                 check_adaptable(task)
             if self.method != CONSTANT:
@@ -113,7 +157,41 @@ class Candidate:
     def run(self, setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:
         """Results dict of one run, with curves and scores; the seed also draws the split by
         patient, and `outside` sites do not train.
+
+        It has the study's task, which all rows share, and the row's changes in its settings.
         """
+        if not self.task_changes:
+            return self._run(setting, seed, outside)
+        changed = replace(setting, task=self.task_of(setting.task))
+        results = self._run(changed, seed, outside)
+        configuration = results["configuration"]
+        planned = setting.task.to_dict()
+        for name in self.task_changes:
+            configuration["task"][name] = planned[name]
+        changes = configuration["settings"].get(TASK_CHANGES, {})
+        configuration["settings"][TASK_CHANGES] = {**self.task_changes, **changes}
+        return results
+
+    def failed(
+        self, setting: Setting, seed: int, outside: Sequence[str], error: Exception
+    ) -> dict[str, Any]:
+        """Results dict of a run that ended with an error."""
+        sites: dict[str, SiteRecord] = {}
+        for site in setting.sites:
+            sites[site] = SiteRecord("outside" if site in outside else "inside")
+        record = RunRecord(
+            self.method if self.method in REFERENCES else self._trained.name,
+            replace(setting.task, resplit=seed),
+            seed,
+            setting.rounds,
+            sites,
+            reason=f"{type(error).__name__}: {one_line(error)}",
+            seconds={"total": 0.0},
+            hyper=self.effective,
+        )
+        return build_results(record)
+
+    def _run(self, setting: Setting, seed: int, outside: Sequence[str]) -> dict[str, Any]:
         if self.method == SINGLE_SITE:
             return single_site(setting, seed, outside, self.hyper, self.trained_as)
         if self.method in REFERENCES:

@@ -3,7 +3,7 @@ paired differences over patients.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,14 @@ from medflare.evaluation.presentation import (
 from medflare.evaluation.results import ROLES, load_results
 from medflare.federation.final_models import SCORES as SCORES_FOLDER
 from medflare.studies.references import SCORES
-from medflare.studies.statistics import Comparison, Run, compare_patients, sites_of_role
+from medflare.studies.statistics import (
+    Comparison,
+    Run,
+    compare_patients,
+    delong_by_class,
+    sites_of_role,
+)
+from medflare.studies.tables import delong_text
 
 _MODEL: Final = "deployed"
 # Settings of the task without which two values are not of the same quantity.
@@ -110,7 +117,36 @@ def comparison(runs: Mapping[str, Run]) -> str:
         ),
         metric_of_runs(runs).reset_index().to_string(index=False),
     ]
+    areas = delong_of_runs(runs) if metric == "auc_macro" else pd.DataFrame()
+    if len(areas):
+        parts += ["", "AUC by class, DeLong's test", areas.to_string(index=False)]
     return "\n".join(parts)
+
+
+def delong_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
+    """A row for each site and class, a column for each run but the first: its AUC minus that of the
+    first run, see `delong_by_class`; empty without scores of the same patients.
+    """
+    (first_name, first), *others = runs.items()
+    labels = first["configuration"]["task"].get("labels", [])
+    rows: dict[tuple[str, int], dict[str, str]] = {}
+    for name, run in others:
+        for role in ROLES:
+            if not _is_same_task(first, run):
+                continue
+            common = set(sites_of_role(first, role)) & set(sites_of_role(run, role))
+            before = ([_at_sites(first, common)], _MODEL)
+            after = ([_at_sites(run, common)], _MODEL)
+            for place, compared in delong_by_class(before, after, role).items():
+                row = rows.setdefault(place, {"site": place[0], "class": labels[place[1]]})
+                row[f"{name} - {first_name}"] = delong_text(compared)
+    return pd.DataFrame(rows.values()).fillna(UNDEFINED)
+
+
+def _is_same_task(first: Run, second: Run) -> bool:
+    task = first["configuration"]["task"]
+    other_task = second["configuration"]["task"]
+    return all(task.get(name) == other_task.get(name) for name in _SAME)
 
 
 def _value(run: Run, place: Sequence[str], role: str, metric: str) -> float | None:
@@ -128,19 +164,20 @@ def _compared(first: Run, second: Run, place: Sequence[str], role: str, metric: 
     """The second run against the first at some sites; a comparison without a difference if they
     measured other things.
     """
-    task = first["configuration"]["task"]
-    other_task = second["configuration"]["task"]
-    if any(task.get(name) != other_task.get(name) for name in _SAME):
+    if not _is_same_task(first, second):
         return Comparison()
     models: list[tuple[list[Run], str]] = []
     for run in (first, second):
         measured = run[SCORES].keys() & sites_of_role(run, role)
         if not measured.issuperset(place):
             return Comparison()
-        sites = {site: run["sites"][site] for site in place}
-        # Patients are paired, not seeds.
-        models.append(([{**run, "sites": sites, "seed": 0}], _MODEL))
+        models.append(([_at_sites(run, place)], _MODEL))
     return compare_patients(models[0], models[1], metric, role=role)
+
+
+def _at_sites(run: Run, places: Collection[str]) -> Run:
+    """The run as if it had these sites only; patients are paired, not seeds."""
+    return {**run, "sites": {site: run["sites"][site] for site in places}, "seed": 0}
 
 
 def _difference(compared: Comparison) -> str:

@@ -3,7 +3,7 @@ be interrupted and extended.
 
     OUT/table.md
     OUT/study.zip
-        study.json                                  the rows in their order
+        study.json                                  the rows in their order, and what grids tried
         <row>/seed<seed>[-<outside>]/results.json
         <row>/seed<seed>[-<outside>]/scores.json    scores of single patients; models with equal
                                                     scores name the first of them
@@ -16,9 +16,10 @@ import json
 import os
 import re
 import time
+import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -30,16 +31,19 @@ import pandas as pd
 import torch
 
 from medflare.core.errors import ConfigError, StateError
+from medflare.core.packages import CODE
 from medflare.core.store import file_digest, replacing, write_atomically
 from medflare.core.text import about
 from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
 from medflare.evaluation.results import COMPLETED, RESULTS_FILE, json_ready, parse_results
 from medflare.federation.settings import CROSS_SITE
+from medflare.studies import cluster as clusters
 from medflare.studies.candidates import Candidate
 from medflare.studies.page import PAGE_FILE, study_page
 from medflare.studies.references import CONSTANT, SCORES, Setting
-from medflare.studies.statistics import Run, sites_of_role
+from medflare.studies.selection_grid import TRIED, selected, tried
+from medflare.studies.statistics import Groups, Run, sites_of_role
 from medflare.studies.tables import TABLE_FILE, StudyTables, study_report
 from medflare.tasks.config import load_task
 
@@ -62,11 +66,20 @@ def run_name(label: str, seed: int, outside: Sequence[str] = ()) -> str:
     return "-".join([f"{row}/seed{seed}", *outside])
 
 
-def write_rows(out: Path, labels: Iterable[str]) -> None:
-    """Write the order of the rows; rows of an earlier study in the same folder follow."""
-    rows = list(labels)
-    rows += [row for row in _rows(_contents(out)) if row not in rows]
-    _write(out, {_ROWS: {"rows": rows}})
+def write_rows(
+    out: Path, labels: Iterable[str], grids: Mapping[str, Iterable[str]] | None = None
+) -> None:
+    """Write the order of the rows, and the labels that were tried for a row; those of an earlier
+    study in the same folder follow.
+    """
+    before = _rows(_contents(out))
+    content: dict[str, Any] = {"rows": list(dict.fromkeys([*labels, *before["rows"]]))}
+    merged = {row: list(tries) for row, tries in before.get("grids", {}).items()}
+    for row, tries in (grids or {}).items():
+        merged[row] = list(dict.fromkeys([*tries, *merged.get(row, ())]))
+    if merged:
+        content["grids"] = merged
+    _write(out, {_ROWS: content})
 
 
 def write_run(out: Path, name: str, results: Run) -> None:
@@ -110,21 +123,60 @@ def read_runs(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_study(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """Row -> its runs; rows that study.json does not name are last.
+    """Row -> its runs, of a grid the selected row; rows that study.json does not name are last.
 
     Raises StateError if there is no run, or the file is damaged.
     """
+    groups = _all_groups(out)
+    content = _rows(_contents(out))
+    grids = content.get("grids", {})
+    labels: list[str] = []
+    for row in content["rows"]:
+        if row in grids:
+            labels.append(selected(grids[row], groups))
+        labels.append(row)
+    unnamed = set(groups)
+    for tries in grids.values():
+        unnamed -= set(tries)
+    labels += sorted(unnamed)
+    return {label: groups[label] for label in dict.fromkeys(labels) if label in groups}
+
+
+def study_tables(out: Path, metrics: Sequence[str] = ()) -> StudyTables:
+    """The tables of all rows in a study's folder, and of what grids tried; errors as `read_study`
+    and `StudyTables`.
+    """
+    grids = _rows(_contents(out)).get("grids", {})
+    table = tried(grids, _all_groups(out)) if grids else ""
+    return _WithTried(read_study(out), table, metrics)
+
+
+class _WithTried(StudyTables):
+    def __init__(self, groups: Groups, tried_table: str, metrics: Sequence[str]) -> None:
+        super().__init__(groups, metrics)
+        self._tried = tried_table
+
+    def tables(self, wanted: Container[str] | None = None) -> dict[str, str]:
+        tables = super().tables(wanted)
+        if self._tried and (wanted is None or TRIED in wanted):
+            tables[TRIED] = self._tried
+        return tables
+
+
+def _all_groups(out: Path) -> dict[str, list[dict[str, Any]]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for run in read_runs(out).values():
-        label = run["configuration"]["settings"].get("label", run["method"])
-        groups.setdefault(label, []).append(run)
+        groups.setdefault(_label(run), []).append(run)
     if not groups:
         raise StateError(
             f"{out}: no run of a study here; "
             f"name the folder of `medflare study --out` with {STUDY_FILE}"
         )
-    labels = dict.fromkeys([*_rows(_contents(out)), *sorted(groups)])
-    return {label: groups[label] for label in labels if label in groups}
+    return groups
+
+
+def _label(run: Run) -> str:
+    return str(run["configuration"]["settings"].get("label", run["method"]))
 
 
 def _contents(out: Path) -> dict[str, bytes]:
@@ -151,10 +203,9 @@ def _write(out: Path, changes: Mapping[str, Any]) -> None:
             archive.writestr(entry, contents[name], ZIP_DEFLATED, compresslevel=9)
 
 
-def _rows(contents: Mapping[str, bytes]) -> list[str]:
-    if _ROWS not in contents:
-        return []
-    return list(json.loads(contents[_ROWS])["rows"])
+def _rows(contents: Mapping[str, bytes]) -> dict[str, Any]:
+    """The content of study.json."""
+    return {"rows": [], **json.loads(contents.get(_ROWS, "{}"))}
 
 
 @dataclass(frozen=True)
@@ -169,9 +220,26 @@ class _Job:
         return run_name(self.candidate.label, self.seed, self.outside)
 
     def __call__(self) -> dict[str, Any]:
-        """The results in JSON types: another process can send them."""
+        """The results in JSON types: another process can send them. Any error fails this run."""
         torch.set_num_threads(1)
-        results = self.candidate.run(self.setting, self.seed, self.outside)
+        versions = self.versions  # before the code can change
+        try:
+            results = self.candidate.run(self.setting, self.seed, self.outside)
+        except Exception as error:
+            traceback.print_exc()
+            return self.failed(error)
+        results["versions"] |= versions
+        return self._labelled(results)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return self.candidate.versions(self.setting.task)
+
+    def failed(self, error: Exception) -> dict[str, Any]:
+        """The results of the run that ended with an error."""
+        return self._labelled(self.candidate.failed(self.setting, self.seed, self.outside, error))
+
+    def _labelled(self, results: dict[str, Any]) -> dict[str, Any]:
         results["configuration"]["settings"] |= {
             "label": self.candidate.label,
             "resplit": self.seed,
@@ -188,54 +256,64 @@ def run_study(
     out: Path,
     *,
     left_out: Sequence[str] = (),
+    grids: Mapping[str, Sequence[Candidate]] | None = None,
+    rerun: Sequence[str] = (),
     processes: int = 1,
+    cluster: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run what has not completed yet, and write study.zip, table.md and study.html.
+    """Run what has not completed yet, and write study.zip, and table.md and study.html of all rows
+    in the folder. A run that fails does not stop the others.
 
     Args:
         seeds: each candidate runs with each.
         left_out: each of these sites in turn does not train and gets the final models; none: all
             sites are inside.
+        grids: label of a candidate -> those that are run in its place, see `selection_grid`.
+        rerun: rows of which every run, also with other seeds, is run again.
         processes: runs at the same time, one thread each.
+        cluster: where they run, see `cluster.executor_of`; None: here.
         say: gets a line for every run that ended.
 
     Returns:
-        Label of a candidate -> its runs.
+        Label of a candidate, or of each one in its place -> its runs.
 
     Raises:
         ConfigError: the task or a site's name is wrong, a row cannot run, something is named twice,
             or no site is left to train.
-        StateError: an earlier run in `out` is damaged, or had other settings.
+        StateError: an earlier run in `out` is damaged, or had other settings, or its row other
+            code.
     """
     seeds = list(seeds)
-    labels = [candidate.label for candidate in candidates]
-    for what, values in (("row", labels), ("seed", seeds), ("left-out site", left_out)):
-        twice = [value for value, count in Counter(values).items() if count > 1]
-        if twice:  # the same runs would count as repetitions
-            raise ConfigError(f"study: {what} {twice[0]!r} is named twice; name it once")
+    _check_named_once(candidates, seeds, left_out)
     if left_out and len(setting.sites) < 2:
         raise ConfigError(
             f"without {setting.sites[0]} no site is left to train; name at least two sites"
         )
+    rows: dict[str, Sequence[Candidate]] = {}
+    cells: dict[str, Candidate] = {}
     for candidate in candidates:
+        rows[candidate.label] = (grids or {}).get(candidate.label, [candidate])
+        cells |= {cell.label: cell for cell in rows[candidate.label]}
+    for candidate in cells.values():
         candidate.check(setting.task, setting.rounds, left_out)
     splits: list[tuple[str, ...]] = [(site,) for site in left_out] or [()]
-    jobs: list[_Job] = []
+    jobs: dict[str, _Job] = {}
     for seed in seeds:
-        for candidate in candidates:
-            jobs += [_Job(candidate, setting, seed, outside) for outside in splits]
-    earlier = read_runs(out)
-    missing: list[_Job] = []
-    for job in jobs:
-        run = earlier.get(job.name)
-        if run is not None and _is_complete(run, setting):
-            _check_same(out, job, run)
-        else:
-            missing.append(job)
-    write_rows(out, labels)
+        for candidate in cells.values():
+            for outside in splits:
+                job = _Job(candidate, setting, seed, outside)
+                jobs[job.name] = job
+    missing = _missing(out, jobs, cells, _repeated(rows, rerun), say)
+    executor = None
+    if cluster is not None and missing:
+        executor = clusters.executor_of(cluster, out / clusters.FOLDER, processes)
+    tries: dict[str, list[str]] = {}
+    for label in grids or {}:
+        tries[label] = [cell.label for cell in rows[label]]
+    write_rows(out, rows, tries)
     started = time.monotonic()
-    for done, (job, results) in enumerate(_finished(missing, processes), start=1):
+    for done, (job, results) in enumerate(_finished(missing, processes, executor), start=1):
         write_run(out, job.name, results)
         left = (time.monotonic() - started) / done * (len(missing) - done)
         seconds = results["seconds"]["total"]
@@ -245,12 +323,102 @@ def run_study(
         say(line)
     runs = read_runs(out)
     groups: dict[str, list[dict[str, Any]]] = {}
-    for job in jobs:
-        groups.setdefault(job.candidate.label, []).append(runs[job.name])
-    study = StudyTables(groups)
+    for name, job in jobs.items():
+        groups.setdefault(job.candidate.label, []).append(runs[name])
+    study = study_tables(out)
     write_atomically(out / TABLE_FILE, study_report(study).encode(), public=True)
     write_atomically(out / PAGE_FILE, study_page(study).encode(), public=True)
     return groups
+
+
+def _check_named_once(
+    candidates: Sequence[Candidate], seeds: Sequence[int], left_out: Sequence[str]
+) -> None:
+    """Raise ConfigError if something is named twice: the same runs would count as repetitions."""
+    labels = [candidate.label for candidate in candidates]
+    for what, values in (("row", labels), ("seed", seeds), ("left-out site", left_out)):
+        twice = [value for value, count in Counter(values).items() if count > 1]
+        if twice:
+            raise ConfigError(f"study: {what} {twice[0]!r} is named twice; name it once")
+
+
+def _repeated(rows: Mapping[str, Sequence[Candidate]], rerun: Sequence[str]) -> set[str]:
+    """The labels to run again; ConfigError for one that is not in the study."""
+    cells: dict[str, list[str]] = {}
+    for row, of_row in rows.items():
+        for cell in of_row:
+            cells[cell.label] = [cell.label]
+        cells[row] = [cell.label for cell in of_row]
+    repeated: set[str] = set()
+    for label in rerun:
+        if label not in cells:
+            raise ConfigError(f"--rerun {label}: no row of this study; name it as a row, too")
+        repeated.update(cells[label])
+    return repeated
+
+
+def _missing(
+    out: Path,
+    jobs: Mapping[str, _Job],
+    cells: Mapping[str, Candidate],
+    repeated: Container[str],
+    say: Callable[[str], None],
+) -> list[_Job]:
+    """The jobs without a kept run, and all jobs of repeated rows, also with other seeds.
+
+    StateError: a kept run had other settings, or its row other code; `say` gets a warning of other
+    code of medflare.
+    """
+    setting = next(iter(jobs.values())).setting
+    earlier = read_runs(out)
+    missing: list[_Job] = []
+    older: dict[str, None] = {}
+    for name, job in {**_other_jobs(earlier, cells, setting), **jobs}.items():
+        run = earlier.get(name)
+        if job.candidate.label in repeated:
+            missing.append(job)
+        elif run is not None and _is_complete(run, setting):
+            _check_same(out, job, run)
+            if not _is_same_code(out, job, run):
+                older[job.candidate.label] = None
+        elif name in jobs:
+            missing.append(job)
+    if older:
+        say(
+            f"warning: kept runs of {', '.join(older)} are of other code of medflare; "
+            "--rerun ROW runs them again"
+        )
+    return missing
+
+
+def _other_jobs(
+    earlier: Mapping[str, Run], cells: Mapping[str, Candidate], setting: Setting
+) -> dict[str, _Job]:
+    """Name -> job of every earlier run of these rows."""
+    jobs: dict[str, _Job] = {}
+    for name, run in earlier.items():
+        label = _label(run)
+        if label in cells:
+            site = name.removeprefix(run_name(label, run["seed"])).removeprefix("-")
+            jobs[name] = _Job(cells[label], setting, run["seed"], (site,) if site else ())
+    return jobs
+
+
+def _is_same_code(out: Path, job: _Job, run: Run) -> bool:
+    """Whether a kept run is of medflare's code here; StateError if it is of another version, or of
+    other code of another package. Runs of earlier versions do not record code.
+    """
+    medflare_code = f"medflare{CODE}"
+    before = run["versions"]
+    if medflare_code not in before:
+        return True
+    for name, value in job.versions.items():
+        if name != medflare_code and before.get(name, value) != value:
+            raise StateError(
+                f"{out}: {job.name} is a run with {name} {before[name]}, here is {value}; "
+                f"run the row again with --rerun {job.candidate.label}, or use another --out"
+            )
+    return bool(before[medflare_code] == job.versions[medflare_code])
 
 
 def _is_complete(run: Run, setting: Setting) -> bool:
@@ -313,17 +481,33 @@ def _datalists(setting: Setting) -> dict[str, str]:
     return checksums
 
 
-def _finished(jobs: Sequence[_Job], processes: int) -> Iterator[tuple[_Job, dict[str, Any]]]:
+def _finished(
+    jobs: Sequence[_Job], processes: int, executor: Any = None
+) -> Iterator[tuple[_Job, dict[str, Any]]]:
     """Every job with its results, in the order in which they end."""
+    for job, result in _ended(jobs, processes, executor):
+        try:
+            results = result()
+        except Exception as error:  # its process ended, or cannot send its results
+            results = job.failed(error)
+        yield job, results
+
+
+def _ended(
+    jobs: Sequence[_Job], processes: int, executor: Any
+) -> Iterator[tuple[_Job, Callable[[], dict[str, Any]]]]:
+    if executor is not None:
+        yield from clusters.finished_jobs(executor, jobs)
+        return
     if processes <= 1:
         for job in jobs:
-            yield job, job()
+            yield job, job
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
     try:
         running = {pool.submit(job): job for job in jobs}
         for future in as_completed(running):
-            yield running[future], future.result()
+            yield running[future], future.result
     finally:  # after an error or Ctrl-C, jobs that have not started are not started
         pool.shutdown(cancel_futures=True)

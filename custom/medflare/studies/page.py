@@ -7,20 +7,24 @@ from typing import Any, Final
 
 import pandas as pd
 
-from medflare.evaluation.figures import patients_plot
 from medflare.evaluation.presentation import (
     UNDEFINED,
     format_bytes,
     format_metric,
     format_seconds,
     lower_is_better,
-    metric_label,
     task_description,
 )
 from medflare.evaluation.report import template
+from medflare.studies.figures import (
+    deployed_values,
+    differences_drawing,
+    learning_curves,
+    marked_range,
+)
 from medflare.studies.references import CONSTANT, SINGLE_SITE
 from medflare.studies.statistics import ALL_SITES, all_runs, distinct, mean_interval
-from medflare.studies.tables import StudyTables, cautions, learning_curves, spread, task_of
+from medflare.studies.tables import StudyTables, cautions, spread, task_of
 
 PAGE_FILE: Final = "study.html"
 
@@ -28,12 +32,9 @@ PAGE_FILE: Final = "study.html"
 def study_page(study: StudyTables) -> str:
     """The page as HTML, from the deployed model of every row."""
     groups = study.groups
-    metric = study.metric
-    values = _deployed(study)
-    points: dict[Any, dict[str, float]] = {}
-    for label, column in values.items():
-        for (site, seed), value in column.dropna().items():
-            points.setdefault(label, {})[f"{site}, seed {seed}"] = value
+    metric = study.first_metric
+    values = deployed_values(study)
+    plot = differences_drawing(study)
     inside: list[str] = []
     for role, site in study.places:
         if role == "inside" and site != ALL_SITES:
@@ -49,23 +50,15 @@ def study_page(study: StudyTables) -> str:
         seeds=distinct(runs, "seed"),
         rounds=distinct(runs, "rounds"),
         banner=study.banner(),
-        cautions=[*cautions(groups), *study.notes()],
+        cautions=[*cautions(groups), *study.same_answers(), *study.notes()],
         overview=_overview(study, values),
         gains=_gains(study, values),
-        plot=patients_plot(points, {}, metric_label(metric)),
+        plot=plot.svg("differences") if plot else None,
+        reference=next(iter(groups)),
+        margin=marked_range(metric),
         curves=learning_curves(groups, "currentColor"),
         tables={title: answer_first(*parsed(table)) for title, table in study.everything.items()},
     )
-
-
-def _deployed(study: StudyTables) -> pd.DataFrame:
-    """The task's metric of the deployed models at inside sites (if there are none, at outside
-    sites): index (site, seed), columns rows.
-    """
-    role = "inside" if "inside" in study.roles else study.roles[0]
-    table = study.values.xs(("deployed", role, study.metric), level=("model", "role", "metric"))
-    table = table[table.index.get_level_values("site") != ALL_SITES]
-    return table.stack(future_stack=True).unstack("label").reindex(columns=list(study.groups))
 
 
 def _overview(study: StudyTables, values: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
@@ -74,15 +67,15 @@ def _overview(study: StudyTables, values: pd.DataFrame) -> tuple[list[str], list
     The constant answer has a rank, too.
     """
     compared = values.dropna(axis=1, how="all")
-    ranks = compared.dropna().rank(axis=1, ascending=lower_is_better(study.metric))
+    ranks = compared.dropna().rank(axis=1, ascending=lower_is_better(study.first_metric))
     headings = ["method", *(f"mean {role}" for role in study.roles)]
     headings += ["mean rank", "traffic", "time", "runs", "warnings"]
     lines: list[list[str]] = []
     for label, runs in study.groups.items():
         cells = [label]
         for role in study.roles:
-            by_seed = study.series(label, "deployed", role, study.metric)
-            cells.append(spread(study.metric, by_seed))
+            by_seed = study.series(label, "deployed", role, study.first_metric)
+            cells.append(spread(study.first_metric, by_seed))
         rank = UNDEFINED
         if label in ranks and len(ranks):
             rank = f"{ranks[label].mean():.1f}"
@@ -112,7 +105,7 @@ def _gains(study: StudyTables, values: pd.DataFrame) -> Mapping[str, Any]:
     alone = study.label_of(SINGLE_SITE)
     if alone is None:
         return {}
-    sign = -1 if lower_is_better(study.metric) else 1
+    sign = -1 if lower_is_better(study.first_metric) else 1
     gains: dict[str, dict[str, Any]] = {}
     for label in values.columns.drop(alone):
         if study.groups[label][0]["method"] == CONSTANT:
@@ -121,7 +114,7 @@ def _gains(study: StudyTables, values: pd.DataFrame) -> Mapping[str, Any]:
         cells: dict[Any, tuple[str, bool]] = {}
         losers: list[Any] = []
         for site, gain in by_site.items():
-            text = f"{gain:+.3f}" if sign > 0 else format_metric(study.metric, gain)
+            text = f"{gain:+.3f}" if sign > 0 else format_metric(study.first_metric, gain)
             cells[site] = (text, gain < 0)
             if gain < 0:
                 losers.append(site)

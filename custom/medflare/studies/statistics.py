@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.stats import bootstrap, nct, norm, wilcoxon
+from scipy.stats import bootstrap, nct, norm, rankdata, wilcoxon
 from scipy.stats import t as student
 
 from medflare.core.rng import numpy_generator
@@ -738,3 +738,84 @@ def _wilcoxon(sites: Sequence[_SitePairs]) -> float | None:
     if not differences.any():
         return 1.0
     return float(wilcoxon(differences).pvalue)
+
+
+# -- areas under ROC curves of the same cases ------------------------------------------------------
+
+
+def delong(
+    truth: Sequence[bool] | NDArray[Any],
+    first: Sequence[float] | Floats,
+    second: Sequence[float] | Floats,
+    patients: Sequence[Any] | NDArray[Any] | None = None,
+) -> Comparison:
+    """Compare the areas under the ROC curves of two scores of the same cases.
+
+    The variance is that of DeLong, DeLong and Clarke-Pearson, Biometrics 44, 1988, Eq. 5 to 8, from
+    midranks as in Sun and Xu, IEEE Signal Processing Letters 21, 2014. Cases of one patient are
+    dependent: Obuchowski, Biometrics 53, 1997, Sec. 2, sums them; of one case each it is the same.
+    p and interval are of the normal distribution; there are none if the variance is 0. Below two
+    patients with and two without the class nothing is compared.
+
+    Args:
+        truth: (cases,), whether a case has the class.
+        first: (cases,), scores of one model; likewise `second`.
+        patients: (cases,), the patient of each case; None: every case is another patient.
+    """
+    positive = np.asarray(truth, dtype=bool)
+    scores = np.stack([first, second])
+    cases = len(positive)
+    names, clusters = np.unique(
+        np.arange(cases) if patients is None else patients, return_inverse=True
+    )
+    ranks = rankdata(scores, axis=1)
+    sums: list[Floats] = []  # by patient, of cases with the class, then without it
+    fractions: list[float] = []
+    variance = 0.0
+    for group in (positive, ~positive):
+        size = int(group.sum())
+        members = len(np.unique(clusters[group]))
+        if members < 2:
+            return Comparison(n=len(names))
+        within = rankdata(scores[:, group], axis=1)
+        # How many cases of the other group have a lower score, as a share.
+        below = (ranks[:, group] - within) / (cases - size)
+        gain = below[1] - below[0]
+        fractions.append(float(gain.mean()))
+        of_patients = np.bincount(clusters[group], gain - gain.mean(), len(names)) / size
+        variance += members / (members - 1) * float(of_patients @ of_patients)
+        sums.append(of_patients)
+    # A case without the class is ranked correctly if it is lower, so its gains have the other sign.
+    variance -= 2 * len(names) / (len(names) - 1) * float(sums[0] @ sums[1])
+    difference = fractions[0]
+    error = float(np.sqrt(max(variance, 0.0)))
+    if error < 1e-12:
+        return Comparison(difference, n=len(names))
+    half = float(norm.ppf(1 - LEVEL / 2)) * error
+    p = 2 * float(norm.sf(abs(difference) / error))
+    return Comparison(difference, (difference - half, difference + half), p, len(names), error)
+
+
+def delong_by_class(
+    first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], role: str
+) -> dict[tuple[str, int], list[Comparison]]:
+    """Site and class (or label) -> `delong` of every pair of runs, each class against the rest; of
+    two exclusive classes the second.
+
+    See `compare_patients` for the arguments and the pairs.
+    """
+    compared: dict[tuple[str, int], list[Comparison]] = {}
+    for name, site in _paired(first, second, "auc_macro", role).items():
+        for before, after in site.pairs:
+            targets = before["targets"]
+            outputs = before["probabilities"].shape[1]
+            exclusive = _is_exclusive(before)
+            for place in range(outputs):
+                if exclusive and outputs == 2 and place == 0:
+                    continue
+                truth = targets == place if exclusive else targets.reshape(-1, outputs)[:, place]
+                first_scores = before["probabilities"][:, place]
+                second_scores = after["probabilities"][:, place]
+                comparison = delong(truth, first_scores, second_scores, before["patients"])
+                compared.setdefault((name, place), []).append(comparison)
+    return compared

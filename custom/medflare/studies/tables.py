@@ -1,6 +1,4 @@
-"""The tables of a study in Markdown, table.md with what makes its rows hard to compare, and
-learning curves.
-"""
+"""The tables of a study in Markdown, and table.md with what makes its rows hard to compare."""
 
 import json
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -12,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from medflare.core.errors import StateError
-from medflare.evaluation.figures import Panel, line_panels, unit_bounds
+from medflare.core.settings import unknown
 from medflare.evaluation.labels import named_metrics
 from medflare.evaluation.presentation import (
     UNDEFINED,
@@ -20,7 +18,6 @@ from medflare.evaluation.presentation import (
     format_metric,
     label_metric,
     lower_is_better,
-    metric_label,
 )
 from medflare.evaluation.results import MODELS, confusion, results_frame
 from medflare.evaluation.verdicts import KINDS, UNUSABLE, Finding, findings, is_rising
@@ -47,6 +44,7 @@ from medflare.studies.statistics import (
     common_classes,
     compare,
     compare_patients,
+    delong_by_class,
     detectable_difference,
     distinct,
     holm,
@@ -127,12 +125,12 @@ class Difference:
             self.role,
             f"{seeds.difference:+.3f}",
             _bounds_text(seeds),
-            _p_text(seeds.p),
+            p_text(seeds.p),
             str(seeds.n or UNDEFINED),
             _bounds_text(patients),
-            _p_text(patients.p, " (Wilcoxon)"),
+            p_text(patients.p, " (Wilcoxon)"),
             str(patients.n or UNDEFINED),
-            _p_text(adjusted_p),
+            p_text(adjusted_p),
             UNDEFINED if self.detectable is None else f"{self.detectable:.3f}",
             margin,
             conclusion,
@@ -146,7 +144,23 @@ def _bounds_text(comparison: Comparison) -> str:
     return f"{low:+.3f} to {high:+.3f}"
 
 
-def _p_text(p: float | None, test: str = "") -> str:
+def delong_text(of_seeds: Sequence[Comparison]) -> str:
+    """The mean difference of the AUC, and p: "+0.012, p 0.030".
+
+    Of several seeds, p is twice the median (Meinshausen, Meier and Bühlmann, JASA 104, 2009,
+    Sec. 2.2), which is valid for seeds that share patients.
+    """
+    differences = [seed.difference for seed in of_seeds if seed.difference is not None]
+    if not differences:
+        return UNDEFINED
+    p_values = [seed.p for seed in of_seeds if seed.p is not None]
+    p = p_values[0] if p_values else None
+    if len(p_values) > 1:
+        p = min(1.0, 2 * float(np.median(p_values)))
+    return f"{np.mean(differences):+.3f}, p {p_text(p)}"
+
+
+def p_text(p: float | None, test: str = "") -> str:
     if p is None:
         return UNDEFINED
     if p < 0.001:
@@ -179,9 +193,12 @@ class Row:
 
 
 class StudyTables:
-    """The tables of a study; raises StateError if no run has a task."""
+    """The tables of a study, of all metrics or of some.
 
-    def __init__(self, groups: Groups) -> None:
+    Raises StateError if no run has a task, ConfigError for a metric that no run has.
+    """
+
+    def __init__(self, groups: Groups, metrics: Sequence[str] = ()) -> None:
         self.metric: str = task_of(groups)["metric"]
         complete = with_constants(groups, self.metric)
         self.groups: dict[str, list[Run]] = {}
@@ -192,14 +209,20 @@ class StudyTables:
                 self.groups[label].append(with_best_expert(run, self.metric))
         self.values = study_values(self.groups)
         runs = all_runs(groups)
-        metrics: dict[str, None] = {}  # in their order
+        measured: dict[str, None] = {}  # in their order
         names: dict[str, set[str]] = {}  # role -> its sites
         for run in runs:
             for name, site in run["sites"].items():
                 names.setdefault(site["role"], set()).add(name)
                 for of_model in site["metrics"].values():
-                    metrics |= dict.fromkeys(named_metrics(of_model))
-        self.metrics = list(metrics)
+                    measured |= dict.fromkeys(named_metrics(of_model))
+        for metric in metrics:
+            if metric not in measured:
+                raise unknown("metric", metric, measured)
+        task_first = sorted(measured, key=lambda metric: metric != self.metric)
+        self.metrics = list(metrics) or task_first
+        # The metric of the page, of ranks and of figures.
+        self.first_metric = self.metrics[0] if self.metrics else self.metric
         self.roles = sorted(names)
         self.places: list[tuple[str, str]] = []
         for role in self.roles:
@@ -211,24 +234,20 @@ class StudyTables:
 
     def tables(self, wanted: Container[str] | None = None) -> dict[str, str]:
         """Title -> table: for every metric, the task's own first, what each site reached and what
-        the mean hides; then paired differences to the first row and to training alone, the selector
-        and routing.
+        the mean hides; then, of the task's metric, paired differences to the first row and to
+        training alone, areas under ROC curves, the selector and routing.
 
         `wanted`: titles (intervals take time); None: all.
         """
         makers: dict[str, Callable[[], str]] = {}
-        for metric in sorted(self.metrics, key=lambda metric: metric != self.metric):
+        for metric in self.metrics:
             makers[metric] = partial(self.sites, metric)
             makers[f"{metric}, what the mean hides"] = partial(self.summary, metric)
-        makers[f"{label_metric(self.metric)} by structure or class, deployed model"] = self.by_label
-        makers[f"{self.metric}, differences"] = self.differences
-        for label, runs in list(self.groups.items())[1:]:
-            if runs[0]["method"] == SINGLE_SITE:
-                makers[f"{self.metric}, differences to {label}"] = partial(self.differences, label)
-        makers[f"{self.metric}, differences within a row"] = self.differences_within
-        makers[f"{self.metric}, cross-site"] = self.cross_site
+        if "auc_macro" in self.metrics:
+            makers["AUC by class, DeLong's test"] = self.delong
+        if self.metric in self.metrics:
+            makers |= self._of_task_metric()
         makers["selector"] = self.selector
-        makers[f"{self.metric}, routing"] = self.routing
         tables: dict[str, str] = {}
         for title, make in makers.items():
             if wanted is None or title in wanted:
@@ -236,6 +255,19 @@ class StudyTables:
                 if table:
                     tables[title] = table
         return tables
+
+    def _of_task_metric(self) -> dict[str, Callable[[], str]]:
+        """Title -> maker of a table of the task's metric."""
+        makers: dict[str, Callable[[], str]] = {}
+        makers[f"{label_metric(self.metric)} by structure or class, deployed model"] = self.by_label
+        makers[f"{self.metric}, differences"] = self.differences
+        for label, runs in list(self.groups.items())[1:]:
+            if runs[0]["method"] == SINGLE_SITE:
+                makers[f"{self.metric}, differences to {label}"] = partial(self.differences, label)
+        makers[f"{self.metric}, differences within a row"] = self.differences_within
+        makers[f"{self.metric}, cross-site"] = self.cross_site
+        makers[f"{self.metric}, routing"] = self.routing
+        return makers
 
     @cached_property
     def everything(self) -> dict[str, str]:
@@ -529,6 +561,50 @@ class StudyTables:
         margin = PAPER_EFFECTS.get((runs[0]["method"], self.metric, role), MARGIN)
         return Difference(role, over_seeds, over_patients, detectable, margin)
 
+    def delong(self) -> str:
+        """What every row deploys against the first row: the difference of the AUC of a class, mean
+        over seeds, and p of DeLong's test.
+
+        Without the constant answer; "" without scores.
+        """
+        against = next(iter(self.groups))
+        places = [place for place in self.places if place[1] != ALL_SITES]
+        headings = [f"{site} ({role})" for role, site in places]
+        lines = [["method", "class", *headings]]
+        names = task_of(self.groups).get("labels", [])
+        first = (self.groups[against], "deployed")
+        for label in self._without_constant():
+            if label == against:
+                continue
+            cells: dict[int, dict[tuple[str, str], str]] = {}  # of class and place
+            for role in self.roles:
+                by_class = delong_by_class(first, (self.groups[label], "deployed"), role)
+                for (site, number), of_seeds in by_class.items():
+                    cells.setdefault(number, {})[role, site] = delong_text(of_seeds)
+            for number, of_class in sorted(cells.items()):
+                texts = [of_class.get(place, UNDEFINED) for place in places]
+                lines.append([f"{label} - {against}", names[number], *texts])
+        return _unless_empty(lines, left=2)
+
+    def same_answers(self) -> list[str]:
+        """A line for the rows whose deployed models have equal values of all metrics, at all sites
+        and in all seeds.
+        """
+        index = self.values.index
+        rows: dict[str, list[str]] = {}  # values -> labels
+        for label in self.groups:
+            of_row = index.get_level_values("label") == label
+            deployed = of_row & (index.get_level_values("model") == "deployed")
+            values = self.values[deployed].droplevel("label").dropna(how="all")
+            if len(values):
+                rows.setdefault(str(values.to_dict()), []).append(label)
+        lines: list[str] = []
+        for labels in rows.values():
+            if len(labels) > 1:
+                names = " and ".join(labels)
+                lines.append(f"Same answers: {names} have equal test metrics everywhere.")
+        return lines
+
     def notes(self) -> list[str]:
         """What the tables of differences rest on, one line each."""
         lines: list[str] = []
@@ -647,7 +723,7 @@ def task_of(groups: Groups) -> Mapping[str, Any]:
 
 def selection(run: Run) -> str:
     """How the deployed round was selected: "last", or "best dice" (on validation images) and how
-    the sites' values were joined.
+    the sites' values were joined, or that each site selected alone.
     """
     rule = run["configuration"]["hyper"]["server"].get("selection", "")
     joined = {
@@ -659,7 +735,27 @@ def selection(run: Run) -> str:
     if rule not in joined:
         return str(rule)
     metric = run["configuration"]["task"].get("metric", "")
-    return f"best {metric}".strip() + joined[rule]
+    best = f"best {metric}".strip()
+    voters = _voters(run)
+    alone = voters is not None and not voters
+    if run["method"] == SINGLE_SITE or alone:
+        return f"{best}, each site its own"
+    if voters is not None and len(voters) == 1:
+        return best
+    return best + joined[rule]
+
+
+def _voters(run: Run) -> set[str] | None:
+    """The sites whose values selected a round at the server; None for a run that did not record it:
+    it failed, or is of an older version.
+    """
+    if run["reason"] or "model_selection" not in run:
+        return None
+    voters: set[str] = set()
+    for of_model in run["model_selection"].values():
+        for candidate in of_model["candidates"]:
+            voters.update(candidate["votes"])
+    return voters
 
 
 def with_constants(groups: Groups, metric: str) -> dict[str, list[Run]]:
@@ -801,38 +897,13 @@ def _in_half(finding: Finding, of_runs: Sequence[Finding], runs: int) -> bool:
     return 2 * sum(other.kind == finding.kind for other in of_runs) >= runs
 
 
-def learning_curves(groups: Groups, ink: str = "#808080") -> str | None:
-    """The task's metric on validation images over the rounds as SVG, a line for every row and
-    model; None without curves.
-
-    The default colour of the text, `ink`, is legible on light and dark pages.
-    """
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for label, runs in groups.items():
-        if label == CONSTANT:
-            continue
-        models: set[str] = set()
-        for run in runs:
-            models.update(run.get(CURVES, {}))
-        for model in sorted(models & {"global", "personal"}):
-            curve = curve_of(runs, model)
-            if len(curve) > 1:
-                lines[f"{label}, {model}" if len(models) > 1 else label] = list(curve.items())
-    if not lines:
-        return None
-    metric = task_of(groups)["metric"]
-    words = f"validation {metric_label(metric)}"
-    panel = Panel("", lines, "rounds of training", words, bounds=unit_bounds(metric))
-    svg = line_panels([panel], "curves")
-    return svg and svg.replace("currentColor", ink)
-
-
 def study_report(study: StudyTables) -> str:
     """Markdown: what the runs have in common, what makes them hard to compare, and all tables."""
     groups = study.groups
     rounds = distinct(all_runs(groups), "rounds")
     parts = [f"# {task_of(groups)['name']}, {' or '.join(map(str, rounds))} rounds\n"]
-    lines = [f"WARNING {line}" for line in study.banner()] + cautions(groups)
+    lines = [f"WARNING {line}" for line in study.banner()]
+    lines += cautions(groups) + study.same_answers()
     if lines:
         parts.append(bullets(lines))
     notes = study.notes()

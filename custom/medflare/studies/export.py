@@ -1,0 +1,123 @@
+"""A study as tables for other programs: every value, and a line for every row."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pandas as pd
+
+from medflare.evaluation.presentation import label_metric
+from medflare.evaluation.results import results_frame
+from medflare.studies.references import CONSTANT, TRAINED_AS
+from medflare.studies.statistics import Groups, Run, all_runs, compare
+from medflare.studies.tables import StudyTables, curve_of, selection
+
+_OF_TARGET: Final = 0.95  # of the final validation metric
+# Seconds of a run, if all runs have them -> column.
+_SECONDS: Final = {"processor": "processor_seconds", "total": "wall_seconds"}
+_PEAK: Final = "peak_memory_bytes"  # in a results dict, if it was measured
+
+
+def long_table(groups: Groups, metrics: Sequence[str]) -> pd.DataFrame:
+    """The rows of `results_frame` of all runs, of these metrics and of their structures or classes,
+    with columns method (the row) and seed.
+    """
+    frames: list[pd.DataFrame] = []
+    for row, runs in groups.items():
+        frames += [results_frame(run).assign(method=row, seed=run["seed"]) for run in runs]
+    table = pd.concat(frames)
+    wanted = {*metrics, *map(label_metric, metrics)}
+    return table[table["metric"].isin(wanted)]
+
+
+def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFrame:
+    """A line for every row of the study.
+
+    Columns: of every metric and role the mean over sites and seeds of the deployed model, and low
+    and high, its 95 % t interval over seeds; seeds, runs; means over runs of the traffic, the
+    seconds and, if measured, the peak memory; rounds; the first round whose mean validation metric
+    reaches the target; the selection rule and the versions.
+
+    Args:
+        target: of the validation metric; default: see `default_target`. The column's name says it.
+    """
+    reached = "rounds_to_target"
+    if target is None:
+        target, source = default_target(study)
+    else:
+        source = "set"
+    if target is not None:
+        reached = f"rounds_to_{study.metric}_{target:.3f} ({source})"
+    runs = [run for run in all_runs(study.groups) if run["method"] != CONSTANT]
+    has_processor = all(run["seconds"].get("processor") is not None for run in runs)
+    stage = "processor" if has_processor else "total"
+    lines: list[dict[str, Any]] = []
+    for label, of_row in study.groups.items():
+        line: dict[str, Any] = {"method": label} | _means(study, label)
+        line["seeds"] = len({run["seed"] for run in of_row})
+        line["runs"] = len(of_row)
+        traffic = [sum(run["traffic"].values()) for run in of_row]
+        line["traffic_MB"] = sum(traffic) / len(of_row) / 1e6
+        line[_SECONDS[stage]] = _mean([run["seconds"].get(stage) for run in of_row])
+        peak = _mean([run.get(_PEAK) for run in of_row])
+        if peak is not None:
+            line["peak_memory_MB"] = peak / 1e6
+        line["rounds"] = _joined({run["rounds"] for run in of_row})
+        line[reached] = _first_round(of_row, target)
+        line["selection"] = _joined({selection(run) for run in of_row})
+        lines.append(line | _versions(of_row))
+    return pd.DataFrame(lines)
+
+
+def default_target(study: StudyTables) -> tuple[float | None, str]:
+    """95 % of the final validation metric of FedAvg, or without FedAvg of the best row, and what it
+    is; None without curves.
+    """
+    finals: dict[str, float] = {}
+    for label, runs in study.groups.items():
+        curve = curve_of(runs, "deployed")
+        if curve:
+            finals[label] = curve[max(curve)]
+    if not finals:
+        return None, ""
+    label = study.label_of(TRAINED_AS) or ""
+    if label not in finals:
+        label = max(finals, key=finals.__getitem__)
+    return _OF_TARGET * finals[label], f"{_OF_TARGET:.0%} of {label}"
+
+
+def _means(study: StudyTables, label: str) -> dict[str, float | None]:
+    cells: dict[str, float | None] = {}
+    for metric in study.metrics:
+        for role in study.roles:
+            values = study.series(label, "deployed", role, metric)
+            over_seeds = compare([0.0] * len(values), list(values), study.split_ratio)
+            low, high = over_seeds.interval or (None, None)
+            numbers = {"": over_seeds.difference, "_low": low, "_high": high}
+            cells |= {f"{metric}_{role}{end}": number for end, number in numbers.items()}
+    return cells
+
+
+def _first_round(runs: Sequence[Run], target: float | None) -> int | None:
+    """None if the target is not reached."""
+    if target is None:
+        return None
+    curve = curve_of(runs, "deployed")
+    return min((round for round, value in curve.items() if value >= target), default=None)
+
+
+def _versions(runs: Sequence[Run]) -> dict[str, str]:
+    """Package -> its versions."""
+    versions: dict[str, set[str]] = {}
+    for run in runs:
+        for package, version in run["versions"].items():
+            versions.setdefault(package, set()).add(str(version))
+    return {package: _joined(numbers) for package, numbers in sorted(versions.items())}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    measured = [value for value in values if value is not None]
+    return sum(measured) / len(measured) if measured else None
+
+
+def _joined(values: set[Any]) -> str:
+    return " or ".join(map(str, sorted(values)))

@@ -1,0 +1,61 @@
+"""The tables of a study for a paper, in LaTeX."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import pandas as pd
+
+from medflare.evaluation.presentation import UNDEFINED, lower_is_better, metric_label
+from medflare.studies.statistics import ALL_SITES
+from medflare.studies.tables import StudyTables, spread
+
+_BEST: Final = "textbf:--rwrap"
+_SECOND: Final = "underline:--rwrap"
+_UNDEFINED: Final = "--"
+
+
+def latex_tables(study: StudyTables) -> str:
+    """A booktabs table of all metrics, means over the sites of a role, and a table of every metric
+    by site.
+
+    A row is what a row of the study deploys: mean ± standard deviation over seeds. The best mean of
+    a column is bold, the second underlined.
+    """
+    means: dict[str, tuple[str, str, str]] = {}
+    by_metric: dict[str, dict[str, tuple[str, str, str]]] = {}
+    for metric in study.metrics:
+        words = metric_label(metric)
+        for role, site in study.places:
+            by_metric.setdefault(words, {})[f"{site or 'mean'}, {role}"] = (metric, role, site)
+            if site == ALL_SITES:
+                means[f"{words}, {role}"] = (metric, role, site)
+    parts = ["% needs \\usepackage{booktabs}; mean ± standard deviation over seeds\n"]
+    for title, columns in {"means over sites": means, **by_metric}.items():
+        parts.append(f"% {title}\n{_table(study, columns)}")
+    return "\n".join(parts)
+
+
+def _table(study: StudyTables, columns: Mapping[str, tuple[str, str, str]]) -> str:
+    """`columns`: heading -> metric, role and site."""
+    cells: dict[str, dict[str, str]] = {}
+    styles: dict[str, dict[str, str]] = {}
+    for heading, (metric, role, site) in columns.items():
+        means: dict[str, float] = {}
+        cells[heading] = {}
+        for label in study.groups:
+            values = study.series(label, "deployed", role, metric, site)
+            text = spread(metric, values)
+            cells[heading][label] = _UNDEFINED if text == UNDEFINED else text.replace("±", r"$\pm$")
+            if values.notna().any():
+                means[label] = values.mean()
+        ranked = sorted(set(means.values()), reverse=not lower_is_better(metric))
+        marks: dict[float, str] = {}
+        if len(ranked) > 1:
+            marks = dict(zip(ranked, (_BEST, _SECOND), strict=False))
+        styles[heading] = {label: marks.get(mean, "") for label, mean in means.items()}
+    labels = list(study.groups)
+    styler = pd.DataFrame(cells, index=labels).style
+    css = pd.DataFrame(styles, index=labels).fillna("")
+    styler.apply(lambda _: css, axis=None)
+    styler.format_index(escape="latex").format_index(escape="latex", axis=1)
+    return str(styler.to_latex(hrules=True, column_format="l" + "r" * len(columns)))

@@ -1,0 +1,159 @@
+"""Grids: a row with all combinations of some values, of which the best on validation images is
+shown.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from statistics import fmean
+from typing import Any, Final
+
+from medflare.core.errors import ConfigError
+from medflare.core.hyper import parsed_value
+from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, lower_is_better
+from medflare.studies.candidates import Candidate
+from medflare.studies.references import CURVES, SINGLE_SITE
+from medflare.studies.statistics import Groups, Run
+from medflare.studies.tables import markdown
+from medflare.tasks.config import TaskConfig
+
+TRIED: Final = "tried, selected on validation images: no row is selected by its test metric"
+_SHORT: Final = {"lr": "task.optimizer.lr"}
+
+
+def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Name -> values, from "mu=0.01,0.1"; ConfigError for anything else.
+
+    Examples:
+        >>> parse_grid(["mu=0.01,0.1", "rule=mean,median"])
+        {'mu': [0.01, 0.1], 'rule': ['mean', 'median']}
+    """
+    grid: dict[str, list[Any]] = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        if not name or not values:
+            raise ConfigError(f"--grid {text!r} has no values; write NAME=VALUE,VALUE")
+        try:
+            parsed = json.loads(f"[{values}]")
+        except ValueError:
+            parsed = [parsed_value(value) for value in values.split(",")]
+        grid.setdefault(name, []).extend(parsed)
+    return grid
+
+
+def cells_of(
+    rows: Sequence[Candidate],
+    grid: Mapping[str, Sequence[Any]],
+    task: TaskConfig,
+    changed: Callable[[Mapping[str, Any], Mapping[str, Any]], TaskConfig],
+) -> dict[str, list[Candidate]]:
+    """Label of a row -> the row with all combinations of the values that it has a name for.
+
+    `changed`: gives a task's mapping with some of its settings ("task.NAME") changed. ConfigError:
+    a name that no row has, or a wrong value.
+    """
+    cells: dict[str, list[Candidate]] = {}
+    unused = set(grid)
+    planned = task.to_dict()
+    for row in rows:
+        names = [name for name in grid if _varies(row, name)]
+        unused -= set(names)
+        of_row: dict[str, Candidate] = {}
+        for combination in product(*(grid[name] for name in names)):
+            hyper: dict[str, Any] = {}
+            settings: dict[str, Any] = {}
+            for name, value in zip(names, combination, strict=True):
+                if name in row.hyper_names:
+                    hyper[name] = value
+                else:
+                    settings[_SHORT.get(name, name)] = value
+            changes: dict[str, Any] = {}
+            if settings:
+                for name, value in changed(planned, settings).to_dict().items():
+                    if value != planned[name]:
+                        changes[name] = value
+            cell = row.varied(dict(zip(names, combination, strict=True)), hyper, changes)
+            of_row[cell.label] = cell
+        if names:
+            cells[row.label] = list(of_row.values())
+    if unused:
+        raise ConfigError(
+            f"--grid {min(unused)}: no row has this setting, or every row sets it; "
+            "name a hyper-parameter of a method, lr or task.NAME"
+        )
+    return cells
+
+
+def _varies(row: Candidate, name: str) -> bool:
+    """Whether the row has such a hyper-parameter and does not set it, or trains on the task."""
+    if name in row.hyper_names:
+        bare = name.rpartition(".")[2]
+        return not any(bare in values for values in row.hyper.values())
+    return bool(row.hyper_names) and (name in _SHORT or name.startswith("task."))
+
+
+def validation_values(run: Run) -> list[float]:
+    """The task's validation metric of the selected round at every inside site: of the personal
+    model if there is one, else of the global one.
+    """
+    curves = run.get(CURVES, {})
+    model = "personal" if "personal" in curves else "global"
+    metric = run["configuration"]["task"]["metric"]
+    of_server = run["configuration"]["hyper"]["server"].get("selection")
+    shared = {} if run["method"] == SINGLE_SITE else run["model_selection"].get(model, {})
+    values: list[float] = []
+    for points in curves.get(model, {}).values():
+        by_round = {round: value for round, value in points if round > 0}
+        if shared.get("round") in by_round:
+            values.append(by_round[shared["round"]])
+        elif by_round and of_server == "last":
+            values.append(by_round[max(by_round)])
+        elif by_round:  # the site selected alone
+            values.append((min if lower_is_better(metric) else max)(by_round.values()))
+    return values
+
+
+def assessed(labels: Sequence[str], groups: Groups) -> dict[str, float | None]:
+    """Label -> mean of `validation_values` over its runs; None if a run or site lacks a value that
+    another label has.
+    """
+    of_labels: dict[str, list[float]] = {}
+    for label in labels:
+        of_labels[label] = []
+        for run in groups.get(label, ()):
+            of_labels[label] += validation_values(run)
+    most = max(1, *map(len, of_labels.values()))
+    means: dict[str, float | None] = {}
+    for label, values in of_labels.items():
+        means[label] = fmean(values) if len(values) == most else None
+    return means
+
+
+def selected(labels: Sequence[str], groups: Groups) -> str:
+    """The label with the best mean validation metric, the first of equal ones."""
+    means = assessed(labels, groups)
+    best = best_value(_metric(labels, groups), means.values())
+    for label, mean in means.items():
+        if mean is not None and best in (None, mean):
+            return label
+    return labels[0]
+
+
+def tried(grids: Mapping[str, Sequence[str]], groups: Groups) -> str:
+    """Everything that was tried, as a table in Markdown; the selected ones are bold."""
+    lines = [["tried", "mean validation metric", "runs"]]
+    for labels in grids.values():
+        best = selected(labels, groups)
+        for label, mean in assessed(labels, groups).items():
+            metric = _metric(labels, groups)
+            value = UNDEFINED if mean is None else f"{metric} {format_metric(metric, mean)}"
+            runs = str(len(groups.get(label, ())))
+            lines.append([label, f"**{value}**" if label == best else value, runs])
+    return markdown(lines, left=1)
+
+
+def _metric(labels: Sequence[str], groups: Groups) -> str:
+    for label in labels:
+        for run in groups.get(label, ()):
+            return str(run["configuration"]["task"]["metric"])
+    return ""
