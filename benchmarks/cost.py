@@ -1,6 +1,7 @@
 """What a method costs beside FedAvg on the same network, measured in one run: time of a round, peak memory, bytes each way.
 
     python benchmarks/cost.py [--task phantom] [--sites 3] [--rounds 5] [--repeats 3]
+    python benchmarks/cost.py --methods all --write        the column "cost" of `medflare methods`
 
 Every run is a process of its own with one thread; methods take turns, so that a busy machine slows all of them alike. Time is
 processor time of all steps but those of the first round, divided by the rounds; the ratio is that of the medians over repeats.
@@ -12,11 +13,16 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 # Beside FedAvg; FedSM's without its selector.
 LIMITS = {"fedsm": 2.2, "prr": 2.2, "grace": 3.0, "iop_fl": 1.1, "feddag": 5.0}
+LIMITS |= {"fedprox": 1.15, "fednova": 1.15, "fedper": 1.15, "ditto": 2.1, "apfl": 2.1}
+COSTS = Path(__file__).parents[1] / "custom" / "medflare" / "methods" / "costs.json"
+# Networks with batch normalisation, which some methods need.
+NORM = {"name": "unet", "norm": "batch"}
 HYPER: dict[str, dict[str, Any]] = {"feddag": {"warmup": 0}}  # a warm-up round is one of FedAvg
 
 
@@ -25,22 +31,27 @@ def measure(method: str, task: str, sites: int, rounds: int) -> dict[str, Any]:
     import torch
 
     import medflare
+    from medflare.tasks.config import load_task
 
     torch.set_num_threads(1)
-    clock: list[tuple[int, float]] = []
+    clock = [time.process_time()]
+    seconds: dict[int, float] = {}  # round -> of all its steps
 
-    def after_step(line: str) -> None:
-        clock.append((len(clock), time.process_time()))
+    def after_step(report: Any) -> None:
+        clock.append(time.process_time())
+        round = report.step.round
+        seconds[round] = seconds.get(round, 0.0) + clock[-1] - clock[-2]
 
+    settings = load_task(task).to_dict()
+    if settings["network"]["name"] == "unet":
+        settings["network"] = NORM
     results = medflare.run_local(
-        method, task, sites, rounds=rounds, seed=0, say=after_step, **HYPER.get(method, {})
+        method, settings, sites, rounds=rounds, seed=0, observe=after_step, **HYPER.get(method, {})
     )
     assert results["status"] == "COMPLETED", results["reason"]
-    # Steps of a round; those after the last round are fewer than a round's.
-    steps = (len(clock) - 1) // rounds
-    first, last = clock[steps - 1][1], clock[steps * rounds - 1][1]
+    later = [seconds[round] for round in range(1, rounds) if round in seconds]
     return {
-        "seconds": (last - first) / (rounds - 1),
+        "seconds": sum(later) / (rounds - 1),
         "down": results["traffic"]["down_bytes"] / rounds / sites,
         "up": results["traffic"]["up_bytes"] / rounds / sites,
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -56,12 +67,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--methods", default="fedavg,fedsm,prr,grace,iop_fl,feddag")
+    parser.add_argument("--write", action="store_true", help="write the ratios to costs.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measure(options.one, options.task, options.sites, options.rounds)))
         return
     methods = options.methods.split(",")
+    if methods == ["all"]:
+        from medflare.methods.catalogue import method_names
+
+        methods = ["fedavg", *(name for name in method_names() if name != "fedavg")]
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
     for _ in range(options.repeats):
         for method in methods:
@@ -81,7 +97,14 @@ def main() -> None:
                     ).stdout.splitlines()[-1]
                 )
             )
+            print(f"{method} measured", file=sys.stderr)
     print(table(found))
+    if options.write:
+        base = median(run["seconds"] for run in found["fedavg"])
+        ratios = {}
+        for method, runs in sorted(found.items()):
+            ratios[method] = round(median(run["seconds"] for run in runs) / base, 2)
+        COSTS.write_text(json.dumps(ratios, indent=2) + "\n", encoding="utf-8")
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:

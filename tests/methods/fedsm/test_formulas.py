@@ -229,14 +229,6 @@ def test_a_patients_images_share_their_scores() -> None:
     ) and fedsm.patient_scores(scores[:0], []).shape == (0, 2)
 
 
-def test_apfl_keeps_what_the_mixture_collected() -> None:
-    four, nothing = ({name: torch.tensor(value) for name in ("w", "mean")} for value in (4.0, 0.0))
-    assert fedsm.apfl_mixture(four, nothing, 0.5, ["mean"]) == {
-        "w": torch.tensor(2.0),
-        "mean": torch.tensor(4.0),
-    }
-
-
 class TestRidge:
     @staticmethod
     def statistics(features: torch.Tensor) -> dict[str, torch.Tensor]:

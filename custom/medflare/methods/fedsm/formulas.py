@@ -1,18 +1,19 @@
 """FedSM's mathematics: the super model, SoftPull, and its selector.
 
 Xu et al., "Closing the Generalization Gap of Cross-silo Federated Medical Image Segmentation",
-CVPR 2022. Also the formulas of what its Table 6 and Sec. 3.1 compare: APFL, pFedMe, FedSM-extra and
-the ensemble.
+CVPR 2022. Also the formulas of what its Sec. 3.1 compares: FedSM-extra and the ensemble.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from medflare.core.states import StateDict, check_same_shapes, iter_chunks
+from medflare.methods.families.second_models.apfl import apfl_mixture as apfl_mixture
+from medflare.methods.families.second_models.pfedme import pfedme_outer as pfedme_outer
 
 # Candidates of γ, and of the temperature: 1/64 to 16.
 GAMMAS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
@@ -114,47 +115,6 @@ def extra_labels(losses: Tensor) -> Tensor:
         (N,).
     """
     return torch.where(losses.isnan(), torch.inf, losses).argmin(dim=1)
-
-
-# -- personalization (Table 6) --------------------------------------------------------------------
-
-
-def apfl_mixture(
-    personal: StateDict, global_: StateDict, share: float, kept: Collection[str] = ()
-) -> StateDict:
-    """APFL's model v̄ = α v + (1 - α) w for floating entries; integer entries of v.
-
-    Deng et al. 2020, Sec. 3.
-
-    Args:
-        personal: v.
-        global_: w, with every floating entry of v.
-        share: α in [0, 1]; 1 gives the local model, 0 the global one.
-        kept: entries that are v̄'s already, for example its running statistics.
-    """
-    mixture: StateDict = {}
-    for name, tensor in personal.items():
-        if tensor.is_floating_point() and name not in kept:
-            mixture[name] = share * tensor + (1 - share) * global_[name]
-        else:
-            mixture[name] = tensor.clone()
-    return mixture
-
-
-def pfedme_outer(
-    weights: Sequence[Tensor], personal: Sequence[Tensor], rate: float, strength: float
-) -> list[Tensor]:
-    """w <- w - η λ (w - θ), pFedMe's step of a site's copy of the shared model.
-
-    Dinh et al. 2020, Alg. 1, line 8.
-
-    Args:
-        weights: w.
-        personal: θ, in the same order.
-        rate: η.
-        strength: λ.
-    """
-    return [w - rate * strength * (w - t) for w, t in zip(weights, personal, strict=True)]
 
 
 # -- the selector ---------------------------------------------------------------------------------

@@ -1,28 +1,24 @@
 """Personal models: SoftPull's, and those that FedSM's Table 6 compares with it.
 
-Those are fine-tuning, APFL, Per-FedAvg and pFedMe.
+Those are fine-tuning, APFL with fixed α, Per-FedAvg and pFedMe, by the functions of
+`families.second_models`; w is FedSM's global model, frozen while APFL's v is trained.
 `SitePersonal` trains the site's personal model for a round, `ServerPersonal` holds all of them.
 Per-FedAvg and pFedMe share a second model ("meta") from which personal models start. Their gradient
 steps are those of the task's optimizer: plain SGD steps at the learning rate of a task with Adam
 hardly move a model.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
-from torch.func import functional_call
 
 from medflare.core.hyper import param
 from medflare.core.message import Message
-from medflare.core.rng import seeded
 from medflare.core.settings import STRICT
 from medflare.core.specs import MetaSpec, TensorSpec, number, table
 from medflare.core.states import StateDict, copy_state
-from medflare.data.loading import Batch
 from medflare.methods.aggregation import (
     Aggregation,
     SiteModel,
@@ -31,14 +27,15 @@ from medflare.methods.aggregation import (
     states_of,
 )
 from medflare.methods.base import ServerContext, Step
+from medflare.methods.families.second_models.apfl import train_apfl
+from medflare.methods.families.second_models.perfedavg import adapt, train_per_fedavg
+from medflare.methods.families.second_models.pfedme import train_pfedme
 from medflare.methods.fedavg.server import FedAvgServerHyper
 from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper
-from medflare.methods.fedsm.formulas import apfl_mixture, pfedme_outer, soft_pull
+from medflare.methods.fedsm.formulas import soft_pull
 from medflare.methods.parts.measured import LOSS, VALIDATION
-from medflare.methods.parts.proximal import proximal_gradients
 from medflare.methods.parts.selection import Best
-from medflare.training.epochs import epochs, preserved_moments, train_epochs, trainable
-from medflare.training.site import Site
+from medflare.training.epochs import train_epochs, trainable
 
 # Personalizations with a second shared model beside w_g.
 SHARED_META: Final = ("perfedavg", "pfedme")
@@ -195,127 +192,6 @@ class SitePersonal:
                 inner_steps=PFEDME_STEPS,
             )
         return copy_state(personal.state_dict()), copy_state(meta.state_dict())
-
-
-def train_apfl(
-    model: nn.Module,
-    global_: StateDict,
-    site: Site,
-    round: int,
-    optimizer: torch.optim.Optimizer,
-    *,
-    share: float,
-) -> StateDict:
-    """One round of APFL: v (`model`) is trained through the mixture with w (`global_`).
-
-    `share` is α. Running statistics are collected by the mixture's forward passes, so they are v̄'s
-    already and are not blended.
-
-    Returns:
-        The mixture v̄.
-    """
-    anchor = {name: global_[name].to(site.device) for name, _ in model.named_parameters()}
-
-    def mixed_loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
-        mixture = {
-            name: share * weight + (1 - share) * anchor[name]
-            for name, weight in network.named_parameters()
-        }
-        return site.loss(functional_call(network, mixture, (images,)), targets)
-
-    train_epochs(model, optimizer, site, round, "personal", loss=mixed_loss)
-    statistics = [name for name, _ in model.named_buffers()]
-    return apfl_mixture(copy_state(model.state_dict()), global_, share, kept=statistics)
-
-
-def train_per_fedavg(
-    model: nn.Module, site: Site, round: int, optimizer: torch.optim.Optimizer
-) -> None:
-    """One round of first-order Per-FedAvg in place (Fallah et al. 2020, Alg. 1, FO).
-
-        θ' = θ - α g(θ; B1),   θ <- θ - β g(θ'; B2)
-
-    Both steps are the optimizer's; the inner one uses its moments without changing them. B1 and B2
-    are consecutive mini-batches; a last batch without a partner is left out, unless it is the only
-    one, which is then both.
-    """
-    weights = trainable(model)
-    model.train()
-    for epoch in epochs(site, round, "personal"):
-        for first, second in _pairs(epoch):
-            start = [weight.detach().clone() for weight in weights]
-            with preserved_moments(optimizer):
-                _step(optimizer, weights, _gradients(model, site, first))
-            gradients = _gradients(model, site, second)
-            with torch.no_grad():
-                for weight, origin in zip(weights, start, strict=True):
-                    weight.copy_(origin)
-            _step(optimizer, weights, gradients)
-
-
-def adapt(model: nn.Module, site: Site, round: int, optimizer: torch.optim.Optimizer) -> None:
-    """Per-FedAvg's adaptation in place: a step on one training batch."""
-    model.train()
-    with seeded(site.seed, site.name, round, "adapt", "dropout"):
-        batch = next(site.batches("train", round, "adapt", 0))
-        _step(optimizer, trainable(model), _gradients(model, site, batch))
-
-
-def train_pfedme(
-    shared: nn.Module,
-    personal: nn.Module,
-    site: Site,
-    round: int,
-    optimizer: torch.optim.Optimizer,
-    *,
-    strength: float,
-    inner_steps: int,
-) -> None:
-    """One round of pFedMe in place.
-
-    On each batch θ approximates the proximal point of w, then w moves towards θ. w (`shared`) moves
-    as far as θ (`personal`), η = 1 / λ: the largest step along the gradient λ (w - θ) that does not
-    go beyond it. The optimizer is θ's and takes `inner_steps` steps per batch; `strength` is λ.
-    """
-    weights = trainable(shared)
-    thetas = trainable(personal)
-    eta = 1 / strength if strength else 0.0
-    personal.train()
-    for batches in epochs(site, round, "personal"):
-        for batch in batches:
-            for _ in range(inner_steps):
-                gradients = _gradients(personal, site, batch)
-                proximal = proximal_gradients(gradients, thetas, weights, strength)
-                _step(optimizer, thetas, proximal)
-            with torch.no_grad():
-                moved = pfedme_outer(weights, thetas, eta, strength)
-                for weight, towards in zip(weights, moved, strict=True):
-                    weight.copy_(towards)
-    with torch.no_grad():  # running statistics are those of the model that saw the images
-        for statistic, measured in zip(shared.buffers(), personal.buffers(), strict=True):
-            statistic.copy_(measured)
-
-
-def _step(
-    optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], gradients: Sequence[Tensor]
-) -> None:
-    for weight, gradient in zip(weights, gradients, strict=True):
-        weight.grad = gradient
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def _pairs(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Batch]]:
-    rest = iter(batches)
-    for first in islice(rest, 1):
-        yield first, next(rest, first)
-    yield from zip(rest, rest, strict=False)
-
-
-def _gradients(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
-    images, targets, _ = batch
-    loss = site.loss(model(images), targets)
-    return list(torch.autograd.grad(loss, trainable(model)))
 
 
 # -- at the server --------------------------------------------------------------------------------

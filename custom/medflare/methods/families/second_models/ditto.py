@@ -9,28 +9,16 @@ receives, is trained after it in every round with gradients ∇F_k(v_k) + λ (v_
 leaves the site. λ = 0 is training alone.
 """
 
-from typing import Any
-
 import torch
 from pydantic.dataclasses import dataclass
 
 from medflare.core.hyper import param
-from medflare.core.message import Message
 from medflare.core.settings import STRICT
-from medflare.core.states import copy_state
-from medflare.methods.base import PersistentState, Plan
-from medflare.methods.fedavg.personal import PersonalModel
-from medflare.methods.fedavg.site import (
-    MODEL,
-    SELECTED_ROUND,
-    FedAvgSite,
-    FedAvgSiteHyper,
-    delivered,
-)
-from medflare.methods.parts.measured import VALIDATION
+from medflare.core.states import StateDict, copy_state
+from medflare.methods.families.second_models.site import SecondModelSite
+from medflare.methods.fedavg.site import FedAvgSiteHyper
 from medflare.methods.parts.proximal import proximal_term
 from medflare.training.epochs import train_epochs
-from medflare.training.site import Site
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -46,35 +34,10 @@ class DittoHyper(FedAvgSiteHyper):
     )
 
 
-class DittoSite(FedAvgSite[DittoHyper]):
-    """FedAvg's site algorithm with a personal model.
+class DittoSite(SecondModelSite[DittoHyper]):
+    """Trains the personal model after the global one, near the incoming global model."""
 
-    The site uses that of the best round by its own validation.
-    """
-
-    freezes = False
-    dp_unsupported_reason = (
-        "the personal model learns from the same images without noise, "
-        "and its validation metric leaves the site"
-    )
-    personal = PersistentState("personal")  # v_k, None before the first training
-
-    def __init__(self, site: Site, plan: Plan[DittoHyper, Any]):
-        super().__init__(site, plan)
-        self.selection = PersonalModel(self)
-
-    def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training, then that of the personal model.
-
-        Its proximal term is to the incoming global model.
-        """
-        personal = self.selection.validated(round, self.personal, "personal")
-        reply = super().train(round, incoming)
-        if self.personal is None:  # v_k starts as w_g, which has just been validated
-            personal = reply[VALIDATION]["global"]
-        reply[VALIDATION]["personal"] = personal
-
-        shared = incoming[MODEL]
+    def personalize(self, round: int, shared: StateDict) -> None:
         model = self.network("personal", self.personal or shared)
         proximal = proximal_term(model, shared, self.hyper.lam)
 
@@ -83,18 +46,3 @@ class DittoSite(FedAvgSite[DittoHyper]):
 
         self.optimized(model, "personal", descend)
         self.personal = copy_state(model.state_dict())
-        return reply
-
-    def validate(self, round: int, incoming: Message) -> Message:
-        """The validation metrics of the incoming global and of the personal model."""
-        reply = super().validate(round, incoming)
-        personal = self.selection.validated(round, self.personal, "personal")
-        reply[VALIDATION]["personal"] = personal
-        return reply
-
-    def finalize(self, incoming: Message) -> dict[str, Message]:
-        """A site that has trained uses its personal model, any other the global one."""
-        if self.personal is None:
-            return delivered(incoming, None)
-        rounds = incoming.get(SELECTED_ROUND)
-        return delivered(incoming, self.selection.final(self.personal, rounds))

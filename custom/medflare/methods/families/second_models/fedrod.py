@@ -1,0 +1,106 @@
+"""FedRoD (Chen and Chao, ICLR 2022, Alg. 1): a balanced generic head and a personal head.
+
+    body θ, generic head ψ:   L(ψ(z) + log n, y), z = θ(x), balanced softmax; averaged
+    personal head φ:          L(ψ(z) + φ(z), y), no gradient to θ and ψ; stays at the site
+
+n are the site's class counts (Ren et al. 2020, Eq. 3). A label's sigmoid is the softmax of (0, z),
+so its logit moves by log of positives over negatives. In segmentation the generic head has the
+task's loss: every image has all classes (as in GRACE's comparison). φ starts at 0.
+
+The personal model is θ, ψ and φ after the site's training. As heads are linear, it is the task's
+network with the head ψ + φ.
+"""
+
+import copy
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from medflare.core.errors import ConfigError
+from medflare.core.states import StateDict, copy_state
+from medflare.methods.base import PersistentState
+from medflare.methods.families.second_models.site import SecondModelSite
+from medflare.methods.fedavg.site import FedAvgSiteHyper
+from medflare.methods.prr.transfer import class_totals
+from medflare.networks.catalogue import meta_network
+from medflare.networks.features import FeatureNetwork, example
+from medflare.tasks.config import TaskConfig
+
+_LINEAR: Final = (nn.Linear, nn.modules.conv._ConvNd)
+_NO_WEIGHTS: Final = (nn.Sequential, nn.Dropout, nn.Identity)
+_ABSENT: Final = 1e-6  # images of a class without any: log is finite
+
+
+def balance(counts: Tensor, multiclass: bool) -> Tensor:
+    """What balanced softmax adds to the logits, (outputs,).
+
+    Args:
+        counts: images by class, (1, C) of a multiclass task; (outputs, 2) of sigmoids, negatives
+            first.
+
+    Examples:
+        >>> balance(torch.tensor([[1, 1]]), multiclass=True)
+        tensor([0., 0.])
+    """
+    logs = counts.clamp_min(_ABSENT).log()
+    return logs[0] if multiclass else logs[:, 1] - logs[:, 0]
+
+
+class FedRoDSite(SecondModelSite[FedAvgSiteHyper]):
+    """Trains body and generic head, and on its features the personal head."""
+
+    head = PersistentState("head")  # φ
+
+    @classmethod
+    def needs_features(cls, hyper: FedAvgSiteHyper) -> bool:
+        return True
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: FedAvgSiteHyper, server_hyper: Any) -> None:
+        """Also raises ConfigError if the head is not one linear layer at the end."""
+        super().check(task, hyper, server_hyper)
+        network = meta_network(task).eval()
+        with torch.no_grad():
+            images = example(task.image_channels, task.size, "meta")
+            features, logits = network.features_and_output(images)
+            last = network.head(features).shape == logits.shape
+        layers = [layer for layer in network.head.modules() if not isinstance(layer, _NO_WEIGHTS)]
+        if not last or len(layers) != 1 or not isinstance(layers[0], _LINEAR):
+            raise ConfigError(
+                f"task {task.name}: the head of network {task.network['name']} is not one linear "
+                "layer at its end, so two heads cannot be added; choose another network"
+            )
+
+    def fit(
+        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
+    ) -> float | None:
+        head = copy.deepcopy(model.head)
+        start = self.head
+        if start is None:
+            start = {name: torch.zeros_like(w) for name, w in head.state_dict().items()}
+        head.load_state_dict(start)
+        shift = self._shift()
+        model.train()
+
+        def losses(images: Tensor, targets: Tensor) -> list[Tensor]:
+            features, generic = model.features_and_output(images)
+            personal = generic.detach() + head(features.detach())
+            return [self.site.loss(personal, targets), self.site.loss(generic + shift, targets)]
+
+        loss = self.fit_both(head.train(), optimizer, round, losses)
+        self.head = copy_state(head.state_dict())
+        self.personal = self._joined(copy_state(model.state_dict()), self.head)
+        return loss
+
+    def _shift(self) -> Tensor | float:
+        task = self.site.task
+        if task.kind == "segmentation":
+            return 0.0
+        enrolled = {"n": self.site.n, "class_counts": self.site.class_counts().tolist()}
+        counts = class_totals(task, {self.site.name: enrolled})
+        return balance(counts, task.target == "multiclass").to(self.site.device)
+
+    def _joined(self, model: StateDict, head: StateDict) -> StateDict:
+        """The network with the head ψ + φ."""
+        return {**model, **{f"head.{name}": model[f"head.{name}"] + head[name] for name in head}}

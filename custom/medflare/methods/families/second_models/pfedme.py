@@ -1,0 +1,157 @@
+"""pFedMe (Dinh et al., NeurIPS 2020, Alg. 1): personal models as proximal points of the shared one.
+
+θ ≈ argmin f(θ; batch) + λ/2 ||θ - w||²   by K steps of the task's optimizer      (Eq. 3)
+w <- w - η λ (w - θ)                      after every batch, at the site          (line 8)
+w <- (1 - β) w + β mean_k w_k             after every round, at the server        (line 11)
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from medflare.core.hyper import param
+from medflare.core.settings import STRICT
+from medflare.core.states import StateDict, blend, copy_state
+from medflare.methods.aggregation import SiteModel, WeightedMean
+from medflare.methods.families.second_models.site import SecondModelSite, gradients_of, take_step
+from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
+from medflare.methods.fedavg.site import FedAvgSiteHyper
+from medflare.methods.parts.proximal import proximal_gradients
+from medflare.networks.features import FeatureNetwork
+from medflare.training.epochs import epochs, trainable
+from medflare.training.site import Site
+
+
+def pfedme_outer(
+    weights: Sequence[Tensor], personal: Sequence[Tensor], rate: float, strength: float
+) -> list[Tensor]:
+    """w <- w - η λ (w - θ), pFedMe's step of a site's copy of the shared model.
+
+    Dinh et al. 2020, Alg. 1, line 8.
+
+    Args:
+        weights: w.
+        personal: θ, in the same order.
+        rate: η.
+        strength: λ.
+    """
+    return [w - rate * strength * (w - t) for w, t in zip(weights, personal, strict=True)]
+
+
+def train_pfedme(
+    shared: nn.Module,
+    personal: nn.Module,
+    site: Site,
+    round: int,
+    optimizer: torch.optim.Optimizer,
+    *,
+    strength: float,
+    inner_steps: int,
+    share: float = 1.0,
+) -> None:
+    """One round of pFedMe in place.
+
+    On each batch θ (`personal`) approximates the proximal point of w (`shared`), then w moves
+    towards θ. The optimizer is θ's.
+
+    Args:
+        strength: λ.
+        inner_steps: K per batch.
+        share: η λ, the part of the way to θ that w moves; 1: as far as θ, the largest step along
+            the gradient λ (w - θ) that does not go beyond it.
+    """
+    weights = trainable(shared)
+    thetas = trainable(personal)
+    eta = share / strength if strength else 0.0
+    personal.train()
+    for batches in epochs(site, round, "personal"):
+        for batch in batches:
+            for _ in range(inner_steps):
+                gradients = gradients_of(personal, site, batch)
+                proximal = proximal_gradients(gradients, thetas, weights, strength)
+                take_step(optimizer, thetas, proximal)
+            with torch.no_grad():
+                moved = pfedme_outer(weights, thetas, eta, strength)
+                for weight, towards in zip(weights, moved, strict=True):
+                    weight.copy_(towards)
+    with torch.no_grad():  # running statistics are those of the model that saw the images
+        for statistic, measured in zip(shared.buffers(), personal.buffers(), strict=True):
+            statistic.copy_(measured)
+
+
+@dataclass(frozen=True, config=STRICT)
+class PFedMeHyper(FedAvgSiteHyper):
+    """The proximal problem, and the step towards its solution."""
+
+    lam: float = param(
+        15.0, "weight of the proximal term", symbol="λ", source="Eq. 3; Sec. 5", low=0.001
+    )
+    inner_steps: int = param(
+        5, "steps of the personal model on a batch", symbol="K", source="Sec. 5", low=1
+    )
+    share: float = param(
+        1.0,
+        "part of the way to the personal model that the shared one moves after a batch; "
+        "the paper's 0.075 needs hundreds of rounds",
+        symbol="η λ",
+        source="Alg. 1, line 8; Sec. 5: η 0.005",
+        low=0,
+        high=1,
+    )
+
+
+@dataclass(frozen=True, config=STRICT)
+class PFedMeServerHyper(FedAvgServerHyper):
+    """The server's step."""
+
+    beta: float = param(
+        1.0, "the server's step to the mean", symbol="β", source="Alg. 1, line 11", low=0
+    )
+
+
+class PFedMeSite(SecondModelSite[PFedMeHyper]):
+    """Trains personal model and shared model together, see `train_pfedme`."""
+
+    accumulates = False
+
+    def fit(
+        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
+    ) -> float | None:
+        personal = self.network("personal", model.state_dict())
+
+        def descend(of_personal: torch.optim.Optimizer) -> None:
+            hyper = self.hyper
+            train_pfedme(
+                model,
+                personal,
+                self.site,
+                round,
+                of_personal,
+                strength=hyper.lam,
+                inner_steps=hyper.inner_steps,
+                share=hyper.share,
+            )
+
+        self.optimized(personal, "personal", descend)
+        self.personal = copy_state(personal.state_dict())
+        return None
+
+
+class PFedMeMean(WeightedMean):
+    """(1 - β) w + β mean_k w_k; running statistics too."""
+
+    def shared(
+        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
+    ) -> StateDict:
+        mean = super().shared(models, round, previous)
+        if previous is None:
+            return mean
+        return blend({name: previous[name] for name in mean}, mean, self.hyper.beta)
+
+
+class PFedMeServer(FedAvgServer[PFedMeServerHyper]):
+    """FedAvg's server algorithm with a step of β."""
+
+    aggregation_class = PFedMeMean

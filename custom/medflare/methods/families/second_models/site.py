@@ -1,0 +1,129 @@
+"""A personal model beside the global one, as a site algorithm."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from medflare.core.message import Message
+from medflare.core.states import StateDict
+from medflare.data.loading import Batch
+from medflare.methods.base import PersistentState, Plan
+from medflare.methods.fedavg.personal import PersonalModel
+from medflare.methods.fedavg.site import (
+    MODEL,
+    SELECTED_ROUND,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    delivered,
+)
+from medflare.methods.parts.measured import VALIDATION
+from medflare.training.epochs import Steps, epochs, trainable, weighted_sum
+from medflare.training.site import Site
+
+F = TypeVar("F", bound=FedAvgSiteHyper)
+
+
+class SecondModelSite(FedAvgSite[F]):
+    """FedAvg's site algorithm with a personal model, which `fit` or `personalize` sets.
+
+    The site uses that of the best round by its own validation.
+    """
+
+    freezes = False
+    dp_unsupported_reason = (
+        "the personal model learns from the same images without noise, "
+        "and its validation metric leaves the site"
+    )
+    personal = PersistentState("personal")  # None before the first training
+
+    def __init__(self, site: Site, plan: Plan[F, Any]):
+        super().__init__(site, plan)
+        self.selection = PersonalModel(self)
+
+    def personalize(self, round: int, shared: StateDict) -> None:
+        """Trains the personal model after the global one.
+
+        Args:
+            round: 0-based.
+            shared: the incoming global model.
+        """
+
+    def validated(self, round: int, shared: StateDict) -> float | None:
+        """The metric of the personal model at the start of a round; None without a model."""
+        return self.selection.validated(round, self.personal, "personal")
+
+    def train(self, round: int, incoming: Message) -> Message:
+        """FedAvg's training and that of the personal model."""
+        personal = self.validated(round, incoming[MODEL])
+        starts = self.personal is None  # as the global model, whose metric is in the reply
+        reply = super().train(round, incoming)
+        reply[VALIDATION]["personal"] = reply[VALIDATION]["global"] if starts else personal
+        self.personalize(round, incoming[MODEL])
+        return reply
+
+    def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metrics of the incoming global and of the personal model."""
+        reply = super().validate(round, incoming)
+        reply[VALIDATION]["personal"] = self.validated(round, incoming[MODEL])
+        return reply
+
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        """A site that has trained uses its personal model, any other the global one."""
+        if self.personal is None:
+            return delivered(incoming, None)
+        rounds = incoming.get(SELECTED_ROUND)
+        return delivered(incoming, self.selection.final(self.personal, rounds))
+
+    def fit_both(
+        self,
+        second: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        round: int,
+        losses: Callable[[Tensor, Tensor], Sequence[Tensor]],
+    ) -> float:
+        """A round in which every batch moves `second` and the shared model.
+
+        Args:
+            optimizer: of the shared model.
+            losses: (images, targets) -> the loss of `second`, which may use the shared model's
+                weights as constants, and that of the shared model.
+
+        Returns:
+            The mean loss of the shared model over all images.
+        """
+
+        def descend(of_second: torch.optim.Optimizer) -> float:
+            steps = [Steps(of_second, self.site), Steps(optimizer, self.site)]
+            values: list[Tensor] = []
+            sizes: list[int] = []
+            for batches in epochs(self.site, round, "model"):
+                for images, targets, _ in batches:
+                    both = losses(images, targets)
+                    for step, loss in zip(steps, both, strict=True):
+                        step.backward(loss, len(images))
+                    values.append(both[1].detach())
+                    sizes.append(len(images))
+                for step in steps:
+                    step.finish()
+            return weighted_sum(values, sizes) / sum(sizes)
+
+        return self.optimized(second, "personal", descend)
+
+
+def gradients_of(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
+    """The gradient of the task's loss by the trainable parameters."""
+    images, targets, _ = batch
+    loss = site.loss(model(images), targets)
+    return list(torch.autograd.grad(loss, trainable(model)))
+
+
+def take_step(
+    optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], gradients: Sequence[Tensor]
+) -> None:
+    """A step of the optimizer along gradients of its weights."""
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
