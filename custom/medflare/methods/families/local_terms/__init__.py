@@ -43,3 +43,41 @@ SCAFFOLD = _local(
     "scaffold:ScaffoldServer",
     stays="control variate",
 )
+FEDDYN = _local(
+    "feddyn",
+    "A regularizer that follows the global model",
+    "Acar et al., FedDyn, ICLR 2021",
+    "feddyn:FedDynSite",
+    "feddyn:FedDynServer",
+    stays="linear term of the regularizer",
+)
+FEDSAM = _local(
+    "fedsam", "Sharpness-aware local steps", "Qu et al., FedSAM, ICML 2022", "fedsam:FedSAMSite"
+)
+FEDEAMC = _local(
+    "fedeamc",
+    "Class weights by the site's class counts",
+    "Wang et al., FedeAMC, IEEE TCCN 2022",
+    "fedeamc:FedeAMCSite",
+)
+FEDSR = _local(
+    "fedsr",
+    "Regularized stochastic features",
+    "Nguyen et al., FedSR, NeurIPS 2022",
+    "features:FedSRSite",
+    stays="feature distributions of the classes",
+)
+RSC = _local("rsc", "Self-challenged features", "Huang et al., RSC, ECCV 2020", "features:RSCSite")
+MIXSTYLE = _local(
+    "mixstyle",
+    "Mixed styles in early layers",
+    "Zhou et al., MixStyle, ICLR 2021",
+    "mixstyle:MixStyleSite",
+)
+DDAIG = _local(
+    "ddaig",
+    "Adversarially generated domains",
+    "Zhou et al., DDAIG, AAAI 2020",
+    "ddaig:DDAIGSite",
+    "ddaig:DDAIGServer",
+)

@@ -14,7 +14,7 @@ rejected changes neither side, so that c remains the mean of the c_k.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -38,20 +38,20 @@ def _weights(network: nn.Module) -> dict[str, nn.Parameter]:
     return {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
 
 
-def _trained(plan: Plan[Any, Any]) -> StateDict:
-    return {name: weight.detach() for name, weight in _weights(plan.network()).items()}
+def _zeros(plan: Plan[Any, Any]) -> StateDict:
+    return {
+        name: torch.zeros(w.shape, dtype=w.dtype) for name, w in _weights(plan.network()).items()
+    }
 
 
-CONTROL = TensorSpec("control", template=_trained)  # c
+CONTROL = TensorSpec("control", template=_zeros)  # c
 UPDATE = TensorSpec(
     "control_update",
     "change of the site's control variate, a mean gradient of its training images",
-    _trained,
+    _zeros,
 )
 COUNTED = MetaSpec[int | None](
-    "counted",
-    "round of the site's last control update that the server has used",
-    count(optional=True),
+    "counted", "round of the site's last update that the server has used", count(optional=True)
 )
 
 
@@ -99,8 +99,11 @@ class Correction:
         return copy_state({name: total / max(self.steps, 1) for name, total in self._total.items()})
 
 
-class ScaffoldSite(FedAvgSite[FedAvgSiteHyper]):
-    """Follows corrected gradients; sends the change of its control variate with its model.
+F = TypeVar("F", bound=FedAvgSiteHyper)
+
+
+class CountedSite(FedAvgSite[F]):
+    """Has a control variate whose updates count once the server has used them.
 
     Attributes:
         control: c_k, as far as the server has counted its updates; None for zeros.
@@ -108,11 +111,31 @@ class ScaffoldSite(FedAvgSite[FedAvgSiteHyper]):
     """
 
     server_hyper: ClassVar[type] = ScaffoldServerHyper
-    accumulates = False
     freezes = False
-    dp_unsupported_reason = "its control variates are means of gradients without noise"
     control = PersistentState("control")
     update = PersistentState("update")
+
+    def counted(self, incoming: Message) -> StateDict:
+        """c_k, with its last update if the server has counted it."""
+        if self.control is None:
+            self.control = _zeros(self.plan)
+        if self.update is not None and incoming[COUNTED] == self.memory.meta["updated"]:
+            self.control = moved(self.control, self.update)
+            self.update = None
+        control: StateDict = self.control
+        return control
+
+    def updates(self, round: int, update: StateDict) -> None:
+        """Stores the update of a round."""
+        self.update = update
+        self.memory.meta["updated"] = round
+
+
+class ScaffoldSite(CountedSite[FedAvgSiteHyper]):
+    """Follows corrected gradients; sends the change of its control variate with its model."""
+
+    accumulates = False
+    dp_unsupported_reason = "its control variates are means of gradients without noise"
 
     @phase(request=(MODEL, CONTROL), request_meta=(COUNTED,), reply=(MODEL, UPDATE), meta=MEASURED)
     def train(self, round: int, incoming: Message) -> Message:
@@ -120,15 +143,10 @@ class ScaffoldSite(FedAvgSite[FedAvgSiteHyper]):
 
         The reply holds the model and c_k⁺ - c_k.
         """
-        shared = incoming[CONTROL]
-        control = self.control
-        if not control:
-            control = {name: torch.zeros_like(tensor) for name, tensor in shared.items()}
-        if self.update is not None and incoming[COUNTED] == self.memory.meta["updated"]:
-            control = moved(control, self.update)
+        control = self.counted(incoming)
         model = self.network("model", incoming[MODEL])
         validation = self.validation(model)
-        correction = Correction(model, control, shared)
+        correction = Correction(model, control, incoming[CONTROL])
 
         def descend(optimizer: torch.optim.Optimizer) -> float:
             return train_epochs(
@@ -136,32 +154,27 @@ class ScaffoldSite(FedAvgSite[FedAvgSiteHyper]):
             )
 
         loss = self.optimized(model, "model", descend)
-        self.control = control
-        self.update = moved(correction.mean(), control, -1.0)
-        self.memory.meta["updated"] = round
+        self.updates(round, moved(correction.mean(), control, -1.0))
         reply = Message.of(self.measured(loss=loss, validation={"global": validation}))
         reply[MODEL] = copy_state(model.state_dict())
         reply[UPDATE] = self.update
         return reply
 
 
-class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
-    """FedAvg's server algorithm with a control variate.
+class CountedServer(FedAvgServer[ScaffoldServerHyper]):
+    """FedAvg's server algorithm with the mean of the sites' control variates.
 
     Attributes:
         controls: Σ_k n_k c_k over all sites, whose weighted mean is c; n_k = 1 for uniform weights.
     """
 
-    site_algorithm = ScaffoldSite
+    site_algorithm = CountedSite
     freezes = False
     controls = PersistentState("controls")
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        self.controls = {
-            name: torch.zeros(tensor.shape, dtype=tensor.dtype)
-            for name, tensor in _trained(context.plan).items()
-        }
+        self.controls = _zeros(context.plan)
         self.memory.meta |= {"samples": {}, "counted": {}}
 
     @property
@@ -187,19 +200,35 @@ class ScaffoldServer(FedAvgServer[ScaffoldServerHyper]):
         total = sum(self.weights.values()) or 1.0
         return {name: tensor / total for name, tensor in self.controls.items()}
 
-    @asks(ScaffoldSite.train)
+    @asks(CountedSite.train)
     def request_of_training(self, step: Step, site: str) -> Message:
-        """FedAvg's message with c, and which of the site's updates has been counted."""
+        """FedAvg's message, and which of the site's updates has been counted."""
         message = self.request_of_model(step, site)
-        message[CONTROL] = self.control
         message[COUNTED] = self.memory.meta["counted"].get(site)
         return message
 
+    def update_of(self, reply: Message, start: StateDict) -> StateDict:
+        """c_k⁺ - c_k in a reply to the model `start`."""
+        return reply[UPDATE]
+
     def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
         """FedAvg's aggregation; c moves by the mean of the sites' updates (Alg. 1, line 17)."""
+        start = self.model
         super().aggregate_models(step, replies)
         weights = self.weights
         self.memory.meta["samples"] = weights
         for site, reply in replies.items():
-            self.controls = moved(self.controls, reply[UPDATE], weights[site])
+            self.controls = moved(self.controls, self.update_of(reply, start), weights[site])
             self.memory.meta["counted"][site] = step.round
+
+
+class ScaffoldServer(CountedServer):
+    """Sends c to the sites."""
+
+    site_algorithm = ScaffoldSite
+
+    def request_of_training(self, step: Step, site: str) -> Message:
+        """Also c."""
+        message = super().request_of_training(step, site)
+        message[CONTROL] = self.control
+        return message

@@ -1,0 +1,87 @@
+"""FedDyn (Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021, Alg. 1).
+
+    w_k <- argmin_w  F_k(w) - <h_k, w> + α/2 ||w - w_g||²
+    h_k <- h_k - α (w_k - w_g)
+    h <- h - (α/N) Σ_{k in S} (w_k - w_g),   w_g <- (1/|S|) Σ_{k in S} w_k - h/α
+
+The minimum is approached by the task's local epochs. N are all inside sites, S those of the round,
+so h is the mean of all h_k. Site and server store c_k = -h_k/α and c = -h/α, sums of changes, as
+SCAFFOLD its control variates: c_k stays at its site and changes once the server has used the site's
+model. Entries that are not trained, such as running statistics, are averaged.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from pydantic.dataclasses import dataclass
+
+from medflare.core.hyper import param
+from medflare.core.message import Message
+from medflare.core.phases import phase
+from medflare.core.settings import STRICT
+from medflare.core.states import StateDict, difference, moved
+from medflare.methods.base import Step
+from medflare.methods.families.local_terms.scaffold import COUNTED, CountedServer, CountedSite
+from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
+from medflare.methods.parts.measured import MEASURED
+from medflare.methods.parts.proximal import proximal_term
+from medflare.networks.features import FeatureNetwork
+from medflare.training.epochs import train_epochs
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedDynHyper(FedAvgSiteHyper):
+    """The dynamic regularizer."""
+
+    alpha: float = param(
+        0.01,
+        "weight of the regularizer",
+        symbol="α",
+        source="Eq. 1; 0.01 as in the authors' CIFAR-10 example",
+        low=0,
+    )
+
+
+def shifted(state: StateDict, control: StateDict, scale: float) -> StateDict:
+    """The entries of `control` in a model, plus scale * control."""
+    return moved({name: state[name] for name in control}, control, scale)
+
+
+class FedDynSite(CountedSite[FedDynHyper]):
+    """FedAvg's site algorithm with the dynamic regularizer."""
+
+    @phase(request=(MODEL,), request_meta=(COUNTED,), reply=(MODEL,), meta=MEASURED)
+    def train(self, round: int, incoming: Message) -> Message:
+        """FedAvg's training; the change of the model is c_k's update."""
+        names = self.counted(incoming)
+        reply = super().train(round, incoming)
+        trained = {name: reply[MODEL][name] for name in names}
+        self.updates(round, difference(trained, incoming[MODEL]))
+        return reply
+
+    def fit(
+        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
+    ) -> float | None:
+        """Epochs of the task's loss with the regularizer's gradient; returns the mean task loss.
+
+        -h_k + α (w - w_g) is α (w - anchor) with the anchor w_g + h_k/α = w_g - c_k.
+        """
+        control = {name: c.to(self.site.device) for name, c in self.control.items()}
+        anchor = shifted(model.state_dict(), control, -1.0)
+        hook = proximal_term(model, anchor, self.hyper.alpha)
+        return train_epochs(model, optimizer, self.site, round, "model", gradient_hook=hook)
+
+
+class FedDynServer(CountedServer):
+    """FedAvg's server algorithm, whose mean moves by c = -h/α."""
+
+    site_algorithm = FedDynSite
+
+    def update_of(self, reply: Message, start: StateDict) -> StateDict:
+        """w_k - w_g."""
+        return difference({name: reply[MODEL][name] for name in self.controls}, start)
+
+    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """FedAvg's aggregation, then the step by c."""
+        super().aggregate_models(step, replies)
+        self.model = {**self.model, **shifted(self.model, self.control, 1.0)}

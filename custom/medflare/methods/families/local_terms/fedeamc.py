@@ -1,0 +1,48 @@
+"""FedeAMC (Wang et al., IEEE Trans. Cogn. Commun. Netw. 8(1), 2022) as PRR's Table XI compares it.
+
+The loss of a site is the cross entropy with class weights inverse to the site's numbers of training
+samples (PRR, Sec. V-A), w_c = n / (C n_c) for its C classes with samples. It replaces the task's
+loss; in segmentation Dice is added, as in PRR. A sigmoid counts as two classes. The authors' code
+repeats the images of rare classes instead, which they call equivalent.
+"""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from medflare.core.errors import ConfigError
+from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
+from medflare.methods.prr.hyper import PRRSiteHyper
+from medflare.methods.prr.transfer import Supervision, class_totals
+from medflare.networks.features import FeatureNetwork
+from medflare.tasks.config import TaskConfig
+
+_LOSS: Final = PRRSiteHyper(cpa="off", plain_loss="fedeamc")
+
+
+class FedeAMCSite(FedAvgSite[FedAvgSiteHyper]):
+    """FedAvg's site algorithm with the re-weighted loss."""
+
+    dp_unsupported_reason = "its class weights are numbers of training samples without noise"
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: FedAvgSiteHyper, server_hyper: Any) -> None:
+        """Also raises ConfigError if a class cannot be counted: patches of several labels."""
+        super().check(task, hyper, server_hyper)
+        if task.target == "multilabel" and task.image_mode == "patch":
+            raise ConfigError(
+                f"fedeamc: task {task.name} does not count the pixels without a label in patches; "
+                "set image_mode 'resize'"
+            )
+
+    def fit(
+        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
+    ) -> float | None:
+        """Epochs of the re-weighted loss; returns its mean."""
+        supervision = Supervision(self.site, _LOSS, class_totals(self.site.task, {}), None)
+
+        def loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
+            return supervision(network(images), targets)
+
+        return self.descend(model, optimizer, round, loss)

@@ -1,0 +1,56 @@
+"""FedSAM (Qu et al., ICML 2022, Alg. 1): every local step is one of sharpness-aware minimization.
+
+    w~ = w + ρ g/||g||,   w <- w - η g(w~)
+
+g is the gradient of the batch at w, with one norm over all weights (Foret et al., ICLR 2021). The
+optimizer is the task's. Running statistics move with the first gradient only.
+"""
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from medflare.core.hyper import param
+from medflare.core.settings import STRICT
+from medflare.data.loading import Batch
+from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
+from medflare.methods.feddag.site import sharpness_aware_step
+from medflare.networks.features import FeatureNetwork
+from medflare.training.epochs import run_epochs
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedSAMHyper(FedAvgSiteHyper):
+    """The ascent step."""
+
+    rho: float = param(
+        0.05,
+        "length of the ascent step; 0: FedAvg",
+        symbol="ρ",
+        source="Alg. 1; 0.05 as in SAM (Foret et al., ICLR 2021) and HarmoFL",
+        low=0,
+    )
+
+
+class FedSAMSite(FedAvgSite[FedSAMHyper]):
+    """FedAvg's site algorithm with two gradients for every step."""
+
+    accumulates = False
+
+    def fit(
+        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
+    ) -> float | None:
+        """Epochs of sharpness-aware steps; returns the mean task loss before the ascent."""
+        model.train()
+
+        def step(batch: Batch) -> dict[str, Tensor]:
+            losses: list[Tensor] = []
+
+            def loss() -> Tensor:
+                losses.append(self.site.loss(model(batch.images), batch.targets))
+                return losses[-1]
+
+            sharpness_aware_step(model, optimizer, loss, self.hyper.rho)
+            return {"task": losses[0]}
+
+        return run_epochs(self.site, round, "model", step)["task"]
