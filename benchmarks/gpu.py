@@ -1,18 +1,19 @@
 """What a GPU gives to a site, in one script for a machine that is there for minutes only.
 
-    python benchmarks/gpu.py [--device cuda] [--parts throughput,stacked] [--seconds 48]
+    python benchmarks/gpu.py [--device cuda] [--parts throughput,stacked] [--seconds 44]
                              [--out results.jsonl] [--tiny]
 
-Every part runs in a process of its own that ends after `--seconds`, prints its table row by row
-and appends each row to `--out` as a line of JSON. A part that fails prints its last line of
+Every part runs in a process of its own that ends after `--seconds` (times `LONGER`; 7.5 minutes for
+all parts by default), prints its table row by row and appends each row to `--out` as a line of
+JSON. A part that fails prints its last line of
 errors, and the next part starts. `--tiny` runs every path on small images, for a CPU.
 
     throughput  the site algorithm beside a plain PyTorch loop: sizes, normalizations, precisions
     breakdown   the milliseconds of a site's epoch, by what they are spent on
-    resident    prototype: images, weights and moments stay on the device between rounds
-    graph       prototype: the same, with the training step in a CUDA graph
+    graph       prototype: the training step in a CUDA graph
     stacked     prototype: the networks of several sites as one batched network
-    workers     several processes on one device, and FLARE's simulator: seconds, equal weights
+    workers     the plain loop with several processes on one device: seconds, equal weights
+    simulator   FLARE's simulator beside the plain loop: seconds, equal weights
     memory      peak memory and seconds of a training step of large presets
     predict     images per second of a delivered model, on the device and on the CPU
 
@@ -22,6 +23,7 @@ does; `memory` and `predict` do not.
 """
 
 import argparse
+import copy
 import importlib.util
 import json
 import os
@@ -31,12 +33,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,14 +53,15 @@ from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.losses import build_loss
 from medflare.tasks.optimizers import build_optimizer
+from medflare.training import computing
 from medflare.training.batches import in_random_order
-from medflare.training.computing import be_deterministic
 from medflare.training.site import Site
 
 HERE = Path(__file__).resolve().parent
 PAPERS = ("papers/fundus_fedsm", "papers/prostate_prr", "papers/fed_isic2019_grace")
 PRESETS = (*PAPERS, "brain_lgg_3d")
 SOFT = 0.65  # share of a part's seconds for what is repeated; the rest: imports, images, last turn
+T = TypeVar("T")
 Run = Callable[[int], Any]  # trains an epoch; its argument is the round
 Training = Callable[[int, StateDict], StateDict]  # (round, weights) -> trained weights
 
@@ -107,7 +110,7 @@ class Part:
     name: str
     device: torch.device
     tiny: bool = False
-    seconds: float = 48.0
+    seconds: float = 44.0
     out: Path | None = None
     started: float = field(default_factory=time.monotonic)
     columns: tuple[str, ...] = ()
@@ -183,14 +186,27 @@ def memory_not_filled() -> Iterator[None]:
         mode.fill_uninitialized_memory = True
 
 
-def without_filling(run: Run) -> Run:
-    """The same in `memory_not_filled`."""
+@contextmanager
+def nothing_stays() -> Iterator[None]:
+    """Inside, sites move images and moments to the GPU in every round, as if its memory were full."""
+    free_memory = computing.free_memory
+    computing.free_memory = lambda device: 0
+    try:
+        yield
+    finally:
+        computing.free_memory = free_memory
 
-    def faster(round: int) -> None:
-        with memory_not_filled():
-            run(round)
 
-    return faster
+def inside(
+    context: Callable[[], AbstractContextManager[None]], run: Callable[..., T]
+) -> Callable[..., T]:
+    """The same in a context."""
+
+    def changed(*values: Any) -> T:
+        with context():
+            return run(*values)
+
+    return changed
 
 
 def opened(part: Part, task: TaskConfig, way: str = "site") -> tuple[Site, Split, Run]:
@@ -205,18 +221,24 @@ def throughput(part: Part) -> None:
     module = benchmark("site")
     ways = ["site", "site:bf16", *(["site:fp16"] if part.device.type == "cuda" else [])]
     settings = [(size, norm) for norm in ("batch", "instance") for size in part.sizes]
-    part.table("size", "norm", "way", "images/s", "ratio")
+    part.table("size", "norm", "way", "images/s", "ratio", "bits equal")
     for place, (size, norm) in enumerate(settings):
         task = size.task(norm)
-        _, train, plain = opened(part, task)
-        runs: dict[str, Run] = {PLAIN: plain}
-        for way in ways:
-            runs[way] = module.site_epoch(module.opened(task, str(part.device), way)[0])
-        runs["plain loop, memory not filled"] = without_filling(plain)
-        runs["site, memory not filled"] = without_filling(runs["site"])
+        site, train, plain = opened(part, task)
+        moving = opened(part, task)[0]  # a site whose images do not stay on the device
+        start = copy_state(site.network().state_dict())
+        moved = inside(nothing_stays, site_training(moving))
+        same = same_after(2, start, site_training(site), moved)
+        runs: dict[str, Run] = {PLAIN: plain, "site": module.site_epoch(site)}
+        for way in ways[1:]:
+            runs[way] = module.site_epoch(opened(part, task, way)[0])
+        runs["site, nothing stays"] = inside(nothing_stays, module.site_epoch(moving))
+        runs["plain loop, memory not filled"] = inside(memory_not_filled, plain)
+        runs["site, memory not filled"] = inside(memory_not_filled, runs["site"])
         budget = part.share(len(settings) - place)
         for name, (seconds, ratio) in in_turns(part, runs, budget).items():
-            part.row(size.name, norm, name, len(train) / seconds, ratio)
+            shown = same if name == "site" else ""
+            part.row(size.name, norm, name, len(train) / seconds, ratio, shown)
 
 
 # -- where the time goes --------------------------------------------------------------------------
@@ -282,18 +304,17 @@ def breakdown(part: Part) -> None:
     from medflare.methods.fedavg import site as fedavg
     from medflare.networks.features import FeatureNetwork
     from medflare.training import epochs
-    from medflare.training.computing import Computing
 
     module = benchmark("site")
-    site, train, plain = opened(part, part.sizes[-1].task())
+    site, _, plain = opened(part, part.sizes[-1].task())
     run = module.site_epoch(site)
     whole = in_turns(part, {PLAIN: plain, "site": run}, part.share(2))
     ledger = Ledger(part.wait)
-    ledger.watch(fedavg.FedAvgSite, "network", "weights to the device (the network is built once)")
+    ledger.watch(fedavg.FedAvgSite, "network", "weights into the network")
     ledger.watch(fedavg.FedAvgSite, "validation", "validation of no image")
-    ledger.watch(epochs, "unpack_optimizer", "moments to the device")
-    ledger.watch_batches("waiting for batches, read ahead by a thread")
-    ledger.watch(Computing, "moved", "images and targets to the device")
+    ledger.watch(epochs, "unpack_optimizer", "moments into the optimizer")
+    ledger.watch_batches("cutting batches")
+    ledger.watch(computing.Computing, "moved", "copies to the device")
     ledger.watch(FeatureNetwork, "forward", "forward")
     ledger.watch(Site, "loss", "loss")
     ledger.watch(torch.Tensor, "backward", "backward")
@@ -301,7 +322,7 @@ def breakdown(part: Part) -> None:
     ledger.watch(torch.optim.Adam, "step", "optimizer step")
     ledger.watch(epochs, "weighted_sum", "losses to the CPU")
     ledger.watch(fedavg, "copy_state", "weights to the CPU")
-    ledger.watch(epochs, "pack_optimizer", "moments to the CPU")
+    ledger.watch(epochs, "pack_optimizer", "moments into the memory")
     repeats = 2 if part.tiny else 5
     try:
         run(100)
@@ -318,12 +339,6 @@ def breakdown(part: Part) -> None:
     part.row("all of these, with the waiting after each", whole_ms)
     part.row("the site's epoch as it is", 1000 * whole["site"][0])
     part.row("the plain loop's epoch", 1000 * whole[PLAIN][0])
-    started = time.perf_counter()
-    for rows in in_random_order(len(train), site.batch_size, 0, "breakdown"):
-        for tensor in train.take(rows):
-            _ = tensor.pin_memory() if part.device.type == "cuda" else tensor
-    seconds = time.perf_counter() - started
-    part.row("batches cut and pinned alone, which a thread does beside the rest", 1000 * seconds)
 
 
 # -- prototypes -----------------------------------------------------------------------------------
@@ -466,21 +481,6 @@ def from_start(train: Training, start: StateDict) -> Run:
     return lambda number: train(number, start)
 
 
-def resident(part: Part) -> None:
-    part.table("size", "way", "images/s", "ratio", "bits equal")
-    for place, size in enumerate(part.sizes):
-        site, train, plain = opened(part, size.task())
-        start = copy_state(site.network().state_dict())
-        same = same_after(2, start, site_training(site), Resident(site).train)
-        runs: dict[str, Run] = {PLAIN: plain, "site": from_start(site_training(site), start)}
-        runs["resident"] = from_start(Resident(site).train, start)
-        runs["resident, memory not filled"] = without_filling(runs["resident"])
-        budget = part.share(len(part.sizes) - place)
-        for name, (seconds, ratio) in in_turns(part, runs, budget).items():
-            shown = same if name == "resident" else ""
-            part.row(size.name, name, len(train) / seconds, ratio, shown)
-
-
 def graph(part: Part) -> None:
     part.table("size", "norm", "way", "images/s", "ratio", "bits equal")
     settings = [(size, norm) for norm in ("batch", "instance") for size in part.sizes]
@@ -495,7 +495,7 @@ def graph(part: Part) -> None:
         runs["graph"] = from_start(captured.train, start)
         with memory_not_filled():
             bare = Resident(site, capturable=True, graph=True)
-        runs["graph, memory not filled"] = without_filling(from_start(bare.train, start))
+        runs["graph, memory not filled"] = inside(memory_not_filled, from_start(bare.train, start))
         budget = part.share(len(settings) - place)
         for name, (seconds, ratio) in in_turns(part, runs, budget).items():
             shown = same if name == "graph" else ""
@@ -533,34 +533,35 @@ class Stack:
 
 def stacked(part: Part) -> None:
     if part.device.type == "cuda":
-        be_deterministic()
+        computing.be_deterministic()
     if not part.tiny:
         torch.set_num_threads(2)
     size, steps = part.sizes[0], 10
     task = size.task("instance")
     loss = build_loss(task).to(part.device)
     _, train, _ = opened(part, task)
-    counts: tuple[int, ...] = (4, 8) if part.device.type == "cpu" else (4, 8, 16, 32)
+    counts: tuple[int, ...] = (8, 4) if part.device.type == "cpu" else (32, 16, 8, 4)
     if part.tiny:
         counts = (4,)
     columns = ["sites", "ms of a step of all, loop", "stacked", "speed-up"]
     columns += ["weights differ by", "biases before a norm by", "losses by"]
     part.table(*columns)
+    network = initial_network(task, 0).to(part.device).train()
     for place, count in enumerate(counts):
         draw = torch_generator(0, "stacked", count)
         rows = torch.randint(len(train), (count, size.batch), generator=draw)
         images, targets = (tensor[rows].to(part.device) for tensor in (train.images, train.targets))
-        networks = [initial_network(task, 0).to(part.device).train() for _ in range(count)]
+        networks = [copy.deepcopy(network) for _ in range(count)]
         stack = Stack(task, networks, loss)
-        parameters = [network.parameters() for network in networks]
+        parameters = [model.parameters() for model in networks]
         optimizers = [build_optimizer(task.optimizer, weights, "loop") for weights in parameters]
         sites = list(zip(networks, optimizers, images, targets, strict=True))
 
         def loop(sites: Sequence[Any] = sites) -> None:
-            for network, optimizer, inputs, truth in sites:
+            for model, optimizer, inputs, truth in sites:
                 for _ in range(steps):
                     optimizer.zero_grad(set_to_none=True)
-                    loss(network(inputs), truth).backward()
+                    loss(model(inputs), truth).backward()
                     optimizer.step()
 
         def together(stack: Stack = stack, batch: Sequence[Tensor] = (images, targets)) -> None:
@@ -569,7 +570,7 @@ def stacked(part: Part) -> None:
 
         loop()
         together()
-        trained = [dict(network.named_parameters()) for network in networks]
+        trained = [dict(model.named_parameters()) for model in networks]
         apart = {name: torch.stack([state[name] for state in trained]) for name in stack.weights}
         # A normalization removes these: their gradient is rounding, of which Adam makes full steps.
         removed = {name for name in apart if name.endswith("conv.bias")}
@@ -577,7 +578,7 @@ def stacked(part: Part) -> None:
         others = largest_difference(kept, stack.weights)
         biases = largest_difference({name: apart[name] for name in removed}, stack.weights)
         with torch.no_grad():
-            outputs = [loss(network(inputs), truth) for network, _, inputs, truth in sites]
+            outputs = [loss(model(inputs), truth) for model, _, inputs, truth in sites]
             by_loop = torch.stack(outputs)
             by_stack = stack.losses(stack.weights, images, targets)
         budget = part.share(len(counts) - place)
@@ -625,12 +626,22 @@ def workers(part: Part) -> None:
             first = first or weights
             name = f"plain loop, workers {count or 'none'}"
             part.row(name, whole, later, same_weights(first, weights))
-        if part.tiny or not importlib.util.find_spec("nvflare"):
-            why = "left out" if part.tiny else "nvflare is missing"
-            part.row(f"simulator: {why}", "", "", "")
-            return
-        seconds, weights = simulated(part, sites, rounds, Path(scratch))
-        part.row(f"simulator, {sites} threads", seconds, "", same_weights(first, weights))
+
+
+def simulator(part: Part) -> None:
+    """The loop first: its row is there if the simulator does not end in time."""
+    from safetensors.torch import load_file
+
+    task = benchmark("compare").task_settings()
+    sites, rounds = (2, 1) if part.tiny else (4, 3)
+    part.table("engine", "seconds", "weights equal")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        seconds, _ = one_run(part, task, sites, rounds, None, folder / "loop")
+        part.row("plain loop", seconds, "")
+        first = load_file(folder / "loop/models/global/model.safetensors")
+        seconds, weights = simulated(part, sites, rounds, folder)
+        part.row(f"simulator, {sites} threads", seconds, same_weights(first, weights))
 
 
 def same_weights(first: StateDict, second: StateDict) -> str:
@@ -717,23 +728,24 @@ def predict(part: Part) -> None:
 PARTS: dict[str, Callable[[Part], None]] = {
     "throughput": throughput,
     "breakdown": breakdown,
-    "resident": resident,
     "graph": graph,
     "stacked": stacked,
     "workers": workers,
+    "simulator": simulator,
     "memory": memory,
     "predict": predict,
 }
-LONGER = {"workers": 1.7}  # of the seconds: many processes start here
+# Of the seconds: many sites, or processes, start here.
+LONGER = {"throughput": 1.7, "workers": 1.7, "simulator": 2.0}
 THREADS = ("predict",)  # parts that use all threads; a site, and the plain loop, compute on one
 
 
 def run_alone(name: str, options: argparse.Namespace) -> str:
     """Run a part in a process of its own; returns why it did not end well, "" if it did."""
     command = [sys.executable, str(HERE / "gpu.py"), "--one", name, "--device", options.device]
-    command += ["--seconds", str(options.seconds), *(["--tiny"] if options.tiny else [])]
-    command += ["--out", str(options.out)] if options.out else []
     limit = options.seconds * LONGER.get(name, 1.0)
+    command += ["--seconds", str(limit), *(["--tiny"] if options.tiny else [])]
+    command += ["--out", str(options.out)] if options.out else []
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stderr=errors)
         try:
@@ -754,7 +766,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas")
-    parser.add_argument("--seconds", type=float, default=48.0, help="of a part (1.7 x: workers)")
+    parser.add_argument("--seconds", type=float, default=44.0, help=f"of a part; times {LONGER}")
     parser.add_argument("--out", type=Path, help="file for the rows, a line of JSON each")
     parser.add_argument("--tiny", action="store_true", help="small images and few steps")
     parser.add_argument("--one", help=argparse.SUPPRESS)

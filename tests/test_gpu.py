@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py on a CPU: every part, small, and what its numbers rest on."""
+"""benchmarks/gpu.py on a CPU: every part, small, and what its numbers rest on; and what only a GPU shows, skipped without one."""
 
 import copy
 import json
@@ -9,6 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
+import medflare
+from helpers.final_models import same_weights
+from helpers.small_tasks import tiny_phantom
+from helpers.volume_sites import PATCHES, make_sites
+from medflare.core.message import Message
+from medflare.core.states import copy_state
+from medflare.core.store import StateStore
+from medflare.methods.fedavg import FedAvgSite
+from medflare.tasks.config import load_task
+from medflare.training import computing
+from medflare.training.opening import open_site
+from methods import squares
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -24,7 +38,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     torch.set_num_threads(threads)
 
 
-PARTS = ["throughput", "breakdown", "resident", "graph", "stacked", "memory", "predict", "workers"]
+EQUAL = ["throughput", "graph", "workers", "simulator"]  # parts that compare weights
+PARTS = [*EQUAL, "breakdown", "stacked", "memory", "predict"]
 
 
 @pytest.mark.slow
@@ -35,8 +50,18 @@ def test_every_part_is_tried(gpu: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_fills_its_table(
-    gpu: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gpu: Any,
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Without FLARE's simulator, which takes a minute: it returns the loop's weights."""
+
+    def simulated(part: Any, sites: int, rounds: int, scratch: Path) -> tuple[float, Any]:
+        return 1.0, load_file(scratch / "loop/models/global/model.safetensors")
+
+    monkeypatch.setattr(gpu, "simulated", simulated)
     out = tmp_path / "rows.jsonl"
     part = gpu.Part(name, torch.device("cpu"), tiny=True, out=out)
     gpu.PARTS[name](part)
@@ -47,7 +72,7 @@ def test_a_part_fills_its_table(
         row[column] for row in rows for column in ("bits equal", "weights equal") if row.get(column)
     ]
     assert set(compared) <= {"True"}
-    assert bool(compared) == (name in ("resident", "graph", "workers"))
+    assert bool(compared) == (name in EQUAL)
 
 
 def test_a_span_counts_without_the_spans_inside_it(
@@ -121,3 +146,81 @@ def test_a_part_that_fails_says_why_and_the_next_one_starts(
 def test_a_part_that_takes_too_long_is_stopped(gpu: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--device", "cpu", "--parts", "memory", "--seconds", "0.2"]) == 1
     assert "stopped after 0.2 s" in capfd.readouterr().out
+
+
+# -- with a GPU --------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+AUGMENT = [{"name": "RandFlip", "prob": 0.5}, {"name": "RandGaussianNoise", "prob": 0.5}]
+TASKS: dict[str, Any] = {
+    "phantom": tiny_phantom(batch_size=8, augment=AUGMENT),
+    "patches": {**PATCHES, "augment": AUGMENT},
+}
+
+
+class Killed(BaseException):
+    """Ends a run as no error does."""
+
+
+def on_gpu(folder: Path, task: str = "phantom", method: str = "fedavg", **options: Any) -> None:
+    """A run of the plain loop with two sites on the GPU."""
+    sites = ["site-1", "site-2"]
+    settings: dict[str, Any] = {"rounds": 3, "seed": 1, "out": folder, "device": "cuda"}
+    if task == "patches":
+        settings["data_root"] = folder.parent / "data"
+        if not settings["data_root"].exists():
+            make_sites(settings["data_root"], sites)
+    results = medflare.run_local(method, TASKS[task], sites, **settings, **options)
+    assert results["status"] == "COMPLETED", results["reason"]
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("task", "method"), [("phantom", "fedavg"), ("phantom", "ditto"), ("patches", "fedavg")]
+)
+def test_equal_weights_with_and_without_what_stays_on_the_gpu(
+    task: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu(tmp_path / "resident", task, method)
+    monkeypatch.setattr(computing, "free_memory", lambda device: 0)
+    on_gpu(tmp_path / "moved", task, method)
+    assert same_weights(tmp_path / "resident", tmp_path / "moved")
+
+
+@needs_gpu
+def test_a_killed_run_on_the_gpu_ends_in_the_same_weights(tmp_path: Path) -> None:
+    def observe(report: Any) -> None:
+        if report.step.round == 1:
+            raise Killed
+
+    on_gpu(tmp_path / "whole")
+    with pytest.raises(Killed):
+        on_gpu(tmp_path / "killed", observe=observe)
+    on_gpu(tmp_path / "killed", resume=True)
+    assert same_weights(tmp_path / "whole", tmp_path / "killed")
+
+
+@needs_gpu
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_what_stays_on_the_gpu_and_what_the_store_copies(
+    channels_last: bool, tmp_path: Path
+) -> None:
+    task = load_task(TASKS["phantom"])
+    settings = {"device": "cuda", "channels_last": channels_last}
+    site = open_site("site-1", task, local=settings)
+    algorithm = FedAvgSite(site, squares.plan_of(FedAvgSite, squares.FedAvgServer, task))
+    start = copy_state(site.network().state_dict())
+    reply = algorithm.perform("train", 0, Message({"model": start}))
+    assert next(site.batches("train", 0)).images.is_cuda and site.data.train.images.is_cpu
+    assert site._split("train").on_gpu and not site._split("test").on_gpu
+    moments = algorithm.memory.states["optimizer/model"]
+    assert moments["0.exp_avg"].is_cuda and moments["0.step"].is_cpu
+    trained = algorithm.network("model", reply.states["model"]).state_dict()
+    for name, tensor in trained.items():
+        sent = reply.states["model"][name]
+        assert sent.is_cpu and sent.is_contiguous() and torch.equal(sent, tensor.cpu())
+    StateStore(tmp_path).save("algorithm", algorithm.memory)
+    stored = StateStore(tmp_path).load("algorithm")
+    assert stored is not None
+    for name, tensor in stored.states["optimizer/model"].items():
+        assert torch.equal(tensor, moments[name].cpu())

@@ -1,10 +1,12 @@
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from medflare.core.message import Message
 from medflare.core.states import (
     StateDict,
     batch_norm_entries,
@@ -12,13 +14,37 @@ from medflare.core.states import (
     copy_state,
     difference,
     moved,
+    moved_together,
     split_state,
     weighted_mean,
 )
+from medflare.core.store import read_message, write_message
 
 
 def state(weight: list[float], count: int = 0) -> dict[str, torch.Tensor]:
     return {"weight": torch.tensor(weight), "num_batches_tracked": torch.tensor(count)}
+
+
+def test_one_move_of_all_tensors_of_a_dtype(tmp_path: Path) -> None:
+    layer = nn.Conv2d(2, 3, 3)
+    layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
+    network = nn.Sequential(layer, nn.BatchNorm2d(3))
+    original = {**network.state_dict(), "empty": torch.zeros(0, 4)}
+    moves: list[torch.dtype] = []
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moves.append(tensor.dtype)
+        return tensor.clone()
+
+    together = moved_together(original, move)
+    assert moves == [torch.float32, torch.int64] and together.keys() == original.keys()
+    for name, tensor in original.items():
+        assert torch.equal(together[name], tensor) and together[name].shape == tensor.shape
+        assert together[name].is_contiguous() and not together[name].requires_grad
+    assert moved_together({}, move) == {}
+    write_message(tmp_path / "state", Message({"model": together}))
+    stored = read_message(tmp_path / "state").states["model"]
+    assert all(torch.equal(stored[name], tensor) for name, tensor in original.items())
 
 
 def test_weighted_mean_by_hand() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import medflare
-from helpers.killed_runs import Killed
 from helpers.small_tasks import tiny_phantom
 from medflare.core.rng import torch_generator
 from medflare.federation.exchange import Reply
@@ -17,6 +16,7 @@ from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.outcome import StepReport
 from medflare.federation.update_validation.clipping import usual_lengths
 from medflare.federation.update_validation.drift import DriftMemory, drift
+from medflare.testing import Killed
 
 NORTH, EAST = (0.0, 1.0), (1.0, 0.0)
 NORTH_EAST, NORTH_WEST = (1.0, 1.0), (-1.0, 1.0)

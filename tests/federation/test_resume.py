@@ -14,11 +14,11 @@ import pytest
 
 import medflare
 from helpers.final_models import same_weights
-from helpers.killed_runs import Killed
 from helpers.small_tasks import tiny_phantom
 from medflare.federation.local.loop import resume_local
 from medflare.federation.memory import StoredAlgorithm
 from medflare.federation.outcome import StepReport
+from medflare.testing import Killed
 
 TINY = tiny_phantom(batch_size=32)
 

@@ -5,7 +5,7 @@ Tensors of one name are processed in chunks, so that no float64 copy of a whole 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -30,8 +30,30 @@ def copy_state(state: Mapping[str, Tensor]) -> StateDict:
     """A detached copy on the CPU that shares no memory with `state`."""
     return {
         name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        for name, tensor in state.items()
+        for name, tensor in on_cpu(state).items()
     }
+
+
+def on_cpu(state: Mapping[str, Tensor]) -> StateDict:
+    """The state with tensors on the CPU; those that are there are not copied."""
+    on_gpu = {name: tensor for name, tensor in state.items() if not tensor.is_cpu}
+    return {**state, **moved_together(on_gpu, Tensor.cpu)}
+
+
+def moved_together(state: Mapping[str, Tensor], move: Callable[[Tensor], Tensor]) -> StateDict:
+    """The state, detached, after one `move` of all tensors of a device and dtype: every copy from
+    or to a GPU takes a while, however small it is.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name, tensor in state.items():
+        groups.setdefault((tensor.device, tensor.dtype), []).append(name)
+    result: StateDict = {}
+    for names in groups.values():
+        joined = torch.cat([state[name].detach().reshape(-1) for name in names])
+        parts = move(joined).split([state[name].numel() for name in names])
+        for name, part in zip(names, parts, strict=True):
+            result[name] = part.view(state[name].shape)
+    return result
 
 
 def check_same_shapes(states: Mapping[str, StateDict]) -> None:

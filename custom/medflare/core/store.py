@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from medflare.core.errors import StateError
 from medflare.core.message import Message
-from medflare.core.states import StateDict, copy_state
+from medflare.core.states import StateDict, copy_state, on_cpu
 from medflare.core.text import escaped
 
 SEPARATOR = "//"  # between entry and tensor name
@@ -185,8 +185,8 @@ def flat(message: Message) -> StateDict:
     """
     named: StateDict = {}
     for entry, state in message.states.items():
-        for name, tensor in state.items():
-            named[f"{entry}{SEPARATOR}{name}"] = tensor.detach().to("cpu").contiguous()
+        for name, tensor in on_cpu(state).items():
+            named[f"{entry}{SEPARATOR}{name}"] = tensor.detach().contiguous()
     end = 0
     for key, tensor in sorted(named.items(), key=lambda item: item[1].data_ptr()):
         if tensor.data_ptr() < end:

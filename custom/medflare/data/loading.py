@@ -65,6 +65,20 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
             return not any(isinstance(part, LazyTensors) for part in self.images.datasets)
         return not isinstance(self.images, LazyTensors)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all images and targets; for a split in memory."""
+        return _nbytes(self.images) + _nbytes(self.targets)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the images are in a GPU's memory."""
+        return self.in_memory and len(self) > 0 and self.images[0].is_cuda
+
+    def on(self, device: torch.device) -> "Split":
+        """The split with its images and targets on a device; for a split in memory."""
+        return replace(self, images=_on(self.images, device), targets=_on(self.targets, device))
+
     def __len__(self) -> int:
         return len(self.names)
 
@@ -82,9 +96,23 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
 
 def _take(tensors: Images, rows: Tensor) -> Tensor:
     if isinstance(tensors, Tensor):
+        if tensors.is_cuda:  # rows that are not in pinned memory would wait for all pending work
+            rows = rows.pin_memory().to(tensors.device, non_blocking=True)
         return tensors[rows]
     numbers = rows.tolist() or [0]  # no rows: the size is that of the first image
     return torch.stack([tensors[row] for row in numbers])[: len(rows)]
+
+
+def _nbytes(tensors: Images) -> int:
+    if isinstance(tensors, Tensor):
+        return tensors.nbytes
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _on(tensors: Images, device: torch.device) -> Images:
+    if isinstance(tensors, Tensor):
+        return tensors.to(device)
+    return [tensor.to(device) for tensor in tensors]
 
 
 def joined(parts: Sequence[Split], names: Sequence[str]) -> Split:

@@ -113,8 +113,8 @@ def _groups(task: TaskConfig, targets: Images) -> tuple[tuple[str, ...], Tensor]
 def read_ahead(
     data: Split, batches: Iterable[Tensor], read: Callable[[Tensor], T]
 ) -> Iterator[tuple[Tensor, T]]:
-    """Batches of rows with what `read` returns for them, in order; images on disk, or for a GPU,
-    are read by a thread ahead of their use.
+    """Batches of rows with what `read` returns for them, in order; images on disk, or to be
+    copied to a GPU, are read by a thread ahead of their use.
 
     A thread, not the workers of torch's DataLoader: those are processes, whose start for every
     epoch takes longer than small epochs and which must not be forked from the threads of FLARE.
@@ -123,8 +123,8 @@ def read_ahead(
         batches: rows, long (B,) each.
         read: rows -> images; draws no random numbers.
     """
-    on_gpu = torch.cuda.is_initialized()
-    if data.in_memory and not on_gpu:
+    to_gpu = torch.cuda.is_initialized() and not data.on_gpu
+    if data.in_memory and not to_gpu:
         for rows in batches:
             yield rows, read(rows)
         return
@@ -134,7 +134,7 @@ def read_ahead(
         images to be cut as they are.
         """
         batch: Any = read(rows)
-        if on_gpu and isinstance(batch, tuple):
+        if to_gpu and isinstance(batch, tuple):
             return tuple(part.pin_memory() for part in batch)
         return batch
 

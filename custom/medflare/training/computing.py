@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from medflare.core.errors import ConfigError, one_line
+from medflare.core.states import StateDict, moved_together
+from medflare.data.loading import Split
 from medflare.networks.features import FeatureNetwork
 
 # Precision of a task -> dtype of autocast.
 PRECISIONS: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Most of a GPU's free memory that images, or an optimizer's moments, may take to stay there.
+_RESIDENT: Final = 0.25
 # Dimensions of a kernel -> memory format.
 _CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -45,6 +49,32 @@ class Computing:
         if self.device.type == "cuda" and tensor.device.type == "cpu":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
+
+    def moved_state(self, state: StateDict) -> StateDict:
+        """A state of the CPU on the device, in one copy of all tensors of a dtype."""
+        if self.device.type == "cpu":
+            return state
+        return moved_together(state, self.moved)
+
+    def resident(self, data: Split) -> Split:
+        """The split with its images and targets on the device if they may stay there, see `stays`;
+        else as it is.
+        """
+        if data.in_memory and stays(data.nbytes, self.device):
+            return data.on(self.device)
+        return data
+
+
+def free_memory(device: torch.device) -> float:
+    """Free bytes of a GPU; 0 for other devices."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def stays(nbytes: int, device: torch.device) -> bool:
+    """Whether tensors of so many bytes stay on the device between rounds: they take at most a
+    quarter of its free memory.
+    """
+    return nbytes <= _RESIDENT * free_memory(device)
 
 
 def check_precision(precision: str, device: torch.device, place: str) -> None:

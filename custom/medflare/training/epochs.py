@@ -14,9 +14,10 @@ from torch.amp.grad_scaler import GradScaler
 
 from medflare.core.message import Message
 from medflare.core.rng import Key, seeded
-from medflare.core.states import StateDict
+from medflare.core.states import StateDict, copy_state, state_bytes
 from medflare.data.loading import Batch
 from medflare.training.batches import samples_in
+from medflare.training.computing import stays
 from medflare.training.site import Site
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, images, targets) -> scalar
@@ -229,7 +230,7 @@ def preserved_moments(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> StateDict:
     """Copies of the optimizer's tensors (Adam's moments and step, momentum) as "index of the
-    parameter.slot"; of its scaler the numbers.
+    parameter.slot", on their device; of its scaler the numbers.
     """
     packed: StateDict = {}
     if optimizer in _SCALERS:
@@ -238,8 +239,7 @@ def pack_optimizer(optimizer: torch.optim.Optimizer) -> StateDict:
     for index, slots in optimizer.state_dict()["state"].items():
         for slot, value in slots.items():
             if value is not None:
-                tensor = torch.as_tensor(value).detach()
-                packed[f"{index}.{slot}"] = tensor.to("cpu", copy=True)
+                packed[f"{index}.{slot}"] = torch.as_tensor(value).detach().clone()
     return packed
 
 
@@ -283,5 +283,9 @@ class OptimizerMemory:
         return optimizer
 
     def keep(self, purpose: str, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the optimizer's moments."""
-        self._memory.states[_OPTIMIZER + purpose] = pack_optimizer(optimizer)
+        """Keep the optimizer's moments; on their device, where they may stay there."""
+        packed = pack_optimizer(optimizer)
+        devices = {tensor.device for tensor in packed.values() if not tensor.is_cpu}
+        if not all(stays(state_bytes(packed), device) for device in devices):
+            packed = copy_state(packed)
+        self._memory.states[_OPTIMIZER + purpose] = packed

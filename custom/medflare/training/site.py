@@ -15,7 +15,7 @@ from medflare.core.rng import Key, numpy_random_state
 from medflare.core.states import StateDict
 from medflare.data.acquisition import TrainedOn, range_of
 from medflare.data.decoding import Source
-from medflare.data.loading import Batch, SiteData
+from medflare.data.loading import Batch, SiteData, Split
 from medflare.data.progress import counted
 from medflare.data.targets import class_counts
 from medflare.data.transforms import Augmentation
@@ -82,6 +82,8 @@ class Site:
         self.notes = list(data.notes)
         self.image_mode = Patches(task) if task.image_mode == "patch" else WholeImages()
         self.annotation = Annotation(task, data.annotated)
+        # Each split as it was opened, and as batches are taken from it.
+        self._resident: list[tuple[Split, Split]] = []
         self._augmentation = Augmentation(task)
         self._loss = self.annotation.loss().to(self.device)
         self._sampling_weights = {"train": sampling_weights(task, data.train.targets)}
@@ -160,7 +162,7 @@ class Site:
             keys: of this pass, by convention round, purpose, epoch.
             batch_size: other than the task's; `batch_limit` applies too.
         """
-        data = self.data.split(split)
+        data = self._split(split)
         size = self._limited(batch_size or self.task.batch_size)
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
         count = len(data) * self.image_mode.per_image
@@ -178,7 +180,7 @@ class Site:
         """One pass in fixed order, without augmentation; with `image_mode` "patch", over the
         windows that cover the images.
         """
-        data = self.data.split(split)
+        data = self._split(split)
         size = self._limited(batch_size or self.task.batch_size)
         for index, samples in self.image_mode.in_order(data, size):
             yield self._batch(index, *samples)
@@ -187,7 +189,7 @@ class Site:
         """The images of the rows `index`, long (B,), on the site's device; with `image_mode`
         "patch", a patch of each from `random`.
         """
-        images = self.image_mode.read(self.data.split(split), index)
+        images = self.image_mode.read(self._split(split), index)
         return self._batch(index, *self.image_mode.samples(images, random))
 
     def augmented(self, batch: Batch, random: np.random.RandomState) -> Batch:
@@ -195,6 +197,19 @@ class Site:
         from `random`.
         """
         return Batch(*self._augmentation(batch.images, batch.targets, random), batch.index)
+
+    def _split(self, name: str) -> Split:
+        """The split that batches are taken from: from its first use on the device, where it may
+        stay there; the test split is used too rarely.
+        """
+        data = self.data.split(name)
+        if data is self.data.test:
+            return data
+        for opened, resident in self._resident:
+            if opened is data:
+                return resident
+        self._resident.append((data, self.computing.resident(data)))
+        return self._resident[-1][1]
 
     def _batch(self, index: Tensor, images: Tensor, targets: Tensor) -> Batch:
         if self.abort():
@@ -211,7 +226,7 @@ class Site:
 
         A module is in evaluation mode meanwhile. See `scoring.predict_split`.
         """
-        data = self.data.split(split)
+        data = self._split(split)
         predictions = predict_split(
             predictor, data, self._batch, self.image_mode, self.task, self.scoring_batch
         )
