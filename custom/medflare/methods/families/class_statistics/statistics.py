@@ -1,0 +1,217 @@
+"""What the methods of this package share: statistics of features by class, and the head's weights.
+
+Rows are the classes of a task as in `prr.transfer`: G groups of C classes each, K = G C rows.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from medflare.core.errors import ConfigError
+from medflare.core.message import Message
+from medflare.core.specs import TensorSpec
+from medflare.core.states import StateDict
+from medflare.methods.base import Plan, ServerContext, SiteAlgorithm, Step
+from medflare.methods.families.local_terms.features import labels_of
+from medflare.methods.prr.transfer import class_totals, groups_and_classes, prototype_width
+from medflare.networks.catalogue import meta_network
+from medflare.networks.features import FeatureNetwork, example
+from medflare.tasks.config import TaskConfig
+from medflare.training.site import Site
+
+
+def means(plan: Plan[Any, Any]) -> StateDict:
+    """{"means": (K, D)} on the meta device."""
+    groups, classes = groups_and_classes(plan.task)
+    return {"means": torch.empty(groups * classes, prototype_width(plan.task), device="meta")}
+
+
+def _multilabel(plan: Plan[Any, Any]) -> bool:
+    return bool(plan.task.target == "multilabel")
+
+
+def by_class(
+    name: str, purpose: str, template: Callable[[Plan[Any, Any]], StateDict]
+) -> tuple[TensorSpec, TensorSpec]:
+    """The declaration of means (and more) by class, tensors (K, ...).
+
+    In a multilabel task the means of a label and of its negatives are together those of all images,
+    which every other label shows too: there a small class suppresses all rows ("counts").
+    """
+    counts = TensorSpec(name, purpose, template, _multilabel, measured="train", per_class="counts")
+    values = replace(counts, when=lambda plan: not _multilabel(plan), per_class="values")
+    return values, counts
+
+
+# -- the head -------------------------------------------------------------------------------------
+
+
+class LinearHeadSite(SiteAlgorithm[Any]):
+    """Of site algorithms whose server solves for a linear head; mixed in before another base."""
+
+    dp_unsupported_reason = "statistics of features leave the site without noise"
+
+    @classmethod
+    def needs_features(cls, hyper: Any) -> bool:
+        return True
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: Any, server_hyper: Any) -> None:
+        """Also raises ConfigError if the head is not one linear layer with a bias at the end."""
+        super().check(task, hyper, server_hyper)
+        network = meta_network(task).eval()
+        with torch.no_grad():
+            images = example(task.image_channels, task.size, "meta")
+            features, logits = network.features_and_output(images)
+            last = network.head(features).shape == logits.shape
+        sizes = [weight.numel() for weight in network.head.parameters()]
+        if not last or sorted(sizes) != [task.outputs, task.outputs * features.shape[1]]:
+            raise ConfigError(
+                f"task {task.name}: the head of network {task.network['name']} is not one linear "
+                "layer (or 1x1 convolution) with a bias at its end; choose another network, for "
+                "example small_cnn, resnet18 or unet"
+            )
+
+
+def head_of(state: StateDict) -> tuple[Tensor, Tensor]:
+    """(weight (outputs, D), bias (outputs,)) of a network with a linear head."""
+    names = [name for name in state if name.startswith("head.")]
+    bias, weight = sorted((state[name] for name in names), key=lambda tensor: tensor.dim())
+    return weight.flatten(1), bias
+
+
+def with_head(state: StateDict, weight: Tensor, bias: Tensor) -> StateDict:
+    """The network with another linear head; shapes as of `head_of`."""
+    changed = dict(state)
+    for name, old in state.items():
+        if name.startswith("head."):
+            new = bias if old.dim() == 1 else weight
+            changed[name] = new.reshape(old.shape).to(old.dtype)
+    return changed
+
+
+# -- at a site ------------------------------------------------------------------------------------
+
+
+def flat(features: Tensor) -> Tensor:
+    """Features (N, D, ...) as rows (M, D), image by image."""
+    return features.movedim(1, -1).reshape(-1, features.shape[1])
+
+
+@torch.no_grad()
+def feature_rows(site: Site, network: FeatureNetwork) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features (M, D), float64, and classes (G, M) of the training images or pixels, by batch.
+
+    None at a site that annotated only some structures: its background is not everyone's.
+    """
+    if not site.annotation.complete:
+        return
+    network.eval()
+    for images, targets, _ in site.ordered("train"):
+        features, _ = network.features_and_output(images)
+        labels = labels_of(site, targets, features).flatten(1)
+        yield flat(features).double().cpu(), labels.cpu()
+
+
+def class_moments(site: Site, network: FeatureNetwork) -> tuple[Tensor, Tensor]:
+    """Means (K, D) and covariances (K, D, D; 0 for one sample) of the features, float32.
+
+    Rows of classes without samples are 0.
+    """
+    groups, classes = groups_and_classes(site.task)
+    width = prototype_width(site.task)
+    counts = torch.zeros(groups * classes, dtype=torch.float64)
+    sums = torch.zeros(groups * classes, width, dtype=torch.float64)
+    products = torch.zeros(groups * classes, width, width, dtype=torch.float64)
+    for features, labels in feature_rows(site, network):
+        for row in range(groups * classes):
+            chosen = features[labels[row // classes] == row % classes]
+            counts[row] += len(chosen)
+            sums[row] += chosen.sum(dim=0)
+            products[row] += chosen.T @ chosen
+    mean = sums / counts.clamp_min(1)[:, None]
+    centred = products - counts[:, None, None] * torch.einsum("kd,ke->kde", mean, mean)
+    covariances = centred / (counts - 1).clamp_min(1)[:, None, None]
+    return mean.float(), covariances.float()
+
+
+# -- at the server --------------------------------------------------------------------------------
+
+
+def usable(
+    context: ServerContext, step: Step, replies: Mapping[str, Message], entry: TensorSpec
+) -> dict[str, StateDict]:
+    """Site -> its statistics; a site whose statistics are all zeros is left out with an event."""
+    statistics = {}
+    for site, reply in replies.items():
+        if any(bool(tensor.any()) for tensor in reply[entry].values()):
+            statistics[site] = reply[entry]
+            continue
+        text = (
+            "its statistics are all zeros and not used: a group has fewer patients than its "
+            "minimum_patients, or it annotated only some structures"
+        )
+        context.events.add("warning", text, site=site, round=step.round)
+    return statistics
+
+
+def class_samples(context: ServerContext, statistics: Mapping[str, StateDict]) -> Tensor:
+    """(sites, K) float64 training images, or pixels, of the classes, of site -> statistics.
+
+    0 for a class without a mean. A site that suppresses its counts has equally many of each class.
+    """
+    task = context.task
+    pixels = math.prod(task.size) if task.kind == "segmentation" else 1
+    samples = []
+    for site, state in statistics.items():
+        enrolled = context.site_counts[site]
+        counts = class_totals(task, {site: enrolled}).double()
+        if not enrolled["class_counts"]:
+            counts += enrolled["n"]["train"] * pixels / counts.shape[1]
+        present = state["means"].any(dim=1)
+        samples.append(counts.flatten() * present * context.counted.get(site, 1.0))
+    return torch.stack(samples)
+
+
+def stacked(statistics: Mapping[str, StateDict], name: str) -> Tensor:
+    """(sites, K, ...) tensors of the sites' statistics."""
+    return torch.stack([state[name] for state in statistics.values()])
+
+
+def pooled_means(means: Tensor, samples: Tensor) -> Tensor:
+    """mu_c = sum_k n_ck / N_c mu_ck  (CCVR, Eq. 3); (K, D), 0 for a class of no site.
+
+    FedProto's Eq. 6 prints a further factor 1 / (number of sites with the class), with which the
+    mean of equal prototypes would not be that prototype; it is left out.
+
+    Args:
+        means: (sites, K, D).
+        samples: (sites, K), n_ck.
+    """
+    shares = samples / samples.sum(dim=0).clamp_min(1e-12)
+    return torch.einsum("sk,skd->kd", shares, means.double())
+
+
+def pooled_covariances(covariances: Tensor, means: Tensor, samples: Tensor) -> Tensor:
+    """Sigma_c = sum_k [(n_ck - 1) Sigma_ck + n_ck (mu_ck - mu_c)(mu_ck - mu_c)^T] / (N_c - 1).
+
+    CCVR, Eq. 4, with the means' part centred, so that large means do not cancel.
+
+    Args:
+        covariances: (sites, K, D, D).
+        means, samples: see `pooled_means`.
+    """
+    within = torch.einsum("sk,skde->kde", (samples - 1).clamp_min(0), covariances.double())
+    apart = means.double() - pooled_means(means, samples)
+    between = torch.einsum("sk,skd,ske->kde", samples, apart, apart)
+    return (within + between) / (samples.sum(dim=0) - 1).clamp_min(1)[:, None, None]
+
+
+def one_hot(labels: Tensor, classes: int) -> Tensor:
+    """(G, M, C) float64 of class indices (G, M)."""
+    return functional.one_hot(labels, classes).double()

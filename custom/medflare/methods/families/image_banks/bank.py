@@ -1,0 +1,245 @@
+"""What the methods of this package share: a survey of the training images, and a bank of its
+replies.
+
+The survey is one step before the first round. A site that joins later gets the bank with its first
+request and has no entry in it. Neither has a site that sends zeros (`minimum_patients`). All sites,
+outside ones too, receive the bank.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from medflare.core.message import Message
+from medflare.core.phases import handles, phase
+from medflare.core.rng import numpy_random_state, torch_generator
+from medflare.core.settings import STRICT
+from medflare.core.specs import TensorSpec
+from medflare.core.states import StateDict, weighted_mean
+from medflare.inference.deployed import network_with
+from medflare.methods.base import Plan, Step
+from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
+from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper
+from medflare.networks.features import FeatureNetwork, Probabilities
+from medflare.tasks.config import TaskConfig
+from medflare.training.site import Site
+
+_NUMBERS = "numbers"  # of the change, in a final model
+
+
+@dataclass(frozen=True, config=STRICT)
+class BankHyper(FedAvgSiteHyper):
+    """What the server knows of a site algorithm.
+
+    Attributes:
+        kind: of the final models, see `Prepared`.
+        sends_mean: whether sites get the mean of the bank alone.
+    """
+
+    kind: ClassVar[str] = "plain"
+    sends_mean: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, config=STRICT)
+class BankServerHyper(FedAvgServerHyper):
+    """Only a server with a bank has it."""
+
+
+def _members(plan: Plan[Any, Any]) -> tuple[str, ...]:
+    return ("mean",) if plan.site_hyper.sends_mean else plan.sites
+
+
+B = TypeVar("B", bound=BankHyper)
+SURVEY = TensorSpec("survey", measured="train")  # a subclass has its purpose and shapes
+BANK = TensorSpec("bank", of=_members)
+
+
+def mean_entry(bank: Mapping[str, StateDict]) -> StateDict:
+    """The mean of a bank's entries, which count alike; empty without any."""
+    return weighted_mean(bank, dict.fromkeys(bank, 1.0)) if bank else {}
+
+
+class BankSite(FedAvgSite[B]):
+    """Describes its training images once (`described`); its loss uses the bank.
+
+    Attributes:
+        entry: declaration of the description.
+        bank: site -> its entry, of the message at hand.
+    """
+
+    Hyper: ClassVar[type] = BankHyper
+    server_hyper: ClassVar[type] = BankServerHyper
+    freezes = False
+    dp_unsupported_reason = "the survey of its training images has no noise"
+    entry: ClassVar[TensorSpec] = SURVEY
+    bank: dict[str, StateDict]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        bank = replace(BANK, template=cls.entry.template)
+        cls.phases = {**cls.phases, "survey": replace(cls.phases["survey"], reply=(cls.entry,))}
+        for name in ("train", "validate", "finalize"):
+            declared = cls.phases[name]
+            cls.phases[name] = replace(declared, request=(*declared.request, bank))
+
+    def __init__(self, site: Site, plan: Plan[B, Any]):
+        super().__init__(site, plan)
+        self.bank = {}
+
+    def perform(self, phase: str, round: int, incoming: Message) -> Message:
+        self.bank = incoming.family(BANK)
+        return super().perform(phase, round, incoming)
+
+    @phase(reply=(SURVEY,))
+    def survey(self, round: int, incoming: Message) -> Message:
+        """The description of the training images."""
+        return Message.of({SURVEY: self.described()})
+
+    def described(self) -> StateDict:
+        """The state of `entry`, on the CPU."""
+        raise NotImplementedError
+
+    def groups(self, count: int) -> Iterator[Tensor]:
+        """`count` random groups of training images (n, C, ...), each of n different patients.
+
+        n is `minimum_patients`, at least 1: the mean of a group describes no fewer.
+        """
+        rows: dict[str, list[int]] = {}
+        for row, patient in enumerate(self.site.data.train.patients):
+            rows.setdefault(patient, []).append(row)
+        size = min(max(self.minimum_patients, 1), len(rows))
+        random = numpy_random_state(self.site.seed, self.site.name, "survey")
+        for _ in range(count):
+            patients = random.choice(list(rows), size, replace=False)
+            drawn = [random.choice(rows[patient]) for patient in patients]
+            yield self.site.take("train", torch.tensor(drawn), random).images
+
+    def fit(
+        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
+    ) -> float | None:
+        """Epochs of `batch_loss`; returns its mean."""
+        random = torch_generator(self.site.seed, self.site.name, round, "bank")
+
+        def loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
+            return self.batch_loss(network, images, targets, random)
+
+        return self.descend(model, optimizer, round, loss)
+
+    def batch_loss(
+        self, network: nn.Module, images: Tensor, targets: Tensor, random: torch.Generator
+    ) -> Tensor:
+        """The loss of a training batch; draws are from `random`, on the CPU."""
+        raise NotImplementedError
+
+
+class BankServer(FedAvgServer[BankServerHyper]):
+    """FedAvg's server algorithm with a survey first; it sends the bank with every model."""
+
+    site_algorithm = BankSite
+    freezes = False
+
+    def steps(self) -> list[Step]:
+        return [Step.of(BankSite.survey, 0, everyone=True), *super().steps()]
+
+    @handles(BankSite.survey)
+    def collect(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """Store the entries; zeros are no entry."""
+        for site, reply in replies.items():
+            entry = reply[SURVEY]
+            if any(bool(tensor.any()) for tensor in entry.values()):
+                self.memory[BANK.member(site)] = entry
+                continue
+            text = "has no entry in the bank: fewer patients than its minimum_patients"
+            self.context.events.add("warning", text, site=site, round=step.round)
+
+    def with_bank(self, message: Message) -> Message:
+        """The message with the entries that sites get."""
+        bank = self.memory.family(BANK)
+        if bank and self.context.plan.site_hyper.sends_mean:
+            bank = {"mean": mean_entry(bank)}
+        for member, entry in bank.items():
+            message[BANK.member(member)] = entry
+        return message
+
+    def request_of_model(self, step: Step, site: str) -> Message:
+        return self.with_bank(super().request_of_model(step, site))
+
+    def configure_final(self, site: str) -> Message:
+        return self.with_bank(super().configure_final(site))
+
+    def models(self) -> dict[str, Message]:
+        """The global model, as outside sites have it."""
+        kind = self.context.plan.site_hyper.kind
+        models = {}
+        for name, model in super().models().items():
+            models[name] = prepared_message(model, kind, mean_entry(self.memory.family(BANK)))
+        return models
+
+
+# -- a change of the images before the network, in deployed models too ----------------------------
+
+
+class Prepared(nn.Module):
+    """A network behind a fixed change of its images.
+
+    Args:
+        change: (images, **numbers) -> images.
+        numbers: tensors of the change.
+    """
+
+    def __init__(self, change: Callable[..., Tensor], numbers: StateDict, network: nn.Module):
+        super().__init__()
+        self.change = change
+        self.network = network
+        for name, tensor in numbers.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, images: Tensor) -> Tensor:
+        numbers = dict(self.named_buffers(recurse=False))
+        return self.network(self.change(images, **numbers))
+
+
+def prepared_message(model: Message, kind: str, numbers: StateDict) -> Message:
+    """A final model of a kind with a change; the model itself if it is plain or has no numbers."""
+    if kind == "plain" or not numbers:
+        return model
+    return Message({**model.states, _NUMBERS: numbers}, {**model.meta, "kind": kind})
+
+
+def prepared_model(task: TaskConfig, message: Message, change: Callable[..., Tensor]) -> nn.Module:
+    """The module of a message of `prepared_message`."""
+    network = network_with(task, message[MODEL])
+    prepared = Prepared(change, message.states[_NUMBERS], network)
+    return Probabilities(prepared, task).eval()
+
+
+class PreparedSite(BankSite[B]):
+    """Its networks get changed images also in validation and use."""
+
+    def numbers(self) -> StateDict:
+        """Those of the change at this site, on the CPU; empty for no change."""
+        return mean_entry(self.bank)
+
+    def change(self, images: Tensor, **numbers: Tensor) -> Tensor:
+        """The change; see `Prepared`."""
+        raise NotImplementedError
+
+    def prepared(self, network: nn.Module) -> nn.Module:
+        """The network behind the change."""
+        numbers = self.numbers()
+        return Prepared(self.change, numbers, network).to(self.site.device) if numbers else network
+
+    def validation(self, model: nn.Module, metric: str | None = None) -> float | None:
+        return super().validation(self.prepared(model), metric)
+
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        """The selected global model with the site's change, in all roles."""
+        self.bank = incoming.family(BANK)
+        models = {}
+        for role, model in super().finalize(incoming).items():
+            models[role] = prepared_message(model, self.hyper.kind, self.numbers())
+        return models

@@ -1,0 +1,116 @@
+"""FedNova (Wang et al., NeurIPS 2020): updates are normalised by the sites' local steps.
+
+    w <- w + τ_eff Σ_k p_k Δ_k / a_k,   τ_eff = Σ_k p_k a_k          (a_k is the paper's ||a_k||_1)
+
+A site with more steps then has no more influence than its p_k. With weights q_k ∝ p_k / a_k it is a
+longer step towards the mean: w + τ_eff (Σ_k p_k / a_k) (Σ_k q_k w_k - w). Statistics are averaged
+with q_k. Equal a_k give FedAvg. a_k is exact for SGD whose momentum starts at 0 every round
+(`reset_optimizer`); with Adam and any other optimizer it is the number of steps.
+"""
+
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from medflare.core.errors import ConfigError
+from medflare.core.message import Message
+from medflare.core.phases import extends
+from medflare.core.specs import MetaSpec, count
+from medflare.core.states import StateDict
+from medflare.methods.families.server_rules.rule import Models, Rule, Weights, fractions
+from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
+from medflare.methods.fedavg.site import FedAvgSite
+from medflare.tasks.config import TaskConfig
+
+T = TypeVar("T")
+
+STEPS = MetaSpec[int]("steps", "optimizer steps of this round's training", count())
+
+
+def normalizer(steps: float, momentum: float = 0.0) -> float:
+    """||a_k||_1 = (τ - ρ (1 - ρ^τ) / (1 - ρ)) / (1 - ρ) for τ steps of SGD with momentum ρ < 1.
+
+    Wang et al. 2020, Sec. 4; τ without momentum.
+    """
+    lost = momentum * (1 - momentum**steps) / (1 - momentum)
+    return (steps - lost) / (1 - momentum)
+
+
+class CountingSite(FedAvgSite[Any]):
+    """What FedNova adds to a site algorithm: the number of optimizer steps of the shared model."""
+
+    freezes = False
+    steps: int | None  # of the task at work
+
+    @extends(meta=(STEPS,))
+    def train(self, round: int, incoming: Message) -> Message:
+        """The other algorithm's training; the number of its steps is added to the reply."""
+        self.steps = None
+        reply: Message = super().train(round, incoming)
+        if self.steps is None:
+            raise ConfigError(
+                "fednova cannot count this site algorithm's steps; use --server-algorithm fedavg"
+            )
+        reply[STEPS] = self.steps
+        return reply
+
+    def optimized(
+        self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]
+    ) -> T:
+        """The other algorithm's; counts the steps of the optimizer "model"."""
+
+        def count_step(*_: Any) -> None:
+            self.steps = (self.steps or 0) + 1
+
+        def counted(optimizer: torch.optim.Optimizer) -> T:
+            if purpose == "model":
+                self.steps = 0
+                optimizer.register_step_post_hook(count_step)
+            return train(optimizer)
+
+        return super().optimized(model, purpose, counted)
+
+
+class NormalizedMean(Rule):
+    """FedNova's step; a site that sends no number of steps counts as one with the mean number.
+
+    Attributes:
+        factor: τ_eff Σ_k p_k / a_k of this round.
+    """
+
+    momentum = 0.0
+    factor = 1.0
+
+    def prepare(self, task: TaskConfig, rounds: int) -> None:
+        super().prepare(task, rounds)
+        if task.optimizer["name"].lower() == "sgd":
+            self.momentum = task.optimizer.get("momentum", 0.0)
+
+    def weigh(self, models: Models, round: int, previous: StateDict) -> Weights:
+        counts = {site: model.meta.get(STEPS.name) for site, model in models.items()}
+        usual = fmean([steps for steps in counts.values() if steps] or [1.0])
+        lengths = {site: normalizer(n or usual, self.momentum) for site, n in counts.items()}
+        self.factor = 1.0
+        if len(set(lengths.values())) == 1:
+            return self.shares(models)
+        shares = fractions(self.shares(models))
+        weights = {site: share / lengths[site] for site, share in shares.items()}
+        effective = sum(share * lengths[site] for site, share in shares.items())
+        self.factor = effective * sum(weights.values())
+        return weights
+
+    def moved(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:
+        if self.factor == 1:
+            return mean
+        return {name: previous[name].lerp(mean[name], self.factor) for name in mean}
+
+
+class FedNovaServer(FedAvgServer[FedAvgServerHyper]):
+    """FedAvg's server algorithm with normalised updates."""
+
+    site_algorithm = FedAvgSite
+    site_extension = CountingSite
+    aggregation_class = NormalizedMean

@@ -1,0 +1,105 @@
+"""What the rules share: weights by models or metrics, and a change of the mean model."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from medflare.core.hyper import param
+from medflare.core.message import Message
+from medflare.core.settings import STRICT
+from medflare.core.states import StateDict, gram
+from medflare.methods.aggregation import SiteModel, WeightedMean, states_of
+from medflare.methods.fedavg.server import FedAvgServerHyper
+from medflare.networks.catalogue import meta_network
+from medflare.tasks.config import TaskConfig
+
+Models: TypeAlias = Mapping[str, SiteModel]
+Weights: TypeAlias = dict[str, float]
+
+
+@dataclass(frozen=True, config=STRICT)
+class UniformHyper(FedAvgServerHyper):
+    """Rules that start from equal weights."""
+
+    weighting: Literal["samples", "uniform"] = param(
+        "uniform", "weights that the rule changes: n_k/n or 1/K", symbol="p_k"
+    )
+
+
+class Rule(WeightedMean):
+    """The weighted mean with the weights of `weigh`, changed by `moved`.
+
+    It is FedAvg's mean if there is no previous model (local parts, the first round of FLARE's own
+    workflows). The weights are FedAvg's if `weigh` gives 0 for all sites.
+
+    Attributes:
+        trained: names of the trained entries; None without a task: all floating ones.
+        record: numbers of earlier rounds; JSON.
+    """
+
+    def __init__(self, hyper: Any):
+        super().__init__(hyper)
+        self.trained: set[str] | None = None
+        self.record: dict[str, Any] = {}
+
+    def prepare(self, task: TaskConfig, rounds: int) -> None:
+        super().prepare(task, rounds)
+        # An entry in two places of the network has two names in its state.
+        parameters = meta_network(task).named_parameters(remove_duplicate=False)
+        self.trained = {name for name, parameter in parameters if parameter.requires_grad}
+
+    def trained_part(self, state: StateDict) -> StateDict:
+        """The trained entries of a state."""
+        part = {}
+        for name, tensor in state.items():
+            if tensor.is_floating_point() and (self.trained is None or name in self.trained):
+                part[name] = tensor
+        return part
+
+    def trained_parts(self, models: Models) -> dict[str, StateDict]:
+        return {site: self.trained_part(model.state) for site, model in models.items()}
+
+    def weigh(self, models: Models, round: int, previous: StateDict) -> Weights:
+        """Site -> its weight, up to a common factor; arguments as of `shared`."""
+        return self.shares(models)
+
+    def moved(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:
+        """The trained entries of the next model; `mean` has those of the mean."""
+        return mean
+
+    def shared(self, models: Models, round: int, previous: StateDict | None = None) -> StateDict:
+        weights = self.shares(models)
+        if previous is not None:
+            weighed = self.weigh(models, round, previous)
+            if any(weighed.values()):
+                weights = weighed
+        self.weights = fractions(weights)
+        mean = self.combined(states_of(models), weights, previous)
+        if previous is None:
+            return mean
+        return {**mean, **self.moved(self.trained_part(mean), models, previous)}
+
+    def pack(self, message: Message) -> None:
+        message.meta["rule"] = self.record
+
+    def unpack(self, message: Message) -> None:
+        self.record = message.meta.pop("rule", {})
+
+
+def fractions(values: Mapping[str, float]) -> Weights:
+    """The values divided by their sum; negative ones count as 0, zeros if the sum is 0."""
+    positive = {site: max(0.0, value) for site, value in values.items()}
+    total = sum(positive.values()) or 1.0
+    return {site: value / total for site, value in positive.items()}
+
+
+def inner_products(states: Iterable[StateDict], origin: StateDict) -> Tensor:
+    """(K, K) inner products <w_j - w, w_k - w> in float64, over the entries of the first state."""
+    ordered = list(states)
+    total = torch.zeros(len(ordered), len(ordered), dtype=torch.float64)
+    for name in ordered[0]:
+        total += gram([state[name] for state in ordered], origin[name])
+    return total
