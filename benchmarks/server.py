@@ -295,7 +295,7 @@ def _one(method: str, options: argparse.Namespace) -> dict[str, float]:
         "OMP_NUM_THREADS": "1",
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
-        "MEDFLARE_NETWORKS": "server",
+        "MEDFLARE_PACKAGES": "server",
     }
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", str(HERE / "server.py"), "--one", method, folder]

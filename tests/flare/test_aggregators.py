@@ -1,5 +1,6 @@
 """The aggregators in the hands of FLARE's own workflows: accept models in any order, aggregate, hand out the parts."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
+from flare.server import Server
 from medflare.core.errors import UpdateError
 from medflare.flare.aggregators import (
     MethodAggregator,
@@ -88,14 +90,15 @@ def test_bad_models_are_refused_by_name() -> None:
             WeightedAggregator().accept_model(sent("CS", {"a": torch.zeros(1), "w": bad}))
 
 
-def test_in_scatter_and_gather_a_bad_model_costs_nobody_elses() -> None:
+def test_in_scatter_and_gather_a_bad_model_costs_nobody_elses(tmp_path: Path) -> None:
     """FLARE ends a task for all sites where the aggregator raises."""
     aggregator = WeightedAggregator()
     shareables = [
         FLModelUtils.to_shareable(sent(site, {"w": np.array([value])}))
         for site, value in (("CS", np.nan), ("DU", 1.0))
     ]
-    assert [aggregator.accept(shareable, FLContext()) for shareable in shareables] == [False, True]
+    fl_ctx = Server(tmp_path, aggregator).context()
+    assert [aggregator.accept(shareable, fl_ctx) for shareable in shareables] == [False, True]
     assert np.asarray(aggregator.aggregate_model().params["w"]).tolist() == [1.0]
 
 

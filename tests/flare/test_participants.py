@@ -15,6 +15,7 @@ from nvflare.apis.fl_context import FLContext
 from flare.server import Server
 from foreign.install import METHOD, install
 from helpers.small_tasks import small_task
+from medflare.core import extensions
 from medflare.core.errors import ConfigError
 from medflare.evaluation.results import load_results
 from medflare.flare.aggregators import MethodAggregator
@@ -22,7 +23,6 @@ from medflare.flare.components import authorize
 from medflare.flare.controller import MedflareController
 from medflare.flare.participants import ParticipantSpec, load_ahead
 from medflare.methods import catalogue
-from medflare.networks import own
 
 
 @pytest.fixture(autouse=True)
@@ -92,14 +92,16 @@ def test_the_server_asks_its_own_list(tmp_path: Path) -> None:
 def test_a_network_of_ones_own_is_asked_for_like_a_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own, "_trusted", set())
-    task = small_task(network={"name": "lab_nets.small:Plain"})
+    monkeypatch.setattr(extensions, "_trusted", set())
+    task = small_task(network={"name": "lab_nets.small:Plain"}).to_dict()
     with pytest.raises(ConfigError, match="lab_nets"):
-        authorize((), task.network, party(tmp_path))
-    assert not own._trusted
-    assert authorize((), task.network, party(tmp_path, "lab_nets")) == "lab_nets.small"
-    assert own._trusted == {"lab_nets.small"}
-    assert authorize((), small_task().network, party(tmp_path)) == ""
+        authorize((), task, party(tmp_path))
+    assert not extensions._trusted
+    assert authorize((), task, party(tmp_path, byoc=True)) == ("lab_nets.small",)
+    assert extensions._trusted == {"lab_nets.small"}
+    assert authorize((), task, party(tmp_path, "lab_nets")) == ("lab_nets.small",)
+    assert extensions._trusted == {"lab_nets", "lab_nets.small"}
+    assert authorize((), small_task().to_dict(), party(tmp_path)) == ()
 
 
 def test_the_sites_own_settings_reach_its_participant(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from foreign.install import METHOD as FOREIGN
 from foreign.install import describe, install
 from medflare.cli import main
 from medflare.core.errors import ConfigError
+from medflare.core.extensions import VARIABLE
 from medflare.core.hyper import ALGORITHMS, described
 from medflare.core.message import Message
 from medflare.federation.local.loop import run_local
@@ -24,7 +25,7 @@ from medflare.federation.preflight import check_run
 from medflare.federation.settings import RUN_SETTINGS
 from medflare.inference.deployed import load_model, save_model
 from medflare.methods import catalogue
-from medflare.methods.catalogue import get_method, method_names, module_of
+from medflare.methods.catalogue import build_deployed, get_method, method_names, module_of
 from medflare.testing import OUTSIDE, SITES, TASK, check_method
 
 # Where the paper's number of steps would take a test too long.
@@ -255,3 +256,32 @@ class TestOtherDistributions:
             get_method("hasty")
         assert "\n" not in str(caught.value)
         assert get_method("fedavg").name == "fedavg"
+
+    @pytest.mark.parametrize("by", ["the environment", "the user"])
+    def test_a_models_card_imports_no_method_that_is_not_trusted(
+        self,
+        tmp_path: Path,
+        discovered: Callable[[], None],
+        monkeypatch: pytest.MonkeyPatch,
+        by: str,
+    ) -> None:
+        (tmp_path / "odd.py").write_text(
+            "from medflare.methods import Method\n"
+            "METHOD = Method(name='odd', title='t', paper='p', site='x:X', server='x:X',\n"
+            "    models={'odd_kind': lambda task, message: 'built'})\n"
+        )
+        describe(tmp_path, "odd", {"odd": "odd:METHOD"})
+        describe(tmp_path, "other", {"other": "other:METHOD"})
+        discovered()
+        model = Message({}, {"kind": "odd_kind"})
+        with pytest.raises(ConfigError, match=rf"'odd_kind'.*odd, other.*{VARIABLE}") as refused:
+            build_deployed(TASK, model)
+        assert "odd" not in sys.modules and "\n" not in str(refused.value)
+        if by == "the user":
+            get_method("odd")
+        monkeypatch.setenv(VARIABLE, "odd" if by == "the environment" else "")
+        try:
+            built: Any = build_deployed(TASK, model)
+            assert built == "built"
+        finally:
+            sys.modules.pop("odd", None)

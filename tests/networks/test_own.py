@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from medflare.core import extensions
 from medflare.core.errors import ConfigError
 from medflare.data.local import local_settings
 from medflare.data.trial import try_task
@@ -57,7 +58,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lab_nets" / "__init__.py").write_text("")
     (tmp_path / "lab_nets" / "small.py").write_text(CODE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(own, "_trusted", set())
+    monkeypatch.setattr(extensions, "_trusted", set())
     for name in [name for name in sys.modules if name.split(".")[0] == "lab_nets"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delenv(VARIABLE, raising=False)

@@ -117,6 +117,20 @@ def test_a_study_keeps_its_runs_and_writes_tables(tmp_path: Path) -> None:
     assert len(lines) == 3, "nothing was run again"
 
 
+def test_a_method_without_a_model_for_outside_sites_runs_without_the_left_out_one(
+    tmp_path: Path,
+) -> None:
+    rows = [Candidate.parse("fedavg"), Candidate.parse("fedamp")]
+    setting = dataclasses.replace(SETTING, sites=("site-1", "site-2", "site-3"))
+    groups = run_study(rows, setting, [0], tmp_path, left_out=["site-3"])
+    roles = {
+        label: {name: site["role"] for name, site in of_label[0]["sites"].items()}
+        for label, of_label in groups.items()
+    }
+    inside = {"site-1": "inside", "site-2": "inside"}
+    assert roles == {"fedavg": {**inside, "site-3": "outside"}, "fedamp": inside}
+
+
 def test_each_left_out_site_is_outside(tmp_path: Path) -> None:
     groups = run_study(
         [Candidate.parse(row) for row in ("fedavg", "constant")],

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from sklearn import metrics
 
 from helpers.small_tasks import score, small_task
+from medflare.core import extensions
 from medflare.core.errors import ConfigError
 from medflare.tasks import metrics_table
 from medflare.tasks.class_metrics import by_class, of_outputs, quadratic_kappa
@@ -155,17 +157,28 @@ MASKS = Metric(
     "never",
 )
 
+# Metrics of a package that are wrong: for tensors, and with a value for all resamples together.
+OF_TENSORS = replace(MINE, compute=lambda p, targets, weights, target: p.softmax(dim=1))
+FLAT = replace(MASKS, compute=lambda predicted, truth, spacing, task: predicted.double().mean())
+
 
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     points = [
-        EntryPoint(name, f"{__name__}:{value}", metrics_table.GROUP)
+        EntryPoint(name, f"{__name__}:{value}", "medflare.metrics")
         for name, value in (("mine", "MINE"), ("overlap", "MASKS"))
     ]
-    monkeypatch.setattr(metrics_table, "entry_points", lambda group: points)
-    metric_table.cache_clear()
+    monkeypatch.setattr(extensions, "entry_points", lambda group: points)
+    monkeypatch.setenv(extensions.VARIABLE, f"{__name__},nowhere")
+    clear()
     yield points
-    metric_table.cache_clear()
+    clear()
+
+
+def clear() -> None:
+    """Read the entry points anew."""
+    extensions._points.cache_clear()
+    metrics_table._table.cache_clear()
 
 
 @pytest.mark.usefixtures("plugins")
@@ -191,10 +204,12 @@ def test_a_wrong_entry_point_is_named(plugins: list[EntryPoint]) -> None:
     for point in (
         EntryPoint("dice", f"{__name__}:MINE", "x"),
         EntryPoint("odd", f"{__name__}:N", "x"),
+        EntryPoint("tensor", f"{__name__}:OF_TENSORS", "x"),
+        EntryPoint("flat", f"{__name__}:FLAT", "x"),
         EntryPoint("gone", "nowhere:N", "x"),
     ):
         plugins[:] = [point]
-        metric_table.cache_clear()
+        clear()
         with pytest.raises(ConfigError, match=point.name):
             metric_table()
     plugins.clear()

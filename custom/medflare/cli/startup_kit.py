@@ -230,7 +230,7 @@ class KitSettings:
         cache: folder for decoded images, or off (default: medflare-cache beside local/)
         minimum_patients: no metric of fewer patients leaves the site (a new site: 5)
         stream_logs: FLARE sends the site's error log of a job to the server (a new site: no)
-        packages: installed packages, separated by commas, whose networks and methods a job may name
+        packages: installed packages, separated by commas, that a job or its task may name
             (default: none)
         storage: folder for submitted jobs and results (default: storage in the kit)
         bring_code: medflare is not installed here: a lead's jobs may bring it (--embed-code); no

@@ -35,7 +35,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from medflare.core.errors import DataError
-from medflare.core.packages import versions
+from medflare.core.packages import code_versions, versions
 from medflare.core.store import write_atomically
 from medflare.core.text import format_shape
 from medflare.data import mechanisms, phantom
@@ -50,7 +50,8 @@ from medflare.data.datalist import (
 )
 from medflare.data.local import CacheSettings, ImageBounds
 from medflare.data.progress import counted
-from medflare.data.reading import Image, channel_files, read_image, read_mask
+from medflare.data.reading import EXTENSIONS as READERS
+from medflare.data.reading import Image, channel_files, read_image, read_mask, suffix
 from medflare.data.targets import (
     LazyTensors,
     annotation_of,
@@ -63,6 +64,7 @@ from medflare.data.targets import (
 from medflare.data.transforms import Preprocessing
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Spacing
+from medflare.tasks.transforms import EXTENSIONS as TRANSFORMS
 
 _FORMAT: Final = 11  # increase when the meaning of cached tensors or the checks of images change
 _KEPT_SITES: Final = 16  # sites whose decoded images one process keeps
@@ -507,7 +509,8 @@ def _keys(task: TaskConfig, source: Source, entries: list[DatalistItem]) -> list
     """For each item a hash of everything that its tensors depend on."""
     settings = task.to_dict()
     used_settings = {name: settings[name] for name in _SETTINGS}
-    shared = [_FORMAT, versions(_DECODERS), used_settings, source.annotated()]
+    decoders = {**versions(_DECODERS), **code_versions(_extension_modules(task, entries))}
+    shared = [_FORMAT, decoders, used_settings, source.annotated()]
     common = hashlib.blake2b(json.dumps(shared).encode(), digest_size=16)
     keys: list[str] = []
     for entry in entries:
@@ -518,6 +521,16 @@ def _keys(task: TaskConfig, source: Source, entries: list[DatalistItem]) -> list
         digest.update(json.dumps(parts).encode())
         keys.append(digest.hexdigest())
     return keys
+
+
+def _extension_modules(task: TaskConfig, entries: Iterable[DatalistItem]) -> set[str]:
+    """The modules of other distributions that read and scale the images."""
+    modules = {TRANSFORMS.module(task.intensity["name"])}
+    for entry in entries:
+        masks = entry.masks if task.kind == "segmentation" else []
+        for file in filter(None, (*entry.files, *masks)):
+            modules.add(READERS.module(suffix(file).removeprefix(".")))
+    return modules - {""}
 
 
 class _CachedImages:

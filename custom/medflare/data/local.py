@@ -100,7 +100,7 @@ def _importable(packages: tuple[str, ...]) -> tuple[str, ...]:
     for name in packages:
         reason = untrusted(name, packages)
         if reason:
-            raise ValueError(f"names of packages with networks or methods: {reason}")
+            raise ValueError(f"names of packages with extensions: {reason}")
     return packages
 
 

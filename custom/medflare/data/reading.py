@@ -1,4 +1,5 @@
-"""Image files as arrays: pictures by Pillow, NIfTI by nibabel, DICOM files and series by pydicom.
+"""Image files as arrays: pictures by Pillow, NIfTI by nibabel, DICOM files and series by pydicom,
+other files by extensions.
 
 A stored image is (C, i, j) or (C, i, j, k), i along the columns of a picture or DICOM slice, or
 along the first axis of a NIfTI file. 3-D tasks take it in their orientation and spacing, 2-D tasks
@@ -8,7 +9,7 @@ first: rows run to posterior and columns to the patient's left, as in DICOM slic
 
 import gzip
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, Final, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from medflare.core.errors import DataError, one_line
+from medflare.core.extensions import Extensions, check_callable
 from medflare.core.packages import require
 from medflare.core.text import format_shape
 from medflare.data import dicom
@@ -26,6 +28,8 @@ from medflare.tasks.config import TaskConfig
 PICTURES: Final = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 NIFTI: Final = (".nii", ".nii.gz")
 DICOM: Final = (".dcm", ".dicom", ".ima")
+_BUILTIN: Final = frozenset(ending[1:] for ending in (*PICTURES, *NIFTI, *DICOM))
+EXTENSIONS: Final = Extensions("reader", "readers", lambda: _BUILTIN, check_callable)
 # Pillow's modes, I;16 too, that are read without conversion; every other becomes RGB.
 GREY: Final = ("1", "L", "I", "F")
 LUMA: Final = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
@@ -89,6 +93,11 @@ def suffix(path: PurePath) -> str:
     return path.suffix.lower()
 
 
+def image_suffixes() -> tuple[str, ...]:
+    """The suffixes of all image files but DICOM's, those of extensions too."""
+    return (*PICTURES, *NIFTI, *(f".{name}" for name in EXTENSIONS.names()))
+
+
 def stem(path: PurePath) -> str:
     """A file's name without the suffix of an image; the end of a DICOM file's number is none.
 
@@ -97,7 +106,7 @@ def stem(path: PurePath) -> str:
         ('scan.1', '1.2.840.10008', '.png')
     """
     ending = suffix(path)
-    if ending not in (*PICTURES, *NIFTI, *DICOM):
+    if ending not in (*image_suffixes(), *DICOM):
         return path.name
     return path.name[: len(path.name) - len(ending)]
 
@@ -106,7 +115,7 @@ def is_dicom(path: Path) -> bool:
     """Whether a file is DICOM: by its suffix, without a known suffix by its content."""
     if suffix(path) in DICOM:
         return True
-    if suffix(path) in (*PICTURES, *NIFTI) or not path.is_file():
+    if suffix(path) in image_suffixes() or not path.is_file():
         return False
     with path.open("rb") as file:
         return file.read(132)[128:] == b"DICM"  # PS3.10, Sec. 7.1
@@ -183,9 +192,13 @@ def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool =
 
     Raises:
         DataError: it is missing, unreadable, too large, of an unknown format or no image.
+        ConfigError: its reader is an extension that cannot be used.
     """
+    reader = EXTENSIONS.foreign(suffix(path).removeprefix("."))
     with explained(path):
-        if path.is_dir() or is_dicom(path):
+        if reader is not None and path.is_file():
+            stored = _read_by(reader, path, bounds)
+        elif path.is_dir() or is_dicom(path):
             require("pydicom", f"{path}: a DICOM image", DataError)
             with warnings.catch_warnings():
                 # Of what pydicom repairs in a header.
@@ -199,7 +212,7 @@ def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool =
             stored = _read_picture(path, bounds, mask)
         else:
             path.stat()
-            formats = ", ".join((*PICTURES, *NIFTI, *DICOM))
+            formats = ", ".join((*image_suffixes(), *DICOM))
             raise DataError(
                 f"{path}: unknown image format {suffix(path)!r}; "
                 f"known are {formats} and folders with a DICOM series"
@@ -214,6 +227,14 @@ def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool =
             f"{path}: its voxels are colours or complex numbers, not one number each; "
             "store each part as a channel"
         )
+    return stored
+
+
+def _read_by(reader: Callable[[Path], Any], path: Path, bounds: ImageBounds) -> Stored:
+    stored = reader(path)
+    if not isinstance(stored, Stored):
+        raise TypeError(f"its reader returns a {type(stored).__name__}, no {__name__}.Stored")
+    bounds.check(path, stored.array.shape[1:], volume=stored.array.ndim == 4)
     return stored
 
 

@@ -1,4 +1,4 @@
-"""MONAI transforms by configuration.
+"""Transforms of MONAI and extensions by configuration.
 
 Resizing and intensity scaling once per image, random augmentation per training batch.
 """
@@ -17,7 +17,12 @@ from medflare.core.errors import ConfigError, one_line
 from medflare.core.settings import refuse_arguments
 from medflare.core.text import format_shape
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.transforms import SIZING, smooth_augmentations, spatial_augmentations
+from medflare.tasks.transforms import (
+    EXTENSIONS,
+    SIZING,
+    smooth_augmentations,
+    spatial_augmentations,
+)
 
 _DRAWS: Final = 8  # tries of an augmentation that may change the size of an image
 
@@ -30,7 +35,7 @@ class Preprocessing:
     def __init__(self, task: TaskConfig):
         self._size = task.size
         self._resizes = task.image_mode == "resize"
-        self._intensity = _construct("intensity", "", task.intensity)
+        self._intensity = _construct("intensity", task.intensity)
 
     def image(self, array: np.ndarray) -> Tensor:
         """float32 (C, h, w) to (C, H, W): intensity transform, then area averaging (shrinking) or
@@ -88,18 +93,19 @@ class Augmentation:
 
     def _build(self, settings: Mapping[str, Any]) -> Any:
         name = settings["name"]
-        spatial = name in spatial_augmentations() and self._masks
+        cls = _transform_class("augment", name)
+        spatial = getattr(cls, "spatial", name in spatial_augmentations()) and self._masks
         extra: dict[str, Any] = {"keys": ["image", "target"] if spatial else ["image"]}
         if name in smooth_augmentations():
             # The generators and the deformation's grid are on the CPU.
             extra |= {"spatial_size": self._size, "device": torch.device("cpu")}
         if spatial and name == "RandSmoothDeform":
             extra["grid_mode"] = [_image_mode(settings.get("grid_mode", "nearest")), "nearest"]
-        if spatial and "mode" in inspect.signature(_transform_class(f"{name}d")).parameters:
+        if spatial and "mode" in inspect.signature(cls).parameters:
             # The other transforms sample a grid.
             nearest = "nearest-exact" if name == "RandZoom" else "nearest"
             extra["mode"] = [_image_mode(settings.get("mode", "bilinear")), nearest]
-        return _construct("augment", "d", {**settings, **extra})
+        return _construct("augment", {**settings, **extra})
 
     def _check_sizes(self, settings: Mapping[str, Any]) -> None:
         name = settings["name"]
@@ -166,23 +172,36 @@ def _image_mode(mode: Any) -> str:
     return str(mode if isinstance(mode, str) else mode[0])
 
 
-def _construct(setting: str, ending: str, settings: Mapping[str, Any]) -> Any:
-    """The transform that `settings` names, with its arguments checked against MONAI's signature."""
+def _construct(setting: str, settings: Mapping[str, Any]) -> Any:
+    """The transform that `settings` names, with its arguments checked against its signature."""
     arguments = dict(settings)
     name = arguments.pop("name")
-    transform = _transform_class(name + ending)
+    transform = _transform_class(setting, name)
     names = [key for key in arguments if key != "keys"]
     refuse_arguments(transform, names, f"{setting} {name}", reserved=["keys"])
     try:
         return transform(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{setting} {name}: {one_line(error)}; see MONAI's documentation of {name}"
+            f"{setting} {name}: {one_line(error)}; see the documentation of {name}"
         ) from error
 
 
+def _transform_class(setting: str, name: str) -> Any:
+    """The array form for `intensity`, the dictionary form for `augment`."""
+    extension = EXTENSIONS.foreign(name)
+    if extension is None:
+        return _of_monai(name + "d" * (setting == "augment"))
+    from monai.transforms import Randomizable
+
+    use = "augment" if issubclass(extension, Randomizable) else "intensity"
+    if use != setting:
+        raise ConfigError(f"{setting} {name}: this transform is for {use}")
+    return extension
+
+
 @cache
-def _transform_class(name: str) -> Any:
+def _of_monai(name: str) -> Any:
     from monai import transforms
 
     return getattr(transforms, name)

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from medflare.core.errors import ConfigError
+from medflare.core.extensions import VARIABLE, trusted
 from medflare.core.text import format_shape
 from medflare.data.transforms import Augmentation, Preprocessing
 from medflare.networks.catalogue import meta_network
-from medflare.networks.own import VARIABLE, imported, own_module
+from medflare.networks.own import imported, own_module
 from medflare.networks.usual import is_usual_network
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.transforms import is_usual
@@ -42,11 +43,14 @@ def try_task(task: TaskConfig, memory: float, place: str, setting: str = "") -> 
     Raises:
         ConfigError: the network or a transform fails, or takes more time or memory.
     """
-    if is_usual_network(task.network) and all(map(is_usual, (task.intensity, *task.augment))):
+    # What this process does not trust is refused here, not in the other process.
+    usual = [is_usual(settings) for settings in (task.intensity, *task.augment)]
+    if is_usual_network(task.network) and all(usual):
         return
     if own_module(task.network):
-        imported(task.network["name"])  # refused here if this process does not trust its package
-    problem = _problem(json.dumps(task.to_dict(), sort_keys=True), memory, _SECONDS)
+        imported(task.network["name"])
+    content = json.dumps(task.to_dict(), sort_keys=True)
+    problem = _problem(content, ",".join(trusted()), memory, _SECONDS)
     if problem:
         remedy = "make its arguments smaller"
         if setting:
@@ -55,16 +59,14 @@ def try_task(task: TaskConfig, memory: float, place: str, setting: str = "") -> 
 
 
 @cache
-def _problem(task: str, memory: float, seconds: int) -> str:
+def _problem(task: str, packages: str, memory: float, seconds: int) -> str:
     """The network or the transform that failed, and why; "" if none did."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "CUDA_VISIBLE_DEVICES": "",
+        VARIABLE: packages,
     }
-    module = own_module(json.loads(task)["network"])
-    if module:
-        environment[VARIABLE] = module
     command = [sys.executable, "-u", "-m", "medflare.data.trial", str(memory), str(seconds)]
     try:
         ended = subprocess.run(

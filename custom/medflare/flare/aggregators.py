@@ -21,6 +21,7 @@ from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from medflare.core.errors import UpdateError
 from medflare.core.hyper import build_hyper, split_hyper
+from medflare.flare.components import authorize
 from medflare.methods.catalogue import get_method
 
 if TYPE_CHECKING:
@@ -64,7 +65,14 @@ class MethodAggregator(ModelAggregator):
 
     @cached_property
     def aggregation(self) -> "Aggregation[Any]":
-        """The object that the server algorithm of a run calls, too."""
+        """The object that the server algorithm of a run calls, too.
+
+        Raises:
+            ConfigError: a hyper-parameter is wrong, or under FLARE the server does not trust the
+                package of the method or of its rule.
+        """
+        if self.fl_ctx is not None:  # FLARE has set it
+            authorize((self.method_name,), {}, self.fl_ctx)
         method = get_method(self.method_name)
         values: dict[str, Any] = {}
         for name, value in (self.hyper or {}).items():

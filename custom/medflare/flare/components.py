@@ -10,8 +10,8 @@ before anything is called. It checks a job when it arrives, so that the lead lea
 again before each component is built. What it refuses and what is built is recorded in the party's
 audit.log.
 
-A method or a network of another distribution needs its package in `packages` of local/medflare.json
-(`authorize`).
+What a job names of another distribution (method, network, loss, ...) needs its package in
+`packages` of local/medflare.json (`authorize`).
 
 A job that brings code (app/custom/) is FLARE's `byoc`: a party that allows it trusts that code with
 everything.
@@ -20,6 +20,7 @@ everything.
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +36,9 @@ from nvflare.fuel.utils.class_loader import load_class
 from nvflare.fuel.utils.config_factory import ConfigFactory
 
 from medflare.core.errors import ConfigError
+from medflare.core.extensions import extension_module, trust
 from medflare.core.packages import untrusted
+from medflare.core.text import read_json
 from medflare.data.local import LOCAL_FILE, LocalSettings, local_settings, read_local
 from medflare.flare.flare_patches import JSON_ONLY, parse_json_only
 from medflare.flare.names import BUILT, COMPONENTS, REFUSED, TASK_FILE
@@ -43,6 +46,17 @@ from medflare.flare.names import BUILT, COMPONENTS, REFUSED, TASK_FILE
 # FLARE's keys for a component's class; FLARE takes the first one that is there.
 _PATH_KEYS: Final = ("path", "class_path", "name")
 _PLAIN: Final = re.compile(r"[A-Za-z_][\w.:]{0,199}", re.ASCII)  # a name that a refusal may repeat
+# Settings of a task, and arguments of components -> group of `core.extensions`.
+_GROUPS: Final = {
+    "network": "networks",
+    "loss": "losses",
+    "optimizer": "optimizers",
+    "intensity": "transforms",
+    "augment": "transforms",
+    "metric": "metrics",
+    "metrics": "metrics",
+}
+_ARGUMENTS: Final = {"rule": "rules", "adapt": "adaptations"}
 # Suffixes of the configuration files that FLARE reads beside JSON.
 _OTHER_FORMATS: Final = (".conf", ".yml", ".yaml", ".default")
 
@@ -116,33 +130,61 @@ class UnfinishedJobs(FLComponent):
             fl_ctx.get_engine().job_runner.update_unfinished_jobs(fl_ctx)
 
 
-def authorize(methods: Iterable[str], network: Mapping[str, Any], fl_ctx: FLContext) -> str:
-    """Require that the party's local settings name the packages of a job's methods and network.
+def authorize(
+    methods: Iterable[str], task: Mapping[str, Any], fl_ctx: FLContext
+) -> tuple[str, ...]:
+    """Require that the party's local settings name the packages of a job's methods and task.
 
-    It is called before a method or network of another distribution is imported.
+    It is called before the task is validated and anything of another distribution is imported. This
+    process trusts the party's `packages` from now on.
 
     Args:
         methods: names.
-        network: the task's; if it is of another package, its module is trusted in this process from
-            now on.
+        task: see `task_content`.
 
     Returns:
-        The module of a network of another package, else "".
+        The modules of other distributions that the task names, which are trusted, too.
 
     Raises:
         ConfigError: no such method, or this party does not trust the package.
     """
-    from medflare.networks.own import own_module, trust
-
     for name in dict.fromkeys(methods):
         module = foreign_module(name)
         if module:
             _require_trust(f"method {name!r}", module, fl_ctx)
-    module = own_module(network)
-    if module:
-        _require_trust(f"network {network['name']!r}", module, fl_ctx)
+    modules: list[str] = []
+    for setting, name, module in _extensions_of(task):
+        _require_trust(f"{setting} {name!r}", module, fl_ctx)
+        modules.append(module)
+    for module in (*settings_of(fl_ctx.get_engine().get_workspace()).packages, *modules):
         trust(module)
-    return module
+    return tuple(modules)
+
+
+def task_content(file: Path) -> Mapping[str, Any]:
+    """The content of a job's task.json, not validated; empty if `load_task` refuses the file."""
+    with suppress(OSError, ValueError):
+        content = read_json(file)
+        if isinstance(content, Mapping):
+            return content
+    return {}
+
+
+def _extensions_of(task: Any) -> Iterator[tuple[str, str, str]]:
+    """Setting, name and module of what a task names of other distributions; imports none."""
+    from medflare.networks.own import own_module
+
+    if not isinstance(task, Mapping):
+        return
+    for setting, group in _GROUPS.items():
+        values = task.get(setting)
+        for value in values if isinstance(values, list) else [values]:
+            name = str(value.get("name") if isinstance(value, Mapping) else value)
+            module = extension_module(group, name)
+            if setting == "network":
+                module = own_module({"name": name})
+            if module:
+                yield setting, name, module
 
 
 def foreign_module(method: str) -> str:
@@ -227,7 +269,7 @@ def _job_refusal(app: Path, workspace: Workspace, name: str) -> str:
         reason = _refusal(component, allowed)
         if reason:
             return reason
-    return _network_refusal(folder / TASK_FILE, workspace)
+    return _extension_refusal(config.to_dict(), folder / TASK_FILE, workspace)
 
 
 def _refusal(path: Any, allowed: Collection[str]) -> str:
@@ -248,21 +290,33 @@ def _refusal(path: Any, allowed: Collection[str]) -> str:
     return f"component {path} refused: it is no class derived from FLARE's FLComponent"
 
 
-def _network_refusal(task: Path, workspace: Workspace) -> str:
-    """Why a job's network of another package is refused; "" if it is not."""
-    if not task.is_file():
-        return ""
-    content = json.loads(task.read_text(encoding="utf-8"))
-    network = content.get("network") if isinstance(content, Mapping) else None
-    if not isinstance(network, Mapping):
-        return ""
-    name = network.get("name")
-    module, colon, _ = str(name).partition(":")
-    if colon:
+def _extension_refusal(config: Any, task: Path, workspace: Workspace) -> str:
+    """Why an extension that a job's task or configuration names is refused; "" if none is."""
+    extensions = list(_configured(config))
+    if task.is_file():
+        extensions += _extensions_of(read_json(task))
+    for setting, name, module in extensions:
         reason = untrusted(module, settings_of(workspace).packages)
         if reason:
-            return f"network {_named(name, 'without a plain name')} refused: {reason}"
+            return f"{setting} {_named(name, 'without a plain name')} refused: {reason}"
     return ""
+
+
+def _configured(config: Any) -> Iterator[tuple[str, str, str]]:
+    """As `_extensions_of`, for the arguments of a configuration's components."""
+    parts: Iterable[Any] = ()
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            setting = str(key).rpartition(".")[2]  # "rule" and "server.rule"
+            name = str(value).partition(",")[0].strip()  # "tent,rate=0.01"
+            module = extension_module(_ARGUMENTS.get(setting, ""), name)
+            if module:
+                yield setting, name, module
+        parts = config.values()
+    elif isinstance(config, list):
+        parts = config
+    for part in parts:
+        yield from _configured(part)
 
 
 def _component_paths(config: Any, inside: bool = False) -> Iterator[Any]:

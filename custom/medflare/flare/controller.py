@@ -28,7 +28,7 @@ from medflare.core.events import EventLog
 from medflare.data.local import FOLDER
 from medflare.federation.settings import RUN_SETTINGS, RunSettings, run_settings
 from medflare.flare.aggregators import MethodAggregator
-from medflare.flare.components import authorize, settings_of
+from medflare.flare.components import authorize, settings_of, task_content
 from medflare.flare.flare_patches import keep_ports_apart, share_cleanup_thread, survive_resends
 from medflare.flare.liveness import ALIVE, LONG_POLL, WORK
 from medflare.flare.names import TASK_FILE
@@ -70,6 +70,7 @@ class MedflareController(Controller):
         max_client_weight: float | None = RunSettings.max_client_weight,
         outlier_policy: str = RunSettings.outlier_policy,
         patience: int | None = RunSettings.patience,
+        adapt: str = RunSettings.adapt,
         cross_site: bool = RunSettings.cross_site,
         step_timeout: float = RunSettings.step_timeout,
         enrol_timeout: float = RunSettings.enrol_timeout,
@@ -88,6 +89,7 @@ class MedflareController(Controller):
         self.max_client_weight = max_client_weight
         self.outlier_policy = outlier_policy
         self.patience = patience
+        self.adapt = adapt
         self.cross_site = cross_site
         self.step_timeout = step_timeout
         self.enrol_timeout = enrol_timeout
@@ -201,7 +203,6 @@ class MedflareController(Controller):
         from medflare.federation.checkpoint import take_up
         from medflare.federation.run import Run
         from medflare.methods.catalogue import get_method
-        from medflare.networks.own import trust
         from medflare.tasks.config import load_task
 
         aggregator = self._aggregator(fl_ctx)
@@ -211,12 +212,11 @@ class MedflareController(Controller):
                 "name one in config_fed_server.json"
             )
         site_algorithm = self.site_algorithm or aggregator.method_name
-        task = load_task(self._task_file(fl_ctx))
-        authorize((site_algorithm, aggregator.method_name), task.network, fl_ctx)
+        task_file = self._task_file(fl_ctx)
+        authorize((site_algorithm, aggregator.method_name), task_content(task_file), fl_ctx)
+        task = load_task(task_file)
         settings = run_settings({name: getattr(self, name) for name in RUN_SETTINGS})
         local = settings_of(fl_ctx.get_engine().get_workspace())
-        for package in local.packages:
-            trust(package)
         checkpoints, *interrupted = self._checkpoints(fl_ctx)
         if interrupted:
             take_up(interrupted[0], checkpoints)

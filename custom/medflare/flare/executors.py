@@ -28,7 +28,7 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, MedflareError
 from medflare.data.local import LOCAL_FILE, find_private_folder, private_folder
-from medflare.flare.components import authorize, refuse_result_filters
+from medflare.flare.components import authorize, refuse_result_filters, task_content
 from medflare.flare.flare_patches import share_cleanup_thread
 from medflare.flare.liveness import Heartbeat, wait_for_work
 from medflare.flare.messages import (
@@ -150,13 +150,11 @@ class MedflareExecutor(Executor):
 
     def _reply(self, phase: str, round: int, incoming: Shareable, fl_ctx: FLContext) -> Shareable:
         if self._authorized is None:  # before anything of another distribution is imported
-            from medflare.tasks.config import load_task
-
             refuse_result_filters(fl_ctx)
             spec = self._spec or self._make_spec(fl_ctx)
             methods = (spec.method, spec.server_algorithm or spec.method)
-            network = load_task(Path(spec.task_file)).network
-            self._authorized = replace(spec, trusted=authorize(methods, network, fl_ctx))
+            task = task_content(Path(spec.task_file))
+            self._authorized = replace(spec, trusted=authorize(methods, task, fl_ctx))
         if self._host.started():
             return self._host.reply(self._authorized, phase, round, incoming, self._aborted)
         if self._participant is None:

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,8 +44,8 @@ class ParticipantSpec:
         local_file: the site's local/medflare.json; may be missing.
         folder: the site's own folder of the job, see `data.local.private_folder`.
         resumed: the site's folder in the interrupted job that this job resumes; "" for none.
-        trusted: module of the task's network if the site allows it, see `components.authorize`; ""
-            for a network of medflare or MONAI.
+        trusted: modules of other distributions that the task names and the site allows, see
+            `components.authorize`.
     """
 
     name: str
@@ -57,7 +57,7 @@ class ParticipantSpec:
     folder: str
     hyper: Mapping[str, Any] = field(default_factory=dict)
     resumed: str = ""
-    trusted: str = ""
+    trusted: Sequence[str] = ()
 
     @property
     def state_folder(self) -> Path:
@@ -73,24 +73,23 @@ class ParticipantSpec:
         Raises:
             ConfigError: the task, the method or the site's local settings are wrong.
         """
+        from medflare.core.extensions import trust
         from medflare.core.store import StateStore
         from medflare.data.loading import resolve_data_root
         from medflare.federation.final_models import SiteFolder
         from medflare.federation.participant import Participant
         from medflare.federation.study_record import StudyRecord, study_folder
         from medflare.methods.catalogue import get_method
-        from medflare.networks.own import trust
         from medflare.privacy.ledger import budget_of
         from medflare.tasks.config import load_task
         from medflare.training.opening import check_task_bounds, open_site
 
         if self.resumed:
             self._resume(Path(self.resumed) / _STATE)
-        task = load_task(Path(self.task_file))
         local = local_settings(read_local(Path(self.local_file)))
-        for module in (*local.packages, self.trusted):
-            if module:
-                trust(module)
+        for module in (*local.packages, *self.trusted):
+            trust(module)
+        task = load_task(Path(self.task_file))
         method = get_method(self.method, server=self.server_algorithm or None)
         check_task_bounds(task, local.bounds, f"site {self.name}")  # `check` builds the network
         method.check(self.hyper, task)

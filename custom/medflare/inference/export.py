@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medflare.adaptation.registry import ADAPTATIONS
 from medflare.core.errors import ConfigError, ExportError, one_line
 from medflare.core.packages import installed
 from medflare.core.rng import torch_generator
@@ -27,9 +28,12 @@ from medflare.inference.deployed import CARD_FILE, Branching, Builder, StoredMod
 from medflare.tasks.config import TaskConfig
 
 TOLERANCE = 1e-4  # of a probability: float32 arithmetic in another order differs by about 1e-6
+_ONLINE = (
+    "it adapts while it predicts; use `medflare predict`, or export the model without it "
+    "(role global)"
+)
 _REFUSED = {
-    "tent": "it adapts while it predicts; use `medflare predict`, "
-    "or export the model without Tent (role global)",
+    **dict.fromkeys(("tent", "sar", "memo", "ttt"), _ONLINE),
     "routed": "its weights depend on the image and its statistics on the batch; "
     "use `medflare predict`, or export role global or personal",
 }
@@ -64,6 +68,11 @@ def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = bu
     for kind in (stored.kind, stored.message.meta.get("base")):
         if kind in _REFUSED:
             raise ExportError(f"a model of kind {kind!r} cannot be exported: {_REFUSED[kind]}")
+        if kind in ADAPTATIONS.names():
+            raise ExportError(
+                f"a model of kind {kind!r} cannot be exported: {ADAPTATIONS.module(kind)} adapts "
+                "it; use `medflare predict`, or export the model without it (role global)"
+            )
     # TorchScript stores whether gradients are needed: outside medflare, outputs become arrays.
     model = stored.build(builder).eval().requires_grad_(False)
     with TemporaryDirectory(prefix="medflare-export-") as temporary, _quiet():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from medflare.core.errors import ConfigError
-from medflare.data.reading import DICOM, NIFTI, PICTURES, dicom_images, stem, suffix
+from medflare.data.reading import DICOM, dicom_images, image_suffixes, stem, suffix
 from medflare.preparation.dataset_import.folders import LeftOut, left_out_lines, walk
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def find_inputs(
         if not images:
             problems.append(
                 f"{path}: no images in this folder; known are "
-                f"{', '.join((*PICTURES, *NIFTI, *DICOM))}"
+                f"{', '.join((*image_suffixes(), *DICOM))}"
             )
         for image in images:
             whole, channel = _part_of(image, channels)
@@ -94,7 +94,7 @@ def _search(folder: Path, out: Path) -> Iterator[Path]:
             yield place
         else:
             yield from dicom
-        yield from (file for file in files if suffix(file) in (*PICTURES, *NIFTI))
+        yield from (file for file in files if suffix(file) in image_suffixes())
     for line in left_out_lines(left_out):
         _log.warning("%s: %s", folder, line)
 

@@ -11,13 +11,16 @@ Algorithms are imported when they are first used.
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from medflare.core import extensions
 from medflare.core.errors import ConfigError
+from medflare.core.packages import untrusted
 from medflare.core.settings import no_such
 from medflare.methods.method import Method, loaded, paired
 
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
     from medflare.core.message import Message
     from medflare.tasks.config import TaskConfig
 
-GROUP = "medflare.methods"  # the entry points of other distributions, and this package
 RESERVED = ("create", "fetch", "list", "submit", "watch")  # words in the place of a method
 SURVEYS = ("evaluate", "fingerprint")  # methods that do not train; not in `method_names`
 _OBJECTS: dict[str, Method] = {}  # methods given to this process as objects
@@ -58,7 +60,7 @@ def module_of(name: str) -> str:
     if name in _builtin():
         return _builtin()[name]
     if name in _foreign():
-        return _foreign()[name].value.partition(":")[0].strip()
+        return extensions.module_of(_foreign()[name])
     raise ConfigError(no_such("method", name, (*method_names(), *SURVEYS)))
 
 
@@ -71,7 +73,7 @@ def build_deployed(task: "TaskConfig", message: "Message") -> "nn.Module":
     """The module (images to probabilities) of a final model of any kind.
 
     Raises:
-        ConfigError: a kind that no method builds.
+        ConfigError: a kind that no method builds, see `_builder`.
         StateError: weights that do not fit the task.
     """
     from medflare.inference.deployed import build
@@ -81,8 +83,31 @@ def build_deployed(task: "TaskConfig", message: "Message") -> "nn.Module":
 
 @cache
 def _builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
-    """The builder of models of a kind; methods that cannot be loaded are skipped."""
-    return builtin_builder(kind) or _first_builder(kind, (*_foreign(), *_OBJECTS))
+    """The builder of models of a kind; methods that cannot be loaded are skipped.
+
+    A model's card, which is of another party, names the kind: only methods of trusted packages and
+    those that this process uses already are loaded for it.
+
+    Raises:
+        ConfigError: no builder, and a method was not loaded.
+    """
+    builder = builtin_builder(kind)
+    if builder is not None:
+        return builder
+    modules = {name: extensions.module_of(point) for name, point in _foreign().items()}
+    usable = [name for name, module in modules.items() if _may_load(module)]
+    builder = _first_builder(kind, (*usable, *_OBJECTS))
+    others = {modules[name].partition(".")[0] for name in modules if name not in usable}
+    if builder is None and others:
+        raise ConfigError(
+            f"unknown kind of model {kind!r}; if a package that this process does not trust "
+            f"({', '.join(sorted(others))}) builds it, add that package to {extensions.VARIABLE}"
+        )
+    return builder
+
+
+def _may_load(module: str) -> bool:
+    return module in sys.modules or not untrusted(module, extensions.trusted())
 
 
 def builtin_builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
@@ -133,7 +158,7 @@ def _by_name(name: str) -> Method:
 @cache
 def _builtin() -> dict[str, str]:
     """Method -> package, in this folder."""
-    return _packages_below(Path(__file__).parent, GROUP)
+    return _packages_below(Path(__file__).parent, "medflare.methods")
 
 
 def _packages_below(folder: Path, package: str) -> dict[str, str]:
@@ -162,36 +187,16 @@ def _foreign() -> dict[str, EntryPoint]:
     """Methods of other distributions by name; ConfigError if it is in use, also as a word of the
     command line.
     """
-    points: dict[str, EntryPoint] = {}
-    for point in entry_points(group=GROUP):
-        first = points.get(point.name, point)
-        reserved = point.name in RESERVED or point.name in _builtin()
-        if reserved or point.value != first.value:
-            raise ConfigError(
-                f"method {point.name!r} of {_owner(point)} has a name that is in use; "
-                "uninstall it, or give it another name"
-            )
-        points[point.name] = point
-    return points
+    points = extensions.read_points("methods")
+    for of_one_name in points.values():
+        extensions.require_unused("method", of_one_name, (*RESERVED, *_builtin()))
+    return {name: of_one_name[0] for name, of_one_name in points.items()}
 
 
 def _from_entry_point(point: EntryPoint) -> Method:
-    try:
-        method = point.load()
-    except Exception as error:
-        raise ConfigError(
-            f"method {point.name!r} of {_owner(point)} cannot be loaded "
-            f"({type(error).__name__}: {error})"
-        ) from error
-    if not isinstance(method, Method) or method.name != point.name:
-        raise ConfigError(
-            f"entry point {point.name!r} of {_owner(point)} must name a Method of that name, "
-            f"it names {method!r}"
-        )
+    def check(candidate: Any) -> None:
+        if not isinstance(candidate, Method) or candidate.name != point.name:
+            raise TypeError(f"must be a Method of that name, is {candidate!r}")
+
+    method: Method = extensions.load("method", point, check)
     return method
-
-
-def _owner(point: EntryPoint) -> str:
-    if point.dist is None:
-        return point.value
-    return f"the distribution {point.dist.name}"

@@ -17,7 +17,7 @@ from medflare.core.rng import seeded
 from medflare.core.settings import refuse_arguments, unknown
 from medflare.networks import classifiers, segmenters
 from medflare.networks.features import FeatureNetwork, WholeNetwork, example, last_layer
-from medflare.networks.own import imported, own_module
+from medflare.networks.own import EXTENSIONS, imported, own_module
 from medflare.tasks.config import TaskConfig
 
 NETWORKS: dict[str, Callable[..., FeatureNetwork]] = {
@@ -60,7 +60,7 @@ def build_network(
 
     Args:
         spec: "name", of `NETWORKS`, of a class in `monai.networks.nets` or of a trusted package
-            ("package.module:name"), and arguments.
+            (see `own`), and arguments.
         out_channels: channels of the logits.
         size: of the images, for networks that are built for one size; None: 64 a side.
 
@@ -74,7 +74,7 @@ def build_network(
     name = str(settings.pop("name", None))
     sides = tuple(size or [_SIDE] * spatial_dims)
     network: Any
-    if name in NETWORKS:
+    if name in NETWORKS and not own_module(spec):
         images = {"spatial_dims": spatial_dims, "size": sides}
         network = _ours(name, settings, in_channels, out_channels, images)
     else:
@@ -138,6 +138,9 @@ def monai_networks() -> dict[str, Any]:
     return {name: build for name, build in sorted(vars(nets).items()) if _is_usable(name, build)}
 
 
+EXTENSIONS.builtin = lambda: {*NETWORKS, *monai_networks()}  # which `own` cannot import
+
+
 def _is_usable(name: str, build: Any) -> bool:
     if inspect.isclass(build):
         is_network = issubclass(build, nn.Module) and build.__name__ == name
@@ -188,7 +191,7 @@ def _theirs(
     """A network of MONAI or a trusted package, from its own arguments and what the task fixes."""
     build = imported(name) if own_module({"name": name}) else monai_networks().get(name)
     if build is None:
-        raise unknown("network", name, {*NETWORKS, *monai_networks()}, "network")
+        raise unknown("network", name, EXTENSIONS, "network")
     fixed: dict[str, Any] = {
         **_FIXED,
         **dict.fromkeys(_CHANNELS, in_channels),

@@ -1,22 +1,19 @@
-"""Networks of other packages: "package.module:name" imports code, so the process must trust the
-package. Light to import.
+"""Networks of other packages: the name of an entry point (see `core.extensions`), or
+"package.module:name". Both import code, so the process must trust the package. Light to import.
 
-A task and the card of a delivered model are data from other parties. The packages that a process
-trusts are in the environment variable MEDFLARE_NETWORKS or, under FLARE, among the `packages` in
-the party's local/medflare.json (see `flare.participants`). Only a subclass of `torch.nn.Module` or
-a function that its package has declared with `register` is called.
+By an import path only a subclass of `torch.nn.Module` or a function that its package has declared
+with `register` is called; an entry point is such a declaration.
 """
 
 import importlib
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 from medflare.core.errors import ConfigError, one_line
-from medflare.core.packages import untrusted
+from medflare.core.extensions import VARIABLE as VARIABLE
+from medflare.core.extensions import Extensions, check_callable, require_trust
+from medflare.core.extensions import trust as trust
 
-VARIABLE: Final = "MEDFLARE_NETWORKS"  # packages or modules, separated by commas
-_trusted: set[str] = set()
 _factories: set[Callable[..., Any]] = set()
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,32 +27,28 @@ def register(factory: F) -> F:
     return factory
 
 
+EXTENSIONS: Final = Extensions("network", "networks", tuple, check_callable)
+
+
 def own_module(spec: Mapping[str, Any]) -> str:
-    """The module of a network {"name": "package.module:name"}, without importing it; "" for every
-    other network.
+    """The module of a network of another package, {"name": "package.module:name"} or of an entry
+    point, without importing it; "" for every other network.
     """
-    module, mark, _ = str(spec.get("name")).partition(":")
-    return module if mark else ""
-
-
-def trust(module: str) -> None:
-    """Allow this process to import networks of the module; the party's own settings say so."""
-    _trusted.add(module)
+    name = str(spec.get("name"))
+    module, mark, _ = name.partition(":")
+    return module if mark else EXTENSIONS.module(name)
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """The class or registered function of "package.module:name", not called; ConfigError if its
-    module is not trusted, or has none.
+    """The class or function of a network for which `own_module` has a module, not called;
+    ConfigError if its package is not trusted, or does not have it.
     """
+    foreign: Callable[..., Any] | None = EXTENSIONS.foreign(name)
+    if foreign is not None:
+        return foreign
     module, _, attribute = name.partition(":")
     package = module.split(".")[0]
-    named = [word.strip().rstrip(".") for word in os.environ.get(VARIABLE, "").split(",")]
-    reason = untrusted(module, {*_trusted, *filter(None, named)})
-    if reason:
-        raise ConfigError(
-            f"network {name}: this process does not trust {package}: {reason}, "
-            f"or outside FLARE sets {VARIABLE}={package}"
-        )
+    require_trust(f"network {name}", module)
     try:
         candidate: Any = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever the package raises

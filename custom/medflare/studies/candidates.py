@@ -150,9 +150,14 @@ class Candidate:
             if self.method == BATCH_STATISTICS:
                 check_adaptable(task)
             if self.method != CONSTANT:
-                check_run(self._trained, task, self.hyper, rounds=rounds, outside=outside)
+                served = self._served(outside)
+                check_run(self._trained, task, self.hyper, rounds=rounds, outside=served)
         except ConfigError as error:
             raise ConfigError(f"{self.label}: {error}") from error
+
+    def _served(self, outside: Sequence[str]) -> tuple[str, ...]:
+        """The outside sites that get a model; a method may have none for them."""
+        return tuple(outside) if self._trained.outside else ()
 
     def run(self, setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:
         """Results dict of one run, with curves and scores; the seed also draws the split by
@@ -196,12 +201,13 @@ class Candidate:
             return single_site(setting, seed, outside, self.hyper, self.trained_as)
         if self.method in REFERENCES:
             return REFERENCES[self.method](setting, seed, outside, self.hyper)
+        served = self._served(outside)
         return recorded_run(
             self.method,
             setting,
             seed,
-            setting.sites,
-            outside=outside,
+            [*setting.inside(outside), *served],
+            outside=served,
             site_algorithm=self.site_algorithm,
             server_algorithm=self.server_algorithm,
             **self.hyper,

@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import ConfigError
 from medflare.core.settings import STRICT, checked, nested, no_such, one_of, unknown
 from medflare.core.text import NAME, is_name, printable, printable_json, read_json
+from medflare.tasks.metrics_table import EXTENSIONS as METRICS
 from medflare.tasks.metrics_table import default_metrics, metrics_of, selection_metrics
 from medflare.tasks.optimizers import OPTIMIZERS, Schedule, build_schedule, optimizer_class
 from medflare.tasks.transforms import check_transforms
@@ -314,6 +315,8 @@ class TaskConfig:
         ):
             for name in names:
                 if name not in choices:
+                    if what == "metric":
+                        METRICS.foreign(name)  # ConfigError if its package is not trusted
                     raise ValueError(no_such(what, name, choices, setting))
 
     def _validate_images(self) -> None:

@@ -1,4 +1,4 @@
-"""Losses by name, on logits: ours and those of `monai.losses`.
+"""Losses by name, on logits: ours, those of `monai.losses` and extensions.
 
 Every loss is a module called with logits (N, outputs, ...) and targets as in `data.loading.Split`;
 it returns a scalar.
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from medflare.core.errors import ConfigError, one_line
+from medflare.core.extensions import Extensions, check_callable
 from medflare.core.settings import refuse_arguments, unknown
 from medflare.tasks.config import TaskConfig
 
@@ -24,8 +25,8 @@ _SIDE: Final = 16
 
 
 def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Module:
-    """The loss by `spec` (default: the task's): "name", of `LOSSES` or of a class in
-    `monai.losses`, and arguments.
+    """The loss by `spec` (default: the task's): "name", of `LOSSES`, of a class in
+    `monai.losses` or of an extension, and arguments.
 
     Raises:
         ConfigError: unknown name or argument, or a loss that does not accept the task's logits and
@@ -33,21 +34,25 @@ def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Mo
     """
     settings = dict(spec or task.loss)
     name = settings.pop("name")
+    foreign = EXTENSIONS.foreign(name)
     if name in LOSSES:
         refuse_arguments(LOSSES[name], settings, f"loss {name}", reserved=["task"])
         try:
             return LOSSES[name](task, **settings)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"loss {name}: {error}") from error
-    if name not in monai_losses():
-        raise unknown("loss", name, {*LOSSES, *monai_losses()}, "loss")
-    reserved = ["to_onehot_y", "spatial_dims", "pretrained"]
-    refuse_arguments(monai_losses()[name], settings, f"loss {name}", reserved=reserved)
+    if name not in EXTENSIONS:
+        raise unknown("loss", name, EXTENSIONS, "loss")
+    reserved = ["task", "to_onehot_y", "spatial_dims", "pretrained"]
+    build = foreign or monai_losses()[name]
+    refuse_arguments(build, settings, f"loss {name}", reserved=reserved)
     try:
-        loss = MonaiLoss(task, name, settings)
+        if foreign is not None and "task" in inspect.signature(foreign).parameters:
+            settings["task"] = task
+        loss = foreign(**settings) if foreign is not None else MonaiLoss(task, name, settings)
         logits, targets = example(task)
         loss(logits.requires_grad_(), targets).backward()
-    except Exception as error:  # whatever MONAI raises: its losses have no common error
+    except Exception as error:  # whatever MONAI or the extension raises
         raise ConfigError(
             f"loss {name} with {settings} does not work for task {task.name}: {one_line(error)}"
         ) from error
@@ -246,6 +251,7 @@ LOSSES: dict[str, Callable[..., nn.Module]] = {
     "dice_ce": DiceCE,
     "focal": Focal,
 }
+EXTENSIONS: Final = Extensions("loss", "losses", lambda: {*LOSSES, *monai_losses()}, check_callable)
 
 
 def _weights(task: TaskConfig, weights: list[float] | None) -> Tensor | None:
@@ -275,7 +281,7 @@ def pools_images(task: TaskConfig) -> str | None:
     """
     loss = task.loss
     if loss["name"] not in LOSSES:
-        return "MONAI's losses may pool the images of a batch; use ce, dice or focal"
+        return "losses of other packages may pool the images of a batch; use ce, dice or focal"
     if loss.get("batch"):
         return "batch=true pools the pixels of a batch; set task.loss.batch=false"
     has_cross_entropy = loss["name"] in ("ce", "dice_ce")

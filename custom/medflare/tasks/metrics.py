@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medflare.core.settings import unknown
 from medflare.tasks.annotation import Annotation
 from medflare.tasks.class_metrics import of_outputs
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics_table import dice, metric_table
+from medflare.tasks.metrics_table import dice, known_metric, metric_table
 
 # A Tensor (N, ...) of images of one size, or a sequence of Tensors (...) of different sizes.
 Images: TypeAlias = Any
@@ -153,10 +152,7 @@ def measure(
         ConfigError: an unknown metric.
     """
     annotation = annotation or Annotation(task)
-    table = metric_table()
-    for metric in metrics:
-        if metric not in table:
-            raise unknown("metric", metric, table, f"task {task.name}")
+    table = {metric: known_metric(metric, f"task {task.name}") for metric in metrics}
     is_segmentation = task.kind == "segmentation"
     of_masks = [metric for metric in metrics if table[metric].source == "masks"]
     parts: dict[str, list[Tensor]] = {}

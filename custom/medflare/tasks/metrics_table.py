@@ -1,7 +1,7 @@
 """The table of metrics: how each is named, computed and compared. Light to import.
 
-A new metric is a function and a row of `METRICS`; of another distribution, an entry point in the
-group "medflare.metrics" that names a `Metric`. NaN means that a metric is undefined.
+A new metric is a function and a row of `METRICS`; of another distribution, an extension that is a
+`Metric`. NaN means that a metric is undefined.
 """
 
 import math
@@ -9,17 +9,16 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.metadata import entry_points
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from medflare.core.errors import ConfigError
-from medflare.core.packages import installed
+from medflare.core.extensions import Extensions, trusted
+from medflare.core.packages import installed, untrusted
+from medflare.core.settings import unknown
 from medflare.tasks import class_metrics as classes
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-GROUP: Final = "medflare.metrics"
 
 
 @dataclass(frozen=True)
@@ -352,27 +351,73 @@ METRICS: Final[Mapping[str, Metric]] = {
 }
 
 
-@cache
+def _try(metric: Any) -> None:
+    """Raise if it is no `Metric`, or its values for two images do not have the right shape."""
+    import numpy as np
+    import torch
+
+    if not isinstance(metric, Metric):
+        raise TypeError(f"{metric!r} is no {Metric.__module__}.Metric")
+    shape: tuple[int, ...] = (2, 1)
+    if metric.source == "classes":
+        shape = (3,)
+        probabilities = np.array([[0.8, 0.2], [0.4, 0.6]])
+        values = metric.compute(probabilities, np.array([0, 1]), np.ones((3, 2)), "binary")
+    elif metric.source == "counts":
+        values = metric.compute(torch.tensor([[[3.0, 1, 10, 2]], [[0, 0, 16, 0]]]).double())
+    else:
+        volume = metric.spatial_dims == 3
+        sides = (4, 4, 4) if volume else (4, 4)
+        truth = torch.zeros(2, 1, *sides, dtype=torch.bool)
+        truth[0, 0, 1:3] = True
+        values = metric.compute(
+            truth,
+            truth,
+            (1.0, 1.0, 1.0) if volume else None,
+            SimpleNamespace(**_EXAMPLE, size=sides, spatial_dims=len(sides)),
+        )
+    if tuple(np.shape(values)) != shape:
+        raise ValueError(f"compute returns the shape {tuple(np.shape(values))}, not {shape}")
+
+
+# Settings of the task for which a metric of masks is tried.
+_EXAMPLE: Final[Mapping[str, Any]] = {
+    "name": "example",
+    "kind": "segmentation",
+    "target": "binary",
+    "labels": ("structure",),
+    "outputs": 1,
+    "spacing": None,
+    "surface_tolerance": 2.0,
+}
+EXTENSIONS: Final = Extensions("metric", "metrics", lambda: METRICS, _try)
+
+
 def metric_table() -> dict[str, Metric]:
-    """All metrics by name: `METRICS`, and those of other distributions.
+    """All metrics by name: `METRICS`, and those of the distributions that this process trusts.
 
     Raises:
-        ConfigError: an entry point cannot be loaded, names no `Metric`, or has a name that is in
-            use.
+        ConfigError: an extension does not work, or has a name that is in use.
     """
+    return _table(trusted())
+
+
+@cache
+def _table(packages: tuple[str, ...]) -> dict[str, Metric]:
     table = dict(METRICS)
-    for point in entry_points(group=GROUP):
-        distribution = point.dist.name if point.dist else point.value
-        place = f"metric {point.name!r} of the distribution {distribution}"
-        try:
-            metric = point.load()
-        except Exception as error:
-            raise ConfigError(
-                f"{place} cannot be loaded ({type(error).__name__}: {error})"
-            ) from error
-        if not isinstance(metric, Metric) or table.setdefault(point.name, metric) is not metric:
-            raise ConfigError(f"{place} must name a Metric, and its own name must not be in use")
+    for name in EXTENSIONS.names():
+        if not untrusted(EXTENSIONS.module(name), packages):
+            table[name] = EXTENSIONS.foreign(name)
     return table
+
+
+def known_metric(name: str, place: str) -> Metric:
+    """A metric by name; ConfigError, with the nearest name, if there is none, or if its package is
+    not trusted.
+    """
+    if name not in metric_table() and EXTENSIONS.foreign(name) is None:
+        raise unknown("metric", name, metric_table(), place)
+    return metric_table()[name]
 
 
 def metrics_of(kind: str, spatial_dims: int = 2) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
-"""Optimizers by the names of `torch.optim` (or "adam", "adamw", "sgd"), and learning-rate schedules
-over the rounds. Light to import.
+"""Optimizers by the names of `torch.optim` (or "adam", "adamw", "sgd") and of extensions, and
+learning-rate schedules over the rounds. Light to import.
 """
 
 import inspect
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, one_line
+from medflare.core.extensions import Extensions
 from medflare.core.settings import STRICT, no_such, refuse_arguments, unknown
 
 if TYPE_CHECKING:
@@ -24,8 +25,19 @@ OPTIMIZERS: Final = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}  # name -> 
 _UNSUPPORTED: Final = ("Optimizer", "LBFGS", "Muon", "SparseAdam")
 
 
-def optimizer_class(name: str, place: str) -> "type[Optimizer]":
-    """The class in torch.optim; ConfigError for an unknown or unsupported name."""
+def optimizer_class(name: str, place: str) -> "type[Optimizer] | None":
+    """The class in torch.optim, None for an extension, which is not imported here; ConfigError for
+    an unknown or unsupported name.
+    """
+    if name in EXTENSIONS.names():
+        return None
+    usable = _usable()
+    if name not in usable:
+        raise unknown("optimizer", name, EXTENSIONS, place)
+    return usable[name]
+
+
+def _usable() -> "dict[str, type[Optimizer]]":
     import torch
 
     usable: dict[str, type[Optimizer]] = {}
@@ -35,9 +47,17 @@ def optimizer_class(name: str, place: str) -> "type[Optimizer]":
             usable[key] = cls
     for short, key in OPTIMIZERS.items():
         usable[short] = usable[key]
-    if name not in usable:
-        raise unknown("optimizer", name, usable, place)
-    return usable[name]
+    return usable
+
+
+def _check_class(candidate: Any) -> None:
+    import torch
+
+    if not (inspect.isclass(candidate) and issubclass(candidate, torch.optim.Optimizer)):
+        raise TypeError(f"{candidate!r} is no class derived from torch.optim.Optimizer")
+
+
+EXTENSIONS: Final = Extensions("optimizer", "optimizers", _usable, _check_class)
 
 
 def build_optimizer(
@@ -47,28 +67,28 @@ def build_optimizer(
     norm: float | None = None,
     value: float | None = None,
 ) -> "Optimizer":
-    """torch's optimizer of `parameters`.
+    """The optimizer of `parameters`.
 
     Args:
-        settings: {"name": see `optimizer_class`, arguments of torch's class}.
+        settings: {"name": see `optimizer_class`, arguments of its class}.
         place: the beginning of a message, for example "task brain_lgg".
         norm: maximum norm of all gradients together, before every step; None: no maximum.
         value: maximum absolute value of each number of a gradient; None: no maximum.
 
     Raises:
-        ConfigError: an unknown name, or an argument or value that torch's class does not accept.
+        ConfigError: an unknown name, or an argument or value that the class does not accept.
     """
     from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
     arguments = dict(settings)
     name = arguments.pop("name")
-    cls = optimizer_class(name, place)
+    cls: Any = EXTENSIONS.foreign(name) or optimizer_class(name, place)
     refuse_arguments(cls, arguments, f"{place}: optimizer {name}", reserved=["params"])
     try:
         optimizer = cls(parameters, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{place}: optimizer {name}: {error}; see torch.optim.{cls.__name__}"
+            f"{place}: optimizer {name}: {error}; see {cls.__module__}.{cls.__name__}"
         ) from error
 
     def clip(optimizer: "Optimizer", *_: object) -> None:
@@ -84,11 +104,26 @@ def build_optimizer(
 
 
 def check_optimizer(settings: Mapping[str, Any], place: str) -> None:
-    """Raises ConfigError as `build_optimizer` does, before the run starts; no optimizer is built:
-    torch's first one takes a second.
+    """Raises ConfigError as `build_optimizer` does, before the run starts, or if one step of an
+    extension fails. Of torch no optimizer is built: the first one takes a second.
     """
-    with suppress(_ValuesValid):
-        build_optimizer(settings, _ValuesValid(), place)
+    name = settings["name"]
+    if name not in EXTENSIONS.names():
+        with suppress(_ValuesValid):
+            build_optimizer(settings, _ValuesValid(), place)
+        return
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = build_optimizer(settings, [weight], place)
+    try:
+        optimizer.step()
+        for slots in optimizer.state_dict()["state"].values():
+            for value in slots.values():
+                torch.as_tensor(0.0 if value is None else value)
+    except Exception as error:  # whatever the package raises
+        raise ConfigError(f"{place}: optimizer {name}: a step fails ({one_line(error)})") from error
 
 
 class _ValuesValid(Exception):

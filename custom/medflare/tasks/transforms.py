@@ -1,4 +1,6 @@
-"""The transforms of MONAI that a task may use, by the name of their array form. Light to import."""
+"""The transforms that a task may use: of MONAI by the name of their array form, and extensions.
+Light to import.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -6,6 +8,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from medflare.core.errors import ConfigError
+from medflare.core.extensions import Extensions
 from medflare.core.settings import unknown
 
 # They return several patches, or change intensities only.
@@ -25,7 +28,11 @@ SIZING: Final = frozenset({"keep_size", "spatial_size"})
 
 
 def is_usual(settings: Mapping[str, Any]) -> bool:
-    """Whether no argument makes the transform {"name": ..., arguments} slow or its result large."""
+    """Whether no argument makes the transform {"name": ..., arguments} slow or its result large.
+
+    ConfigError for an extension that cannot be used.
+    """
+    EXTENSIONS.foreign(settings["name"])
     return settings["name"] in frozenset.union(*_USUAL.values()) and not SIZING & settings.keys()
 
 
@@ -73,11 +80,30 @@ def _dictionary_forms(package: str) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
+def _names() -> set[str]:
+    return {*intensity_transforms(), *spatial_augmentations(), *photometric_augmentations()}
+
+
+def _check_class(candidate: Any) -> None:
+    from monai.transforms import MapTransform, Randomizable, Transform
+
+    if not (isinstance(candidate, type) and issubclass(candidate, Transform)):
+        raise TypeError(f"{candidate!r} is no class derived from monai.transforms.Transform")
+    if issubclass(candidate, MapTransform) != issubclass(candidate, Randomizable):
+        raise TypeError("it must be both MapTransform and Randomizable (augment), or neither")
+    spatial = getattr(candidate, "spatial", None)
+    if issubclass(candidate, Randomizable) and not isinstance(spatial, bool):
+        raise TypeError("set spatial = True if it moves pixels, and masks with them, else False")
+
+
+EXTENSIONS: Final = Extensions("transform", "transforms", _names, _check_class)
+
+
 def check_transforms(
     intensity: Mapping[str, Any], augment: Sequence[Mapping[str, Any]], place: str
 ) -> None:
-    """Raises ConfigError for a transform, {"name": ..., arguments}, that MONAI does not have there,
-    or with the argument keys.
+    """Raises ConfigError for a transform, {"name": ..., arguments}, that MONAI does not have there
+    and no extension has, or with the argument keys. No extension is imported.
     """
     _check_transform("intensity", intensity, place)
     for transform in augment:
@@ -88,10 +114,10 @@ def _check_transform(setting: str, transform: Mapping[str, Any], place: str) -> 
     name = transform["name"]
     if "keys" in transform:
         raise ConfigError(f"{place}: {setting} {name}: keys follow from the task; leave them out")
-    if name in _USUAL[setting]:
+    if name in _USUAL[setting] or name in EXTENSIONS.names():
         return
     names = intensity_transforms()
     if setting == "augment":
         names = (*spatial_augmentations(), *photometric_augmentations())
     if name not in names:
-        raise unknown("transform", name, names, f"{place}: {setting}")
+        raise unknown("transform", name, {*names, *EXTENSIONS.names()}, f"{place}: {setting}")

@@ -127,6 +127,7 @@ class FederationJob(FedJob):
             rounds=settings.rounds,
             outside=settings.outside,
             cross_site=settings.cross_site,
+            adapt=settings.adapt,
         )
         hyper = method.effective(settings.hyper)  # with all defaults, as documentation
         about = {"method": method.name, "rounds": settings.rounds}

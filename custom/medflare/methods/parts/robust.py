@@ -19,32 +19,60 @@ from a site whose weights are central.
 "mean" is the weighted mean Σ_k p_k w_k. The first three treat every site alike, since a bad site
 could report a false sample count. Update validation comes first and rejects what is plainly wrong;
 these rules are for bad updates that look plausible.
+
+An extension is a further rule: (site -> state, site -> share, the round's first state or None) ->
+state.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from medflare.core.extensions import Extensions
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
+from medflare.core.settings import STRICT, no_such
 from medflare.core.states import (
     LONG_CHUNK,
     StateDict,
     check_same_shapes,
     difference,
     iter_chunks,
+    misfit,
     moved,
     weighted_mean,
 )
 from medflare.methods.parts.tensors import check_choice
 
-RobustRule = Literal["median", "trimmed", "krum", "geometric", "clipped"]
+_Builtin = Literal["median", "trimmed", "krum", "geometric", "clipped"]
+
+
+def _try(rule: Any) -> None:
+    """Raise if the rule does not return a state like those of two sites."""
+    state = {"weight": torch.ones(2, 3), "count": torch.tensor(4)}
+    states = {"A": state, "B": {name: 2 * tensor for name, tensor in state.items()}}
+    for origin in (None, state):
+        reason = misfit(rule(states, {"A": 0.5, "B": 0.5}, origin), state)
+        if reason:
+            raise ValueError(f"its state does not fit those of the sites: {reason}")
+
+
+EXTENSIONS: Final = Extensions("rule", "rules", lambda: ("mean", *get_args(_Builtin)), _try)
+
+
+def _extension(name: str) -> str:
+    """Raises ValueError for an unknown rule, ConfigError for one that cannot be used."""
+    if EXTENSIONS.foreign(name) is None:
+        raise ValueError(no_such("rule", name, EXTENSIONS))
+    return name
+
+
+RobustRule = _Builtin | Annotated[str, AfterValidator(_extension)]
 # Steps of Weiszfeld's algorithm; two sites of nearly equal shares need most: shares of 1.01 and 1
 # about 900.
 _STEPS: Final = 2000
@@ -86,7 +114,7 @@ def combined(
     Args:
         states: site -> state, all with equal names and shapes.
         shares: site -> p_k, up to a common factor; not used by "median", "trimmed" and "krum".
-        rule: "mean" or one of `RobustRule`.
+        rule: "mean", one of `RobustRule` or an extension.
         limits: of the rules.
         origin: the model that the round began with, for "clipped"; None: the coordinate-wise
             median of the states.
@@ -98,10 +126,13 @@ def combined(
         ValueError: an unknown rule, no states, states that differ in names or shapes, or NaN where
             a rule needs lengths.
     """
-    check_choice("rule", rule, ("mean", *get_args(RobustRule)))
+    check_choice("rule", rule, tuple(EXTENSIONS))
     if not states:
         raise ValueError(f"rule {rule!r} needs at least one state")
     check_same_shapes(states)
+    extension = EXTENSIONS.foreign(rule)
+    if extension is not None:
+        return extension(states, shares, origin), {}
     if rule in ("median", "trimmed"):
         return robust_mean(states, rule, limits.trim), {}
     if rule == "clipped":

@@ -22,7 +22,15 @@ from medflare.data.attributes import NO_ATTRIBUTES, Attributes
 from medflare.data.datalist import FILE, patient_id
 from medflare.data.dicom import SEGMENTATION, is_other_object, tags_of
 from medflare.data.local import FOLDERS, allowed_folders
-from medflare.data.reading import NIFTI, PICTURES, explained, is_dicom, read_stored, stem, suffix
+from medflare.data.reading import (
+    NIFTI,
+    explained,
+    image_suffixes,
+    is_dicom,
+    read_stored,
+    stem,
+    suffix,
+)
 from medflare.data.targets import plain_name
 
 LAYOUTS: Final = (
@@ -189,7 +197,7 @@ def scan_folder(root: Path) -> ImageFolder:
     unreadable = []
     others = []
     for folder, files in walk(root, left_out, _reason_of_datalist):
-        pictures = [file for file in files if suffix(file) in (*PICTURES, *NIFTI)]
+        pictures = [file for file in files if suffix(file) in image_suffixes()]
         tables_here = [file for file in files if suffix(file) in _TABLES]
         only_slices = not pictures and not tables_here and folder != root
         dicom = [file for file in files if file.is_file() and is_dicom(file)]
@@ -209,7 +217,7 @@ def scan_folder(root: Path) -> ImageFolder:
         found = f"DICOM objects without an image: {len(others)}, the first: {first}"
         notes.append(f"left out, {found}")
     if not images:
-        found = f"no image ({', '.join((*PICTURES, *NIFTI, '.dcm'))})"
+        found = f"no image ({', '.join((*image_suffixes(), '.dcm'))})"
         remedy = "; ".join(("give the folder of the images", *notes, *unreadable[:1]))
         raise DataError(f"{root}: {found}; {remedy}")
     by_series = {header.series: image for image, header in headers.items()}
