@@ -30,6 +30,7 @@ FROM_THE_ROOT = {
     "CHANGELOG.md": "changelog.md",
 }
 ITEMS = "<!-- generated from the methods' declarations by: python .ci/docs_hooks.py -->"
+FAMILIES = "<!-- generated from the catalogue by: python .ci/docs_hooks.py -->"
 SETTINGS = "<!-- generated from TaskConfig by: python .ci/docs_hooks.py -->"
 STUDY = re.compile(r"\]\(results/(\w+)/study\.zip\)")
 # The figure that the repository shows.
@@ -237,6 +238,30 @@ def task_settings() -> str:
     return page.split(SETTINGS)[0] + SETTINGS + "\n\n" + "\n".join(rows) + "\n"
 
 
+def families() -> str:
+    """The page on families of methods, ending with a table for each, from the catalogue."""
+    from medflare.cli.methods import method_row
+    from medflare.methods.catalogue import get_method, method_names
+
+    tables: dict[str, list[str]] = {}
+    for name in method_names():
+        method = get_method(name)
+        row = method_row(method)
+        cells = [f"`{name}`", row["title"], method.paper, row["stays at the site"], row["leaves"]]
+        cells += [row["cost"], row["outside"], row["DP-SGD"]]
+        tables.setdefault(row["family"] or "papers", []).append(f"| {' | '.join(cells)} |")
+    lines = ["## Tables", ""]
+    lines += [
+        "*Stays*: what a site keeps from round to round beside the optimizer's moments. *Leaves*: tensors of its replies. *Cost*: processor time of a round "
+        "beside FedAvg's (`benchmarks/cost.py --methods all --write`). *Outside*: whether sites that do not train get a model."
+    ]
+    head = "| method | what it does | paper | stays | leaves | cost | outside | DP-SGD |"
+    for family, rows in tables.items():
+        lines += ["", f"### {family.capitalize()}", "", head, "|" + "---|" * 8, *rows]
+    page = (ROOT / "docs" / "methods" / "families.md").read_text(encoding="utf-8")
+    return page.split(FAMILIES)[0] + FAMILIES + "\n\n" + "\n".join(lines) + "\n"
+
+
 def governance() -> str:
     """The page on governance, ending with every item of a site's replies, from the declarations of the methods."""
     from medflare.core.specs import MetaSpec, TensorSpec
@@ -365,7 +390,12 @@ def reference(room: Path) -> str:
 
 
 # Generated pages that are committed.
-WRITTEN = {"benchmarks.md": benchmarks, "governance.md": governance, "task.md": task_settings}
+WRITTEN = {
+    "benchmarks.md": benchmarks,
+    "governance.md": governance,
+    "methods/families.md": families,
+    "task.md": task_settings,
+}
 
 if __name__ == "__main__":
     for name, made in WRITTEN.items():

@@ -139,8 +139,8 @@ class _Kit:
 
     def run(self, name: str, method: Method | None = None, **options: Any) -> dict[str, Any]:
         """Results of a completed run of two rounds in the folder `name`."""
-        settings = {"sites": SITES, "rounds": 2, "seed": 1, "outside": self.outside, "workers": 1}
-        settings |= {"out": self.folder / name, **self.hyper, **options}
+        settings: dict[str, Any] = {"sites": SITES, "rounds": 2, "seed": 1, "workers": 1}
+        settings |= {"outside": self.outside, "out": self.folder / name, **self.hyper, **options}
         return _completed(run_local(method or self.method, self.task, **settings))
 
     def dry_run(self) -> None:
@@ -193,8 +193,14 @@ class _Kit:
         from medflare.flare.recipes import MedflareRecipe
 
         folder = self.folder / "simulator"
-        settings = {"rounds": 2, "seed": 1, "outside": self.outside, "method": self.method.name}
-        recipe = MedflareRecipe(task=self.task, **settings, **self.hyper)
+        recipe = MedflareRecipe(
+            task=self.task,
+            rounds=2,
+            method=self.method.name,
+            seed=1,
+            outside=self.outside,
+            **self.hyper,
+        )
         recipe.simulate([*SITES, *self.outside], folder)
         found = find_results(folder)
         _completed(load_results(found))

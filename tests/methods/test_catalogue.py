@@ -29,7 +29,7 @@ from medflare.methods.catalogue import build_deployed, get_method, method_names,
 from medflare.testing import OUTSIDE, SITES, TASK, check_method
 
 # Where the paper's number of steps would take a test too long.
-SHORTER = {"fedsm_extra": {"selector_rounds": 2}}
+SHORTER: dict[str, dict[str, Any]] = {"fedsm_extra": {"selector_rounds": 2}}
 
 
 def run(name: str, folder: Path | None = None, **more: Any) -> dict[str, Any]:

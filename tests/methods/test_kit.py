@@ -62,7 +62,7 @@ class Impatient(FedAvgServer[Any]):
 
 class Broken(FedAvgSite[Any]):
     def fit(self, *arguments: Any) -> float | None:
-        return {}["weights"]
+        return dict[str, float]()["weights"]
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,7 @@ def methods(
     listed = []
     for name in method_names():
         try:
-            listed.append(_row(get_method(name)))
+            listed.append(method_row(get_method(name)))
         except ConfigError as error:  # a broken package must not hide the other methods
             print(f"medflare: {error}", file=sys.stderr)
             failed = 1
@@ -97,7 +97,7 @@ def _checked(method: "Method", simulator: bool) -> int:
     return failed
 
 
-def _row(method: "Method") -> dict[str, str]:
+def method_row(method: "Method") -> dict[str, str]:
     """A method's row of the table."""
     leaves: dict[str, None] = {}
     for phase in method.site_class.phases.values():

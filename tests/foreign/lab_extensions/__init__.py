@@ -69,7 +69,7 @@ class SignSGD(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "beta": beta})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         USED.add("lab_sign")
         for group in self.param_groups:
             for weight in group["params"]:

@@ -37,7 +37,7 @@ def models(*rows: list[float], **meta: list[Any]) -> dict[str, SiteModel]:
 def aggregation(name: str, **hyper: Any) -> Any:
     """A rule whose only trained entry is "w"."""
     server = get_method(name).server_class
-    made = server.aggregation_class(server.Hyper(**hyper))
+    made: Any = server.aggregation_class(server.Hyper(**hyper))
     made.trained = {"w"}
     return made
 
@@ -499,7 +499,7 @@ class TestAllRules:
     def test_robust_rules_go_with_it(self, name: str) -> None:
         made = aggregation(name, rule="median")
         values = ([1.0], [1.2], [1000.0])
-        meta = {"loss": [1.0] * 3, "validation": [{}] * 3, "steps": [2, 2, 2]}
+        meta: dict[str, Any] = {"loss": [1.0] * 3, "validation": [{}] * 3, "steps": [2, 2, 2]}
         assert made.shared(models(*values, **meta), 0, previous(1.0))["w"].item() < 1.3
 
     @pytest.mark.parametrize("name", RULES)
