@@ -79,7 +79,7 @@ def test_absent_structures_are_a_problem_that_annotated_solves(
         assert report.ok and any("stripe" in note for note in report.sites["A"].notes)
 
 
-@pytest.mark.parametrize("annotated", [[], None, "square", [1], ["sqare"], ["background"]])
+@pytest.mark.parametrize("annotated", [None, "square", [1], ["sqare"], ["background"]])
 def test_annotated_must_name_structures(
     annotated: Any, two: TaskConfig, tmp_path: Path, edit: Any
 ) -> None:
@@ -171,3 +171,32 @@ def test_methods_learn_from_such_a_site(
     assert all(
         site["metrics"]["deployed"]["dice"] is not None for site in results["sites"].values()
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("segmentation", {"target": "multiclass", "labels": LABELS}),
+        ("segmentation", {"target": "multilabel", "labels": ["square", "stripe"]}),
+        ("segmentation", {"label_values": {"square": [1, 2]}}),
+        ("classification", {}),
+        ("classification", {"target": "binary", "labels": ["bright"]}),
+        ("classification", {"target": "multilabel", "labels": ["bright", "round"]}),
+    ],
+)
+def test_a_site_without_labels_has_training_images_that_count_for_no_class(
+    kind: str, settings: dict[str, Any], make_task: TaskOf, tmp_path: Path, edit: Any
+) -> None:
+    task, folder = make_task(kind, size=[24, 24], **settings), write_site(tmp_path / "A", 0)
+
+    def without_labels(content: dict[str, Any]) -> None:
+        content["annotated"] = []
+        for item in (*content["training"], *content["test"]):
+            del item["label"]
+
+    edit(folder, without_labels)
+    site = open_site("A", task, data_root=folder)
+    assert site.n == {"train": 12, "validation": 0, "test": 0}
+    assert site.class_counts().tolist() == [0] * len(task.classes)
+    assert len(next(site.batches("train", 0)).images) == task.batch_size
+    assert any("no labels" in note for note in site.notes)

@@ -107,6 +107,15 @@ def test_training_volumes_without_any_foreground(tmp_path: Path, make_task: Task
         load_site_data("V", task, folder)
 
 
+def test_all_slices_of_a_site_without_labels_are_used(tmp_path: Path, make_task: TaskOf) -> None:
+    folder, task = _volumes(tmp_path / "V"), make_task(slices={"keep": "foreground"})
+    content = json.loads((folder / "datalist.json").read_text())
+    (folder / "datalist.json").write_text(json.dumps({**content, "annotated": []}))
+    data = load_site_data("V", task, folder, cache=CacheSettings(str(tmp_path / "cache")))
+    assert [len(data.split(name)) for name in ("train", "validation", "test")] == [5, 0, 0]
+    assert not any(target.any() for target in data.train.targets)
+
+
 def test_masks_of_another_size(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
     folder, other = make_site(), make_site(name="B", side=20)
     edit(

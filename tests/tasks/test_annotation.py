@@ -142,8 +142,16 @@ def test_the_background_and_a_structure_must_remain(kept: list[int]) -> None:
         marginal_logits(torch.zeros(1, 4), kept)
 
 
-@pytest.mark.parametrize("names", [[], ["background"], ["heart"], ["liver", "heart"]])
-def test_no_structure_an_unknown_name_or_a_classification_is_refused(names: list[str]) -> None:
+@pytest.mark.parametrize("kind", ["segmentation", "classification"])
+def test_a_site_without_labels_has_no_loss(kind: str) -> None:
+    annotation = Annotation(small_task(kind), [])
+    assert annotation.names == () and not annotation.complete
+    with pytest.raises(ConfigError, match="run mean_teacher"):
+        annotation.loss()(torch.zeros(1, 3), torch.zeros(1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("names", [["background"], ["heart"], ["liver", "heart"]])
+def test_an_unknown_name_or_a_classification_is_refused(names: list[str]) -> None:
     with pytest.raises(ConfigError, match=names[-1] if "heart" in names else "annotated"):
         Annotation(organs(), names)
     with pytest.raises(ConfigError, match="annotated"):

@@ -63,7 +63,9 @@ class DatalistItem:
     """An image of the datalist."""
 
     image: Path
-    label: Any  # Path or list of Paths (segmentation), int or list of 0/1 (classification)
+    # Path or list of Paths (segmentation), int or list of 0/1 (classification); None at a site
+    # without labels
+    label: Any
     patient: str  # the image's file name where the datalist names no patient
     split: str  # the list that it is in, or the split that `assign_splits` has drawn
     place: str  # "DIR/datalist.json training[3]", for messages
@@ -84,6 +86,8 @@ class DatalistItem:
     @property
     def masks(self) -> list[Path]:
         """Its mask files (segmentation)."""
+        if self.label is None:
+            return []
         if isinstance(self.label, list):
             return self.label
         return [self.label]
@@ -163,6 +167,7 @@ def read_datalist(
     content = read_content(folder)
     if folders is None:
         folders = allowed_folders()
+    unlabelled = annotated_names(content, folder) == ()
     entries: dict[Path, DatalistItem] = {}
     for split in SPLITS:
         listed = content.get(split)
@@ -173,7 +178,7 @@ def read_datalist(
                 f"{path}: {split!r} must be a list of entries, found {type(listed).__name__}"
             )
         for number, item in enumerate(listed):
-            entry = _entry(folder, item, split, f"{path} {split}[{number}]", kind)
+            entry = _entry(folder, item, split, f"{path} {split}[{number}]", kind, unlabelled)
             if entry.image in entries:
                 raise _listed_twice(entry, entries[entry.image])
             entries[entry.image] = entry
@@ -211,9 +216,14 @@ def check_folder(
     raise DataError(f"{place}: {file} {linked} outside the site's folder; {remedy}, or {allow}")
 
 
-def _entry(folder: Path, item: Any, split: str, place: str, kind: str) -> DatalistItem:
+def _entry(
+    folder: Path, item: Any, split: str, place: str, kind: str, unlabelled: bool
+) -> DatalistItem:
     if not isinstance(item, Mapping):
         raise DataError(f"{place}: {_REMEDY}, found {json.dumps(item)[:80]}")
+    if unlabelled:
+        entry = _entry(folder, {**item, "label": "none"}, split, place, kind, False)
+        return replace(entry, label=None)
     layout = _ListedWithMasks if kind == "segmentation" else _Listed
     values = {field.name: item[field.name] for field in fields(layout) if field.name in item}
     if values.get("label") is None:
@@ -309,7 +319,7 @@ def mask_names(names: Mapping[str, Sequence[int]]) -> list[str]:
 
 def annotated_names(content: Mapping[str, Any], folder: Path) -> tuple[str, ...] | None:
     """The structures that the site annotated, by the task's names: "annotated" of its datalist;
-    None where it is left out.
+    () at a site without labels, None where it is left out.
 
     Raises:
         DataError: it is no list of names.
@@ -317,7 +327,7 @@ def annotated_names(content: Mapping[str, Any], folder: Path) -> tuple[str, ...]
     if "annotated" not in content:
         return None
     names = content["annotated"]
-    if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
         return tuple(names)
     problem = f'"annotated" must be a list of names, got {json.dumps(names)[:80]}'
     raise DataError(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
@@ -28,14 +29,16 @@ from medflare.data.attributes import Attributes, groups_of_patients
 from medflare.data.datalist import FILE, SPLITS, DatalistItem, assign_splits, site_name
 from medflare.data.decoding import Decoded, EmbeddedSource, Source, decoded_once, decoded_when_used
 from medflare.data.local import CacheSettings, ImageBounds, allowed_folders
+from medflare.data.reading import Image
 from medflare.data.targets import (
     LazyTensors,
     annotation_of,
     class_counts,
     encode_label,
     renumbering,
+    stored_values,
 )
-from medflare.tasks.annotation import structures_of
+from medflare.tasks.annotation import Annotation, structures_of
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Spacing
 
@@ -156,7 +159,8 @@ class SiteData:
     # the patient of each image that the task leaves out, since no label of it lists the image's
     # value
     dropped: tuple[str, ...] = ()
-    # the structures that the site annotated; None: it does not say, and all count as annotated
+    # the structures that the site annotated; (): it has no labels; None: it does not say, and all
+    # count as annotated
     annotated: tuple[str, ...] | None = None
     # structures in none of the training masks of a site without "annotated", one line each with
     # the remedy
@@ -264,7 +268,8 @@ def load_site_data(
 
     Args:
         root: from `resolve_data_root`; None generates the embedded federation.
-        role: "inside" needs images in every split, "outside" in the test split alone.
+        role: "inside" needs images in every split, "outside" in the test split alone. A site
+            without labels has training images alone, see `uncounted`.
         cache: with its folder, see `local.cache_with_folder`; None keeps decoded tensors in this
             process alone.
         folders: see `local.allowed_folders`.
@@ -278,7 +283,13 @@ def load_site_data(
     source = open_source(site, task, root, folders, bounds)
     entries, notes, dropped = usable_entries(site, task, source, role=role)
     annotation = annotation_of(source.annotated(), task, f"site {site}: {FILE}")
-    _check_not_empty(Counter(entry.split for entry in entries), site, role)
+    needed = SPLITS if role == "inside" else ("test",)
+    unlabelled = annotation is not None and not annotation.names
+    if unlabelled:
+        needed = ("training",)
+        # No slice has foreground.
+        task = replace(task, slices=replace(task.slices, keep="all"))
+    _check_not_empty(Counter(entry.split for entry in entries), site, needed)
 
     # 2. Reading and decoding: a row for each picture, volume or used slice of a volume.
     if in_memory:
@@ -286,26 +297,22 @@ def load_site_data(
     else:
         decoded = decoded_when_used(site, task, source, entries)
     check_unreadable(decoded.failed, len(entries), task, site)
-    _check_not_empty(Counter(entries[row.entry].split for row in decoded.rows), site, role)
+    _check_not_empty(Counter(entries[row.entry].split for row in decoded.rows), site, needed)
 
     # 3. Loading: the rows of each split as tensors.
     train, validation, test = (_split(decoded, entries, name, task) for name in SPLITS)
+    if unlabelled:
+        train = uncounted(train, task)
 
     # What the site learns about its data.
-    if annotation is not None and annotation.missing:
-        structures = ", ".join(annotation.missing)
-        notes.append(f"not annotated, so left out of losses and metrics: {structures}")
     missing: list[str] = []
-    if role == "inside":
+    if role == "inside" and not unlabelled:
         counts = class_counts(train.targets, task)
         missing = [name for name, count in zip(task.classes, counts, strict=True) if not count]
+    notes += _label_notes(annotation, missing, task)
     absent: list[str] = []
     if annotation is None and task.kind == "segmentation":
         absent = _absent_structures(missing, task)
-    else:
-        for name in missing:
-            if annotation is None or name not in annotation.missing:
-                notes.append(f"class {name} is absent from the training images")
     acquired: dict[int, list[float]] = {}  # of every training item
     for row in decoded.rows:
         if entries[row.entry].split == "training":
@@ -342,7 +349,39 @@ def open_source(
     """A site's images at their stored size; arguments as for `load_site_data`."""
     if root is None:
         return EmbeddedSource(site, task)
-    return Source(root, task, allowed_folders(folders), bounds)
+    source = Source(root, task, allowed_folders(folders), bounds)
+    if source.annotated() == ():
+        return UnlabelledSource(root, task, allowed_folders(folders), bounds)
+    return source
+
+
+class UnlabelledSource(Source):
+    """A site without labels: what its datalist has as labels is not read, all are background or the
+    first class.
+    """
+
+    def entries(self) -> list[DatalistItem]:
+        task = self._task
+        label: object = self._background
+        if task.target == "multilabel":
+            label = [0] * len(task.labels)
+        items: list[DatalistItem] = []
+        for entry in super().entries():
+            # The image stands for its mask, which `mask` does not read.
+            placeholder = entry.image if task.kind == "segmentation" else label
+            items.append(replace(entry, label=placeholder))
+        return items
+
+    def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
+        """int64 (M, ...), all background."""
+        task = self._task
+        mask_per_label = task.target == "multilabel" and not task.label_values
+        masks = len(task.labels) if mask_per_label else 1
+        return np.full((masks, *image.array.shape[1:]), self._background, np.int64)
+
+    @property
+    def _background(self) -> int:
+        return stored_values(self._task)[0][0] if self._task.target == "multiclass" else 0
 
 
 class UsableEntries(NamedTuple):
@@ -372,6 +411,14 @@ def usable_entries(
             used.append(entry)
         else:
             dropped.append(entry.patient)
+    if source.annotated() == ():
+        if role == "outside":
+            raise DataError(
+                f"site {site}: an outside site measures models, and it has no labels "
+                f'("annotated" of {FILE} is []); take it out'
+            )
+        training = [entry for entry in used if entry.split == "training"]
+        return UsableEntries(training, notes, tuple(dropped))
     resplit = None if source.splits_are_fixed else task.resplit
     split = assign_splits(used, source.listed(), site, outside=role == "outside", resplit=resplit)
     return UsableEntries(split, notes, tuple(dropped))
@@ -415,8 +462,8 @@ def check_unreadable(failed: Mapping[int, str], images: int, task: TaskConfig, s
     raise DataError(f"site {site}: {problem}, {allowed}; repair them, the first: {first}")
 
 
-def _check_not_empty(counts: Mapping[str, int], site: str, role: str) -> None:
-    for split in SPLITS if role == "inside" else ("test",):
+def _check_not_empty(counts: Mapping[str, int], site: str, needed: Sequence[str]) -> None:
+    for split in needed:
         if not counts.get(split):
             raise DataError(
                 f"site {site}: split {split!r} holds no image; "
@@ -439,6 +486,34 @@ def _split(decoded: Decoded, entries: list[DatalistItem], name: str, task: TaskC
         tuple(row.name for row in rows),
         spacings,
     )
+
+
+def uncounted(split: Split, task: TaskConfig) -> Split:
+    """The split of a site without labels: its targets have no class in `targets.class_counts`."""
+    counts = torch.zeros(len(split), len(task.classes), dtype=torch.int64)
+    return replace(split, targets=LazyTensors(len(split), split.targets.__getitem__, counts))
+
+
+def _label_notes(
+    annotation: Annotation | None, missing: Collection[str], task: TaskConfig
+) -> list[str]:
+    """One line on what was not annotated, and for each of the `missing` classes, which no training
+    image shows; not those of `_absent_structures`.
+    """
+    if annotation is None:
+        if task.kind == "segmentation":
+            return []
+        return [f"class {name} is absent from the training images" for name in missing]
+    if not annotation.names:
+        return [f'no labels ("annotated" of {FILE} is []), so no model is measured here']
+    notes: list[str] = []
+    if annotation.missing:
+        structures = ", ".join(annotation.missing)
+        notes.append(f"not annotated, so left out of losses and metrics: {structures}")
+    for name in missing:
+        if name not in annotation.missing:
+            notes.append(f"class {name} is absent from the training images")
+    return notes
 
 
 def _absent_structures(missing: Collection[str], task: TaskConfig) -> list[str]:

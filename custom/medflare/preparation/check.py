@@ -20,8 +20,8 @@ from medflare.core.store import make_folder, write_atomically
 from medflare.core.text import format_shape
 from medflare.data.datalist import DatalistItem, check_patients, site_folders, site_name
 from medflare.data.decoding import Source, target_of
-from medflare.data.loading import SiteData, load_site_data, renumbered_entries
-from medflare.data.local import LocalSettings, allowed_folders
+from medflare.data.loading import SiteData, load_site_data, open_source, renumbered_entries
+from medflare.data.local import LocalSettings
 from medflare.data.progress import counted
 from medflare.data.targets import class_counts, encode_label, scarce_classes, scarce_line
 from medflare.data.transforms import Augmentation, Preprocessing, middle_slice
@@ -226,7 +226,7 @@ def _check_folder(
     """The data of a site, or None if images cannot be used; fills `report`; DataError if the
     datalist or the whole cannot be used.
     """
-    source = Source(folder, task, allowed_folders(local.data_folders), local.bounds)
+    source = open_source(name, task, folder, local.data_folders, local.bounds)
     entries, _ = renumbered_entries(name, task, source)
     check_patients(entries)
     logged = counted(entries, len(entries), f"site {name}, images checked")

@@ -57,8 +57,9 @@ class Annotation:
     """The structures of a segmentation task that a site annotated.
 
     Structures that are not annotated are neither learned nor measured: a softmax is marginal over
-    them, see `marginal_logits`; sigmoid outputs are left out. ConfigError for no structure, an
-    unknown name, or names for a classification task; None: all are annotated.
+    them, see `marginal_logits`; sigmoid outputs are left out. ConfigError for an unknown name, or
+    names for a classification task; None: all are annotated; no name: the site has no labels, also
+    for classification.
 
     Attributes:
         names: the annotated structures in the task's order.
@@ -71,7 +72,7 @@ class Annotation:
         structures = structures_of(task)
         if names is None:
             names = structures
-        elif task.kind != "segmentation":
+        elif names and task.kind != "segmentation":
             raise ConfigError(
                 f"annotated is for segmentation, task {task.name} is a classification; leave it out"
             )
@@ -80,7 +81,7 @@ class Annotation:
         self.names = tuple(name for name in structures if name in names)
         self.missing = tuple(name for name in structures if name not in names)
         self.complete = not self.missing
-        if unknown or not self.names:
+        if unknown or (names and not self.names):
             raise ConfigError(
                 f"annotated needs structures of task {task.name} ({', '.join(structures)}), "
                 f"got {unknown or list(names)}"
@@ -129,6 +130,8 @@ class Annotation:
         """
         if self.complete:
             return build_loss(self.task, spec)
+        if not self.names:
+            return _NoLoss()
         settings = _for_outputs(dict(spec or self.task.loss), self)
         scale = 1.0
         has_weights = settings.get("weights") is not None
@@ -136,6 +139,16 @@ class Annotation:
             # For one output that loss accepts no weights, which would only scale it.
             (scale,) = settings.pop("weights")
         return _Marginal(self, build_loss(self.reduced, settings), scale)
+
+
+class _NoLoss(nn.Module):
+    """The loss of a site without labels."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        raise ConfigError(
+            "the site has no labels, and the method trains with labels; "
+            "run mean_teacher, or take the site out"
+        )
 
 
 class _Marginal(nn.Module):

@@ -40,6 +40,8 @@ def constant_value(site: Site) -> float | None:
     The prediction comes from the site's training images, see `best_constant`. A site without any
     takes the best, in hindsight, of `plain_constants`.
     """
+    if not len(site.data.test):
+        return None
     task = site.task
     training = site.data.train
     constants = list(plain_constants(task))

@@ -73,7 +73,8 @@ def weighty_patients(task: TaskConfig, data: SiteData) -> int:
     weights = sampling_weights(task, train.targets)
     if weights is None:
         weights = torch.ones(len(train), dtype=torch.float64)
-    weights = weights * loss_factors(task, counts_by_image(train.targets, task) > 0)
+    if data.annotated != ():  # without labels no class has a weight
+        weights = weights * loss_factors(task, counts_by_image(train.targets, task) > 0)
     by_patient: dict[str, list[float]] = {}
     for patient, weight in zip(train.patients, weights.tolist(), strict=True):
         by_patient.setdefault(patient, []).append(weight)

@@ -1,0 +1,162 @@
+"""ConDist (Wang et al., "ConDistFL: Conditional Distillation for Federated Learning from Partially
+Annotated Data", MICCAI workshops 2023, arXiv 2308.04070).
+
+    L = L_sup + λ L_ConDist
+
+L_sup is the task's loss, marginal over the structures F_k that site k annotated
+(`Annotation.loss`). In L_ConDist the global model of the round teaches all other classes, by their
+probabilities under the condition that no structure of F_k is there. A site that annotated all
+trains as in FedAvg.
+
+Ours: each other structure is a group of its own, while the paper joins those that another site
+annotated together. Structures that may overlap (multilabel) need no condition and no mask.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from medflare.core.errors import ConfigError
+from medflare.core.hyper import param
+from medflare.core.message import Message
+from medflare.core.settings import STRICT
+from medflare.methods.base import Step
+from medflare.methods.families.teachers.site import ANNOTATED, TeacherSite
+from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
+from medflare.methods.fedavg.site import FedAvgSiteHyper
+from medflare.networks.features import FeatureNetwork
+from medflare.tasks.annotation import structures_of
+from medflare.tasks.config import TaskConfig
+
+_FIRST: Final = 0.01  # fraction of λ in round 0, authors' code
+
+
+def conditional_probabilities(
+    logits: Tensor, annotated: Sequence[int], temperature: float = 1.0
+) -> Tensor:
+    """p_c / (1 - sum of p_j over the annotated classes j), for all other classes c.
+
+    With p = softmax(logits / τ); this is the softmax of the other logits alone.
+
+    Args:
+        logits: (N, classes, ...).
+        annotated: classes F_k.
+        temperature: τ.
+
+    Returns:
+        (N, classes - len(annotated), ...), in the order of the classes.
+    """
+    others = [channel for channel in range(logits.shape[1]) if channel not in annotated]
+    return (logits[:, others] / temperature).softmax(dim=1)
+
+
+def unannotated_area(teacher: Tensor, targets: Tensor, annotated: Sequence[int]) -> Tensor:
+    """1 where neither the mask nor the teacher's most probable class is annotated, else 0.
+
+    Args:
+        teacher: logits (N, classes, ...).
+        targets: classes (N, ...), long.
+
+    Returns:
+        float (N, 1, ...).
+    """
+    classes = torch.tensor(annotated, device=targets.device)
+    shown = torch.isin(targets, classes) | torch.isin(teacher.argmax(dim=1), classes)
+    return (~shown).float().unsqueeze(1)
+
+
+@dataclass(frozen=True, config=STRICT)
+class ConDistHyper(FedAvgSiteHyper):
+    """The conditional distillation."""
+
+    lam: float = param(
+        1.0,
+        "largest weight of the distillation; 0: FedAvg",
+        symbol="λ",
+        source="authors' code",
+        low=0,
+    )
+    ramp_rounds: int = param(
+        10,
+        "rounds in which the weight rises from a hundredth to lam",
+        source="ours; the authors' are all rounds",
+        low=0,
+    )
+    temperature: float = param(
+        2.0, "of student and teacher", symbol="τ", source="authors' code", low=1e-6
+    )
+
+    def weight(self, round: int) -> float:
+        """λ of a round: it rises linearly."""
+        progress = min(round / self.ramp_rounds, 1.0) if self.ramp_rounds else 1.0
+        return self.lam * (_FIRST + (1 - _FIRST) * progress)
+
+
+class ConDistSite(TeacherSite[ConDistHyper]):
+    """Adds the distillation from the round's global model, at a site that lacks structures."""
+
+    dp_unsupported_reason = "the Dice loss of the distillation pools the images of a batch"
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: ConDistHyper, server_hyper: Any) -> None:
+        """Also raises ConfigError for a task of which a site cannot annotate a part."""
+        super().check(task, hyper, server_hyper)
+        if task.kind != "segmentation" or len(structures_of(task)) < 2:
+            raise ConfigError(
+                f"condist needs structures that some sites did not annotate, and task {task.name} "
+                "is a classification or has one structure; run fedavg"
+            )
+
+    def fit(
+        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
+    ) -> float | None:
+        """Epochs of L_sup + λ L_ConDist; returns its mean."""
+        weight = self.hyper.weight(round)
+        if self.site.annotation.complete or not weight:
+            return super().fit(model, optimizer, round)
+        teacher = self.frozen(model.state_dict())
+
+        def loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
+            logits = network(images)
+            with torch.no_grad():
+                taught = teacher(images)
+            return self.site.loss(logits, targets) + weight * self._distil(logits, taught, targets)
+
+        return self.descend(model, optimizer, round, loss)
+
+    def _distil(self, logits: Tensor, taught: Tensor, targets: Tensor) -> Tensor:
+        """L_ConDist: soft Dice loss of the batch between student and teacher."""
+        from monai.losses.dice import MaskedDiceLoss
+
+        temperature = self.hyper.temperature
+        outputs = self.site.annotation.outputs
+        if self.site.task.target == "multilabel":
+            others = [channel for channel in range(logits.shape[1]) if channel not in outputs]
+            student = (logits[:, others] / temperature).sigmoid()
+            teacher = (taught[:, others] / temperature).sigmoid()
+            mask = torch.ones_like(targets[:, :1])
+        else:
+            annotated = outputs[1:]  # without the background
+            student = conditional_probabilities(logits, annotated, temperature)
+            teacher = conditional_probabilities(taught, annotated, temperature)
+            mask = unannotated_area(taught, targets, annotated)
+        value: Tensor = MaskedDiceLoss(smooth_nr=0.0, batch=True)(student, teacher, mask)
+        return value
+
+
+class ConDistServer(FedAvgServer[FedAvgServerHyper]):
+    """FedAvg's server algorithm; it warns where the method is FedAvg."""
+
+    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+        structures = len(structures_of(self.context.task))
+        complete = [reply.get(ANNOTATED) == structures for reply in replies.values()]
+        if step.round == 0 and all(complete):
+            self.context.events.add(
+                "warning",
+                "every site annotated every structure, so condist trains as fedavg; "
+                'run fedavg, or list in "annotated" of datalist.json what a site annotated',
+            )
+        super().aggregate_models(step, replies)
