@@ -61,3 +61,13 @@ FEDBABU = _partial(
     "fedbabu:FedBABUSite",
     "fine-tuned model",
 )
+FEDLORA = Method(
+    name="fedlora",
+    title="Low-rank adapters of a frozen network",
+    paper="Zhang et al., FedIT, ICASSP 2024; Guo et al., FedSA-LoRA, ICLR 2025; "
+    "Sun et al., FFA-LoRA, ICLR 2024",
+    site=f"{__name__}.fedlora:FedLoRASite",
+    server=f"{__name__}.fedlora:FedLoRAServer",
+    family="partial sharing",
+    stays="factor B with share=a",
+)

@@ -1,0 +1,247 @@
+"""FedLoRA: low-rank adapters of a frozen network, which is the same everywhere.
+
+    w = w_0 + (α / r) B A        (Hu et al., LoRA, ICLR 2022, Sec. 4.1)
+
+    share "both": A <- Σ_k p_k A_k, B <- Σ_k p_k B_k   (FedIT, Zhang et al., ICASSP 2024)
+    share "a":    A <- Σ_k p_k A_k, every site has its B   (FedSA-LoRA, Guo et al., ICLR 2025)
+    share "b":    A is frozen, B <- Σ_k p_k B_k   (FFA-LoRA, Sun et al., ICLR 2024)
+
+The base w_0 has the task's pretrained or random initial weights. Every linear layer and
+convolution of the body has an adapter. Head, scales and shifts of normalisation are trained and
+averaged as well. All other weights, biases and running statistics are frozen.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils import parametrize
+
+from medflare.core.hyper import param
+from medflare.core.message import Message
+from medflare.core.phases import phase
+from medflare.core.rng import torch_generator
+from medflare.core.settings import STRICT
+from medflare.core.specs import TensorSpec
+from medflare.core.states import StateDict, copy_state, split_state
+from medflare.methods.base import PersistentState, Plan, ServerContext
+from medflare.methods.fedavg.partial import LOCAL
+from medflare.methods.fedavg.personal import PersonalModel
+from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
+from medflare.methods.fedavg.site import (
+    MODEL,
+    SELECTED_ROUND,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    trained_model,
+)
+from medflare.methods.parts.measured import MEASURED, VALIDATION
+from medflare.networks.features import FeatureNetwork
+from medflare.training.site import Site
+
+_NORMALISATION = (_NormBase, nn.LayerNorm, nn.GroupNorm)
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedLoRAHyper(FedAvgSiteHyper):
+    """The adapters, and which of their factors travel."""
+
+    rank: int = param(8, "rank of the adapters", symbol="r", source="LoRA, Sec. 4.1", low=1)
+    alpha: float = param(
+        16.0, "scale of the adapters, divided by the rank", symbol="α", source="LoRA, Sec. 4.1"
+    )
+    share: Literal["both", "a", "b"] = param(
+        "both", "A and B travel; A travels and B stays at the site; B travels and A is frozen"
+    )
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedLoRAServerHyper(FedAvgServerHyper):
+    """FedAvg's, for a model of adapters."""
+
+
+def low_rank_update(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """(α / r) B A, (out, in), of A (r, in) and B (out, r) (Hu et al. 2022, Sec. 4.1)."""
+    return alpha / len(a) * (b @ a)
+
+
+class Adapter(nn.Module):
+    """A weight (out, ...), seen as a matrix (out, in * k * k), plus its low-rank update."""
+
+    def __init__(self, weight: Tensor, noise: Tensor, hyper: FedLoRAHyper):
+        super().__init__()
+        self.alpha = hyper.alpha
+        self.A = nn.Parameter(noise.to(weight), requires_grad=hyper.share != "b")
+        self.B = nn.Parameter(weight.new_zeros(len(weight), hyper.rank))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + low_rank_update(self.A, self.B, self.alpha).view_as(weight)
+
+
+def adapted(network: FeatureNetwork, hyper: FedLoRAHyper, seed: int) -> FeatureNetwork:
+    """The network, frozen and with adapters in place.
+
+    A is Gaussian noise of variance 1 / in, keyed by seed and layer; B is 0.
+    """
+    network.requires_grad_(False)
+    network.head.requires_grad_(True)
+    head = set(network.head.modules())
+    for name, layer in list(network.named_modules()):
+        if isinstance(layer, _NORMALISATION):
+            layer.requires_grad_(True)
+            layer.register_forward_pre_hook(_freeze_statistics)
+        elif isinstance(layer, nn.Linear | _ConvNd) and layer not in head:
+            inputs = layer.weight[0].numel()
+            random = torch_generator(seed, "adapter", name)
+            noise = torch.randn(hyper.rank, inputs, generator=random) / inputs**0.5
+            adapter = Adapter(layer.weight, noise, hyper)
+            parametrize.register_parametrization(layer, "weight", adapter)
+    return network
+
+
+def _freeze_statistics(layer: nn.Module, _inputs: Any) -> None:
+    layer.eval()
+
+
+def trained(network: nn.Module) -> StateDict:
+    """What is trained of an adapted network."""
+    return {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
+
+
+def merged(network: nn.Module, names: Iterable[str]) -> StateDict:
+    """The plain network's state, with these names, of an adapted network."""
+    state: StateDict = {}
+    for name in names:
+        path, _, entry = name.rpartition(".")
+        state[name] = getattr(network.get_submodule(path), entry)
+    return copy_state(state)
+
+
+def _adapters(plan: Plan[FedLoRAHyper, Any]) -> StateDict:
+    return trained(adapted(plan.network(), plan.site_hyper, 0))
+
+
+def _part(plan: Plan[FedLoRAHyper, Any]) -> tuple[StateDict, StateDict]:
+    """What stays at the site, and what travels."""
+    state = _adapters(plan)
+    stays = plan.site_hyper.share == "a"
+    factors = frozenset(name for name in state if stays and name.endswith(".weight.0.B"))
+    return split_state(state, factors)
+
+
+ADAPTERS = TensorSpec("model", template=_adapters)
+SHARED = TensorSpec(
+    "model", "the site's adapters and head, for the weighted mean", lambda plan: _part(plan)[1]
+)
+LOCAL_B = TensorSpec(
+    LOCAL.name, "the site's B, for the mean that outside sites get", lambda plan: _part(plan)[0]
+)
+
+
+class FedLoRASite(FedAvgSite[FedLoRAHyper]):
+    """Trains adapters, head and normalisation; final models are plain networks.
+
+    With share "a" a site uses the model of its best round by its own validation.
+    """
+
+    server_hyper: ClassVar[type] = FedLoRAServerHyper
+    freezes = False
+    dp_unsupported_reason = "Opacus gives no gradient of each image in an adapted layer"
+    local = PersistentState("local")  # B with share "a"
+
+    def __init__(self, site: Site, plan: Plan[FedLoRAHyper, Any]):
+        super().__init__(site, plan)
+        self.selection = PersonalModel(self)
+
+    def network(
+        self,
+        purpose: str,
+        state: StateDict,
+        spec: Mapping[str, Any] | None = None,
+        outputs: int | None = None,
+    ) -> FeatureNetwork:
+        """The adapted network with the trained weights `state`."""
+        if purpose not in self._networks:
+            network = self.site.network("model", spec, outputs)
+            self._networks[purpose] = adapted(network, self.hyper, self.site.seed)
+        moved = self.site.computing.moved_state(state)
+        self._networks[purpose].load_state_dict(moved, strict=False)
+        return self._networks[purpose]
+
+    def joined(self, shared: StateDict) -> StateDict:
+        """The adapters with the site's B, which is 0 before its first training."""
+        if self.local is None:
+            factors = LOCAL_B.template(self.plan).items()
+            self.local = {name: torch.zeros_like(b, device="cpu") for name, b in factors}
+        return {**shared, **self.local}
+
+    def add(self, reply: Message, round: int, state: StateDict) -> Message:
+        """The reply; with share "a" its model enters the site's selection."""
+        if self.hyper.share == "a":
+            self.selection.add(reply[VALIDATION]["global"], round, state)
+        return reply
+
+    @phase(request=(SHARED,), reply=(SHARED,), meta=MEASURED)
+    def train(self, round: int, incoming: Message) -> Message:
+        """FedAvg's training of the adapters; the reply holds those that are shared."""
+        start = self.joined(incoming[SHARED])
+        reply = self.add(super().train(round, Message.of({MODEL: start})), round, start)
+        state = reply[MODEL]
+        self.local = {name: state[name] for name in self.joined({})}
+        reply[SHARED] = {name: state[name] for name in incoming[SHARED]}
+        return reply
+
+    @phase(request=(SHARED,), meta=MEASURED)
+    def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metric of the incoming adapters with the site's B."""
+        model = self.joined(incoming[SHARED])
+        return self.add(super().validate(round, Message.of({MODEL: model})), round, model)
+
+    @phase(reply=(LOCAL_B,), meta=MEASURED)
+    def share(self, round: int, incoming: Message) -> Message:
+        """The site's B, once, after the last round."""
+        return Message.of({LOCAL_B: self.joined({}), **self.measured(validation={})})
+
+    @phase(request=(ADAPTERS,), request_meta=(SELECTED_ROUND.as_optional(),))
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        """The selected global model in all roles; with share "a" the site's model inside.
+
+        Outside sites then have no personal model.
+        """
+        roles = ["global", "personal", "deployed"]
+        model = trained_model(incoming[ADAPTERS], incoming.get(SELECTED_ROUND))
+        if self.hyper.share == "a" and self.inside:
+            last = self.joined(incoming[ADAPTERS])
+            model = self.selection.final(last, incoming.get(SELECTED_ROUND))
+        elif self.hyper.share == "a":
+            roles.remove("personal")
+        plain = merged(self.network("model", model[MODEL]), self.plan.template())
+        return dict.fromkeys(roles, trained_model(plain, model[SELECTED_ROUND]))
+
+
+class FedLoRAServer(FedAvgServer[FedLoRAServerHyper]):
+    """FedAvg's server algorithm, whose global model is the adapters."""
+
+    site_algorithm = FedLoRASite
+
+    def __init__(self, context: ServerContext):
+        super().__init__(context)
+        plan = context.plan
+        self.partial = plan.site_hyper.share == "a"
+        network = plan.network()
+        network.load_state_dict(self.model, assign=True)
+        self.network = adapted(network, plan.site_hyper, context.seed)
+        self.model = copy_state(trained(self.network))
+
+    def models(self) -> dict[str, Message]:
+        """The selected global model as a plain network, if the server has all of it."""
+        models = super().models()
+        for role, model in models.items():
+            self.network.load_state_dict(model[MODEL], strict=False)
+            plain = merged(self.network, self.context.plan.template())
+            models[role] = trained_model(plain, model[SELECTED_ROUND])
+        return models
