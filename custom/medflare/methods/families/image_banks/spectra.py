@@ -14,7 +14,6 @@ from medflare.core.message import Message
 from medflare.core.settings import STRICT
 from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict
-from medflare.data.loading import Batch
 from medflare.methods.base import Plan
 from medflare.methods.families.image_banks.bank import (
     BankHyper,
@@ -22,10 +21,9 @@ from medflare.methods.families.image_banks.bank import (
     PreparedSite,
     prepared_model,
 )
-from medflare.methods.feddag.site import sharpness_aware_step
+from medflare.methods.families.local_terms.fedsam import sharpness_aware_epochs
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import run_epochs
 
 
 def half_widths(size: Sequence[int], window: float) -> list[int]:
@@ -201,19 +199,8 @@ class HarmoFLSite(PreparedSite[HarmoFLHyper]):
         self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
     ) -> float | None:
         """Epochs of perturbed steps; returns the mean task loss before the perturbation."""
-        prepared = self.prepared(model).train()
-
-        def step(batch: Batch) -> dict[str, Tensor]:
-            losses: list[Tensor] = []
-
-            def loss() -> Tensor:
-                losses.append(self.site.loss(prepared(batch.images), batch.targets))
-                return losses[-1]
-
-            sharpness_aware_step(prepared, optimizer, loss, self.hyper.alpha)
-            return {"task": losses[0]}
-
-        return run_epochs(self.site, round, "model", step)["task"]
+        prepared = self.prepared(model)
+        return sharpness_aware_epochs(self.site, prepared, optimizer, round, self.hyper.alpha)
 
 
 def amplitude_normalised_model(task: TaskConfig, message: Message) -> nn.Module:

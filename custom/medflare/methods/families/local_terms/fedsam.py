@@ -8,7 +8,7 @@ optimizer is the task's. Running statistics move with the first gradient only.
 
 import torch
 from pydantic.dataclasses import dataclass
-from torch import Tensor
+from torch import Tensor, nn
 
 from medflare.core.hyper import param
 from medflare.core.settings import STRICT
@@ -17,6 +17,7 @@ from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
 from medflare.methods.feddag.site import sharpness_aware_step
 from medflare.networks.features import FeatureNetwork
 from medflare.training.epochs import run_epochs
+from medflare.training.site import Site
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -32,6 +33,28 @@ class FedSAMHyper(FedAvgSiteHyper):
     )
 
 
+def sharpness_aware_epochs(
+    site: Site, model: nn.Module, optimizer: torch.optim.Optimizer, round: int, rho: float
+) -> float:
+    """Epochs of sharpness-aware steps in place; returns the mean task loss before the ascent.
+
+    `rho`: length of the ascent step.
+    """
+    model.train()
+
+    def step(batch: Batch) -> dict[str, Tensor]:
+        losses: list[Tensor] = []
+
+        def loss() -> Tensor:
+            losses.append(site.loss(model(batch.images), batch.targets))
+            return losses[-1]
+
+        sharpness_aware_step(model, optimizer, loss, rho)
+        return {"task": losses[0]}
+
+    return run_epochs(site, round, "model", step)["task"]
+
+
 class FedSAMSite(FedAvgSite[FedSAMHyper]):
     """FedAvg's site algorithm with two gradients for every step."""
 
@@ -40,17 +63,4 @@ class FedSAMSite(FedAvgSite[FedSAMHyper]):
     def fit(
         self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
     ) -> float | None:
-        """Epochs of sharpness-aware steps; returns the mean task loss before the ascent."""
-        model.train()
-
-        def step(batch: Batch) -> dict[str, Tensor]:
-            losses: list[Tensor] = []
-
-            def loss() -> Tensor:
-                losses.append(self.site.loss(model(batch.images), batch.targets))
-                return losses[-1]
-
-            sharpness_aware_step(model, optimizer, loss, self.hyper.rho)
-            return {"task": losses[0]}
-
-        return run_epochs(self.site, round, "model", step)["task"]
+        return sharpness_aware_epochs(self.site, model, optimizer, round, self.hyper.rho)
