@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from medflare.adaptation.dsbn import TargetStatistics
-from medflare.adaptation.registry import adapted_model, dsbn_for, with_dsbn, with_tent
+from medflare.adaptation.registry import adapted_at, adapted_model, with_adaptation, with_tent
 from medflare.adaptation.tent import Tent
 from medflare.core.message import Message
 from medflare.inference.deployed import load_model, plain_message, save_model
@@ -31,7 +31,7 @@ def task(request: pytest.FixtureRequest) -> Any:
 def test_stored_built_and_used(task: TaskConfig, tta: str, kind: type, tmp_path: Path) -> None:
     plain = plain_message(squares.start(task))
     message = (
-        with_dsbn(plain)
+        with_adaptation(plain, "dsbn")
         if tta == "dsbn"
         else with_tent(plain, task, rate=0.02, steps=2, episodic=True)
     )
@@ -57,12 +57,16 @@ def test_stored_built_and_used(task: TaskConfig, tta: str, kind: type, tmp_path:
 
 def test_dsbn_has_the_sites_statistics(task: TaskConfig, tmp_path: Path) -> None:
     plain, site = plain_message(squares.start(task)), squares.site("O", task)
-    message = dsbn_for(site, plain, partial(build_deployed, task))
+    message = adapted_at(site, plain, "dsbn", partial(build_deployed, task))
     save_model(tmp_path, task, message, {})
     expected, images = TargetStatistics(build_deployed(task, plain)), site.data.test.images
     expected.adapt([images])
     torch.testing.assert_close(load_model(tmp_path).build(build_deployed)(images), expected(images))
-    assert with_tent(plain, task).states.keys() == with_dsbn(plain).states.keys() == {"model"}
+    assert (
+        with_tent(plain, task).states.keys()
+        == with_adaptation(plain, "dsbn").states.keys()
+        == {"model"}
+    )
     assert plain.states.keys() == {"model"} and plain.meta["kind"] == "plain"
 
 
@@ -77,7 +81,9 @@ def test_the_adapted_model_can_be_of_any_kind() -> None:
     assert (
         type(
             adapted_model(
-                squares.SEGMENTATION, with_dsbn(Message(plain.states, {"kind": "odd"})), build
+                squares.SEGMENTATION,
+                with_adaptation(Message(plain.states, {"kind": "odd"}), "dsbn"),
+                build,
             )
         )
         is TargetStatistics

@@ -19,6 +19,7 @@ SETTINGS: dict[str, Any] = {
     "max_client_weight": 0.5,
     "outlier_policy": "rejected",
     "patience": 4,
+    "adapt": "tent",
     "cross_site": True,
     "step_timeout": 60,
     "enrol_timeout": 0.5,
@@ -39,6 +40,7 @@ def test_all_settings_have_a_default_but_rounds_and_seed() -> None:
     }
     defaults = {
         **few,
+        "adapt": "none",
         "cross_site": False,
         "step_timeout": 0.0,
         "enrol_timeout": 3600.0,

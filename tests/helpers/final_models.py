@@ -7,7 +7,7 @@ import torch
 
 from medflare.inference.deployed import StoredModel, load_model
 from medflare.inference.inputs import find_inputs
-from medflare.inference.predict import fit, prediction_model, predictions, prepare
+from medflare.inference.predict import adapted, fit, predictions, prepare
 from medflare.methods.catalogue import build_deployed
 
 
@@ -39,7 +39,8 @@ def probabilities(
     """What `predict` computes for a folder, before it is written."""
     inputs, _ = find_inputs([images], tmp_path / "nowhere")
     prepared = [prepare(source, stored.task) for source in inputs]
-    model: Any = prediction_model(stored, build_deployed, adapt).eval()
+    stored = adapted(stored, build_deployed, adapt)
+    model: Any = stored.build(build_deployed).eval()
     if hasattr(model, "adapt") and adapt != "none":
         fit(model, prepared, stored.task, "cpu", stored.kind)
     return torch.cat([actual.probabilities for actual in predictions(model, prepared, stored.task)])

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from inference.conftest import CLASSIFICATION, SEGMENTATION, Answer, Models, Runs, rows_of
-from medflare.adaptation.registry import dsbn_for, with_tent
+from medflare.adaptation.registry import adapted_at, with_tent
 from medflare.core.errors import ConfigError, ExportError
 from medflare.inference.bundle import definition, inference_config
 from medflare.inference.deployed import StoredModel, load_model, signed
@@ -115,7 +115,7 @@ def test_a_site_adapted_model_keeps_its_statistics(
     plain = load_model(trained("fedavg") / "models/global")
     site = open_site("O", SEGMENTATION, role="outside", data_root=data_root)
     stored = StoredModel(
-        plain.task, dsbn_for(site, plain.message, partial(build_deployed, plain.task)), {}
+        plain.task, adapted_at(site, plain.message, "dsbn", partial(build_deployed, plain.task)), {}
     )
     export(stored, "torchscript", tmp_path, builder=build_deployed)
     images, recorded = site.data.test.images, torch.jit.load(tmp_path / "model.ts")

@@ -9,7 +9,7 @@ import torch
 from helpers.final_models import probabilities
 from helpers.small_tasks import predicted
 from inference.conftest import SEGMENTATION, Models, Runs
-from medflare.adaptation.registry import dsbn_for, with_dsbn, with_tent
+from medflare.adaptation.registry import adapted_at, with_adaptation, with_tent
 from medflare.core.errors import ConfigError
 from medflare.inference.deployed import StoredModel, load_model
 from medflare.inference.predict import predict
@@ -27,14 +27,16 @@ def test_a_requested_adaptation_gives_the_numbers_of_the_method(
     message = (
         tent
         if tta == "tent"
-        else dsbn_for(site, stored.message, partial(build_deployed, stored.task))
+        else adapted_at(site, stored.message, "dsbn", partial(build_deployed, stored.task))
     )
     expected = predicted(site, build_deployed(stored.task, message), "test")
     actual = probabilities(stored, data_root / "O/test", tmp_path, adapt=tta)
     assert torch.equal(actual, expected)
     plain = probabilities(stored, data_root / "O/test", tmp_path)
     assert not torch.allclose(actual, plain)
-    delivered = StoredModel(stored.task, tent if tta == "tent" else with_dsbn(stored.message), {})
+    delivered = StoredModel(
+        stored.task, tent if tta == "tent" else with_adaptation(stored.message, "dsbn"), {}
+    )
     assert torch.equal(probabilities(delivered, data_root / "O/test", tmp_path), expected), (
         "a model that came with it"
     )
@@ -56,7 +58,7 @@ def test_every_adaptation_of_every_delivered_one(
     messages = {
         "plain": plain.message,
         "tent": with_tent(plain.message, SEGMENTATION),
-        "dsbn": dsbn_for(site, plain.message, partial(build_deployed, SEGMENTATION)),
+        "dsbn": adapted_at(site, plain.message, "dsbn", partial(build_deployed, SEGMENTATION)),
     }
     stored = {name: StoredModel(SEGMENTATION, message, {}) for name, message in messages.items()}
     images = data_root / "O/test"

@@ -157,7 +157,10 @@ def test_methods_without_gradient_accumulation_and_fp16_refuse_them(name: str) -
     method.check({}, squares.task(precision="bf16"))
 
 
-@pytest.mark.parametrize("name", sorted(method_names()))
+METHODS = [name for name in method_names() if name != "condist"]  # it needs two structures
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_trains_in_bf16(name: str) -> None:
     method, task = (
         get_method(name),

@@ -1,48 +1,160 @@
-"""Test-time adaptation of any final model (GRACE paper, Table 3): `ADAPTATIONS` by name, and the
-messages that carry them.
+"""Test-time adaptation of any final model: `ADAPTATIONS` by name, and the messages that carry them.
 
-A message of kind "dsbn" or "tent" holds the model that it adapts, whose own kind is its item
-"base".
+A message of such a kind ("dsbn", "tent", an extension's name) holds the model that it adapts, whose
+own kind is its item "base"; the item of the kind's name has its arguments.
 """
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
-from torch import nn
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
 
-from medflare.adaptation.dsbn import TargetStatistics, batch_norm_layers
-from medflare.adaptation.tent import Tent
+from medflare.adaptation.dsbn import TargetStatistics, TestTimeNorm, batch_norm_layers
+from medflare.adaptation.labelshift import CLASS_SHARES, UNKNOWN_SHARES, LabelShift
+from medflare.adaptation.memo import MEMO, MEMOSettings
+from medflare.adaptation.sar import SAR, SARSettings
+from medflare.adaptation.tent import Tent, TentSettings
+from medflare.adaptation.ttt import TestTimeTraining, TTTSettings
+from medflare.core.errors import ConfigError
+from medflare.core.extensions import Extensions, check_callable
+from medflare.core.hyper import build_hyper, parsed_value
 from medflare.core.message import Message
+from medflare.core.settings import STRICT, no_such
+from medflare.core.states import StateDict
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 
-STATISTICS = "statistics"  # the entry with the BatchNorm statistics that DSBN estimated
+STATISTICS = "statistics"  # the entry with what an adaptation estimated from all images
+NONE: Final = "none"
+LABEL_SHIFT: Final = "labelshift"
+ROUTING: Final = "routing"  # of IOP-FL's models alone, whose kind is:
+_ROUTED: Final = "routed"
 
 Build = Callable[[Message], nn.Module]
+T = TypeVar("T")
 
 
-def _dsbn(model: nn.Module, task: TaskConfig, message: Message) -> TargetStatistics:
-    adapted = TargetStatistics(model)
-    if STATISTICS in message.states:
-        adapted.load_statistics(message.states[STATISTICS])
-    return adapted
+@runtime_checkable
+class Estimating(Protocol):
+    """An adaptation that estimates a state from all images, before the first is predicted."""
+
+    def adapt(self, batches: Iterable[Tensor]) -> None:
+        """Estimate it from images (N, C, H, W), in one pass."""
+
+    def statistics(self) -> StateDict:
+        """What was estimated."""
+
+    def load_statistics(self, state: StateDict) -> None:
+        """Restore it."""
 
 
-def _tent(model: nn.Module, task: TaskConfig, message: Message) -> Tent:
-    return Tent(model, task.target, **message.meta.get("tent", {"batch_size": task.batch_size}))
+@dataclass(frozen=True, config=STRICT)
+class _NoSettings:
+    """An adaptation without arguments."""
 
 
-# kind -> (built model, task, message) -> module, images to probabilities
-ADAPTATIONS: Final[dict[str, Callable[[nn.Module, TaskConfig, Message], nn.Module]]] = {
+def _settings(kind: str, cls: type[T], message: Message) -> T:
+    return build_hyper(cls, message.meta.get(kind, {}), f"adaptation {kind}")
+
+
+def _dsbn(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
+    _settings("dsbn", _NoSettings, message)
+    return TargetStatistics(model)
+
+
+def _tent(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
+    arguments = asdict(_settings("tent", TentSettings, message))
+    size = arguments.pop("batch_size") or task.batch_size
+    return Tent(model, task.target, batch_size=size, **arguments)
+
+
+def _sar(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
+    settings = _settings("sar", SARSettings, message)
+    return SAR(model, task.target, settings, settings.batch_size or task.batch_size)
+
+
+def _memo(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
+    return MEMO(model, task.target, _settings("memo", MEMOSettings, message))
+
+
+def _ttt(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
+    return TestTimeTraining(model, task, message, _settings("ttt", TTTSettings, message))
+
+
+def _labelshift(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
+    _settings(LABEL_SHIFT, _NoSettings, message)
+    return LabelShift(model, task, message.meta.get(CLASS_SHARES))
+
+
+class _Adaptations(Extensions):
+    """kind -> (built model, task, message) -> module, images to probabilities."""
+
+    def __getitem__(self, kind: str) -> Callable[[nn.Module, TaskConfig, Message], nn.Module]:
+        return self.foreign(kind) or _BUILTIN[kind]
+
+
+_BUILTIN: Final = {
     "dsbn": _dsbn,
     "tent": _tent,
+    "sar": _sar,
+    "memo": _memo,
+    "ttt": _ttt,
+    LABEL_SHIFT: _labelshift,
 }
+ADAPTATIONS: Final = _Adaptations("adaptation", "adaptations", lambda: _BUILTIN, check_callable)
 
 
 def check_adaptable(task: TaskConfig) -> None:
-    """Raises ConfigError if the task's network has no BatchNorm, which the adaptations need."""
+    """Raises ConfigError if the task's network has no BatchNorm, which Tent and DSBN need."""
     batch_norm_layers(meta_network(task))
+
+
+def parsed(adapt: str) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of "tent" or "tent,rate=0.01,steps=2"; ConfigError for another text.
+
+    Examples:
+        >>> parsed("tent,rate=0.01")
+        ('tent', {'rate': 0.01})
+    """
+    name, *words = [word.strip() for word in adapt.split(",")]
+    names = (NONE, *ADAPTATIONS, ROUTING)
+    if name not in names:
+        raise ConfigError(no_such("adaptation", name, names))
+    arguments: dict[str, Any] = {}
+    for word in words:
+        argument, equals, value = word.partition("=")
+        if not equals or name in (NONE, ROUTING):
+            raise ConfigError(f"adaptation {adapt!r}: write {name}, or NAME,ARGUMENT=VALUE")
+        arguments[argument] = parsed_value(value)
+    return name, arguments
+
+
+def with_adaptation(message: Message, adapt: str) -> Message:
+    """The final model with an adaptation (see `parsed`) in place of its own one.
+
+    "none" is its own model without any. "routing" is a model of experts as it is; ConfigError for
+    any other model.
+    """
+    name, arguments = parsed(adapt)
+    kind = message.meta["kind"]
+    if name == ROUTING:
+        if kind != _ROUTED:
+            raise ConfigError(
+                "adaptation routing: the model holds no experts, "
+                "as those of iop_fl at its outside sites do"
+            )
+        return message
+    if kind in ADAPTATIONS:
+        message = _base(message)
+    if name == NONE:
+        return message
+    around = _around(message, name)
+    if arguments:
+        around.meta[name] = arguments
+    return around
 
 
 def with_tent(
@@ -64,21 +176,24 @@ def with_tent(
     return adapted
 
 
-def with_dsbn(message: Message) -> Message:
-    """The final model with DSBN around it, whose statistics are not estimated yet."""
-    return _around(message, "dsbn")
-
-
 def _around(message: Message, kind: str) -> Message:
     meta = {**message.meta, "kind": kind, "base": message.meta["kind"]}
     return Message(dict(message.states), meta)
 
 
-def dsbn_for(site: Site, message: Message, build: Build) -> Message:
-    """`with_dsbn`, with the statistics of the site's test images; their labels are not used."""
-    message = with_dsbn(message)
-    if site.n["test"]:
-        module = TargetStatistics(build(_base(message))).to(site.device)
+def adapted_at(site: Site, message: Message, adapt: str, build: Build) -> Message:
+    """`with_adaptation`, with what an `Estimating` one estimates from the site's test images; their
+    labels are not used.
+
+    Raises:
+        ConfigError: the model cannot be adapted so.
+    """
+    message = with_adaptation(message, adapt)
+    if message.meta["kind"] not in ADAPTATIONS:
+        return message
+    module = adapted_model(site.task, message, build)
+    if isinstance(module, Estimating) and site.n["test"]:
+        module.to(site.device)
         module.adapt(batch.images for batch in site.ordered("test", site.scoring_batch))
         message.states[STATISTICS] = module.statistics()
     return message
@@ -87,9 +202,33 @@ def dsbn_for(site: Site, message: Message, build: Build) -> Message:
 def adapted_model(task: TaskConfig, message: Message, build: Build) -> nn.Module:
     """The module of a final model of one of the kinds of `ADAPTATIONS`; `build` makes the module of
     the model that is adapted.
+
+    Raises:
+        ConfigError: the adaptation cannot be used with this model, or its arguments are wrong.
     """
-    return ADAPTATIONS[message.meta["kind"]](build(_base(message)), task, message)
+    model = build(_base(message))
+    if any(isinstance(part, TestTimeNorm) for part in model.modules()):
+        raise ConfigError(
+            f"a model of kind {message.meta['base']!r} normalizes by the test images already; "
+            "use adaptation none"
+        )
+    module = ADAPTATIONS[message.meta["kind"]](model, task, message)
+    if STATISTICS in message.states and isinstance(module, Estimating):
+        module.load_statistics(message.states[STATISTICS])
+    return module
+
+
+def holds_experts(message: Message) -> bool:
+    """Whether a message has the personal models that `routing` mixes."""
+    return any(entry.startswith("expert/") for entry in message.states)
+
+
+def remark(message: Message) -> str:
+    """What a user of the adapted model has to know; "" for nothing."""
+    unknown = message.meta["kind"] == LABEL_SHIFT and CLASS_SHARES not in message.meta
+    return f"{LABEL_SHIFT}: {UNKNOWN_SHARES}" if unknown else ""
 
 
 def _base(message: Message) -> Message:
-    return Message(message.states, {**message.meta, "kind": message.meta["base"]})
+    states = {entry: state for entry, state in message.states.items() if entry != STATISTICS}
+    return Message(states, {**message.meta, "kind": message.meta["base"]})

@@ -5,36 +5,51 @@ Every BatchNorm layer normalises by the current batch, and one Adam step per bat
 shifts of these layers lowers the entropy of the predictions. Nothing else of the model changes.
 """
 
-import math
-
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.adaptation.dsbn import with_batch_statistics
+from medflare.adaptation.online import Online
 from medflare.core.errors import ConfigError
+from medflare.core.hyper import param
+from medflare.core.settings import STRICT
+
+
+@dataclass(frozen=True, config=STRICT)
+class TentSettings:
+    """Arguments of `Tent`."""
+
+    batch_size: int = param(0, "images of a batch; 0: those of the task", low=0)
+    rate: float = param(1e-3, "Adam's learning rate", low=0)
+    steps: int = param(1, "on each batch", low=0, high=100)
+    episodic: bool = param(False, "start every batch from the trained model")
+
+
+def entropies(probabilities: Tensor, target: str) -> Tensor:
+    """Shannon entropy in nats of every prediction: (N, C, ...) -> (N, ...) of exclusive classes
+    (target "multiclass"), -> (N, C, ...) of independent findings ("binary", "multilabel").
+    """
+    # The logarithm of 0 has no gradient; a saturated prediction gets none.
+    epsilon = torch.finfo(probabilities.dtype).eps
+    p = probabilities.clamp(epsilon, 1 - epsilon)
+    if target == "multiclass":
+        return torch.special.entr(p).sum(dim=1)
+    return torch.special.entr(p) + torch.special.entr(1 - p)
 
 
 def prediction_entropy(probabilities: Tensor, target: str) -> Tensor:
-    """Mean Shannon entropy of the predictions, in nats: (N, C, ...) -> scalar.
-
-    Args:
-        probabilities: of C exclusive classes (target "multiclass") or of C independent findings
-            ("binary", "multilabel").
+    """Mean of `entropies`, a scalar.
 
     Examples:
         >>> certain, even = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5]])
         >>> [round(prediction_entropy(p, "multiclass").item(), 3) for p in (certain, even)]
         [0.0, 0.693]
     """
-    # The logarithm of 0 has no gradient; a saturated prediction gets none.
-    epsilon = torch.finfo(probabilities.dtype).eps
-    p = probabilities.clamp(epsilon, 1 - epsilon)
-    if target == "multiclass":
-        return torch.special.entr(p).sum(dim=1).mean()
-    return (torch.special.entr(p) + torch.special.entr(1 - p)).mean()
+    return entropies(probabilities, target).mean()
 
 
-class Tent(nn.Module):
+class Tent(Online):
     """A model, images to probabilities, that is adapted while it predicts.
 
     Online, a batch is predicted before its own step, by the model that the batches before it have
@@ -59,53 +74,27 @@ class Tent(nn.Module):
         episodic: bool = False,
         batch_size: int | None = None,
     ):
-        super().__init__()
-        self.model, layers = with_batch_statistics(model)
-        self.model.requires_grad_(False)
-        self._affine: list[nn.Parameter] = []
+        model, layers = with_batch_statistics(model)
+        affine: list[nn.Parameter] = []
         for layer in dict.fromkeys(layers.values()):
-            self._affine += layer.parameters()
-        if not self._affine:
+            affine += layer.parameters()
+        if not affine:
             raise ConfigError(
                 "the BatchNorm layers of this network have no scale and shift, which Tent adapts; "
                 "use dsbn instead"
             )
+        super().__init__(model, affine, lambda weights: torch.optim.Adam(weights, rate), batch_size)
         self.target = target
         self.rate = rate
         self.steps = steps
         self.episodic = episodic
-        self.batch_size = batch_size
-        self._trained = [parameter.detach().clone() for parameter in self._affine]
-        self.reset()
 
-    def reset(self) -> None:
-        """Restore the trained model, with a fresh optimizer."""
-        with torch.no_grad():
-            for parameter, trained in zip(self._affine, self._trained, strict=True):
-                parameter.copy_(trained)
-        for parameter in self._affine:
-            parameter.requires_grad_()
-        self.optimizer = torch.optim.Adam(self._affine, lr=self.rate)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) to probabilities, also inside `torch.no_grad` and
-        `torch.inference_mode`.
-        """
-        parts = math.ceil(len(images) / self.batch_size) if self.batch_size else 1
-        batches = images.tensor_split(parts)
-        with torch.inference_mode(False), torch.enable_grad():
-            return torch.cat([self._adapted(batch) for batch in batches])
-
-    def _adapted(self, images: Tensor) -> Tensor:
-        if images.is_inference():
-            images = images.clone()
+    def adapted(self, images: Tensor) -> Tensor:
         if self.episodic:
             self.reset()
         for _ in range(self.steps):
             probabilities = self.model(images)
-            self.optimizer.zero_grad()
-            prediction_entropy(probabilities, self.target).backward()
-            self.optimizer.step()
+            self.descend(prediction_entropy(probabilities, self.target))
         if self.episodic:
             probabilities = self.model(images)
-        return probabilities.detach()
+        return probabilities

@@ -43,10 +43,12 @@ def predict(
     ],
     out: Annotated[Path, typer.Option(help="Folder for masks and predictions.csv")],
     adapt: Annotated[
-        Literal["auto", "none", "tent", "dsbn"],
+        str,
         typer.Option(
-            help="Test-time adaptation to these images; auto: that of the model's method; none: "
-            "as delivered"
+            help="Test-time adaptation to these images: dsbn, tent, sar, memo, ttt, labelshift, "
+            "routing, also with arguments (tent,rate=0.01); auto: that of the model's method; "
+            "none: as delivered",
+            metavar="NAME",
         ),
     ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",

@@ -175,7 +175,7 @@ def chosen(
             "for example runs/fedavg-phantom-seed0/models/global"
         )
     method = get_method(name, site=federation.site_algorithm, server=federation.server_algorithm)
-    hyper, task = hyper_and_task(federation, method)
+    hyper, task = hyper_and_task(federation, method, settings.get("adapt", RunSettings.adapt))
     arguments = {
         "seed": 0,
         **settings,
@@ -188,9 +188,10 @@ def chosen(
 
 
 def hyper_and_task(
-    federation: FederationOptions, method: "Method"
+    federation: FederationOptions, method: "Method", adapt: str = RunSettings.adapt
 ) -> "tuple[dict[str, Any], TaskConfig]":
     """The hyper-parameters of each algorithm and the task; errors as of `chosen`."""
+    from medflare.adaptation.registry import with_adaptation
     from medflare.core.hyper import described, split_hyper
     from medflare.inference.deployed import WEIGHTS_FILE, load_model
     from medflare.methods.catalogue import build_deployed
@@ -238,7 +239,8 @@ def hyper_and_task(
     if federation.network is not None:
         task = with_usual_rate(task, changes)
     if model is not None and evaluates:
-        build_deployed(task, model.message)  # raises if the model does not fit
+        for message in (model.message, with_adaptation(model.message, adapt)):
+            build_deployed(task, message)  # raises if the model does not fit
     elif model is not None:
         starting_state(task, 0, federation.model)  # as well
     return split_hyper(hyper, method.hyper_classes, method.name), task
@@ -407,6 +409,7 @@ def _planned(
         rounds=arguments["rounds"],
         outside=outside,
         cross_site=arguments.get("cross_site", False),
+        adapt=arguments.get("adapt", RunSettings.adapt),
     )
     sent = state_bytes(method.plan(task, tuple(sorted(inside)), hyper).template())
     sites = f"sites that train: {', '.join(inside)}"

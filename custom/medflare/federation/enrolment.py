@@ -248,6 +248,17 @@ def trained_on(enrolled: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
     return None if total is None else total.to_dict()
 
 
+def class_shares(enrolled: Mapping[str, Mapping[str, Any]]) -> list[float] | None:
+    """Class shares of the training images of all inside sites, rounded, so that no number of images
+    follows from them; None if a site does not send its counts.
+    """
+    counts = [meta[CLASS_COUNTS.name] for meta in enrolled.values() if meta[ROLE.name] == "inside"]
+    totals = [sum(of_class) for of_class in zip(*counts, strict=False)]
+    if not all(counts) or not sum(totals):
+        return None
+    return [round(total / sum(totals), 3) for total in totals]
+
+
 def versions_here(method: str, task: TaskConfig) -> dict[str, str]:
     """Package -> version, and its code, of packages that weights depend on, see `versions_of_run`.
 

@@ -4,11 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from medflare.adaptation.registry import NONE, adapted_at, parsed, remark
+from medflare.core.errors import ConfigError, StateError
 from medflare.core.events import EventLog
 from medflare.core.message import Message
 from medflare.core.packages import installed
@@ -173,6 +176,26 @@ def with_choice(
     origin = {"keep": keep, "model": keep, "validation": {}}
     final["deployed"] = Message(models[keep].states, {**models[keep].meta, KEPT: origin})
     return final, [f"deployed is its {keep} model: its {PLACE} has keep {keep!r}"]
+
+
+def with_adapted(
+    site: Site, models: Mapping[str, Message], adapt: str
+) -> tuple[dict[str, Message], list[str]]:
+    """The final models with the deployed one adapted to the site's test images, without their
+    labels, under the adaptation's name; and notes about it.
+    """
+    final = dict(models)
+    try:
+        name, _ = parsed(adapt)
+        if name == NONE or "deployed" not in models:
+            return final, []
+        build = partial(build_deployed, site.task)
+        adapted = adapted_at(site, models["deployed"], adapt, build)
+    except (ConfigError, StateError) as error:
+        return final, [f"the adapted model is not tested: {error}"]
+    final[name] = adapted
+    note = remark(adapted)
+    return final, [note] if note else []
 
 
 def evaluated(

@@ -61,6 +61,7 @@ class Outcome:
             `ModelSelector.record`}.
         tables, selector: see `ServerAlgorithm.tables` and `ServerAlgorithm.selector_summary`.
         rounds: of training that were done; None if the run failed.
+        class_shares: of all training images, if an adaptation needs them.
         cross_site: site of a personal model -> site of the test images -> the task's metric.
     """
 
@@ -73,4 +74,5 @@ class Outcome:
     tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     selector: dict[str, Any] = field(default_factory=dict)
     rounds: int | None = None
+    class_shares: list[float] | None = None
     cross_site: dict[str, dict[str, float | None]] = field(default_factory=dict)

@@ -18,9 +18,16 @@ from medflare.data.loading import NOT_LISTED
 from medflare.data.local import PLACE, LocalSettings
 from medflare.data.targets import scarce_classes, scarce_line
 from medflare.federation.enrolment import versions_here
-from medflare.federation.final_models import ArtifactStore, evaluated, metric_of, with_choice
+from medflare.federation.final_models import (
+    ArtifactStore,
+    evaluated,
+    metric_of,
+    with_adapted,
+    with_choice,
+)
 from medflare.federation.memory import StoredAlgorithm, WorkingTime
 from medflare.federation.protocol import (
+    ADAPT,
     CLASS_COUNTS,
     CONSTANT,
     COUNTS,
@@ -35,6 +42,7 @@ from medflare.federation.protocol import (
     SHARE,
     SHARED,
     SHARED_MODELS,
+    SHARES,
     SITES,
     START,
     STEP,
@@ -87,10 +95,9 @@ def identity_of(
 def import_ahead() -> None:
     """Import what every participant needs.
 
-    For a process from which those of the participants are forked.
+    For a process from which those of the participants are forked. MONAI is left out: not every
+    task uses it.
     """
-    import monai  # noqa: F401
-
     from medflare.evaluation.report import template
     from medflare.training import opening  # noqa: F401
 
@@ -333,12 +340,18 @@ class Participant:
     ) -> Message:
         """Make, evaluate and store the final models.
 
-        Of `NUMBERED`: RANGE goes into their cards, SHARE requests the personal one.
+        Of `NUMBERED`: RANGE and SHARES go into their metadata, ADAPT adapts the deployed one, SHARE
+        requests the personal one.
         """
         models, notes = with_choice(algorithm.finalize(incoming), self.chosen)
-        if RANGE in numbers:
-            for model in models.values():
+        for model in models.values():
+            if RANGE in numbers:
                 model[RANGE] = numbers[RANGE]
+            if SHARES in numbers:
+                model[SHARES] = numbers[SHARES]
+        if ADAPT in numbers:
+            models, remarks = with_adapted(algorithm.site, models, numbers[ADAPT])
+            notes += remarks
         meta = evaluated(
             algorithm.site,
             models,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from medflare.adaptation.registry import NONE, ROUTING, holds_experts, parsed, with_adaptation
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.phases import Phase
@@ -15,6 +16,7 @@ from medflare.core.specs import Spec
 from medflare.data.loading import SiteData, Split
 from medflare.federation.protocol import request_problem
 from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, Step
+from medflare.methods.catalogue import build_deployed
 from medflare.methods.method import Method
 from medflare.methods.parts.measured import LOSS, N_SAMPLES, VALIDATION
 from medflare.tasks.config import TaskConfig
@@ -31,6 +33,7 @@ def check_run(
     rounds: int | None = None,
     outside: Sequence[str] = (),
     cross_site: bool = False,
+    adapt: str = NONE,
 ) -> None:
     """Check a run before it starts.
 
@@ -38,12 +41,13 @@ def check_run(
         hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
         rounds: of the run; None: any number.
         outside: sites that do not train.
-        cross_site: see `settings.Rules`.
+        cross_site, adapt: see `settings.Rules`.
 
     Raises:
         ConfigError: a hyper-parameter is wrong; the method cannot learn the task, has no model for
             outside sites, no personal models to test at other sites, or cannot have this number of
-            rounds; or the messages of its two algorithms do not match.
+            rounds; the deployed model cannot be adapted so; or the messages of its two algorithms
+            do not match.
     """
     method.check(hyper, task)
     if outside and not method.outside:
@@ -64,8 +68,9 @@ def check_run(
             f"rounds is 0, which trains nothing, and task {task.name} starts from random weights; "
             "give 1 or more, or a model to evaluate (network.weights, --model)"
         )
+    parsed(adapt)
     if method.trains:
-        problem = _dry_run(method, method.plan(task, _SITES, hyper), outside)
+        problem = _dry_run(method, method.plan(task, _SITES, hyper), outside, adapt)
         if problem:
             raise ConfigError(f"{_names(method)}: {problem}")
 
@@ -78,7 +83,9 @@ def _names(method: Method) -> str:
     return f"the site algorithm of {of_site!r} does not match the server algorithm of {of_server!r}"
 
 
-def _dry_run(method: Method, plan: Plan[Any, Any], outside: Sequence[str]) -> str | None:
+def _dry_run(
+    method: Method, plan: Plan[Any, Any], outside: Sequence[str], adapt: str
+) -> str | None:
     """What goes wrong in the whole schedule if all replies are zeros, in words, or None."""
     phases = method.site_class.phases
     context = ServerContext(plan, 0, 1, tuple(outside), phases=phases)
@@ -88,28 +95,27 @@ def _dry_run(method: Method, plan: Plan[Any, Any], outside: Sequence[str]) -> st
     for step in server.steps():
         if step.phase not in phases:
             return f"the site has no phase {step.phase!r}"
-        phase = phases[step.phase]
-        for site in _SITES:
-            problem = request_problem(phase, plan, server.configure(step, site))
-            if problem:
-                return f"the server's message for {phase.name!r}: {problem}"
-        problem = _aggregation_problem(server, step, phase, plan)
+        problem = _step_problem(server, step, phases[step.phase], plan)
         if problem:
             return problem
     for site in (*_SITES, *outside):
         problem = request_problem(phases["finalize"], plan, server.configure_final(site))
         if problem:
             return f"the server's message with the final models: {problem}"
-    return _role_problem(method, plan, server.configure_final(_SITES[0]))
+    last = [server.configure_final(site) for site in (_SITES[0], *outside[:1])]
+    return _role_problem(method, plan, last, adapt)
 
 
-def _aggregation_problem(
+def _step_problem(
     server: ServerAlgorithm[Any], step: Step, phase: Phase, plan: Plan[Any, Any]
 ) -> str | None:
-    """Why the server cannot process replies of zeros, in words, or None."""
-    replies = {name: _zeros(phase, plan) for name in _SITES}
+    """Why a step with replies of zeros is not possible, in words, or None."""
     try:
-        server.aggregate(step, replies)
+        for site in _SITES:
+            problem = request_problem(phase, plan, server.configure(step, site))
+            if problem:
+                return f"the server's message for {phase.name!r}: {problem}"
+        server.aggregate(step, {name: _zeros(phase, plan) for name in _SITES})
     except ConfigError as error:
         return str(error)
     except KeyError as missing:
@@ -123,14 +129,25 @@ def _aggregation_problem(
     return None
 
 
-def _role_problem(method: Method, plan: Plan[Any, Any], final: Message) -> str | None:
-    """Why a site that never trained would have no model to deploy, in words, or None."""
+def _role_problem(
+    method: Method, plan: Plan[Any, Any], last: Sequence[Message], adapt: str
+) -> str | None:
+    """Why a site that never trained would have no model to deploy or to adapt, in words, or None.
+
+    `last`: the messages with the final models of an inside and of an outside site, if there is one.
+    """
     task = plan.task
-    algorithm = method.make_site(Site(_SITES[0], task, SiteData(*[_image(task)] * 3)), plan)
-    roles = algorithm.finalize(final).keys()
-    if "deployed" in method.roles and "deployed" not in roles:
-        made = ", ".join(roles)
+    image = _image(task)
+    site = Site(_SITES[0], task, SiteData(image, image, image))
+    algorithm = method.make_site(site, plan)
+    models = algorithm.finalize(last[0])
+    if "deployed" in method.roles and "deployed" not in models:
+        made = ", ".join(models)
         return f"its finalize makes no model 'deployed', it makes {made or 'none'}"
+    if adapt == ROUTING and any(map(holds_experts, last)):
+        return None
+    if adapt != NONE and "deployed" in models:
+        build_deployed(task, with_adaptation(models["deployed"], adapt))
     return None
 
 

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from torch import Tensor
 from typing_extensions import Required, TypedDict
 
+from medflare.adaptation.labelshift import CLASS_SHARES
 from medflare.core.errors import MessageError
 from medflare.core.events import OF_SITES
 from medflare.core.message import Message
@@ -365,7 +366,16 @@ TRAINING_FINDINGS: Final = MetaSpec[list[str]](
     listing(text(*OF_TRAINING), len(OF_TRAINING)),
     optional=True,
 )
-NUMBERED: Final = (STEP, RUN_ROUNDS, RANGE, SHARE, TRAINING_FINDINGS)
+ADAPT: Final = MetaSpec[str](
+    "adapt", "adaptation of the deployed model, which is tested too", text(), optional=True
+)
+SHARES: Final = MetaSpec[list[float]](
+    CLASS_SHARES,
+    "class shares of all training images, for the final models",
+    listing(number(0.0, 1.0), MOST_CLASSES),
+    optional=True,
+)
+NUMBERED: Final = (STEP, RUN_ROUNDS, RANGE, SHARE, TRAINING_FINDINGS, ADAPT, SHARES)
 # Phase of every run -> (metadata of a reply, those that it must have).
 REPORTS_OF_ALL: Final[Mapping[str, tuple[tuple[MetaSpec[Any], ...], tuple[MetaSpec[Any], ...]]]] = {
     ENROL: (ENROLS, (COUNTS, CLASS_COUNTS)),

@@ -30,6 +30,7 @@ from medflare.federation.final_models import PICTURES
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.participant import identity_of
 from medflare.federation.preflight import check_run
+from medflare.federation.protocol import SHARES
 from medflare.federation.schedule import Federation
 from medflare.federation.settings import WAITS, RunSettings
 from medflare.federation.tracking import Tracker
@@ -115,6 +116,7 @@ class Run:
                 rounds=self.settings.rounds,
                 outside=self.settings.outside,
                 cross_site=self.settings.cross_site,
+                adapt=self.settings.adapt,
             )
             plan = self.method.plan(self.task, self.sites, self.hyper)
             federation = self._federation(plan, exchange, outcome, tracker)
@@ -230,6 +232,8 @@ class Run:
             return
         total = trained_on(outcome.enrolled)
         for path, model in server.models().items():
+            if outcome.class_shares:
+                model[SHARES] = outcome.class_shares
             card: dict[str, Any] = {
                 "method": self.method.name,
                 "site": None,

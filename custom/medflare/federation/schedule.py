@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from medflare.adaptation.registry import LABEL_SHIFT, NONE
 from medflare.core.errors import FederationFailed
 from medflare.core.events import EventLog
 from medflare.core.message import Message
@@ -19,10 +20,11 @@ from medflare.core.rng import numpy_generator
 from medflare.core.specs import Manifest, StateSpec
 from medflare.core.states import StateDict
 from medflare.evaluation.verdicts import kinds_of_training
-from medflare.federation.enrolment import Enrolment, join_problems, trained_on
+from medflare.federation.enrolment import Enrolment, class_shares, join_problems, trained_on
 from medflare.federation.exchange import Exchange, Transport, numbered
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.protocol import (
+    ADAPT,
     COUNTS,
     EVENTS,
     RANGE,
@@ -30,6 +32,7 @@ from medflare.federation.protocol import (
     SHARE,
     SHARED,
     SHARED_MODELS,
+    SHARES,
     TESTED,
     TRAINING_FINDINGS,
     non_finite,
@@ -367,7 +370,14 @@ class Federation:
             outgoing[site] = numbered(self.server.configure_final(site), index, step.round)
         findings = kinds_of_training(self._so_far(), self.outcome.history, outgoing)
         total = trained_on(self.outcome.enrolled)
+        adapt = self.rules.adapt
+        if adapt == LABEL_SHIFT and step.round:
+            self.outcome.class_shares = class_shares(self.outcome.enrolled)
         for site, message in outgoing.items():
+            if adapt != NONE:
+                message[ADAPT] = adapt
+            if self.outcome.class_shares:
+                message[SHARES] = self.outcome.class_shares
             message[TRAINING_FINDINGS] = findings[site]
             if total:
                 message[RANGE] = total

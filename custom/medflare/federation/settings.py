@@ -34,6 +34,8 @@ class Rules:
         patience: training stops after so many rounds in which no validated model became better by
             the median over the sites (see `parts.selection.plateau`); the best round is used in any
             case. None: all rounds.
+        adapt: adaptation with which every site also tests its deployed model, NAME or
+            NAME,ARGUMENT=VALUE: dsbn, tent, sar, memo, ttt, labelshift, routing; or none.
         cross_site: in the end every site tests the personal models of the sites that share theirs
             (`share_model` in local/medflare.json).
     """
@@ -43,6 +45,7 @@ class Rules:
     max_client_weight: Share | None = None
     outlier_policy: Literal["used", "rejected"] = "used"
     patience: Annotated[int, Field(ge=1)] | None = None
+    adapt: str = "none"
     cross_site: bool = False
 
 

@@ -326,7 +326,7 @@ class MedflareController(Controller):
         limit_spinning(os.environ)
         method = self.site_algorithm or str(getattr(self._aggregator(fl_ctx), "method_name", ""))
         try:
-            SimulatorHost(os.getpid()).start(method)
+            SimulatorHost(os.getpid()).start(method, str(self._task_file(fl_ctx)))
         except OSError as error:
             self.log_warning(
                 fl_ctx, f"medflare: each site's process imports what it needs: {error}"

@@ -9,7 +9,7 @@ all slices of a volume together, and pictures one by one.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -18,11 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from medflare.adaptation.dsbn import TestTimeNorm
-from medflare.adaptation.registry import ADAPTATIONS as KINDS
-from medflare.adaptation.tent import Tent
+from medflare.adaptation.online import Online
+from medflare.adaptation.registry import ADAPTATIONS, NONE, parsed, remark, with_adaptation
 from medflare.core.errors import ConfigError, DataError
-from medflare.core.message import Message
 from medflare.core.packages import require
 from medflare.core.store import csv_text, make_folder, write_atomically
 from medflare.data.acquisition import (
@@ -51,7 +49,7 @@ from medflare.training.scoring import (
     scoring_batch,
 )
 
-ADAPTATIONS = ("auto", "none", *sorted(KINDS, reverse=True))
+AUTO = "auto"
 TABLE = "predictions.csv"
 OUTSIDE = "outside_training"  # column of the table: differences from the training images
 _UNSEEN = "outside the range of the training images"
@@ -155,7 +153,7 @@ def predict(
     out: Path,
     *,
     builder: Builder = build,
-    adapt: str = "auto",
+    adapt: str = AUTO,
     device: str = "cpu",
     seg: bool = False,
     bounds: ImageBounds = ImageBounds(),
@@ -185,18 +183,22 @@ def predict(
     inputs, problems = find_inputs(images, out, task.channel_names)
     trained = _trained_on(stored, strict)
     summary = PredictionSummary(out / TABLE, say, outside=None if trained is None else {})
-    model = prediction_model(stored, builder, adapt).to(usable_device(device, "predict")).eval()
+    stored = adapted(stored, builder, adapt)
+    model = stored.build(builder).to(usable_device(device, "predict")).eval()
     make_folder(out)
     for problem in problems:
         summary.fail(problem)
     refused = _Refused(task, trained, strict, force)
     # All of them may not fit into memory.
     prepared = Repeated(lambda: _readable(inputs, task, bounds, summary.fail, refused))
-    if isinstance(model, Adaptive) and adapt != "none":
-        kind = stored.kind if adapt == "auto" else adapt
-        summary.adapted = fit(model, prepared, task, device, kind)
-    elif isinstance(model, Tent):
-        summary.adapted = "tent, batch by batch while they were predicted"
+    if isinstance(model, Adaptive) and adapt != NONE:
+        summary.adapted = fit(model, prepared, task, device, stored.kind)
+    elif isinstance(model, Online):
+        parts = "image by image" if model.batch_size == 1 else "batch by batch"
+        summary.adapted = f"{stored.kind}, {parts} while they were predicted"
+    note = remark(stored.message)
+    if note:
+        say(note)
     rows: list[dict[str, Any]] = []
     for prediction in predictions(model, prepared, task, device):
         try:
@@ -275,37 +277,22 @@ def _listed(differences: Mapping[str, str]) -> str:
     return "; ".join(f"{kind} {text}" for kind, text in differences.items())
 
 
-def prediction_model(
-    stored: StoredModel, builder: Builder = build, adapt: str = "auto"
-) -> nn.Module:
-    """The delivered model with a test-time adaptation.
+def adapted(stored: StoredModel, builder: Builder = build, adapt: str = AUTO) -> StoredModel:
+    """The delivered model with a test-time adaptation, see `registry.with_adaptation`.
 
-    "auto" is the adaptation of the method: a model that adapts to unlabeled images (routed, dsbn)
-    is to be adapted to the predicted images, Tent adapts while it predicts. "none": no adaptation
-    to the predicted images. "tent" and "dsbn" replace the adaptation of the model; its BatchNorm
-    must use the statistics of the training.
+    "auto" is the adaptation of the method: a model that adapts to unlabeled images (routed, dsbn,
+    labelshift) is to be adapted to the predicted images, others adapt while they predict. "none":
+    no adaptation to the predicted images.
 
     Raises:
-        ConfigError: an unknown adaptation, or a network without BatchNorm or with one that adapts
-            already.
-        StateError: weights that do not fit the task.
+        ConfigError: an unknown adaptation.
     """
-    if adapt not in ADAPTATIONS:
-        raise ConfigError(f"no adaptation {adapt!r}; known are {', '.join(ADAPTATIONS)}")
-    # Delivered kind -> adaptations that replace it.
-    replaced = {"tent": ("none", "dsbn"), "dsbn": ("tent",)}
-    if adapt in replaced.get(stored.kind, ()):
-        meta = {**stored.message.meta, "kind": stored.message.meta["base"]}
-        stored = StoredModel(stored.task, Message(stored.message.states, meta), stored.card)
-    model = stored.build(builder)
-    if adapt in ("auto", "none", stored.kind):
-        return model
-    if any(isinstance(part, TestTimeNorm) for part in model.modules()):
-        raise ConfigError(
-            f"a model of kind {stored.kind!r} normalizes by the test images already; "
-            "use --adapt auto or none"
-        )
-    return KINDS[adapt](model, stored.task, Message({}, {}))
+    name = AUTO if adapt == AUTO else parsed(adapt)[0]
+    if adapt in (AUTO, stored.kind) or (name == NONE and stored.kind not in ADAPTATIONS):
+        return stored
+    if name == NONE and isinstance(stored.build(builder), Adaptive):
+        return stored  # it is adapted to the images of its site
+    return replace(stored, message=with_adaptation(stored.message, adapt))
 
 
 def fit(

@@ -124,7 +124,13 @@ def run_local(
     hyper = {name: value for name, value in options.items() if name not in RULES}
     settings = run_settings({"rounds": rounds, "seed": seed, "outside": apart, **rules})
     check_run(
-        chosen, config, hyper, rounds=settings.rounds, outside=apart, cross_site=settings.cross_site
+        chosen,
+        config,
+        hyper,
+        rounds=settings.rounds,
+        outside=apart,
+        cross_site=settings.cross_site,
+        adapt=settings.adapt,
     )
     check_track(track)
     folder = None if out is None else Path(out)

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from medflare.adaptation.registry import check_adaptable, dsbn_for, with_tent
+from medflare.adaptation.registry import adapted_at, check_adaptable
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import phase
@@ -243,13 +243,11 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         Outside: the global one, adapted by `tta`.
         """
         models = delivered(incoming, self.selection.best())
-        task = self.site.task
         if self.inside:
             models.setdefault("personal", models["global"])
-        elif self.hyper.tta == "tent":
-            models["deployed"] = with_tent(models["global"], task)
-        elif self.hyper.tta == "dsbn":
-            models["deployed"] = dsbn_for(self.site, models["global"], partial(build, task))
+        else:
+            build_base = partial(build, self.site.task)
+            models["deployed"] = adapted_at(self.site, models["global"], self.hyper.tta, build_base)
         return models
 
 
