@@ -10,7 +10,7 @@ errors, and the next part starts. `--tiny` runs every path on small images, for 
 
     throughput  the site algorithm beside a plain PyTorch loop: sizes, normalizations, precisions
     breakdown   the milliseconds of a site's epoch, by what they are spent on
-    graph       prototype: the training step in a CUDA graph
+    graph       the site algorithm with and without CUDA graphs; the parts above have none
     stacked     prototype: the networks of several sites as one batched network
     workers     the plain loop with several processes on one device: seconds, equal weights
     simulator   FLARE's simulator beside the plain loop: seconds, equal weights
@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -54,7 +54,7 @@ from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.losses import build_loss
 from medflare.tasks.optimizers import build_optimizer
 from medflare.training import computing
-from medflare.training.batches import in_random_order
+from medflare.training.graph import StepReplay
 from medflare.training.site import Site
 
 HERE = Path(__file__).resolve().parent
@@ -209,10 +209,13 @@ def inside(
     return changed
 
 
-def opened(part: Part, task: TaskConfig, way: str = "site") -> tuple[Site, Split, Run]:
+def opened(
+    part: Part, task: TaskConfig, way: str = "site", *, graph: bool = False
+) -> tuple[Site, Split, Run]:
     """The first generated hospital with its training images, these images, and the plain loop."""
     module = benchmark("site")
     site, train = module.opened(task, str(part.device), way)
+    site.computing = replace(site.computing, graph=graph)
     network = site.network()
     return site, train, module.plain_epoch(task, train.images, train.targets, network, site.device)
 
@@ -341,105 +344,7 @@ def breakdown(part: Part) -> None:
     part.row("the plain loop's epoch", 1000 * whole[PLAIN][0])
 
 
-# -- prototypes -----------------------------------------------------------------------------------
-
-
-class Resident:
-    """FedAvg's training at a site whose images, weights and moments stay on the device.
-
-    Args:
-        capturable: use torch's capturable optimizer, whose step number is on the device too.
-        graph: replay the step of a full batch as a CUDA graph; without one on a CPU.
-    """
-
-    def __init__(self, site: Site, *, capturable: bool = False, graph: bool = False):
-        self.site = site
-        self.network = site.network().train()
-        options = {"capturable": True} if capturable and site.device.type == "cuda" else {}
-        self.optimizer = site.optimizer(self.network.parameters(), **options)
-        train = site.data.train
-        assert isinstance(train.images, Tensor) and isinstance(train.targets, Tensor)
-        self.images = site.computing.moved(train.images)
-        self.targets = site.computing.moved(train.targets)
-        self.state: StateDict = self.network.state_dict()  # shares the network's memory
-        self.groups: dict[torch.dtype, list[str]] = {}
-        for name, tensor in self.state.items():
-            self.groups.setdefault(tensor.dtype, []).append(name)
-        self.fixed = self.images[: site.batch_size].clone(), self.targets[: site.batch_size].clone()
-        self.replay = self.recorded() if graph else None
-
-    def step(self, images: Tensor, targets: Tensor) -> Tensor:
-        """One optimizer step; returns the loss."""
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.site.loss(self.network(images), targets)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    def recorded(self) -> Callable[[], Tensor]:
-        """What repeats the step on the batch in `fixed`; weights and moments are as before."""
-        if self.site.device.type != "cuda":
-            return lambda: self.step(*self.fixed)
-        before = {name: tensor.clone() for name, tensor in self.state.items()}
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.step(*self.fixed)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.optimizer.zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            loss = self.step(*self.fixed)
-        for name, tensor in self.state.items():
-            tensor.copy_(before[name])
-        for slots in self.optimizer.state.values():
-            for value in slots.values():
-                value.zero_()
-
-        def replayed() -> Tensor:
-            graph.replay()
-            return loss.clone()
-
-        return replayed
-
-    def load(self, state: StateDict) -> None:
-        """Copy weights in, all tensors of a dtype at once."""
-        for names in self.groups.values():
-            joined = torch.cat([state[name].reshape(-1) for name in names])
-            lengths = [self.state[name].numel() for name in names]
-            parts = self.site.computing.moved(joined).split(lengths)
-            for name, values in zip(names, parts, strict=True):
-                self.state[name].copy_(values.view_as(self.state[name]))
-
-    def weights(self) -> StateDict:
-        """Copy weights out, all tensors of a dtype at once."""
-        copied: StateDict = {}
-        for names in self.groups.values():
-            joined = torch.cat([self.state[name].reshape(-1) for name in names]).cpu()
-            parts = joined.split([self.state[name].numel() for name in names])
-            for name, values in zip(names, parts, strict=True):
-                copied[name] = values.view_as(self.state[name]).clone()
-        return copied
-
-    def train(self, round: int, start: StateDict) -> StateDict:
-        """A round of FedAvg: the trained weights."""
-        self.load(start)
-        site, losses = self.site, []
-        keys = site.name, round, "model", 0, "order"
-        order = in_random_order(len(self.images), site.batch_size, site.seed, *keys)
-        rows = site.computing.moved(torch.cat(order))
-        for batch in rows.split([len(part) for part in order]):
-            images = self.images.index_select(0, batch)
-            targets = self.targets.index_select(0, batch)
-            if self.replay is not None and len(batch) == site.batch_size:
-                self.fixed[0].copy_(images)
-                self.fixed[1].copy_(targets)
-                losses.append(self.replay())
-            else:
-                losses.append(self.step(images, targets))
-        torch.stack(losses).tolist()
-        return self.weights()
+# -- a graph, and a prototype ---------------------------------------------------------------------
 
 
 def equal_bits(first: StateDict, second: StateDict) -> bool:
@@ -476,30 +381,53 @@ def site_training(site: Site) -> Training:
     return train
 
 
-def from_start(train: Training, start: StateDict) -> Run:
-    """Rounds that all begin with the same weights."""
-    return lambda number: train(number, start)
+def timed(train: Training, seconds: list[float]) -> Training:
+    """The same, which adds its seconds to the list."""
+
+    def run(round: int, start: StateDict) -> StateDict:
+        started = time.perf_counter()
+        trained = train(round, start)
+        seconds.append(time.perf_counter() - started)
+        return trained
+
+    return run
+
+
+@contextmanager
+def no_capture() -> Iterator[None]:
+    """Inside, the optimizer of a graph's steps takes them without one."""
+    captured = StepReplay.captured
+    StepReplay.captured = lambda *_: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        StepReplay.captured = captured  # type: ignore[method-assign]
 
 
 def graph(part: Part) -> None:
+    module = benchmark("site")
     part.table("size", "norm", "way", "images/s", "ratio", "bits equal")
     settings = [(size, norm) for norm in ("batch", "instance") for size in part.sizes]
     for place, (size, norm) in enumerate(settings):
         site, train, plain = opened(part, size.task(norm))
+        captured = opened(part, size.task(norm), graph=True)[0]
         start = copy_state(site.network().state_dict())
-        eager = Resident(site, capturable=True)
-        captured = Resident(site, capturable=True, graph=True)
-        same = same_after(2, start, eager.train, captured.train)
-        runs: dict[str, Run] = {PLAIN: plain}
-        runs["resident, capturable Adam"] = from_start(eager.train, start)
-        runs["graph"] = from_start(captured.train, start)
+        rounds: list[float] = []
+        with_graph = timed(site_training(captured), rounds)
+        beside = opened(part, size.task(norm), graph=True)[0]
+        loop = inside(no_capture, site_training(beside))
+        same = same_after(2, start, loop, with_graph)
+        part.row(size.name, norm, "graph, round 1 (captures)", len(train) / rounds[0], "", same)
+        part.row(size.name, norm, "graph, round 2", len(train) / rounds[1], "", "")
+        runs: dict[str, Run] = {PLAIN: plain, "site": module.site_epoch(site)}
+        runs["graph"] = module.site_epoch(captured)
         with memory_not_filled():
-            bare = Resident(site, capturable=True, graph=True)
-        runs["graph, memory not filled"] = inside(memory_not_filled, from_start(bare.train, start))
+            bare = module.site_epoch(opened(part, size.task(norm), graph=True)[0])
+            bare(0)
+        runs["graph, memory not filled"] = inside(memory_not_filled, bare)
         budget = part.share(len(settings) - place)
         for name, (seconds, ratio) in in_turns(part, runs, budget).items():
-            shown = same if name == "graph" else ""
-            part.row(size.name, norm, name, len(train) / seconds, ratio, shown)
+            part.row(size.name, norm, name, len(train) / seconds, ratio, "")
 
 
 class Stack:

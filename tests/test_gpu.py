@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,18 +11,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 import medflare
 from helpers.final_models import same_weights
 from helpers.small_tasks import tiny_phantom
 from helpers.volume_sites import PATCHES, make_sites
 from medflare.core.message import Message
-from medflare.core.states import copy_state
+from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
 from medflare.methods.fedavg import FedAvgSite
 from medflare.tasks.config import load_task
-from medflare.training import computing
+from medflare.training import computing, graph
 from medflare.training.opening import open_site
+from medflare.training.site import Site
 from methods import squares
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -152,9 +155,19 @@ def test_a_part_that_takes_too_long_is_stopped(gpu: Any, capfd: pytest.CaptureFi
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 AUGMENT = [{"name": "RandFlip", "prob": 0.5}, {"name": "RandGaussianNoise", "prob": 0.5}]
+# A step with all that may be in a graph: the last batch of an epoch is smaller.
+STEP: dict[str, Any] = {
+    "network": {"name": "unet", "channels": [4, 8], "norm": "batch"},
+    "clip": {"norm": 0.5},
+    "schedule": {"name": "cosine"},
+    "local_epochs": 2,
+}
+ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
 TASKS: dict[str, Any] = {
     "phantom": tiny_phantom(batch_size=8, augment=AUGMENT),
     "patches": {**PATCHES, "augment": AUGMENT},
+    "step": tiny_phantom(batch_size=4, augment=AUGMENT, **STEP),
+    "bf16": tiny_phantom(batch_size=4, **STEP, precision="bf16", optimizer=ADAMW),
 }
 
 
@@ -165,12 +178,12 @@ class Killed(BaseException):
 def on_gpu(folder: Path, task: str = "phantom", method: str = "fedavg", **options: Any) -> None:
     """A run of the plain loop with two sites on the GPU."""
     sites = ["site-1", "site-2"]
-    settings: dict[str, Any] = {"rounds": 3, "seed": 1, "out": folder, "device": "cuda"}
+    settings: dict[str, Any] = {"rounds": 3, "seed": 1, "out": folder, "device": "cuda", **options}
     if task == "patches":
         settings["data_root"] = folder.parent / "data"
         if not settings["data_root"].exists():
             make_sites(settings["data_root"], sites)
-    results = medflare.run_local(method, TASKS[task], sites, **settings, **options)
+    results = medflare.run_local(method, TASKS[task], sites, **settings)
     assert results["status"] == "COMPLETED", results["reason"]
 
 
@@ -187,16 +200,124 @@ def test_equal_weights_with_and_without_what_stays_on_the_gpu(
     assert same_weights(tmp_path / "resident", tmp_path / "moved")
 
 
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The steps that a test captures."""
+    steps: list[Any] = []
+
+    class Counted(graph.CapturedStep):
+        def __init__(self, *arguments: Any):
+            super().__init__(*arguments)
+            steps.append(self)
+
+    monkeypatch.setattr(graph, "CapturedStep", Counted)
+    return steps
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("method", "networks"),
+    [("fedavg", 1), ("fedprox", 1), ("fedbn", 1), ("ditto", 2), ("scaffold", 1)],
+)
+def test_equal_weights_with_and_without_a_graph(
+    method: str,
+    networks: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    captured: list[Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, graph.__name__)
+    on_gpu(tmp_path / "graph", "step", method, rounds=2)
+    assert caplog.messages == [] and len(captured) == 2 * networks
+    monkeypatch.setattr(graph.StepReplay, "captured", lambda *_: None)
+    on_gpu(tmp_path / "loop", "step", method, rounds=2)
+    assert len(captured) == 2 * networks
+    assert same_weights(tmp_path / "graph", tmp_path / "loop")
+
+
+def trained(task: str = "step", **local: Any) -> StateDict:
+    """FedAvg's reply after two rounds at one site, and its moments."""
+    site = open_site("site-1", load_task(TASKS[task]), local={"device": "cuda", **local})
+    algorithm = FedAvgSite(site, squares.plan_of(FedAvgSite, squares.FedAvgServer, site.task))
+    model = copy_state(site.network().state_dict())
+    for round in range(2):
+        site.rate_factor = 1.0 / (round + 1)
+        model = algorithm.perform("train", round, Message({"model": model})).states["model"]
+    return {**model, **copy_state(algorithm.memory.states["optimizer/model"])}
+
+
+def equal_bits(first: StateDict, second: StateDict) -> bool:
+    same_names = first.keys() == second.keys()
+    return same_names and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@needs_gpu
+@pytest.mark.parametrize("task", ["step", "bf16"])
+def test_equal_moments_with_and_without_a_graph(
+    task: str, captured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_graph = trained(task)
+    assert len(captured) == 1
+    monkeypatch.setattr(graph.StepReplay, "captured", lambda *_: None)
+    assert equal_bits(with_graph, trained(task))
+    assert len(captured) == 1
+
+
+@needs_gpu
+@pytest.mark.parametrize("problem", ["waits", "draws", "fails"])
+def test_a_step_that_no_graph_can_repeat(
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    captured: list[Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It waits for the GPU, draws random numbers, or fails in the capture after the warm-up: the
+    loop trains, in the stream before, and dropout works on."""
+    original = Site.loss
+
+    def loss(site: Site, logits: Tensor, targets: Tensor) -> Tensor:
+        value = original(site, logits, targets)
+        if problem == "waits":
+            return value * float(value.detach())
+        if problem == "draws":
+            return value + torch.nn.functional.dropout(logits, 0.5).mean()
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("not in a graph")
+        return value
+
+    monkeypatch.setattr(Site, "loss", loss)
+    caplog.set_level(logging.INFO, graph.__name__)
+    stream = torch.cuda.current_stream()
+    tried = trained()
+    (line,) = caplog.messages
+    reasons = {"waits": "synchronizing", "draws": "random numbers", "fails": "not in a graph"}
+    assert line.startswith("site site-1: ") and reasons[problem] in line
+    assert captured == [] and torch.cuda.current_stream() == stream
+    monkeypatch.setattr(graph.StepReplay, "captured", lambda *_: None)
+    assert equal_bits(tried, trained())
+
+
+@needs_gpu
+def test_the_simulator_ends_in_the_weights_of_the_loop(
+    gpu: Any, tmp_path: Path, captured: list[Any]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    gpu.simulator(gpu.Part("simulator", torch.device("cuda"), tiny=True, out=out))
+    assert len(captured) == 2
+    assert json.loads(out.read_text().splitlines()[-1])["weights equal"] == "True"
+
+
 @needs_gpu
 def test_a_killed_run_on_the_gpu_ends_in_the_same_weights(tmp_path: Path) -> None:
     def observe(report: Any) -> None:
         if report.step.round == 1:
             raise Killed
 
-    on_gpu(tmp_path / "whole")
+    on_gpu(tmp_path / "whole", "step")
     with pytest.raises(Killed):
-        on_gpu(tmp_path / "killed", observe=observe)
-    on_gpu(tmp_path / "killed", resume=True)
+        on_gpu(tmp_path / "killed", "step", observe=observe)
+    on_gpu(tmp_path / "killed", "step", resume=True)
     assert same_weights(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -214,7 +335,7 @@ def test_what_stays_on_the_gpu_and_what_the_store_copies(
     assert next(site.batches("train", 0)).images.is_cuda and site.data.train.images.is_cpu
     assert site._split("train").on_gpu and not site._split("test").on_gpu
     moments = algorithm.memory.states["optimizer/model"]
-    assert moments["0.exp_avg"].is_cuda and moments["0.step"].is_cpu
+    assert moments["0.exp_avg"].is_cuda and moments["0.step"].is_cuda
     trained = algorithm.network("model", reply.states["model"]).state_dict()
     for name, tensor in trained.items():
         sent = reply.states["model"][name]

@@ -214,6 +214,8 @@ class LocalSettings:
     channels_last: bool = False
     # whether torch compiles networks at their first use; needs a C++ compiler
     compile: bool = False
+    # whether a GPU repeats training steps as CUDA graphs, which changes no number
+    cuda_graph: bool = True
     data_folders: tuple[str, ...] = ()  # further folders in which a datalist may name files
     data_root: str = ""  # folder of the data, see `data.loading.site_folder`
     device: str = ""  # torch device; "" for MEDFLARE_DEVICE, else cpu

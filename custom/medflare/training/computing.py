@@ -29,6 +29,7 @@ class Computing:
     # Use torch's channels-last memory format; sums are in another order.
     channels_last: bool = False
     compiled: bool = False  # whether torch compiles networks at their first use
+    graph: bool = True  # whether a GPU repeats training steps as CUDA graphs
 
     def placed(self, network: FeatureNetwork) -> FeatureNetwork:
         """The network, changed in place; names and values of its state stay the same."""
@@ -98,6 +99,7 @@ def be_deterministic() -> None:
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("ignore", "nll_loss2d_forward")
+    warnings.filterwarnings("ignore", "Synchronization debug mode")  # used by `graph`
 
 
 def usable_device(name: str, place: str, *, initialize: bool = True) -> torch.device:

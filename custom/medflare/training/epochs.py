@@ -18,6 +18,7 @@ from medflare.core.states import StateDict, copy_state, state_bytes
 from medflare.data.loading import Batch
 from medflare.training.batches import samples_in
 from medflare.training.computing import stays
+from medflare.training.graph import StepReplay
 from medflare.training.site import Site
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, images, targets) -> scalar
@@ -108,21 +109,30 @@ def train_epochs(
         loss: (model, images, targets) -> scalar; default: the task's loss of the model's output.
         gradient_hook: called between gradient and step, to change the gradients in place (a
             proximal term, control variates).
+
+    On a GPU, steps on full batches may be CUDA graphs, see `graph.can_capture`.
     """
     model.train()
     steps = Steps(optimizer, site, gradient_hook)
+    passes = site.task.local_epochs if count is None else count
+    full_batches = passes * (samples_of_pass(site) // site.batch_size)
+    replay = StepReplay(model, optimizer, site, gradient_hook, full_batches)
     losses: list[Tensor] = []
     sizes: list[int] = []
     for batches in epochs(site, round, purpose, count=count):
         for images, targets, _ in batches:
-            if loss is None:
-                value = site.loss(model(images), targets)
-            else:
-                value = loss(model, images, targets)
-            steps.backward(value, len(images))  # and, after `TaskConfig.accumulate` batches, a step
+            # Python may change another loss from step to step.
+            value = replay(images, targets) if loss is None else None
+            if value is None:
+                if loss is None:
+                    value = site.loss(model(images), targets)
+                else:
+                    value = loss(model, images, targets)
+                steps.backward(value, len(images))  # after `TaskConfig.accumulate` batches a step
             losses.append(value.detach())
             sizes.append(len(images))
         steps.finish()
+    replay.finish()
     return weighted_sum(losses, sizes) / sum(sizes) if sizes else math.nan
 
 

@@ -66,7 +66,9 @@ def open_site(
         bounds=settings.bounds,
     )
     site = Site(name, task, data, seed, chosen)
-    site.computing = Computing(chosen, task.precision, settings.channels_last, settings.compile)
+    site.computing = Computing(
+        chosen, task.precision, settings.channels_last, settings.compile, settings.cuda_graph
+    )
     site.batch_limit = settings.batch_size
     site.minimum_patients = settings.minimum_patients
     site.source = lambda other: open_source(
