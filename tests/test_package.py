@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
     [
         "import medflare; assert {'run_local', 'predict', 'load_model'} <= {*dir(medflare)}; heavy = {'torch'}",
         "import medflare.flare.executors; heavy = {'torch', 'monai', 'medflare.tasks.config'}",  # the simulator starts it for every task
+        "import medflare; medflare.run_local('fedavg', 'phantom_grades', 1, rounds=1, seed=0); heavy = {'monai'}",
     ],
 )
 def test_what_processes_start_with_is_light(code: str) -> None:

@@ -41,6 +41,25 @@ def test_shrinking_averages_and_enlarging_is_smooth(make_task: TaskOf) -> None:
     torch.testing.assert_close(Preprocessing(make_task()).image(same), torch.tensor(same / 255))
 
 
+@pytest.mark.parametrize("axis", [None, 1, -1, [0, 1]])
+def test_what_is_ours_equals_monais(make_task: TaskOf, axis: int | list[int] | None) -> None:
+    """The argument that ours lacks makes it MONAI's."""
+    images, targets = _disc()
+    flip = {"name": "RandFlip", "prob": 0.7, "spatial_axis": axis}
+    scale = {"name": "ScaleIntensityRange", "a_min": 9, "a_max": 77, "b_min": 0.1, "b_max": 0.8}
+    ours = make_task(augment=(flip,), intensity=scale)
+    theirs = make_task(
+        augment=({**flip, "lazy": False},), intensity={**scale, "dtype": torch.float32}
+    )
+    picture = np.random.default_rng(0).random((3, 16, 16), dtype=np.float32) * 255
+    assert torch.equal(Preprocessing(ours).image(picture), Preprocessing(theirs).image(picture))
+    batches = [
+        Augmentation(task)(images, targets, np.random.RandomState(0)) for task in (ours, theirs)
+    ]
+    assert not torch.equal(batches[0][0], images)
+    assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
+
+
 def test_masks_keep_their_values(make_task: TaskOf) -> None:
     mask = np.kron(np.array([[0, 7], [3, 300]]), np.ones((16, 16), np.int64))[None]
     resized = Preprocessing(make_task()).mask(mask)

@@ -343,15 +343,15 @@ def test_the_simulators_host(
     register_decomposers()  # as FLARE does in every process of its own
     host = SimulatorHost(simulator.pid)
     assert not host.started()
-    host.start("fedavg")
-    assert host.started()
-    with pytest.raises(FileExistsError):
-        host.start("fedavg")
     files = (
         str(place / "config" / TASK_FILE),
         str(place / "local" / "medflare.json"),
         str(place / "run" / "elsewhere"),
     )
+    host.start("fedavg", files[0])
+    assert host.started()
+    with pytest.raises(FileExistsError):
+        host.start("fedavg", files[0])
     spec = ParticipantSpec("CS", "fedavg", "", 0, *files)
 
     def answer(phase: str, message: Message, round: int = 0, aborted: bool = False) -> Message:

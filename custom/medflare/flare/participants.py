@@ -160,8 +160,9 @@ class SiteTask:
     spec: ParticipantSpec
 
 
-def load_ahead(method: str) -> None:
-    """Import what a site needs of a method. An unknown method is reported by the first task.
+def load_ahead(method: str, task_file: str = "") -> None:
+    """Import what a site needs of a method, and of a task if its file is given. What is unknown is
+    reported by the first task.
 
     A method of another distribution is not imported: the party has not been asked yet, see
     `components.authorize`.
@@ -169,12 +170,23 @@ def load_ahead(method: str) -> None:
     `gc.freeze` takes what was imported out of garbage collection: a fork that collects torch and
     MONAI would copy more than 100 MB of memory that it shares otherwise.
     """
+    from medflare.data.transforms import Augmentation, Preprocessing
     from medflare.federation.participant import import_ahead
     from medflare.methods.catalogue import get_method
+    from medflare.networks.catalogue import meta_network
+    from medflare.tasks.config import load_task
+    from medflare.tasks.losses import build_loss
 
     import_ahead()
     with suppress(MedflareError):
         _ = get_method("fedavg" if foreign_module(method) else method).site_class
+    with suppress(MedflareError):
+        if task_file:  # what is made here imports MONAI where it is used
+            task = load_task(Path(task_file))
+            meta_network(task)
+            build_loss(task)
+            Preprocessing(task)
+            Augmentation(task)
     gc.freeze()
 
 

@@ -76,8 +76,8 @@ class SimulatorHost:
         except FileNotFoundError:
             return False
 
-    def start(self, method: str) -> None:
-        """Start the host, which imports what the method needs; a request before it is ready waits.
+    def start(self, method: str, task_file: str) -> None:
+        """Start the host, which imports what method and task need; an earlier request waits.
 
         Raises:
             OSError: it cannot be started, or has been started already.
@@ -97,6 +97,7 @@ class SimulatorHost:
                 str(listener.fileno()),
                 str(self.simulator),
                 method,
+                task_file,
             ]
             subprocess.Popen(
                 command,
@@ -279,7 +280,7 @@ class SiteWorker:
         return self._connection is None or self._connection.poll()
 
 
-def main(listener: socket.socket, simulator: int, method: str) -> None:
+def main(listener: socket.socket, simulator: int, method: str, task_file: str) -> None:
     """The host: import, listen, fork, end with the simulator."""
     from medflare.data.progress import print_lines
 
@@ -287,7 +288,7 @@ def main(listener: socket.socket, simulator: int, method: str) -> None:
     anchor_data_root()
     print_lines()
     register_decomposers()
-    load_ahead(method)
+    load_ahead(method, task_file)
     host = Host(listener, folder)
     try:
         while psutil.pid_exists(simulator):
@@ -298,4 +299,4 @@ def main(listener: socket.socket, simulator: int, method: str) -> None:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
+    main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), *sys.argv[3:])

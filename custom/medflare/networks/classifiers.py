@@ -43,10 +43,8 @@ def compact_selector(
     A thumbnail shows the differences between sites (brightness, contrast, color, framing), and the
     shallow network trains in tens of steps: one a round.
     """
-    from monai.networks.layers.factories import Pool
-
     body = nn.Sequential(
-        Pool["adaptiveavg", spatial_dims](side),
+        _layer("AdaptiveAvgPool", spatial_dims)(side),
         nn.Flatten(),
         nn.Linear(in_channels * side**spatial_dims, hidden),
         nn.ReLU(),
@@ -63,9 +61,7 @@ class ImageStatistics(nn.Module):
 
     def __init__(self, side: int, spatial_dims: int):
         super().__init__()
-        from monai.networks.layers.factories import Pool
-
-        self.thumbnail = Pool["adaptiveavg", spatial_dims](side)
+        self.thumbnail = _layer("AdaptiveAvgPool", spatial_dims)(side)
         self.dims = spatial_dims
 
     def forward(self, images: Tensor) -> Tensor:
@@ -103,16 +99,14 @@ def small_cnn(
     """Convolutions (`channels`) of stride 2 and global average pooling, 24 thousand parameters: a
     classifier for trials on a CPU.
     """
-    from monai.networks.layers.factories import Conv, Norm, Pool
-
     layers: list[nn.Module] = []
     for width_in, width_out in zip([in_channels, *channels], channels, strict=False):
-        convolution = Conv["conv", spatial_dims]
+        convolution = _layer("Conv", spatial_dims)
         layers.append(convolution(width_in, width_out, 3, stride=2, padding=1, bias=not batch_norm))
         if batch_norm:
-            layers.append(Norm["batch", spatial_dims](width_out))
+            layers.append(_layer("BatchNorm", spatial_dims)(width_out))
         layers.append(nn.ReLU())
-    body = nn.Sequential(*layers, Pool["adaptiveavg", spatial_dims](1), nn.Flatten())
+    body = nn.Sequential(*layers, _layer("AdaptiveAvgPool", spatial_dims)(1), nn.Flatten())
     return _initialized(FeatureNetwork(body, nn.Linear(channels[-1], out_channels)))
 
 
@@ -259,6 +253,10 @@ def _pooled_efficientnet(body: Any, out_channels: int, dropout: float) -> Featur
     body._fc = nn.Identity()
     head = nn.Sequential(nn.Dropout(dropout), nn.Linear(features, out_channels))
     return FeatureNetwork(body, head)
+
+
+def _layer(name: str, spatial_dims: int) -> Any:
+    return getattr(nn, f"{name}{spatial_dims}d")
 
 
 def _convolutions(
