@@ -250,11 +250,11 @@ def families() -> str:
         cells = [f"`{name}`", row["title"], method.paper, row["stays at the site"], row["leaves"]]
         cells += [row["cost"], row["outside"], row["DP-SGD"]]
         tables.setdefault(row["family"] or "papers", []).append(f"| {' | '.join(cells)} |")
-    lines = ["## Tables", ""]
-    lines += [
+    note = (
         "*Stays*: what a site keeps from round to round beside the optimizer's moments. *Leaves*: tensors of its replies. *Cost*: processor time of a round "
         "beside FedAvg's (`benchmarks/cost.py --methods all --write`). *Outside*: whether sites that do not train get a model."
-    ]
+    )
+    lines = ["## Tables", "", note]
     head = "| method | what it does | paper | stays | leaves | cost | outside | DP-SGD |"
     for family, rows in tables.items():
         lines += ["", f"### {family.capitalize()}", "", head, "|" + "---|" * 8, *rows]
