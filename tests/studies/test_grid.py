@@ -23,6 +23,7 @@ from medflare.methods import catalogue
 from medflare.methods.catalogue import get_method
 from medflare.studies import cluster as clusters
 from medflare.studies.candidates import Candidate
+from medflare.studies.costs import PEAK
 from medflare.studies.grid import (
     STUDY_FILE,
     _finished,
@@ -127,6 +128,8 @@ def test_a_method_without_a_model_for_outside_sites_runs_without_the_left_out_on
         label: {name: site["role"] for name, site in of_label[0]["sites"].items()}
         for label, of_label in groups.items()
     }
+    for of_label in groups.values():  # what it cost is on record
+        assert of_label[0]["seconds"]["processor"] > 0 and 2**26 < of_label[0][PEAK] < 2**36
     inside = {"site-1": "inside", "site-2": "inside"}
     assert roles == {"fedavg": {**inside, "site-3": "outside"}, "fedamp": inside}
 

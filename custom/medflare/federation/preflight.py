@@ -41,7 +41,8 @@ def check_run(
         hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
         rounds: of the run; None: any number.
         outside: sites that do not train.
-        cross_site, adapt: see `settings.Rules`.
+        cross_site: see `settings.Rules`.
+        adapt: see `settings.Rules`.
 
     Raises:
         ConfigError: a hyper-parameter is wrong; the method cannot learn the task, has no model for

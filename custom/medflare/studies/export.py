@@ -7,14 +7,14 @@ import pandas as pd
 
 from medflare.evaluation.presentation import label_metric
 from medflare.evaluation.results import results_frame
+from medflare.studies.costs import PEAK, PROCESSOR
 from medflare.studies.references import CONSTANT, TRAINED_AS
 from medflare.studies.statistics import Groups, Run, all_runs, compare
 from medflare.studies.tables import StudyTables, curve_of, selection
 
 _OF_TARGET: Final = 0.95  # of the final validation metric
 # Seconds of a run, if all runs have them -> column.
-_SECONDS: Final = {"processor": "processor_seconds", "total": "wall_seconds"}
-_PEAK: Final = "peak_memory_bytes"  # in a results dict, if it was measured
+_SECONDS: Final = {PROCESSOR: "processor_seconds", "total": "wall_seconds"}
 
 
 def long_table(groups: Groups, metrics: Sequence[str]) -> pd.DataFrame:
@@ -48,8 +48,8 @@ def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFra
     if target is not None:
         reached = f"rounds_to_{study.metric}_{target:.3f} ({source})"
     runs = [run for run in all_runs(study.groups) if run["method"] != CONSTANT]
-    has_processor = all(run["seconds"].get("processor") is not None for run in runs)
-    stage = "processor" if has_processor else "total"
+    has_processor = all(run["seconds"].get(PROCESSOR) is not None for run in runs)
+    stage = PROCESSOR if has_processor else "total"
     lines: list[dict[str, Any]] = []
     for label, of_row in study.groups.items():
         line: dict[str, Any] = {"method": label} | _means(study, label)
@@ -58,7 +58,7 @@ def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFra
         traffic = [sum(run["traffic"].values()) for run in of_row]
         line["traffic_MB"] = sum(traffic) / len(of_row) / 1e6
         line[_SECONDS[stage]] = _mean([run["seconds"].get(stage) for run in of_row])
-        peak = _mean([run.get(_PEAK) for run in of_row])
+        peak = _mean([run.get(PEAK) for run in of_row])
         if peak is not None:
             line["peak_memory_MB"] = peak / 1e6
         line["rounds"] = _joined({run["rounds"] for run in of_row})

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +41,7 @@ from medflare.evaluation.results import COMPLETED, RESULTS_FILE, json_ready, par
 from medflare.federation.settings import CROSS_SITE
 from medflare.studies import cluster as clusters
 from medflare.studies.candidates import Candidate
+from medflare.studies.costs import with_costs
 from medflare.studies.page import PAGE_FILE, study_page
 from medflare.studies.references import CONSTANT, SCORES, Setting
 from medflare.studies.selection_grid import TRIED, selected, tried
@@ -224,7 +226,8 @@ class _Job:
         torch.set_num_threads(1)
         versions = self.versions  # before the code can change
         try:
-            results = self.candidate.run(self.setting, self.seed, self.outside)
+            run = partial(self.candidate.run, self.setting, self.seed, self.outside)
+            results = with_costs(run)
         except Exception as error:
             traceback.print_exc()
             return self.failed(error)

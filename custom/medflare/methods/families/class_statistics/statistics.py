@@ -204,7 +204,8 @@ def pooled_covariances(covariances: Tensor, means: Tensor, samples: Tensor) -> T
 
     Args:
         covariances: (sites, K, D, D).
-        means, samples: see `pooled_means`.
+        means: see `pooled_means`.
+        samples: see `pooled_means`.
     """
     within = torch.einsum("sk,skde->kde", (samples - 1).clamp_min(0), covariances.double())
     apart = means.double() - pooled_means(means, samples)
