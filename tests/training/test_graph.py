@@ -81,7 +81,6 @@ def hooked(network: nn.Module) -> None:
         (False, {"accumulate": 2}),
         (False, {"prepare": hooked}),
     ],
-    ids=str,
 )
 def test_which_steps_are_captured(expected: bool, case: dict[str, Any]) -> None:
     assert decided(**case) == expected
