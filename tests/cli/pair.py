@@ -30,6 +30,8 @@ class Nothing:
 
 class Site:
     Hyper: ClassVar[type] = SiteHyper
+    phases: ClassVar[dict[str, object]] = {}
+    dp_unsupported_reason = "it trains nothing"
 
 
 class Server:

@@ -52,6 +52,7 @@ def test_the_code_of_a_package_is_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(install(tmp_path)))
+    monkeypatch.delitem(sys.modules, METHOD, raising=False)  # of an earlier test, in another folder
     packages._code_hash.cache_clear()
     first = code_versions(["damped_fedavg.inner", "medflare", "json"])
     assert first["damped-fedavg"] == "0.1" and "medflare code" in first

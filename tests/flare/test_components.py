@@ -49,6 +49,8 @@ def test_the_table_holds_what_our_jobs_name_and_nothing_else(tmp_path: Path) -> 
         "fedavg": {"hyper": {"dp_noise": 1.0}},
     }
     for method in (*method_names(), *SURVEYS):
+        if method == "condist":  # it needs two structures
+            continue
         if get_method(method).site_class.__module__.startswith("medflare."):
             chosen = {"byoc": False, **options.get(method, {})}
             task = small_task(

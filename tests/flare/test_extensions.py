@@ -103,6 +103,8 @@ def test_flares_own_workflows_use_what_the_server_trusts(server: Server) -> None
             aggregator.accept_model(FLModel(params=params, params_type=ParamsType.FULL, meta=meta))
         return aggregator.aggregate_model().params["w"].tolist()
 
+    for name in (LAB, METHOD):  # of earlier tests of this process
+        sys.modules.pop(name, None)
     for aggregator in (
         WeightedAggregator({"rule": "lab_largest"}),
         MethodAggregator(method=METHOD),

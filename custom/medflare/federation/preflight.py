@@ -93,7 +93,10 @@ def _dry_run(
     server = method.make_server(context)
     counts = {"n": {"train": 1, "validation": 1, "test": 1}, "class_counts": []}
     context.site_counts |= dict.fromkeys(_SITES, counts)
+    first_steps: dict[str, Step] = {}
     for step in server.steps():
+        first_steps.setdefault(step.phase, step)
+    for step in first_steps.values():
         if step.phase not in phases:
             return f"the site has no phase {step.phase!r}"
         problem = _step_problem(server, step, phases[step.phase], plan)

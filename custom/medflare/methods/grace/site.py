@@ -120,7 +120,7 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         """Two steps, alignment and the probe need them."""
         return hyper.client != "erm" or hyper.probe
 
-    @phase(request=(MODEL,), reply=(MODEL,), meta=(*MEASURED, A_DISTANCE))
+    @phase(request=(MODEL,), reply=(MODEL,), meta=(*MEASURED, A_DISTANCE.as_optional()))
     def train(self, round: int, incoming: Message) -> Message:
         """FedAvg's training; then the local model is validated as the personal one.
 
