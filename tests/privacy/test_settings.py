@@ -41,8 +41,8 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "moon": {},
     "sha": {"rho": 0.0},
     # Rules of the server: sites train as in FedAvg.
-    **dict.fromkeys(("fedadagrad", "fedadam", "fedavgm", "fedawa", "fedce", "feddg_ga"), {}),
-    **dict.fromkeys(("fedlws", "fednova", "fedyogi", "fets_pid", "ida"), {}),
+    **{key: {} for key in ("fedadagrad", "fedadam", "fedavgm", "fedawa", "fedce", "feddg_ga")},
+    **{key: {} for key in ("fedlws", "fednova", "fedyogi", "fets_pid", "ida")},
 }
 
 
