@@ -23,7 +23,8 @@ LIMITS |= {"fedprox": 1.15, "fednova": 1.15, "fedper": 1.15, "ditto": 2.1, "apfl
 COSTS = Path(__file__).parents[1] / "custom" / "medflare" / "methods" / "costs.json"
 # Networks with batch normalisation, which some methods need.
 NORM = {"name": "unet", "norm": "batch"}
-HYPER: dict[str, dict[str, Any]] = {"feddag": {"warmup": 0}}  # a warm-up round is one of FedAvg
+# A warm-up round is one of FedAvg; the selector of fedsm_extra is trained after all rounds.
+HYPER: dict[str, dict[str, Any]] = {"feddag": {"warmup": 0}, "fedsm_extra": {"selector_rounds": 1}}
 
 
 def measure(method: str, task: str, sites: int, rounds: int) -> dict[str, Any]:

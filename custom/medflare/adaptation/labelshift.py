@@ -74,14 +74,14 @@ class LabelShift(nn.Module):
                 "use another adaptation"
             )
         count = len(task.classes)
-        given = torch.ones(count) if trained is None else torch.tensor(trained).float()
-        if given.shape != (count,) or not (given >= 0).all() or not 0 < given.sum() < torch.inf:
+        prior = torch.ones(count) if trained is None else torch.tensor(trained).float()
+        if prior.shape != (count,) or not (prior >= 0).all() or not 0 < prior.sum() < torch.inf:
             raise StateError(f"{CLASS_SHARES}: not shares of {count} classes; train the model anew")
         self.model = model
         self.binary = task.target == "binary"
-        given = (given / given.sum()).clamp_min(_LEAST)
-        self.register_buffer("trained", given)
-        self.register_buffer("shares", given.clone())
+        prior = (prior / prior.sum()).clamp_min(_LEAST)
+        self.register_buffer("trained", prior)
+        self.register_buffer("shares", prior.clone())
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (N, C, H, W) to probabilities (N, outputs)."""

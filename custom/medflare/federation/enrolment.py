@@ -4,6 +4,7 @@ A site that cannot take part ends the run, a late one joins.
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Final
 
 from medflare.core.errors import FederationFailed
@@ -64,7 +65,7 @@ class Enrolment:
         self._problems: dict[str, tuple[str, str]] = {}
         self._heaviest = ""
 
-    @property
+    @cached_property
     def _versions(self) -> dict[str, str]:
         return versions_here(self.identity["method"], self.context.task)
 

@@ -83,7 +83,9 @@ class Run:
     track: str | None = None
     events: EventLog = field(default_factory=EventLog)
 
-    def execute(self, exchange: Exchange, *, resume: bool = False) -> dict[str, Any]:
+    def execute(
+        self, exchange: Exchange, *, resume: bool = False, checked: bool = False
+    ) -> dict[str, Any]:
         """Run to the end and return the results dict.
 
         After a MedflareError its status is FAILED, with the reason.
@@ -91,6 +93,7 @@ class Run:
         Args:
             exchange: how the engine reaches the sites.
             resume: continue after the last step of the checkpoint.
+            checked: `preflight.check_run` has passed these settings.
 
         Raises:
             Exception: Aborted, KeyboardInterrupt and every error that is not a MedflareError, after
@@ -109,15 +112,8 @@ class Run:
         name = f"{self.method.name}-seed{self.settings.seed}"
         tracker = Tracker(self.track, self.folder, f"medflare {self.task.name}", name, self._warn)
         try:
-            check_run(
-                self.method,
-                self.task,
-                self.hyper,
-                rounds=self.settings.rounds,
-                outside=self.settings.outside,
-                cross_site=self.settings.cross_site,
-                adapt=self.settings.adapt,
-            )
+            if not checked:
+                self._check()
             plan = self.method.plan(self.task, self.sites, self.hyper)
             federation = self._federation(plan, exchange, outcome, tracker)
             finished = 0
@@ -153,6 +149,17 @@ class Run:
     def _warn(self, problem: str) -> None:
         self.events.add("warning", problem)
         self.say(f"warning: {problem}")
+
+    def _check(self) -> None:
+        check_run(
+            self.method,
+            self.task,
+            self.hyper,
+            rounds=self.settings.rounds,
+            outside=self.settings.outside,
+            cross_site=self.settings.cross_site,
+            adapt=self.settings.adapt,
+        )
 
     def _federation(
         self, plan: Plan[Any, Any], exchange: Exchange, outcome: Outcome, tracker: Tracker

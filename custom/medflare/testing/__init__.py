@@ -8,7 +8,7 @@ def test_my_method() -> None:
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -120,6 +120,7 @@ class _Kit:
     task: TaskConfig
     hyper: Mapping[str, Any]
     folder: Path
+    _sent: dict[str, set[str]] = field(default_factory=dict)  # phase -> metadata of its replies
 
     def checks(self, simulator: bool) -> Iterator[tuple[str, Callable[[], None]]]:
         """Name and function of every check."""
@@ -147,7 +148,7 @@ class _Kit:
         check_run(self.method, self.task, self.hyper, rounds=2, outside=self.outside)
 
     def plain_loop(self) -> None:
-        results = self.run("loop")
+        results = self.run("loop", _recorded(self.method, self._sent))
         validate_results(results)
         for site, entry in results["sites"].items():
             if entry["metrics"]["deployed"][self.task.metric] is None:
@@ -156,10 +157,10 @@ class _Kit:
             load_model(card.parent).build(build_deployed)
 
     def declared_messages(self) -> None:
-        """Metadata that no reply holds; entries of states are checked in every reply."""
-        sent: dict[str, set[str]] = {}
-        self.run("recorded", _recorded(self.method, sent))
-        for name, held in sent.items():
+        """Metadata that no reply of the plain loop's run holds; entries of states are checked in
+        every reply.
+        """
+        for name, held in self._sent.items():
             declared = self.method.site_class.phases[name].meta
             never = {item.name for item in declared if not item.optional} - held
             if never:

@@ -13,7 +13,6 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.aggregation import SiteModel
-from medflare.methods.families.second_models import fedrod
 from medflare.methods.families.second_models.apfl import APFLSite, apfl_mixture
 from medflare.methods.families.second_models.fedrod import FedRoDSite, balance
 from medflare.methods.families.second_models.fml import FMLSite
@@ -26,6 +25,7 @@ from medflare.methods.families.second_models.pfedme import (
 )
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import FedAvgSite
+from medflare.methods.parts import heads
 from medflare.networks.features import FeatureNetwork
 from medflare.training.epochs import trainable
 
@@ -319,6 +319,6 @@ def test_fedrod_refuses_heads_that_cannot_be_added(
 ) -> None:
     body = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())
     network = FeatureNetwork(body, head).to("meta")
-    monkeypatch.setattr(fedrod, "meta_network", lambda task: network)
+    monkeypatch.setattr(heads, "meta_network", lambda task: network)
     with pytest.raises(ConfigError, match="choose another network"):
         FedRoDSite.check(squares.CLASSIFICATION, FedRoDSite.Hyper(), PFedMeServerHyper())

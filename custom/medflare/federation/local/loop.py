@@ -187,7 +187,7 @@ def run_local(
         if workers is not None and workers > 1:
             exchange = ForkedExchange(names, open_participant, absent, workers)
         with closing(exchange):
-            results = run.execute(exchange, resume=resume)
+            results = run.execute(exchange, resume=resume, checked=True)
     return RunResults(results, steps if folder is None else read_rounds(folder), folder)
 
 

@@ -18,9 +18,9 @@ from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict
 from medflare.methods.base import Plan, ServerContext, SiteAlgorithm, Step
 from medflare.methods.families.local_terms.features import labels_of
+from medflare.methods.parts.heads import meta_head
 from medflare.methods.prr.transfer import class_totals, groups_and_classes, prototype_width
-from medflare.networks.catalogue import meta_network
-from medflare.networks.features import FeatureNetwork, example
+from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 
@@ -64,13 +64,9 @@ class LinearHeadSite(SiteAlgorithm[Any]):
     def check(cls, task: TaskConfig, hyper: Any, server_hyper: Any) -> None:
         """Also raises ConfigError if the head is not one linear layer with a bias at the end."""
         super().check(task, hyper, server_hyper)
-        network = meta_network(task).eval()
-        with torch.no_grad():
-            images = example(task.image_channels, task.size, "meta")
-            features, logits = network.features_and_output(images)
-            last = network.head(features).shape == logits.shape
+        network, features, is_last = meta_head(task)
         sizes = [weight.numel() for weight in network.head.parameters()]
-        if not last or sorted(sizes) != [task.outputs, task.outputs * features.shape[1]]:
+        if not is_last or sorted(sizes) != [task.outputs, task.outputs * features.shape[1]]:
             raise ConfigError(
                 f"task {task.name}: the head of network {task.network['name']} is not one linear "
                 "layer (or 1x1 convolution) with a bias at its end; choose another network, for "

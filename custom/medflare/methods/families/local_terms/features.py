@@ -114,10 +114,10 @@ def challenge(
     (gradient,) = torch.autograd.grad(_of_truth(scores, labels).sum(), z)  # Eq. 1
     ones = [1] * (z.ndim - 2)
     with torch.no_grad():
-        kept = ~largest(pooled(gradient), hyper.feature_share).unflatten(1, (-1, *ones))
-        muted = class_logits(head(z * kept), task)
+        unmuted = ~largest(pooled(gradient), hyper.feature_share).unflatten(1, (-1, *ones))
+        muted = class_logits(head(z * unmuted), task)
         change = _of_truth(scores.softmax(2), labels) - _of_truth(muted.softmax(2), labels)
-        return kept | ~largest(change, hyper.batch_share).reshape(-1, 1, *ones)
+        return unmuted | ~largest(change, hyper.batch_share).reshape(-1, 1, *ones)
 
 
 class RSCSite(FedAvgSite[RSCHyper]):
@@ -223,10 +223,10 @@ class FedSRSite(FedAvgSite[FedSRHyper]):
         refuse_compiled(site)
         width = prototype_width(site.task)
         with seeded(site.seed, site.name, "distributions"):
-            own = Distributions(*groups_and_classes(site.annotation.reduced), width)
+            distributions = Distributions(*groups_and_classes(site.annotation.reduced), width)
         if self.distributions is not None:
-            own.load_state_dict(self.distributions)
-        second = site.optimizer(own.to(site.device).parameters())
+            distributions.load_state_dict(self.distributions)
+        second = site.optimizer(distributions.to(site.device).parameters())
         random = torch_generator(site.seed, site.name, round, "representation")
 
         def loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
@@ -234,11 +234,11 @@ class FedSRSite(FedAvgSite[FedSRHyper]):
 
             def draw(features: Tensor) -> Tensor:
                 mu = features.reshape(*features.shape[:2], -1).movedim(1, 2)
-                sigma = own.sigma(mu)
+                sigma = distributions.sigma(mu)
                 z = mu + sigma * torch.randn(mu.shape, generator=random).to(mu.device)
                 labels = labels_of(site, targets, features)
                 terms.append(self.hyper.l2r * z.square().sum(dim=2).mean())
-                terms.append(self.hyper.cmi * own.divergence(mu, sigma, labels))
+                terms.append(self.hyper.cmi * distributions.divergence(mu, sigma, labels))
                 return z.movedim(2, 1).reshape(features.shape)
 
             task = site.loss(logits_from(model, images, draw), targets)
@@ -252,5 +252,5 @@ class FedSRSite(FedAvgSite[FedSRHyper]):
             value = train_epochs(
                 model, optimizer, site, round, "model", loss=loss, gradient_hook=step
             )
-        self.distributions = copy_state(own.state_dict())
+        self.distributions = copy_state(distributions.state_dict())
         return value

@@ -22,9 +22,9 @@ from medflare.core.states import StateDict, copy_state
 from medflare.methods.base import PersistentState
 from medflare.methods.families.second_models.site import SecondModelSite
 from medflare.methods.fedavg.site import FedAvgSiteHyper
+from medflare.methods.parts.heads import meta_head
 from medflare.methods.prr.transfer import class_totals
-from medflare.networks.catalogue import meta_network
-from medflare.networks.features import FeatureNetwork, example
+from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
 
 _LINEAR: Final = (nn.Linear, nn.modules.conv._ConvNd)
@@ -60,13 +60,9 @@ class FedRoDSite(SecondModelSite[FedAvgSiteHyper]):
     def check(cls, task: TaskConfig, hyper: FedAvgSiteHyper, server_hyper: Any) -> None:
         """Also raises ConfigError if the head is not one linear layer at the end."""
         super().check(task, hyper, server_hyper)
-        network = meta_network(task).eval()
-        with torch.no_grad():
-            images = example(task.image_channels, task.size, "meta")
-            features, logits = network.features_and_output(images)
-            last = network.head(features).shape == logits.shape
+        network, _, is_last = meta_head(task)
         layers = [layer for layer in network.head.modules() if not isinstance(layer, _NO_WEIGHTS)]
-        if not last or len(layers) != 1 or not isinstance(layers[0], _LINEAR):
+        if not is_last or len(layers) != 1 or not isinstance(layers[0], _LINEAR):
             raise ConfigError(
                 f"task {task.name}: the head of network {task.network['name']} is not one linear "
                 "layer at its end, so two heads cannot be added; choose another network"

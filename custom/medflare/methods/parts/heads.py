@@ -1,0 +1,19 @@
+"""The head of a task's network, as far as methods replace or add to it."""
+
+from torch import Tensor, no_grad
+
+from medflare.networks.catalogue import meta_network
+from medflare.networks.features import FeatureNetwork, example
+from medflare.tasks.config import TaskConfig
+
+
+def meta_head(task: TaskConfig) -> tuple[FeatureNetwork, Tensor, bool]:
+    """The task's network on the meta device, features of two images, (2, D, ...), and whether the
+    head gives the logits: nothing, as a resizing, comes after it.
+    """
+    network = meta_network(task).eval()
+    with no_grad():
+        images = example(task.image_channels, task.size, "meta")
+        features, logits = network.features_and_output(images)
+        is_last = network.head(features).shape == logits.shape
+    return network, features, is_last
