@@ -182,18 +182,6 @@ def test_wherever_a_configuration_names_it(config: dict[str, Any]) -> None:
 # -- a party -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def party(tmp_path: Path) -> Path:
-    """The kit of a site with a job's folder in it."""
-    root = tmp_path / "site-1"
-    (root / "startup").mkdir(parents=True)
-    (root / "local").mkdir()
-    (root / "local" / "resources.json").write_text(json.dumps(template("site", "resources.json")))
-    build_job("fedavg", "phantom", byoc=False, out=tmp_path / "job")
-    shutil.copytree(tmp_path / "job" / "app", root / "4711" / "app_site-1")
-    return root
-
-
 def reason_for(party: Path, *paths: Any) -> str:
     """Why the party refuses the job if it names these components as well."""
     app = party / "4711" / "app_site-1"

@@ -1,7 +1,6 @@
 """Extensions of other distributions under FLARE: each party's `packages` decide, before a task is read."""
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from flare.server import Server
 from foreign.install import LAB, METHOD, install, installed_extensions
 from helpers import small_tasks
-from medflare.cli.startup_kit import template
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.local import LOCAL_FILE
@@ -24,7 +22,6 @@ from medflare.flare.aggregators import MethodAggregator, WeightedAggregator
 from medflare.flare.components import JobComponents
 from medflare.flare.controller import MedflareController
 from medflare.flare.executors import FedAvgExecutor
-from medflare.flare.jobs.building import build_job
 from medflare.flare.messages import error_of, to_shareable
 from medflare.flare.participants import ParticipantSpec
 from medflare.methods import catalogue
@@ -114,18 +111,6 @@ def test_flares_own_workflows_use_what_the_server_trusts(server: Server) -> None
     assert not {LAB, METHOD} & sys.modules.keys()
     trust(server.local_file)
     assert aggregated(WeightedAggregator({"rule": "lab_largest"})) == [3.0, 3.0]
-
-
-@pytest.fixture
-def party(tmp_path: Path) -> Path:
-    """A site's folder with a job."""
-    root = tmp_path / "site-1"
-    (root / "startup").mkdir(parents=True)
-    (root / "local").mkdir()
-    (root / "local" / "resources.json").write_text(json.dumps(template("site", "resources.json")))
-    build_job("fedavg", "phantom", byoc=False, out=tmp_path / "job")
-    shutil.copytree(tmp_path / "job" / "app", root / "4711" / "app_site-1")
-    return root
 
 
 @pytest.mark.parametrize(
