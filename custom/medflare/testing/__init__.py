@@ -203,11 +203,11 @@ class _Kit:
             **self.hyper,
         )
         recipe.simulate([*SITES, *self.outside], folder)
-        found = find_results(folder)
-        _completed(load_results(found))
+        results_file = find_results(folder)
+        _completed(load_results(results_file))
         for path, tensors in self.weights("loop").items():
             if path.parts[0] == "models":
-                _compare(str(path), tensors, load_file(found.parent / path))
+                _compare(str(path), tensors, load_file(results_file.parent / path))
 
     def weights(self, name: str) -> Weights:
         """Every delivered model of a run."""
@@ -218,17 +218,17 @@ class _Kit:
     def _compare(self, name: str) -> None:
         """Raises Failed if a run's models differ from those of the plain loop."""
         expected = self.weights("loop")
-        found = self.weights(name)
-        if expected.keys() != found.keys():
-            (path, *_) = sorted(expected.keys() ^ found.keys())
+        actual = self.weights(name)
+        if expected.keys() != actual.keys():
+            (path, *_) = sorted(expected.keys() ^ actual.keys())
             raise Failed(f"one of the two runs has no {path}")
         for path, tensors in expected.items():
-            _compare(str(path), tensors, found[path])
+            _compare(str(path), tensors, actual[path])
 
 
-def _compare(path: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def _compare(path: str, expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
     for name, tensor in expected.items():
-        if name not in found or not tensor.equal(found[name]):
+        if name not in actual or not tensor.equal(actual[name]):
             raise Failed(
                 f"{name} of {path} differs from the plain loop's: what lasts from step to step "
                 "belongs into `memory`, random numbers need keys"
