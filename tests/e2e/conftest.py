@@ -9,7 +9,7 @@ import pytest
 from e2e.provisioned import HOUR, SERVER, ProvisionedFederation
 from e2e.simulation import Simulate, importing, simulations
 from foreign.install import METHOD, install
-from helpers.small_tasks import tiny_phantom
+from helpers.small_tasks import tiny_grades
 from medflare.methods import catalogue
 
 
@@ -64,5 +64,5 @@ def federation(
 
 @pytest.fixture(scope="session")
 def tiny_task() -> dict[str, Any]:
-    """The embedded phantom with small images and a small network: seconds, not minutes."""
-    return tiny_phantom(name="phantom_tiny", batch_size=4)
+    """Small images and a small network of ours: seconds, not minutes."""
+    return tiny_grades(name="phantom_tiny")

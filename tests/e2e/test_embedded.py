@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 
 from e2e.provisioned import SCRIPTS, SERVER, ProvisionedFederation
 from e2e.simulation import MACHINE, ROOT, Simulate, environment
+from helpers.small_tasks import tiny_phantom
 from medflare.evaluation.results import load_results
 from medflare.federation.local.loop import run_local
 from medflare.flare.jobs.building import build_job
@@ -57,6 +58,12 @@ def bare_site() -> dict[str, str]:
         "MISSING_FOLDER": str(ROOT / "custom"),
         "PYTHONPATH": str(MACHINE),
     }
+
+
+@pytest.fixture(scope="module")
+def tiny_task() -> dict[str, Any]:
+    """With a network, loss and metrics of MONAI, which is there; scikit-learn, for those of classes, is not."""
+    return tiny_phantom(name="phantom_tiny", batch_size=16)
 
 
 @pytest.fixture(scope="module")

@@ -86,11 +86,11 @@ def test_each_fault_is_named_and_the_others_go_on(
     )
     assert "late" not in trained[1] and "late" in trained[len(FAULTS) - 1], "it takes part again"
     assert all(
-        results["sites"][site]["metrics"]["global"]["dice"] is not None
+        results["sites"][site]["metrics"]["global"][tiny_task["metric"]] is not None
         for site in SITES
         if site != "dead"
     )
-    assert results["sites"]["dead"]["metrics"]["global"]["dice"] is None
+    assert results["sites"]["dead"]["metrics"]["global"][tiny_task["metric"]] is None
     for model in simulation.folder.rglob("model.safetensors"):
         assert all(tensor.isfinite().all() for tensor in load_file(model).values()), model
 

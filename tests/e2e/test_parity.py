@@ -13,12 +13,12 @@ from helpers.volume_sites import PATCHES, make_sites
 from medflare import run_local
 from medflare.evaluation.results import load_results
 from medflare.flare.jobs.building import build_job
-from medflare.tasks.config import load_task
 
 pytestmark = END_TO_END
 
 SITES = ("site-1", "site-2", "site-3")
 SMALL_CNN = {"name": "small_cnn", "channels": [4, 8], "batch_norm": True}
+GRADES = "grades"
 VOLUMES = "volumes"  # patches are drawn at the sites, whole volumes are scored
 
 
@@ -38,25 +38,19 @@ class Case(NamedTuple):
 
     def settings(self, tiny_task: dict[str, Any]) -> dict[str, Any]:
         """What `build_job` and `run_local` take."""
-        tasks = {"phantom": tiny_task, VOLUMES: PATCHES}
-        task = tasks.get(self.task) or {
-            **load_task(self.task).to_dict(),
-            "network": SMALL_CNN,
-            "batch_size": 32,
-        }
+        task = PATCHES if self.task == VOLUMES else {**tiny_task, "network": SMALL_CNN}
         outside = self.sites[self.inside :]
         return {"task": task, "rounds": self.rounds, "seed": 5, "outside": outside}
 
 
 CASES = {  # fedavg: see the method of another distribution below
     "fedsm": Case(VOLUMES, 3, 0),
-    "prr": Case("phantom_grades", 2, 1),
+    "prr": Case(GRADES, 2, 1),
     "grace": Case(VOLUMES, 2, 0),
     "iop_fl": Case(VOLUMES, 2, 1, hyper={"route_epochs": 1, "radius": 1}),
-    "feddag": Case("phantom_grades", 2, 0),
+    "feddag": Case(GRADES, 2, 0),
     # The state of a site counts only once the server has the reply.
-    "scaffold": Case("phantom", 2, 0, threads=1),
-    "ditto": Case("phantom", 2, 0),
+    "scaffold": Case(GRADES, 2, 0, threads=1),
 }
 
 
