@@ -14,7 +14,7 @@ from medflare.adaptation.dsbn import (
     batch_norm_layers,
     estimate_statistics,
 )
-from medflare.adaptation.tent import Tent, prediction_entropy
+from medflare.adaptation.tent import Tent, TentSettings, prediction_entropy
 from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.core.states import copy_state
 
@@ -101,11 +101,11 @@ def test_no_images_and_networks_without_batch_norm_or_its_scale_are_refused() ->
     with pytest.raises(DataError, match="DSBN"):
         estimate_statistics(model(), [])
     instance = nn.Sequential(nn.Conv2d(2, 2, 1), nn.InstanceNorm2d(2, affine=True))
-    for adapt in (TargetStatistics, partial(Tent, target="binary")):
+    for adapt in (TargetStatistics, partial(Tent, target="binary", settings=TentSettings())):
         with pytest.raises(ConfigError, match="BatchNorm"):
             adapt(instance)
     with pytest.raises(ConfigError, match="Tent"):
-        Tent(nn.Sequential(nn.BatchNorm2d(2, affine=False)), "binary")
+        Tent(nn.Sequential(nn.BatchNorm2d(2, affine=False)), "binary", TentSettings())
 
 
 def classifier() -> nn.Sequential:
@@ -149,7 +149,7 @@ def test_entropy_gradient_is_finite_where_predictions_are_certain() -> None:
 def test_only_scale_and_shift_change() -> None:
     source = classifier().eval()
     before = copy_state(source.state_dict())
-    tent = Tent(source, "multiclass")
+    tent = Tent(source, "multiclass", TentSettings())
     start = copy_state(tent.model.state_dict())
     tent(images(4))
     changed = {
@@ -162,8 +162,8 @@ def test_only_scale_and_shift_change() -> None:
 
 
 def test_online_predicts_before_its_step_and_accumulates() -> None:
-    tent = Tent(classifier(), "multiclass", rate=0.05)
-    unadapted = Tent(classifier(), "multiclass", rate=0.0)
+    tent = Tent(classifier(), "multiclass", TentSettings(rate=0.05))
+    unadapted = Tent(classifier(), "multiclass", TentSettings(rate=0.0))
     first = tent(images(6))
     torch.testing.assert_close(first, unadapted(images(6)))
     for _ in range(10):
@@ -176,29 +176,30 @@ def test_online_predicts_before_its_step_and_accumulates() -> None:
 def test_many_images_are_cut_into_batches() -> None:
     shown = images(7)
     together, separate = (
-        Tent(classifier(), "multiclass", rate=0.05, batch_size=3),
-        Tent(classifier(), "multiclass", rate=0.05),
+        Tent(classifier(), "multiclass", TentSettings(rate=0.05), batch_size=3),
+        Tent(classifier(), "multiclass", TentSettings(rate=0.05)),
     )
     expected = torch.cat([separate(batch) for batch in shown.split([3, 2, 2])])
     assert torch.equal(together(shown), expected)
     assert not torch.allclose(
-        expected[3:], Tent(classifier(), "multiclass", rate=0.0, batch_size=3)(shown)[3:]
+        expected[3:],
+        Tent(classifier(), "multiclass", TentSettings(rate=0.0), batch_size=3)(shown)[3:],
     )
 
 
 def test_episodic_predicts_after_its_steps_and_resets() -> None:
-    tent = Tent(classifier(), "multiclass", rate=0.05, steps=3, episodic=True)
+    tent = Tent(classifier(), "multiclass", TentSettings(rate=0.05, steps=3, episodic=True))
     first, _, again = tent(images(6)), tent(images(6, seed=1)), tent(images(6))
     assert torch.equal(first, again)
-    before = Tent(classifier(), "multiclass")(images(6))
+    before = Tent(classifier(), "multiclass", TentSettings())(images(6))
     assert prediction_entropy(first, "multiclass") < prediction_entropy(before, "multiclass")
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_tent_works_without_gradients(context: Any) -> None:
-    expected = Tent(classifier(), "multiclass")
+    expected = Tent(classifier(), "multiclass", TentSettings())
     expected(images(4))
-    tent = Tent(classifier(), "multiclass")
+    tent = Tent(classifier(), "multiclass", TentSettings())
     with context():
         tent(images(4))
         actual = tent(images(4))
@@ -207,7 +208,9 @@ def test_tent_works_without_gradients(context: Any) -> None:
 
 
 def test_tent_on_one_image() -> None:
-    assert torch.isfinite(Tent(classifier(), "multiclass")(images(1))).all()
+    assert torch.isfinite(Tent(classifier(), "multiclass", TentSettings())(images(1))).all()
     # One value per channel: no variance.
     flat = nn.Sequential(nn.Conv2d(2, 3, 8), nn.BatchNorm2d(3), nn.Sigmoid()).eval()
-    torch.testing.assert_close(Tent(flat, "multilabel", rate=0.0)(images(1)), flat(images(1)))
+    torch.testing.assert_close(
+        Tent(flat, "multilabel", TentSettings(rate=0.0))(images(1)), flat(images(1))
+    )

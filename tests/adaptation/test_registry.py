@@ -9,7 +9,7 @@ import torch
 
 from medflare.adaptation.dsbn import TargetStatistics
 from medflare.adaptation.registry import adapted_at, adapted_model, with_adaptation, with_tent
-from medflare.adaptation.tent import Tent
+from medflare.adaptation.tent import Tent, TentSettings
 from medflare.core.message import Message
 from medflare.inference.deployed import load_model, plain_message, save_model
 from medflare.methods.catalogue import build_deployed
@@ -44,12 +44,9 @@ def test_stored_built_and_used(task: TaskConfig, tta: str, kind: type, tmp_path:
     if isinstance(module, TargetStatistics):
         module.adapt([images])
     if isinstance(module, Tent):
-        assert (module.rate, module.steps, module.episodic, module.batch_size) == (
-            0.02,
-            2,
-            True,
-            task.batch_size,
-        )
+        size = task.batch_size
+        assert module.settings == TentSettings(size, rate=0.02, steps=2, episodic=True)
+        assert module.batch_size == size
     actual, unadapted = module(images), build_deployed(task, plain)(images)
     assert actual.shape == unadapted.shape and not torch.allclose(actual, unadapted, atol=1e-3)
     assert ((actual >= 0) & (actual <= 1)).all()

@@ -5,14 +5,17 @@ import re
 import shlex
 import subprocess
 import sys
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from typer.main import get_command
 
 import medflare
 from cli.parsing import command_names, parsed
 from helpers.fixture_types import Refused
 from medflare.cli import main
+from medflare.cli.command import app
 from medflare.federation.settings import RunSettings
 
 
@@ -147,7 +150,9 @@ def test_a_group_without_arguments_prints_its_help(
     assert re.search(rf"^  {command} ", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_options_of_inherited_settings_have_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run", "--help"])
-    assert re.search(r"--min-sites <int> +\w", capsys.readouterr().out)
+@pytest.mark.parametrize("command", command_names())
+def test_every_argument_and_option_has_a_help_text(command: str) -> None:
+    actual: Any = get_command(app)
+    for word in command.split():
+        actual = actual.commands[word]
+    assert [item.name for item in actual.params if not item.help] == []

@@ -14,7 +14,7 @@ from helpers.fixture_types import Edit, SiteOf, TaskOf
 from helpers.volume_sites import cube_task, write
 from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS
-from medflare.data.decoding import Decoded, EmbeddedSource, Source, decode
+from medflare.data.decoding import Decoded, EmbeddedSource, Source, decoded_rows
 from medflare.data.loading import load_site_data
 from medflare.data.local import CacheSettings
 from medflare.tasks.config import TaskConfig, load_task
@@ -43,9 +43,8 @@ def _mask(source: Source, number: int = 0) -> np.ndarray:
     return source.mask(entry, source.image(entry))
 
 
-def _decoded(folder: Path, task: TaskConfig) -> Decoded:
-    source = Source(folder, task)
-    return decode(task, source, source.entries())
+def _decoded(source: Source, task: TaskConfig, count: int | None = None) -> Decoded:
+    return Decoded(list(decoded_rows(task, source, source.entries()[:count], {})), {})
 
 
 def _tensors(decoded: Decoded, task: TaskConfig) -> tuple[Tensor, Tensor]:
@@ -54,7 +53,7 @@ def _tensors(decoded: Decoded, task: TaskConfig) -> tuple[Tensor, Tensor]:
 
 
 def test_pictures_and_the_shapes_of_targets(make_site: SiteOf, make_task: TaskOf) -> None:
-    decoded = _decoded(make_site(), make_task())
+    decoded = _decoded(Source(make_site(), make_task()), make_task())
     images, targets = _tensors(decoded, make_task())
     assert images.shape == (10, 1, 16, 16) and images.dtype == torch.float32
     assert targets.shape == (10, 16, 16) and targets.dtype == torch.int64
@@ -63,12 +62,12 @@ def test_pictures_and_the_shapes_of_targets(make_site: SiteOf, make_task: TaskOf
     # Picture and mask belong together.
     torch.testing.assert_close((images[:, 0] > 0.55).long(), targets)
     several = make_task(target="multilabel", labels=["a", "b"], label_values={"a": [1], "b": [1]})
-    targets = _tensors(_decoded(make_site(name="several"), several), several)[1]
+    targets = _tensors(_decoded(Source(make_site(name="several"), several), several), several)[1]
     assert targets.shape == (10, 2, 16, 16) and targets.dtype == torch.float32
     shades = make_task("classification")
-    assert _tensors(_decoded(make_site(kind="classification", name="B"), shades), shades)[
-        1
-    ].tolist() == [n % 3 for n in range(10)]
+    source = Source(make_site(kind="classification", name="B"), shades)
+    targets = _tensors(_decoded(source, shades), shades)[1]
+    assert targets.tolist() == [n % 3 for n in range(10)]
 
 
 @pytest.mark.parametrize(("keep", "training"), [("all", [0, 1, 2, 3, 4]), ("foreground", [1, 3])])
@@ -77,7 +76,7 @@ def test_volumes_become_slices(
 ) -> None:
     raw = {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 1, "b_min": 0, "b_max": 1}
     task = make_task(slices={"axis": 2, "keep": keep}, intensity=raw)
-    rows = _decoded(_volumes(tmp_path / "V"), task).rows
+    rows = _decoded(Source(_volumes(tmp_path / "V"), task), task).rows
     kept = [
         (volume, number)
         for volume in range(3)
@@ -130,13 +129,13 @@ def test_masks_of_another_size(make_site: SiteOf, make_task: TaskOf, edit: Edit)
     (folder / "images/3_mask.png").write_bytes((other / "images/3_mask.png").read_bytes())
     edit(folder, lambda content: content["training"][0].update(label="images/0_mask.png"))
     with pytest.raises(DataError, match=r"3_mask\.png"):
-        _decoded(folder, make_task())
+        _decoded(Source(folder, make_task()), make_task())
 
 
 def test_the_embedded_federation(make_task: TaskOf) -> None:
     task = make_task(embedded="phantom", label_values={"square": [1, 2]}, channels=1, size=[32, 32])
     source = EmbeddedSource("site-1", task)
-    images, targets = _tensors(decode(task, source, source.entries()[:3]), task)
+    images, targets = _tensors(_decoded(source, task, 3), task)
     assert images.shape == (3, 1, 32, 32) and 0.2 < images.max() <= 1 and targets.any()
     source = EmbeddedSource("site-1", load_task("phantom"))
     entries = source.entries()
@@ -248,12 +247,12 @@ def test_the_cell_of_a_sheared_volume_follows_its_tensors(tmp_path: Path) -> Non
     (tmp_path / "datalist.json").write_text(json.dumps(listed))
     for mode, step in (("patch", (1, 1, 1)), ("resize", (12 / 8, 14 / 8, 10 / 8))):
         task = cube_task(channels=1, image_mode=mode)
-        (row,) = _decoded(tmp_path, task).rows
+        (row,) = _decoded(Source(tmp_path, task), task).rows
         steps = affine[:3, :3] @ np.diag([-1, 1, 1]) * step  # along the task's axes, RAS
         sides = np.linalg.norm(steps, axis=0)
         assert row.spacing is not None and row.spacing[:3] == pytest.approx(tuple(sides))
         for cosine, (a, b) in zip(row.spacing[3:], ((0, 1), (0, 2), (1, 2)), strict=True):
             assert cosine == pytest.approx(steps[:, a] @ steps[:, b] / sides[a] / sides[b])
     spaced = cube_task(channels=1, image_mode="patch", spacing=[1.0, 1.0, 1.0])
-    (row,) = _decoded(tmp_path, spaced).rows
+    (row,) = _decoded(Source(tmp_path, spaced), spaced).rows
     assert row.spacing == pytest.approx((1, 1, 1)), "resampled: not sheared"

@@ -59,7 +59,9 @@ def test_masks(
     settings: dict[str, Any], masks: np.ndarray, expected: Any, make_task: TaskOf
 ) -> None:
     with refused(expected):
-        np.testing.assert_array_equal(encode_mask(masks, make_task(**settings), "m.png"), expected)
+        np.testing.assert_array_equal(
+            encode_mask(masks, make_task(**settings), ["m.png"]), expected
+        )
 
 
 SUBSET = {"label_values": {"dark": [5], "medium": [2, 3], "bright": [4]}}

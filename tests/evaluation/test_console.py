@@ -157,17 +157,18 @@ def test_a_metric_and_a_models_name_are_not_markup(record: RunRecord) -> None:
     assert "[/x]" in text and "[link=file:///]m[/link]" in text
 
 
-def test_show_results_returns_whether_the_run_completed(tmp_path: Path, record: RunRecord) -> None:
-    stream = io.StringIO()
+def test_show_results_returns_whether_the_run_completed(
+    tmp_path: Path, record: RunRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_results(tmp_path / "good" / "medflare", record)
-    assert show_results(tmp_path / "good", stream) is True
-    assert stream.getvalue().endswith(
+    assert show_results(tmp_path / "good") is True
+    assert capsys.readouterr().out.endswith(
         f"report: {(tmp_path / 'good' / 'medflare' / 'report.html').resolve()}\n"
     )
     write_results(tmp_path / "bad" / "medflare", dataclasses.replace(record, reason="no data"))
-    assert show_results(tmp_path / "bad", stream) is False
+    assert show_results(tmp_path / "bad") is False
     with pytest.raises(StateError):
-        show_results(tmp_path / "none", stream)
+        show_results(tmp_path / "none")
 
 
 def test_several_structures_have_a_table(record: RunRecord, task: TaskConfig) -> None:

@@ -9,6 +9,7 @@ import torch
 
 import medflare
 from helpers.small_tasks import tiny_phantom
+from medflare.core.message import Message
 from medflare.core.rng import torch_generator
 from medflare.federation.exchange import Reply
 from medflare.federation.local import loop
@@ -62,17 +63,18 @@ def test_a_sample_keeps_lengths_and_no_single_site_knows_it() -> None:
         "b": torch.ones(3),
         "n": torch.tensor(2),
     }
+    replies = {"A": Message({"model": state})}
+    requests = {"A": Message({"model": sent})}
     first, again, other = (
-        DriftMemory(0).sketch("train", "model", {"A": state}, {"A": sent}, salt)["A"]
-        for salt in "112"
+        DriftMemory(0).sketch("train", "model", replies, requests, salt)["A"] for salt in "112"
     )
     assert len(first) == 512 + 3 and torch.equal(first, again) and not torch.equal(first, other)
     assert math.isclose(float(first.norm()), math.sqrt(100_000), rel_tol=0.1)
     memory = DriftMemory(0)
-    kept = memory.sketch("train", "model", {"A": state}, {"A": sent}, "1")
-    assert torch.equal(
-        kept["A"], memory.sketch("train", "model", {"A": state}, {"A": sent}, "2")["A"]
-    ), "that of the first round"
+    kept = memory.sketch("train", "model", replies, requests, "1")
+    assert torch.equal(kept["A"], memory.sketch("train", "model", replies, requests, "2")["A"]), (
+        "that of the first round"
+    )
 
 
 class Drifting(LocalExchange):

@@ -54,7 +54,7 @@ def enrolment(
     plan = get_method("fedavg").plan(squares.SEGMENTATION, squares.SITES, {})
     context = ServerContext(plan, squares.SEED, 3, squares.OUTSIDE)
     return Enrolment(
-        context, Transport(sites, Outcome()), {"method": "fedavg"}, returning, finished
+        context, Transport(sites, Outcome()), {"method": "fedavg"}, returning or {}, finished
     )
 
 

@@ -67,7 +67,7 @@ class TestEarlyStopping:
     def test_a_resumed_run_stops_in_the_same_round(self, tmp_path: Path) -> None:
         whole = run(folder=tmp_path / "whole", patience=2)
         folder = tmp_path / "pieced"
-        pieced, _ = in_pieces(
+        pieced = in_pieces(
             lambda say: run(folder=folder, patience=2, say=say),
             lambda say: resume_local(folder, say=say),
         )

@@ -165,7 +165,11 @@ def test_an_item_of_another_type_is_named(declared: Any, meta: dict[str, Any]) -
 
 def participant(store: MemoryStore | None = None) -> Participant:
     return Participant(
-        "A", lambda role: squares.site("A", TASK), get_method("fedavg"), {}, store=store
+        "A",
+        lambda role: squares.site("A", TASK),
+        get_method("fedavg"),
+        {},
+        store=store or MemoryStore(),
     )
 
 

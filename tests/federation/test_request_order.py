@@ -24,7 +24,9 @@ HONEST = [("train", 0), ("train", 1), ("train", 2), ("validate", 3), (FINALIZE, 
 
 def participant(store: MemoryStore | None = None, **settings: Any) -> Participant:
     site = squares.site("A")
-    asked = Participant("A", lambda role: site, get_method("fedavg"), {}, store=store, **settings)
+    asked = Participant(
+        "A", lambda role: site, get_method("fedavg"), {}, store=store or MemoryStore(), **settings
+    )
     if store is None:
         enrol(asked)
     return asked

@@ -113,4 +113,4 @@ def test_the_sites_own_settings_reach_its_participant(tmp_path: Path) -> None:
         "clinic", "fedavg", "", 0, str(place.task_file), str(local), str(tmp_path / "job")
     )
     participant = spec.participant(lambda: False)
-    assert (participant.minimum_patients, participant.chosen) == (5, "personal")
+    assert (participant.local.minimum_patients, participant.local.keep) == (5, "personal")

@@ -21,9 +21,8 @@ from methods.squares import equal, one_by_one
 @pytest.mark.parametrize("name", ["fedavg", "feddag", "fedsm", "grace", "iop_fl", "prr"])
 def test_a_package_offers_its_public_names(name: str) -> None:
     package = importlib.import_module(f"medflare.methods.{name}")
-    assert package._PUBLIC and all(
-        callable(getattr(package, word)) or word.isupper() for word in package._PUBLIC
-    )
+    assert {*package.__all__} >= {*dir(package)} != set()
+    assert all(callable(getattr(package, word)) or word.isupper() for word in package.__all__)
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,12 @@ import torch
 
 from medflare.core import extensions
 from medflare.core.errors import ConfigError
+from medflare.core.extensions import VARIABLE
 from medflare.data.local import local_settings
 from medflare.data.trial import try_task
 from medflare.networks import own
 from medflare.networks.catalogue import build_network
-from medflare.networks.own import VARIABLE, own_module
+from medflare.networks.own import own_module
 from medflare.tasks.config import load_task
 
 CODE = """

@@ -119,7 +119,7 @@ def test_a_round_is_the_steps_of_all_sites(tmp_path: Path) -> None:
     expected = 1.0 / 2 * (site.images * 3 + site.images / 4 / 3)
     assert round_seconds(task, [site], 1.0) == pytest.approx(expected)
     with pytest.raises(ConfigError, match="smaller size"):
-        Stopwatch(torch.device("cpu"), memory=1e-6).measured(task, [site])
+        Stopwatch([site], torch.device("cpu"), memory=1e-6, limit=60.0).measured(task)
 
 
 def test_the_proposal_says_how_long_a_round_takes(tmp_path: Path) -> None:

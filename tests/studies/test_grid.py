@@ -503,7 +503,7 @@ def test_a_study_is_read_as_it_was_written(runs: list[Run], tmp_path: Path) -> N
         for run in runs
     ]
     groups = {label: kept(tmp_path, label, with_scores) for label in ("fedsm:lam=0.3", "fedavg")}
-    write_rows(tmp_path, groups)
+    write_rows(tmp_path, groups, {})
     study = read_study(tmp_path)
     assert study == groups and list(study) == list(groups), "in the order of the rows"
     assert study_report(StudyTables(study)) == study_report(StudyTables(groups))
@@ -545,9 +545,9 @@ def test_the_order_of_rows_is_extended(runs: list[Run], tmp_path: Path) -> None:
     for label in ("b", "a"):
         kept(tmp_path, label, runs[:1])
     assert list(read_study(tmp_path)) == ["a", "b"]
-    write_rows(tmp_path, ["b"])
+    write_rows(tmp_path, ["b"], {})
     assert list(read_study(tmp_path)) == ["b", "a"]
-    write_rows(tmp_path, ["c", "a"])
+    write_rows(tmp_path, ["c", "a"], {})
     assert entry(tmp_path, "study.json") == {"rows": ["c", "a", "b"]}
 
 

@@ -61,7 +61,8 @@ def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:
     results = single_site(
         Setting(task, ("site-1", "site-2"), rounds=2),
         0,
-        hyper=last | {"site": {"cpa": "local"}},
+        (),
+        last | {"site": {"cpa": "local"}},
         method="prr",
     )
     one = run_local(
@@ -69,7 +70,7 @@ def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:
     )
     assert results["method"] == "single-site"
     assert results["sites"]["site-2"]["metrics"] == one["sites"]["site-2"]["metrics"]
-    plain = single_site(Setting(task, ("site-2",), rounds=2), 0, hyper=last)
+    plain = single_site(Setting(task, ("site-2",), rounds=2), 0, (), last)
     assert plain["sites"]["site-2"]["metrics"] != one["sites"]["site-2"]["metrics"]
 
 
@@ -186,7 +187,7 @@ def test_a_site_that_fails_alone_does_not_stop_the_others(monkeypatch: pytest.Mo
         }
 
     monkeypatch.setattr(references, "recorded_run", run)
-    results = single_site(Setting(load_task("phantom"), ("A", "B", "C"), 1), 0, outside=("C",))
+    results = single_site(Setting(load_task("phantom"), ("A", "B", "C"), 1), 0, ("C",), {})
     assert (results["method"], results["status"], results["reason"]) == (
         "single-site",
         "FAILED",
@@ -276,7 +277,7 @@ def test_every_sites_model_is_tested_at_every_site() -> None:
     assert matrix["site-1"] != matrix["site-2"]
     shared = recorded_run("fedavg", setting, 0, setting.sites)[CROSS_SITE]
     assert shared["site-1"] == shared["site-2"], "one model"
-    alone = single_site(setting, 0)[CROSS_SITE]
+    alone = single_site(setting, 0, (), {})[CROSS_SITE]
     assert {owner: sorted(row) for owner, row in alone.items()} == {
         site: list(setting.sites) for site in setting.sites
     }

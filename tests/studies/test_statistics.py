@@ -456,7 +456,7 @@ def test_delong_is_the_variance_of_the_u_statistics() -> None:
     rng = np.random.default_rng(0)
     truth = np.array([1] * 13 + [0] * 22)
     scores = [np.round(truth * shift + rng.normal(size=35), 1) for shift in (0.8, 1.5)]  # with ties
-    comparison = delong(truth, *scores)
+    comparison = delong(truth, scores[0], scores[1], np.arange(35))
     areas = [roc_auc_score(truth, score) for score in scores]
     assert comparison.difference == pytest.approx(areas[1] - areas[0])
     of_cases, of_controls = np.zeros((2, 13)), np.zeros((2, 22))
@@ -484,7 +484,7 @@ def test_delong_of_patients_with_several_cases() -> None:
     common = rng.normal(size=(2, 120))[:, patients]
     scores = common + truth * [[0.8], [1.2]] + rng.normal(size=(2, 360))
     first, second = scores
-    one = delong(truth[::3], first[::3], second[::3])
+    one = delong(truth[::3], first[::3], second[::3], patients[::3])
     every = np.repeat(np.arange(120), 2) * 3
     twice = delong(truth[every], first[every], second[every], patients[every])
     assert twice.error == pytest.approx(one.error) and twice.n == 120
@@ -499,6 +499,7 @@ def test_delong_of_patients_with_several_cases() -> None:
 
 def test_delong_without_a_variance() -> None:
     scores = [0.1, 0.2, 0.3, 0.4]
-    assert delong(np.array([0, 0, 1, 1]), scores, scores) == Comparison(0.0, n=4)
-    one_with_the_class = np.array([0, 0, 0, 1])
-    assert delong(one_with_the_class, scores, scores) == Comparison(n=4)
+    patients = list("abcd")
+    assert delong([0, 0, 1, 1], scores, scores, patients) == Comparison(0.0, n=4)
+    one_with_the_class = [0, 0, 0, 1]
+    assert delong(one_with_the_class, scores, scores, patients) == Comparison(n=4)

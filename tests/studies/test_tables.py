@@ -165,7 +165,7 @@ def test_areas_under_roc_curves_are_compared_by_class(record: RunRecord) -> None
     lines = table["AUC by class, DeLong's test"].splitlines()
     assert lines[0] == "| method | class | A (inside) |"
     # Two of 16 pairs change sides in seed 0, none in seed 1.
-    p = delong([target == 0 for target in targets], first, second).p
+    p = delong([target == 0 for target in targets], first, second, list("abcdefgh")).p
     assert p is not None
     assert delong_text([Comparison(0.1, p=p) for p in (0.01, 0.02, 0.9)]) == "+0.100, p 0.040"
     assert delong_text([Comparison(0.1, p=p) for p in (0.6, 0.9)]) == "+0.100, p 1.000"

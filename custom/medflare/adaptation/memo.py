@@ -13,17 +13,16 @@ import copy
 from functools import partial
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.adaptation.online import Online
 from medflare.adaptation.tent import prediction_entropy
 from medflare.core.hyper import param
 from medflare.core.rng import torch_generator
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class MEMOSettings:
     """Arguments of `MEMO`."""
 
@@ -37,7 +36,7 @@ def flipped(images: Tensor, flips: Tensor) -> Tensor:
     """Images (B, C, ...) with those axes reversed that `flips`, bool (B, spatial axes), says; the
     same flips undo it.
     """
-    result: list[Tensor] = []
+    result = []
     for image, axes in zip(images, flips, strict=True):
         result.append(image.flip([axis + 1 for axis in axes.nonzero().flatten().tolist()]))
     return torch.stack(result)

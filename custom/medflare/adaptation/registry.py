@@ -5,10 +5,8 @@ own kind is its item "base"; the item of the kind's name has its arguments.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.adaptation.dsbn import TargetStatistics, TestTimeNorm, batch_norm_layers
@@ -21,7 +19,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.extensions import Extensions, check_callable
 from medflare.core.hyper import build_hyper, parsed_value
 from medflare.core.message import Message
-from medflare.core.settings import STRICT, no_such
+from medflare.core.settings import no_such, strict_dataclass
 from medflare.core.states import StateDict
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
@@ -51,7 +49,7 @@ class Estimating(Protocol):
         """Restore it."""
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class _NoSettings:
     """An adaptation without arguments."""
 
@@ -66,9 +64,8 @@ def _dsbn(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
 
 
 def _tent(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
-    arguments = asdict(_settings("tent", TentSettings, message))
-    size = arguments.pop("batch_size") or task.batch_size
-    return Tent(model, task.target, batch_size=size, **arguments)
+    settings = _settings("tent", TentSettings, message)
+    return Tent(model, task.target, settings, settings.batch_size or task.batch_size)
 
 
 def _sar(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
@@ -165,7 +162,7 @@ def with_tent(
     steps: int = 1,
     episodic: bool = False,
 ) -> Message:
-    """The final model with Tent around it; the settings are those of `Tent`."""
+    """The final model with Tent around it; the settings are `TentSettings`."""
     adapted = _around(message, "tent")
     adapted.meta["tent"] = {
         "rate": rate,

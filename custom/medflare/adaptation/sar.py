@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
@@ -26,10 +25,10 @@ from medflare.adaptation.online import Online
 from medflare.adaptation.tent import entropies
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class SARSettings:
     """Arguments of `SAR`."""
 

@@ -5,18 +5,19 @@ Every BatchNorm layer normalises by the current batch, and one Adam step per bat
 shifts of these layers lowers the entropy of the predictions. Nothing else of the model changes.
 """
 
+from functools import partial
+
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.adaptation.dsbn import with_batch_statistics
 from medflare.adaptation.online import Online
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class TentSettings:
     """Arguments of `Tent`."""
 
@@ -65,14 +66,7 @@ class Tent(Online):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        target: str,
-        *,
-        rate: float = 1e-3,
-        steps: int = 1,
-        episodic: bool = False,
-        batch_size: int | None = None,
+        self, model: nn.Module, target: str, settings: TentSettings, batch_size: int | None = None
     ):
         model, layers = with_batch_statistics(model)
         affine: list[nn.Parameter] = []
@@ -83,18 +77,16 @@ class Tent(Online):
                 "the BatchNorm layers of this network have no scale and shift, which Tent adapts; "
                 "use dsbn instead"
             )
-        super().__init__(model, affine, lambda weights: torch.optim.Adam(weights, rate), batch_size)
+        super().__init__(model, affine, partial(torch.optim.Adam, lr=settings.rate), batch_size)
         self.target = target
-        self.rate = rate
-        self.steps = steps
-        self.episodic = episodic
+        self.settings = settings
 
     def adapted(self, images: Tensor) -> Tensor:
-        if self.episodic:
+        if self.settings.episodic:
             self.reset()
-        for _ in range(self.steps):
+        for _ in range(self.settings.steps):
             probabilities = self.model(images)
             self.descend(prediction_entropy(probabilities, self.target))
-        if self.episodic:
+        if self.settings.episodic:
             probabilities = self.model(images)
         return probabilities

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,7 +22,7 @@ from medflare.adaptation.online import Online
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.hyper import param
 from medflare.core.message import Message
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import misfit
 from medflare.networks.catalogue import meta_network
 from medflare.networks.features import FeatureNetwork, Probabilities, example, pooled
@@ -32,7 +31,7 @@ from medflare.tasks.config import TaskConfig
 ROTATION: Final = "rotation"  # the entry of a message with θ_s
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class TTTSettings:
     """Arguments of `TestTimeTraining`."""
 

@@ -1,61 +1,31 @@
 """`medflare clean`: what runs hold, and what can be deleted without losing results or models."""
 
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from medflare.cli.options import add_command
-from medflare.cli.run import locked
+from medflare.cli.run import checkpoint_of, locked
 from medflare.core.errors import StateError
 
 
-@dataclass(frozen=True)
-class Part:
-    """Files or folders of a run that can be deleted."""
-
-    what: str
-    paths: tuple[Path, ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(map(size_of, self.paths))
-
-    def delete(self) -> None:
-        for path in self.paths:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Add the command."""
-    add_command(
-        app,
-        "clean",
-        clean,
-        "medflare clean runs                              "
-        "# says what would be freed, and deletes nothing",
-        "medflare clean runs/fedsm-phantom-seed0 --yes",
-    )
-
-
-def clean(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(help="Folders of runs, or folders that hold them", metavar="FOLDER..."),
-    ],
-    yes: Annotated[bool, typer.Option("--yes", help="Delete")] = False,
-) -> int:
+def clean(folders: Annotated[list[Path], typer.Argument()], yes: bool = False) -> int:
     """Say what runs hold and what can be freed: states, checkpoints, and copies of equal models.
     Deletes with --yes only.
 
     The models of a run (models/), results.json, the reports and the scores by patient always stay,
     and so does all that medflare resume needs for an interrupted run.
+
+    Args:
+        folders (FOLDER...): Folders of runs, or folders that hold them
+        yes: Delete
+
+    Examples:
+        medflare clean runs                              # says what would be freed, and deletes
+            nothing
+        medflare clean runs/fedsm-phantom-seed0 --yes
     """
     from medflare.evaluation.presentation import counted, format_bytes
 
@@ -64,13 +34,12 @@ def clean(
         with locked(run):
             status, parts = freeable(run)
             print(f"{run}: {status}, {format_bytes(size_of(run))}")
-            for part in parts:
-                size = part.bytes
+            for what, paths in parts.items():
+                size = sum(map(size_of, paths))
                 total += size
-                places = counted(len(part.paths), "place")
-                print(f"  {part.what}: {format_bytes(size)} in {places}")
+                print(f"  {what}: {format_bytes(size)} in {counted(len(paths), 'place')}")
                 if yes:
-                    part.delete()
+                    _delete(paths)
     if yes:
         print(f"{format_bytes(total)} freed")
     else:
@@ -99,26 +68,31 @@ def runs_in(folders: list[Path]) -> Iterator[Path]:
                 yield run
 
 
-def freeable(run: Path) -> tuple[str, list[Part]]:
-    """The status of a run, and what can be deleted."""
-    from medflare.core.store import StateStore
+def freeable(run: Path) -> tuple[str, dict[str, list[Path]]]:
+    """The status of a run, and what can be deleted: what it is -> files or folders."""
     from medflare.evaluation.results import COMPLETED, RESULTS_FILE, load_results
-    from medflare.federation.checkpoint import CHECKPOINT
     from medflare.federation.local.loop import STATE
     from medflare.federation.run import SITES
 
     file = run / RESULTS_FILE
     status = load_results(file)["status"] if file.is_file() else "without results"
-    checkpoint = StateStore(run).path(CHECKPOINT)
-    parts = [Part("copies of equal models", tuple(_copies(run)))]
+    checkpoint = checkpoint_of(run)
+    parts = {"copies of equal models": list(_copies(run))}
     if status == COMPLETED:
         if checkpoint.is_file():
-            parts.append(Part("checkpoint", (checkpoint,)))
-        states = sorted(run.glob(f"{SITES}/*/{STATE}"))
-        parts.append(Part("states of the sites", tuple(states)))
+            parts["checkpoint"] = [checkpoint]
+        parts["states of the sites"] = sorted(run.glob(f"{SITES}/*/{STATE}"))
     elif checkpoint.is_file():
         status += ", medflare resume can continue it"
-    return status, [part for part in parts if part.paths]
+    return status, {what: paths for what, paths in parts.items() if paths}
+
+
+def _delete(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def size_of(path: Path) -> int:
@@ -128,13 +102,9 @@ def size_of(path: Path) -> int:
 
 
 def _is_run(folder: Path) -> bool:
-    from medflare.core.store import StateStore
     from medflare.evaluation.results import RESULTS_FILE
-    from medflare.federation.checkpoint import CHECKPOINT
 
-    if not folder.is_dir():
-        return False
-    return (folder / RESULTS_FILE).is_file() or StateStore(folder).path(CHECKPOINT).is_file()
+    return (folder / RESULTS_FILE).is_file() or checkpoint_of(folder).is_file()
 
 
 def _copies(run: Path) -> Iterator[Path]:

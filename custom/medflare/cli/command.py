@@ -13,7 +13,7 @@ from typer.main import get_command
 
 import medflare
 from medflare.cli import clean, data, job, methods, models, provision, run, site, studies
-from medflare.cli.options import AUTO_HELP
+from medflare.cli.options import AUTO_HELP, add_commands
 from medflare.core.errors import MedflareError
 from medflare.core.packages import end_quickly
 from medflare.data.progress import print_lines
@@ -40,8 +40,19 @@ app = typer.Typer(
     "medflare site setup and doctor (each hospital), medflare job create and submit (lead)",
     **AUTO_HELP | {"add_completion": True},
 )
-for group in (data, run, job, methods, models, site, studies, clean, provision):
-    group.add_commands(app)
+add_commands(
+    app,
+    run=run.run,
+    resume=run.resume,
+    results=run.results,
+    methods=methods.methods,
+    predict=models.predict,
+    export=models.export,
+    clean=clean.clean,
+    provision=provision.provision,
+)
+for module in (data, job, site, studies):
+    module.add_groups(app)
 
 
 def _version(show: bool) -> None:
@@ -95,11 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _copy_problem(error: shutil.Error) -> str:
-    """The first file that could not be copied, and why; the error's first argument lists them."""
-    if error.args and isinstance(error.args[0], list) and error.args[0]:
-        first = error.args[0][0]
-        return f"{first[1]}: {first[2]}"
-    return f"{error}: "
+    """The first file that could not be copied, and why; `copytree` lists them."""
+    if isinstance(error.args[0], list):
+        _, target, reason = error.args[0][0]
+        return f"{target}: {reason}"
+    return str(error)
 
 
 def _invoke(arguments: list[str]) -> int:

@@ -1,5 +1,6 @@
 """`medflare data` and `medflare task`: datalists, checks before a site joins, and the task."""
 
+import dataclasses
 import json
 import shlex
 import sys
@@ -10,71 +11,38 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 
 from medflare.cli import options
-from medflare.cli.options import AUTO_HELP, add_command, names_in
+from medflare.cli.options import AUTO_HELP, add_commands, names_in
 from medflare.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from medflare.preparation.planning import TaskPlan
     from medflare.tasks.config import TaskConfig
 
 _TASK_FILE: Final = "task.json"
-_TASK: Final = (
-    f"preset name or a JSON file (default: {_TASK_FILE} in the folder or above it, "
-    "else what medflare task init proposes)"
-)
 Root = Annotated[
     Path,
     typer.Argument(
         metavar="DATA", help="Folder with datalist.json, or with one such folder per site"
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Of the random splits and sites")]
-Copy = Annotated[
-    bool, typer.Option("--copy", help="Copy the files instead of links, for another disk")
-]
-Force = Annotated[bool, typer.Option("--force", help="Replace files that exist")]
-Memory = Annotated[float, typer.Option(metavar="GIB", help="Of the smallest training device")]
 Modality = Literal["mr", "ct", "photo"]
 Kind = Literal["segmentation", "classification"]
-Layout = Literal["png", "csv", "dicom"]
 
 
-def add_commands(app: typer.Typer) -> None:
+def add_groups(app: typer.Typer) -> None:
     """Declare the commands, in the order in which a site needs them."""
     data = typer.Typer(
         help="Write a site's datalist, and check its images before it joins.",
         epilog="example: medflare data check DATA --task task.json --out check",
         **AUTO_HELP,
     )
-    add_command(
+    add_commands(
         data,
-        "init",
-        init,
-        "medflare data init pictures --patient '^(p\\d+)' --sites 3 --out DATA",
-        "medflare data init hospitals --site-folders --out DATA        "
-        "# hospitals/north, hospitals/south, ...",
-        "medflare data init ham --table ham/metadata.csv --image-column image_id --label-column dx "
-        "--patient-column lesion_id",
-    )
-    add_command(
-        data,
-        "phantom",
-        phantom,
-        "medflare data phantom photographs",
-        "medflare data phantom grades --kind classification --format csv",
-    )
-    add_command(data, "check", check, "medflare data check DATA --task brain_lgg --out check")
-    add_command(
-        data,
-        "fingerprint",
-        fingerprint,
-        "medflare data fingerprint DATA --task brain_lgg_3d --out sites.json",
-    )
-    add_command(
-        data, "prepare", prepare, "medflare data prepare fed_isic2019 --from DOWNLOADS --out DATA"
-    )
-    add_command(
-        data, "features", features, "medflare data features DATA --task task.json --out FEATURES"
+        init=init,
+        phantom=phantom,
+        check=check,
+        fingerprint=fingerprint,
+        prepare=prepare,
+        features=features,
     )
     app.add_typer(data, name="data")
     tasks = typer.Typer(
@@ -83,86 +51,64 @@ def add_commands(app: typer.Typer) -> None:
         epilog="example: medflare task init DATA --out task.json",
         **AUTO_HELP,
     )
-    add_command(
-        tasks,
-        "init",
-        init_task,
-        "medflare task init CT --modality ct --memory 24 --yes --out liver.json",
-    )
-    add_command(
-        tasks,
-        "plan",
-        plan,
-        "medflare task plan site-1.json site-2.json --modality ct --memory 24 --name liver "
-        "--out liver.json",
-    )
+    add_commands(tasks, init=init_task, plan=plan)
     app.add_typer(tasks, name="task")
 
 
 def init(
-    root: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the images, unpacked")],
-    kind: Annotated[Kind | None, typer.Option(help="(default: by the folder)")] = None,
-    table: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="CSV", help="CSV or TSV with a row per image (default: the one in the folder)"
-        ),
-    ] = None,
-    image_column: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="File of the image: path, name, or name without suffix"),
-    ] = "",
-    label_column: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES", help="Class; or several columns of 0 and 1, separated by commas"
-        ),
-    ] = "",
-    mask_column: Annotated[
-        str, typer.Option(metavar="NAMES", help="Mask file; or several columns, one per structure")
-    ] = "",
-    patient_column: Annotated[str, typer.Option(metavar="NAME", help="ID of the patient")] = "",
-    site_column: Annotated[
-        str, typer.Option(metavar="NAME", help="Name of the site; a folder each, below --out")
-    ] = "",
-    split_column: Annotated[str, typer.Option(metavar="NAME", help="train, val or test")] = "",
-    patient: Annotated[
-        str,
-        typer.Option(metavar="REGEX", help="Patient in the file name, its first group: '^(p\\d+)'"),
-    ] = "",
-    shares: Annotated[
-        str, typer.Option(metavar="T,V,T", help="Patients for training, validation and test")
-    ] = "70,10,20",
-    redraw: Annotated[
-        bool, typer.Option("--redraw", help="Draw the splits, also if the folder names them")
-    ] = False,
-    seed: Seed = 0,
-    sites: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of simulated sites that patients are distributed over, below --out"
-        ),
-    ] = None,
-    site_folders: Annotated[
-        bool, typer.Option("--site-folders", help="Each folder in FOLDER is a site of that name")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for datalists and hard links to the files (default: FOLDER itself)"
-        ),
-    ] = None,
-    copy: Copy = False,
-    skip: Annotated[
-        bool, typer.Option("--skip", help="Leave out images without mask or label")
-    ] = False,
-    force: Force = False,
+    root: Annotated[Path, typer.Argument()],
+    kind: Kind | None = None,
+    table: Path | None = None,
+    image_column: str = "",
+    label_column: str = "",
+    mask_column: str = "",
+    patient_column: str = "",
+    site_column: str = "",
+    split_column: str = "",
+    patient: str = "",
+    shares: str = "70,10,20",
+    redraw: bool = False,
+    seed: int = 0,
+    sites: int | None = None,
+    site_folders: bool = False,
+    out: Path | None = None,
+    copy: bool = False,
+    skip: bool = False,
+    force: bool = False,
 ) -> int:
     """Write datalist.json for a folder of images: class folders, images with masks, or a table.
 
     Recognises a folder per class, images with masks by name (a.png, a_mask.png; images/ and masks/;
     imagesTr/ and labelsTr/ with _0000 for channels) or a table with file and label; splits by
     patient. PNG, JPEG, BMP, TIFF, NIfTI and DICOM. No image is changed.
+
+    Args:
+        root (FOLDER): Folder of the images, unpacked
+        kind: (default: by the folder)
+        table (CSV): CSV or TSV with a row per image (default: the one in the folder)
+        image_column (NAME): File of the image: path, name, or name without suffix
+        label_column (NAMES): Class; or several columns of 0 and 1, separated by commas
+        mask_column (NAMES): Mask file; or several columns, one per structure
+        patient_column (NAME): ID of the patient
+        site_column (NAME): Name of the site; a folder each, below --out
+        split_column (NAME): train, val or test
+        patient (REGEX): Patient in the file name, its first group: '^(p\\d+)'
+        shares (T,V,T): Patients for training, validation and test
+        redraw: Draw the splits, also if the folder names them
+        seed: Of the random splits and sites
+        sites: Number of simulated sites that patients are distributed over, below --out
+        site_folders: Each folder in FOLDER is a site of that name
+        out: Folder for datalists and hard links to the files (default: FOLDER itself)
+        copy: Copy the files instead of links, for another disk
+        skip: Leave out images without mask or label
+        force: Replace files that exist
+
+    Examples:
+        medflare data init pictures --patient '^(p\\d+)' --sites 3 --out DATA
+        medflare data init hospitals --site-folders --out DATA        # hospitals/north,
+            hospitals/south, ...
+        medflare data init ham --table ham/metadata.csv --image-column image_id --label-column dx
+            --patient-column lesion_id
     """
     from medflare.preparation.dataset_import.datalists import (
         ImportOptions,
@@ -204,23 +150,21 @@ def init(
 
 
 def phantom(
-    out: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Folder to write; it must not exist")
-    ],
-    kind: Annotated[
-        Kind,
-        typer.Option(help="segmentation: images/ and masks/; classification: a folder per grade"),
-    ] = "segmentation",
-    layout: Annotated[
-        Layout,
-        typer.Option(
-            "--format",
-            help="PNG files; PNG files of three hospitals in a table; DICOM files (masks stay PNG)",
-        ),
-    ] = "png",
+    out: Annotated[Path, typer.Argument()],
+    kind: Kind = "segmentation",
+    layout: Annotated[Literal["png", "csv", "dicom"], typer.Option("--format")] = "png",
 ) -> int:
     """Write synthetic photographs of the optic disc, to try the other commands without images of
     your own.
+
+    Args:
+        out (FOLDER): Folder to write; it must not exist
+        kind: segmentation: images/ and masks/; classification: a folder per grade
+        layout: PNG files; PNG files of three hospitals in a table; DICOM files (masks stay PNG)
+
+    Examples:
+        medflare data phantom photographs
+        medflare data phantom grades --kind classification --format csv
     """
     from medflare.core.store import make_folder
     from medflare.data.phantom import write_photographs
@@ -229,37 +173,30 @@ def phantom(
         raise ConfigError(f"{out} exists; name another folder")
     make_folder(out, public=True)
     count = write_photographs(out, kind, layout)
-    named = {
-        "png": "file names begin with the patient",
-        "csv": "images.csv names patient and hospital",
-        "dicom": "PatientID is set",
-    }
-    print(
-        f"{count} synthetic images of 64 x 64 pixels in {out}; two eyes per patient, "
-        f"{named[layout]}"
-    )
-    arguments = {
-        "png": "--patient '^(synthetic-\\d+)' --sites 3",
-        "csv": "--site-column hospital",
-        "dicom": "--sites 3",
-    }
-    print(f"next: medflare data init {shlex.quote(str(out))} {arguments[layout]} --out DATA")
+    patients, arguments = {
+        "png": ("file names begin with the patient", "--patient '^(synthetic-\\d+)' --sites 3"),
+        "csv": ("images.csv names patient and hospital", "--site-column hospital"),
+        "dicom": ("PatientID is set", "--sites 3"),
+    }[layout]
+    print(f"{count} synthetic images of 64 x 64 pixels in {out}; two eyes per patient, {patients}")
+    print(f"next: medflare data init {shlex.quote(str(out))} {arguments} --out DATA")
     return 0
 
 
 def check(
-    root: Root,
-    task: Annotated[str | None, typer.Option(help=_TASK)] = None,
-    local: Annotated[
-        Path | None,
-        typer.Option(help="The site's local/medflare.json, for its bounds and data_folders"),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for thumbnails (default: none are written)")
-    ] = None,
+    root: Root, task: str | None = None, local: Path | None = None, out: Path | None = None
 ) -> int:
     """Read every image of a site or a folder of sites: problems, counts, sizes, classes, shift,
     thumbnails.
+
+    Args:
+        task: preset name or a JSON file (default: task.json in the folder or above it, else what
+            medflare task init proposes)
+        local: The site's local/medflare.json, for its bounds and data_folders
+        out: Folder for thumbnails (default: none are written)
+
+    Examples:
+        medflare data check DATA --task brain_lgg --out check
     """
     from medflare.data.local import local_settings, read_local
     from medflare.preparation.check import check_site
@@ -273,18 +210,19 @@ def check(
     return 0 if report.ok else 1
 
 
-def fingerprint(
-    root: Root,
-    task: Annotated[
-        str | None,
-        typer.Option(help=f"Its labels and channels count, size and network do not: {_TASK}"),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write (default: printed)")] = None,
-) -> int:
+def fingerprint(root: Root, task: str | None = None, out: Path | None = None) -> int:
     """Write sizes, spacings, intensities and classes of the training images as JSON, to plan a
     task.
 
     The file has the site's name and numbers over its training images: no image, file or patient.
+
+    Args:
+        task: Its labels and channels count, size and network do not: preset name or a JSON file
+            (default: task.json in the folder or above it, else what medflare task init proposes)
+        out: File to write (default: printed)
+
+    Examples:
+        medflare data fingerprint DATA --task brain_lgg_3d --out sites.json
     """
     from medflare.core.store import refuse_unwritable, write_json
     from medflare.preparation.fingerprint import fingerprints, to_json
@@ -303,47 +241,38 @@ def fingerprint(
 
 
 def prepare(
-    name: Annotated[str | None, typer.Argument(help="See --list")] = None,
-    listed: Annotated[
-        bool,
-        typer.Option(
-            "--list", help="Show what can be prepared: sites, sizes, licence, where to download"
-        ),
-    ] = False,
-    source: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="DOWNLOADS", help="Folder of the downloads, unpacked"),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DATA", help="Folder for the sites, with hard links to the files"),
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Fail if counts differ from the paper's")
-    ] = False,
-    redraw: Annotated[
-        bool,
-        typer.Option(
-            "--redraw",
-            help="Draw the splits by patient across sites, also if the download names them",
-        ),
-    ] = False,
-    split: Annotated[
-        Literal["paper"] | None,
-        typer.Option(
-            help="paper: split_of_the_paper.csv in DOWNLOADS (default: "
-            "as the download names the splits, or drawn)"
-        ),
-    ] = None,
-    seed: Seed = 0,
-    copy: Copy = False,
-    force: Force = False,
+    name: Annotated[str | None, typer.Argument()] = None,
+    listed: Annotated[bool, typer.Option("--list")] = False,
+    source: Annotated[Path | None, typer.Option("--from")] = None,
+    out: Path | None = None,
+    strict: bool = False,
+    redraw: bool = False,
+    split: Literal["paper"] | None = None,
+    seed: int = 0,
+    copy: bool = False,
+    force: bool = False,
 ) -> int:
     """Make the sites of a paper from its downloads.
 
     Makes a folder per site with its files and datalist.json, and compares the counts with the
     paper's. Warns of patients in two splits or at two sites; splits that are drawn keep each
     patient in one split at all sites. No image is changed.
+
+    Args:
+        name: See --list
+        listed: Show what can be prepared: sites, sizes, licence, where to download
+        source (DOWNLOADS): Folder of the downloads, unpacked
+        out (DATA): Folder for the sites, with hard links to the files
+        strict: Fail if counts differ from the paper's
+        redraw: Draw the splits by patient across sites, also if the download names them
+        split: paper: split_of_the_paper.csv in DOWNLOADS (default: as the download names the
+            splits, or drawn)
+        seed: Of the random splits and sites
+        copy: Copy the files instead of links, for another disk
+        force: Replace files that exist
+
+    Examples:
+        medflare data prepare fed_isic2019 --from DOWNLOADS --out DATA
     """
     from medflare.preparation.dataset_import.papers.catalogue import get_preparation, listing
     from medflare.preparation.dataset_import.papers.preparing import prepare
@@ -371,25 +300,21 @@ def prepare(
 
 
 def features(
-    root: Root,
-    task: Annotated[
-        str, typer.Option(help="Classification, with network.weights: preset name or a JSON file")
-    ],
-    out: Annotated[
-        Path, typer.Option(metavar="FEATURES", help="Folder for the sites and their task.json")
-    ],
-    weights: Annotated[
-        Path | None,
-        typer.Option(
-            help="File or its folder (default: MEDFLARE_WEIGHTS, or an installed package)"
-        ),
-    ] = None,
-    force: Force = False,
+    root: Root, task: str, out: Path, weights: Path | None = None, force: bool = False
 ) -> int:
     """Compute features of every image with a pretrained network, so that heads train in seconds.
 
     Makes sites whose images are the features, without augmentation, and a task that trains a head
     on them. Patients, labels and splits are unchanged.
+
+    Args:
+        task: Classification, with network.weights: preset name or a JSON file
+        out (FEATURES): Folder for the sites and their task.json
+        weights: File or its folder (default: MEDFLARE_WEIGHTS, or an installed package)
+        force: Replace files that exist
+
+    Examples:
+        medflare data features DATA --task task.json --out FEATURES
     """
     from medflare.preparation.dataset_import.features import write_features
     from medflare.tasks.config import load_task
@@ -426,29 +351,29 @@ def _task(name: str | None, root: Path) -> "TaskConfig":
 
 
 def plan(
-    fingerprints: Annotated[
-        list[Path],
-        typer.Argument(metavar="FINGERPRINT...", help="Files of medflare data fingerprint"),
-    ],
-    out: Annotated[Path, typer.Option(help="Task file to write")],
-    memory: Memory = 8.0,
-    modality: Annotated[
-        Modality,
-        typer.Option(help="ct: Hounsfield units; photo: colours; mr: numbers without a unit"),
-    ] = "mr",
-    voxels: Annotated[
-        bool,
-        typer.Option("--voxels", help="Ignore the files' spacings, if they are unknown or wrong"),
-    ] = False,
-    name: Annotated[
-        str | None,
-        typer.Option(help="Of the task (default: that of the fingerprints' task, and _planned)"),
-    ] = None,
+    fingerprints: Annotated[list[Path], typer.Argument()],
+    out: Path,
+    memory: float = 8.0,
+    modality: Modality = "mr",
+    voxels: bool = False,
+    name: str | None = None,
 ) -> int:
     """Propose a segmentation task from the fingerprints of its sites, by nnU-Net's rules.
 
     Writes a task with spacing, patch, network, batch and normalisation, and prints each setting
     with its reason.
+
+    Args:
+        fingerprints (FINGERPRINT...): Files of medflare data fingerprint
+        out: Task file to write
+        memory (GIB): Of the smallest training device
+        modality: ct: Hounsfield units; photo: colours; mr: numbers without a unit
+        voxels: Ignore the files' spacings, if they are unknown or wrong
+        name: Of the task (default: that of the fingerprints' task, and _planned)
+
+    Examples:
+        medflare task plan site-1.json site-2.json --modality ct --memory 24 --name liver --out
+            liver.json
     """
     from medflare.core.store import write_json
     from medflare.preparation.fingerprint import read_fingerprints
@@ -466,50 +391,44 @@ def plan(
 
 def init_task(
     root: Root,
-    out: Annotated[Path, typer.Option(help="Task file to write")],
-    name: Annotated[
-        str | None, typer.Option(help="Of the task (default: that of the data)")
-    ] = None,
-    labels: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="Classes or structures, without the background"),
-    ] = None,
-    channels: Annotated[int | None, typer.Option(help="Of an image: 1 grey, 3 colour")] = None,
-    dims: Annotated[
-        int | None,
-        typer.Option(
-            min=2, max=3, help="3: whole volumes; 2: pictures, and volumes cut into slices"
-        ),
-    ] = None,
-    size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIDES", help="Resize images to H,W or X,Y,Z (default: by the images)"
-        ),
-    ] = None,
-    network: Annotated[
-        str | None, typer.Option(metavar="NAME", help="medflare's or MONAI's, see docs/task.md")
-    ] = None,
-    pretrained: Annotated[
-        bool,
-        typer.Option(
-            "--pretrained", help="Require pretrained weights (default: if they are installed)"
-        ),
-    ] = False,
-    modality: Annotated[
-        Modality | None, typer.Option(help="See medflare task plan (default: by the intensities)")
-    ] = None,
-    memory: Memory = 8.0,
-    minutes: Annotated[float, typer.Option(help="Of a round on this device, at most")] = 2.0,
+    out: Path,
+    name: str | None = None,
+    labels: str | None = None,
+    channels: int | None = None,
+    dims: Annotated[int | None, typer.Option(min=2, max=3)] = None,
+    size: str | None = None,
+    network: str | None = None,
+    pretrained: bool = False,
+    modality: Modality | None = None,
+    memory: float = 8.0,
+    minutes: float = 2.0,
     device: options.Device = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing")] = False,
-    force: Force = False,
+    yes: bool = False,
+    force: bool = False,
 ) -> int:
     """Write a task for the images of a folder with datalist.json; on a terminal it asks for labels,
     size and network.
 
     Writes kind, labels, channels, size, network and the other settings, and prints each with its
     reason.
+
+    Args:
+        out: Task file to write
+        name: Of the task (default: that of the data)
+        labels (NAMES): Classes or structures, without the background
+        channels: Of an image: 1 grey, 3 colour
+        dims: 3: whole volumes; 2: pictures, and volumes cut into slices
+        size (SIDES): Resize images to H,W or X,Y,Z (default: by the images)
+        network (NAME): medflare's or MONAI's, see docs/task.md
+        pretrained: Require pretrained weights (default: if they are installed)
+        modality: See medflare task plan (default: by the intensities)
+        memory (GIB): Of the smallest training device
+        minutes: Of a round on this device, at most
+        yes: Ask nothing
+        force: Replace files that exist
+
+    Examples:
+        medflare task init CT --modality ct --memory 24 --yes --out liver.json
     """
     from medflare.core.store import refuse_unwritable, write_json
     from medflare.preparation.proposing import TIMED_ROUNDS, TaskHints, propose
@@ -518,25 +437,23 @@ def init_task(
         raise ConfigError(f"{out} exists; keep it, or replace it with --force")
     refuse_unwritable(out)
 
-    def proposed_with(texts: Mapping[str, str | None]) -> "TaskPlan":
-        hints = TaskHints(
-            **_parsed(texts),
-            channels=channels,
-            dims=dims,
-            modality=modality,
-            memory=memory,
-            minutes=minutes,
-            pretrained=pretrained,
-        )
-        with options.environment(device=device):
-            return propose(root, hints)
-
     texts = {"name": name, "labels": labels, "size": size, "network": network}
-    proposed = proposed_with(texts)
-    if sys.stdin.isatty() and not yes:
-        changed = _changes(proposed.settings, texts)
-        if changed:
-            proposed = proposed_with(texts | changed)
+    hints = TaskHints(
+        **_parsed(texts),
+        channels=channels,
+        dims=dims,
+        modality=modality,
+        memory=memory,
+        minutes=minutes,
+        pretrained=pretrained,
+    )
+    with options.environment(device=device):
+        proposed = propose(root, hints)
+        if sys.stdin.isatty() and not yes:
+            changed = _changes(proposed.settings, texts)
+            if changed:
+                hints = dataclasses.replace(hints, **_parsed(texts | changed))
+                proposed = propose(root, hints)
     write_json(out, proposed.settings, public=True)
     print(proposed.render())
     place = shlex.quote(str(root))

@@ -16,6 +16,7 @@ from medflare.cli.startup_kit import (
     Kit,
     certificate_end,
     check_root,
+    components,
     read_object,
     server_problem,
     template,
@@ -231,10 +232,9 @@ def _storage(kit: Kit) -> str:
     file = kit.local / "resources.json"
     try:
         resources = read_object(file)
-        manager = next(item for item in resources["components"] if item.get("id") == "job_manager")
-        jobs = manager["args"]["uri_root"]
+        jobs = components(resources)["job_manager"]["args"]["uri_root"]
         snapshots = resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"]
-    except (*MALFORMED, StopIteration) as error:
+    except MALFORMED as error:
         raise ConfigError(
             f"{file}: names no folders for jobs and snapshots ({error!r}); see {file.name}.default"
         ) from error

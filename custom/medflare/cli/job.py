@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from medflare.cli.options import AUTO_HELP, DefaultGroup, Track, add_command, takes
+from medflare.cli.clean import size_of
+from medflare.cli.options import AUTO_HELP, DefaultGroup, Track, add_commands, takes
 from medflare.cli.run import FederationOptions, chosen
 from medflare.core.errors import ConfigError
 from medflare.core.text import printable
@@ -23,81 +24,55 @@ Job = Annotated[
 ]
 
 
-def add_commands(app: typer.Typer) -> None:
+def add_groups(app: typer.Typer) -> None:
     """Add `job` with its actions."""
-    jobs = typer.Typer(
-        cls=DefaultGroup,
-        help="Create a FLARE job folder; submit, watch, fetch and list jobs.",
-        **AUTO_HELP,
+    about = "Create a FLARE job folder; submit, watch, fetch and list jobs."
+    jobs = typer.Typer(cls=DefaultGroup, help=about, **AUTO_HELP)
+    add_commands(
+        jobs, create=create_job, submit=submit_job, watch=watch_job, fetch=fetch_job, list=list_jobs
     )
-    add_command(
-        jobs,
-        "create",
-        create_job,
-        "medflare job create fedsm --task brain_lgg --rounds 20 --set lam=0.3 --out jobs/my_fedsm",
-        "medflare job create fedsm --no-byoc --out jobs/my_fedsm          "
-        "# for hospitals that accept no code",
-        "medflare job create evaluate --model MODEL --no-byoc --out jobs/test   "
-        "# every site evaluates it, no site trains",
-        "medflare job create fingerprint --task draft.json --no-byoc --out jobs/look   "
-        "# for medflare task plan",
-        "medflare job create fedsm --step-timeout 600 --min-sites 3 --out jobs/my_fedsm",
-    )
-    add_command(
-        jobs, "submit", submit_job, "medflare job submit jobs/my_fedsm --kit lead@coordination.org"
-    )
-    add_command(
-        jobs,
-        "watch",
-        watch_job,
-        "medflare job watch fedsm-brain_lgg --kit lead@coordination.org",
-        "medflare job watch 0b9e31c5 --kit lead@coordination.org --timeout 3600",
-    )
-    add_command(
-        jobs,
-        "fetch",
-        fetch_job,
-        "medflare job fetch fedsm-brain_lgg --kit lead@coordination.org --out results",
-    )
-    add_command(jobs, "list", list_jobs, "medflare job list --kit lead@coordination.org")
     app.add_typer(jobs, name="job")
 
 
 @takes("federation", FederationOptions)
 @takes("settings", RunSettings, skip=("resume",))
 def create_job(
-    federation: FederationOptions,
+    federation: dict[str, Any],
     settings: dict[str, Any],
-    out: Annotated[Path, typer.Option(help="Job folder to write")],
+    out: Path,
     track: Track = None,
-    no_byoc: Annotated[
-        bool,
-        typer.Option(
-            "--no-byoc", help="Without app/custom/: for hospitals that reject jobs with code"
-        ),
-    ] = False,
-    embed_code: Annotated[
-        bool,
-        typer.Option(
-            "--embed-code",
-            help="app/custom/ holds medflare: sites need torch, monai and nvflare only",
-        ),
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a job folder that --out names")
-    ] = False,
+    no_byoc: bool = False,
+    embed_code: bool = False,
+    force: bool = False,
 ) -> int:
     """Write a FLARE job folder for the simulator, POC or production; `medflare job METHOD` is short
     for it.
+
+    Args:
+        out: Job folder to write
+        no_byoc: Without app/custom/: for hospitals that reject jobs with code
+        embed_code: app/custom/ holds medflare: sites need torch, monai and nvflare only
+        force: Replace a job folder that --out names
+
+    Examples:
+        medflare job create fedsm --task brain_lgg --rounds 20 --set lam=0.3 --out jobs/my_fedsm
+        medflare job create fedsm --no-byoc --out jobs/my_fedsm          # for hospitals that
+            accept no code
+        medflare job create evaluate --model MODEL --no-byoc --out jobs/test   # every site
+            evaluates it, no site trains
+        medflare job create fingerprint --task draft.json --no-byoc --out jobs/look   # for
+            medflare task plan
+        medflare job create fedsm --step-timeout 600 --min-sites 3 --out jobs/my_fedsm
     """
     from medflare.evaluation.presentation import format_bytes
-    from medflare.flare.jobs.building import build_job, size_of
+    from medflare.flare.jobs.building import build_job
 
     if not force and (out / "meta.json").exists():
         raise ConfigError(
             f"--out {out}: a job folder is there; use another folder, or replace it with --force"
         )
-    _, task, hyper, arguments = chosen(federation, settings)
+    choice = FederationOptions(**federation)
+    _, task, hyper, arguments = chosen(choice, settings)
     folder = build_job(
         task=task,
         hyper=hyper,
@@ -107,15 +82,15 @@ def create_job(
         track=track,
         **arguments,
     )
-    if federation.model is not None:
+    if choice.model is not None:
         weights = task.network.get("weights") or hyper["server"]
-        file = f"{weights['file']} of {federation.model} (sha256 {weights['sha256'][:16]}...)"
+        file = f"{weights['file']} of {choice.model} (sha256 {weights['sha256'][:16]}...)"
         print(f"the server reads {file}: name it in the server's local/medflare.json")
     place = shlex.quote(str(folder))
     if no_byoc:  # FLARE's simulator lets such a job name its own classes only
         command = (
             f"medflare job submit {place} --kit KIT    (on this machine: "
-            f"medflare run {federation.method} ...)"
+            f"medflare run {choice.method} ...)"
         )
     elif task.embedded:
         command = f"nvflare simulator {place} -n 4 -t 4 -w workspace"
@@ -128,13 +103,15 @@ def create_job(
     return 0
 
 
-def submit_job(
-    folder: Annotated[
-        Path, typer.Argument(help="Job folder, of medflare job create", metavar="FOLDER")
-    ],
-    kit: Kit,
-) -> int:
-    """Submit a job folder to the server of a federation, and print the job's id."""
+def submit_job(folder: Annotated[Path, typer.Argument()], kit: Kit) -> int:
+    """Submit a job folder to the server of a federation, and print the job's id.
+
+    Args:
+        folder (FOLDER): Job folder, of medflare job create
+
+    Examples:
+        medflare job submit jobs/my_fedsm --kit lead@coordination.org
+    """
     from medflare.flare.jobs.sessions import session
 
     _check_certificate(kit)
@@ -145,19 +122,20 @@ def submit_job(
     return 0
 
 
-def watch_job(
-    job: Job,
-    kit: Kit,
-    timeout: Annotated[float, typer.Option(help="Seconds to watch (0: until the job ends)")] = 0.0,
-    patience: Annotated[
-        float, typer.Option(help="Seconds to wait for a server that disappears")
-    ] = 600.0,
-) -> int:
+def watch_job(job: Job, kit: Kit, timeout: float = 0.0, patience: float = 600.0) -> int:
     """Follow a job of a federation to its end; exits non-zero, with the reason, unless it
     completes.
 
     Prints every step with its sites' metrics, rejected, late and missing replies, and sites without
     a heartbeat.
+
+    Args:
+        timeout: Seconds to watch (0: until the job ends)
+        patience: Seconds to wait for a server that disappears
+
+    Examples:
+        medflare job watch fedsm-brain_lgg --kit lead@coordination.org
+        medflare job watch 0b9e31c5 --kit lead@coordination.org --timeout 3600
     """
     from medflare.flare.jobs.watching import watch_job
 
@@ -167,15 +145,15 @@ def watch_job(
     return 0 if completed else 1
 
 
-def fetch_job(
-    job: Job,
-    kit: Kit,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the results (default: a folder named by the id)")
-    ] = None,
-) -> int:
+def fetch_job(job: Job, kit: Kit, out: Path | None = None) -> int:
     """Download a job's results, readable by this account alone, and show them; exits non-zero if
     the federation failed.
+
+    Args:
+        out: Folder for the results (default: a folder named by the id)
+
+    Examples:
+        medflare job fetch fedsm-brain_lgg --kit lead@coordination.org --out results
     """
     from medflare.evaluation.console import show_results
     from medflare.flare.jobs.sessions import fetch_job, found_job, id_of, jobs_of, session
@@ -192,7 +170,11 @@ def fetch_job(
 
 
 def list_jobs(kit: Kit) -> int:
-    """List the jobs of a federation, the newest last."""
+    """List the jobs of a federation, the newest last.
+
+    Examples:
+        medflare job list --kit lead@coordination.org
+    """
     from medflare.flare.jobs.sessions import jobs_of, listing, session
 
     _check_certificate(kit)

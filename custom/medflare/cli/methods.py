@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from medflare.cli.options import add_command
 from medflare.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,34 +20,14 @@ _WIDE: Final = 10_000  # columns, where nothing is wrapped
 _WIDEST: Final = 160  # of the table
 _PAPERS: Final = "papers"  # methods of no family
 _COLUMNS: Final = ("method", "title", "stays at the site", "leaves", "cost", "outside", "DP-SGD")
-Algorithm = Annotated[
-    str | None, typer.Option(metavar="METHOD", help="Use that algorithm of another method")
-]
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Add the command."""
-    add_command(
-        app,
-        "methods",
-        methods,
-        "medflare methods",
-        "medflare methods fedsm",
-        "medflare methods moon --server-algorithm grace",
-        "medflare methods my_method --check",
-    )
 
 
 def methods(
-    method: Annotated[str | None, typer.Argument(help="One method (default: all)")] = None,
-    site_algorithm: Algorithm = None,
-    server_algorithm: Algorithm = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Check the method on a small federation")
-    ] = False,
-    simulator: Annotated[
-        bool, typer.Option("--simulator", help="With --check: in FLARE's simulator too")
-    ] = False,
+    method: Annotated[str | None, typer.Argument()] = None,
+    site_algorithm: str | None = None,
+    server_algorithm: str | None = None,
+    check: bool = False,
+    simulator: bool = False,
 ) -> int:
     """List the methods by family, also those of other installed packages, or one method.
 
@@ -56,6 +35,19 @@ def methods(
     beside FedAvg's, whether sites that do not train get a model, and whether DP-SGD is possible.
     For one method, each hyper-parameter: its name in --set, its default, the paper's symbol and
     equation, allowed values and its meaning.
+
+    Args:
+        method: One method (default: all)
+        site_algorithm (METHOD): Use that algorithm of another method
+        server_algorithm (METHOD): Use that algorithm of another method
+        check: Check the method on a small federation
+        simulator: With --check: in FLARE's simulator too
+
+    Examples:
+        medflare methods
+        medflare methods fedsm
+        medflare methods moon --server-algorithm grace
+        medflare methods my_method --check
     """
     from medflare.methods.catalogue import get_method, method_names
 

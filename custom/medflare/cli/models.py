@@ -6,82 +6,45 @@ from typing import Annotated, Literal
 
 import typer
 
-from medflare.cli.options import add_command
-
 Model = Annotated[Path, typer.Argument(help="Folder with model.safetensors and card.json")]
-Unsigned = Annotated[
-    bool,
-    typer.Option(
-        "--unsigned", help="Accept a model whose card has no signature (medflare before 0.3)"
-    ),
-]
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Add both commands."""
-    add_command(
-        app,
-        "predict",
-        predict,
-        "medflare predict MODEL images/ --out masks",
-        "medflare predict MODEL images/ --strict --out masks",
-        "medflare predict MODEL scans/*.nii.gz --adapt none --device cuda --out masks",
-    )
-    add_command(
-        app,
-        "export",
-        export,
-        "medflare export MODEL --format onnx --out exported",
-        "medflare export MODEL --format monai --out bundle",
-    )
 
 
 def predict(
     model: Model,
-    images: Annotated[
-        list[Path], typer.Argument(help="PNG, JPEG, TIFF, NIfTI or DICOM files, or folders of them")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for masks and predictions.csv")],
-    adapt: Annotated[
-        str,
-        typer.Option(
-            help="Test-time adaptation to these images: dsbn, tent, sar, memo, ttt, labelshift, "
-            "routing, also with arguments (tent,rate=0.01); auto: that of the model's method; "
-            "none: as delivered",
-            metavar="NAME",
-        ),
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    max_pixels: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum pixels of an image, checked before decoding (default: 8192 x 8192)"
-        ),
-    ] = None,
-    max_voxels: Annotated[
-        int | None, typer.Option(help="Maximum voxels of a volume (default: 512 x 512 x 1024)")
-    ] = None,
-    unsigned: Unsigned = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Images outside the range of the training images fail")
-    ] = False,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force", help="Also predict grey volumes with a model of pictures in colour"
-        ),
-    ] = False,
-    dicom_seg: Annotated[
-        bool,
-        typer.Option(
-            "--dicom-seg", help="Masks of DICOM series as DICOM segmentations; needs highdicom"
-        ),
-    ] = False,
+    images: Annotated[list[Path], typer.Argument()],
+    out: Path,
+    adapt: str = "auto",
+    device: str = "cpu",
+    max_pixels: int | None = None,
+    max_voxels: int | None = None,
+    unsigned: bool = False,
+    strict: bool = False,
+    force: bool = False,
+    dicom_seg: bool = False,
 ) -> int:
     """Predict images with a delivered model: masks, or a table of probabilities.
 
     Writes masks in the images' own geometry (PNG; NIfTI for volumes) and predictions.csv with a row
     for every picture.
+
+    Args:
+        images: PNG, JPEG, TIFF, NIfTI or DICOM files, or folders of them
+        out: Folder for masks and predictions.csv
+        adapt (NAME): Test-time adaptation to these images: dsbn, tent, sar, memo, ttt, labelshift,
+            routing, also with arguments (tent,rate=0.01); auto: that of the model's method; none:
+            as delivered
+        device: cpu, cuda, cuda:1, ...
+        max_pixels: Maximum pixels of an image, checked before decoding (default: 8192 x 8192)
+        max_voxels: Maximum voxels of a volume (default: 512 x 512 x 1024)
+        unsigned: Accept a model whose card has no signature (medflare before 0.3)
+        strict: Images outside the range of the training images fail
+        force: Also predict grey volumes with a model of pictures in colour
+        dicom_seg: Masks of DICOM series as DICOM segmentations; needs highdicom
+
+    Examples:
+        medflare predict MODEL images/ --out masks
+        medflare predict MODEL images/ --strict --out masks
+        medflare predict MODEL scans/*.nii.gz --adapt none --device cuda --out masks
     """
     from medflare.core.settings import checked
     from medflare.data.local import ImageBounds
@@ -110,18 +73,21 @@ def predict(
 
 
 def export(
-    model: Model,
-    format: Annotated[
-        Literal["torchscript", "onnx", "monai"],
-        typer.Option(help="onnx needs: pip install 'medflare[export]'"),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder to write")],
-    unsigned: Unsigned = False,
+    model: Model, format: Literal["torchscript", "onnx", "monai"], out: Path, unsigned: bool = False
 ) -> int:
     """Write a delivered model as TorchScript, ONNX or a MONAI bundle.
 
     The exported model maps prepared images to probabilities. It is written only if it gives the
     numbers of the delivered model.
+
+    Args:
+        format: onnx needs: pip install 'medflare[export]'
+        out: Folder to write
+        unsigned: Accept a model whose card has no signature (medflare before 0.3)
+
+    Examples:
+        medflare export MODEL --format onnx --out exported
+        medflare export MODEL --format monai --out bundle
     """
     from medflare.inference.deployed import load_model
     from medflare.inference.export import export

@@ -1,6 +1,8 @@
 """What several subcommands share: options made from dataclasses, --set NAME=VALUE, sites."""
 
+import copy
 import dataclasses
+import functools
 import inspect
 import os
 import re
@@ -29,7 +31,6 @@ AUTO_HELP: Final[dict[str, Any]] = {
 DEFAULT_ROUNDS: Final = 10
 PHANTOM: Final = "phantom"
 TASK: Final = "task."  # prefix of a task's setting in --set
-SET_HELP: Final = "a setting of the task (task.batch_size=8); may be repeated"
 
 DataRoot = Annotated[
     Path | None,
@@ -45,15 +46,6 @@ Device = Annotated[
         help="Of the networks: cpu, cuda, cuda:1, ... (default: MEDFLARE_DEVICE, else cpu)"
     ),
 ]
-LearningRate = Annotated[
-    float | None, typer.Option(help="Learning rate, short for --set task.optimizer.lr=")
-]
-Network = Annotated[
-    str | None,
-    typer.Option(
-        help="Another network for the task, with its defaults and its usual learning rate"
-    ),
-]
 Track = Annotated[
     str | None,
     typer.Option(
@@ -62,14 +54,8 @@ Track = Annotated[
         metavar="tensorboard|mlflow[=URI]|wandb[=PROJECT]|none",
     ),
 ]
-CsvFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="Write the test metrics into this file: a row per site, model, structure or class, "
-        "and metric, with intervals"
-    ),
-]
 _Command = Callable[..., Any]
+_ENTRY: Final = r"^    (\S.*(?:\n {5,}.+)*)"  # of a section of a docstring
 
 
 def _take_file(context: typer.Context, file: Path | None) -> Path | None:
@@ -139,55 +125,89 @@ class DefaultGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-def add_command(group: typer.Typer, name: str, function: _Command, *examples: str) -> None:
-    """Add a command; its help is the function's docstring and the examples, a line each."""
-    lines = ["\b", "examples:", *(f"  {example}" for example in examples)]
-    group.command(name, epilog="\n".join(lines))(function)
+def add_commands(group: typer.Typer, **commands: _Command) -> None:
+    """Add commands by name; their docstrings are their help.
+
+    A section `Args:` has the help texts of arguments and options, as `name (METAVAR): text`; a
+    section `Examples:` has command lines, which are shown at the end.
+    """
+    for name, function in commands.items():
+        documentation = inspect.getdoc(function) or ""
+        summary = re.split(r"\n\n(?:Args|Examples):\n", documentation)[0]
+        examples = re.findall(_ENTRY, _section(documentation, "Examples"), re.MULTILINE)
+        lines = ["\b", "examples:", *(f"  {_joined(example)}" for example in examples)]
+        command = _with_options(function, _described(documentation, "Args"))
+        group.command(name, help=summary, epilog="\n".join(lines))(command)
+
+
+def _with_options(function: _Command, described: Mapping[str, tuple[str | None, str]]) -> _Command:
+    """Make the described parameters options, unless their annotation has an argument or an option.
+
+    An option that is False by default has no --no-NAME.
+    """
+    signature = inspect.signature(function)
+    parameters = dict(signature.parameters)
+    for name, (metavar, text) in described.items():
+        hint = parameters[name].annotation
+        if typing.get_origin(hint) is Annotated:
+            hint, info = typing.get_args(hint)
+            info = copy.copy(info)  # other commands may share it
+        elif parameters[name].default is False:
+            info = typer.Option(f"--{name.replace('_', '-')}")
+        else:
+            info = typer.Option()
+        info.metavar = metavar
+        info.help = text
+        parameters[name] = parameters[name].replace(annotation=Annotated[hint, info])
+    signature = signature.replace(parameters=list(parameters.values()))
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
 
 
 def takes(name: str, settings: type, skip: Sequence[str] = ()) -> Callable[[_Command], _Command]:
     """Give a command an option for every field of a dataclass.
 
-    If the docstring has a section `Attributes:`, it gives the help texts, and the command receives
-    a mapping of the options that were used. Otherwise the fields are annotated with typer's
-    options, and the command receives an instance. `name`: the command's parameter that receives
-    them; `skip`: fields without an option.
+    The section `Attributes:` of the docstring has the help texts; a field that is not there is
+    annotated with typer's option. The command receives a mapping of the options that were used.
+    `name`: the command's parameter that receives it; `skip`: fields without an option.
     """
-    fields = [field for field in dataclasses.fields(settings) if field.name not in skip]
+    described: dict[str, tuple[str | None, str]] = {}
+    for cls in reversed(settings.__mro__):
+        described |= _described(inspect.cleandoc(cls.__doc__ or ""), "Attributes")
     hints = typing.get_type_hints(settings, include_extras=True)
-    help_texts = _attributes(settings)
     plain_hints = typing.get_type_hints(settings)
     keyword = inspect.Parameter.KEYWORD_ONLY
-    added = []
-    for field in fields:
+    added = {}
+    for field in dataclasses.fields(settings):
+        if field.name in skip:
+            continue
         default: Any = field.default
         annotation = hints[field.name]
-        if default is dataclasses.MISSING:
-            default = inspect.Parameter.empty
-        if help_texts:
-            text = help_texts.get(field.name, "")
-            if default not in (inspect.Parameter.empty, None, "", (), False):
+        if field.name in described:
+            metavar, text = described[field.name]
+            text = re.sub(r"[ ,(]*see `[^`]*`\)?", "", text)
+            text = re.sub(r"\bNone: ", "default: ", text).rstrip(".")
+            if default not in (dataclasses.MISSING, None, "", (), False):
                 text += f" (default: {default})"
             default = None
-            annotation = _option(_plain_type(plain_hints[field.name]), text)
-        added.append(inspect.Parameter(field.name, keyword, default=default, annotation=annotation))
+            annotation = _option(_plain_type(plain_hints[field.name]), metavar, text)
+        elif default is dataclasses.MISSING:
+            default = inspect.Parameter.empty
+        added[field.name] = inspect.Parameter(
+            field.name, keyword, default=default, annotation=annotation
+        )
 
     def decorate(function: _Command) -> _Command:
+        @functools.wraps(function)
         def command(**values: Any) -> Any:
-            options = {field.name: values.pop(field.name) for field in fields}
-            if not help_texts:
-                return function(**values, **{name: settings(**options)})
+            options = {field: values.pop(field) for field in added}
             used = {key: value for key, value in options.items() if value is not None}
             return function(**values, **{name: used})
 
         original = inspect.signature(function).parameters.values()
         rest = [item.replace(kind=keyword) for item in original if item.name != name]
-        parameters = [*added, *rest]
-        command.__name__ = function.__name__
-        command.__doc__ = function.__doc__
-        command.__module__ = function.__module__
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {item.name: item.annotation for item in parameters}
+        signature = inspect.Signature([*added.values(), *rest])
+        command.__signature__ = signature  # type: ignore[attr-defined]
         return command
 
     return decorate
@@ -202,9 +222,8 @@ def _plain_type(hint: Any) -> Any:
     return hint
 
 
-def _option(kind: Any, text: str) -> Any:
+def _option(kind: Any, metavar: str | None, text: str) -> Any:
     parser: Callable[[str], Any] | None = None
-    metavar = None
     if kind is Path:
         parser = _path
     elif kind is list:
@@ -220,16 +239,29 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _attributes(settings: type) -> dict[str, str]:
-    """Attribute -> its text in the section `Attributes:` of a class's docstring or of a base's."""
-    texts: dict[str, str] = {}
-    for cls in reversed(settings.__mro__):
-        section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
-        entries = re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
-        for name, text in entries:
-            text = re.sub(r"[ ,(]*see `[^`]*`\)?", "", " ".join(text.split()))
-            texts[name] = re.sub(r"\bNone: ", "default: ", text).rstrip(".")
-    return texts
+def _section(documentation: str, heading: str) -> str:
+    return documentation.partition(f"{heading}:\n")[2].partition("\n\n")[0]
+
+
+def _joined(entry: str) -> str:
+    return re.sub(r"\n +", " ", entry)
+
+
+def _described(documentation: str, heading: str) -> dict[str, tuple[str | None, str]]:
+    """Name -> (metavar, text) of the entries in a section of a docstring."""
+    described = {}
+    for entry in re.findall(_ENTRY, _section(documentation, heading), re.MULTILINE):
+        head, _, text = _joined(entry).partition(": ")
+        name, _, metavar = head.partition(" (")
+        described[name] = metavar.removesuffix(")") or None, text
+    return described
+
+
+def refuse_used(reason: str, **values: Any) -> None:
+    """Raise ConfigError, which ends in the reason, if an option has a value: not None or False."""
+    for name, value in values.items():
+        if value is not None and value is not False:
+            raise ConfigError(f"--{name.replace('_', '-')} {reason}")
 
 
 def set_values(settings: Iterable[str]) -> dict[str, Any]:

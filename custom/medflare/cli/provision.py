@@ -13,7 +13,6 @@ from typing import Annotated, Any, Final
 import typer
 
 from medflare.cli import root_key
-from medflare.cli.options import add_command
 from medflare.cli.startup_kit import KitSettings, make_private, open_kit, set_up
 from medflare.core.errors import ConfigError, one_line
 
@@ -50,45 +49,32 @@ builders:
 """  # noqa: E501
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Add `provision`."""
-    add_command(
-        app,
-        "provision",
-        provision,
-        "medflare provision project.yml --new                        "
-        "# write an example project file, and edit it",
-        "medflare provision project.yml --workspace federation       "
-        "# then: medflare site setup KIT",
-        "medflare provision project.yml --add-client site-5.yml      # a kit for one more site",
-    )
-
-
 def provision(
-    project: Annotated[
-        Path,
-        typer.Argument(metavar="PROJECT", help="FLARE's project file: server, sites and people"),
-    ],
-    workspace: Annotated[
-        Path, typer.Option(help="Folder for the startup kits and the root key")
-    ] = Path("federation"),
-    add_client: Annotated[
-        Path | None, typer.Option(help="YAML file of a site to add: name, type, org")
-    ] = None,
-    add_user: Annotated[
-        Path | None, typer.Option(help="YAML file of a person to add: name, type, org, role")
-    ] = None,
-    leave_root_key: Annotated[
-        bool, typer.Option("--leave-root-key", help="No passphrase: for trials on one machine")
-    ] = False,
-    new: Annotated[
-        bool, typer.Option("--new", help="Only write an example of the file PROJECT")
-    ] = False,
+    project: Annotated[Path, typer.Argument()],
+    workspace: Path = Path("federation"),
+    add_client: Path | None = None,
+    add_user: Path | None = None,
+    leave_root_key: bool = False,
+    new: bool = False,
 ) -> int:
     """Write a startup kit for each party of a federation, with medflare's policies.
 
     The project admin runs it: the root key and all private keys are made here. It locks the root
     key with a passphrase (MEDFLARE_ROOT_PASSPHRASE, else it asks).
+
+    Args:
+        project (PROJECT): FLARE's project file: server, sites and people
+        workspace: Folder for the startup kits and the root key
+        add_client: YAML file of a site to add: name, type, org
+        add_user: YAML file of a person to add: name, type, org, role
+        leave_root_key: No passphrase: for trials on one machine
+        new: Only write an example of the file PROJECT
+
+    Examples:
+        medflare provision project.yml --new                        # write an example project
+            file, and edit it
+        medflare provision project.yml --workspace federation       # then: medflare site setup KIT
+        medflare provision project.yml --add-client site-5.yml      # a kit for one more site
     """
     if new:
         return _write_example(project)

@@ -38,8 +38,6 @@ _OTHER_OPTIONS: Final = (
     "out",
     *_SHORT,
 )
-# No settings of a task -> the option that is meant.
-_NAMED_OTHERWISE: Final = {f"{options.TASK}{name}": name for name in ("lr", "epochs")}
 Workers = Annotated[
     int | None,
     typer.Option(
@@ -50,51 +48,21 @@ Workers = Annotated[
 ]
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Add the three commands."""
-    options.add_command(
-        app,
-        "run",
-        run,
-        "medflare run fedsm --sites 4                                      "
-        "# synthetic images, FLARE's simulator",
-        "medflare run fedsm --sites 4 --outside site-4 --engine local      "
-        "# one process; site-4 never trains",
-        "medflare run fedsm --sites 4 --dry-run                            "
-        "# checks, and trains nothing",
-        "medflare run fedsm --set lam=0.3 --set task.batch_size=8          "
-        "# a hyper-parameter, a setting of the task",
-        "medflare run moon --server-algorithm grace --rounds 20                 "
-        "# GRACE's aggregation of MOON's sites",
-        "medflare run fedavg --task brain_lgg --sites CS,DU,FG,HT --data-root DATA",
-        "medflare run ditto --from runs/fedavg-phantom-seed0/models/global  "
-        "# continue from a final model",
-        "medflare run evaluate --model runs/fedsm-phantom-seed0/models/deployed  "
-        "# every site evaluates it, no site trains",
-        "medflare run fingerprint --task brain_lgg_3d --sites CS,DU,FG,HT --data-root DATA  "
-        "# for medflare task plan",
-    )
-    options.add_command(
-        app,
-        "resume",
-        resume,
-        "medflare resume runs/fedsm-phantom-seed0",
-        "medflare resume jobs/fedsm --job 0b9e31c5-6a0c-4d3c-8f0e-0c6b5b0d8a55 "
-        "--out jobs/fedsm-resumed",
-    )
-    options.add_command(
-        app,
-        "results",
-        results,
-        "medflare results workspace                  # of nvflare simulator ... -w workspace",
-        "medflare results runs/fedsm-phantom-seed0 --csv results.csv",
-        "medflare results runs/fedavg-phantom-seed0 runs/fedsm-phantom-seed0   # compares them",
-    )
-
-
 @dataclass(frozen=True)
 class FederationOptions:
-    """The method with its algorithms and hyper-parameters, and the task."""
+    """The method with its algorithms and hyper-parameters, and the task.
+
+    Attributes:
+        site_algorithm (METHOD): Use the site algorithm of another method
+        server_algorithm (METHOD): Use the server algorithm of another method
+        task: Preset name or a JSON file, see app_configs/ (default: that of MODEL, else phantom,
+            synthetic)
+        lr: Learning rate, short for --set task.optimizer.lr=
+        epochs: Local epochs of a round, short for --set task.local_epochs=
+        batch_size: Images of a training step, short for --set task.batch_size=
+        network: Another network for the task, with its defaults and its usual learning rate
+        resplit (SEED): Draw a new training / validation / test split by patient
+    """
 
     method: Annotated[
         str,
@@ -103,36 +71,21 @@ class FederationOptions:
             "evaluate (with --model), fingerprint"
         ),
     ]
-    site_algorithm: Annotated[
-        str | None, typer.Option(help="Use the site algorithm of another method", metavar="METHOD")
-    ] = None
-    server_algorithm: Annotated[
-        str | None,
-        typer.Option(help="Use the server algorithm of another method", metavar="METHOD"),
-    ] = None
-    task: Annotated[
-        str | None,
-        typer.Option(
-            help="Preset name or a JSON file, see app_configs/ (default: that of MODEL, "
-            f"else {options.PHANTOM}, synthetic)"
-        ),
-    ] = None
+    site_algorithm: str | None = None
+    server_algorithm: str | None = None
+    task: str | None = None
     set: Annotated[
         list[str],
         typer.Option(
             help="A hyper-parameter (lam=0.3; site.beta=1 or server.beta=1 if both algorithms "
-            f"have it) or {options.SET_HELP}",
+            "have it) or a setting of the task (task.batch_size=8); may be repeated",
             metavar="NAME=VALUE",
         ),
     ] = ()  # type: ignore[assignment]
-    lr: options.LearningRate = None
-    epochs: Annotated[
-        int | None, typer.Option(help="Local epochs of a round, short for --set task.local_epochs=")
-    ] = None
-    batch_size: Annotated[
-        int | None, typer.Option(help="Images of a training step, short for --set task.batch_size=")
-    ] = None
-    network: options.Network = None
+    lr: float | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    network: str | None = None
     pretrained: Annotated[
         bool,
         typer.Option(
@@ -148,12 +101,7 @@ class FederationOptions:
             help="Start from a final model (its folder), with its task if --task is missing",
         ),
     ] = None
-    resplit: Annotated[
-        int | None,
-        typer.Option(
-            help="Draw a new training / validation / test split by patient", metavar="SEED"
-        ),
-    ] = None
+    resplit: int | None = None
 
 
 def chosen(
@@ -198,13 +146,7 @@ def hyper_and_task(
     from medflare.networks.weights import pretrained_settings, starting_state
 
     values = options.set_values(federation.set)
-    changes = task_changes(
-        values,
-        network=federation.network,
-        lr=federation.lr,
-        epochs=federation.epochs,
-        batch_size=federation.batch_size,
-    )
+    changes = task_changes(values, **{name: getattr(federation, name) for name in _SHORT})
     hyper = {name: value for name, value in values.items() if not name.startswith(options.TASK)}
     owned = {name for owner in method.hyper_classes.values() for name in described(owner)}
     for name in hyper:
@@ -229,8 +171,8 @@ def hyper_and_task(
         if evaluates:
             hyper |= file
             whole = options.task_with(source, {}).to_dict()
-            network = {name: value for name, value in whole["network"].items() if name != "weights"}
-            source = {**whole, "network": network}
+            whole["network"].pop("weights", None)
+            source = whole
         else:
             changes[f"{options.TASK}network.weights"] = {**file, "format": "medflare"}
     task = options.task_with(source, changes)
@@ -252,7 +194,8 @@ def task_changes(values: Mapping[str, Any], **short: Any) -> dict[str, Any]:
     First the short options that are used, then those of --set, which are more specific.
     `values`: of `options.set_values`; `short`: network, lr, ... -> value, or None.
     """
-    for name, option in _NAMED_OTHERWISE.items():
+    for option in ("lr", "epochs"):
+        name = f"{options.TASK}{option}"
         if name in values:
             raise ConfigError(
                 f"--set {name} is no setting of the task; use --{option}, or --set {_SHORT[option]}"
@@ -284,37 +227,18 @@ def with_usual_rate(task: "TaskConfig", changes: Mapping[str, Any]) -> "TaskConf
 @options.takes("federation", FederationOptions)
 @options.takes("settings", RunSettings, skip=("resume",))
 def run(
-    federation: FederationOptions,
+    federation: dict[str, Any],
     settings: dict[str, Any],
-    sites: Annotated[
-        str | None,
-        typer.Option(
-            help="Number of sites (site-1, ...) or comma-separated names (default: "
-            "the data root's folders, else 4)"
-        ),
-    ] = None,
-    engine: Annotated[
-        Literal["flare", "local"], typer.Option(help="FLARE's simulator or a plain loop")
-    ] = "flare",
+    sites: str | None = None,
+    engine: Literal["flare", "local"] = "flare",
     data_root: options.DataRoot = None,
-    weights: Annotated[
-        Path | None,
-        typer.Option(
-            help="File or folder of the task's network.weights (default: MEDFLARE_WEIGHTS)"
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(help="Sites that train at the same time under FLARE (default: all)"),
-    ] = None,
+    weights: Path | None = None,
+    threads: int | None = None,
     workers: Workers = None,
     device: options.Device = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check everything, print what would run, and write nothing"),
-    ] = False,
+    dry_run: bool = False,
     track: options.Track = None,
-    out: Annotated[Path, typer.Option(help="Folder for the results")] = Path("runs"),
+    out: Path = Path("runs"),
     options_file: options.OptionsFile = None,
 ) -> int:
     """Run a federation on this machine and print its results.
@@ -322,11 +246,40 @@ def run(
     The folder METHOD-TASK-seedSEED below --out receives results.json, report.html, the models and
     each site's files. An earlier run keeps this name; the new one is then METHOD-TASK-seedSEED.1,
     .2, ... After Ctrl-C in the plain loop, medflare resume continues the run.
+
+    Args:
+        sites: Number of sites (site-1, ...) or comma-separated names (default: the data root's
+            folders, else 4)
+        engine: FLARE's simulator or a plain loop
+        weights: File or folder of the task's network.weights (default: MEDFLARE_WEIGHTS)
+        threads: Sites that train at the same time under FLARE (default: all)
+        dry_run: Check everything, print what would run, and write nothing
+        out: Folder for the results
+
+    Examples:
+        medflare run fedsm --sites 4                                      # synthetic images,
+            FLARE's simulator
+        medflare run fedsm --sites 4 --outside site-4 --engine local      # one process; site-4
+            never trains
+        medflare run fedsm --sites 4 --dry-run                            # checks, and trains
+            nothing
+        medflare run fedsm --set lam=0.3 --set task.batch_size=8          # a hyper-parameter, a
+            setting of the task
+        medflare run moon --server-algorithm grace --rounds 20                 # GRACE's
+            aggregation of MOON's sites
+        medflare run fedavg --task brain_lgg --sites CS,DU,FG,HT --data-root DATA
+        medflare run ditto --from runs/fedavg-phantom-seed0/models/global  # continue from a final
+            model
+        medflare run evaluate --model runs/fedsm-phantom-seed0/models/deployed  # every site
+            evaluates it, no site trains
+        medflare run fingerprint --task brain_lgg_3d --sites CS,DU,FG,HT --data-root DATA  # for
+            medflare task plan
     """
     from medflare.evaluation.console import show_results
     from medflare.federation.tracking import check_track
 
-    method, task, hyper, arguments = chosen(federation, settings)
+    choice = FederationOptions(**federation)
+    method, task, hyper, arguments = chosen(choice, settings)
     outside = arguments.get("outside", [])
     names = options.site_names(sites) if sites else options.default_sites(data_root)
     names = list(dict.fromkeys([*names, *outside]))
@@ -339,11 +292,7 @@ def run(
         other = {"workers": workers}
     else:
         other = {"threads": threads, **{name: settings.get(name) for name in WAITS}}
-    for option, value in other.items():
-        if value is not None:
-            raise ConfigError(
-                f"--{option.replace('_', '-')} has no effect with --engine {engine}; leave it out"
-            )
+    options.refuse_used(f"has no effect with --engine {engine}; leave it out", **other)
     if track is not None:
         check_track(track)
         arguments["track"] = track
@@ -355,7 +304,7 @@ def run(
             print(_planned(method, task, hyper, inside, outside, arguments))
             print(f"nothing was written; without --dry-run the results come to {_free(place)}")
             return 0
-        with _new_folder(place) as folder, options.environment(weights=weights or federation.model):
+        with _new_folder(place) as folder, options.environment(weights=weights or choice.model):
             if engine == "local":
                 from medflare.federation.local.loop import run_local
 
@@ -496,16 +445,21 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)  # unlocks
 
 
-@contextmanager
-def _resume_hint(folder: Path, root: Path | None, device: str | None) -> Iterator[None]:
-    """After Ctrl-C in the block, print the command that continues the run."""
+def checkpoint_of(run: Path) -> Path:
+    """The file with the state of a run after its last complete step."""
     from medflare.core.store import StateStore
     from medflare.federation.checkpoint import CHECKPOINT
 
+    return StateStore(run).path(CHECKPOINT)
+
+
+@contextmanager
+def _resume_hint(folder: Path, root: Path | None, device: str | None) -> Iterator[None]:
+    """After Ctrl-C in the block, print the command that continues the run."""
     try:
         yield
     except KeyboardInterrupt:
-        if not StateStore(folder).path(CHECKPOINT).exists():
+        if not checkpoint_of(folder).exists():
             raise KeyboardInterrupt(
                 "no step is complete, so that nothing can be resumed; start the run again"
             ) from None
@@ -518,19 +472,9 @@ def _resume_hint(folder: Path, root: Path | None, device: str | None) -> Iterato
 
 
 def resume(
-    path: Annotated[
-        Path,
-        typer.Argument(help="Folder of the interrupted run, or the job folder that was submitted"),
-    ],
-    job: Annotated[
-        str | None,
-        typer.Option(
-            help="FLARE's id of the interrupted job: writes a job that resumes it", metavar="ID"
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="With --job: job folder to write (default: PATH-resumed)")
-    ] = None,
+    path: Annotated[Path, typer.Argument()],
+    job: str | None = None,
+    out: Path | None = None,
     workers: Workers = None,
     device: options.Device = None,
     track: options.Track = None,
@@ -540,17 +484,25 @@ def resume(
 
     On this machine (a folder of `medflare run --engine local`), or as a job for the federation
     whose server was interrupted (a job folder and --job).
+
+    Args:
+        path: Folder of the interrupted run, or the job folder that was submitted
+        job (ID): FLARE's id of the interrupted job: writes a job that resumes it
+        out: With --job: job folder to write (default: PATH-resumed)
+
+    Examples:
+        medflare resume runs/fedsm-phantom-seed0
+        medflare resume jobs/fedsm --job 0b9e31c5-6a0c-4d3c-8f0e-0c6b5b0d8a55 --out
+            jobs/fedsm-resumed
     """
     if job is not None:
-        of_a_local_run = {
-            "--workers": workers,
-            "--device": device,
-            "--track": track,
-            "--data-root": data_root,
-        }
-        for name, value in of_a_local_run.items():
-            if value is not None:
-                raise ConfigError(f"{name} is for a run on this machine; leave it out with --job")
+        options.refuse_used(
+            "is for a run on this machine; leave it out with --job",
+            workers=workers,
+            device=device,
+            track=track,
+            data_root=data_root,
+        )
         from medflare.flare.jobs.building import resumed_job
 
         folder = resumed_job(path, job, out or path.with_name(f"{path.name}-resumed"))
@@ -580,9 +532,8 @@ def _check_resumable(path: Path) -> None:
     ConfigError: a complete run. DataError: a site without data. StateError: no run of the plain
     loop was interrupted.
     """
-    from medflare.core.store import StateStore
     from medflare.evaluation.results import COMPLETED, FOLDER, RESULTS_FILE, load_results
-    from medflare.federation.checkpoint import CHECKPOINT, stored_plan
+    from medflare.federation.checkpoint import stored_plan
     from medflare.tasks.config import load_task
 
     if (path / RESULTS_FILE).is_file() and load_results(path / RESULTS_FILE)["status"] == COMPLETED:
@@ -591,7 +542,7 @@ def _check_resumable(path: Path) -> None:
         )
     if not path.is_dir():
         raise StateError(f"{path}: no such folder; give the folder of a run")
-    if not StateStore(path).path(CHECKPOINT).exists() and any(path.glob(f"*/server/**/{FOLDER}")):
+    if not checkpoint_of(path).exists() and any(path.glob(f"*/server/**/{FOLDER}")):
         raise StateError(
             f"{path}: a run in FLARE's simulator cannot be resumed; run it again, "
             "or use --engine local"
@@ -600,21 +551,22 @@ def _check_resumable(path: Path) -> None:
     options.check_sites([*plan["sites"], *plan["outside"]], load_task(plan["task"]))
 
 
-def results(
-    paths: Annotated[
-        list[Path],
-        typer.Argument(
-            help="results.json, or a folder above it (a simulator workspace, a downloaded job); "
-            "several: compare them",
-            metavar="RUN...",
-        ),
-    ],
-    csv: options.CsvFile = None,
-) -> int:
+def results(paths: Annotated[list[Path], typer.Argument()], csv: Path | None = None) -> int:
     """Show the results of a finished run; exits non-zero if it failed.
 
     Of several runs: the settings that differ, and the deployed models' test metric by site with
     differences to the first run.
+
+    Args:
+        paths (RUN...): results.json, or a folder above it (a simulator workspace, a downloaded
+            job); several: compare them
+        csv: Write the test metrics into this file: a row per site, model, structure or class, and
+            metric, with intervals
+
+    Examples:
+        medflare results workspace                  # of nvflare simulator ... -w workspace
+        medflare results runs/fedsm-phantom-seed0 --csv results.csv
+        medflare results runs/fedavg-phantom-seed0 runs/fedsm-phantom-seed0   # compares them
     """
     from medflare.core.store import csv_cell
     from medflare.evaluation.console import show_results

@@ -14,8 +14,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from medflare.cli.options import AUTO_HELP, add_command, takes
-from medflare.cli.startup_kit import Kit, KitSettings, open_kit, set_up
+from medflare.cli.options import AUTO_HELP, add_commands, takes
+from medflare.cli.startup_kit import Kit, KitSettings, open_kit, read_object, set_up
+from medflare.core.errors import ConfigError
 from medflare.flare.names import REFUSED
 
 _KIT: Final = "Startup kit of a site or the server: the folder with startup/ and local/"
@@ -27,28 +28,11 @@ _REFUSED: Final = re.compile(
 )
 
 
-def add_commands(app: typer.Typer) -> None:
+def add_groups(app: typer.Typer) -> None:
     """Add `site` with its actions."""
-    site = typer.Typer(
-        help="A startup kit: set up, check, status (FLARE's own start.sh starts it).", **AUTO_HELP
-    )
-    add_command(
-        site,
-        "setup",
-        setup,
-        "medflare site setup site-1 --data-root /data/site-1 --device cuda:0",
-        "medflare site setup server.example.org --storage /var/lib/medflare",
-    )
-    add_command(
-        site,
-        "doctor",
-        doctor,
-        "medflare site doctor site-1",
-        "medflare site doctor site-1 --task app_configs/brain_lgg.json",
-    )
-    add_command(
-        site, "status", status, "medflare site status site-1", "medflare site status site-1 --json"
-    )
+    about = "A startup kit: set up, check, status (FLARE's own start.sh starts it)."
+    site = typer.Typer(help=about, **AUTO_HELP)
+    add_commands(site, setup=setup, doctor=doctor, status=status)
     app.add_typer(site, name="site")
 
 
@@ -59,6 +43,10 @@ def setup(
 ) -> int:
     """Write policies and settings to a kit's local/ folder: add what is missing, change what is
     named, print every change.
+
+    Examples:
+        medflare site setup site-1 --data-root /data/site-1 --device cuda:0
+        medflare site setup server.example.org --storage /var/lib/medflare
     """
     for kit in [open_kit(folder) for folder in kits]:
         for change in set_up(kit, KitSettings(**settings)):
@@ -66,18 +54,17 @@ def setup(
     return 0
 
 
-def doctor(
-    kit: KitFolder,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            help="Read every image for it, as medflare data check does (default: "
-            "only look for the datalist)"
-        ),
-    ] = None,
-) -> int:
+def doctor(kit: KitFolder, task: str | None = None) -> int:
     """Check data, kit, certificate, clock, server, disk and device, without joining the
     federation.
+
+    Args:
+        task: Read every image for it, as medflare data check does (default: only look for the
+            datalist)
+
+    Examples:
+        medflare site doctor site-1
+        medflare site doctor site-1 --task app_configs/brain_lgg.json
     """
     from medflare.cli.doctor import examine
     from medflare.tasks.config import load_task
@@ -123,10 +110,16 @@ class JobState:
     folder: str
 
 
-def status(
-    kit: KitFolder, as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False
-) -> int:
-    """Jobs here: why one was refused, round and phase, what left the site, where the models are."""
+def status(kit: KitFolder, as_json: Annotated[bool, typer.Option("--json")] = False) -> int:
+    """Jobs here: why one was refused, round and phase, what left the site, where the models are.
+
+    Args:
+        as_json: As JSON
+
+    Examples:
+        medflare site status site-1
+        medflare site status site-1 --json
+    """
     party = open_kit(kit)
     server = f"{party.host}:{party.port}"
     jobs = job_states(party)
@@ -206,7 +199,6 @@ def _job_state(kit: Kit, folder: Path, refused: Iterable[str]) -> JobState:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else {}
+    with suppress(ConfigError):
+        return read_object(path)
     return {}

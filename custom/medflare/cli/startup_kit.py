@@ -467,7 +467,7 @@ def _new_resources(kit: Kit, content: _Json, storage: Path) -> _Json:
     _replace_launcher(content, _DEFAULT_LAUNCHER, _RESTARTING_LAUNCHER)
     for server in content.get("servers", ()):
         server["heart_beat_timeout"] = _HEARTBEAT_TIMEOUT
-    if "job_manager" in _components(content):
+    if "job_manager" in components(content):
         content["components"] += [
             item for item in usual["components"] if item["path"].startswith(PREFIX)
         ]
@@ -481,21 +481,21 @@ def _without_medflare(components: list[_Json]) -> list[_Json]:
 
 
 def _replace_launcher(resources: _Json, old: str, new: str) -> None:
-    launcher = _components(resources).get("process_launcher", {})
+    launcher = components(resources).get("process_launcher", {})
     if launcher.get("path") == old:
         launcher["path"] = new
 
 
 def _set_storage(resources: _Json, storage: Path) -> None:
     storage = storage.expanduser().resolve()
-    _components(resources)["job_manager"]["args"]["uri_root"] = str(storage / "jobs")
+    components(resources)["job_manager"]["args"]["uri_root"] = str(storage / "jobs")
     persistor = resources["snapshot_persistor"]["args"]["storage"]
     persistor["args"]["root_dir"] = str(storage / "snapshots")
 
 
 def _storage_of(resources: _Json) -> Path | None:
     """The server's storage; None if it is FLARE's default or not set."""
-    manager = _components(resources).get("job_manager")
+    manager = components(resources).get("job_manager")
     if manager is None:
         return None
     root = str(manager["args"]["uri_root"])
@@ -504,5 +504,5 @@ def _storage_of(resources: _Json) -> Path | None:
     return Path(root).parent
 
 
-def _components(resources: _Json) -> dict[str, _Json]:
+def components(resources: _Json) -> dict[str, _Json]:
     return {component["id"]: component for component in resources.get("components", ())}

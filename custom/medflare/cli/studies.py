@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
 _SEEDS: Final = "0,1,2"
-Html = Annotated[Path | None, typer.Option(help="Write the study's page into this file")]
 Figures = Annotated[
     Path | None,
     typer.Option(
@@ -25,162 +24,35 @@ Figures = Annotated[
 ]
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Add the command."""
+def add_groups(app: typer.Typer) -> None:
+    """Add `study` with its actions."""
     about = "Compare methods over seeds and splits (study METHODS), or print tables again."
     study = typer.Typer(cls=options.DefaultGroup, help=about, **options.AUTO_HELP)
-    options.add_command(
-        study,
-        "run",
-        run_study,
-        "medflare study fedavg fedsm --reference all --sites 3 --rounds 5 --out study",
-        "medflare study fedsm fedsm:lam=0.3 fedsm:selection=last,gamma=0.9 --sites 4 --out study",
-        "medflare study single-site prr single-site:method=prr --task phantom_grades --sites 4 "
-        "--out study_alone",
-        "medflare study fedavg moon:server_algorithm=grace --sites CS,DU,FG,HT "
-        "--leave-one-out --task brain_lgg --out study",
-        "medflare study fedavg fedsm --selection last --sites 4 --out study_last",
-        "medflare study fedavg fedprox --grid mu=0.01,0.1 --grid lr=0.001,0.003 --out study_grid",
-        "medflare study --suite prr_table3 --data-root DATA --out prr_table3",
-        "medflare study moon --suite fedsm_table3 --reference equal-compute --data-root DATA "
-        "--out fedsm_table3",
-    )
-    options.add_command(
-        study,
-        "table",
-        show_tables,
-        "medflare study table study --figures study/figures --summary study.csv",
-        "medflare study table study --latex --metrics dice,hd95",
-        "medflare study table brain_study fundus_study grades_study --figures figures",
-    )
+    options.add_commands(study, run=run_study, table=show_tables)
     app.add_typer(study, name="study")
 
 
 def run_study(
-    out: Annotated[
-        Path,
-        typer.Option(
-            help="Folder for table.md, study.html and study.zip (all results, "
-            "and scores of single patients)"
-        ),
-    ],
-    candidates: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="METHOD[:NAME=VALUE,...]",
-            help="A method with its hyper-parameters (and site_algorithm=METHOD, "
-            "server_algorithm=METHOD), or a reference (below)",
-        ),
-    ] = None,
-    reference: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            help="Comma-separated rows that a method has to beat, or all that the task can have. "
-            "constant: the best answer that ignores the image; single-site: every site alone (as "
-            "a row, single-site:method=prr, with another method's loss); batch-statistics: FedAvg "
-            "normalized by the test images (networks with BatchNorm); centralised: the images of "
-            "all sites in one place; uniform: FedAvg with every site counted once; augmentation: "
-            "FedAvg with more augmentation (contrast, intensity, noise); equal-compute: FedAvg "
-            "with twice the local epochs. A method with personal models always gets the row "
-            "oracle: the better of global and personal model at each site, chosen on test images",
-        ),
-    ] = "",
-    suite: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Run a table of a paper and show the paper's numbers beside ours, or test a "
-            "mechanism on generated images (mechanisms/NAME): a name or a JSON file, see "
-            "app_configs/suites/; methods and --reference add rows; --task, --set, --sites, "
-            "--rounds and --seeds change it, and the output beside a paper's numbers lists what "
-            "differs",
-        ),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            help="Preset name or a JSON file, see app_configs/ (default: the suite's, "
-            f"else {options.PHANTOM}, synthetic)"
-        ),
-    ] = None,
-    set: Annotated[
-        list[str], typer.Option(metavar="NAME=VALUE", help=options.SET_HELP.capitalize())
-    ] = (),  # type: ignore[assignment]
-    lr: options.LearningRate = None,
-    network: options.Network = None,
-    sites: Annotated[
-        str | None,
-        typer.Option(
-            help="Number of sites (site-1, ...) or comma-separated names (default: the suite's, "
-            "else the data root's folders, else 4)"
-        ),
-    ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Federation rounds (default: the suite's, else {options.DEFAULT_ROUNDS})"
-        ),
-    ] = None,
-    seeds: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Each also draws the split by patient (default: the suite's, else {_SEEDS})"
-        ),
-    ] = None,
-    leave_one_out: Annotated[
-        bool,
-        typer.Option(
-            "--leave-one-out",
-            help="Each site in turn is outside: it does not train and gets the final models",
-        ),
-    ] = False,
-    leave_out: Annotated[
-        str, typer.Option(metavar="SITES", help="The same with these sites only, each in its turn")
-    ] = "",
-    selection: Annotated[
-        str | None,
-        typer.Option(
-            metavar="best|last|METRIC",
-            help="How rows without a selection of their own select the deployed round: "
-            "the best by the task's metric on validation images "
-            "(best), the last, or the best by another metric, which becomes the task's",
-        ),
-    ] = None,
-    cross_site: Annotated[
-        bool,
-        typer.Option(
-            "--cross-site",
-            help="Also test every site's model (personal, "
-            "else deployed) on every site's test images",
-        ),
-    ] = False,
+    out: Path,
+    candidates: Annotated[list[str] | None, typer.Argument()] = None,
+    reference: str = "",
+    suite: str | None = None,
+    task: str | None = None,
+    set: list[str] = (),  # type: ignore[assignment]
+    lr: float | None = None,
+    network: str | None = None,
+    sites: str | None = None,
+    rounds: int | None = None,
+    seeds: str | None = None,
+    leave_one_out: bool = False,
+    leave_out: str = "",
+    selection: str | None = None,
+    cross_site: bool = False,
     data_root: options.DataRoot = None,
-    grid: Annotated[
-        list[str],
-        typer.Option(
-            metavar="NAME=VALUE,VALUE",
-            help="Run each row that has this hyper-parameter (or lr, task.NAME) with each value "
-            "and show the best by validation images; several: all combinations",
-        ),
-    ] = (),  # type: ignore[assignment]
-    rerun: Annotated[
-        list[str],
-        typer.Option(
-            metavar="ROW",
-            help="Run all of this row again, for example after its code changed; may be repeated",
-        ),
-    ] = (),  # type: ignore[assignment]
-    processes: Annotated[int, typer.Option(help="Runs at the same time")] = 1,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="slurm[:NAME=VALUE,...]",
-            help="Run as an array of Slurm jobs, with settings of the package submitit "
-            "(slurm:timeout_min=600,gpus_per_node=1,slurm_partition=gpu); all machines need the "
-            "folders --out and --data-root",
-        ),
-    ] = None,
+    grid: list[str] = (),  # type: ignore[assignment]
+    rerun: list[str] = (),  # type: ignore[assignment]
+    processes: int = 1,
+    cluster: str | None = None,
     device: options.Device = None,
     figures: Figures = None,
 ) -> int:
@@ -192,6 +64,60 @@ def run_study(
     fails does not stop the others. Completed runs are kept and failed ones repeated when the study
     is run again, and the tables show all rows in the folder; --out with runs of other settings, or
     of a row's earlier code, is an error.
+
+    Args:
+        out: Folder for table.md, study.html and study.zip (all results, and scores of single
+            patients)
+        candidates (METHOD[:NAME=VALUE,...]): A method with its hyper-parameters (and
+            site_algorithm=METHOD, server_algorithm=METHOD), or a reference (below)
+        reference (NAMES): Comma-separated rows that a method has to beat, or all that the task can
+            have. constant: the best answer that ignores the image; single-site: every site alone
+            (as a row, single-site:method=prr, with another method's loss); batch-statistics: FedAvg
+            normalized by the test images (networks with BatchNorm); centralised: the images of all
+            sites in one place; uniform: FedAvg with every site counted once; augmentation: FedAvg
+            with more augmentation (contrast, intensity, noise); equal-compute: FedAvg with twice
+            the local epochs. A method with personal models always gets the row oracle: the better
+            of global and personal model at each site, chosen on test images
+        suite (NAME): Run a table of a paper and show the paper's numbers beside ours, or test a
+            mechanism on generated images (mechanisms/NAME): a name or a JSON file, see
+            app_configs/suites/; methods and --reference add rows; --task, --set, --sites, --rounds
+            and --seeds change it, and the output beside a paper's numbers lists what differs
+        task: Preset name or a JSON file, see app_configs/ (default: the suite's, else phantom,
+            synthetic)
+        set (NAME=VALUE): A setting of the task (task.batch_size=8); may be repeated
+        lr: Learning rate, short for --set task.optimizer.lr=
+        network: Another network for the task, with its defaults and its usual learning rate
+        sites: Number of sites (site-1, ...) or comma-separated names (default: the suite's, else
+            the data root's folders, else 4)
+        rounds: Federation rounds (default: the suite's, else 10)
+        seeds: Each also draws the split by patient (default: the suite's, else 0,1,2)
+        leave_one_out: Each site in turn is outside: it does not train and gets the final models
+        leave_out (SITES): The same with these sites only, each in its turn
+        selection (best|last|METRIC): How rows without a selection of their own select the deployed
+            round: the best by the task's metric on validation images (best), the last, or the best
+            by another metric, which becomes the task's
+        cross_site: Also test every site's model (personal, else deployed) on every site's test
+            images
+        grid (NAME=VALUE,VALUE): Run each row that has this hyper-parameter (or lr, task.NAME) with
+            each value and show the best by validation images; several: all combinations
+        rerun (ROW): Run all of this row again, for example after its code changed; may be repeated
+        processes: Runs at the same time
+        cluster (slurm[:NAME=VALUE,...]): Run as an array of Slurm jobs, with settings of the
+            package submitit (slurm:timeout_min=600,gpus_per_node=1,slurm_partition=gpu); all
+            machines need the folders --out and --data-root
+
+    Examples:
+        medflare study fedavg fedsm --reference all --sites 3 --rounds 5 --out study
+        medflare study fedsm fedsm:lam=0.3 fedsm:selection=last,gamma=0.9 --sites 4 --out study
+        medflare study single-site prr single-site:method=prr --task phantom_grades --sites 4 --out
+            study_alone
+        medflare study fedavg moon:server_algorithm=grace --sites CS,DU,FG,HT --leave-one-out
+            --task brain_lgg --out study
+        medflare study fedavg fedsm --selection last --sites 4 --out study_last
+        medflare study fedavg fedprox --grid mu=0.01,0.1 --grid lr=0.001,0.003 --out study_grid
+        medflare study --suite prr_table3 --data-root DATA --out prr_table3
+        medflare study moon --suite fedsm_table3 --reference equal-compute --data-root DATA --out
+            fedsm_table3
     """
     rows_are_named = candidates or options.names_in(reference)
     if suite is None and not rows_are_named:  # before torch and MONAI are imported
@@ -216,13 +142,13 @@ def run_study(
     paper = None
     if suite is not None:
         paper = load_suite(suite)
-        fixed: dict[str, Any] = {"leave-one-out": leave_one_out, "leave-out": leave_out}
-        fixed |= {"selection": selection, "grid": grid}
-        for name, value in fixed.items():
-            if value:
-                raise ConfigError(
-                    f"--suite {suite} sets --{name}; leave it out, or run a study without --suite"
-                )
+        options.refuse_used(
+            f"is set by --suite {suite}; leave it out, or run a study without --suite",
+            leave_one_out=leave_one_out,
+            leave_out=leave_out or None,
+            selection=selection,
+            grid=grid or None,
+        )
         of_the_paper = list(dict.fromkeys(paper.methods.values()))
         methods = of_the_paper + [text for text in methods if text not in of_the_paper]
         leave_one_out = paper.settings.leave_one_out
@@ -302,42 +228,37 @@ def _changed_task(
 
 
 def show_tables(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FOLDER...", help="Of a study; several: studies of different tasks, same rows"
-        ),
-    ],
-    metrics: Annotated[
-        str,
-        typer.Option(metavar="NAMES", help="Only these metrics, comma-separated (default: all)"),
-    ] = "",
-    latex: Annotated[
-        bool, typer.Option("--latex", help="Print LaTeX (booktabs) in place of Markdown")
-    ] = False,
+    folders: Annotated[list[Path], typer.Argument()],
+    metrics: str = "",
+    latex: bool = False,
     figures: Figures = None,
-    csv: options.CsvFile = None,
-    summary: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write a CSV file with a line for each row: means over seeds with intervals, "
-            "traffic, time, rounds, selection, versions"
-        ),
-    ] = None,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            help="Of --summary: count the rounds until the validation metric reaches this "
-            "(default: 95 % of FedAvg's at the end, without FedAvg of the best row's)"
-        ),
-    ] = None,
-    html: Html = None,
+    csv: Path | None = None,
+    summary: Path | None = None,
+    target: float | None = None,
+    html: Path | None = None,
 ) -> int:
     """Print the tables of a study's folder again, or compare rows over several tasks; trains
     nothing.
 
     Over tasks: mean ranks, Friedman's test, Nemenyi's critical difference, and Wilcoxon's test of
     every pair with Holm's correction (Demsar, JMLR 2006).
+
+    Args:
+        folders (FOLDER...): Of a study; several: studies of different tasks, same rows
+        metrics (NAMES): Only these metrics, comma-separated (default: all)
+        latex: Print LaTeX (booktabs) in place of Markdown
+        csv: Write the test metrics into this file: a row per site, model, structure or class, and
+            metric, with intervals
+        summary: Write a CSV file with a line for each row: means over seeds with intervals,
+            traffic, time, rounds, selection, versions
+        target: Of --summary: count the rounds until the validation metric reaches this (default: 95
+            % of FedAvg's at the end, without FedAvg of the best row's)
+        html: Write the study's page into this file
+
+    Examples:
+        medflare study table study --figures study/figures --summary study.csv
+        medflare study table study --latex --metrics dice,hd95
+        medflare study table brain_study fundus_study grades_study --figures figures
     """
     from medflare.core.store import csv_cell, write_atomically
     from medflare.studies import export, grid, page, tables
@@ -347,10 +268,13 @@ def show_tables(
     if target is not None and summary is None:
         raise ConfigError("--target is of --summary FILE; name the file, or leave --target out")
     if len(folders) > 1:
-        of_one_study = {"latex": latex, "csv": csv, "summary": summary, "html": html}
-        for name, value in of_one_study.items():
-            if value:
-                raise ConfigError(f"--{name} is of one study; name one folder, or leave it out")
+        options.refuse_used(
+            "is of one study; name one folder, or leave it out",
+            latex=latex,
+            csv=csv,
+            summary=summary,
+            html=html,
+        )
         return _show_tasks(folders, wanted, figures)
     groups = grid.read_study(folders[0])
     study = grid.study_tables(folders[0], wanted)

@@ -1,10 +1,8 @@
 """Errors whose text is one line that names the problem, the place and the remedy."""
 
-from typing import Final
-
 from medflare.core.text import printable
 
-_LONGEST: Final = 200  # characters of another library's error
+_LONGEST = 200  # characters of another library's error
 
 
 def one_line(error: BaseException) -> str:

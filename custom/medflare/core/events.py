@@ -5,13 +5,13 @@ metadata. `round` and `site` are None if the event belongs to no round or to the
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 from medflare.core.text import printable
 
 Event = dict[str, Any]
 
-KINDS: Final = (
+KINDS = (
     "rejected",  # an update was not used: not finite, wrong shape, wrong entries, no samples
     "late",  # an update came after its step was closed
     "missing",  # a site sent no reply
@@ -32,9 +32,9 @@ KINDS: Final = (
     "warning",  # everything else
 )
 # Of the deployed model: shown before its metrics.
-DOUBTS: Final = ("constant_output", "at_chance", "few_validation_images", "rare_class")
+DOUBTS = ("constant_output", "at_chance", "few_validation_images", "rare_class")
 # A site may send these; the others are the server's.
-OF_SITES: Final = ("undefined", "reverted", "left_out", *DOUBTS, "warning")
+OF_SITES = ("undefined", "reverted", "left_out", *DOUBTS, "warning")
 
 
 class EventLog:
@@ -45,7 +45,7 @@ class EventLog:
         self.extend(events)
 
     def add(
-        self, kind: str, message: str, *, site: str | None = None, round: int | None = None
+        self, kind: str, message: str, site: str | None = None, round: int | None = None
     ) -> Event:
         """Add and return an event; `message` becomes one printable line, `round` is 0-based.
 
@@ -58,11 +58,7 @@ class EventLog:
         return event
 
     def extend(
-        self,
-        events: Iterable[Mapping[str, Any]],
-        *,
-        site: str | None = None,
-        round: int | None = None,
+        self, events: Iterable[Mapping[str, Any]], site: str | None = None, round: int | None = None
     ) -> None:
         """Add events as mappings; `site` and `round` are used for those without."""
         for event in events:

@@ -26,15 +26,16 @@ user of this process names needs no trust, see `methods.catalogue`.
 
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final
+from typing import Any
 
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.packages import untrusted
 
-VARIABLE: Final = "MEDFLARE_PACKAGES"  # packages or modules, separated by commas
-OLD_VARIABLE: Final = "MEDFLARE_NETWORKS"  # its name in older versions
+VARIABLE = "MEDFLARE_PACKAGES"  # packages or modules, separated by commas
+OLD_VARIABLE = "MEDFLARE_NETWORKS"  # its name in older versions
 _trusted: set[str] = set()
 
 
@@ -61,6 +62,7 @@ def require_trust(what: str, module: str) -> None:
         )
 
 
+@dataclass
 class Extensions:
     """A group: its names, and the objects of other distributions.
 
@@ -71,17 +73,10 @@ class Extensions:
         check: called with an object when it is loaded; raises if it does not work.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        group: str,
-        builtin: Callable[[], Collection[str]],
-        check: Callable[[Any], None],
-    ):
-        self.kind = kind
-        self._group = group
-        self.builtin = builtin
-        self._check = check
+    kind: str
+    group: str
+    builtin: Callable[[], Collection[str]]
+    check: Callable[[Any], None]
 
     def __iter__(self) -> Iterator[str]:
         """All names, built-in ones first."""
@@ -92,11 +87,11 @@ class Extensions:
 
     def names(self) -> tuple[str, ...]:
         """Names of other distributions, sorted; imports none."""
-        return tuple(sorted(_points(self._group)))
+        return tuple(sorted(_points(self.group)))
 
     def module(self, name: str) -> str:
         """The module that holds an object of another distribution, not imported; "" if none."""
-        return extension_module(self._group, name)
+        return extension_module(self.group, name)
 
     def foreign(self, name: str) -> Any:
         """The object of another distribution; None if none has the name.
@@ -105,12 +100,12 @@ class Extensions:
             ConfigError: the name is in use, the package is not trusted, or the object does not
                 work.
         """
-        points = _points(self._group).get(name)
+        points = _points(self.group).get(name)
         if points is None:
             return None
         require_unused(self.kind, points, self.builtin())
         require_trust(described(self.kind, points), module_of(points[0]))
-        return _loaded(self.kind, points[0], self._check)
+        return _loaded(self.kind, points[0], self.check)
 
 
 def read_points(group: str) -> dict[str, list[EntryPoint]]:

@@ -10,7 +10,7 @@ import json
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import Field
 
@@ -18,7 +18,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.settings import checked, unknown
 
 H = TypeVar("H")
-ALGORITHMS: Final = ("site", "server")
+ALGORITHMS = ("site", "server")
 SplitHyper = dict[str, dict[str, Any]]  # {"site": {name: value}, "server": {name: value}}
 
 
@@ -31,7 +31,7 @@ def param(
     low: float | None = None,
     high: float | None = None,
 ) -> Any:
-    """A hyper-parameter field of a pydantic dataclass declared with `core.settings.STRICT`.
+    """A hyper-parameter field of a `core.settings.strict_dataclass`.
 
     Args:
         default: the value of the paper.
@@ -78,9 +78,8 @@ def described(cls: type) -> dict[str, Described]:
             bounds += getattr(option, "__metadata__", ())
             if get_origin(option) is Literal:
                 choices += get_args(option)
-        limits = list(bounds)
-        for bound in bounds:
-            limits += getattr(bound, "metadata", ())
+        for bound in list(bounds):
+            bounds += getattr(bound, "metadata", ())
         descriptions[name] = Described(
             name,
             field.default,
@@ -88,17 +87,17 @@ def described(cls: type) -> dict[str, Described]:
             extra.get("symbol", ""),
             extra.get("source", ""),
             tuple(choices),
-            _first_limit(limits, "ge"),
-            _first_limit(limits, "le"),
+            _first_limit(bounds, "ge"),
+            _first_limit(bounds, "le"),
         )
     return descriptions
 
 
-def _first_limit(limits: list[Any], end: str) -> float | None:
+def _first_limit(bounds: list[Any], end: str) -> float | None:
     """The first smallest ("ge") or largest ("le") allowed number; None if there is none."""
-    for limit in limits:
-        if hasattr(limit, end):
-            return getattr(limit, end)
+    for bound in bounds:
+        if hasattr(bound, end):
+            return getattr(bound, end)
     return None
 
 

@@ -3,9 +3,9 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
-from medflare.core.specs import MetaSpec, Spec, TensorSpec
+from medflare.core.specs import EntrySpec, Spec, TensorSpec
 from medflare.core.states import StateDict, copy_state, state_bytes
 
 T = TypeVar("T")
@@ -34,28 +34,17 @@ class Message:
     def _part(self, spec: Spec) -> dict[str, Any]:
         return self.states if isinstance(spec, TensorSpec) else self.meta
 
-    @overload
-    def __getitem__(self, spec: TensorSpec) -> StateDict: ...
-    @overload
-    def __getitem__(self, spec: MetaSpec[T]) -> T: ...
-    def __getitem__(self, spec: Spec) -> Any:
-        return self._part(spec)[spec.name]
+    def __getitem__(self, spec: EntrySpec[T]) -> T:
+        value: T = self._part(spec)[spec.name]
+        return value
 
-    @overload
-    def __setitem__(self, spec: TensorSpec, value: StateDict) -> None: ...
-    @overload
-    def __setitem__(self, spec: MetaSpec[T], value: T) -> None: ...
-    def __setitem__(self, spec: Spec, value: Any) -> None:
+    def __setitem__(self, spec: EntrySpec[T], value: T) -> None:
         self._part(spec)[spec.name] = value
 
     def __contains__(self, spec: Spec) -> bool:
         return spec.name in self._part(spec)
 
-    @overload
-    def get(self, spec: TensorSpec) -> StateDict | None: ...
-    @overload
-    def get(self, spec: MetaSpec[T]) -> T | None: ...
-    def get(self, spec: Spec) -> Any:
+    def get(self, spec: EntrySpec[T]) -> T | None:
         """The entry, or None if the message lacks it."""
         return self._part(spec).get(spec.name)
 
@@ -77,7 +66,7 @@ class Message:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(state_bytes(state) for state in self.states.values())
+        return sum(map(state_bytes, self.states.values()))
 
     def copied(self) -> "Message":
         """A copy with tensors on the CPU that shares no memory with this message."""

@@ -16,13 +16,12 @@ from importlib.metadata import (
 )
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
 
 from medflare.core.errors import ConfigError, MedflareError
 
 # Names for pip of some imported packages, which need no search.
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "medflare": "medflare"}
-CODE: Final = " code"  # after a package's name, of its hash in `code_versions`
+CODE = " code"  # after a package's name, of its hash in `code_versions`
 _LONGEST = 200  # characters of a module's name
 # Packages from which a job, a task or a model's card may not name code, even if a site trusts it.
 NEVER_TRUSTED = frozenset(
@@ -76,8 +75,8 @@ def installed_versions() -> dict[str, str]:
     """Package -> version, of Python and the packages that a result depends on, if they are
     installed.
     """
-    packages = ["medflare", "nvflare", "torch", "monai", "numpy"]
-    return {"python": platform.python_version(), **versions(packages)}
+    number = platform.python_version()
+    return {"python": number, **versions(["medflare", "nvflare", "torch", "monai", "numpy"])}
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

@@ -1,24 +1,13 @@
 """Colours of lines and structures."""
 
-from typing import Final
-
 # Distinguishable with any colour vision, and on white as on near-black (after Okabe and Ito, 2008,
 # without yellow and black).
-COLOURS: Final = (
-    "#0f7fc4",
-    "#dd8a00",
-    "#0a9b74",
-    "#d4590a",
-    "#c26a9c",
-    "#4aa8d8",
-    "#8a7a2f",
-    "#7a6fd0",
-)
+COLOURS = ("#0f7fc4", "#dd8a00", "#0a9b74", "#d4590a", "#c26a9c", "#4aa8d8", "#8a7a2f", "#7a6fd0")
 
 # Truth and prediction of a single structure: orange and sky blue of Okabe and Ito, light enough
 # for dark images.
-TRUTH: Final = "#e69f00"
-PREDICTION: Final = "#56b4e9"
+TRUTH = "#e69f00"
+PREDICTION = "#56b4e9"
 
 Pair = tuple[str, str]  # colours of the truth and the prediction of a structure
 

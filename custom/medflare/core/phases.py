@@ -12,7 +12,7 @@ An overridden method keeps its declaration, unless it has one of its own.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from medflare.core.message import Message
@@ -66,8 +66,8 @@ class Phase:
         """Which state of a reply is missing, or which state or metadata item is not declared; None
         if it is as declared.
         """
-        items = {item.name for item in self.meta}
-        declared = items & reply.meta.keys()  # a declared item may be missing
+        # A declared item may be missing.
+        declared = {item.name for item in self.meta} & reply.meta.keys()
         states = self.replied(plan).keys()
         return difference("entry", states, reply.states) or difference("item", declared, reply.meta)
 
@@ -91,43 +91,35 @@ def phase(
     *, request: Tensors = (), reply: Tensors = (), meta: Items = (), request_meta: Items = ()
 ) -> Callable[[Handler], Handler]:
     """Declares that a site algorithm's method replies to the phase of its name; see `Phase`."""
-    return _marked(
-        _PHASE, lambda method: Phase(method.__name__, request, reply, meta, request_meta)
-    )
+    return _marked(_PHASE, Phase("", request, reply, meta, request_meta))
 
 
 def extends(
     *, request: Tensors = (), reply: Tensors = (), meta: Items = (), request_meta: Items = ()
 ) -> Callable[[Handler], Handler]:
     """Declares what a method adds to the phase that the class inherits or is mixed into."""
-    return _marked(
-        _ADDED, lambda method: Phase(method.__name__, request, reply, meta, request_meta)
-    )
+    return _marked(_ADDED, Phase("", request, reply, meta, request_meta))
 
 
 def asks(*replying: Callable[..., Any]) -> Callable[[Handler], Handler]:
     """Declares that a server algorithm's method, (step, site) -> message, makes the requests that
     these methods of a site algorithm reply to.
     """
-    return _marked(_ASKS, lambda method: _names(replying))
+    return _marked(_ASKS, replying)
 
 
 def handles(*replying: Callable[..., Any]) -> Callable[[Handler], Handler]:
     """Declares that a server algorithm's method, (step, replies) -> None, processes the replies of
     these methods of a site algorithm.
     """
-    return _marked(_HANDLES, lambda method: _names(replying))
+    return _marked(_HANDLES, replying)
 
 
-def _names(methods: tuple[Callable[..., Any], ...]) -> tuple[str, ...]:
-    return tuple(method.__name__ for method in methods)
-
-
-def _marked(mark: str, value_of: Callable[[Any], Any]) -> Callable[[Handler], Handler]:
+def _marked(mark: str, value: Any) -> Callable[[Handler], Handler]:
     """A decorator that sets a mark of the method."""
 
     def declare(method: Handler) -> Handler:
-        setattr(method, mark, value_of(method))
+        setattr(method, mark, value)
         return method
 
     return declare
@@ -141,7 +133,7 @@ def declared_phases(algorithm: type) -> dict[str, Phase]:
     phases: dict[str, Phase] = {}
     for name, method in _methods(algorithm):
         if hasattr(method, _PHASE):
-            phases[name] = getattr(method, _PHASE)
+            phases[name] = replace(getattr(method, _PHASE), name=name)
         elif hasattr(method, _ADDED):
             phases[name] = phases.get(name, Phase(name)).extended(getattr(method, _ADDED))
     return phases
@@ -160,8 +152,8 @@ def reply_methods(algorithm: type) -> dict[str, str]:
 def _names_by_phase(algorithm: type, mark: str) -> dict[str, str]:
     names: dict[str, str] = {}
     for name, method in _methods(algorithm):
-        for phase_name in getattr(method, mark, ()):
-            names[phase_name] = name
+        for replying in getattr(method, mark, ()):
+            names[replying.__name__] = name
     return names
 
 

@@ -6,19 +6,25 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationError, WrapValidator
+from pydantic.dataclasses import dataclass
+from typing_extensions import dataclass_transform
 
 from medflare.core.errors import ConfigError, MedflareError
 
-# For `@dataclass(frozen=True, config=STRICT)`: no conversion between numbers, texts and booleans.
-STRICT: Final = ConfigDict(
-    strict=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True
-)
-_SHOWN: Final = 80  # characters of a wrong value
+# Of a pydantic dataclass: no conversion between numbers, texts and booleans.
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True)
+_SHOWN = 80  # characters of a wrong value
 
 S = TypeVar("S")
+
+
+@dataclass_transform(frozen_default=True)
+def strict_dataclass(cls: type[S]) -> type[S]:
+    """Decorator: a frozen pydantic dataclass with `STRICT`."""
+    return dataclass(frozen=True, config=STRICT)(cls)  # type: ignore[return-value]
 
 
 def checked(
@@ -42,8 +48,7 @@ def checked(
         error: a setting is unknown (with the nearest names), missing, of another type or outside
             its range.
     """
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]  # a dataclass
-    names = [field.name for field in fields]
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in values:
         if name not in names:
             raise error(no_such("setting", name, names, place))

@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import torch
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from torch import Tensor
+from typing_extensions import Self
 
 from medflare.core.settings import first_problem
+from medflare.core.states import StateDict
 from medflare.core.text import is_name
 
 T_co = TypeVar("T_co", covariant=True)
@@ -48,17 +50,22 @@ class StateSpec:
 Manifest = dict[str, StateSpec]
 
 
-def _whole_network(plan: Any) -> Mapping[str, Tensor]:
-    template: Mapping[str, Tensor] = plan.template()
-    return template
+@dataclass(frozen=True)
+class EntrySpec(Generic[T_co]):
+    """A named entry of a message, whose Python type is T_co: a `TensorSpec` or a `MetaSpec`."""
 
+    name: str
+    _: KW_ONLY
+    optional: bool = False
+    per_class: PerClass = ""
 
-def _always(plan: Any) -> bool:
-    return True
+    def as_optional(self) -> Self:
+        """The same, in a message that may lack it."""
+        return replace(self, optional=True)
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(EntrySpec[StateDict]):
     """A named state of a message, or a family of states: "personal/A", "personal/B".
 
     Attributes:
@@ -79,19 +86,13 @@ class TensorSpec:
             its own; "initial", they are frozen and everywhere those of the initial model.
     """
 
-    name: str
     purpose: str = ""
-    template: Callable[[Any], Mapping[str, Tensor]] = field(default=_whole_network, repr=False)
-    when: Callable[[Any], bool] = field(default=_always, repr=False)
-    of: Callable[[Any], Iterable[str]] | None = field(default=None, kw_only=True, repr=False)
-    optional: bool = field(default=False, kw_only=True)
-    measured: str = field(default="", kw_only=True)
-    per_class: PerClass = field(default="", kw_only=True)
-    rest: Literal["local", "initial"] = field(default="local", kw_only=True)
-
-    def as_optional(self) -> "TensorSpec":
-        """The same, in a message that may lack it."""
-        return replace(self, optional=True)
+    template: Callable[[Any], Mapping[str, Tensor]] = lambda plan: plan.template()
+    when: Callable[[Any], bool] = lambda plan: True
+    _: KW_ONLY
+    of: Callable[[Any], Iterable[str]] | None = None
+    measured: str = ""
+    rest: Literal["local", "initial"] = "local"
 
     def member(self, name: str) -> "TensorSpec":
         """One state of the family."""
@@ -99,8 +100,9 @@ class TensorSpec:
 
     def members(self, plan: Any) -> dict[str, "TensorSpec"]:
         """Entry -> spec: of the state itself, or of each of the family."""
-        specs = [self] if self.of is None else [self.member(name) for name in self.of(plan)]
-        return {spec.name: spec for spec in specs}
+        if self.of is None:
+            return {self.name: self}
+        return {spec.name: spec for spec in map(self.member, self.of(plan))}
 
     def spec(self, plan: Any) -> StateSpec:
         """Names, shapes and dtypes of the state, or of each of the family, with a plan's
@@ -110,7 +112,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class MetaSpec(Generic[T_co]):
+class MetaSpec(EntrySpec[T_co]):
     """A named metadata item of a message, whose Python type is T_co.
 
     Attributes:
@@ -125,16 +127,9 @@ class MetaSpec(Generic[T_co]):
             participant sends no "values"; it sends no "counts" at all.
     """
 
-    name: str
     about: str = ""
     type: Any = field(default=Any, compare=False, repr=False)
     measured: str = ""
-    optional: bool = field(default=False, kw_only=True)
-    per_class: PerClass = field(default="", kw_only=True)
-
-    def as_optional(self) -> "MetaSpec[T_co]":
-        """The same, in a message that may lack it."""
-        return replace(self, optional=True)
 
     def problem(self, value: object) -> str | None:
         """Why pydantic does not accept a value, in words that follow the item's name; None if it
@@ -156,7 +151,7 @@ class MetaSpec(Generic[T_co]):
         return TypeAdapter(kind)
 
 
-Spec = TensorSpec | MetaSpec[Any]
+Spec = EntrySpec[Any]
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, optional: bool = False) -> Any:

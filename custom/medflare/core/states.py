@@ -6,7 +6,6 @@ Tensors of one name are processed in chunks, so that no float64 copy of a whole 
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 StateDict = dict[str, Tensor]
 # Values of each tensor at a time, so that intermediate results stay in the processor's cache.
-CHUNK: Final = 2**15
+CHUNK = 2**15
 # The same for sums that decide about weights: most tensors fit, so that their sums are not split.
-LONG_CHUNK: Final = 2**19
+LONG_CHUNK = 2**19
 
 
 def iter_chunks(tensors: Sequence[Tensor], size: int = CHUNK) -> Iterator[tuple[Tensor, ...]]:

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,8 +28,8 @@ from medflare.core.states import StateDict, copy_state, on_cpu
 from medflare.core.text import escaped
 
 SEPARATOR = "//"  # between entry and tensor name
-_FORMULA: Final = re.compile(r"[=@\t\r\n]|[+-](?![\d.]+(?:e[+-]?\d+)?\Z)", re.ASCII | re.IGNORECASE)
-_OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")  # in an error of safetensors
+_FORMULA = re.compile(r"[=@\t\r\n]|[+-](?![\d.]+(?:e[+-]?\d+)?\Z)", re.ASCII | re.IGNORECASE)
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in an error of safetensors
 _HEADER = "medflare"  # the field of the safetensors header with metadata, entry names and checksum
 
 

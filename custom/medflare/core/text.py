@@ -6,9 +6,9 @@ import codecs
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-NAME: Final = 100  # maximum characters of a name
+NAME = 100  # maximum characters of a name
 
 
 def printable(text: str) -> str:

@@ -5,34 +5,33 @@ Also the range over the training images, and whether a new image is outside of i
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from dataclasses import dataclass as plain_dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
-from pydantic.dataclasses import dataclass
+from pydantic import Field, NonNegativeFloat
 
 from medflare.core.errors import ConfigError
-from medflare.core.settings import STRICT, checked
+from medflare.core.settings import checked, strict_dataclass
 from medflare.core.text import format_shape
 from medflare.data.reading import Image, is_coloured
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
 # In a card, and in the server's last message: the range over all training sites.
-TRAINED_ON: Final = "trained_on"
-_MILLIMETRES: Final = 1.5  # factor beyond the range that a field of view or a spacing may have
-_PIXELS: Final = 2.0  # the same for sizes in pixels
-_CONTRAST: Final = 3.0  # the same for the span of intensities
+TRAINED_ON = "trained_on"
+_MILLIMETRES = 1.5  # factor beyond the range that a field of view or a spacing may have
+_PIXELS = 2.0  # the same for sizes in pixels
+_CONTRAST = 3.0  # the same for the span of intensities
 # How far a median may leave the range, as a fraction of the largest span of intensities.
-_MEDIAN: Final = 0.5
-_SAMPLED: Final = 10_000  # intensities of a channel, evenly spaced
-_MAX_CHANNELS: Final = 64  # images with more are features and have no intensities
+_MEDIAN = 0.5
+_SAMPLED = 10_000  # intensities of a channel, evenly spaced
+_MAX_CHANNELS = 64  # images with more are features and have no intensities
 # Percentiles over the images; neither is the value of a single image.
-_OUTER: Final = (5, 95)
-_INNER: Final = (10, 90)
+_OUTER = (5, 95)
+_INNER = (10, 90)
 
 
 @plain_dataclass(frozen=True)
@@ -62,17 +61,16 @@ class Acquisition:
 def acquisition_of(image: Image, task: TaskConfig) -> Acquisition:
     """The numbers of an image; of a volume that is cut into slices, the sides of a slice."""
     array = image.array
-    sides: tuple[int, ...] = array.shape[1:]
+    sides = list(array.shape[1:])
     spacing: Spacing | None = None
     if task.spatial_dims == 3 and image.stored_grid is not None:
         grid = image.stored_grid.turned(task.orientation)
-        sides = grid.shape
+        sides = list(grid.shape)
         spacing = grid.spacing
     elif task.spatial_dims == 2:
         if array.ndim == 4:
-            axis = task.slices.axis
-            sides = sides[:axis] + sides[axis + 1 :]
-        sides = tuple(sorted(sides))
+            del sides[task.slices.axis]
+        sides.sort()
     flat = array.reshape(len(array), -1)
     columns = np.linspace(0, flat.shape[1] - 1, min(flat.shape[1], _SAMPLED)).astype(int)
     sampled = flat[:, columns].astype(np.float64)
@@ -94,11 +92,11 @@ def acquisition_of(image: Image, task: TaskConfig) -> Acquisition:
 # -- the range of training images ------------------------------------------------------------------
 
 
-Axes = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=2, max_length=3)]
+Axes = Annotated[tuple[NonNegativeFloat, ...], Field(min_length=2, max_length=3)]
 Values = Annotated[tuple[float, ...], Field(max_length=_MAX_CHANNELS)]
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class TrainedOn:
     """The range of training images: (lowest, highest) of each number of `Acquisition`."""
 
@@ -114,10 +112,7 @@ class TrainedOn:
     def to_dict(self) -> dict[str, Any]:
         """JSON values, with six digits."""
         text = json.dumps(asdict(self))
-        rounded: dict[str, Any] = json.loads(
-            text, parse_float=lambda digits: float(f"{float(digits):.6g}")
-        )
-        return rounded
+        return json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}"))
 
     def misfit(self, task: TaskConfig) -> str:
         """Why it cannot be of a task's images, or ""."""
@@ -145,26 +140,26 @@ def range_of(rows: Any, patients: int, axes: int, minimum: int = 0) -> TrainedOn
     percentiles = _INNER if minimum > 1 else _OUTER
 
     def ends(columns: np.ndarray) -> Any:
-        return tuple(tuple(map(float, end)) for end in np.percentile(columns, percentiles, axis=0))
+        return np.percentile(columns, percentiles, axis=0).tolist()
 
     sides = table[:, :axes]
     spacing = table[:, axes : 2 * axes]
     medians, contrasts = np.split(table[:, 2 * axes : -1], 2, axis=1)
     known = ~np.isnan(spacing).any(axis=1)
-    spacing_ends = extent_ends = None
-    if known.any():
-        spacing_ends = ends(spacing[known])
-        extent_ends = ends(sides[known] * spacing[known])
     coloured = np.percentile(table[:, -1], percentiles) > 0.5
-    return TrainedOn(
-        images=len(table),
-        sides=ends(sides),
-        spacing=spacing_ends,
-        extent=extent_ends,
-        medians=ends(medians),
-        contrasts=ends(contrasts),
-        coloured=tuple(sorted(set(coloured.tolist()))),
-    )
+    content = {
+        "images": len(table),
+        "sides": ends(sides),
+        "spacing": None,
+        "extent": None,
+        "medians": ends(medians),
+        "contrasts": ends(contrasts),
+        "coloured": np.unique(coloured).tolist(),
+    }
+    if known.any():
+        content["spacing"] = ends(spacing[known])
+        content["extent"] = ends(sides[known] * spacing[known])
+    return read_range(content)
 
 
 def read_range(value: object) -> TrainedOn:
@@ -181,22 +176,19 @@ def check_range(value: object) -> object:
     return value
 
 
-def joined_range(ranges: Iterable[TrainedOn]) -> TrainedOn | None:
+def joined_range(sites: Sequence[TrainedOn]) -> TrainedOn | None:
     """The range over several sites of one task; None without any."""
-    sites = list(ranges)
     if not sites:
         return None
-    ends: dict[str, Any] = {}
+    content: dict[str, Any] = {"images": sum(site.images for site in sites)}
     for name in ("sides", "spacing", "extent", "medians", "contrasts"):
         pairs = [getattr(site, name) for site in sites]
         table = np.array([pair for pair in pairs if pair is not None])  # (sites, 2, numbers)
-        ends[name] = None
+        content[name] = None
         if len(table):
-            lowest = table[:, 0].min(axis=0)
-            highest = table[:, 1].max(axis=0)
-            ends[name] = (tuple(lowest.tolist()), tuple(highest.tolist()))
-    coloured = tuple(sorted({value for site in sites for value in site.coloured}))
-    return TrainedOn(images=sum(site.images for site in sites), coloured=coloured, **ends)
+            content[name] = [table[:, 0].min(axis=0).tolist(), table[:, 1].max(axis=0).tolist()]
+    content["coloured"] = sorted({value for site in sites for value in site.coloured})
+    return read_range(content)
 
 
 # -- a new image -----------------------------------------------------------------------------------
@@ -220,7 +212,7 @@ def outside(image: Acquisition, trained: TrainedOn, channels: Sequence[str] = ()
         >>> outside(Acquisition((40, 40), (1, 1), (250,), (9,), False), trained)
         {'intensities': 'median 250, trained on 10 to 40; span 9, trained on 80 to 100'}
     """
-    differences: dict[str, str] = {}
+    differences = {}
     if image.spacing and image.extent and trained.spacing and trained.extent:
         if _beyond(image.extent, trained.extent, _MILLIMETRES):
             view = f"{_sides(image.extent)} mm, trained on {_range(trained.extent)} mm"
@@ -245,13 +237,10 @@ def outside(image: Acquisition, trained: TrainedOn, channels: Sequence[str] = ()
 def _intensities_outside(
     image: Acquisition, trained: TrainedOn, channels: Sequence[str]
 ) -> list[str]:
-    lines: list[str] = []
+    lines = []
     slack = _MEDIAN * max((*trained.contrasts[1], 0.0))
-    for number, (median, contrast) in enumerate(zip(image.medians, image.contrasts, strict=True)):
-        low = trained.medians[0][number]
-        high = trained.medians[1][number]
-        least = trained.contrasts[0][number]
-        most = trained.contrasts[1][number]
+    rows = zip(image.medians, image.contrasts, *trained.medians, *trained.contrasts, strict=True)
+    for number, (median, contrast, low, high, least, most) in enumerate(rows):
         of = ""
         if len(image.medians) > 1:
             of = f"of channel {channels[number] if channels else number} "

@@ -5,25 +5,25 @@ They stay at the site: only its own report shows them.
 
 import re
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from medflare.core.text import printable
 
-AGE_BANDS: Final = ("under 20", "20-39", "40-59", "60-79", "80 and over")
-NOT_KNOWN: Final = "not known"  # group of patients without a value
-SEVERAL: Final = "several"  # group of patients whose images are of several groups
-_BAND: Final = 20  # years
-OLDEST: Final = 130  # years; a higher number is an age in months or days
-_SEXES: Final = {
+AGE_BANDS = ("under 20", "20-39", "40-59", "60-79", "80 and over")
+NOT_KNOWN = "not known"  # group of patients without a value
+SEVERAL = "several"  # group of patients whose images are of several groups
+_BAND = 20  # years
+OLDEST = 130  # years; a higher number is an age in months or days
+_SEXES = {
     **dict.fromkeys(("f", "female", "w", "woman", "weiblich"), "female"),
     **dict.fromkeys(("m", "male", "man", "männlich"), "male"),
     **dict.fromkeys(("o", "other", "d", "divers", "diverse"), "other"),
 }
 # How programs write a missing value, in lower case.
-_MISSING: Final = ("", "na", "n/a", "nan", "none", "null", "unk", "unknown", "not reported")
+_MISSING = ("", "na", "n/a", "nan", "none", "null", "unk", "unknown", "not reported")
 # DICOM's age string (PS3.5, Sec. 6.2) has a unit; "90+" and ">89" hide the age of the oldest.
-_AGE: Final = re.compile(r">?\s*(\d+(?:\.\d+)?)\s*([YMWD]?)\+?", re.IGNORECASE)
-_PER_YEAR: Final = {"": 1, "y": 1, "m": 12, "w": 52, "d": 365}
+_AGE = re.compile(r">?\s*(\d+(?:\.\d+)?)\s*([YMWD]?)\+?", re.IGNORECASE)
+_PER_YEAR = {"": 1, "y": 1, "m": 12, "w": 52, "d": 365}
 
 
 class Attributes(NamedTuple):
@@ -40,14 +40,10 @@ class Attributes(NamedTuple):
             >>> Attributes("female", 63.0).to_dict()
             {'sex': 'female', 'age': 63}
         """
-        content: dict[str, Any] = {}
-        if self.sex:
-            content["sex"] = self.sex
-        if self.age is not None:
-            content["age"] = int(self.age) if self.age.is_integer() else self.age
-        if self.scanner:
-            content["scanner"] = self.scanner
-        return content
+        content = self._asdict()
+        if self.age is not None and self.age.is_integer():
+            content["age"] = int(self.age)
+        return {name: value for name, value in content.items() if value not in ("", None)}
 
     @property
     def groups(self) -> dict[str, str]:
@@ -58,7 +54,7 @@ class Attributes(NamedTuple):
         return {"sex": self.sex, "age": band, "scanner": self.scanner}
 
 
-NO_ATTRIBUTES: Final = Attributes()
+NO_ATTRIBUTES = Attributes()
 
 
 def parse_attributes(sex: Any = None, age: Any = None, scanner: Any = None) -> Attributes:
@@ -76,7 +72,7 @@ def parse_attributes(sex: Any = None, age: Any = None, scanner: Any = None) -> A
 
 def _known_text(value: Any) -> str:
     """A value as printable text; "" if it is missing."""
-    text = "" if value is None else printable(str(value))
+    text = printable(str(value))
     return "" if text.lower() in _MISSING else text
 
 
@@ -107,11 +103,11 @@ def groups_of_patients(images: Iterable[tuple[str, Attributes]]) -> dict[str, di
         for name, group in attributes.groups.items():
             by_patient = by_attribute.setdefault(name, {})
             by_patient.setdefault(patient, set()).add(group)
-    groups: dict[str, dict[str, str]] = {}
+    shown = {}
     for name, by_patient in by_attribute.items():
-        if any(by_patient[patient] != {""} for patient in by_patient):
-            groups[name] = {patient: _group(found) for patient, found in by_patient.items()}
-    return groups
+        if any(groups != {""} for groups in by_patient.values()):
+            shown[name] = {patient: _group(groups) for patient, groups in by_patient.items()}
+    return shown
 
 
 def _group(groups: set[str]) -> str:

@@ -11,28 +11,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as checked_dataclass
 
 from medflare.core.errors import DataError
 from medflare.core.rng import numpy_generator
-from medflare.core.settings import STRICT, checked, takes
+from medflare.core.settings import checked, strict_dataclass, takes
 from medflare.core.text import printable, read_json
 from medflare.data.attributes import NO_ATTRIBUTES, OLDEST, Attributes, parse_attributes
 from medflare.data.local import FOLDERS, PLACE, allowed_folders
 
 FILE = "datalist.json"
-SPLITS = ("training", "validation", "test")
 # Of the patients, where splits are drawn by default.
 SHARES = {"training": 7, "validation": 1, "test": 2}
+SPLITS = tuple(SHARES)
 _REMEDY = 'an entry is an object {"image": FILE, "label": ...}; complete it or take it out'
 
-_TextOrNull: TypeAlias = Annotated[str | int | float | None, takes("a text, or null")]
+_TextOrNull = Annotated[str | int | float | None, takes("a text, or null")]
 
 
-@checked_dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class _Listed:
     """An entry of the file for classification."""
 
@@ -48,7 +47,7 @@ class _Listed:
     scanner: _TextOrNull = None
 
 
-@checked_dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class _ListedWithMasks(_Listed):
     """An entry of the file for segmentation."""
 
@@ -150,14 +149,14 @@ def read_content(folder: Path) -> Mapping[str, Any]:
 
 
 def read_datalist(
-    folder: Path, kind: str, folders: Sequence[Path] | None = None
+    folder: Path, kind: str, folders: Sequence[str | Path] = ()
 ) -> list[DatalistItem]:
     """All items, in the order of the file.
 
     Args:
         kind: of the task, "segmentation" or "classification".
-        folders: further folders in which files may be, None for those of MEDFLARE_DATA_FOLDERS.
-            Links are resolved first.
+        folders: further folders in which files may be, see `local.allowed_folders`. Links are
+            resolved first.
 
     Raises:
         DataError: see `read_content`; or an entry lacks its image or label, is listed twice, or
@@ -165,8 +164,6 @@ def read_datalist(
     """
     path = folder / FILE
     content = read_content(folder)
-    if folders is None:
-        folders = allowed_folders()
     unlabelled = annotated_names(content, folder) == ()
     entries: dict[Path, DatalistItem] = {}
     for split in SPLITS:
@@ -182,15 +179,11 @@ def read_datalist(
             if entry.image in entries:
                 raise _listed_twice(entry, entries[entry.image])
             entries[entry.image] = entry
-    places: dict[Path, str] = {}
+    allowed = [path.resolve() for path in (folder, *allowed_folders(folders))]
     for entry in entries.values():
         masks = entry.masks if kind == "segmentation" else []
-        for file in (*entry.files, *masks):
-            if file is not None:
-                places.setdefault(file, entry.place)
-    allowed = [allowed_folder.resolve() for allowed_folder in (folder, *folders)]
-    for file, place in places.items():
-        check_folder(file, allowed, place)
+        for file in filter(None, (*entry.files, *masks)):
+            check_folder(file, allowed, entry.place)
     return list(entries.values())
 
 
@@ -206,14 +199,17 @@ def check_folder(
     except (OSError, RuntimeError, ValueError) as error:
         # No permission, no valid name, or a circle of links.
         reason = getattr(error, "strerror", None) or error
-        problem = f"{str(file)!r:.300} cannot be opened ({reason})"
-        readable = "correct the path, or let the site's account read it"
-        raise DataError(f"{place}: {problem}; {readable}") from error
+        raise DataError(
+            f"{place}: {str(file)!r:.300} cannot be opened ({reason}); "
+            "correct the path, or let the site's account read it"
+        ) from error
     if any(resolved.is_relative_to(folder) for folder in allowed):
         return
     linked = f"is a link to {resolved}," if file.is_symlink() else "lies"
-    allow = f"allow its folder in data_folders of {PLACE} (without one: in {FOLDERS})"
-    raise DataError(f"{place}: {file} {linked} outside the site's folder; {remedy}, or {allow}")
+    raise DataError(
+        f"{place}: {file} {linked} outside the site's folder; {remedy}, "
+        f"or allow its folder in data_folders of {PLACE} (without one: in {FOLDERS})"
+    )
 
 
 def _entry(
@@ -222,15 +218,16 @@ def _entry(
     if not isinstance(item, Mapping):
         raise DataError(f"{place}: {_REMEDY}, found {json.dumps(item)[:80]}")
     if unlabelled:
-        entry = _entry(folder, {**item, "label": "none"}, split, place, kind, False)
-        return replace(entry, label=None)
+        item = {**item, "label": "not read"}
     layout = _ListedWithMasks if kind == "segmentation" else _Listed
     values = {field.name: item[field.name] for field in fields(layout) if field.name in item}
     if values.get("label") is None:
         values.pop("label", None)
     listed = checked(layout, values, place, error=DataError, remedy=_REMEDY)
     label = item["label"]
-    if kind == "segmentation":
+    if unlabelled:
+        label = None
+    elif kind == "segmentation":
         if isinstance(label, list):
             label = [_file(folder, name) for name in label]
         else:
@@ -248,8 +245,9 @@ def _entry(
     try:
         attributes = parse_attributes(listed.sex, listed.age, listed.scanner)
     except ValueError:  # its text has the age, and this error may leave the site
-        problem = f"age is no number of years from 0 to {OLDEST}"
-        raise DataError(f"{place}: {problem}; correct it or take it out") from None
+        raise DataError(
+            f"{place}: age is no number of years from 0 to {OLDEST}; correct it or take it out"
+        ) from None
     return DatalistItem(_file(folder, first), label, patient, split, place, channels, attributes)
 
 
@@ -270,10 +268,7 @@ def patient_id(value: Any) -> Any:
         [7, '7', '7', 'v7.0', 7.5]
     """
     if isinstance(value, str):
-        text = printable(value)
-        if re.fullmatch(r"\d+\.0", text):
-            return text.removesuffix(".0")
-        return text
+        return re.sub(r"\A(\d+)\.0\Z", r"\1", printable(value))
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
@@ -329,9 +324,9 @@ def annotated_names(content: Mapping[str, Any], folder: Path) -> tuple[str, ...]
     names = content["annotated"]
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
         return tuple(names)
-    problem = f'"annotated" must be a list of names, got {json.dumps(names)[:80]}'
     raise DataError(
-        f"{folder / FILE}: {problem}; list the structures that were annotated here, or leave it out"
+        f'{folder / FILE}: "annotated" must be a list of names, got {json.dumps(names)[:80]}; '
+        "list the structures that were annotated here, or leave it out"
     )
 
 
@@ -381,45 +376,36 @@ def assign_splits(
     if outside and "test" not in listed:
         return [replace(entry, split="test") for entry in entries]
     missing = [split for split in SPLITS if split not in listed]
+    split_of = {entry.patient: entry.split for entry in entries}
     if missing and not outside:
         if "training" in missing:
             raise DataError(
                 f"site {site}: datalist.json has no list 'training'; "
                 "add it, or give the site the role outside"
             )
-        entries = _draw_missing(entries, missing, site, resplit or 0)
-    if resplit is None:
-        return entries
-    split_of = {entry.patient: entry.split for entry in entries}
-    patients = sorted(split_of)
-    splits = sorted(split_of.values(), key=SPLITS.index)
-    order = numpy_generator(resplit, site, "resplit").permutation(len(patients))
-    for row, split in zip(order, splits, strict=True):
-        split_of[patients[row]] = split
+        _draw_missing(split_of, missing, site, resplit or 0)
+    if resplit is not None:
+        patients = sorted(split_of)
+        splits = sorted(split_of.values(), key=SPLITS.index)
+        order = numpy_generator(resplit, site, "resplit").permutation(len(patients))
+        for row, split in zip(order, splits, strict=True):
+            split_of[patients[row]] = split
     return [replace(entry, split=split_of[entry.patient]) for entry in entries]
 
 
-def _draw_missing(
-    entries: list[DatalistItem], missing: list[str], site: str, seed: int
-) -> list[DatalistItem]:
-    """The items of the training list, some of whose patients become the missing lists."""
+def _draw_missing(split_of: dict[str, str], missing: list[str], site: str, seed: int) -> None:
+    """Give some of the training patients to the missing lists."""
     drawn = ["training", *missing]
-    patients = sorted({entry.patient for entry in entries if entry.split == "training"})
+    patients = sorted(patient for patient in split_of if split_of[patient] == "training")
     if len(patients) < len(drawn):
-        problem = f"{len(patients)} patient(s) in 'training' cannot be split in {', '.join(drawn)}"
-        remedy = f"list {' and '.join(missing)} in datalist.json or add patients"
-        raise DataError(f"site {site}: {problem}; {remedy}")
+        raise DataError(
+            f"site {site}: {len(patients)} patient(s) in 'training' cannot be split in "
+            f"{', '.join(drawn)}; list {' and '.join(missing)} in datalist.json or add patients"
+        )
     total = sum(SHARES[split] for split in drawn)
     order = numpy_generator(seed, site, "splits").permutation(len(patients))
     rest = iter(order)
-    split_of = dict.fromkeys(patients, "training")
     for split in missing:
         count = max(1, round(len(patients) * SHARES[split] / total))
         for row in islice(rest, count):
             split_of[patients[row]] = split
-    items: list[DatalistItem] = []
-    for entry in entries:
-        if entry.split == "training":
-            entry = replace(entry, split=split_of[entry.patient])
-        items.append(entry)
-    return items

@@ -23,10 +23,9 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,16 +65,16 @@ from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Spacing
 from medflare.tasks.transforms import EXTENSIONS as TRANSFORMS
 
-_FORMAT: Final = 11  # increase when the meaning of cached tensors or the checks of images change
-_KEPT_SITES: Final = 16  # sites whose decoded images one process keeps
-_GB: Final = 10**9
-_ENDING: Final = ".safetensors"
+_FORMAT = 11  # increase when the meaning of cached tensors or the checks of images change
+_KEPT_SITES = 16  # sites whose decoded images one process keeps
+_GB = 10**9
+_ENDING = ".safetensors"
 # Metadata of a cache file: name, spacing, acquisition, class counts and bytes of each row.
-_ROWS: Final = "rows"
+_ROWS = "rows"
 # Another release of these may read a file differently.
-_DECODERS: Final = ("torch", "monai", "numpy", "pillow", "pydicom", "nibabel")
+_DECODERS = ("torch", "monai", "numpy", "pillow", "pydicom", "nibabel")
 # Settings of a task that its decoded images depend on.
-_SETTINGS: Final = (
+_SETTINGS = (
     "kind",
     "target",
     "labels",
@@ -109,7 +108,7 @@ class Source:
         self,
         root: Path,
         task: TaskConfig,
-        folders: Sequence[Path] | None = None,
+        folders: Sequence[str | Path] = (),
         bounds: ImageBounds = ImageBounds(),
     ):
         self._root = root
@@ -146,9 +145,7 @@ class Source:
         image = read_image(files, task, self._bounds)
         # One slice may be empty, for example above the head.
         may_be_constant = image.array.ndim == 3 and task.kind == "segmentation"
-        if may_be_constant:
-            return image
-        if all(channel.min() == channel.max() for channel in image.array):
+        if not may_be_constant and all(channel.min() == channel.max() for channel in image.array):
             raise DataError(
                 f"{entry.image}: empty, all pixels have one value; "
                 "export the image again or leave it out"
@@ -163,7 +160,7 @@ class Source:
         mask_per_label = task.target == "multilabel" and not task.label_values
         # All structures are channels of one file.
         several = mask_per_label and len(entry.masks) == 1 < len(task.labels)
-        masks: list[np.ndarray] = []
+        masks = []
         for file in entry.masks:
             mask, segments = read_mask(
                 file, entry.image, image, task, self._bounds, several=several
@@ -171,12 +168,12 @@ class Source:
             if segments and not mask_per_label:
                 mask = self._single_mask(mask, segments, file)
             masks.append(mask)
-            sides = mask.shape[1:]
             first_sides = masks[0].shape[1:]
-            if sides != first_sides:
-                first = f"{entry.masks[0].name} is {format_shape(first_sides)}"
+            if mask.shape[1:] != first_sides:
                 raise DataError(
-                    f"{file}: the mask is {format_shape(sides)}, {first}; store masks of one size"
+                    f"{file}: the mask is {format_shape(mask.shape[1:])}, "
+                    f"{entry.masks[0].name} is {format_shape(first_sides)}; "
+                    "store masks of one size"
                 )
         return np.concatenate(masks)
 
@@ -198,8 +195,7 @@ class Source:
 
     def state(self, entry: DatalistItem) -> Any:
         """The bounds of an image, and name, size and modification time of each of its files."""
-        # Without those of `local.Bounds`, which do not concern an image.
-        bounds = [getattr(self._bounds, field.name) for field in fields(ImageBounds)]
+        bounds = [self._bounds.pixels, self._bounds.voxels]
         files = list(filter(None, entry.files))
         if self._task.kind == "segmentation":
             files += entry.masks
@@ -222,7 +218,7 @@ class EmbeddedSource(Source):
     def entries(self) -> list[DatalistItem]:
         """The site's generated images, with their label for classification."""
         place = f"{self._task.embedded} {self._root}"
-        items: list[DatalistItem] = []
+        items = []
         for picture in _generated(*self._key).values():
             path = Path(picture.name)
             label = picture.grade if self._task.kind == "classification" else path
@@ -232,10 +228,10 @@ class EmbeddedSource(Source):
     def image(self, entry: DatalistItem) -> Image:
         """float32 (channels, height, width); the mean of the colours for one channel."""
         picture = _generated(*self._key)[entry.name].image.astype(np.float32)
-        coloured = picture.shape[2] == 3
-        if self._task.image_channels == 3:
-            return Image(picture.transpose(2, 0, 1), coloured=coloured)
-        return Image(picture.mean(axis=2)[None], coloured=coloured)
+        channels = picture.transpose(2, 0, 1)
+        if self._task.image_channels != 3:
+            channels = picture.mean(axis=2)[None]
+        return Image(channels, coloured=picture.shape[2] == 3)
 
     def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
         """int64 (1, height, width)."""
@@ -249,10 +245,10 @@ class EmbeddedSource(Source):
 @lru_cache(maxsize=_KEPT_SITES)
 def _generated(embedded: str, site: str, draw: int) -> dict[str, phantom.Photograph]:
     """A site's images by name; they take up to half a second and a megabyte."""
-    is_phantom = embedded == "phantom"
-    images = (
-        phantom.photographs(site) if is_phantom else mechanisms.photographs(embedded, site, draw)
-    )
+    if embedded == "phantom":
+        images = phantom.photographs(site)
+    else:
+        images = mechanisms.photographs(embedded, site, draw)
     return {image.name: image for image in images}
 
 
@@ -260,9 +256,9 @@ def _file_state(file: Path) -> list[Any]:
     """Name, size and modification time of a file; of a folder those of its slices too, which change
     without the folder.
     """
-    states: list[Any] = []
+    states = []
+    paths = [file]
     try:
-        paths = [file]
         if file.is_dir():
             paths += sorted(file.iterdir())
         for path in paths:
@@ -290,8 +286,7 @@ class DecodedRow(NamedTuple):
     nbytes: int  # of image and target
 
 
-@dataclass(frozen=True)
-class Decoded:
+class Decoded(NamedTuple):
     """All images of a site in the order of its datalist."""
 
     rows: list[DecodedRow]  # see `DecodedRow`
@@ -303,8 +298,13 @@ class Decoded:
         """Field "image" or "target" of some of the rows: one tensor if all images of the task have
         one size, else a sequence.
         """
-        if any(getattr(row, name) is None for row in self.rows):
-            return self._lazy_tensors(rows, name, task)
+        read = self.read
+        if read and any(getattr(row, name) is None for row in self.rows):
+            counts = None
+            if name == "target":
+                counts = torch.tensor([row.counts for row in rows], dtype=torch.int64)
+                counts = counts.reshape(len(rows), len(task.classes))  # of no rows, too
+            return LazyTensors(len(rows), lambda index: read(rows[index], name), counts)
         values = [getattr(row, name) for row in rows]
         one_size = task.spatial_dims == 2 and task.image_mode == "resize"
         if one_size or (name == "target" and task.kind == "classification"):
@@ -312,30 +312,26 @@ class Decoded:
             return torch.stack(values or [getattr(self.rows[0], name)])[: len(values)]
         return tuple(values)
 
-    def _lazy_tensors(self, rows: Sequence[DecodedRow], name: str, task: TaskConfig) -> LazyTensors:
-        read = self.read
-        assert read is not None
-        counts = None
-        if name == "target":
-            counts = torch.tensor([row.counts for row in rows], dtype=torch.int64)
-            counts = counts.reshape(len(rows), len(task.classes))  # of no rows, too
-        return LazyTensors(len(rows), lambda index: read(rows[index], name), counts)
-
 
 def decoded_rows(
-    task: TaskConfig, source: Source, entries: Iterable[DatalistItem], failed: dict[int, str]
+    task: TaskConfig,
+    source: Source,
+    entries: Iterable[DatalistItem],
+    failed: dict[int, str],
+    start: int = 0,
 ) -> Iterator[DecodedRow]:
     """Every picture or volume, and every used slice of volumes that are cut, read, checked and
     resized, one by one; no more than one file is in memory.
 
     Args:
+        start: index of the first item.
         failed: receives the index of every item that cannot be used, and why.
 
     Raises:
         DataError: an item cannot be used, and the task's `unreadable` is "error".
     """
     preprocessing = Preprocessing(task)
-    for number, entry in enumerate(entries):
+    for number, entry in enumerate(entries, start):
         # Reading: the item's files at their stored size.
         try:
             image = source.image(entry)
@@ -391,6 +387,7 @@ def _resized_spacing(
 
 def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Image) -> np.ndarray:
     """The item's target at its stored size, int64: masks (M, ...); or a label (), multilabel (C,).
+    At a site without labels all is background or the first class.
 
     Raises:
         DataError: a label or mask that does not fit the task or the image.
@@ -399,20 +396,21 @@ def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Imag
         target = encode_label(entry.label, task, entry.place)
         assert target is not None  # items without a target were left out before
         return target
+    if entry.label is None:
+        masks = len(task.labels) if task.target == "multilabel" else 1
+        return np.zeros((masks, *image.array.shape[1:]), np.int64)
     mask = source.mask(entry, image)
-    place = str(entry.masks[0])
     if task.target == "multilabel" and not task.label_values:
         annotation = annotation_of(source.annotated(), task, entry.place)
         if annotation is not None:
             mask = with_empty_masks(mask, annotation)
-    if mask.shape[1:] != image.array.shape[1:]:
-        mask_sides = format_shape(mask.shape[1:])
-        sides = format_shape(image.array.shape[1:])
+    sides = image.array.shape[1:]
+    if mask.shape[1:] != sides:
         raise DataError(
-            f"{place}: the mask is {mask_sides}, its image {entry.image} is {sides}; "
-            "store both at one size"
+            f"{entry.masks[0]}: the mask is {format_shape(mask.shape[1:])}, "
+            f"its image {entry.image} is {format_shape(sides)}; store both at one size"
         )
-    return encode_mask(mask, task, place, [str(file) for file in entry.masks])
+    return encode_mask(mask, task, entry.masks)
 
 
 def pictures_of(
@@ -439,7 +437,7 @@ def pictures_of(
 
 # -- 3. caching ------------------------------------------------------------------------------------
 
-_decoded_sites: OrderedDict[tuple[str, CacheSettings | None], Decoded] = OrderedDict()
+_decoded_sites: OrderedDict[tuple[Any, ...], Decoded] = OrderedDict()
 
 
 def decoded_once(
@@ -460,25 +458,19 @@ def decoded_once(
             cache.
     """
     keys = _keys(task, source, entries)
-    digest = hashlib.blake2b("".join([*keys, task.unreadable]).encode(), digest_size=16)
-    key = (digest.hexdigest(), cache)
+    key = (*keys, task.unreadable, cache)
     decoded = _decoded_sites.pop(key, None)
     if decoded is None:
-        numbers = counted(range(len(entries)), len(entries), f"site {site}, images read")
+        items = counted(entries, len(entries), f"site {site}, images read")
         if cache is None:
-            decoded = decode(task, source, (entries[number] for number in numbers))
+            failed: dict[int, str] = {}
+            decoded = Decoded(list(decoded_rows(task, source, items, failed)), failed)
         else:
-            decoded = _CachedImages(task, source, entries, keys, cache).decoded(site, numbers)
+            decoded = _CachedImages(task, source, entries, keys, cache).decoded(site, items)
     _decoded_sites[key] = decoded
     while len(_decoded_sites) > _KEPT_SITES:
         _decoded_sites.popitem(last=False)
     return decoded
-
-
-def decode(task: TaskConfig, source: Source, entries: Iterable[DatalistItem]) -> Decoded:
-    """All `decoded_rows`, in memory."""
-    failed: dict[int, str] = {}
-    return Decoded(list(decoded_rows(task, source, entries, failed)), failed)
 
 
 def decoded_when_used(
@@ -512,7 +504,7 @@ def _keys(task: TaskConfig, source: Source, entries: list[DatalistItem]) -> list
     decoders = {**versions(_DECODERS), **code_versions(_extension_modules(task, entries))}
     shared = [_FORMAT, decoders, used_settings, source.annotated()]
     common = hashlib.blake2b(json.dumps(shared).encode(), digest_size=16)
-    keys: list[str] = []
+    keys = []
     for entry in entries:
         parts = [source.state(entry), str(entry.label), entry.name]
         if task.slices.keep == "foreground":  # slices are chosen for training alone
@@ -549,25 +541,19 @@ class _CachedImages:
         self._entries = entries
         self._cache = cache
         self._paths = [Path(cache.folder) / f"{key}{_ENDING}" for key in keys]
+        self._failed: dict[int, str] = {}
         self._write_error = ""
         self._bytes_left: int | None = None  # that may still be written; None: not yet known
         self._unused: list[Path] = []  # files of other sites and tasks, least recently used first
 
-    def decoded(self, site: str, numbers: Iterable[int]) -> Decoded:
+    def decoded(self, site: str, items: Iterable[DatalistItem]) -> Decoded:
         """All images: in memory if they fit, else read when they are used."""
         task = self._task
-        failed: dict[int, str] = {}
         rows: list[DecodedRow] = []
         nbytes = 0
         fits = True
-        for number in numbers:
-            try:
-                item_rows = self._rows(number, images=fits)
-            except DataError as error:
-                if task.unreadable == "error":
-                    raise
-                failed[number] = str(error)
-                continue
+        for number, _ in enumerate(items):
+            item_rows = self._rows(number, images=fits)
             if not fits:
                 item_rows = [_on_disk(row, task) for row in item_rows]
             rows += item_rows
@@ -576,24 +562,24 @@ class _CachedImages:
                 fits = False
                 rows = [_on_disk(row, task) for row in rows]
             if not fits and self._write_error:
-                full = f"its decoded images take more than memory_gb = {self._cache.memory_gb:g}"
-                reason = f"the cache {self._cache.folder} cannot take them ({self._write_error})"
                 raise DataError(
-                    f"site {site}: {full}, and {reason}; "
+                    f"site {site}: its decoded images take more than "
+                    f"memory_gb = {self._cache.memory_gb:g}, "
+                    f"and the cache {self._cache.folder} cannot take them ({self._write_error}); "
                     "give it room in local/medflare.json, or raise memory_gb"
                 )
-        return Decoded(rows, failed, None if fits else self._read)
+        return Decoded(rows, self._failed, None if fits else self._read)
 
     def _rows(self, number: int, *, images: bool) -> list[DecodedRow]:
         """The rows of an item: with their tensors if `images`, else with labels alone.
 
         An image without a file is decoded and cached.
         """
-        names: tuple[str, ...] = ()
+        names = []
         if images:
-            names = ("image", "target")
-        elif self._task.kind == "classification":
-            names = ("target",)
+            names.append("image")
+        if images or self._task.kind == "classification":
+            names.append("target")
         try:
             with safe_open(self._paths[number], "pt") as file:
                 described = json.loads(file.metadata()[_ROWS])
@@ -618,18 +604,19 @@ class _CachedImages:
             with safe_open(self._paths[row.entry], "pt") as file:
                 tensor = file.get_slice(name)[row.place].clone()
         except (OSError, SafetensorError):
-            tensor = getattr(self._decode(row.entry)[row.place], name)
+            rows = self._decode(row.entry)
+            if not rows:
+                raise DataError(self._failed[row.entry]) from None
+            tensor = getattr(rows[row.place], name)
         if name == "image":
             return tensor
         return self._unpacked(tensor)
 
     def _decode(self, number: int) -> list[DecodedRow]:
-        failed: dict[int, str] = {}
-        decoded = decoded_rows(self._task, self._source, [self._entries[number]], failed)
-        rows = [row._replace(entry=number) for row in decoded]
-        if failed:
-            raise DataError(failed[0])
-        if self._write_error:
+        """The rows of an item, written to the cache; none if it cannot be used."""
+        items = [self._entries[number]]
+        rows = list(decoded_rows(self._task, self._source, items, self._failed, number))
+        if number in self._failed or self._write_error:
             return rows
         try:
             self._write(self._paths[number], rows)

@@ -5,44 +5,44 @@ segmentations as masks.
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from medflare.core.errors import DataError
 from medflare.data.geometry import Grid
 
-_PIXELS: Final = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
-_NEEDED: Final = (
+_PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
+_NEEDED = (
     "BitsAllocated",
     "BitsStored",
     "PixelRepresentation",
     "SamplesPerPixel",
     "PhotometricInterpretation",
 )
-SEGMENTATION: Final = "1.2.840.10008.5.1.4.1.1.66.4"  # SOP class (PS3.4, Sec. B.5)
+SEGMENTATION = "1.2.840.10008.5.1.4.1.1.66.4"  # SOP class (PS3.4, Sec. B.5)
 # Tolerance of slice distances and of offsets from the line through the slices, as a fraction of the
 # distance.
-_UNEVEN: Final = 0.1
-_CLOSE: Final = 1e-3  # tolerance of equal numbers in two slices: devices round them
-_ONE: Final = {"PatientID": "patients", "SeriesInstanceUID": "series"}
-_SAME: Final = {
+_UNEVEN = 0.1
+_CLOSE = 1e-3  # tolerance of equal numbers in two slices: devices round them
+_ONE = {"PatientID": "patients", "SeriesInstanceUID": "series"}
+_SAME = {
     "ImageOrientationPatient": "orientations",
     "PixelSpacing": "pixel spacings",
     "Rows": "rows",
     "Columns": "columns",
 }
 # In the functional groups of a frame (PS3.3, Sec. C.7.6.16.2).
-_PLANE: Final = {
+_PLANE = {
     "ImagePositionPatient": "PlanePositionSequence",
     "ImageOrientationPatient": "PlaneOrientationSequence",
     "PixelSpacing": "PixelMeasuresSequence",
 }
-_GROUPS: Final = ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
+_GROUPS = ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
 # Tags that order and positions of slices and frames depend on.
-HEADER: Final = (*_SAME, "ImagePositionPatient", "InstanceNumber", "NumberOfFrames", *_GROUPS)
-_RAS: Final = np.diag([-1.0, -1.0, 1.0, 1.0])  # DICOM's coordinates run to left and posterior
-_OFFSET: Final = 0.1  # voxels between a frame of a segmentation and the grid
+HEADER = (*_SAME, "ImagePositionPatient", "InstanceNumber", "NumberOfFrames", *_GROUPS)
+_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])  # DICOM's coordinates run to left and posterior
+_OFFSET = 0.1  # voxels between a frame of a segmentation and the grid
 
 
 def read(path: Path, **options: Any) -> Any:
@@ -102,10 +102,10 @@ def check_image(dataset: Any, path: Path) -> None:
     if syntax == JPEGExtended12Bit and dataset.get("BitsStored", 8) > 8 and "pillow" in available:
         available.remove("pillow")
     if not available:
-        problem = f"no installed package reads its compression ({syntax.name})"
         package = "pylibjpeg-openjpeg" if "2000" in syntax.name else "pylibjpeg-libjpeg"
         raise DataError(
-            f"{path}: {problem}; pip install pylibjpeg {package}, or export it uncompressed"
+            f"{path}: no installed package reads its compression ({syntax.name}); "
+            f"pip install pylibjpeg {package}, or export it uncompressed"
         )
 
 
@@ -148,8 +148,9 @@ def _decoded(dataset: Any) -> np.ndarray:
                 raise ValueError(f"its header lacks {name}") from error
         syntax = getattr(dataset, "file_meta", {}).get("TransferSyntaxUID")
         if syntax is not None and syntax.is_encapsulated:
-            problem = f"its compressed pixels, {syntax.name}, are damaged or of a rare kind"
-            raise ValueError(problem) from error
+            raise ValueError(
+                f"its compressed pixels, {syntax.name}, are damaged or of a rare kind"
+            ) from error
         raise ValueError("its pixels are cut off, or do not fit its header") from error
 
 
@@ -159,7 +160,7 @@ def _rescaled(array: np.ndarray, dataset: Any) -> np.ndarray:
     """
     from pydicom.pixels import apply_modality_lut
 
-    slopes: set[tuple[float, float]] = set()
+    slopes = set()
     for name in _GROUPS:
         for group in dataset.get(name) or ():
             # PS3.3, Sec. C.7.6.16
@@ -188,7 +189,7 @@ def frames_of(dataset: Any) -> list[Any]:
         return []
     if len(dataset.PerFrameFunctionalGroupsSequence) != count:
         raise ValueError("some of its frames have no functional groups")
-    frames: list[Any] = []
+    frames = []
     for number, groups in enumerate(dataset.PerFrameFunctionalGroupsSequence, start=1):
         header = Dataset()
         header.Rows = dataset.Rows
@@ -226,7 +227,7 @@ def in_order(slices: Sequence[Any], path: Path) -> list[Any]:
         return list(slices)
     _check_one_series(slices, path)
     numbers = [dataset.get("InstanceNumber") for dataset in slices]
-    by_number: np.ndarray | None = None
+    by_number = None
     if None not in numbers and len(set(numbers)) == len(numbers):
         by_number = np.argsort(np.array(numbers, np.int64))
     if not _has_positions(slices):
@@ -262,7 +263,7 @@ def _check_one_series(slices: Sequence[Any], path: Path) -> None:
                 "give every series a folder of its own"
             )
     for tag, several in _SAME.items():
-        values: list[np.ndarray] = []
+        values = []
         for dataset in slices:
             if dataset.get(tag) is not None:
                 values.append(np.array(dataset.get(tag), np.float64))
@@ -280,9 +281,8 @@ def _check_even(corners: np.ndarray, gaps: np.ndarray, path: Path) -> None:
     """
     tolerance = _UNEVEN * np.median(gaps)
     if np.ptp(gaps) > tolerance:
-        problem = f"slices lie {gaps.min():g} to {gaps.max():g} mm apart"
         raise DataError(
-            f"{path}: {problem}; "
+            f"{path}: slices lie {gaps.min():g} to {gaps.max():g} mm apart; "
             "restore what is missing, export echoes and times as series of their own, "
             "or resample the volume"
         )
@@ -331,15 +331,14 @@ def segment_codes(dataset: Any) -> dict[str, dict[str, Any]]:
     """Label of a segment -> its type, as in `TaskConfig.codes`; types of private schemes (99...)
     are left out.
     """
-    codes: dict[str, dict[str, Any]] = {}
+    codes = {}
     for segment in dataset.SegmentSequence:
         kind = _code(segment.get("SegmentedPropertyTypeCodeSequence"))
         category = _code(segment.get("SegmentedPropertyCategoryCodeSequence"))
-        if kind is None:
-            continue
-        if category is not None:
+        if kind and category:
             kind["category"] = category
-        codes[str(segment.SegmentLabel)] = kind
+        if kind:
+            codes[str(segment.SegmentLabel)] = kind
     return codes
 
 
@@ -370,11 +369,11 @@ def segments(
             f"{path}: segments the series {', '.join(sorted(referenced))}, its image is {series}; "
             "correct the datalist"
         )
-    labels: list[tuple[str, int]] = []
-    rows: dict[int, int] = {}  # of the masks, by number of the segment
-    for segment in dataset.SegmentSequence:
+    labels = []
+    rows = {}  # of the masks, by number of the segment
+    for row, segment in enumerate(dataset.SegmentSequence):
         number = int(segment.SegmentNumber)
-        rows[number] = len(labels)
+        rows[number] = row
         labels.append((str(segment.SegmentLabel), number))
     masks = np.zeros((len(labels), *grid.shape), np.int64)
     frames = _decoded(dataset).reshape(-1, int(dataset.Rows), int(dataset.Columns))

@@ -6,7 +6,7 @@ An affine maps voxel indices (i, j, k) to millimetres in RAS, as in NIfTI.
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,9 @@ from medflare.core.text import format_shape
 from medflare.tasks.config import TaskConfig
 
 # Degrees between an axis and the nearest axis of the patient; tilted scans have up to that.
-_OBLIQUE: Final = 30.0
-_SHEARED: Final = 1e-3  # cosine between two axes; below it, headers are rounded
-_SAME: Final = 0.5  # of the shortest side of a voxel: grids whose corners are closer count as equal
+_OBLIQUE = 30.0
+_SHEARED = 1e-3  # cosine between two axes; below it, headers are rounded
+_SAME = 0.5  # of the shortest side of a voxel: grids whose corners are closer count as equal
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,9 @@ class Grid:
         cosines = np.abs(self.affine[:3, :3] / sides)
         angle = math.degrees(float(np.arccos(cosines.max(axis=0).clip(max=1)).max()))
         if angle > _OBLIQUE or len(set(cosines.argmax(axis=0))) < 3:
-            problem = f"an axis leans {angle:.0f} degrees away from the patient's"
             raise DataError(
-                f"{path}: oblique affine, {problem}; "
-                "resample the volume along the patient's axes, for example with "
+                f"{path}: oblique affine, an axis leans {angle:.0f} degrees away from the "
+                "patient's; resample the volume along the patient's axes, for example with "
                 "nibabel.processing.conform"
             )
 
@@ -156,7 +155,7 @@ def to_task_grid(
     from monai.transforms.spatial.array import Spacing
 
     affine = torch.as_tensor(grid.affine)
-    volume: Any = MetaTensor(torch.as_tensor(array, dtype=torch.float32), affine=affine)
+    volume = MetaTensor(torch.as_tensor(array, dtype=torch.float32), affine=affine)
     mode = "nearest" if labels else "bilinear"
     volume = Spacing(task.spacing, mode=mode, padding_mode="border")(volume)
     values = volume.numpy()

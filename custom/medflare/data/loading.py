@@ -12,31 +12,28 @@ An image goes through these stages; `load_site_data` calls one after the other:
 
 import json
 import os
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
 
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
-from medflare.data.attributes import Attributes, groups_of_patients
+from medflare.data.attributes import groups_of_patients
 from medflare.data.datalist import FILE, SPLITS, DatalistItem, assign_splits, site_name
 from medflare.data.decoding import Decoded, EmbeddedSource, Source, decoded_once, decoded_when_used
-from medflare.data.local import CacheSettings, ImageBounds, allowed_folders
-from medflare.data.reading import Image
+from medflare.data.local import CacheSettings, ImageBounds
 from medflare.data.targets import (
     LazyTensors,
     annotation_of,
     class_counts,
     encode_label,
     renumbering,
-    stored_values,
 )
 from medflare.tasks.annotation import Annotation, structures_of
 from medflare.tasks.config import TaskConfig
@@ -71,7 +68,7 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
     @property
     def nbytes(self) -> int:
         """Bytes of all images and targets; for a split in memory."""
-        return _nbytes(self.images) + _nbytes(self.targets)
+        return sum(tensor.nbytes for tensor in chain(self.images, self.targets))
 
     @property
     def on_gpu(self) -> bool:
@@ -104,12 +101,6 @@ def _take(tensors: Images, rows: Tensor) -> Tensor:
         return tensors[rows]
     numbers = rows.tolist() or [0]  # no rows: the size is that of the first image
     return torch.stack([tensors[row] for row in numbers])[: len(rows)]
-
-
-def _nbytes(tensors: Images) -> int:
-    if isinstance(tensors, Tensor):
-        return tensors.nbytes
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _on(tensors: Images, device: torch.device) -> Images:
@@ -181,8 +172,7 @@ class SiteData:
 
     def split(self, name: str) -> Split:
         """A split by name: "train" (or "training"), "validation", "test"."""
-        splits = {"train": self.train, "validation": self.validation, "test": self.test}
-        return splits["train" if name == "training" else name]
+        return getattr(self, "train" if name == "training" else name)
 
 
 # -- the site's folder -----------------------------------------------------------------------------
@@ -289,7 +279,7 @@ def load_site_data(
         needed = ("training",)
         # No slice has foreground.
         task = replace(task, slices=replace(task.slices, keep="all"))
-    _check_not_empty(Counter(entry.split for entry in entries), site, needed)
+    _check_not_empty({entry.split for entry in entries}, site, needed)
 
     # 2. Reading and decoding: a row for each picture, volume or used slice of a volume.
     if in_memory:
@@ -297,7 +287,7 @@ def load_site_data(
     else:
         decoded = decoded_when_used(site, task, source, entries)
     check_unreadable(decoded.failed, len(entries), task, site)
-    _check_not_empty(Counter(entries[row.entry].split for row in decoded.rows), site, needed)
+    _check_not_empty({entries[row.entry].split for row in decoded.rows}, site, needed)
 
     # 3. Loading: the rows of each split as tensors.
     train, validation, test = (_split(decoded, entries, name, task) for name in SPLITS)
@@ -309,17 +299,17 @@ def load_site_data(
     if role == "inside" and not unlabelled:
         counts = class_counts(train.targets, task)
         missing = [name for name, count in zip(task.classes, counts, strict=True) if not count]
-    notes += _label_notes(annotation, missing, task)
     absent: list[str] = []
     if annotation is None and task.kind == "segmentation":
         absent = _absent_structures(missing, task)
-    acquired: dict[int, list[float]] = {}  # of every training item
-    for row in decoded.rows:
-        if entries[row.entry].split == "training":
-            acquired[row.entry] = row.acquired
-    tested: list[tuple[str, Attributes]] = []  # patient and attributes of every test image
+    else:
+        notes += _label_notes(annotation, missing)
+    acquired = {}  # of every training item
+    tested = []  # patient and attributes of every test image
     for row in decoded.rows:
         entry = entries[row.entry]
+        if entry.split == "training":
+            acquired[row.entry] = row.acquired
         if entry.split == "test":
             tested.append((entry.patient, entry.attributes))
     return SiteData(
@@ -349,39 +339,7 @@ def open_source(
     """A site's images at their stored size; arguments as for `load_site_data`."""
     if root is None:
         return EmbeddedSource(site, task)
-    source = Source(root, task, allowed_folders(folders), bounds)
-    if source.annotated() == ():
-        return UnlabelledSource(root, task, allowed_folders(folders), bounds)
-    return source
-
-
-class UnlabelledSource(Source):
-    """A site without labels: what its datalist has as labels is not read, all are background or the
-    first class.
-    """
-
-    def entries(self) -> list[DatalistItem]:
-        task = self._task
-        label: object = self._background
-        if task.target == "multilabel":
-            label = [0] * len(task.labels)
-        items: list[DatalistItem] = []
-        for entry in super().entries():
-            # The image stands for its mask, which `mask` does not read.
-            placeholder = entry.image if task.kind == "segmentation" else label
-            items.append(replace(entry, label=placeholder))
-        return items
-
-    def mask(self, entry: DatalistItem, image: Image) -> np.ndarray:
-        """int64 (M, ...), all background."""
-        task = self._task
-        mask_per_label = task.target == "multilabel" and not task.label_values
-        masks = len(task.labels) if mask_per_label else 1
-        return np.full((masks, *image.array.shape[1:]), self._background, np.int64)
-
-    @property
-    def _background(self) -> int:
-        return stored_values(self._task)[0][0] if self._task.target == "multiclass" else 0
+    return Source(root, task, folders, bounds)
 
 
 class UsableEntries(NamedTuple):
@@ -404,8 +362,8 @@ def usable_entries(
             does not list.
     """
     entries, notes = renumbered_entries(site, task, source)
-    used: list[DatalistItem] = []
-    dropped: list[str] = []
+    used = []
+    dropped = []
     for entry in entries:
         if task.kind == "segmentation" or encode_label(entry.label, task, entry.place) is not None:
             used.append(entry)
@@ -417,11 +375,12 @@ def usable_entries(
                 f"site {site}: an outside site measures models, and it has no labels "
                 f'("annotated" of {FILE} is []); take it out'
             )
-        training = [entry for entry in used if entry.split == "training"]
-        return UsableEntries(training, notes, tuple(dropped))
-    resplit = None if source.splits_are_fixed else task.resplit
-    split = assign_splits(used, source.listed(), site, outside=role == "outside", resplit=resplit)
-    return UsableEntries(split, notes, tuple(dropped))
+        used = [entry for entry in used if entry.split == "training"]
+    else:
+        resplit = None if source.splits_are_fixed else task.resplit
+        outside = role == "outside"
+        used = assign_splits(used, source.listed(), site, outside=outside, resplit=resplit)
+    return UsableEntries(used, notes, tuple(dropped))
 
 
 def renumbered_entries(
@@ -454,17 +413,18 @@ def check_unreadable(failed: Mapping[int, str], images: int, task: TaskConfig, s
         DataError: there are more, with the first reason.
     """
     limit = task.unreadable_limit
-    if len(failed) <= min(limit.share * images, limit.count):
-        return
-    first = next(iter(failed.values()))
-    problem = f"{len(failed)} of {images} images cannot be used"
-    allowed = f"the task's unreadable_limit is {limit.share:g} of them and {limit.count}"
-    raise DataError(f"site {site}: {problem}, {allowed}; repair them, the first: {first}")
+    if len(failed) > min(limit.share * images, limit.count):
+        first = next(iter(failed.values()))
+        raise DataError(
+            f"site {site}: {len(failed)} of {images} images cannot be used, the task's "
+            f"unreadable_limit is {limit.share:g} of them and {limit.count}; "
+            f"repair them, the first: {first}"
+        )
 
 
-def _check_not_empty(counts: Mapping[str, int], site: str, needed: Sequence[str]) -> None:
+def _check_not_empty(splits: Collection[str], site: str, needed: Sequence[str]) -> None:
     for split in needed:
-        if not counts.get(split):
+        if split not in splits:
             raise DataError(
                 f"site {site}: split {split!r} holds no image; "
                 f"list some in {FILE}, or drop the list to have it drawn"
@@ -476,15 +436,12 @@ def _check_not_empty(counts: Mapping[str, int], site: str, needed: Sequence[str]
 
 def _split(decoded: Decoded, entries: list[DatalistItem], name: str, task: TaskConfig) -> Split:
     rows = [row for row in decoded.rows if entries[row.entry].split == name]
-    spacings: tuple[Spacing | None, ...] = ()
-    if task.spatial_dims == 3:
-        spacings = tuple(row.spacing for row in rows)
     return Split(
         decoded.tensors(rows, "image", task),
         decoded.tensors(rows, "target", task),
         tuple(entries[row.entry].patient for row in rows),
         tuple(row.name for row in rows),
-        spacings,
+        tuple(row.spacing for row in rows) if task.spatial_dims == 3 else (),
     )
 
 
@@ -494,24 +451,19 @@ def uncounted(split: Split, task: TaskConfig) -> Split:
     return replace(split, targets=LazyTensors(len(split), split.targets.__getitem__, counts))
 
 
-def _label_notes(
-    annotation: Annotation | None, missing: Collection[str], task: TaskConfig
-) -> list[str]:
+def _label_notes(annotation: Annotation | None, missing: Collection[str]) -> list[str]:
     """One line on what was not annotated, and for each of the `missing` classes, which no training
-    image shows; not those of `_absent_structures`.
+    image shows.
     """
-    if annotation is None:
-        if task.kind == "segmentation":
-            return []
-        return [f"class {name} is absent from the training images" for name in missing]
-    if not annotation.names:
+    if annotation and not annotation.names:
         return [f'no labels ("annotated" of {FILE} is []), so no model is measured here']
-    notes: list[str] = []
-    if annotation.missing:
-        structures = ", ".join(annotation.missing)
+    notes = []
+    not_annotated = annotation.missing if annotation else ()
+    if not_annotated:
+        structures = ", ".join(not_annotated)
         notes.append(f"not annotated, so left out of losses and metrics: {structures}")
     for name in missing:
-        if name not in annotation.missing:
+        if name not in not_annotated:
             notes.append(f"class {name} is absent from the training images")
     return notes
 
@@ -525,7 +477,7 @@ def _absent_structures(missing: Collection[str], task: TaskConfig) -> list[str]:
     occurs_nowhere = f"{_annotated_entry(structures)} if it does not occur here"
     not_annotated = _annotated_entry(present) if present else "take the site out"
     remedy = f"write to {FILE} {occurs_nowhere}, {not_annotated} if it was not annotated"
-    lines: list[str] = []
+    lines = []
     for name in structures:
         if name in missing:
             lines.append(f"{name} is in no training mask and is trained as background; {remedy}")

@@ -8,32 +8,38 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic.dataclasses import dataclass
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+)
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.packages import untrusted
-from medflare.core.settings import STRICT, checked, nested
+from medflare.core.settings import checked, nested, strict_dataclass
 from medflare.core.text import format_shape, read_json
 
 if TYPE_CHECKING:
     from medflare.data.geometry import Grid
     from medflare.tasks.config import TaskConfig
 
-_PILLOW: Final = 178_956_970  # pixels beyond which Pillow opens no picture
-_RAISE: Final = "raise bounds.{0} in local/medflare.json, or --max-{0} of predict"
-LOCAL_FILE: Final = "medflare.json"  # in the site's local/ folder
-PLACE: Final = f"local/{LOCAL_FILE}"
+_PILLOW = 178_956_970  # pixels beyond which Pillow opens no picture
+_RAISE = "raise bounds.{0} in local/medflare.json, or --max-{0} of predict"
+LOCAL_FILE = "medflare.json"  # in the site's local/ folder
+PLACE = f"local/{LOCAL_FILE}"
 # See `private_folder`; at the server also the results' folder in the job's folder.
-FOLDER: Final = "medflare"
-CACHE: Final = "medflare-cache"  # folder beside local/: decoded images, for all jobs of the site
-OUTBOUND: Final = "outbound.csv"  # in the site's folder of the job: what left, entry by entry
-PROGRESS: Final = "status.json"  # in the same folder: the current step, or the last one
-_CACHE_VARIABLE: Final = "MEDFLARE_CACHE"
-DEVICE_VARIABLE: Final = "MEDFLARE_DEVICE"
-FOLDERS: Final = "MEDFLARE_DATA_FOLDERS"  # separated as in PATH
+FOLDER = "medflare"
+CACHE = "medflare-cache"  # folder beside local/: decoded images, for all jobs of the site
+OUTBOUND = "outbound.csv"  # in the site's folder of the job: what left, entry by entry
+PROGRESS = "status.json"  # in the same folder: the current step, or the last one
+_CACHE_VARIABLE = "MEDFLARE_CACHE"
+DEVICE_VARIABLE = "MEDFLARE_DEVICE"
+FOLDERS = "MEDFLARE_DATA_FOLDERS"  # separated as in PATH
 
 
 # -- folders ---------------------------------------------------------------------------------------
@@ -60,7 +66,7 @@ def find_private_folder(run_folder: Path) -> Path:
     return folder
 
 
-def allowed_folders(local: Sequence[str] = ()) -> tuple[Path, ...]:
+def allowed_folders(local: Sequence[str | Path] = ()) -> tuple[Path, ...]:
     """Further folders of a site's files: `local` ("data_folders" of local/medflare.json), else
     those of MEDFLARE_DATA_FOLDERS.
     """
@@ -70,16 +76,18 @@ def allowed_folders(local: Sequence[str] = ()) -> tuple[Path, ...]:
 
 # -- settings --------------------------------------------------------------------------------------
 
+_AtLeastOne = Annotated[int, Field(ge=1)]
 
-@dataclass(frozen=True, config=STRICT)
+
+@strict_dataclass
 class CacheSettings:
     """The cache of decoded images."""
 
     folder: str = ""  # of the cache; "" for MEDFLARE_CACHE, else the engine's folder
     # most gigabytes that all files take on disk; the least recently used are deleted
-    limit_gb: Annotated[float, Field(gt=0)] = 100.0
+    limit_gb: PositiveFloat = 100.0
     # gigabytes; images of a site that take more stay on disk and are read batch by batch
-    memory_gb: Annotated[float, Field(ge=0)] = 4.0
+    memory_gb: NonNegativeFloat = 4.0
 
 
 def cache_with_folder(
@@ -115,32 +123,32 @@ def _spelt_out(cache: Any) -> Any:
     return cache
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class OutboundLimits:
     """Limits of what may leave the site, beyond what the method declares."""
 
     # names of a message's entries that may leave; None: all that the method declares
     entries: tuple[str, ...] | None = None
     # most bytes of tensors in one reply; None: no limit
-    bytes: Annotated[int, Field(ge=0)] | None = None
+    bytes: NonNegativeInt | None = None
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class PrivacyLimit:
     """The site's privacy budget over all jobs."""
 
-    epsilon: Annotated[float, Field(gt=0)]  # limit of the privacy loss ε at `delta`
+    epsilon: PositiveFloat  # limit of the privacy loss ε at `delta`
     delta: Annotated[float, Field(gt=0, lt=1)]
     ledger: str | None = None  # folder for the site's ledger; None for the engine's choice
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class ImageBounds:
     """The largest image that is read: a file of a megabyte can hold many gigabytes."""
 
     pixels: Annotated[int, Field(ge=1, le=_PILLOW)] = 2**26  # of a picture: 8192 x 8192
     # of a volume with all its channels: 512 x 512 x 1024
-    voxels: Annotated[int, Field(ge=1)] = 2**28
+    voxels: _AtLeastOne = 2**28
 
     def check(self, path: Path, shape: Sequence[int], *, volume: bool) -> None:
         """Raise DataError for an image whose size in its header is larger; to be called before its
@@ -149,17 +157,20 @@ class ImageBounds:
         unit, limit = ("voxels", self.voxels) if volume else ("pixels", self.pixels)
         if math.prod(shape) > limit:
             unpacked = math.prod(shape) * 4 / 2**30  # as float32
-            size = f"{format_shape(shape)} {unit}, {unpacked:.3g} GiB once unpacked"
-            remedy = f"store the image smaller, or {_RAISE.format(unit)}"
-            raise DataError(f"{path}: {size}, above the bound of {limit}; {remedy}")
+            raise DataError(
+                f"{path}: {format_shape(shape)} {unit}, {unpacked:.3g} GiB once unpacked, "
+                f"above the bound of {limit}; store the image smaller, or {_RAISE.format(unit)}"
+            )
 
     def check_task(self, task: "TaskConfig", place: str) -> None:
         """Raise ConfigError for a task whose images are larger."""
         volume = task.spatial_dims == 3
         unit, limit = ("voxels", self.voxels) if volume else ("pixels", self.pixels)
         if math.prod(task.size) > limit:
-            size = f"{format_shape(task.size)}, more than {limit} {unit}"
-            raise ConfigError(f"{place}: task {task.name} has size {size}; {_RAISE.format(unit)}")
+            raise ConfigError(
+                f"{place}: task {task.name} has size {format_shape(task.size)}, "
+                f"more than {limit} {unit}; {_RAISE.format(unit)}"
+            )
 
     def check_resampled(self, path: Path, grid: "Grid", task: "TaskConfig") -> None:
         """Raise DataError for a volume that is larger at the task's spacing, as where the header's
@@ -171,35 +182,36 @@ class ImageBounds:
         sides = zip(turned.spacing, turned.shape, task.spacing, strict=True)
         shape = [math.floor(old * (count - 1) / new + 0.5) + 1 for old, count, new in sides]
         if task.image_channels * math.prod(shape) > self.voxels:
-            resampled = f"with the task's spacing it has {format_shape(shape)} voxels"
-            header = f"its header says {format_shape(grid.spacing or ())} mm"
-            remedy = f"correct one of them, or {_RAISE.format('voxels')}"
-            raise DataError(f"{path}: {resampled}; {header}; {remedy}")
+            raise DataError(
+                f"{path}: with the task's spacing it has {format_shape(shape)} voxels; "
+                f"its header says {format_shape(grid.spacing or ())} mm; "
+                f"correct one of them, or {_RAISE.format('voxels')}"
+            )
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Bounds(ImageBounds):
     """Limits of what a job may demand of the site, and of the size of images."""
 
     # of the site's images that a task may leave out, by its labels or unread
     drop_share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    epochs: Annotated[int, Field(ge=1)] = 1000  # passes over the training images in a round
+    epochs: _AtLeastOne = 1000  # passes over the training images in a round
     # of models on test images, over all jobs on one data folder
-    evaluations: Annotated[int, Field(ge=1)] = 1000
+    evaluations: _AtLeastOne = 1000
     # of work on one job, without waits; then the site only receives the final models
-    hours: Annotated[float, Field(gt=0)] = 720.0
+    hours: PositiveFloat = 720.0
     # that a job must have, this site included, for the site to train
-    inside_sites: Annotated[int, Field(ge=1)] = 1
+    inside_sites: _AtLeastOne = 1
     # GiB that a training step needs at least; a transform of one image may take a quarter
-    memory: Annotated[float, Field(gt=0)] = 64.0
-    minutes: Annotated[float, Field(gt=0)] = 1440.0  # of one step of the federation; a day
-    model_bytes: Annotated[int, Field(ge=1)] = 2**33  # of the task's network
-    rounds: Annotated[int, Field(ge=0)] = 10_000  # of one job
+    memory: PositiveFloat = 64.0
+    minutes: PositiveFloat = 1440.0  # of one step of the federation; a day
+    model_bytes: _AtLeastOne = 2**33  # of the task's network
+    rounds: NonNegativeInt = 10_000  # of one job
     # largest `batch_size`, `accumulate` and `patches_per_image` of a task
-    batch: Annotated[int, Field(ge=1)] = 2**16
+    batch: _AtLeastOne = 2**16
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class LocalSettings:
     """The content of local/medflare.json; every setting may be left out."""
 
@@ -222,7 +234,7 @@ class LocalSettings:
     # the model that is deployed here in the end; None: the method's choice
     keep: Literal["global", "personal"] | None = None
     # numbers of fewer patients do not leave the site, nor a model trained on fewer
-    minimum_patients: Annotated[int, Field(ge=0)] = 0
+    minimum_patients: NonNegativeInt = 0
     outbound: Annotated[OutboundLimits, nested(OutboundLimits)] = OutboundLimits()
     # installed, whose networks and methods a job may name
     packages: Annotated[tuple[str, ...], AfterValidator(_importable)] = ()

@@ -5,10 +5,8 @@ federation's name, a site's name and a draw decide a site's images. Labels of va
 images are always right.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from itertools import combinations
-from typing import Final
 
 import numpy as np
 
@@ -17,46 +15,41 @@ from medflare.core.rng import numpy_generator
 from medflare.core.settings import no_such
 from medflare.data.phantom import Photograph
 
-SIDE: Final = 32
+SIDE = 32
 _ROWS, _COLUMNS = np.mgrid[0:SIDE, 0:SIDE].astype(np.float32)
 # Pixels by which a site draws outside of the edge.
-_MARGINS: Final = {"A": -1.8, "B": -0.6, "C": 0.6, "D": 1.8}
+_MARGINS = {"A": -1.8, "B": -0.6, "C": 0.6, "D": 1.8}
 # Of the classes at a site.
-_SHARES: Final = {"A": (0.5, 0.25, 0.25), "B": (0.25, 0.5, 0.25), "C": (0.25, 0.25, 0.5)}
+_SHARES = {"A": (0.5, 0.25, 0.25), "B": (0.25, 0.5, 0.25), "C": (0.25, 0.25, 0.5)}
 _NO_IMAGE = np.zeros((0, 0), np.uint8)  # the mask of an image for classification
 Rng = np.random.Generator
 
 
-def conventions(site: str, rng: Rng) -> list[Photograph]:
+def conventions(site: str, rng: Rng) -> Iterable[Photograph]:
     """A blurred disk, the target, and a small square in noise, few images to train with.
 
     All sites can learn together which of the two is the disk; by how much to draw outside of its
     edge each site must learn alone. Light and stripes tell the site, the edge does not tell its
     margin.
     """
-    _check_site(site, _MARGINS)
     place = sorted(_MARGINS).index(site)
     angle = np.pi * place / len(_MARGINS)
     style = 0.3 * place + 0.15 * np.sin(_ROWS * np.cos(angle) + _COLUMNS * np.sin(angle))
-    images: list[Photograph] = []
     for split, name in _names(training=6, validation=16, test=40):
         distance, square, radius = _disk_and_square(rng)
         objects = _blurred(distance - radius) + _blurred(square - 2.5)
         image = objects + style + rng.normal(0, 0.3, (SIDE, SIDE))
-        images.append(_photograph(name, split, image, mask=distance < radius + _MARGINS[site]))
-    return images
+        yield _photograph(name, split, image, mask=distance < radius + _MARGINS[site])
 
 
-def two_disks(site: str, rng: Rng) -> list[Photograph]:
+def two_disks(site: str, rng: Rng) -> Iterable[Photograph]:
     """A bright and a dark disk on grey. The target is the bright one at A and C, the dark one at B.
 
     Outside: W is like A and C in other light; X is like B; the images of Y are half like A, half
     like B; at Z the target is a third, striped disk, which no site has learnt.
     """
-    _check_site(site, "ABCWXYZ")
-    images: list[Photograph] = []
-    for split, name in _names(training=24, validation=8, test=40):
-        like = {"X": "B", "Y": "AB"[len(images) % 2]}.get(site, site)
+    for number, (split, name) in enumerate(_names(training=24, validation=8, test=40)):
+        like = {"X": "B", "Y": "AB"[number % 2]}.get(site, site)
         disks = _disks(rng, 3 if like == "Z" else 2)
         bright, dark = disks[:2]
         image = 0.5 + 0.4 * bright - 0.4 * dark + rng.normal(0, 0.08, (SIDE, SIDE))
@@ -69,52 +62,44 @@ def two_disks(site: str, rng: Rng) -> list[Photograph]:
         if like == "Z":
             image += 0.4 * disks[2] * np.sin(2 * _COLUMNS)
         target = {"B": 1, "Z": 2}.get(like, 0)
-        images.append(_photograph(name, split, image, mask=disks[target]))
-    return images
+        yield _photograph(name, split, image, mask=disks[target])
 
 
-def wrong_labels(site: str, rng: Rng) -> list[Photograph]:
+def wrong_labels(site: str, rng: Rng) -> Iterable[Photograph]:
     """`clean_labels` with 20 % wrong labels of training images."""
-    images = clean_labels(site, rng)
+    images = list(clean_labels(site, rng))
     training = [place for place, image in enumerate(images) if image.split == "training"]
     for place in rng.choice(training, len(training) // 5, replace=False):
         wrong = (images[place].grade + int(rng.integers(1, 3))) % 3
-        images[place] = replace(images[place], grade=wrong)
+        images[place] = images[place]._replace(grade=wrong)
     return images
 
 
-def clean_labels(site: str, rng: Rng) -> list[Photograph]:
+def clean_labels(site: str, rng: Rng) -> Iterable[Photograph]:
     """Gratings of three directions in noise; each site has its light, and one class more often than
     the others.
     """
-    _check_site(site, _SHARES)
     light = {"A": 0.2, "B": 0.5, "C": 0.8}[site]
-    images: list[Photograph] = []
     for split, name in _names(training=32, validation=18, test=60):
         label = int(rng.choice(3, p=_SHARES[site]))
-        images.append(_photograph(name, split, light + _grating(rng, label, noise=0.8), label))
-    return images
+        yield _photograph(name, split, light + _grating(rng, label, noise=0.8), label)
 
 
-def noisy_sites(site: str, rng: Rng) -> list[Photograph]:
+def noisy_sites(site: str, rng: Rng) -> Iterable[Photograph]:
     """Gratings of three directions; training labels of D and E are random."""
-    _check_site(site, "ABCDEX")
-    images: list[Photograph] = []
     for split, name in _names(training=48, validation=18, test=60):
         label = int(rng.integers(3))
         image = _photograph(name, split, 0.5 + _grating(rng, label, noise=1.0), label)
         if site in "DE" and split == "training":
-            image = replace(image, grade=int(rng.integers(3)))
-        images.append(image)
-    return images
+            image = image._replace(grade=int(rng.integers(3)))
+        yield image
 
 
-def shifted_contrast(site: str, rng: Rng) -> list[Photograph]:
+def shifted_contrast(site: str, rng: Rng) -> Iterable[Photograph]:
     """Gratings of three directions.
 
     X has another contrast and light, within reach of intensity changes; at Y they hide in texture.
     """
-    _check_site(site, "ABCXY")
     contrast = 1.0
     light = 0.5
     texture = 0.0
@@ -123,22 +108,21 @@ def shifted_contrast(site: str, rng: Rng) -> list[Photograph]:
         light = 0.8
     if site == "Y":
         texture = 0.6
-    images: list[Photograph] = []
     for split, name in _names(training=48, validation=18, test=60):
         label = int(rng.integers(3))
         checks = np.where((_ROWS // 4 + _COLUMNS // 4) % 2, texture, -texture)
         image = light + contrast * _grating(rng, label, noise=0.5) + checks
-        images.append(_photograph(name, split, image, label))
-    return images
+        yield _photograph(name, split, image, label)
 
 
-FEDERATIONS: Final[dict[str, Callable[[str, Rng], list[Photograph]]]] = {
-    "mechanisms/conventions": conventions,
-    "mechanisms/two_disks": two_disks,
-    "mechanisms/wrong_labels": wrong_labels,
-    "mechanisms/clean_labels": clean_labels,
-    "mechanisms/noisy_sites": noisy_sites,
-    "mechanisms/shifted_contrast": shifted_contrast,
+# Each with the names of its sites.
+FEDERATIONS = {
+    "mechanisms/conventions": (conventions, "ABCD"),
+    "mechanisms/two_disks": (two_disks, "ABCWXYZ"),
+    "mechanisms/wrong_labels": (wrong_labels, "ABC"),
+    "mechanisms/clean_labels": (clean_labels, "ABC"),
+    "mechanisms/noisy_sites": (noisy_sites, "ABCDEX"),
+    "mechanisms/shifted_contrast": (shifted_contrast, "ABCXY"),
 }
 
 
@@ -147,12 +131,10 @@ def photographs(federation: str, site: str, draw: int = 0) -> list[Photograph]:
 
     Raises DataError for a site that there is not.
     """
-    return FEDERATIONS[federation](site, numpy_generator(draw, "mechanisms", federation, site))
-
-
-def _check_site(site: str, sites: Iterable[str]) -> None:
+    generate, sites = FEDERATIONS[federation]
     if site not in [*sites]:
         raise DataError(no_such("site", site, sites, "generated federation"))
+    return list(generate(site, numpy_generator(draw, "mechanisms", federation, site)))
 
 
 def _names(**counts: int) -> Iterator[tuple[str, str]]:
@@ -182,7 +164,7 @@ def _disks(rng: Rng, count: int) -> list[np.ndarray]:
                 apart = False
         if apart:
             break
-    disks: list[np.ndarray] = []
+    disks = []
     for (row, column), radius in zip(centres, radii, strict=True):
         disks.append(np.hypot(_ROWS - row, _COLUMNS - column) < radius)
     return disks

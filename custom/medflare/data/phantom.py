@@ -8,8 +8,8 @@ each eye, share the optic disc's anatomy and the pigmentation.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +32,7 @@ _CUP = np.array([1.00, 0.87, 0.62], np.float32)
 _VESSEL = np.array([0.38, 0.07, 0.04], np.float32)
 
 
-@dataclass(frozen=True)
-class Camera:
+class Camera(NamedTuple):
     """Device, annotator and patients of a site; lengths in pixels of the 64 x 64 image."""
 
     gains: tuple[float, float, float]  # colour cast: factors on red, green, blue
@@ -50,8 +49,7 @@ class Camera:
     patients: int
 
 
-@dataclass(frozen=True)
-class Photograph:
+class Photograph(NamedTuple):
     """One generated image."""
 
     image: np.ndarray  # uint8 (64, 64, 3)
@@ -62,8 +60,7 @@ class Photograph:
     split: str
 
 
-@dataclass(frozen=True)
-class _Eye:
+class _Eye(NamedTuple):
     """Geometry of one eye in pixels of the 64 x 64 image; mask and picture are drawn from it."""
 
     centre: tuple[float, float]
@@ -104,7 +101,7 @@ def photographs(site: str) -> list[Photograph]:
     splits = np.full(device.patients, "training", dtype="U10")
     splits[order[:validation]] = "validation"
     splits[order[validation : validation + test]] = "test"
-    images: list[Photograph] = []
+    images = []
     for number in range(device.patients):
         patient = f"synthetic-{number:03d}"
         rng = numpy_generator(0, "phantom", site, patient)
@@ -115,10 +112,8 @@ def photographs(site: str) -> list[Photograph]:
             "pigment": rng.uniform(0.8, 1.15),
         }
         for side, temporal in (("left", 1), ("right", -1)):
-            picture, mask, grade = _photograph(rng, device, anatomy, temporal)
-            name = f"{patient}-{side}"
-            split = str(splits[number])
-            images.append(Photograph(picture, mask, grade, patient, name, split))
+            drawn = _photograph(rng, device, anatomy, temporal)
+            images.append(Photograph(*drawn, patient, f"{patient}-{side}", str(splits[number])))
     return images
 
 

@@ -1,16 +1,15 @@
 """How far long work is: a line in the log of FLARE's processes, and on every command's console."""
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from medflare.core.text import about
 
-_FIRST: Final = 5.0  # seconds until the first line ...
-_EVERY: Final = 10.0  # ... and between two
-_LITTLE: Final = 20.0  # seconds
+_FIRST = 5.0  # seconds until the first line ...
+_EVERY = 10.0  # ... and between two
+_LITTLE = 20.0  # seconds
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -33,18 +32,13 @@ def counted(
         now = time.monotonic()
         if now > due:
             seconds = now - start
-            left = _left(seconds, done, total)
+            left = ""
+            if done:
+                left = f", about {about(seconds / done * (total - done))} left"
             _log.info("%s: %d of %d after %.0f s%s", what, done, total, seconds, left)
             due = now + _EVERY
         yield item
         done += size(item)
-
-
-def _left(seconds: float, done: int, total: int) -> str:
-    """The time left, if the rest goes on as fast; "" as long as nothing is done."""
-    if done == 0:
-        return ""
-    return f", about {about(seconds / done * (total - done))} left"
 
 
 class RoundsLeft:
@@ -73,13 +67,10 @@ class RoundsLeft:
         return f"about {about(seconds)} left"
 
 
-class _StandardError(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(f"medflare: {record.getMessage()}\n")
-
-
 def print_lines() -> None:
     """Print the lines of this process and of those that are forked from it."""
     _log.setLevel(logging.INFO)
     _log.propagate = False
-    _log.handlers = [_StandardError()]
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("medflare: %(message)s"))
+    _log.handlers = [handler]

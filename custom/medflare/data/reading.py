@@ -9,10 +9,10 @@ first: rows run to posterior and columns to the patient's left, as in DICOM slic
 
 import gzip
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,27 +25,27 @@ from medflare.data.geometry import Grid, apply_turn, check_same_grid, to_task_gr
 from medflare.data.local import ImageBounds
 from medflare.tasks.config import TaskConfig
 
-PICTURES: Final = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
-NIFTI: Final = (".nii", ".nii.gz")
-DICOM: Final = (".dcm", ".dicom", ".ima")
-_BUILTIN: Final = frozenset(ending[1:] for ending in (*PICTURES, *NIFTI, *DICOM))
-EXTENSIONS: Final = Extensions("reader", "readers", lambda: _BUILTIN, check_callable)
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
+NIFTI = (".nii", ".nii.gz")
+DICOM = (".dcm", ".dicom", ".ima")
+_BUILTIN = frozenset(ending[1:] for ending in (*PICTURES, *NIFTI, *DICOM))
+EXTENSIONS = Extensions("reader", "readers", lambda: _BUILTIN, check_callable)
 # Pillow's modes, I;16 too, that are read without conversion; every other becomes RGB.
-GREY: Final = ("1", "L", "I", "F")
-LUMA: Final = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
-_SLICES: Final = "LPS"  # orientation of volumes that are cut into slices
+GREY = ("1", "L", "I", "F")
+LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
+_SLICES = "LPS"  # orientation of volumes that are cut into slices
 # Mean difference of the channels of a coloured picture, as a fraction of the brightest value.
-_COLOURED: Final = 0.02
+_COLOURED = 0.02
 # NIfTI's codes of lengths that are not millimetres.
-_OTHER_UNITS: Final = {1: "metres", 3: "micrometres"}
+_OTHER_UNITS = {1: "metres", 3: "micrometres"}
 # Pillow's formats, by content: of others it may read 8 bits a channel where more are stored.
-_FORMATS: Final = ("PNG", "JPEG", "BMP", "TIFF", "GIF", "WEBP")
-_TIFF: Final = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # first bytes of a TIFF and a BigTIFF
+_FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "GIF", "WEBP")
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # first bytes of a TIFF and a BigTIFF
 # Tags of TIFF 6.0; _WHITE is PhotometricInterpretation, 0 if the lowest number is white.
 _BITS, _COMPRESSION, _WHITE, _EXTRA_SAMPLES, _SAMPLE_FORMAT = 258, 259, 262, 338, 339
-_CHUNK: Final = 2**20  # bytes
-_WHOLE: Final = 1e-3  # distance of a label from the whole number that is meant
-_COARSE: Final = 0.1  # slope of a header beyond which a value near a whole number may be a fraction
+_CHUNK = 2**20  # bytes
+_WHOLE = 1e-3  # distance of a label from the whole number that is meant
+_COARSE = 0.1  # slope of a header beyond which a value near a whole number may be a fraction
 
 
 class Image(NamedTuple):
@@ -197,7 +197,12 @@ def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool =
     reader = EXTENSIONS.foreign(suffix(path).removeprefix("."))
     with explained(path):
         if reader is not None and path.is_file():
-            stored = _read_by(reader, path, bounds)
+            stored = reader(path)
+            if not isinstance(stored, Stored):
+                raise TypeError(
+                    f"its reader returns a {type(stored).__name__}, no {__name__}.Stored"
+                )
+            bounds.check(path, stored.array.shape[1:], volume=stored.array.ndim == 4)
         elif path.is_dir() or is_dicom(path):
             require("pydicom", f"{path}: a DICOM image", DataError)
             with warnings.catch_warnings():
@@ -227,14 +232,6 @@ def read_stored(path: Path, bounds: ImageBounds = ImageBounds(), *, mask: bool =
             f"{path}: its voxels are colours or complex numbers, not one number each; "
             "store each part as a channel"
         )
-    return stored
-
-
-def _read_by(reader: Callable[[Path], Any], path: Path, bounds: ImageBounds) -> Stored:
-    stored = reader(path)
-    if not isinstance(stored, Stored):
-        raise TypeError(f"its reader returns a {type(stored).__name__}, no {__name__}.Stored")
-    bounds.check(path, stored.array.shape[1:], volume=stored.array.ndim == 4)
     return stored
 
 
@@ -352,7 +349,7 @@ def _read_nifti(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
     from nibabel.imageglobals import LoggingOutputSuppressor
 
     with LoggingOutputSuppressor():  # of what nibabel repairs in a header
-        image: Any = nibabel.load(path)
+        image = nibabel.load(path)
         # The three lowest bits are the unit of length.
         unit = _OTHER_UNITS.get(int(image.header["xyzt_units"]) & 7)
         if unit:
@@ -396,7 +393,7 @@ def _nifti_content(path: Path, image: Any) -> tuple[np.ndarray, Any]:
 
 
 def _read_dicom(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
-    datasets: list[Any] = []
+    datasets = []
     for file in dicom_files(path):
         with explained(file):
             datasets.append(dicom.read(file))
@@ -512,7 +509,7 @@ def read_image(
             continue
         stored = read_stored(file, bounds)
         if task.spatial_dims == 3:
-            _check_volume(stored, file, task)
+            _volume_grid(stored, file, task)
         array, has_colours = _channels(stored, task, count, file)
         if task.spatial_dims == 2:
             array = stored.as_slices(array)
@@ -545,7 +542,8 @@ def read_image(
     return Image(array, first.grid, grid, coloured)
 
 
-def _check_volume(stored: Stored, path: Path, task: TaskConfig) -> None:
+def _volume_grid(stored: Stored, path: Path, task: TaskConfig) -> Grid:
+    """The grid of a volume; DataError for one that the task cannot use, and for a picture."""
     if stored.grid is None:
         raise DataError(
             f"{path}: no volume, the task has spatial_dims 3; "
@@ -557,6 +555,7 @@ def _check_volume(stored: Stored, path: Path, task: TaskConfig) -> None:
             f"{path}: its voxel spacing is unknown, the task's is {format_shape(task.spacing)} mm; "
             "correct the file's header"
         )
+    return stored.grid
 
 
 def _channels(stored: Stored, task: TaskConfig, count: int, path: Path) -> tuple[np.ndarray, bool]:
@@ -586,8 +585,9 @@ def _channels(stored: Stored, task: TaskConfig, count: int, path: Path) -> tuple
         remedy = "correct the file or the task's channels"
         if len(array) > count:
             remedy += ", or say in the task which of them it means (pick)"
-        problem = f"the image has {len(array)} channels, the task takes {count}"
-        raise DataError(f"{path}: {problem}; {remedy}")
+        raise DataError(
+            f"{path}: the image has {len(array)} channels, the task takes {count}; {remedy}"
+        )
     return array, coloured
 
 
@@ -648,12 +648,11 @@ def read_mask(
         if image is not None:
             check_same_grid(path, stored.slice_grid, image_path, image.grid)
         return stored.as_slices(masks), segments
-    _check_volume(stored, path, task)
-    assert stored.grid is not None
+    grid = _volume_grid(stored, path, task)
     if image_grid is not None:
-        turned = stored.grid.turned(task.orientation)
+        turned = grid.turned(task.orientation)
         check_same_grid(path, turned, image_path, image_grid.turned(task.orientation))
-    return to_task_grid(masks, stored.grid, task, labels=True)[0], segments
+    return to_task_grid(masks, grid, task, labels=True)[0], segments
 
 
 def label_values(array: np.ndarray, path: Path, *, several: bool = False) -> np.ndarray:

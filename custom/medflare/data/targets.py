@@ -6,7 +6,8 @@ Which stored value means which label; and how often each class occurs.
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any, Final
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +19,12 @@ from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images
 
-_REMEDY: Final = "correct the file, or the task's labels or label_values"
-_WHITE: Final = 255  # of pictures, as which many programs write 1
-_SCARCE: Final = 3  # training images; a class with fewer is hardly learnt
+_REMEDY = "correct the file, or the task's labels or label_values"
+_WHITE = 255  # of pictures, as which many programs write 1
+_SCARCE = 3  # training images; a class with fewer is hardly learnt
 
 
-def encode_mask(
-    masks: np.ndarray, task: TaskConfig, place: str, places: Sequence[str] = ()
-) -> np.ndarray:
+def encode_mask(masks: np.ndarray, task: TaskConfig, files: Sequence[Path | str]) -> np.ndarray:
     """Target of one picture or volume.
 
     A mask of one structure has 0 and 1, or 0 and 255, unless `TaskConfig.label_values` says
@@ -34,8 +33,7 @@ def encode_mask(
     Args:
         masks: int64 (M, ...): stored values, M = 1 for one mask file, or one per label
             (multilabel).
-        place: of the masks, for messages.
-        places: of each of several masks, where they are files of their own.
+        files: of the masks, for messages; one for all, or one for each.
 
     Returns:
         int64 (1, ...) label indices (binary: 0 or 1; multiclass), or (C, ...) of 0/1 (multilabel).
@@ -45,7 +43,8 @@ def encode_mask(
             of masks.
     """
     if task.target == "multilabel" and not task.label_values:
-        return _encode_mask_per_label(masks, task, place, places)
+        return _encode_mask_per_label(masks, task, files)
+    place = str(files[0])
     if len(masks) != 1:
         raise DataError(
             f"{place}: {len(masks)} masks or colour channels where one is expected; "
@@ -66,21 +65,20 @@ def encode_mask(
 
 
 def _encode_mask_per_label(
-    masks: np.ndarray, task: TaskConfig, place: str, places: Sequence[str]
+    masks: np.ndarray, task: TaskConfig, files: Sequence[Path | str]
 ) -> np.ndarray:
     if len(masks) != len(task.labels):
-        labels = f"{len(task.labels)} labels ({', '.join(task.labels)})"
         raise DataError(
-            f"{place}: {len(masks)} mask(s) or channel(s) for {labels}; "
-            "give one mask file per label, or say in the task's label_values which values mean "
-            "which label"
+            f"{files[0]}: {len(masks)} mask(s) or channel(s) for {len(task.labels)} labels "
+            f"({', '.join(task.labels)}); give one mask file per label, "
+            "or say in the task's label_values which values mean which label"
         )
     remedy = "store 0 and 1, or 0 and 255, in each structure's mask"
     target = np.zeros_like(masks)
     for row, mask in enumerate(masks):
         values = _zeros_and_ones(mask, task)
-        mask_place = places[row] if len(places) == len(masks) else place
-        _check_listed(values, [0, 1], task, mask_place, remedy)
+        file = files[row] if len(files) == len(masks) else files[0]
+        _check_listed(values, [0, 1], task, str(file), remedy)
         target[row] = values == 1
     return target
 
@@ -99,18 +97,22 @@ def _zeros_and_ones(mask: np.ndarray, task: TaskConfig) -> np.ndarray:
 
 def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
     """A label as int64 (), or (C,) of 0/1 (multilabel); None for a value that the task drops,
-    DataError for another that is not listed.
+    DataError for another that is not listed. Zero for None, at a site without labels.
     """
+    if label is None:
+        return np.zeros(len(task.labels) if task.target == "multilabel" else (), np.int64)
     if task.target == "multilabel":
         is_list = isinstance(label, list) and len(label) == len(task.labels)
         if not is_list or any(item not in (0, 1) for item in label):
-            names = ", ".join(task.labels)
-            expected = f"a list of {len(task.labels)} zeros and ones ({names})"
-            raise DataError(f"{place}: the label must be {expected}, got {label!r}")
+            raise DataError(
+                f"{place}: the label must be a list of {len(task.labels)} zeros and ones "
+                f"({', '.join(task.labels)}), got {label!r}"
+            )
         return np.array(label, np.int64)
     if not isinstance(label, int) or isinstance(label, bool):
-        expected = "a whole number, as the task classifies"
-        raise DataError(f"{place}: the label must be {expected}, got {label!r}")
+        raise DataError(
+            f"{place}: the label must be a whole number, as the task classifies, got {label!r}"
+        )
     stored_by_class = stored_values(task)
     if task.target == "binary":
         stored_by_class = [[0], stored_by_class[0]]
@@ -195,8 +197,8 @@ def renumbering(
     else:
         named = sorted((n, name) for name, numbers in names.items() for n in numbers)
     same = {number for number, name in named if number in numbers_of.get(plain_name(name), ())}
-    moved: dict[int, str] = {}
-    unknown: dict[int, str] = {}
+    moved = {}
+    unknown = {}
     for number, name in named:
         if plain_name(name) in numbers_of:
             if number not in same:
@@ -213,9 +215,8 @@ def renumbering(
         return {}, _renamed(unknown, {}, label_of)
     number, name = min((moved or unknown).items())
     expected = ", ".join(f"{number} {label}" for number, label in sorted(label_of.items()))
-    problem = f'"labels" of {FILE} call {number} {name!r}, task {task.name} has {expected}'
     raise DataError(
-        f"{place}: {problem}; "
+        f'{place}: "labels" of {FILE} call {number} {name!r}, task {task.name} has {expected}; '
         "write the task's name there if it means the same, or say in the task's label_values what "
         "numbers mean"
     )
@@ -225,7 +226,7 @@ def _renamed(
     names: Mapping[int, str], targets: Mapping[int, int], label_of: Mapping[int, str]
 ) -> str:
     """One line about the site's classes that have another name or number in the task."""
-    pairs: list[str] = []
+    pairs = []
     for number, name in names.items():
         target = targets.get(number, number)
         pairs.append(f"{number} {name} as {target} {label_of[target]}")

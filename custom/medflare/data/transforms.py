@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from medflare.tasks.transforms import (
     spatial_augmentations,
 )
 
-_DRAWS: Final = 8  # tries of an augmentation that may change the size of an image
+_DRAWS = 8  # tries of an augmentation that may change the size of an image
 
 
 class Preprocessing:
@@ -46,7 +45,10 @@ class Preprocessing:
 
         With `image_mode` "patch" the size is kept.
         """
-        return self._resize(self.intensities(array), mask=False)
+        image = self.intensities(array)
+        if all(side >= new for side, new in zip(image.shape[1:], self._size, strict=True)):
+            return self._resize(image, "area")
+        return self._resize(image, "bilinear" if len(self._size) == 2 else "trilinear")
 
     def intensities(self, array: np.ndarray) -> Tensor:
         """The intensity transform alone, float32 (C, h, w)."""
@@ -57,20 +59,12 @@ class Preprocessing:
         """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel; with `image_mode` "patch"
         unchanged.
         """
-        return self._resize(torch.as_tensor(array), mask=True)
+        return self._resize(torch.as_tensor(array), "nearest-exact").to(torch.int64)
 
-    def _resize(self, image: Tensor, mask: bool) -> Tensor:
-        sides = tuple(image.shape[1:])
-        if not self._resizes or sides == self._size:
+    def _resize(self, image: Tensor, mode: str) -> Tensor:
+        if not self._resizes or image.shape[1:] == self._size:
             return image
-        if mask:
-            mode = "nearest-exact"
-        elif all(side >= new for side, new in zip(sides, self._size, strict=True)):
-            mode = "area"
-        else:
-            mode = "bilinear" if len(self._size) == 2 else "trilinear"
-        resized = functional.interpolate(image[None].float().contiguous(), self._size, mode=mode)[0]
-        return resized.to(torch.int64 if mask else torch.float32)
+        return functional.interpolate(image[None].float().contiguous(), self._size, mode=mode)[0]
 
 
 class Augmentation:
@@ -162,9 +156,9 @@ class Augmentation:
 def _check_size(name: str, before: Tensor, after: Tensor) -> None:
     if after.shape == before.shape:
         return
-    sizes = f"{format_shape(after.shape[1:])} images of {format_shape(before.shape[1:])} ones"
     raise ConfigError(
-        f"augment {name}: it makes {sizes}; "
+        f"augment {name}: it makes {format_shape(after.shape[1:])} images of "
+        f"{format_shape(before.shape[1:])} ones; "
         "the images of a task have one size; leave it out, or take other arguments or equal sides"
     )
 
@@ -220,7 +214,7 @@ class _RandFlip:
 
 
 # Equal to MONAI's bit by bit, without its import, which takes seconds.
-_OURS: Final = {"RandFlip": _RandFlip, "ScaleIntensityRange": _ScaleIntensityRange}
+_OURS = {"RandFlip": _RandFlip, "ScaleIntensityRange": _ScaleIntensityRange}
 
 
 def _ours(name: str, **arguments: Any) -> Any:
@@ -234,22 +228,15 @@ def _ours(name: str, **arguments: Any) -> Any:
 
 def _transform_class(setting: str, name: str) -> Any:
     """The array form for `intensity`, the dictionary form for `augment`."""
+    from monai import transforms
+
     extension = EXTENSIONS.foreign(name)
     if extension is None:
-        return _of_monai(name + "d" * (setting == "augment"))
-    from monai.transforms import Randomizable
-
-    use = "augment" if issubclass(extension, Randomizable) else "intensity"
+        return getattr(transforms, name + "d" * (setting == "augment"))
+    use = "augment" if issubclass(extension, transforms.Randomizable) else "intensity"
     if use != setting:
         raise ConfigError(f"{setting} {name}: this transform is for {use}")
     return extension
-
-
-@cache
-def _of_monai(name: str) -> Any:
-    from monai import transforms
-
-    return getattr(transforms, name)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
@@ -28,9 +27,9 @@ from medflare.networks.usual import is_usual_network
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.transforms import is_usual
 
-_SECONDS: Final = 30  # of computing, for the network, one image and all transforms
-_START: Final = 600  # seconds in which a busy machine starts Python and imports MONAI
-_DRAWS: Final = 3
+_SECONDS = 30  # of computing, for the network, one image and all transforms
+_START = 600  # seconds in which a busy machine starts Python and imports MONAI
+_DRAWS = 3
 
 
 def try_task(task: TaskConfig, memory: float, place: str, setting: str = "") -> None:
@@ -82,11 +81,11 @@ def _problem(task: str, packages: str, memory: float, seconds: int) -> str:
         return f"network and transforms: more than {_START + seconds} s"
     if ended.returncode == 0:
         return ""
-    tried = ended.stdout.splitlines() or ["network and transforms"]
+    tried = (ended.stdout or "network and transforms").splitlines()[-1]
     if ended.returncode == -signal.SIGPROF:
-        return f"{tried[-1]}: more than {seconds} s of computing"
+        return f"{tried}: more than {seconds} s of computing"
     last_line = ended.stderr.strip().rpartition("\n")[2]
-    return f"{tried[-1]}: exit status {ended.returncode}, {last_line:.200}"
+    return f"{tried}: exit status {ended.returncode}, {last_line:.200}"
 
 
 def main(memory: float, seconds: int) -> None:

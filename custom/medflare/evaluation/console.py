@@ -81,15 +81,14 @@ def results_table(results: Mapping[str, Any]) -> str:
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
-def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> None:
-    """Print the result tables, each with as many metrics as 100 columns hold, by default on
-    standard output; a terminal gets colour.
+def print_results(results: Mapping[str, Any], stream: IO[str]) -> None:
+    """Print the result tables, each with as many metrics as 100 columns hold; a terminal gets
+    colour.
     """
-    stream = file or sys.stdout
     sentence = verdict(results)
     found = findings_of(results)
     if not installed("rich"):
-        title = f"{results['method']} on {results['task']}: {_outcome(results)}"
+        title = f"{results['method']} on {results['task']}: {text.outcome(results)}"
         stream.write(f"{title}; see {RESULTS_FILE} and {REPORT_FILE}\n")
         if sentence:
             stream.write(f"{sentence}\n")
@@ -134,13 +133,6 @@ def print_results(results: Mapping[str, Any], file: IO[str] | None = None) -> No
         console.print(Text(f"WARNING {finding.line}", "bold yellow"))
 
 
-def _outcome(results: Mapping[str, Any]) -> str:
-    """The status of a run; of a failed run with its reason."""
-    if not results["reason"]:
-        return str(results["status"])
-    return f"{results['status']}: {results['reason']}"
-
-
 def _summary(results: Mapping[str, Any]) -> list[str]:
     """Method, task, status, cost and number of events; the reason of a failure."""
     weights = (results["configuration"]["task"].get("network") or {}).get("weights")
@@ -159,7 +151,7 @@ def _summary(results: Mapping[str, Any]) -> list[str]:
     events = results["events"]
     if events:
         cost += f"; {text.counted(len(events), 'event')}, listed in the report"
-    lines = [f"{what}: {_outcome(results)}", text.synthetic_source(results), cost]
+    lines = [f"{what}: {text.outcome(results)}", text.synthetic_source(results), cost]
     return [line for line in (*lines, text.event_counts(events)) if line]
 
 
@@ -210,14 +202,13 @@ def _method_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> "Table":
     return table
 
 
-def show_results(path: Path, file: IO[str] | None = None) -> bool:
+def show_results(path: Path) -> bool:
     """Print the results at `path`, see `load_results`, and the path of the report; True if the run
     completed.
     """
-    stream = file or sys.stdout
     results = load_results(path)
-    print_results(results, stream)
+    print_results(results, sys.stdout)
     report = find_results(path).with_name(REPORT_FILE)
     if report.is_file():
-        stream.write(f"report: {report.resolve()}\n")
+        sys.stdout.write(f"report: {report.resolve()}\n")
     return bool(results["status"] == COMPLETED)

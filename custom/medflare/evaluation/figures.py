@@ -53,7 +53,7 @@ class Drawing:
 
     def svg(self, name: str) -> str | None:
         """As `as_svg`."""
-        return as_svg(self.draw, self.width, self.height, name)
+        return as_svg(self, name)
 
     def pdf(self) -> bytes:
         """A PDF file with embedded TrueType fonts; equal plots give equal bytes.
@@ -196,25 +196,16 @@ def roc_curves(
     return line_panels(panels, name, unit_square=True)
 
 
-def patients_plot(
-    values: Mapping[str, Mapping[str, float]],
-    intervals: Mapping[str, tuple[float, float] | None],
-    label: str,
-) -> str | None:
-    """A mark for every patient, a row for every model, with the mean and its interval if it has
-    one, as SVG; None if there is no value.
-    """
-    return patients_drawing(values, intervals, label).svg("patients") if values else None
-
-
 def patients_drawing(
     values: Mapping[str, Mapping[str, float]],
     intervals: Mapping[str, tuple[float, float] | None],
     label: str,
     margin: float | None = None,
 ) -> Drawing:
-    """As `patients_plot`; with a `margin`, values are differences: 0 and the range from -margin to
-    margin are marked.
+    """A mark for every patient, a row for every model, with the mean and its interval if it has
+    one.
+
+    With a `margin`, values are differences: 0 and the range from -margin to margin are marked.
     """
 
     def draw(figure: "Figure") -> None:
@@ -260,9 +251,8 @@ def _plain_axis(axis: "Axes", grid: Literal["x", "y"] = "y") -> None:
     axis.tick_params(length=0)
 
 
-def as_svg(draw: Callable[["Figure"], None], width: float, height: float, name: str) -> str | None:
-    """Call `draw` on a figure of `width` x `height` inches; an SVG element without a fixed size, or
-    None without matplotlib.
+def as_svg(drawing: Drawing, name: str) -> str | None:
+    """A drawing as an SVG element without a fixed size; None without matplotlib.
 
     Ids in it depend on `name`, so that figures of one page share none.
     """
@@ -271,7 +261,7 @@ def as_svg(draw: Callable[["Figure"], None], width: float, height: float, name: 
     buffer = io.StringIO()
     style = {"svg.fonttype": "none", "svg.hashsalt": name}
     metadata = {"Date": None, "Creator": None}
-    _save(Drawing(draw, width, height), buffer, style, format="svg", metadata=metadata)
+    _save(drawing, buffer, style, format="svg", metadata=metadata)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))

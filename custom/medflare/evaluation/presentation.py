@@ -17,6 +17,7 @@ _WORDS: Final = {  # of a class
     "auprc": "AUPRC",
 }
 _MOST: Final = 5  # sites that one line names
+_Tables = dict[str, Mapping[str, Mapping[str, Any]]]  # title -> site -> column -> cell
 
 
 def metric_label(metric: str) -> str:
@@ -55,16 +56,16 @@ def format_metric(metric: str, value: float | None, interval: Sequence[float] | 
 
 
 def format_values(metric: str, values: Iterable[float]) -> str:
-    """The values of a few patients, the lowest first, without undefined ones.
+    """The values of a few patients, the lowest first; "" without any.
 
     Examples:
-        >>> format_values("dice", [0.102, 0.07, float("nan")])
+        >>> format_values("dice", [0.102, 0.07])
         'each: 0.070, 0.102'
     """
-    defined = sorted(value for value in values if value == value)
-    if not defined:
+    texts = [format_metric(metric, value) for value in sorted(values)]
+    if not texts:
         return ""
-    return f"each: {', '.join(format_metric(metric, value) for value in defined)}"
+    return f"each: {', '.join(texts)}"
 
 
 def format_bytes(count: float) -> str:
@@ -129,6 +130,11 @@ def is_best(models: Mapping[str, Mapping[str, float | None]], model: str, metric
     return value is not None and value == best
 
 
+def outcome(results: Mapping[str, Any]) -> str:
+    """The status of a run; of a failed run with its reason."""
+    return ": ".join(filter(None, (results["status"], results["reason"])))
+
+
 # -- parts of a results dict -----------------------------------------------------------------------
 
 
@@ -151,9 +157,7 @@ def label_metric(metric: str) -> str:
     return {"balanced_accuracy": "sensitivity"}.get(metric, metric.removesuffix("_macro"))
 
 
-def label_tables(
-    results: Mapping[str, Any], *, intervals: bool = False
-) -> dict[str, dict[str, dict[str, str]]]:
+def label_tables(results: Mapping[str, Any], *, intervals: bool = False) -> _Tables:
     """Tables of the deployed model by structure or class: title -> site -> label -> value as text;
     first that of the task's own metric.
 
@@ -174,7 +178,7 @@ def label_tables(
     return {title: table for title, table in tables.items() if max(map(len, table.values())) > 1}
 
 
-def method_tables(results: Mapping[str, Any]) -> dict[str, Mapping[str, Mapping[str, Any]]]:
+def method_tables(results: Mapping[str, Any]) -> _Tables:
     """The cross-site matrix, if there is one, and the tables that the method reports: title -> row
     -> column -> number or text.
     """
@@ -184,7 +188,7 @@ def method_tables(results: Mapping[str, Any]) -> dict[str, Mapping[str, Mapping[
         matrix[model] = {}
         for site, value in row.items():
             matrix[model][f"images of {site}"] = format_metric(metric, value)
-    tables: dict[str, Mapping[str, Mapping[str, Any]]] = {}
+    tables: _Tables = {}
     if matrix:
         tables[f"{metric_label(metric)} of personal models"] = matrix
     return tables | results.get("tables", {})

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,7 +20,7 @@ from medflare.evaluation import presentation as text
 from medflare.evaluation.figures import (
     Panel,
     line_panels,
-    patients_plot,
+    patients_drawing,
     roc_curves,
     training_curves,
 )
@@ -35,6 +34,7 @@ from medflare.evaluation.results import (
     RunRecord,
     SiteRecord,
     build_results,
+    defined_mean,
     json_ready,
     site_results,
 )
@@ -52,6 +52,7 @@ _RESAMPLES: Final = 999
 _LISTED: Final = 10  # patients by name, those with the lowest values
 
 _Curves = dict[str, dict[str, list[tuple[float, float]]]]  # class -> site or model -> points
+_Table = tuple[list[str], list[list[Any]]]  # headings, rows
 
 
 @cache
@@ -72,9 +73,15 @@ def template(name: str) -> "Template":
         bytes=text.format_bytes,
         seconds=text.format_seconds,
         base64=lambda content: base64.b64encode(content).decode(),
+        by_site=_by_site,
     )
     environment.globals.update(
-        zip=zip, shown=text.format_metric, best=text.is_best, lower_is_better=text.lower_is_better
+        zip=zip,
+        text=text,
+        shown=text.format_metric,
+        best=text.is_best,
+        lower_is_better=text.lower_is_better,
+        UNUSABLE=UNUSABLE,
     )
     return environment.get_template(name)
 
@@ -102,9 +109,7 @@ def render_report(
     title.
     """
     sites = text.ordered_sites(results)
-    metrics = text.metric_names(results)
     columns = text.deployed_first(text.model_columns(results))
-    found = findings_of(results)
     selections: dict[str, Any] = {}
     for model, selection in results.get("model_selection", {}).items():
         selections[model] = _shown_selection(selection)
@@ -114,30 +119,20 @@ def render_report(
         class_figures.append((table, curves))
     return template("report.html").render(
         results=results,
-        metrics=metrics,
+        metrics=text.metric_names(results),
         constants=_mean_constants(sites),
-        spread={metric: text.spread_over_sites(results, metric) for metric in metrics},
-        description=text.task_description(results["configuration"]["task"]),
-        unusable=any(finding.kind in UNUSABLE for finding in found),
         best_model=_usable_folder(columns),
         verdict=verdict(results),
-        citation=results.get("citation", ""),
         columns=columns,
         sites=sites,
-        roles=list(dict.fromkeys(site["role"] for site in sites.values())),
         splits=SPLITS,
-        synthetic=text.synthetic_source(results),
-        findings=found,
+        findings=findings_of(results),
         tiles=_tiles(results),
         curves=training_curves(results, history),
         drawable=installed("matplotlib"),
         model_selection=selections,
-        selector=results.get("selector"),
-        selector_line=text.selector_line(results),
-        confusion=_by_site(_confusion(results)),
-        reports=_tables_by_site(_reports(sites)),
-        labels=_tables_by_site(text.label_tables(results, intervals=True)),
-        tables=_tables_by_site(text.method_tables(results)),
+        confusion=_confusion(results),
+        reports=_reports(sites),
         pictures=pictures or {},
         classes=class_figures,
     )
@@ -167,15 +162,12 @@ def _reports(sites: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
 
 def _mean_constants(sites: Mapping[str, Any]) -> dict[str, float | None]:
     """Role -> mean of the constant answer over its sites that have one; empty if no site has it."""
-    constants: dict[str, list[float]] = {}
-    for site in sites.values():
-        if site.get("constant") is not None:
-            constants.setdefault(site["role"], []).append(site["constant"])
-    if not constants:
+    means: dict[str, float | None] = {}
+    for role in ROLES:
+        of_role = [site.get("constant") for site in sites.values() if site["role"] == role]
+        means[role] = defined_mean(of_role)
+    if means == dict.fromkeys(ROLES):
         return {}
-    means: dict[str, float | None] = dict.fromkeys(ROLES)
-    for role, values in constants.items():
-        means[role] = fmean(values)
     return means
 
 
@@ -224,10 +216,7 @@ def _shown_selection(selection: Mapping[str, Any]) -> dict[str, Any]:
     """
     candidates = selection["candidates"]
     selected = selection["round"]
-    earlier: list[Any] = []
-    for candidate in candidates[:-_CANDIDATES]:
-        if candidate["round"] == selected:
-            earlier.append(candidate)
+    earlier = [item for item in candidates[:-_CANDIDATES] if item["round"] == selected]
     return {
         **selection,
         "candidates": earlier + candidates[-_CANDIDATES:],
@@ -237,23 +226,16 @@ def _shown_selection(selection: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _voters(selection: Mapping[str, Any]) -> set[str]:
-    voters: set[str] = set()
-    for candidate in selection["candidates"]:
-        voters.update(candidate["votes"])
-    return voters
+    return set(chain.from_iterable(item["votes"] for item in selection["candidates"]))
 
 
-def _by_site(rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """(headings, rows) of a table from site -> column -> value; an empty cell without a value."""
+def _by_site(rows: Mapping[str, Mapping[str, Any]]) -> _Table:
+    """A table from site -> column -> value; an empty cell without a value."""
     columns = list(dict.fromkeys(chain.from_iterable(rows.values())))
     cells = []
     for site, row in rows.items():
         cells.append([site, *(row.get(column, "") for column in columns)])
     return ["site", *columns], cells
-
-
-def _tables_by_site(tables: Mapping[str, Any]) -> dict[str, Any]:
-    return {title: _by_site(rows) for title, rows in tables.items()}
 
 
 def _flattened(content: Any, prefix: str = "") -> dict[str, Any]:
@@ -402,6 +384,9 @@ def render_site_report(report: SiteReport) -> str:
         if of_patients:
             values[heading] = of_patients
     means = {heading: mean_interval(of_patients) for heading, of_patients in values.items()}
+    plot = None
+    if values:
+        plot = patients_drawing(values, means, value_label(task)).svg("patients")
     deployed = cases.get("deployed", classes.Cases())
     of_deployed = patient_values(deployed, task)
     lowest = []
@@ -412,7 +397,6 @@ def render_site_report(report: SiteReport) -> str:
         lowest.append(row)
     return template("site.html").render(
         report=report,
-        description=text.task_description(task.to_dict()),
         metrics=text.metric_names(results),
         columns=columns,
         findings=findings_at_site(results, report.site, report.of_training),
@@ -421,7 +405,7 @@ def render_site_report(report: SiteReport) -> str:
         value_label=value_label(task),
         headings=list(values),
         lowest=lowest,
-        plot=patients_plot(values, means, value_label(task)),
+        plot=plot,
         few=few,
         labels=_by_label(site, task, deployed.structures),
         groups=_by_group(report, deployed),
@@ -475,9 +459,9 @@ def _values_of_few(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _by_label(
     site: Mapping[str, Any], task: TaskConfig, patients: Mapping[str, Any]
-) -> tuple[list[str], list[list[str]]] | None:
-    """(headings, rows) of the deployed model's metrics of every structure or class; None for a
-    single one, which has those of the model.
+) -> _Table | None:
+    """The deployed model's metrics of every structure or class; None for a single one, which has
+    those of the model.
 
     `patients`: structure -> metric -> values of patients.
     """
@@ -499,16 +483,14 @@ def _by_label(
     return [noun, *map(text.metric_label, metrics)], rows
 
 
-def _by_group(
-    report: SiteReport, deployed: classes.Cases
-) -> dict[str, tuple[list[str], list[list[str]]]]:
-    """Sex, age or scanner -> (headings, rows) of the deployed model's metric by group of patients;
-    suppressed groups have one mark, whatever their size.
+def _by_group(report: SiteReport, deployed: classes.Cases) -> dict[str, _Table]:
+    """Sex, age or scanner -> the deployed model's metric by group of patients; suppressed groups
+    have one mark, whatever their size.
 
     `deployed`: its cases.
     """
     metric = report.task.metric
-    tables: dict[str, tuple[list[str], list[list[str]]]] = {}
+    tables: dict[str, _Table] = {}
     for name, groups in report.groups.items():
         rows: list[list[str]] = []
         for row in group_rows(deployed, groups, report.minimum_patients, report.task):

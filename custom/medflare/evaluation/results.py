@@ -22,7 +22,7 @@ from medflare.core.text import NAME, is_name, printable_json
 from medflare.evaluation.labels import CLASSES, STRUCTURES, labels_of, named_metrics
 from medflare.evaluation.verdicts import findings
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.summaries import ALL
+from medflare.tasks.summaries import ALL, Values
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,11 +60,11 @@ class SiteRecord:
 
     role: str
     n: Mapping[str, int] = field(default_factory=dict)
-    metrics: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    metrics: Mapping[str, Values] = field(default_factory=dict)
     reports: Mapping[str, Any] = field(default_factory=dict)
     privacy: Mapping[str, Any] = field(default_factory=dict)
     classes: Mapping[str, Any] = field(default_factory=dict)
-    by_label: Mapping[str, Mapping[str, Mapping[str, float | None]]] = field(default_factory=dict)
+    by_label: Mapping[str, Mapping[str, Values]] = field(default_factory=dict)
     intervals: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]] = field(
         default_factory=dict
     )
@@ -112,7 +112,7 @@ class RunRecord:
     pictures: Mapping[str, bytes] = field(default_factory=dict)
     model_selection: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
-    cross_site: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    cross_site: Mapping[str, Values] = field(default_factory=dict)
     selector: Mapping[str, Any] = field(default_factory=dict)
     costs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     citation: str = ""
@@ -158,12 +158,9 @@ def build_results(record: RunRecord) -> dict[str, Any]:
             "task": task.to_dict() if task else {},
         },
     }
-    if record.citation:
-        results["citation"] = record.citation
-    if record.tables:
-        results["tables"] = record.tables
-    if record.cross_site:
-        results["cross_site"] = record.cross_site
+    for name in ("citation", "tables", "cross_site"):
+        if getattr(record, name):
+            results[name] = getattr(record, name)
     if record.selector:
         results["selector"] = {**record.selector, "confusion": confusion(sites)}
     ready: dict[str, Any] = json_ready(results)
@@ -202,10 +199,8 @@ def site_results(
         values[model] |= _of_labels(site.by_label.get(model, {}), task)
     intervals: dict[str, dict[str, Any]] = {}
     for model, content in site.intervals.items():
-        bounds: dict[str, Any] = {}
-        for metric, interval in content.get(ALL, {}).items():
-            if interval and metric in metrics:
-                bounds[metric] = interval
+        limits = content.get(ALL, {}).items()
+        bounds = {metric: low_high for metric, low_high in limits if low_high and metric in metrics}
         bounds |= _of_labels(content, task)
         if bounds:
             intervals[model] = bounds
@@ -275,12 +270,6 @@ def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]
     `shape`: model -> its metrics.
     """
 
-    def mean(values: Iterable[float | None]) -> float | None:
-        defined = [value for value in values if value is not None and math.isfinite(value)]
-        if not defined:
-            return None
-        return fmean(defined)
-
     means: dict[str, dict[str, Any]] = {}
     for role in ROLES:
         means[role] = {}
@@ -288,8 +277,14 @@ def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]
         for model, metrics in shape.items():
             of_model = means[role].setdefault(model, {})
             for metric in metrics:
-                of_model[metric] = mean(site[model][metric] for site in of_sites)
+                of_model[metric] = defined_mean(site[model][metric] for site in of_sites)
     return means
+
+
+def defined_mean(values: Iterable[float | None]) -> float | None:
+    """The mean of the values that are finite; None if there is none."""
+    defined = [value for value in values if value is not None and math.isfinite(value)]
+    return fmean(defined) if defined else None
 
 
 def json_ready(value: Any) -> Any:

@@ -2,12 +2,12 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from medflare.evaluation import presentation as text
 from medflare.evaluation.figures import training_curves
+from medflare.evaluation.report import template
 from medflare.evaluation.results import ROLES
 from medflare.evaluation.verdicts import findings_of, verdict
 
@@ -36,9 +36,7 @@ class RunResults(dict[str, Any]):
         """
         rounds = text.counted(self["rounds"], "round")
         about = f"{self['method']} on {self['task']}, {rounds}, seed {self['seed']}"
-        parts = [f"{about}: {self['status']}"]
-        if self["reason"]:
-            parts[0] += f": {self['reason']}"
+        parts = [f"{about}: {text.outcome(self)}"]
         metric = self["configuration"]["task"].get("metric", "")
         for role in ROLES:
             value = self["mean"][role]["deployed"].get(metric)
@@ -51,39 +49,15 @@ class RunResults(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         """The table of results, the findings, and the curves as inline SVG."""
-        parts = [f"<p><b>{escape(repr(self)[1:-1])}</b></p>", self._table()]
-        sentence = verdict(self)
-        if sentence:
-            parts.append(f"<p>{escape(sentence)}</p>")
-        findings = [f"<li>{escape(finding.line)}</li>" for finding in findings_of(self)]
-        if findings:
-            parts.append(f"<ul>{''.join(findings)}</ul>")
-        curves = training_curves(self, self.history)
-        if curves:
-            parts.append(f'<div style="max-width: 30em">{curves}</div>')
-        return "\n".join(parts)
-
-    def _table(self) -> str:
-        """A row for each site and mean, a column for each metric and model."""
-        metrics = text.metric_names(self)
-        columns = text.model_columns(self)
-        headings = ["site", "role"]
-        for metric in metrics:
-            for heading in columns:
-                headings.append(f"{text.metric_label(metric)}, {heading}")
-        lines = [_table_row("th", headings)]
-        for name, role, _, models in text.table_rows(self):
-            cells = [name, role]
-            for metric in metrics:
-                for model in columns.values():
-                    cells.append(text.format_metric(metric, models[model][metric]))
-            lines.append(_table_row("td", cells))
-        return f"<table>{''.join(lines)}</table>"
-
-
-def _table_row(tag: str, cells: Sequence[str]) -> str:
-    inner = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
-    return f"<tr>{inner}</tr>"
+        return template("notebook.html").render(
+            title=repr(self)[1:-1],
+            metrics=text.metric_names(self),
+            columns=text.model_columns(self),
+            rows=text.table_rows(self),
+            verdict=verdict(self),
+            findings=findings_of(self),
+            curves=training_curves(self, self.history),
+        )
 
 
 def in_notebook() -> bool:

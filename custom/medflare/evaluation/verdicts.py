@@ -18,6 +18,7 @@ from medflare.training.constant import is_at_chance
 
 Curve = dict[int, float]  # rounds of training -> validation metric
 _Steps = Sequence[Mapping[str, Any]]  # of a run, see `results.append_round`
+_Point = tuple[str, str, int, float]  # model, site, round, validation metric
 _Curves = dict[str, dict[str, list[tuple[int, float]]]]  # model -> site -> points
 
 # A mask whose volume is more than nine times the true one, or less than a ninth of it, cannot reach
@@ -210,16 +211,14 @@ def findings_of(results: Mapping[str, Any]) -> list[Finding]:
 
 
 def _grouped(notes: Iterable[_Note]) -> list[Finding]:
-    by_kind: dict[str, list[_Note]] = {}
+    by_kind: dict[str, dict[str | None, list[str]]] = {}  # kind -> site -> texts
     for note in dict.fromkeys(notes):
-        by_kind.setdefault(note.kind, []).append(note)
+        by_kind.setdefault(note.kind, {}).setdefault(note.site, []).append(note.text)
     grouped = []
     for kind, text in _TEXTS.items():
         if kind not in by_kind:
             continue
-        by_site: dict[str | None, list[str]] = {}
-        for note in by_kind[kind]:
-            by_site.setdefault(note.site, []).append(note.text)
+        by_site = by_kind[kind]
         lines = []
         for site, texts in by_site.items():
             line = ", ".join(texts)
@@ -240,18 +239,18 @@ def _grouped(notes: Iterable[_Note]) -> list[Finding]:
 def _against_constant(
     name: str, site: Mapping[str, Any], metric: str, model: str
 ) -> Iterator[_Note]:
-    value = site["metrics"].get(model, {}).get(metric)
-    constant = site.get("constant")
-    if value is None or constant is None:
+    standing = _standing(site, metric, model)
+    if standing not in ("not better", "open"):
         return
+    value = site["metrics"][model][metric]
     numbers = f"{metric_label(metric)} {format_metric(metric, value)}"
-    of_constant = f"the constant answer {format_metric(metric, constant)}"
-    bounds = site.get("intervals", {}).get(model, {}).get(metric)
-    if is_at_chance(value, constant):
-        comparison = "below" if value < constant else "like"
+    of_constant = f"the constant answer {format_metric(metric, site['constant'])}"
+    if standing == "not better":
+        comparison = "below" if value < site["constant"] else "like"
         yield _Note("at_chance", name, f"{numbers}, {comparison} {of_constant}")
-    elif bounds and bounds[0] <= constant:
-        interval = f"{format_metric(metric, bounds[0])} to {format_metric(metric, bounds[1])}"
+    else:
+        low, high = site["intervals"][model][metric]
+        interval = f"{format_metric(metric, low)} to {format_metric(metric, high)}"
         yield _Note("indistinct", name, f"{numbers} ({interval}), {of_constant}")
 
 
@@ -385,33 +384,36 @@ def _curve(results: Mapping[str, Any], history: _Steps, model: str) -> Curve:
 
     The deployed model has the personal model's if there is one, else the global one's.
     """
-    curves = results.get("curves") or _curves_of_steps(history) or _curves_of_selection(results)
+    curves = results.get("curves")
+    if not curves:
+        curves = _curves(_points_of_steps(history)) or _curves(_points_of_selection(results))
     for name in ("global",) if model == "global" else ("personal", "global"):
         if curves.get(name):
             return mean_curve(curves[name].values())
     return {}
 
 
-def _curves_of_steps(history: _Steps) -> _Curves:
-    """The points of all steps; the last value of a round counts, see `mean_curve`."""
+def _curves(points: Iterable[_Point]) -> _Curves:
+    """The points by model and site; the last value of a round counts, see `mean_curve`."""
     curves: _Curves = {}
+    for model, site, at, value in points:
+        curves.setdefault(model, {}).setdefault(site, []).append((at, value))
+    return curves
+
+
+def _points_of_steps(history: _Steps) -> Iterator[_Point]:
     for step in history:
         for site, meta in step["sites"].items():
             for model, value in (meta.get("validation") or {}).items():
                 if value is not None and np.isfinite(value):
-                    points = curves.setdefault(model, {}).setdefault(site, [])
-                    points.append((step["round"], value))
-    return curves
+                    yield model, site, step["round"], value
 
 
-def _curves_of_selection(results: Mapping[str, Any]) -> _Curves:
-    curves: _Curves = {}
+def _points_of_selection(results: Mapping[str, Any]) -> Iterator[_Point]:
     for model, selection in results.get("model_selection", {}).items():
         for candidate in selection["candidates"]:
             for site, value in candidate["votes"].items():
-                points = curves.setdefault(model, {}).setdefault(site, [])
-                points.append((candidate["round"], value))
-    return curves
+                yield model, site, candidate["round"], value
 
 
 # -- the sentence below the results ----------------------------------------------------------------
@@ -466,19 +468,18 @@ _STANDINGS: Final = {
 }
 
 
-def _standing(site: Mapping[str, Any], metric: str) -> str:
-    """How the deployed model stands to the constant answer at a site: "better" or a key of
-    `_STANDINGS`.
-    """
-    value = site["metrics"]["deployed"][metric]
-    if value is None:
+def _standing(site: Mapping[str, Any], metric: str, model: str = "deployed") -> str:
+    """How a model stands to the constant answer at a site: "better" or a key of `_STANDINGS`."""
+    value = site["metrics"].get(model, {}).get(metric)
+    constant = site.get("constant")
+    if value is None or constant is None:
         return "undefined"
-    if is_at_chance(value, site["constant"]):
+    if is_at_chance(value, constant):
         return "not better"
-    bounds = site.get("intervals", {}).get("deployed", {}).get(metric)
-    if bounds is None:
+    bounds = site.get("intervals", {}).get(model, {}).get(metric)
+    if not bounds:
         return "no interval"
-    if bounds[0] > site["constant"]:
+    if bounds[0] > constant:
         return "better"
     return "open"
 

@@ -7,17 +7,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from medflare.core.errors import StateError
 from medflare.core.message import Message
+from medflare.core.specs import TensorSpec
 from medflare.core.store import StateStore
 from medflare.federation.outcome import SiteCost
 from medflare.federation.schedule import Federation
 
-CHECKPOINT: Final = "checkpoint"
-_RUN: Final = "run"  # metadata item of what belongs to the run and not to the algorithm
-_DRIFT: Final = "drift of updates/"  # beginning of the names of states that belong to the run
+CHECKPOINT = "checkpoint"
+_RUN = "run"  # metadata item of what belongs to the run and not to the algorithm
+_DRIFT = TensorSpec("drift of updates")  # the family of states that belong to the run
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,11 @@ class Checkpoint:
     def save(self, finished: int, federation: Federation) -> None:
         """Store the server algorithm and the state of the run after so many steps."""
         outcome = federation.outcome
-        members = dict(federation.returning)
-        for site, meta in outcome.enrolled.items():
-            members[site] = meta["n"]
+        members = {site: meta["n"] for site, meta in outcome.enrolled.items()}
         run = {
             "finished": finished,
-            "enrolled": dict(sorted(members.items())),  # also those that have not returned yet
+            # Also those that have not returned yet.
+            "enrolled": dict(sorted({**federation.returning, **members}.items())),
             "history": outcome.history,
             "events": federation.events.to_list(),
             "costs": {site: asdict(cost) for site, cost in outcome.costs.items()},
@@ -48,10 +48,9 @@ class Checkpoint:
             "plan": dict(self.plan),
         }
         algorithm = federation.server.state()
-        states = dict(algorithm.states)
+        message = Message(dict(algorithm.states), {**algorithm.meta, _RUN: run})
         for entry, state in federation.drift.memory.states.items():
-            states[f"{_DRIFT}{entry}"] = state
-        message = Message(states, {**algorithm.meta, _RUN: run})
+            message[_DRIFT.member(entry)] = state
         StateStore(self.folder).save(CHECKPOINT, message)
 
     def restore(self, federation: Federation) -> int:
@@ -69,8 +68,9 @@ class Checkpoint:
                     f"the checkpoint in {self.folder} has {name} = {stored!r}, this run {value!r}; "
                     "use the same"
                 )
-        names = [name for name in message.states if name.startswith(_DRIFT)]
-        sampled = {name.removeprefix(_DRIFT): message.states.pop(name) for name in names}
+        sampled = message.family(_DRIFT)
+        for entry in sampled:
+            del message.states[_DRIFT.member(entry).name]
         # A checkpoint of an older release has no "drift".
         federation.drift.memory = Message(sampled, run.get("drift", {}))
         federation.server.restore(message)

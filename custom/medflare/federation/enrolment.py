@@ -4,8 +4,9 @@ A site that cannot take part ends the run, a late one joins.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
@@ -30,9 +31,10 @@ from medflare.methods.base import ServerContext, Step
 from medflare.methods.parts.measured import N_SAMPLES
 from medflare.tasks.config import TaskConfig
 
-_COMPARED: Final = ("torch", "monai")  # by a warning alone
+_COMPARED = ("torch", "monai")  # by a warning alone
 
 
+@dataclass
 class Enrolment:
     """The members of a federation.
 
@@ -46,24 +48,14 @@ class Enrolment:
             maximum.
     """
 
-    def __init__(
-        self,
-        context: ServerContext,
-        transport: Transport,
-        identity: Mapping[str, Any],
-        returning: Mapping[str, Mapping[str, int]] | None = None,
-        finished: int = 0,
-        max_client_weight: float | None = None,
-    ):
-        self.context = context
-        self.transport = transport
-        self.identity = identity
-        self.returning = returning or {}
-        self.finished = finished
-        self.max_client_weight = max_client_weight
-        # Site -> (kind of event, why it is not enrolled).
-        self._problems: dict[str, tuple[str, str]] = {}
-        self._heaviest = ""
+    context: ServerContext
+    transport: Transport
+    identity: Mapping[str, Any]
+    returning: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    finished: int = 0
+    max_client_weight: float | None = None
+    _problems: dict[str, Reply] = field(default_factory=dict)  # of sites that are not enrolled
+    _heaviest: str = ""
 
     @cached_property
     def _versions(self) -> dict[str, str]:
@@ -89,10 +81,10 @@ class Enrolment:
         self.admit(0)
         failed = {}
         problems = {}
-        for site, (kind, problem) in self._problems.items():
-            problems[site] = problem
-            if kind == "failed":
-                failed[site] = problem
+        for site, reply in self._problems.items():
+            problems[site] = reply.problem
+            if reply.kind == "failed":
+                failed[site] = reply.problem
         if failed:
             raise FederationFailed(join_problems(failed))
         if len(self.inside) < needed:
@@ -106,22 +98,23 @@ class Enrolment:
         everyone = {*self.context.sites, *self.context.outside}
         for site in sorted(everyone - self.enrolled.keys() - problems.keys()):
             text = "not there when the federation started; it may join later"
-            self.context.events.add("missing", text, site=site, round=0)
+            self.context.events.add("missing", text, site, 0)
 
     def members(self, step: Step) -> list[str]:
         """The enrolled inside sites that are present for a step, sorted; new sites enroll first."""
         before = set(self.enrolled)
         events = self.context.events
         self.admit(step.round)
-        for site in sorted(self.enrolled.keys() - before):
-            events.add("joined", f"joined in round {step.round}", site=site, round=step.round)
-        if before < set(self.enrolled):
+        joined = sorted(self.enrolled.keys() - before)
+        for site in joined:
+            events.add("joined", f"joined in round {step.round}", site, step.round)
+        if joined:
             self._weigh(step.round)
         present = self.transport.exchange.present(step.round)
         for site in self.inside:
             if site not in present:
                 text = f"not there for '{step.phase}' of round {step.round}"
-                events.add("missing", text, site=site, round=step.round)
+                events.add("missing", text, site, step.round)
         return [site for site in self.inside if site in present]
 
     def admit(self, round: int) -> None:
@@ -129,25 +122,25 @@ class Enrolment:
 
         A site whose reply was rejected is not invited again.
         """
-        outgoing = {site: self._invitation(site) for site in self._uninvited(round)}
-        for site, reply in self.transport.ask(Step(ENROL, round), outgoing).items():
-            kind, problem = self._assessed(site, reply)
-            if problem:
-                if self._problems.get(site) != (kind, problem):  # it is invited at every step
-                    self.context.events.add(kind, problem, site=site, round=round)
-                self._problems[site] = kind, problem
-            elif reply.message is not None:
-                self._problems.pop(site, None)
-                self._enrol(site, round, reply.message)
-
-    def _uninvited(self, round: int) -> list[str]:
-        """The present sites that are not enrolled, without those whose reply was rejected."""
         context = self.context
-        candidates = {*context.sites, *context.outside} - self.enrolled.keys()
-        for site, (kind, _) in self._problems.items():
-            if kind == "rejected":
-                candidates.discard(site)
-        return sorted(candidates & set(self.transport.exchange.present(round)))
+        # The present sites that are not enrolled, without those whose reply was rejected.
+        uninvited = {*context.sites, *context.outside} - self.enrolled.keys()
+        for site, reply in self._problems.items():
+            if reply.kind == "rejected":
+                uninvited.discard(site)
+        uninvited &= {*self.transport.exchange.present(round)}
+        outgoing = {site: self._invitation(site) for site in sorted(uninvited)}
+        for site, reply in self.transport.ask(Step(ENROL, round), outgoing).items():
+            if reply.message is not None:
+                problem = self._problem(site, reply.message)
+                if not problem:
+                    self._problems.pop(site, None)
+                    self._enrol(site, round, reply.message)
+                    continue
+                reply = Reply(None, problem, "rejected")
+            if self._problems.get(site) != reply:  # it is invited at every step
+                context.events.add(reply.kind, reply.problem, site, round)
+            self._problems[site] = reply
 
     def _role(self, site: str) -> str:
         return "outside" if site in self.context.outside else "inside"
@@ -161,28 +154,22 @@ class Enrolment:
             invitation[START] = self.context.start
         return invitation
 
-    def _assessed(self, site: str, reply: Reply) -> tuple[str, str]:
-        """(kind of event, problem) of a site's reply; the problem is "" if it can take part."""
-        if reply.message is None:
-            return reply.kind, reply.problem
-        return "rejected", self._problem(site, self._role(site), reply.message)
-
     def _enrol(self, site: str, round: int, reply: Message) -> None:
         """Add a site with what it reports."""
         meta = dict(reply.meta)
         difference = package_difference(reply.get(VERSIONS) or {}, self._versions)
         if difference:
-            self.context.events.add("warning", difference, site=site, round=round)
+            self.context.events.add("warning", difference, site, round)
         self.context.events.extend(meta.pop(EVENTS.name, []), site=site)
-        member = {**meta, ROLE.name: self._role(site)}
-        self.enrolled[site] = member
-        self.context.site_counts[site] = member
+        meta[ROLE.name] = self._role(site)
+        self.enrolled[site] = meta
+        self.context.site_counts[site] = meta
 
-    def _problem(self, site: str, role: str, reply: Message) -> str:
+    def _problem(self, site: str, reply: Message) -> str:
         """Why a site cannot take part with what it reports, "" if it can."""
         images = reply[COUNTS]
         trains = any(N_SAMPLES in phase.meta for phase in self.context.phases.values())
-        if trains and role == "inside" and "train" not in images:
+        if trains and self._role(site) == "inside" and "train" not in images:
             return "it does not say how many training images it has"
         there = reply.get(VERSIONS) or {}
         for package, here in self._versions.items():
@@ -223,7 +210,7 @@ class Enrolment:
         if len(images) < 2 or self.returning:
             return
         fractions = shares(images)
-        heaviest = max(fractions, key=lambda site: fractions[site])
+        heaviest = max(fractions, key=fractions.__getitem__)
         limit = 0.5 if len(fractions) > 2 else 0.75
         if fractions[heaviest] > limit and heaviest != self._heaviest:
             self.context.events.add(
@@ -241,11 +228,8 @@ def trained_on(enrolled: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
 
     None if no site does.
     """
-    ranges = []
-    for _, meta in sorted(enrolled.items()):
-        if RANGE.name in meta:
-            ranges.append(read_range(meta[RANGE.name]))
-    total = joined_range(ranges)
+    reported = [meta[RANGE.name] for _, meta in sorted(enrolled.items()) if RANGE.name in meta]
+    total = joined_range(list(map(read_range, reported)))
     return None if total is None else total.to_dict()
 
 
@@ -275,20 +259,17 @@ def package_difference(site: Mapping[str, str], server: Mapping[str, str]) -> st
     """
     differences: dict[str, str] = {}
     for name, version in server.items():
-        if name not in site or _release(site[name]) == _release(version):
-            continue
+        there = site.get(name, version)
         package = name.removesuffix(CODE)
+        if there.partition("+")[0] == version.partition("+")[0]:
+            continue
         if package == name:
-            differences[package] = f"{name} {site[name]} (the server {version})"
+            differences[package] = f"{name} {there} (the server {version})"
         else:  # unless the version differs, too
             differences.setdefault(package, f"other code of {package} than the server")
     if not differences:
         return ""
     return f"runs {', '.join(differences.values())}: results may differ"
-
-
-def _release(version: str) -> str:
-    return version.partition("+")[0]
 
 
 def join_problems(problems: Mapping[str, str]) -> str:

@@ -52,15 +52,15 @@ class Exchange(Protocol):
         """Ask every site in `outgoing`; a site without an entry in the result is missing."""
 
 
+@dataclass
 class Transport:
     """Asks sites over an exchange, and replaces invalid replies by their problem.
 
     It counts bytes and seconds.
     """
 
-    def __init__(self, exchange: Exchange, outcome: Outcome):
-        self.exchange = exchange
-        self.outcome = outcome
+    exchange: Exchange
+    outcome: Outcome
 
     def ask(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
         """site -> reply for every site in `outgoing`, sorted.
@@ -68,15 +68,14 @@ class Transport:
         Without a reply its kind is "missing".
         """
         replies = self.exchange(step, outgoing) if outgoing else {}
-        missing = Reply(
-            problem=f"no answer to '{step.phase}' of round {step.round}", kind="missing"
-        )
+        missing = Reply(None, f"no answer to '{step.phase}' of round {step.round}", "missing")
         valid: dict[str, Reply] = {}
         for site in sorted(outgoing):
             reply = _validated(replies.get(site, missing), site, step.phase)
             cost = self.outcome.costs.setdefault(site, SiteCost())
             cost.down_bytes += outgoing[site].nbytes
-            cost.up_bytes += 0 if reply.message is None else reply.message.nbytes
+            if reply.message is not None:
+                cost.up_bytes += reply.message.nbytes
             cost.seconds += reply.seconds
             valid[site] = reply
         return valid
@@ -102,16 +101,10 @@ def _validated(reply: Reply, site: str, phase: str) -> Reply:
         return replace(reply, problem=reason_line(reply.problem))
     problem = message_problem(reply.message, site)
     if problem is None and phase in REPORTS_OF_ALL:
-        problem = _report_problem(reply.message, phase)
+        allowed = {SHARED.name} if phase == FINALIZE else set()
+        problem = "unexpected tensors"
+        if reply.message.states.keys() <= allowed:
+            problem = declaration_problem(reply.message, *REPORTS_OF_ALL[phase])
     if problem is None:
         return reply
-    return Reply(problem=reason_line(problem), kind="rejected", seconds=reply.seconds)
-
-
-def _report_problem(message: Message, phase: str) -> str | None:
-    """How a reply to a phase of every run differs from its declaration, in words, or None."""
-    allowed = {SHARED.name} if phase == FINALIZE else set()
-    if message.states.keys() - allowed:
-        return "unexpected tensors"
-    declared, required = REPORTS_OF_ALL[phase]
-    return declaration_problem(message, declared, required)
+    return Reply(None, reason_line(problem), "rejected", reply.seconds)

@@ -1,5 +1,6 @@
 """A site's final models: evaluated on its test images, and stored with their cards."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -62,8 +63,8 @@ class ArtifactStore:
         role: str,
         models: Mapping[str, Message],
         events: Sequence[Mapping[str, Any]],
-        constant: float | None = None,
-        of_training: Sequence[str] = (),
+        constant: float | None,
+        of_training: Sequence[str],
     ) -> None:
         """Write the site's report, after all final models.
 
@@ -119,8 +120,8 @@ class SiteFolder(ArtifactStore):
         role: str,
         models: Mapping[str, Message],
         events: Sequence[Mapping[str, Any]],
-        constant: float | None = None,
-        of_training: Sequence[str] = (),
+        constant: float | None,
+        of_training: Sequence[str],
     ) -> None:
         """Write the site's report, if it has a final model."""
         if not self.delivered:
@@ -228,9 +229,7 @@ def evaluated(
     meta: dict[str, Any] = {}
     metrics: dict[str, Metrics] = {}
     reports: dict[str, dict[str, Any]] = {}
-    classes: dict[str, Any] = {}
-    by_label: dict[str, Any] = {}
-    intervals: dict[str, Any] = {}
+    tables: dict[str, dict[str, Any]] = defaultdict(dict)  # item of metadata -> role -> content
     measured: dict[int, tuple[Summary, tuple[str, ...]]] = {}
     # A smaller count may be of fewer patients.
     least_images = minimum_patients * most_images(site.data.test.patients)
@@ -246,18 +245,18 @@ def evaluated(
             report = _report(module, model, role, least_images, log)
             if report is not None:
                 reports[role] = report
-            _log_reverted(module, role, log)
         summary, outputs = measured[id(model)]
         metrics[role] = summary.metrics
         keep(role, model, summary)
         small = has_small_class(summary.cases, site.task, minimum_patients)
-        if site.task.kind == "classification" and not small:
-            classes[role] = class_report(summary.cases, site.task.target, site.task.labels)
-            if classes[role] and has_small_cell(summary.cases, site.task, minimum_patients):
-                classes[role]["confusion"] = []
-        if role in MODEL_ROLES and not small:
-            by_label[role] = summary.by_label
-            intervals[role] = _as_lists(summary.intervals)
+        if not small:
+            content = class_report(summary.cases, site.task.target, site.task.labels)
+            if content and has_small_cell(summary.cases, site.task, minimum_patients):
+                content["confusion"] = []
+            tables["classes"][role] = content
+            if role in MODEL_ROLES:
+                tables["by_label"][role] = summary.by_label
+                tables["intervals"][role] = _as_lists(summary.intervals)
         if role == "deployed":
             constant = constant_value(site)
             _doubt(site, metrics[role], outputs, constant, log, named=not small)
@@ -267,8 +266,8 @@ def evaluated(
     meta["n"] = counts_of_splits(site, minimum_patients)
     meta["reports"] = reports
     meta["events"] = log.to_list()
-    for name, part in (("classes", classes), ("by_label", by_label), ("intervals", intervals)):
-        defined = {role: content for role, content in part.items() if content}
+    for name, by_role in tables.items():
+        defined = {role: content for role, content in by_role.items() if content}
         if defined:
             meta[name] = defined
     return meta
@@ -287,7 +286,8 @@ def _report(
 ) -> dict[str, Any] | None:
     """What a model reports of its predictions, for example how often each member answered.
 
-    Under `KEPT` it has which of the site's models this is. None if there is neither.
+    Under `KEPT` it has which of the site's models this is. None if there is neither. Each
+    adaptation that the model reverted becomes an event.
     """
     report: dict[str, Any] | None = None
     make_report = getattr(module, "report", None)
@@ -299,15 +299,9 @@ def _report(
             report = {}
     if KEPT in model.meta:
         report = {**(report or {}), KEPT: model.meta[KEPT]["model"]}
+    for line in getattr(module, "notices", list)():
+        log.add("reverted", f"{role}: {line}")
     return report
-
-
-def _log_reverted(module: nn.Module, role: str, log: EventLog) -> None:
-    """An event for each adaptation that the model reverted."""
-    notices = getattr(module, "notices", None)
-    if notices is not None:
-        for line in notices():
-            log.add("reverted", f"{role}: {line}")
 
 
 def metric_of(model: Message, site: Site) -> float | None:

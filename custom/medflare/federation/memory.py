@@ -9,6 +9,7 @@ checkpoint.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _MEMBERSHIP = "membership"
 _WORK = "work"
 
 
+@dataclass
 class StoredAlgorithm:
     """A site's algorithm, ready for the requested step.
 
@@ -37,12 +39,11 @@ class StoredAlgorithm:
     `make` is (role, inside sites, initial weights) -> a new algorithm.
     """
 
-    def __init__(self, name: str, store: Store, make: Make):
-        self.name = name
-        self.store = store
-        self.make = make
-        self._algorithm: SiteAlgorithm[Any] | None = None
-        self._precedes = 0  # the step that the algorithm of this process is ready for
+    name: str
+    store: Store
+    make: Make
+    _algorithm: SiteAlgorithm[Any] | None = None
+    _precedes: int = 0  # the step that the algorithm of this process is ready for
 
     def begin(self, role: str, sites: tuple[str, ...], start: StateDict | None = None) -> None:
         """Begin a new run and delete what an earlier run stored.
@@ -53,9 +54,8 @@ class StoredAlgorithm:
         self._precedes = 0
         for step in self._stored_steps():
             self.store.delete(f"{_PREFIX}{step}")
-        membership = Message({}, {"site": self.name})
-        membership[SITES] = list(sites)
-        membership[ROLE] = role
+        membership = Message.of({SITES: list(sites), ROLE: role})
+        membership.meta["site"] = self.name
         if start is not None:
             membership[START] = start
         self.store.save(_MEMBERSHIP, membership)
@@ -77,11 +77,10 @@ class StoredAlgorithm:
             yield algorithm
             if keep:
                 self._save(step + 1, algorithm.memory)
+                self._precedes = step + 1
         except BaseException:
             self._algorithm = None
             raise
-        if keep:
-            self._precedes = step + 1
 
     def recall(self, step: int) -> SiteAlgorithm[Any]:
         """The algorithm as the last step before `step` left it.
@@ -126,10 +125,14 @@ class StoredAlgorithm:
             self.store.delete(f"{_PREFIX}{stored}")
 
     def _stored_steps(self) -> list[int]:
-        names = [name for name in self.store.names() if name.startswith(_PREFIX)]
-        return sorted(int(name.removeprefix(_PREFIX)) for name in names)
+        return sorted(
+            int(name.removeprefix(_PREFIX))
+            for name in self.store.names()
+            if name.startswith(_PREFIX)
+        )
 
 
+@dataclass
 class WorkingTime:
     """A site's working time on a run over all its processes, without waiting, and its limits.
 
@@ -141,14 +144,13 @@ class WorkingTime:
         hours: limit of the run; None: no limit.
     """
 
-    def __init__(self, name: str, store: Store, minutes: float, hours: float | None):
-        self.name = name
-        self.store = store
-        self.minutes = minutes
-        self.hours = hours
-        self._began = time.monotonic()
-        self._before = 0.0  # seconds of earlier steps
-        self._limited = False
+    name: str
+    store: Store
+    minutes: float
+    hours: float | None
+    _began: float = 0.0
+    _before: float = 0.0  # seconds of earlier steps
+    _limited: bool = False
 
     @contextmanager
     def step(self, limited: bool) -> Iterator[None]:
@@ -176,8 +178,7 @@ class WorkingTime:
         Raises:
             ConfigError: the step or the run takes longer than the site's limits.
         """
-        seconds = time.monotonic() - self._began
-        if seconds > 60 * self.minutes:
+        if time.monotonic() - self._began > 60 * self.minutes:
             raise ConfigError(
                 f"site {self.name} stops: the step takes longer than the {self.minutes:g} minutes "
                 "of its bounds.minutes"
@@ -187,8 +188,7 @@ class WorkingTime:
     def _check_hours(self) -> None:
         if self.hours is None or not self._limited:
             return
-        seconds = self._before + time.monotonic() - self._began
-        if seconds > 3600 * self.hours:
+        if self._before + time.monotonic() - self._began > 3600 * self.hours:
             raise ConfigError(
                 f"site {self.name} stops: it has worked on this job for the {self.hours:g} hours "
                 "of its bounds.hours"

@@ -4,12 +4,13 @@ Enroll, reply to steps, store its state, evaluate the final models.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import torch
 
 from medflare.core.errors import Aborted, ConfigError, MessageError
-from medflare.core.events import EventLog
+from medflare.core.events import Event, EventLog
 from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict
@@ -55,13 +56,13 @@ from medflare.federation.request_order import RequestOrder
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL
 from medflare.federation.study_record import StudyRecord
 from medflare.federation.suppression import (
+    OF_TEST,
     Suppression,
     count_in_words,
     counts_of_splits,
     small_classes,
     small_splits,
     suppress_splits,
-    suppress_test_events,
 )
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import SiteAlgorithm
@@ -73,8 +74,8 @@ from medflare.training.site import Site
 from medflare.training.site_rules import check_inside_sites, check_selection
 
 # Notes about a site's data, up to 48 kB of JSON, in which a character may take six bytes.
-_MOST_NOTES: Final = 20
-_LONGEST_NOTE: Final = 400  # characters
+_MOST_NOTES = 20
+_LONGEST_NOTE = 400  # characters
 
 
 def identity_of(
@@ -123,6 +124,7 @@ def first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:
     return name, here, there
 
 
+@dataclass
 class Participant:
     """Answers the federation's requests to one site.
 
@@ -130,8 +132,8 @@ class Participant:
         name: the site's name.
         open_site: role -> the site with its data; called once, for the first request.
         hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
-        store: where the algorithm's memory is stored after every step; None: in this process only.
-        artifacts: stores what stays at the site; None: nothing is stored.
+        store: where the algorithm's memory is stored after every step; by default in this process.
+        artifacts: stores what stays at the site; by default nothing is stored.
         budget: the site's privacy budget over all runs; None: no limit.
         local: the site's settings.
         hours: limit of the site's work on the run; None: no limit.
@@ -139,37 +141,27 @@ class Participant:
             without secrets.
     """
 
-    def __init__(
-        self,
-        name: str,
-        open_site: Callable[[str], Site],
-        method: Method,
-        hyper: Mapping[str, Any],
-        *,
-        store: Store | None = None,
-        artifacts: ArtifactStore | None = None,
-        budget: Budget | None = None,
-        local: LocalSettings = LocalSettings(),
-        hours: float | None = None,
-        study: Callable[[], StudyRecord | None] = lambda: None,
-    ):
-        self.name = name
-        self.open_site = open_site
-        self.method = method
-        self.hyper = hyper
-        self.store = store or MemoryStore()
-        self.artifacts = artifacts or ArtifactStore()
-        self.minimum_patients = local.minimum_patients
-        self.chosen = local.keep
-        self.shares = local.share_model
-        self.bounds = local.bounds
-        self.study = study
-        self.working = WorkingTime(name, self.store, local.bounds.minutes, hours)
-        self.account = Account(Ledger(self.store), budget)
-        self._algorithm = StoredAlgorithm(name, self.store, self._make)
+    name: str
+    open_site: Callable[[str], Site]
+    method: Method
+    hyper: Mapping[str, Any]
+    _: KW_ONLY
+    store: Store = field(default_factory=MemoryStore)
+    artifacts: ArtifactStore = field(default_factory=ArtifactStore)
+    budget: Budget | None = None
+    local: LocalSettings = LocalSettings()
+    hours: float | None = None
+    study: Callable[[], StudyRecord | None] = lambda: None
+
+    def __post_init__(self) -> None:
+        bounds = self.local.bounds
+        self._minimum = self.local.minimum_patients
+        self._working = WorkingTime(self.name, self.store, bounds.minutes, self.hours)
+        self._account = Account(Ledger(self.store), self.budget)
+        self._algorithm = StoredAlgorithm(self.name, self.store, self._make)
         self._site: Site | None = None
-        self._validator = RequestValidator(name)
-        self._order = RequestOrder(name, self.store, method, local.bounds.rounds)
+        self._validator = RequestValidator(self.name)
+        self._order = RequestOrder(self.name, self.store, self.method, bounds.rounds)
 
     def answer(self, phase: str, round: int, incoming: Message) -> Message:
         """The reply to one step. The engine turns errors into a reply that names the site.
@@ -187,7 +179,7 @@ class Participant:
             MedflareError: the site's data, state or configuration is wrong, or its GPU has too
                 little memory.
         """
-        with self.working.step(limited=phase not in PHASES_OF_ALL):
+        with self._working.step(limited=phase not in PHASES_OF_ALL):
             if phase == ENROL:
                 return self._enrol(round, incoming)
             return self._step(phase, round, incoming)
@@ -197,27 +189,31 @@ class Participant:
         step = numbers[STEP]
         rounds = numbers[RUN_ROUNDS]
         recalled = self._algorithm.recall(step)
-        if phase not in PHASES_OF_ALL and self.name not in recalled.plan.sites:
+        of_method = phase not in PHASES_OF_ALL
+        if of_method and self.name not in recalled.plan.sites:
             raise MessageError(
                 f"site {self.name} refuses '{phase}' of round {round}: "
                 "it is an outside site, which does not train"
             )
         self._validator.check_request(phase, round, incoming, recalled)
         new = self._order.admit(phase, round, incoming, step, rounds, recalled)
-        if new and phase in (FINALIZE, CROSS_SITE):
-            self._note_evaluation(phase, incoming)
+        if new and not of_method:
+            # One final model, or those of other sites, are evaluated on test images.
+            models = len(incoming.states) if phase == CROSS_SITE else 1
+            study = self.study()
+            if study is not None:
+                study.note_evaluation(phase, models, self.name)
         self.artifacts.note_step(phase, round, rounds, True)
         try:
-            with self._algorithm.ready(step, keep=phase not in PHASES_OF_ALL) as algorithm:
-                schedule = algorithm.site.task.schedule
-                algorithm.site.rate_factor = schedule.rate_factor(round, rounds)
+            with self._algorithm.ready(step, keep=of_method) as algorithm:
+                site = algorithm.site
+                site.rate_factor = site.task.schedule.rate_factor(round, rounds)
                 if phase == FINALIZE:
                     return self._finalize(algorithm, incoming, numbers)
                 if phase == CROSS_SITE:
-                    return self._cross_site(algorithm.site, incoming)
+                    return self._cross_site(site, incoming)
                 reply = algorithm.perform(phase, round, incoming)
-                declared = algorithm.phase(phase)
-                return self._suppression.suppressed(reply, declared, algorithm.plan)
+                return self._suppression.suppressed(reply, algorithm.phase(phase), algorithm.plan)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"site {self.name}: the GPU's memory is full in '{phase}' of round {round}; "
@@ -225,16 +221,6 @@ class Participant:
             ) from error
         finally:
             self.artifacts.note_step(phase, round, rounds, False)
-
-    def _note_evaluation(self, phase: str, incoming: Message) -> None:
-        """Note in the study's record how many models are evaluated on test images.
-
-        One final, or those of other sites.
-        """
-        study = self.study()
-        if study is not None:
-            models = len(incoming.states) if phase == CROSS_SITE else 1
-            study.note_evaluation(phase, models, self.name)
 
     def _enrol(self, round: int, incoming: Message) -> Message:
         """Check that server and site run the same federation, and report the site's data.
@@ -248,12 +234,12 @@ class Participant:
         self._check_identity(site, role, incoming.meta)
         trains = self.method.trains
         if role == "inside" and trains:
-            check_inside_sites(self.name, len(sites), self.bounds)
-            check_selection(self.name, site.task, site.data, self.minimum_patients, self.bounds)
+            check_inside_sites(self.name, len(sites), self.local.bounds)
+            check_selection(self.name, site.task, site.data, self._minimum, self.local.bounds)
         study = self.study()
         if study is not None:
             study.fix_selection(site)
-        if trains and self.chosen == "personal" and role == "outside":
+        if trains and self.local.keep == "personal" and role == "outside":
             raise ConfigError(
                 f"site {self.name}: keep in its {PLACE} is 'personal', "
                 "but a site that does not train has no personal model"
@@ -270,15 +256,15 @@ class Participant:
 
     def _enrolment(self, site: Site, role: str) -> Message:
         """What the server learns of the site's data."""
-        small = bool(small_classes(site, "train", self.minimum_patients))
-        reply = Message.of({COUNTS: counts_of_splits(site, self.minimum_patients)})
+        small = bool(small_classes(site, "train", self._minimum))
+        reply = Message.of({COUNTS: counts_of_splits(site, self._minimum)})
         reply[CLASS_COUNTS] = [] if small else site.class_counts().tolist()
         reply[VERSIONS] = versions_here(self.method.name, site.task)
         if self.method.trains and role == "inside" and not self._private(site):
-            trained_on = site.trained_on(self.minimum_patients)
+            trained_on = site.trained_on(self._minimum)
             if trained_on is not None:
                 reply[RANGE] = trained_on.to_dict()
-        reply[EVENTS] = _data_events(site, self.minimum_patients, small)
+        reply[EVENTS] = _data_events(site, self._minimum, small)
         return reply
 
     def _check_identity(self, site: Site, role: str, server: Mapping[str, Any]) -> None:
@@ -286,7 +272,7 @@ class Participant:
 
         Or if the site's settings forbid this one.
         """
-        limited = self.account.budget is not None and self.method.site_class.uses_training
+        limited = self._account.budget is not None and self.method.site_class.uses_training
         if limited and role == "inside" and not self._private(site):
             raise ConfigError(
                 f"site {self.name} trains with differential privacy only "
@@ -317,12 +303,12 @@ class Participant:
             aborted = site.abort
 
             def abort() -> bool:
-                self.working.check()
+                self._working.check()
                 return aborted()
 
             site.abort = abort
             self._site = site
-            self._suppression = Suppression(site, self.minimum_patients)
+            self._suppression = Suppression(site, self._minimum)
         return self._site
 
     def _make(
@@ -331,8 +317,8 @@ class Participant:
         site = self._opened(role)
         site.start = start
         algorithm = self.method.make_site(site, self.method.plan(site.task, sites, self.hyper))
-        algorithm.account = self.account
-        algorithm.minimum_patients = self.minimum_patients
+        algorithm.account = self._account
+        algorithm.minimum_patients = self._minimum
         return algorithm
 
     def _finalize(
@@ -343,12 +329,11 @@ class Participant:
         Of `NUMBERED`: RANGE and SHARES go into their metadata, ADAPT adapts the deployed one, SHARE
         requests the personal one.
         """
-        models, notes = with_choice(algorithm.finalize(incoming), self.chosen)
+        models, notes = with_choice(algorithm.finalize(incoming), self.local.keep)
         for model in models.values():
-            if RANGE in numbers:
-                model[RANGE] = numbers[RANGE]
-            if SHARES in numbers:
-                model[SHARES] = numbers[SHARES]
+            for item in (RANGE, SHARES):
+                if item in numbers:
+                    model[item] = numbers[item]
         if ADAPT in numbers:
             models, remarks = with_adapted(algorithm.site, models, numbers[ADAPT])
             notes += remarks
@@ -356,14 +341,14 @@ class Participant:
             algorithm.site,
             models,
             self.artifacts.keep,
-            self.minimum_patients,
+            self._minimum,
             method=self.method,
             inside=algorithm.inside,
         )
         reply = Message({}, meta)
         events = reply[EVENTS]
         events += [{"kind": "warning", "message": note} for note in notes]
-        small = small_splits(algorithm.site, self.minimum_patients)
+        small = small_splits(algorithm.site, self._minimum)
         suppress_splits(reply, DELIVERS, small)
         for name, png in algorithm.pictures(incoming).items():
             self.artifacts.show(name, png)
@@ -377,7 +362,8 @@ class Participant:
         except Exception as error:  # models and metrics are not lost because of the site's report
             text = f"the site's report could not be written ({type(error).__name__})"
             events.append({"kind": "warning", "message": text})
-        suppress_test_events(events, small)
+        if "test" in small:
+            events[:] = [event for event in events if event["kind"] not in OF_TEST]
         personal = models.get("personal")
         if numbers.get(SHARE) and personal is not None:
             reason = self._unshared(algorithm.site, personal)
@@ -393,7 +379,7 @@ class Participant:
 
     def _unshared(self, site: Site, personal: Message) -> str:
         """Why the personal model does not leave the site; "" if it does."""
-        if not self.shares:
+        if not self.local.share_model:
             return f"share_model in its {PLACE} is not true"
         if self._private(site):
             return "it is trained with differential privacy, which does not cover this"
@@ -406,11 +392,11 @@ class Participant:
         for owner, state in incoming.family(SHARED_MODELS).items():
             values[owner] = metric_of(plain_message(state), site)
         reply = Message.of({TESTED: values})
-        suppress_splits(reply, CROSS.meta, small_splits(site, self.minimum_patients))
+        suppress_splits(reply, CROSS.meta, small_splits(site, self._minimum))
         return reply
 
 
-def _data_events(site: Site, minimum_patients: int, small: bool) -> list[dict[str, Any]]:
+def _data_events(site: Site, minimum_patients: int, small: bool) -> list[Event]:
     """What the server learns of the site's data as events.
 
     What is suppressed, and the notes of its data check.

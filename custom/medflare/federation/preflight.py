@@ -143,8 +143,7 @@ def _role_problem(
     task = plan.task
     image = _image(task)
     site = Site(_SITES[0], task, SiteData(image, image, image))
-    algorithm = method.make_site(site, plan)
-    models = algorithm.finalize(last[0])
+    models = method.make_site(site, plan).finalize(last[0])
     if "deployed" in method.roles and "deployed" not in models:
         made = ", ".join(models)
         return f"its finalize makes no model 'deployed', it makes {made or 'none'}"

@@ -9,10 +9,11 @@ or a different method.
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Final, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, StrictBool
 from torch import Tensor
 from typing_extensions import Required, TypedDict
 
@@ -20,7 +21,7 @@ from medflare.adaptation.labelshift import CLASS_SHARES
 from medflare.core.errors import MessageError
 from medflare.core.events import OF_SITES
 from medflare.core.message import Message
-from medflare.core.phases import Phase, difference
+from medflare.core.phases import Items, Phase, difference
 from medflare.core.specs import (
     Manifest,
     MetaSpec,
@@ -44,18 +45,21 @@ from medflare.tasks.classes import FALSE_ALARMS, MOST_CLASSES
 from medflare.tasks.metrics_table import metric_table
 from medflare.tasks.summaries import MOST_LABELS
 
-_DEPTH: Final = 8  # of tables within tables
-_LARGEST_INT: Final = 2**63
-_LONGEST_NAME: Final = 500  # characters; tensors deep in a network have long names
-_LONGEST_REASON: Final = 2_000  # characters of an event or an error
-_REQUEST_LIMIT: Final = 2**18  # bytes of metadata of a request: names of all sites and their rounds
+_DEPTH = 8  # of tables within tables
+_LARGEST_INT = 2**63
+_LONGEST_NAME = 500  # characters; tensors deep in a network have long names
+_LONGEST_REASON = 2_000  # characters of an event or an error
+_REQUEST_LIMIT = 2**18  # bytes of metadata of a request: names of all sites and their rounds
 
 
 def message_problem(message: Message, site: str) -> str | None:
     """Why a site's reply cannot be used, whatever its phase, in words, or None."""
     try:
-        problem = state_problem(message.states) or meta_problem(message.meta)
-        return problem or event_problem(message.get(EVENTS) or [], site)
+        return (
+            state_problem(message.states)
+            or meta_problem(message.meta)
+            or event_problem(message.get(EVENTS) or [], site)
+        )
     except Exception as error:  # a method that only the site has may have put anything into it
         return f"it cannot be read ({type(error).__name__})"
 
@@ -104,19 +108,18 @@ def meta_problem(meta: object, limit: int = META_LIMIT) -> str | None:
 def _check_plain(value: object, depth: int) -> None:
     if depth > _DEPTH:
         raise ValueError(f"nested more than {_DEPTH} deep")
-    if isinstance(value, dict):
-        for name in value:
-            if not _is_name(name):
-                raise ValueError(f"a name is {shown(name)}")
-    if isinstance(value, str) and not value.isprintable():
-        raise ValueError(f"text with characters that cannot be printed: {shown(value)}")
-    if isinstance(value, int) and abs(value) > _LARGEST_INT:
-        raise ValueError(f"a number of {value.bit_length()} bits")
     inner: Iterable[object] = ()
     if isinstance(value, dict):
         inner = value.values()
+        for name in value:
+            if not _is_name(name):
+                raise ValueError(f"a name is {shown(name)}")
     elif isinstance(value, list | tuple):
         inner = value
+    elif isinstance(value, str) and not value.isprintable():
+        raise ValueError(f"text with characters that cannot be printed: {shown(value)}")
+    elif isinstance(value, int) and abs(value) > _LARGEST_INT:
+        raise ValueError(f"a number of {value.bit_length()} bits")
     for item in inner:
         _check_plain(item, depth + 1)
 
@@ -144,9 +147,9 @@ def shown(value: object) -> str:
     """A value of another party for a message: the beginning of a text, else its type."""
     if isinstance(value, str):
         return repr(value[:60])
-    return (
-        str(value) if isinstance(value, int) and abs(value) < _LARGEST_INT else type(value).__name__
-    )
+    if isinstance(value, int) and abs(value) < _LARGEST_INT:
+        return str(value)
+    return type(value).__name__
 
 
 def reason_line(text: object) -> str:
@@ -156,13 +159,12 @@ def reason_line(text: object) -> str:
 
 
 def declaration_problem(
-    message: Message, declared: Iterable[MetaSpec[Any]], required: Iterable[MetaSpec[Any]] = ()
+    message: Message, declared: Items, required: Iterable[MetaSpec[Any]] = ()
 ) -> str | None:
     """Which item of plain metadata is not declared, missing or of another type, in words, or None.
 
     Events need no declaration.
     """
-    declared = tuple(declared)
     extra = sorted(message.meta.keys() - {item.name for item in (*declared, EVENTS)})
     if extra:
         return f"unexpected item {shown(extra[0])}"
@@ -177,7 +179,7 @@ def declaration_problem(
     return None
 
 
-_FORBID: Final = ConfigDict(extra="forbid")
+_FORBID = ConfigDict(extra="forbid")
 _Count = Annotated[int, Field(strict=True, ge=0, le=10**9)]
 _Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 _Reason = Annotated[str, Field(strict=True, min_length=1, max_length=_LONGEST_REASON)]
@@ -233,9 +235,7 @@ class _Classes(TypedDict):
     ]
 
 
-METRIC: Final = MetaSpec[float | None](
-    "metric", "a metric from 0 to 1", number(0.0, 1.0, optional=True)
-)
+METRIC = MetaSpec[float | None]("metric", "a metric from 0 to 1", number(0.0, 1.0, optional=True))
 
 
 def _check_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -266,15 +266,15 @@ _Intervals = Annotated[dict[str, _Interval], AfterValidator(_check_metrics)]
 _Range = Annotated[Any, AfterValidator(check_range)]
 _Table = dict[str, Any]
 
-EVENTS: Final = MetaSpec[list[_Table]]("events", "what the site noticed", listing(_Event, 100))
+EVENTS = MetaSpec[list[_Table]]("events", "what the site noticed", listing(_Event, 100))
 
 # -- enrollment: an invitation and its reply ------------------------------------------------------
 
-START: Final = TensorSpec("start")  # the initial weights, if the task names a weights file
-ROLE: Final = MetaSpec[str]("role", "whether the site trains", text("inside", "outside"))
-SITES: Final = MetaSpec[list[str]]("sites", "the inside sites, sorted", listing(text(), 10_000))
-FINISHED: Final = MetaSpec[int]("finished", "steps that were done before", count(), optional=True)
-INVITES: Final = (
+START = TensorSpec("start")  # the initial weights, if the task names a weights file
+ROLE = MetaSpec[str]("role", "whether the site trains", text("inside", "outside"))
+SITES = MetaSpec[list[str]]("sites", "the inside sites, sorted", listing(text(), 10_000))
+FINISHED = MetaSpec[int]("finished", "steps that were done before", count(), optional=True)
+INVITES = (
     ROLE,
     SITES,
     FINISHED,
@@ -283,37 +283,34 @@ INVITES: Final = (
     MetaSpec[str]("task", "hash of the task", text(), optional=True),
     MetaSpec[float]("seed", "of the run", number(), optional=True),
 )
-COUNTS: Final = MetaSpec[dict[str, int]]("n", "images by split", _Counts)
-CLASS_COUNTS: Final = MetaSpec[list[int]](
+COUNTS = MetaSpec[dict[str, int]]("n", "images by split", _Counts)
+CLASS_COUNTS = MetaSpec[list[int]](
     "class_counts", "training images or pixels by class; empty if suppressed", listing(count())
 )
-VERSIONS: Final = MetaSpec[dict[str, str]](
+VERSIONS = MetaSpec[dict[str, str]](
     "versions", "of the packages that results depend on", table(_Version)
 )
-RANGE: Final = MetaSpec[_Table](
+RANGE = MetaSpec[_Table](
     TRAINED_ON,
     "range of size, spacing and intensities of the training images, for the models' cards",
     _Range,
     "train",
     optional=True,
 )
-ENROLS: Final = (COUNTS, CLASS_COUNTS, VERSIONS, RANGE)
+ENROLS = (COUNTS, CLASS_COUNTS, VERSIONS, RANGE)
 
 # -- the end: the request for final models and its reply ------------------------------------------
 
-METRICS: Final = MetaSpec[_Table](
+METRICS = MetaSpec[_Table](
     "metrics", "model -> metric -> value on test images", models(_Metrics, 1000), "test"
 )
-CONSTANT: Final = MetaSpec[float | None](
-    "constant",
-    "the task's metric of the constant prediction on test images",
-    number(0.0, 1.0, optional=True),
-    "test",
+CONSTANT = MetaSpec[float | None](
+    "constant", "the task's metric of the constant prediction on test images", METRIC.type, "test"
 )
-PRIVACY_COST: Final = MetaSpec[_Table](
+PRIVACY_COST = MetaSpec[_Table](
     "privacy", "privacy cost of the run for the site's patients", PrivacyCost
 )
-DELIVERS: Final = (
+DELIVERS = (
     METRICS,
     MetaSpec[_Table](
         "by_label",
@@ -340,44 +337,38 @@ DELIVERS: Final = (
     ),
     PRIVACY_COST,
 )
-SHARED: Final = TensorSpec("personal", "personal model, to be tested at the other sites")
-SHARED_MODELS: Final = TensorSpec("personal", of=lambda plan: plan.sites)
-TESTED: Final = MetaSpec[dict[str, float | None]](
-    CROSS_SITE,
-    "site of the model -> the task's metric on test images",
-    table(number(0.0, 1.0, optional=True)),
-    "test",
+SHARED = TensorSpec("personal", "personal model, to be tested at the other sites")
+SHARED_MODELS = TensorSpec("personal", of=lambda plan: plan.sites)
+TESTED = MetaSpec[dict[str, float | None]](
+    CROSS_SITE, "site of the model -> the task's metric on test images", table(METRIC.type), "test"
 )
-CROSS: Final = Phase(CROSS_SITE, request=(SHARED_MODELS,), meta=(TESTED,))
+CROSS = Phase(CROSS_SITE, request=(SHARED_MODELS,), meta=(TESTED,))
 
 # -- every step: items beside those of the method -------------------------------------------------
 
-STEP: Final = MetaSpec[int]("step", "its number in the run", count(10**9))
-RUN_ROUNDS: Final = MetaSpec[int]("run_rounds", "rounds of the run", count(10**9))
-SHARE: Final = MetaSpec[bool](
-    "share",
-    "whether the other sites test the personal model",
-    Annotated[bool, Field(strict=True)],
-    optional=True,
+STEP = MetaSpec[int]("step", "its number in the run", count(10**9))
+RUN_ROUNDS = MetaSpec[int]("run_rounds", "rounds of the run", count(10**9))
+SHARE = MetaSpec[bool](
+    "share", "whether the other sites test the personal model", StrictBool, optional=True
 )
-TRAINING_FINDINGS: Final = MetaSpec[list[str]](
+TRAINING_FINDINGS = MetaSpec[list[str]](
     "training_findings",
     "kinds of the findings of the training that concern the site, for its page",
     listing(text(*OF_TRAINING), len(OF_TRAINING)),
     optional=True,
 )
-ADAPT: Final = MetaSpec[str](
+ADAPT = MetaSpec[str](
     "adapt", "adaptation of the deployed model, which is tested too", text(), optional=True
 )
-SHARES: Final = MetaSpec[list[float]](
+SHARES = MetaSpec[list[float]](
     CLASS_SHARES,
     "class shares of all training images, for the final models",
     listing(number(0.0, 1.0), MOST_CLASSES),
     optional=True,
 )
-NUMBERED: Final = (STEP, RUN_ROUNDS, RANGE, SHARE, TRAINING_FINDINGS, ADAPT, SHARES)
+NUMBERED = (STEP, RUN_ROUNDS, RANGE, SHARE, TRAINING_FINDINGS, ADAPT, SHARES)
 # Phase of every run -> (metadata of a reply, those that it must have).
-REPORTS_OF_ALL: Final[Mapping[str, tuple[tuple[MetaSpec[Any], ...], tuple[MetaSpec[Any], ...]]]] = {
+REPORTS_OF_ALL: Mapping[str, tuple[Items, Items]] = {
     ENROL: (ENROLS, (COUNTS, CLASS_COUNTS)),
     FINALIZE: (DELIVERS, (METRICS,)),
     CROSS_SITE: (CROSS.meta, (TESTED,)),
@@ -440,25 +431,22 @@ def negative(message: Message, manifest: Manifest) -> str | None:
 # -- requests at a site ---------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class RequestValidator:
     """Checks the messages of a server at one site.
 
     Every method raises MessageError with the site, the step and the problem.
     """
 
-    def __init__(self, site: str):
-        self.site = site
+    site: str
 
     def check_invitation(self, round: int, message: Message) -> None:
         """Check an invitation, as far as is possible before the site's task is loaded."""
-        self._check(
-            ENROL, round, _form_problem(round, message) or _request_meta_problem(message, INVITES)
-        )
-        trains = message[ROLE] == "inside"
-        if trains != (self.site in message[SITES]):
-            problem = (
-                f"item {SITES.name!r} and the role {message[ROLE]!r} of {self.site} do not agree"
-            )
+        problem = _form_problem(round, message) or _request_meta_problem(message, INVITES)
+        self._check(ENROL, round, problem)
+        role = message[ROLE]
+        if (role == "inside") != (self.site in message[SITES]):
+            problem = f"item {SITES.name!r} and the role {role!r} of {self.site} do not agree"
             self._check(ENROL, round, problem)
 
     def check_start(self, round: int, message: Message, plan: Plan[Any, Any]) -> None:
@@ -503,15 +491,12 @@ class RequestValidator:
 
 def _form_problem(round: object, message: Message) -> str | None:
     problem = state_problem(message.states) or meta_problem(message.meta, _REQUEST_LIMIT)
-    if problem:
+    if problem or (type(round) is int and round >= 0):
         return problem
-    if type(round) is int and round >= 0:
-        return None
     return f"its round is {shown(round)}"
 
 
-def _request_meta_problem(message: Message, declared: Iterable[MetaSpec[Any]]) -> str | None:
-    declared = tuple(declared)
+def _request_meta_problem(message: Message, declared: Items) -> str | None:
     required = [item for item in declared if not item.optional]
     return declaration_problem(message, declared, required)
 

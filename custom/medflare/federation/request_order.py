@@ -5,7 +5,8 @@ likes and with any models, can find out which patients a site has.
 """
 
 from collections.abc import Mapping
-from typing import Any, Final, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,16 +19,10 @@ from medflare.federation.settings import CROSS_SITE, FINALIZE
 from medflare.methods.base import Plan, ServerContext, SiteAlgorithm, Step
 from medflare.methods.method import Method
 
-_STORED: Final = "request"  # name of the last request in the site's store
+_STORED = "request"  # name of the last request in the site's store
 # Phase of every run -> its place, after the schedule.
-_ENDINGS: Final = {FINALIZE: 10**9, CROSS_SITE: 10**9 + 1}
-_NOTHING: Final[dict[str, Any]] = {
-    "step": -1,
-    "phase": "",
-    "round": -1,
-    "rounds": 10**9,
-    "position": -1,
-}
+_ENDINGS = {FINALIZE: 10**9, CROSS_SITE: 10**9 + 1}
+_NOTHING: dict[str, Any] = {"step": -1, "phase": "", "round": -1, "rounds": 10**9, "position": -1}
 
 
 class _ScheduleContext(ServerContext):
@@ -40,9 +35,7 @@ class _ScheduleContext(ServerContext):
         outputs: int | None = None,
     ) -> StateDict:
         template = self.plan.template(spec, outputs)
-        return {
-            name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in template.items()
-        }
+        return {name: torch.zeros_like(tensor, device="cpu") for name, tensor in template.items()}
 
 
 def schedule_of(method: Method, plan: Plan[Any, Any], seed: int, rounds: int) -> list[Step]:
@@ -58,6 +51,7 @@ def schedule_of(method: Method, plan: Plan[Any, Any], seed: int, rounds: int) ->
     return method.make_server(context).steps()
 
 
+@dataclass
 class RequestOrder:
     """Admits the requests of one run at a site, over all processes of the site.
 
@@ -68,13 +62,12 @@ class RequestOrder:
         most_rounds: `Bounds.rounds`.
     """
 
-    def __init__(self, site: str, store: Store, method: Method, most_rounds: int):
-        self.site = site
-        self.store = store
-        self.method = method
-        self.most_rounds = most_rounds
-        # By inside sites and rounds.
-        self._schedules: dict[tuple[tuple[str, ...], int], list[Step]] = {}
+    site: str
+    store: Store
+    method: Method
+    most_rounds: int
+    # By inside sites and rounds.
+    _schedules: dict[tuple[tuple[str, ...], int], list[Step]] = field(default_factory=dict)
 
     def note_enrolment(self, round: int) -> None:
         """Note the round in which the server enrolled the site first."""
@@ -127,7 +120,9 @@ class RequestOrder:
                 round,
                 "the same step was asked before, with other models or in another round",
             )
-        if phase == FINALIZE and self._never_asked(last, rounds, algorithm):
+        trains = self.method.trains and self.site in algorithm.plan.sites
+        in_time = last["enrolled"] < rounds  # it enrolled before the last round ended
+        if phase == FINALIZE and trains and in_time and last["position"] < 0:
             self._refuse(phase, round, "the site was asked for no step of the schedule before")
         position = self._position(phase, round, rounds, last["position"], algorithm)
         if position is None or step < last["step"]:
@@ -135,25 +130,9 @@ class RequestOrder:
             self._refuse(
                 phase, round, f"the schedule of {rounds} rounds has no such step now{before}"
             )
-        noted = {
-            **request,
-            "step": step,
-            "rounds": rounds,
-            "position": position,
-            "enrolled": last["enrolled"],
-        }
+        noted = {**last, **request, "step": step, "rounds": rounds, "position": position}
         self.store.save(_STORED, Message({}, noted))
         return True
-
-    def _never_asked(
-        self, last: Mapping[str, Any], rounds: int, algorithm: SiteAlgorithm[Any]
-    ) -> bool:
-        """Whether the site was asked for no step, though it trains and enrolled in time.
-
-        In time is before the last round ended.
-        """
-        trains = self.method.trains and self.site in algorithm.plan.sites
-        return trains and last["enrolled"] < rounds and last["position"] < 0
 
     def _position(
         self, phase: str, round: int, rounds: int, last: int, algorithm: SiteAlgorithm[Any]
@@ -163,17 +142,14 @@ class RequestOrder:
         None if there is none.
         """
         if phase in _ENDINGS:
-            position = _ENDINGS[phase]
-            follows = position > last and round == rounds
-            return position if follows else None
-        key = algorithm.plan.sites, rounds
+            follows = _ENDINGS[phase] > last and round == rounds
+            return _ENDINGS[phase] if follows else None
+        plan = algorithm.plan
+        key = plan.sites, rounds
         if key not in self._schedules:
-            self._schedules[key] = schedule_of(
-                self.method, algorithm.plan, algorithm.site.seed, rounds
-            )
-        if not self._schedules[key]:  # not known
-            ended = last >= _ENDINGS[FINALIZE]
-            return None if ended else last + 1
+            self._schedules[key] = schedule_of(self.method, plan, algorithm.site.seed, rounds)
+        if not self._schedules[key]:  # not known: any step until the end
+            return None if last >= _ENDINGS[FINALIZE] else last + 1
         for position, step in enumerate(self._schedules[key]):
             if position > last and (step.phase, step.round) == (phase, round):
                 return position

@@ -36,7 +36,7 @@ from medflare.federation.settings import WAITS, RunSettings
 from medflare.federation.tracking import Tracker
 from medflare.inference.deployed import save_model
 from medflare.methods.aggregation import Aggregation
-from medflare.methods.base import Plan, ServerAlgorithm, ServerContext
+from medflare.methods.base import ServerAlgorithm, ServerContext
 from medflare.methods.fedavg.site import SELECTED_ROUND
 from medflare.methods.method import Method
 from medflare.networks.weights import starting_state
@@ -93,7 +93,7 @@ class Run:
         Args:
             exchange: how the engine reaches the sites.
             resume: continue after the last step of the checkpoint.
-            checked: `preflight.check_run` has passed these settings.
+            checked: `check` has passed.
 
         Raises:
             Exception: Aborted, KeyboardInterrupt and every error that is not a MedflareError, after
@@ -113,9 +113,8 @@ class Run:
         tracker = Tracker(self.track, self.folder, f"medflare {self.task.name}", name, self._warn)
         try:
             if not checked:
-                self._check()
-            plan = self.method.plan(self.task, self.sites, self.hyper)
-            federation = self._federation(plan, exchange, outcome, tracker)
+                self.check()
+            federation = self._federation(exchange, outcome, tracker)
             finished = 0
             if resume:
                 if self._checkpoint is None:
@@ -150,7 +149,8 @@ class Run:
         self.events.add("warning", problem)
         self.say(f"warning: {problem}")
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise ConfigError for a run that cannot start, see `preflight.check_run`."""
         check_run(
             self.method,
             self.task,
@@ -161,13 +161,11 @@ class Run:
             adapt=self.settings.adapt,
         )
 
-    def _federation(
-        self, plan: Plan[Any, Any], exchange: Exchange, outcome: Outcome, tracker: Tracker
-    ) -> Federation:
+    def _federation(self, exchange: Exchange, outcome: Outcome, tracker: Tracker) -> Federation:
         seed = self.settings.seed
         rounds = self.settings.rounds
         context = ServerContext(
-            plan,
+            self.method.plan(self.task, self.sites, self.hyper),
             seed,
             rounds,
             self.settings.outside,
@@ -198,20 +196,12 @@ class Run:
             tracker.step(report, self.task.optimizer["lr"] * factor)
             self.observe(report)
 
-        def save_checkpoint(finished: int) -> None:
-            if self._checkpoint is not None:
-                self._checkpoint.save(finished, federation)
-
         identity = identity_of(self.method, self.hyper, self.task.fingerprint(), seed)
         federation = Federation(
-            self.method.make_server(context),
-            exchange,
-            self.settings,
-            identity,
-            after_step,
-            save_checkpoint,
-            outcome,
+            self.method.make_server(context), exchange, self.settings, identity, after_step, outcome
         )
+        if self._checkpoint is not None:
+            federation.checkpoint = self._checkpoint.save
         return federation
 
     @cached_property

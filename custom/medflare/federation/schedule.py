@@ -8,8 +8,8 @@ is decided here.
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from medflare.adaptation.registry import LABEL_SHIFT, NONE
 from medflare.core.errors import FederationFailed
@@ -50,7 +50,7 @@ from medflare.methods.base import ServerAlgorithm, Step
 from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
 from medflare.methods.parts.selection import FEW_IMAGES, images_behind, plateau
 
-_REPEATS: Final = 1  # how often a step with too few usable replies is repeated before the run fails
+_REPEATS = 1  # how often a step with too few usable replies is repeated before the run fails
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Federation:
             algorithm's phases.
         identity: metadata in which the sites must agree, see `participant.identity_of`.
         on_step: called after every step, for progress and tracking.
-        checkpoint: called after every step with the number of finished steps.
+        checkpoint: called after every step with the number of finished steps, see `Checkpoint`.
         returning: site -> image counts, of sites that enrolled before the run was interrupted.
     """
 
@@ -71,22 +71,23 @@ class Federation:
     rules: Rules = field(default_factory=Rules)
     identity: Mapping[str, Any] = field(default_factory=dict)
     on_step: Callable[[StepReport], None] = lambda report: None
-    checkpoint: Callable[[int], None] = lambda finished: None
     outcome: Outcome = field(default_factory=Outcome)
+    checkpoint: Callable[[int, "Federation"], None] = lambda finished, federation: None
     returning: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._context = self.server.context
         self._transport = Transport(self.exchange, self.outcome)
-        self._network = StateSpec.like(self.server.context.plan.template(), "").tensors.items()
-        self.drift = DriftMemory(self.server.context.seed)
+        self._network = StateSpec.like(self._context.plan.template(), "").tensors.items()
+        self.drift = DriftMemory(self._context.seed)
         self._manifests: dict[str, Manifest] = {}  # the networks behind them are built once
 
     @property
     def events(self) -> EventLog:
         """The events of the run."""
-        return self.server.context.events
+        return self._context.events
 
-    def run(self, finished: int = 0) -> Outcome:
+    def run(self, finished: int = 0) -> None:
         """Everything from enrollment to final models.
 
         `finished` steps are skipped (a resumed run has restored the server algorithm).
@@ -97,11 +98,10 @@ class Federation:
             Aborted: raised by the exchange when the engine is stopped.
         """
         started = time.monotonic()
-        context = self.server.context
 
         # 1. Enroll.
         enrolment = Enrolment(
-            context,
+            self._context,
             self._transport,
             self.identity,
             self.returning,
@@ -115,22 +115,20 @@ class Federation:
         while finished < len(steps):
             self._step(finished, steps[finished], enrolment)
             finished += 1
-            self.checkpoint(finished)
+            self.checkpoint(finished, self)
             steps = self._steps(finished)
         self._note_selections()
         self.outcome.seconds["training"] = time.monotonic() - started
 
         # 3. Deliver the final models, which the sites evaluate.
         self._finalize(finished, enrolment)
-        self.outcome.seconds["total"] = time.monotonic() - started
-        return self.outcome
 
     @property
     def _needed(self) -> int:
         """Usable replies that a step needs."""
         if self.rules.min_sites is not None:
             return self.rules.min_sites
-        return min(2, len(self.server.context.sites))
+        return min(2, len(self._context.sites))
 
     # -- the schedule -----------------------------------------------------------------------------
 
@@ -139,7 +137,7 @@ class Federation:
 
         It follows from the history alone, so that a resumed run stops in the same round.
         """
-        context = self.server.context
+        context = self._context
         steps = self.server.steps()
         patience = self.rules.patience
         if patience is None or not 0 < finished < len(steps):
@@ -185,7 +183,7 @@ class Federation:
         keys: tuple[str | int, ...] = ("server", step.round, "participants")
         if attempt:
             keys = (*keys, attempt)
-        generator = numpy_generator(self.server.context.seed, *keys)
+        generator = numpy_generator(self._context.seed, *keys)
         return sorted(generator.choice(candidates, size=count, replace=False).tolist())
 
     def _drawn_before(self, step: Step) -> Collection[str] | None:
@@ -207,32 +205,34 @@ class Federation:
         started = time.monotonic()
 
         # 1. Ask; 2. refuse.
-        validated, rejected = self._asked(index, step, enrolment)
+        validated = self._asked(index, step, enrolment)
         accepted = validated.accepted
         self.drift.remember(_named(step), validated.sketches)
         for site, reason in validated.suspicious.items():
             text = f"update to '{step.phase}' used, though {reason}"
-            self.events.add("suspicious", text, site=site, round=step.round)
+            self.events.add("suspicious", text, site, step.round)
 
         # 3. Limit the weight of single sites.
         if self.rules.max_client_weight is not None:
-            _cap(accepted, self.rules.max_client_weight)
+            samples = {}
+            for site, message in accepted.items():
+                if N_SAMPLES in message:
+                    samples[site] = message[N_SAMPLES]
+            for site, count in capped(samples, self.rules.max_client_weight).items():
+                accepted[site][N_SAMPLES] = count
 
         # 4. Aggregate.
-        context = self.server.context
-        context.notes = {}
+        self._context.notes = {}
         self.server.aggregate(step, accepted)
 
         # 5. Report.
         meta = {site: reply.meta for site, reply in accepted.items()}
         seconds = time.monotonic() - started
-        report = StepReport(step, index, meta, rejected, seconds, context.notes)
+        report = StepReport(step, index, meta, validated.rejected, seconds, self._context.notes)
         self.outcome.history.append(report.line())
         self.on_step(report)
 
-    def _asked(
-        self, index: int, step: Step, enrolment: Enrolment
-    ) -> tuple[Validated, dict[str, str]]:
+    def _asked(self, index: int, step: Step, enrolment: Enrolment) -> Validated:
         """Enough usable replies, and why others are not usable; a step with too few is repeated.
 
         Raises:
@@ -246,7 +246,7 @@ class Federation:
             members = enrolment.members(step)
             participants = self._participants(step, members, attempt, failed)
             outgoing = {site: self._request(index, step, site) for site in participants}
-            validated, rejected = self._exchange(step, outgoing)
+            validated = self._exchange(step, outgoing)
             usable = len(validated.accepted)
             if usable >= needed:
                 break
@@ -257,20 +257,18 @@ class Federation:
             problems = "no site is present"
             if participants:
                 absent = [site for site in enrolment.inside if site not in members]
-                problems = join_problems({**dict.fromkeys(absent, "not there"), **rejected})
+                reasons = {**dict.fromkeys(absent, "not there"), **validated.rejected}
+                problems = join_problems(reasons)
             if attempt == _REPEATS:
                 raise FederationFailed(f"{reason} ({problems})")
-            text = f"{reason}; asking again ({problems})"
-            self.events.add("repeated", text, round=step.round)
-            failed |= rejected.keys()
-        return validated, rejected
+            self.events.add("repeated", f"{reason}; asking again ({problems})", round=step.round)
+            failed |= validated.rejected.keys()
+        return validated
 
     def _request(self, index: int, step: Step, site: str) -> Message:
-        return numbered(self.server.configure(step, site), index, self.server.context.rounds)
+        return numbered(self.server.configure(step, site), index, self._context.rounds)
 
-    def _exchange(
-        self, step: Step, outgoing: Mapping[str, Message]
-    ) -> tuple[Validated, dict[str, str]]:
+    def _exchange(self, step: Step, outgoing: Mapping[str, Message]) -> Validated:
         """The validated replies, and site -> reason for every other site.
 
         Each reason becomes an event.
@@ -280,36 +278,30 @@ class Federation:
         for site, reply in self._transport.ask(step, outgoing).items():
             if reply.message is None:
                 rejected[site] = reply.problem
-                self.events.add(reply.kind, reply.problem, site=site, round=step.round)
+                self.events.add(reply.kind, reply.problem, site, step.round)
             else:
                 replies[site] = reply.message
         validated = self._validate(step, outgoing, replies)
         for site, reason in validated.rejected.items():
             text = f"update to '{step.phase}' not used: {reason}"
-            self.events.add("rejected", text, site=site, round=step.round)
+            self.events.add("rejected", text, site, step.round)
         for site, message in validated.accepted.items():
             for model, (kind, problem) in drop_invalid_metrics(message).items():
                 text = f"validation metric of the {model} model {problem}; its vote does not count"
-                self.events.add(kind, text, site=site, round=step.round)
-            self._extend_events(message, site, step.round)
-        return validated, {**rejected, **validated.rejected}
+                self.events.add(kind, text, site, step.round)
+            self.events.extend(message.meta.pop(EVENTS.name, []), site, step.round)
+        return replace(validated, rejected={**rejected, **validated.rejected})
 
     def _validate(
         self, step: Step, outgoing: Mapping[str, Message], replies: Mapping[str, Message]
     ) -> Validated:
         """The replies that are as the phase declares them; see `update_validation`."""
-        context = self.server.context
-        phase = context.phases.get(step.phase) or Phase(step.phase)
+        phase = self._context.phases.get(step.phase) or Phase(step.phase)
         if phase.name not in self._manifests:
-            self._manifests[phase.name] = phase.manifest(context.plan)
+            self._manifests[phase.name] = phase.manifest(self._context.plan)
         manifest = self._manifests[phase.name]
-        weights = []
-        for entry, spec in manifest.items():
-            if spec.tensors.items() <= self._network:
-                weights.append(entry)
-        enrolled = {}
-        for site, meta in self.outcome.enrolled.items():
-            enrolled[site] = meta.get(COUNTS.name, {})
+        weights = [name for name, spec in manifest.items() if spec.tensors.items() <= self._network]
+        enrolled = {site: meta[COUNTS.name] for site, meta in self.outcome.enrolled.items()}
         return validate_replies(
             replies,
             manifest,
@@ -322,16 +314,11 @@ class Federation:
             phase=_named(step),
         )
 
-    def _extend_events(self, message: Message, site: str, round: int | None = None) -> None:
-        """Take the site's events out of its reply into those of the run."""
-        events = message.meta.pop(EVENTS.name, [])
-        self.events.extend(events, site=site, round=round)
-
     # -- the end ----------------------------------------------------------------------------------
 
     def _note_selections(self) -> None:
         """Which rounds were selected, and whether on few images."""
-        self.outcome.rounds = self.server.context.rounds
+        self.outcome.rounds = self._context.rounds
         for model, selector in self.server.model_selectors().items():
             self.outcome.model_selection[model] = {
                 "round": selector.round,
@@ -346,16 +333,16 @@ class Federation:
 
         It evaluates them on its test images.
         """
-        step = Step(FINALIZE, self.server.context.rounds, everyone=True)
+        step = Step(FINALIZE, self._context.rounds)
         enrolment.admit(step.round)
         shared: dict[str, StateDict] = {}
         for site, reply in self._transport.ask(step, self._final_requests(index, step)).items():
             if reply.message is None:
                 text = f"final models not evaluated: {reply.problem}"
-                self.events.add(reply.kind, text, site=site, round=step.round)
+                self.events.add(reply.kind, text, site, step.round)
                 continue
             message = Message(reply.message.states, dict(reply.message.meta))
-            self._extend_events(message, site)
+            self.events.extend(message.meta.pop(EVENTS.name, []), site)
             self.outcome.delivered[site] = message.meta
             if message.states and self._is_shared(site, step, message):
                 shared[site] = message[SHARED]
@@ -390,7 +377,7 @@ class Federation:
         return {
             "sites": {},
             "events": self.events.to_list(),
-            "configuration": {"task": self.server.context.plan.task.to_dict()},
+            "configuration": {"task": self._context.plan.task.to_dict()},
             "model_selection": self.outcome.model_selection,
         }
 
@@ -398,16 +385,16 @@ class Federation:
         """Whether a site's personal model can be tested at the others; else an event says why."""
         manifest: Manifest = {}
         if self.rules.cross_site:
-            manifest = {SHARED.name: SHARED.spec(self.server.context.plan)}
+            manifest = {SHARED.name: SHARED.spec(self._context.plan)}
         problem = violation(message, manifest) or non_finite(message)
         if problem:
             text = f"its personal model is not tested at other sites: {problem}"
-            self.events.add("rejected", text, site=site, round=step.round)
+            self.events.add("rejected", text, site, step.round)
         return problem is None
 
     def _cross_site(self, index: int, shared: Mapping[str, StateDict]) -> None:
         """Every site that evaluated its final models tests the shared personal models."""
-        step = Step(CROSS_SITE, self.server.context.rounds, everyone=True)
+        step = Step(CROSS_SITE, self._context.rounds)
         request = Message()
         for site, state in shared.items():
             request[SHARED_MODELS.member(site)] = state
@@ -418,7 +405,7 @@ class Federation:
         for site, reply in self._transport.ask(step, outgoing).items():
             if reply.message is None:
                 text = f"personal models of other sites not tested: {reply.problem}"
-                self.events.add(reply.kind, text, site=site, round=step.round)
+                self.events.add(reply.kind, text, site, step.round)
                 continue
             for owner in shared:
                 self.outcome.cross_site[owner][site] = reply.message[TESTED].get(owner)
@@ -437,7 +424,7 @@ class Federation:
             voters: set[str] = set()
             for candidate in selection["candidates"]:
                 voters |= candidate["votes"].keys()
-            counts = {site: images[site] for site in sorted(voters) if site in images}
+            counts = {site: images[site] for site in sorted(voters & images.keys())}
             few = images_behind(counts, selection["rule"]) < FEW_IMAGES
             if selection["candidates"] and few:
                 listed = ", ".join(f"{site} {count}" for site, count in counts.items()) or "none"
@@ -457,8 +444,7 @@ class Federation:
         models: set[str] = set()
         for line in self.outcome.history:
             if line["round"] > 0:
-                meta = line["sites"].get(site, {})
-                models |= (meta.get(VALIDATION.name) or {}).keys()
+                models |= (line["sites"].get(site, {}).get(VALIDATION.name) or {}).keys()
         return models
 
 
@@ -476,13 +462,3 @@ def _can_end(steps: list[Step], shorter: list[Step], done: int, rounds: int) -> 
     endings = {step.phase for step in steps if step.round >= rounds}
     rest = {step.phase for step in shorter if step.round >= done}
     return before == [step for step in shorter if step.round < done] and rest <= endings
-
-
-def _cap(accepted: Mapping[str, Message], most: float) -> None:
-    """Lower the sites' numbers of samples, in place, see `updates.capped`."""
-    samples = {}
-    for site, message in accepted.items():
-        if N_SAMPLES in message:
-            samples[site] = message[N_SAMPLES]
-    for site, count in capped(samples, most).items():
-        accepted[site][N_SAMPLES] = count

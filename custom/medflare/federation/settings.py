@@ -4,7 +4,7 @@ results.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -14,11 +14,10 @@ from medflare.core.settings import STRICT, checked
 ENROL = "enrol"
 FINALIZE = "finalize"
 CROSS_SITE = "cross_site"
-PHASES_OF_ALL: Final = (ENROL, FINALIZE, CROSS_SITE)  # of every run, whatever the method
+PHASES_OF_ALL = (ENROL, FINALIZE, CROSS_SITE)  # of every run, whatever the method
 # Bytes of JSON in a message: enough for counts and metrics, not for a model.
-META_LIMIT: Final = 65_536
-Sites = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
+META_LIMIT = 65_536
+Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0)]
 
 
@@ -40,11 +39,11 @@ class Rules:
             (`share_model` in local/medflare.json).
     """
 
-    min_sites: Sites | None = None
-    sites_per_round: Sites | None = None
-    max_client_weight: Share | None = None
+    min_sites: Count | None = None
+    sites_per_round: Count | None = None
+    max_client_weight: Annotated[float, Field(gt=0, le=1)] | None = None
     outlier_policy: Literal["used", "rejected"] = "used"
-    patience: Annotated[int, Field(ge=1)] | None = None
+    patience: Count | None = None
     adapt: str = "none"
     cross_site: bool = False
 
@@ -80,11 +79,11 @@ class RunSettings(Rules):
 
 
 # A resumed run may have others.
-WAITS: Final = ("step_timeout", "enrol_timeout", "heartbeat_timeout")
-RULES: Final = tuple(field.name for field in dataclasses.fields(Rules))
+WAITS = ("step_timeout", "enrol_timeout", "heartbeat_timeout")
+RULES = tuple(field.name for field in dataclasses.fields(Rules))
 # A subclass lists the fields of its base class first.
-_RUN_ONLY: Final = tuple(field.name for field in dataclasses.fields(RunSettings))[len(RULES) :]
-RUN_SETTINGS: Final = (*_RUN_ONLY[:3], *RULES, *_RUN_ONLY[3:])
+_RUN_ONLY = tuple(field.name for field in dataclasses.fields(RunSettings))[len(RULES) :]
+RUN_SETTINGS = (*_RUN_ONLY[:3], *RULES, *_RUN_ONLY[3:])
 
 
 def run_settings(values: Mapping[str, Any]) -> RunSettings:

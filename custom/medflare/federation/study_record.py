@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.core.store import csv_text, file_digest, locked, private_opener, write_json
@@ -21,11 +21,11 @@ from medflare.data.local import PLACE
 from medflare.data.targets import counts_by_image
 from medflare.training.site import Site
 
-SELECTION: Final = "selection.json"  # the file that a site deletes to allow another selection
-EVALUATIONS: Final = "evaluations.csv"
-_LOCK: Final = ".lock"
-_SLICE: Final = re.compile(r"\[\d+\]\Z")  # the end of the name of a volume's slice
-_COLUMNS: Final = ("time", "job", "phase", "models")
+SELECTION = "selection.json"  # the file that a site deletes to allow another selection
+EVALUATIONS = "evaluations.csv"
+_LOCK = ".lock"
+_SLICE = re.compile(r"\[\d+\]\Z")  # the end of the name of a volume's slice
+_COLUMNS = ("time", "job", "phase", "models")
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class StudyRecord:
             "resplit": site.task.resplit,
         }
         with locked(self.folder / _LOCK):  # two jobs at the same time are not both the first
-            first = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-            same_data = first is not None and first["datalist"] == present["datalist"]
+            first = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            same_data = first.get("datalist") == present["datalist"]
             fixed: list[str] = []
             if same_data:
                 fixed.append("selection")
             if self.private:
                 fixed.append("resplit")
-            if first is not None and any(first[name] != present[name] for name in fixed):
+            if first and any(first[name] != present[name] for name in fixed):
                 raise ConfigError(
                     f"site {site.name}: an earlier job used other images, classes or splits of "
                     "this data, and two such jobs would tell the numbers of single patients; use "

@@ -9,23 +9,25 @@ decided here, too.
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from medflare.core.message import Message
-from medflare.core.phases import Phase
-from medflare.core.specs import MetaSpec, PerClass, Spec, TensorSpec
+from medflare.core.phases import Items, Phase
+from medflare.core.specs import MetaSpec, PerClass, TensorSpec
 from medflare.data.targets import counts_by_image
 from medflare.methods.base import Plan
 from medflare.tasks.classes import Cases, class_names, patients_of_cells, patients_of_classes
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 
-SPLITS: Final = ("train", "validation", "test")
-_OF_TEST: Final = ("constant_output", "at_chance", "reverted")  # events that describe test patients
+SPLITS = ("train", "validation", "test")
+OF_TEST = ("constant_output", "at_chance", "reverted")  # events that describe test patients
 
 
 def small_splits(site: Site, minimum: int) -> tuple[str, ...]:
@@ -33,8 +35,11 @@ def small_splits(site: Site, minimum: int) -> tuple[str, ...]:
 
     0 and 1 suppress nothing.
     """
-    patients = {split: len(set(site.data.split(split).patients)) for split in SPLITS}
-    return tuple(split for split in SPLITS if 0 < patients[split] < minimum)
+    small: list[str] = []
+    for split in SPLITS:
+        if 0 < len(set(site.data.split(split).patients)) < minimum:
+            small.append(split)
+    return tuple(small)
 
 
 def counts_of_splits(site: Site, minimum: int) -> dict[str, int]:
@@ -122,16 +127,16 @@ def small_classes(site: Site, split: str, minimum: int) -> frozenset[str]:
     return frozenset(small)
 
 
+@dataclass
 class Suppression:
     """Suppresses values of too few patients in a site's replies.
 
     `minimum` is the site's `minimum_patients`.
     """
 
-    def __init__(self, site: Site, minimum: int):
-        self.site = site
-        self.minimum = minimum
-        self._small: dict[str, frozenset[str]] = {}
+    site: Site
+    minimum: int
+    _small: dict[str, frozenset[str]] = field(default_factory=dict)  # by split
 
     def suppressed(self, reply: Message, phase: Phase, plan: Plan[Any, Any]) -> Message:
         """A new reply; suppressed tensors keep their shapes and are zero."""
@@ -150,7 +155,7 @@ class Suppression:
                 sent[item] = self._without_classes(sent[item], item.per_class, small)
         return sent
 
-    def _small_of(self, spec: Spec) -> frozenset[str]:
+    def _small_of(self, spec: TensorSpec | MetaSpec[Any]) -> frozenset[str]:
         """The classes whose values are suppressed."""
         if not spec.per_class:
             return frozenset()
@@ -174,7 +179,7 @@ class Suppression:
 
         None if it is not an axis of classes.
         """
-        names = [name for group in class_names(self.site.task) for name in group]
+        names = list(chain(*class_names(self.site.task)))
         for axis in (names, list(self.site.task.labels)):
             if len(axis) == length:
                 return [index for index, name in enumerate(axis) if name in small]
@@ -184,7 +189,7 @@ class Suppression:
         if kind == "counts":
             return _without_numbers(value)
         if isinstance(value, dict):
-            names = {name for group in class_names(self.site.task) for name in group}
+            names = set(chain(*class_names(self.site.task)))
             table = {}
             for name, inner in value.items():
                 if name in small:
@@ -202,19 +207,11 @@ class Suppression:
         return kept
 
 
-def suppress_splits(
-    message: Message, declared: Iterable[MetaSpec[Any]], splits: tuple[str, ...]
-) -> None:
+def suppress_splits(message: Message, declared: Items, splits: tuple[str, ...]) -> None:
     """Remove the numbers of every item that was measured on one of these splits, in place."""
     for item in declared:
         if item.measured in splits and item in message:
             message[item] = _without_numbers(message[item])
-
-
-def suppress_test_events(events: list[dict[str, Any]], splits: tuple[str, ...]) -> None:
-    """Remove events that describe test patients, in place, if "test" is among the small splits."""
-    if "test" in splits:
-        events[:] = [event for event in events if event["kind"] not in _OF_TEST]
 
 
 def _without_numbers(value: Any) -> Any:

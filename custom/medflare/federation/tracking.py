@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.packages import installed, require
 from medflare.evaluation.results import COMPLETED
 from medflare.federation.outcome import StepReport
 
-TENSORBOARD: Final = "tb_events"  # folder beside results.json
-_TRACK: Final = re.compile(r"none|tensorboard|mlflow(=https?://\S+)?|wandb(=[\w.-]+)?", re.ASCII)
-_BATCH: Final = 100  # settings that MLflow takes at a time
+TENSORBOARD = "tb_events"  # folder beside results.json
+_TRACK = re.compile(r"none|tensorboard|mlflow(=https?://\S+)?|wandb(=[\w.-]+)?", re.ASCII)
+_BATCH = 100  # settings that MLflow takes at a time
 
 
 def check_track(track: str | None, *, here: bool = True) -> None:
@@ -129,21 +129,19 @@ def site_curves(
     return curves
 
 
-def flat_settings(
-    content: Mapping[str, Any], prefix: str = ""
-) -> dict[str, bool | int | float | str]:
+def flat_settings(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Settings by dotted names, in characters that all writers take.
 
     Examples:
         >>> flat_settings({"hyper": {"site": {"lam": 0.3}}, "outside": ["A"], "patience": None})
         {'hyper.site.lam': 0.3, 'outside': '["A"]', 'patience': 'null'}
     """
-    settings: dict[str, bool | int | float | str] = {}
+    settings: dict[str, Any] = {}
     for key, value in content.items():
         name = prefix + re.sub(r"[^\w.-]", "_", key)
         if isinstance(value, Mapping) and value:
             settings |= flat_settings(value, f"{name}.")
-        elif isinstance(value, bool | int | float | str):
+        elif isinstance(value, int | float | str):
             settings[name] = value
         else:
             settings[name] = json.dumps(value)
@@ -243,4 +241,4 @@ class _Wandb:
         self._run.finish(exit_code=0 if completed else 1)
 
 
-_WRITERS: Final[dict[str, Any]] = {"tensorboard": _TensorBoard, "mlflow": _MLflow, "wandb": _Wandb}
+_WRITERS: dict[str, Any] = {"tensorboard": _TensorBoard, "mlflow": _MLflow, "wandb": _Wandb}

@@ -7,6 +7,7 @@ its part.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -34,6 +35,7 @@ _SEPARATOR = "//"  # between a site's name and a tensor's
 _OTHERS = "*"  # in place of a site's name: the part of any other site
 
 
+@dataclass(eq=False, repr=False)
 class MethodAggregator(ModelAggregator):
     """The aggregation of a method's server algorithm.
 
@@ -47,13 +49,12 @@ class MethodAggregator(ModelAggregator):
 
     default_method: ClassVar[str] = ""
 
-    def __init__(
-        self, hyper: dict[str, Any] | None = None, method: str = "", num_rounds: int | None = None
-    ):
+    hyper: dict[str, Any] | None = None
+    method: str = ""
+    num_rounds: int | None = None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.hyper = hyper
-        self.method = method
-        self.num_rounds = num_rounds
         self._models: dict[str, FLModel] = {}
         self._round = 0
         self._last: StateDict | None = None
@@ -194,15 +195,8 @@ class SharpnessAggregator(MethodAggregator):
     default_method = "sha"
 
 
-AGGREGATORS: Final[dict[str, type[MethodAggregator]]] = {  # method -> aggregator
-    aggregator.default_method: aggregator
-    for aggregator in (
-        WeightedAggregator,
-        SoftPullAggregator,
-        FourierAggregator,
-        ConsistencyAggregator,
-        SharpnessAggregator,
-    )
+AGGREGATORS: Final = {  # method -> aggregator
+    aggregator.default_method: aggregator for aggregator in MethodAggregator.__subclasses__()
 }
 
 
@@ -229,8 +223,6 @@ class OwnPartFilter(Filter):
         """The task's data with the part of the receiving site.
 
         A model without parts stays as it is.
-
-        A model without parts stays as it is.
         """
         dxo = from_shareable(shareable)
         if dxo.data_kind != DataKind.WEIGHTS or not any(_SEPARATOR in name for name in dxo.data):
@@ -243,13 +235,11 @@ def _mean_metrics(models: "Mapping[str, SiteModel]") -> dict[str, float] | None:
     """Mean of each number that all sites report, weighted by samples.
 
     It is unweighted if no site reports samples.
-
-    It is unweighted if no site reports samples.
     """
-    reported: list[set[str]] = []
+    reported = []
     for model in models.values():
-        numbers = [name for name, value in model.meta.items() if isinstance(value, (int, float))]
-        reported.append(set(numbers))
+        numbers = {name for name, value in model.meta.items() if isinstance(value, (int, float))}
+        reported.append(numbers)
     samples = [model.samples for model in models.values()]
     weights = samples if any(samples) else None
     means: dict[str, float] = {}

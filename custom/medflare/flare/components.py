@@ -152,11 +152,11 @@ def authorize(
         module = foreign_module(name)
         if module:
             _require_trust(f"method {name!r}", module, fl_ctx)
-    modules: list[str] = []
+    modules = []
     for setting, name, module in _extensions_of(task):
         _require_trust(f"{setting} {name!r}", module, fl_ctx)
         modules.append(module)
-    for module in (*settings_of(fl_ctx.get_engine().get_workspace()).packages, *modules):
+    for module in (*settings_of(fl_ctx.get_workspace()).packages, *modules):
         trust(module)
     return tuple(modules)
 
@@ -206,8 +206,6 @@ def refuse_result_filters(fl_ctx: FLContext) -> None:
 
     FLARE would run them after the site's own.
 
-    FLARE would run them after the site's own.
-
     Raises:
         ConfigError: it does; the error names their classes.
     """
@@ -227,15 +225,13 @@ def brings_code(fl_ctx: FLContext) -> bool:
     """Whether FLARE has found code in the job (app/custom/).
 
     Then the party's authorization.json has allowed it.
-
-    Then the party's authorization.json has allowed it.
     """
     meta = fl_ctx.get_prop(FLContextKey.JOB_META)
     return isinstance(meta, Mapping) and bool(meta.get(AppValidationKey.BYOC))
 
 
 def _require_trust(what: str, module: str, fl_ctx: FLContext) -> None:
-    packages = settings_of(fl_ctx.get_engine().get_workspace()).packages
+    packages = settings_of(fl_ctx.get_workspace()).packages
     if brings_code(fl_ctx):
         packages = (*packages, module)
     reason = untrusted(module, packages)
@@ -323,8 +319,6 @@ def _component_paths(config: Any, inside: bool = False) -> Iterator[Any]:
     """What a job's configuration has FLARE build.
 
     These are components, workflows, executors and filters, and those in their arguments.
-
-    These are components, workflows, executors and filters, and those in their arguments.
     """
     if isinstance(config, Mapping):
         if "path" in config or "class_path" in config or (inside and "name" in config):
@@ -357,8 +351,6 @@ def _audit(workspace: Workspace, name: str, job: str, action: str, text: str) ->
     """Write a line to the party's audit.log.
 
     In a container it is the one in the job's folder, which alone is mounted there.
-
-    In a container it is the one in the job's folder, which alone is mounted there.
     """
     in_container = Path(workspace.get_run_dir(job)).is_mount()
     auditor = Auditor(workspace.get_audit_file_path(job if in_container else None))
@@ -368,8 +360,6 @@ def _audit(workspace: Workspace, name: str, job: str, action: str, text: str) ->
 
 def _named(name: Any, otherwise: str) -> str:
     """A name that a job chose if it is plain letters, else `otherwise`.
-
-    A refusal is shown to the lead and repeats no other value.
 
     A refusal is shown to the lead and repeats no other value.
     """

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -43,13 +44,14 @@ if TYPE_CHECKING:
 _LATE_EVENTS: Final = 20  # of a site at most: how often it replies to closed steps is up to it
 
 
+@dataclass(eq=False, repr=False)
 class MedflareController(Controller):
     """Runs a federation: enrollment, the method's rounds, final models and evaluation.
 
     It writes the results to the job's folder.
 
-    An argument that is not described here is a field of `federation.settings.RunSettings`. Each
-    needs a parameter and an attribute: FLARE takes a job's arguments from both.
+    An argument that is not described here is a field of `federation.settings.RunSettings`. FLARE
+    writes a job's arguments from the parameters of the class and the attributes of these names.
 
     Args:
         site_algorithm: method whose site algorithm the sites run, if it is not the aggregator's.
@@ -59,44 +61,26 @@ class MedflareController(Controller):
             `MethodAggregator`.
     """
 
-    def __init__(
-        self,
-        rounds: int,
-        seed: int,
-        outside: Sequence[str] = RunSettings.outside,
-        site_algorithm: str | None = None,
-        min_sites: int | None = RunSettings.min_sites,
-        sites_per_round: int | None = RunSettings.sites_per_round,
-        max_client_weight: float | None = RunSettings.max_client_weight,
-        outlier_policy: str = RunSettings.outlier_policy,
-        patience: int | None = RunSettings.patience,
-        adapt: str = RunSettings.adapt,
-        cross_site: bool = RunSettings.cross_site,
-        step_timeout: float = RunSettings.step_timeout,
-        enrol_timeout: float = RunSettings.enrol_timeout,
-        heartbeat_timeout: float = RunSettings.heartbeat_timeout,
-        resume: str = RunSettings.resume,
-        track: str | None = None,
-        aggregator_id: str = "aggregator",
-    ):
+    rounds: int
+    seed: int
+    outside: Sequence[str] = RunSettings.outside
+    site_algorithm: str | None = None
+    min_sites: int | None = RunSettings.min_sites
+    sites_per_round: int | None = RunSettings.sites_per_round
+    max_client_weight: float | None = RunSettings.max_client_weight
+    outlier_policy: str = RunSettings.outlier_policy
+    patience: int | None = RunSettings.patience
+    adapt: str = RunSettings.adapt
+    cross_site: bool = RunSettings.cross_site
+    step_timeout: float = RunSettings.step_timeout
+    enrol_timeout: float = RunSettings.enrol_timeout
+    heartbeat_timeout: float = RunSettings.heartbeat_timeout
+    resume: str = RunSettings.resume
+    track: str | None = None
+    aggregator_id: str = "aggregator"
+
+    def __post_init__(self) -> None:
         super().__init__(task_check_period=0.1)
-        self.rounds = rounds
-        self.seed = seed
-        self.outside = outside
-        self.site_algorithm = site_algorithm
-        self.min_sites = min_sites
-        self.sites_per_round = sites_per_round
-        self.max_client_weight = max_client_weight
-        self.outlier_policy = outlier_policy
-        self.patience = patience
-        self.adapt = adapt
-        self.cross_site = cross_site
-        self.step_timeout = step_timeout
-        self.enrol_timeout = enrol_timeout
-        self.heartbeat_timeout = heartbeat_timeout
-        self.resume = resume
-        self.track = track
-        self.aggregator_id = aggregator_id
         self._events = EventLog()
         self._progress = Progress(self._events)
         self._exchange: TaskExchange | None = None
@@ -216,7 +200,7 @@ class MedflareController(Controller):
         authorize((site_algorithm, aggregator.method_name), task_content(task_file), fl_ctx)
         task = load_task(task_file)
         settings = run_settings({name: getattr(self, name) for name in RUN_SETTINGS})
-        local = settings_of(fl_ctx.get_engine().get_workspace())
+        local = settings_of(fl_ctx.get_workspace())
         checkpoints, *interrupted = self._checkpoints(fl_ctx)
         if interrupted:
             take_up(interrupted[0], checkpoints)
@@ -301,19 +285,19 @@ class MedflareController(Controller):
         return [client.name for client in self._engine.get_clients()]
 
     def _task_file(self, fl_ctx: FLContext) -> Path:
-        workspace = fl_ctx.get_engine().get_workspace()
+        workspace = fl_ctx.get_workspace()
         return Path(workspace.get_app_config_dir(fl_ctx.get_job_id())) / TASK_FILE
 
     def _results_folder(self, fl_ctx: FLContext) -> Path:
         """FLARE packs it with the job's folder for download."""
-        return Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id())) / FOLDER
+        return Path(fl_ctx.get_workspace().get_run_dir(fl_ctx.get_job_id())) / FOLDER
 
     def _checkpoints(self, fl_ctx: FLContext) -> Iterator[Path]:
         """Folders of checkpoints: of this job and, if it resumes one, of the interrupted job.
 
         FLARE does not pack them.
         """
-        folder = Path(fl_ctx.get_engine().get_workspace().get_root_dir()) / FOLDER
+        folder = Path(fl_ctx.get_workspace().get_root_dir()) / FOLDER
         for job in (fl_ctx.get_job_id(), self.resume):
             if job:
                 yield folder / interrupted_id(job)

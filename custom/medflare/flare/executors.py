@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from medflare.federation.participant import Participant
 
 
+@dataclass(eq=False, repr=False)
 class MedflareExecutor(Executor):
     """Replies to each task of the federation for one site.
 
@@ -70,20 +71,14 @@ class MedflareExecutor(Executor):
 
     default_method: ClassVar[str] = ""
 
-    def __init__(
-        self,
-        seed: int,
-        hyper: dict[str, Any] | None = None,
-        method: str = "",
-        server_algorithm: str = "",
-        resume: str = "",
-    ):
+    seed: int
+    hyper: dict[str, Any] | None = None
+    method: str = ""
+    server_algorithm: str = ""
+    resume: str = ""
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.seed = seed
-        self.hyper = hyper
-        self.method = method
-        self.server_algorithm = server_algorithm
-        self.resume = resume
         self._spec: ParticipantSpec | None = None
         self._authorized: ParticipantSpec | None = None
         self._participant: Participant | None = None
@@ -162,7 +157,7 @@ class MedflareExecutor(Executor):
         return to_shareable(self._participant.answer(phase, round, to_message(incoming)))
 
     def _make_spec(self, fl_ctx: FLContext) -> ParticipantSpec:
-        workspace: Workspace = fl_ctx.get_engine().get_workspace()
+        workspace: Workspace = fl_ctx.get_workspace()
         job = fl_ctx.get_job_id()
         resumed = ""
         if self.resume:
@@ -228,14 +223,6 @@ class FedDAGExecutor(MedflareExecutor):
     default_method = "feddag"
 
 
-EXECUTORS: Final[dict[str, type[MedflareExecutor]]] = {  # method -> executor
-    executor.default_method: executor
-    for executor in (
-        FedAvgExecutor,
-        FedSMExecutor,
-        PRRExecutor,
-        GraceExecutor,
-        IOPExecutor,
-        FedDAGExecutor,
-    )
+EXECUTORS: Final = {  # method -> executor
+    executor.default_method: executor for executor in MedflareExecutor.__subclasses__()
 }

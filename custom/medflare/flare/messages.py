@@ -85,7 +85,7 @@ def _packed(entry: str, state: Mapping[str, Any]) -> DXO:
     import torch
 
     arrays: dict[str, Any] = {}
-    bfloat16: list[str] = []
+    bfloat16 = []
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             kind = type(tensor).__name__

@@ -55,16 +55,10 @@ class MedflareRecipe(Recipe):
             )
         if rounds is None:
             rounds = num_rounds
-        job: dict[str, Any] = {}
-        hyper: dict[str, Any] = {}
-        for name, value in settings.items():
-            if name in JOB_SETTINGS:
-                job[name] = value
-            else:
-                hyper[name] = value
+        job = {name: settings.pop(name) for name in JOB_SETTINGS if name in settings}
         if rounds is not None:
             job["rounds"] = rounds
-        job |= {"method": method or self.default_method, "hyper": hyper}
+        job |= {"method": method or self.default_method, "hyper": settings}
         super().__init__(FederationJob(load_task(task), checked(JobSettings, job, "recipe")))
 
     def process_env(self, env: ExecEnv) -> None:

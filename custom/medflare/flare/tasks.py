@@ -54,6 +54,7 @@ class _SiteTask:
         return self.shareable is not None or self.reply is not None
 
 
+@dataclass(eq=False)
 class TaskExchange:
     """The schedule's exchange (`federation.exchange.Exchange`) over FLARE's tasks.
 
@@ -63,24 +64,15 @@ class TaskExchange:
         say: takes a progress line.
     """
 
-    def __init__(
-        self,
-        controller: Controller,
-        fl_ctx: FLContext,
-        abort_signal: Signal,
-        settings: RunSettings,
-        *,
-        members: Callable[[], Iterable[str]],
-        stop_reason: Callable[[], str],
-        say: Callable[[str], None],
-    ):
-        self.controller = controller
-        self.fl_ctx = fl_ctx
-        self.abort_signal = abort_signal
-        self.settings = settings
-        self.members = members
-        self.stop_reason = stop_reason
-        self.say = say
+    controller: Controller
+    fl_ctx: FLContext
+    abort_signal: Signal
+    settings: RunSettings
+    members: Callable[[], Iterable[str]]
+    stop_reason: Callable[[], str]
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         # Site -> when the server last heard from it, on the monotonic clock.
         self.heard: dict[str, float] = {}
         # Sites that are given up until the server hears from them again.
@@ -339,7 +331,7 @@ def _slow_sites(step: Step, tasks: Mapping[str, _SiteTask]) -> list[str]:
     """
     done = [site_task.seconds for site_task in tasks.values() if site_task.answered]
     slowest = max(done, default=math.inf)
-    lines: list[str] = []
+    lines = []
     for site, site_task in tasks.items():
         if site_task.fetched is None or site_task.answered:
             continue

@@ -68,8 +68,7 @@ def event_line(event: Event) -> str:
     """
     where = event["site"] or ""
     if event["round"] is not None:
-        round = f"(round {event['round'] + 1})"
-        where = f"{where} {round}" if where else round
+        where = f"{where} (round {event['round'] + 1})".lstrip()
     return ": ".join(part for part in (event["kind"], where, event["message"]) if part)
 
 

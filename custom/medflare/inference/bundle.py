@@ -9,12 +9,11 @@ as TorchScript, which needs only MONAI and torch. MONAI runs parts of a configur
 
 import inspect
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from medflare.core.errors import ExportError
 from medflare.core.packages import installed_versions
@@ -23,7 +22,7 @@ from medflare.data.reading import PICTURES
 from medflare.inference.deployed import StoredModel
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
-from medflare.training.patches import OVERLAP
+from medflare.training.patches import OVERLAP, Predictor
 
 _TEMPLATE: dict[str, Any] = json.loads(
     Path(__file__).with_name("bundle.json").read_text(encoding="utf-8")
@@ -41,7 +40,7 @@ _PICTURE_LIST = (
 
 def write_bundle(
     stored: StoredModel, model: nn.Module, script: torch.jit.ScriptModule, folder: Path
-) -> Callable[[Tensor], Tensor]:
+) -> Predictor:
     """Write the bundle to an empty folder, and load its network.
 
     Returns the network: images (N, C, H, W) -> probabilities. ExportError: see `definition`.
@@ -137,13 +136,7 @@ def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
     steps.append({"_target_": f"{intensity.pop('name')}d", "keys": "image", **intensity})
     inferer: Any = _resizing(task)
     if task.image_mode == "patch":
-        inferer = {
-            "_target_": "SlidingWindowInferer",
-            "roi_size": list(task.size),
-            "sw_batch_size": 4,
-            "overlap": OVERLAP,
-            "mode": "gaussian",
-        }
+        inferer = _TEMPLATE["window"] | {"roi_size": list(task.size), "overlap": OVERLAP}
     content = _TEMPLATE["inference"] | {
         "datalist": datalist,
         "network_def": network,
@@ -164,15 +157,13 @@ def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
 
 def _write_masks(task: TaskConfig) -> list[Any]:
     """The steps from probabilities to a file with a mask."""
-    label = {"argmax": True} if task.target == "multiclass" else {"threshold": 0.5}
-    discrete: dict[str, Any] = {"_target_": "AsDiscreted", "keys": "pred", **label}
+    discrete = _TEMPLATE["argmax" if task.target == "multiclass" else "threshold"]
     save = _TEMPLATE["save"]
     if task.spatial_dims == 3:
         return [_TEMPLATE["invert"], discrete, {**save, "output_ext": ".nii.gz", "resample": True}]
     # MONAI writes pictures by columns.
-    transposed = {"_target_": "Transposed", "keys": "pred", "indices": [0, 2, 1]}
     ending = ".nii.gz" if task.target == "multilabel" else ".png"
-    return [discrete, transposed, {**save, "output_ext": ending}]
+    return [discrete, _TEMPLATE["transpose"], {**save, "output_ext": ending}]
 
 
 def _resizing(task: TaskConfig) -> str:
@@ -194,16 +185,8 @@ def _read_pictures(task: TaskConfig) -> list[Any]:
     upright = "$lambda image: ImageOps.exif_transpose(image)"
     if mode:  # 16 bits and floats are unchanged
         upright += f".convert({mode!r}) if image.mode[0] not in 'IF' else image"
-    reader = {"_target_": "PILReader", "converter": upright, "reverse_indexing": False}
-    return [
-        {
-            "_target_": "LoadImaged",
-            "keys": "image",
-            "reader": reader,
-            "ensure_channel_first": True,
-            "dtype": "$torch.float32",
-        }
-    ]
+    step = _TEMPLATE["picture"]
+    return [step | {"reader": step["reader"] | {"converter": upright}}]
 
 
 def _volume_list(channels: tuple[str, ...]) -> str:
@@ -218,30 +201,9 @@ def _volume_list(channels: tuple[str, ...]) -> str:
 
 
 def _read_volumes(task: TaskConfig) -> list[Any]:
-    steps: list[Any] = [
-        {
-            "_target_": "LoadImaged",
-            "keys": "image",
-            "reader": "NibabelReader",
-            "ensure_channel_first": True,
-        },
-        {
-            "_target_": "Orientationd",
-            "keys": "image",
-            "axcodes": task.orientation,
-            "labels": [["L", "R"], ["P", "A"], ["I", "S"]],
-        },
-    ]
+    steps = [_TEMPLATE["volume"], _TEMPLATE["orient"] | {"axcodes": task.orientation}]
     if task.spacing is not None:
-        steps.append(
-            {
-                "_target_": "Spacingd",
-                "keys": "image",
-                "pixdim": list(task.spacing),
-                "mode": "bilinear",
-                "padding_mode": "border",
-            }
-        )
+        steps.append(_TEMPLATE["space"] | {"pixdim": list(task.spacing)})
     return steps
 
 
@@ -249,35 +211,21 @@ def metadata(stored: StoredModel) -> dict[str, Any]:
     """configs/metadata.json by MONAI's schema."""
     task = stored.task
     versions = installed_versions()
-    names = task.classes if task.target == "binary" else task.labels
-    classes = {str(number): name for number, name in enumerate(names)}
+    classes = {str(number): name for number, name in enumerate(task.classes)}
     channels = task.channel_names
     if not channels and task.spatial_dims == 2:
         channels = {1: ("grey",), 3: ("red", "green", "blue")}.get(task.image_channels, ())
     if not channels:
         channels = tuple(f"channel {number}" for number in range(task.image_channels))
-    common = {"dtype": "float32", "is_patch_data": task.image_mode == "patch"}
-    image = {
-        **common,
-        "type": "image",
-        "format": "magnitude",
-        "modality": "n/a",
-        "num_channels": task.image_channels,
-        "spatial_shape": list(task.size),
-        "value_range": [],
-        "channel_def": as_data({str(number): name for number, name in enumerate(channels)}),
-    }
-    output: dict[str, Any] = {
-        **common,
-        "type": "image",
-        "format": "segmentation",
-        "num_channels": task.outputs,
-        "spatial_shape": list(task.size),
-        "value_range": [0, 1],
-        "channel_def": {"0": task.labels[0]} if task.target == "binary" else classes,
-    }
+    common = {"is_patch_data": task.image_mode == "patch", "spatial_shape": list(task.size)}
+    image = _TEMPLATE["images"] | common
+    image["num_channels"] = task.image_channels
+    image["channel_def"] = as_data({str(number): name for number, name in enumerate(channels)})
+    output = _TEMPLATE["masks"] | common
+    output["num_channels"] = task.outputs
+    output["channel_def"] = {"0": task.labels[0]} if task.target == "binary" else classes
     if task.kind == "classification":
-        output |= {"type": "probabilities", "format": "classes", "spatial_shape": []}
+        output |= _TEMPLATE["probabilities"]
     return _TEMPLATE["metadata"] | {
         "monai_version": versions["monai"],
         "pytorch_version": versions["torch"],

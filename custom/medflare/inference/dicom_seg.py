@@ -122,8 +122,8 @@ def _sources(series: Path, affine: np.ndarray, count: int) -> tuple[list[Any], l
     """The headers of the files, and for every slice (frame of a single file) its volume index."""
     from pydicom import dcmread
 
-    headers: list[Any] = []
-    order: list[int] = []
+    headers = []
+    order = []
     to_index = np.linalg.inv(affine)
     for file in dicom_files(series):
         header = dcmread(file, stop_before_pixels=True)

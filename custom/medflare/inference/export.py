@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from medflare.adaptation.registry import ADAPTATIONS
 from medflare.core.errors import ConfigError, ExportError, one_line
@@ -26,6 +26,7 @@ from medflare.core.store import write_json
 from medflare.inference.bundle import write_bundle
 from medflare.inference.deployed import CARD_FILE, Branching, Builder, StoredModel, build, signed
 from medflare.tasks.config import TaskConfig
+from medflare.training.patches import Predictor
 
 TOLERANCE = 1e-4  # of a probability: float32 arithmetic in another order differs by about 1e-6
 _ONLINE = (
@@ -37,8 +38,6 @@ _REFUSED = {
     "routed": "its weights depend on the image and its statistics on the batch; "
     "use `medflare predict`, or export role global or personal",
 }
-
-Predictor = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)

@@ -103,10 +103,9 @@ def sizes(mask: np.ndarray, task: TaskConfig, grid: Grid | None = None) -> dict[
     Of a volume voxels, and millilitres if its spacing is known.
     """
     counts = {label: int(pixels.sum()) for label, pixels in label_masks(mask, task).items()}
-    if grid is None:
-        return {f"pixels_{label}": count for label, count in counts.items()}
-    columns: dict[str, Any] = {f"voxels_{label}": count for label, count in counts.items()}
-    if grid.voxel_volume is not None:
+    unit = "voxels" if grid else "pixels"
+    columns: dict[str, Any] = {f"{unit}_{label}": count for label, count in counts.items()}
+    if grid and grid.voxel_volume is not None:
         for label, count in counts.items():
             columns[f"ml_{label}"] = f"{count * grid.voxel_volume / 1000:.6g}"
     return columns
@@ -169,7 +168,7 @@ def _endings(labels: Sequence[str]) -> list[str]:
     """Ends of the labels' file names: their letters and digits, numbered if two are equal."""
     plain = [re.sub(r"[\W_]+", "-", label) for label in labels]
     same = Counter(map(str.casefold, plain))  # some file systems ignore case
-    endings: list[str] = []
+    endings = []
     for number, name in enumerate(plain, start=1):
         ending = f"_{name}"
         if same[name.casefold()] > 1:

@@ -10,6 +10,7 @@ all slices of a volume together, and pictures one by one.
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -188,9 +189,9 @@ def predict(
     make_folder(out)
     for problem in problems:
         summary.fail(problem)
-    refused = _Refused(task, trained, strict, force)
+    check = partial(_refuse, trained=trained, task=task, strict=strict, force=force)
     # All of them may not fit into memory.
-    prepared = Repeated(lambda: _readable(inputs, task, bounds, summary.fail, refused))
+    prepared = Repeated(lambda: _readable(inputs, task, bounds, summary.fail, check))
     if isinstance(model, Adaptive) and adapt != NONE:
         summary.adapted = fit(model, prepared, task, device, stored.kind)
     elif isinstance(model, Online):
@@ -212,7 +213,8 @@ def predict(
         if trained is not None:
             differences = _differences(prediction.prepared.acquired, trained, task)
             summary.differs(str(prediction.prepared.source.path), differences)
-            written = [{**row, OUTSIDE: _listed(differences)} for row in written]
+            for row in written:
+                row[OUTSIDE] = _listed(differences)
         rows += written
     columns = list(dict.fromkeys(chain.from_iterable(rows))) or ["image"]
     write_atomically(summary.table, csv_text(rows, columns).encode())
@@ -246,31 +248,22 @@ def _differences(acquired: Acquisition, trained: TrainedOn, task: TaskConfig) ->
     return differences
 
 
-@dataclass(frozen=True)
-class _Refused:
-    """Which inputs are not predicted."""
-
-    task: TaskConfig
-    trained: TrainedOn | None
-    strict: bool
-    force: bool
-
-    def check(self, prepared: PreparedImage) -> None:
-        """Raise DataError for an input that must not be predicted."""
-        trained = self.trained
-        if trained is None:
-            return
-        is_grey_volume = prepared.volume and not prepared.acquired.coloured
-        if is_grey_volume and trained.coloured == (True,) and not self.force:
-            raise DataError(
-                f"{prepared.source.path}: a grey volume, "
-                "and the model was trained on pictures in colour; use a model of such "
-                "volumes, or --force"
-            )
-        if self.strict:
-            differences = _differences(prepared.acquired, trained, self.task)
-            if differences:
-                raise DataError(f"{prepared.source.path}: {_UNSEEN}: {_listed(differences)}")
+def _refuse(
+    prepared: PreparedImage, trained: TrainedOn | None, task: TaskConfig, strict: bool, force: bool
+) -> None:
+    """Raise DataError for an input that must not be predicted."""
+    if trained is None:
+        return
+    is_grey_volume = prepared.volume and not prepared.acquired.coloured
+    if is_grey_volume and trained.coloured == (True,) and not force:
+        raise DataError(
+            f"{prepared.source.path}: a grey volume, and the model was trained on pictures "
+            "in colour; use a model of such volumes, or --force"
+        )
+    if strict:
+        differences = _differences(prepared.acquired, trained, task)
+        if differences:
+            raise DataError(f"{prepared.source.path}: {_UNSEEN}: {_listed(differences)}")
 
 
 def _listed(differences: Mapping[str, str]) -> str:
@@ -350,7 +343,7 @@ def _readable(
     task: TaskConfig,
     bounds: ImageBounds,
     fail: Callable[[str], None],
-    refused: _Refused,
+    check: Callable[[PreparedImage], None],
 ) -> Iterator[PreparedImage]:
     """The prepared inputs.
 
@@ -359,7 +352,7 @@ def _readable(
     for source in counted(list(inputs), len(inputs), "images read"):
         try:
             prepared = prepare(source, task, bounds)
-            refused.check(prepared)
+            check(prepared)
             yield prepared
         except DataError as error:
             inputs.remove(source)

@@ -5,41 +5,141 @@ What an author of a method needs can be imported from here: `Method`, `SiteAlgor
 training loop.
 """
 
-from functools import partial
+from typing import TYPE_CHECKING
 
-from medflare.core.facade import public
+from medflare.core.lazy_imports import lazy_imports
 
-_MODULES = {
-    "aggregation": "Aggregation SiteModel WeightedMean site_models states_of",
-    "base": "PersistentState Plan ServerAlgorithm ServerContext ServerHyper "
-    "SiteAlgorithm SiteHyper Step",
-    "catalogue": "build_deployed get_method method_names",
-    "fedavg.partial": "PartialSite",
-    "fedavg.server": "FedAvgServer FedAvgServerHyper",
-    "fedavg.site": "MODEL SELECTED_ROUND FedAvgHyper FedAvgSite FedAvgSiteHyper "
-    "received trained_model",
-    "method": "Method",
-    "parts.measured": "LOSS MEASURED N_SAMPLES VALIDATION",
-    "parts.partial": "LocalPart",
-    "fedavg.personal": "PersonalModel",
-    "parts.proximal": "proximal_term",
-    "parts.selection": "Best ModelSelector",
-    "medflare.core.errors": "ConfigError",
-    "medflare.core.hyper": "param",
-    "medflare.core.message": "Message",
-    "medflare.core.phases": "Phase asks extends handles phase",
-    "medflare.core.rng": "torch_generator",
-    "medflare.core.settings": "STRICT",
-    "medflare.core.specs": "MetaSpec TensorSpec count listing number table text",
-    "medflare.core.states": "StateDict blend copy_state weighted_mean",
-    "medflare.inference.deployed": "build plain_message",
-    "medflare.networks.features": "FeatureNetwork",
-    "medflare.privacy.settings": "PrivacyHyper",
-    "medflare.tasks.config": "TaskConfig",
-    "medflare.training.epochs": "Steps epochs finite_or_none pack_optimizer run_epochs "
-    "train_epochs trainable",
-    "medflare.training.site": "Site",
-}
-_PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = sorted(_PUBLIC)
-__getattr__ = partial(public, __name__, _PUBLIC)
+if TYPE_CHECKING:
+    from medflare.core.errors import ConfigError
+    from medflare.core.hyper import param
+    from medflare.core.message import Message
+    from medflare.core.phases import Phase, asks, extends, handles, phase
+    from medflare.core.rng import torch_generator
+    from medflare.core.settings import STRICT, strict_dataclass
+    from medflare.core.specs import MetaSpec, TensorSpec, count, listing, number, table, text
+    from medflare.core.states import StateDict, blend, copy_state, weighted_mean
+    from medflare.inference.deployed import build, plain_message
+    from medflare.methods.aggregation import (
+        Aggregation,
+        SiteModel,
+        WeightedMean,
+        site_models,
+        states_of,
+    )
+    from medflare.methods.base import (
+        PersistentState,
+        Plan,
+        ServerAlgorithm,
+        ServerContext,
+        ServerHyper,
+        SiteAlgorithm,
+        SiteHyper,
+        Step,
+    )
+    from medflare.methods.catalogue import build_deployed, get_method, method_names
+    from medflare.methods.fedavg.partial import PartialSite
+    from medflare.methods.fedavg.personal import PersonalModel, PersonalSite
+    from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
+    from medflare.methods.fedavg.site import (
+        MODEL,
+        SELECTED_ROUND,
+        FedAvgHyper,
+        FedAvgSite,
+        FedAvgSiteHyper,
+        received,
+        trained_model,
+    )
+    from medflare.methods.method import Method
+    from medflare.methods.parts.measured import LOSS, MEASURED, N_SAMPLES, VALIDATION
+    from medflare.methods.parts.partial import LocalPart
+    from medflare.methods.parts.proximal import proximal_term
+    from medflare.methods.parts.selection import Best, ModelSelector
+    from medflare.networks.features import FeatureNetwork
+    from medflare.privacy.settings import PrivacyHyper
+    from medflare.tasks.config import TaskConfig
+    from medflare.training.epochs import (
+        Steps,
+        epochs,
+        finite_or_none,
+        pack_optimizer,
+        run_epochs,
+        train_epochs,
+        trainable,
+    )
+    from medflare.training.site import Site
+
+__all__ = [
+    "LOSS",
+    "MEASURED",
+    "MODEL",
+    "N_SAMPLES",
+    "SELECTED_ROUND",
+    "STRICT",
+    "VALIDATION",
+    "Aggregation",
+    "Best",
+    "ConfigError",
+    "FeatureNetwork",
+    "FedAvgHyper",
+    "FedAvgServer",
+    "FedAvgServerHyper",
+    "FedAvgSite",
+    "FedAvgSiteHyper",
+    "LocalPart",
+    "Message",
+    "MetaSpec",
+    "Method",
+    "ModelSelector",
+    "PartialSite",
+    "PersistentState",
+    "PersonalModel",
+    "PersonalSite",
+    "Phase",
+    "Plan",
+    "PrivacyHyper",
+    "ServerAlgorithm",
+    "ServerContext",
+    "ServerHyper",
+    "Site",
+    "SiteAlgorithm",
+    "SiteHyper",
+    "SiteModel",
+    "StateDict",
+    "Step",
+    "Steps",
+    "TaskConfig",
+    "TensorSpec",
+    "WeightedMean",
+    "asks",
+    "blend",
+    "build",
+    "build_deployed",
+    "copy_state",
+    "count",
+    "epochs",
+    "extends",
+    "finite_or_none",
+    "get_method",
+    "handles",
+    "listing",
+    "method_names",
+    "number",
+    "pack_optimizer",
+    "param",
+    "phase",
+    "plain_message",
+    "proximal_term",
+    "received",
+    "run_epochs",
+    "site_models",
+    "states_of",
+    "strict_dataclass",
+    "table",
+    "text",
+    "torch_generator",
+    "train_epochs",
+    "trainable",
+    "trained_model",
+    "weighted_mean",
+]
+__getattr__, __dir__ = lazy_imports(__name__, __file__)

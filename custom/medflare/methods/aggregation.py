@@ -42,15 +42,14 @@ def site_models(replies: Mapping[str, Message], entry: TensorSpec) -> dict[str, 
     Raises:
         UpdateError: a reply without its number of samples.
     """
-    models: dict[str, SiteModel] = {}
+    models = {}
     for site, reply in replies.items():
-        state = reply[entry]
         if N_SAMPLES not in reply:
             raise UpdateError(
                 "a reply without the item 'n_samples' cannot be weighted by samples; "
                 "use weighting=uniform"
             )
-        models[site] = SiteModel(state, float(reply[N_SAMPLES]), reply.meta)
+        models[site] = SiteModel(reply[entry], float(reply[N_SAMPLES]), reply.meta)
     return models
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
-from pydantic.dataclasses import dataclass
 from torch import nn
 
 from medflare.core.errors import ConfigError
@@ -18,9 +17,9 @@ from medflare.core.events import EventLog
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import Phase, declared_phases, reply_methods, request_methods
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import Manifest, MetaSpec, TensorSpec
-from medflare.core.states import StateDict
+from medflare.core.states import StateDict, copy_state
 from medflare.methods.aggregation import Aggregation, NoAggregation
 from medflare.methods.parts.measured import LOSS, N_SAMPLES, VALIDATION
 from medflare.methods.parts.selection import ModelSelector, Selection
@@ -32,12 +31,12 @@ from medflare.training.epochs import finite_or_none
 from medflare.training.site import Site
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class SiteHyper:
     """Hyper-parameters of a site algorithm; none by itself."""
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class ServerHyper:
     """Hyper-parameters of every server algorithm."""
 
@@ -196,7 +195,7 @@ class ServerContext:
         Arguments as of `SiteAlgorithm.network`.
         """
         network = initial_network(self.task, self.seed, purpose, spec, outputs, self.start)
-        return {name: tensor.clone() for name, tensor in network.state_dict().items()}
+        return copy_state(network.state_dict())
 
 
 class PersistentState:

@@ -94,20 +94,22 @@ def _builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
     builder = builtin_builder(kind)
     if builder is not None:
         return builder
-    modules = {name: extensions.module_of(point) for name, point in _foreign().items()}
-    usable = [name for name, module in modules.items() if _may_load(module)]
+    trusted = extensions.trusted()
+    usable = []
+    others = set()  # packages whose methods are not loaded
+    for name, point in _foreign().items():
+        module = extensions.module_of(point)
+        if module in sys.modules or not untrusted(module, trusted):
+            usable.append(name)
+        else:
+            others.add(module.partition(".")[0])
     builder = _first_builder(kind, (*usable, *_OBJECTS))
-    others = {modules[name].partition(".")[0] for name in modules if name not in usable}
     if builder is None and others:
         raise ConfigError(
             f"unknown kind of model {kind!r}; if a package that this process does not trust "
             f"({', '.join(sorted(others))}) builds it, add that package to {extensions.VARIABLE}"
         )
     return builder
-
-
-def _may_load(module: str) -> bool:
-    return module in sys.modules or not untrusted(module, extensions.trusted())
 
 
 def builtin_builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import SplitHyper, build_hyper, plain, split_hyper
@@ -160,15 +160,14 @@ class Method:
         """Raises ConfigError if an algorithm needs its own method's other algorithm."""
         of_site, of_server = self.algorithms
         if not issubclass(self.server_class.Hyper, self.site_class.server_hyper):
-            self._refuse_pair("site", of_site)
-        if not issubclass(self.site_class, self.server_class.site_algorithm):
-            self._refuse_pair("server", of_server)
-
-    def _refuse_pair(self, algorithm: str, method: str) -> NoReturn:
-        raise ConfigError(
-            f"method {self.name!r}: the {algorithm} algorithm of {method!r} needs its own other "
-            f"one; run {method!r}"
-        )
+            refused = f"site algorithm of {of_site!r} needs its own other one; run {of_site!r}"
+        elif not issubclass(self.site_class, self.server_class.site_algorithm):
+            refused = (
+                f"server algorithm of {of_server!r} needs its own other one; run {of_server!r}"
+            )
+        else:
+            return
+        raise ConfigError(f"method {self.name!r}: the {refused}")
 
     @property
     def dp_unsupported_reason(self) -> str:

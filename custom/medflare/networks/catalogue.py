@@ -73,12 +73,10 @@ def build_network(
     spec = dict(settings)
     name = str(settings.pop("name", None))
     sides = tuple(size or [_SIDE] * spatial_dims)
-    network: Any
+    build = _theirs
     if name in NETWORKS and not own_module(spec):
-        images = {"spatial_dims": spatial_dims, "size": sides}
-        network = _ours(name, settings, in_channels, out_channels, images)
-    else:
-        network = _theirs(name, settings, in_channels, out_channels, spatial_dims, sides)
+        build = _ours
+    network: Any = build(name, settings, in_channels, out_channels, spatial_dims, sides)
     if not isinstance(network, FeatureNetwork):
         last = _last_layer(json.dumps(spec), in_channels, out_channels, spatial_dims, sides)
         network = WholeNetwork(network, last)
@@ -97,19 +95,19 @@ def _ours(
     settings: Mapping[str, Any],
     in_channels: int,
     out_channels: int,
-    images: Mapping[str, Any],
-) -> FeatureNetwork:
-    """One of `NETWORKS`; `images` has "spatial_dims" and "size", for those that have such an
-    argument.
-    """
+    spatial_dims: int,
+    size: Sequence[int],
+) -> nn.Module:
+    """One of `NETWORKS`; those that have such an argument get `spatial_dims` and `size`."""
     build = NETWORKS[name]
+    images = {"spatial_dims": spatial_dims, "size": size}
     reserved = ["in_channels", "out_channels", *images]
     refuse_arguments(build, settings, f"network {name}", reserved=reserved)
     parameters = inspect.signature(build).parameters
     accepted = {key: value for key, value in images.items() if key in parameters}
-    if "spatial_dims" not in accepted and images["spatial_dims"] != 2:
+    if "spatial_dims" not in accepted and spatial_dims != 2:
         raise ConfigError(
-            f"network {name}: is 2-D, spatial_dims is {images['spatial_dims']}; "
+            f"network {name}: is 2-D, spatial_dims is {spatial_dims}; "
             "use unet, resnet18 or one of MONAI's"
         )
     try:

@@ -27,8 +27,8 @@ from medflare.data.targets import class_counts, encode_label, scarce_classes, sc
 from medflare.data.transforms import Augmentation, Preprocessing, middle_slice
 from medflare.networks.catalogue import initial_network
 from medflare.networks.dry_run import check_network
-from medflare.preparation.step_cost import noise_targets
-from medflare.tasks.annotation import structures_of
+from medflare.preparation.step_cost import noise
+from medflare.preparation.structures import structure_masks
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 from medflare.training.montage import contact_sheet
@@ -73,7 +73,7 @@ class SiteCheck:
         unit = "images"
         if task.kind == "segmentation":
             unit = "pixels" if task.spatial_dims == 2 else "voxels"
-        rows: dict[str, str] = {}
+        rows = {}
         for split, (images, patients) in self.splits.items():
             rows[split] = f"{images} images of {patients} patients"
         rows["stored sizes"] = ", ".join(
@@ -129,12 +129,13 @@ class CheckReport:
             lines += ["", name]
             for line in report.lines(self.task):
                 lines.append(f"  {line}")
-        if self.shift is None:
-            lines += ["", f"shift between sites: not measured, {self.shift_reason}"]
-        else:
-            chance = f"chance {1 / len(self.sites):.2f}"
-            measured = f"{self.shift:.2f} balanced accuracy of telling the site from a thumbnail"
-            lines += ["", f"shift between sites: {measured} ({chance})"]
+        shift = f"not measured, {self.shift_reason}"
+        if self.shift is not None:
+            shift = (
+                f"{self.shift:.2f} balanced accuracy of telling the site from a thumbnail "
+                f"(chance {1 / len(self.sites):.2f})"
+            )
+        lines += ["", f"shift between sites: {shift}"]
         if self.thumbnails:
             lines.append(f"thumbnails, a row for each site: {self.thumbnails}")
         if self.problem:
@@ -170,16 +171,17 @@ def check_site(
     if out is not None:
         make_folder(Path(out))
     report = CheckReport(task, root, {})
-    data: dict[str, SiteData] = {}
+    data = {}
     for folder in folders:
         name = site_name(folder)
-        report.sites[name] = SiteCheck()
+        site = SiteCheck()
+        report.sites[name] = site
         try:
-            site_data = _check_folder(name, folder, task, local, report.sites[name])
+            site_data = _check_folder(name, folder, task, local, site)
             if site_data is not None:
                 data[name] = site_data
         except DataError as error:
-            report.sites[name].problems.append(str(error))
+            site.problems.append(str(error))
     none_trains = all(site.test_only for site in report.sites.values())
     if none_trains and folders != [root]:  # a site's folder alone may be that of an outside site
         report.problem = (
@@ -204,9 +206,7 @@ def check_task(task: TaskConfig) -> None:
     check_network(task)
     loss = build_loss(task)
     augmentation = Augmentation(task)
-    random = numpy_generator(0, "check task")
-    images = torch.tensor(random.random((2, task.image_channels, *task.size), dtype=np.float32))
-    targets = noise_targets(task, 2)
+    images, targets = noise(task, 2, "check task")
     network = initial_network(task, seed=0)
     try:
         images, targets = augmentation(images, targets, np.random.RandomState(0))
@@ -276,14 +276,15 @@ def _read_images(
     """Read every file: sizes, intensities and problems go into the report."""
     preprocessing = Preprocessing(task)
     moments: list[tuple[float, ...]] = []
-    unsuitable: list[str] = []
+    unsuitable = []
     first_of: dict[bytes, DatalistItem] = {}  # hash of the stored values -> image
-    copies: list[str] = []
+    copies = []
     filled = Counter[str]()  # structure -> masks that it fills
+    is_classification = task.kind == "classification"
     for entry in entries:
         try:
-            if _is_dropped(entry, task):
-                continue
+            if is_classification and encode_label(entry.label, task, entry.place) is None:
+                continue  # the task leaves out its class
             read = source.image(entry)
             filled.update(filled_structures(target_of(task, source, entry, read), task))
         except DataError as error:
@@ -324,11 +325,6 @@ def _read_images(
         report.intensity = _overall_intensity(moments)
 
 
-def _is_dropped(entry: DatalistItem, task: TaskConfig) -> bool:
-    """Whether the task leaves out the image's class; DataError for a label that has no class."""
-    return task.kind == "classification" and encode_label(entry.label, task, entry.place) is None
-
-
 def _overall_intensity(moments: list[tuple[float, ...]]) -> dict[str, float]:
     """Minimum, mean, deviation and maximum of all images, which count equally.
 
@@ -352,9 +348,7 @@ def filled_structures(target: np.ndarray, task: TaskConfig) -> list[str]:
     if task.kind == "classification":
         return []
     names = []
-    for name in structures_of(task):
-        index = task.labels.index(name)
-        shown = target[0] == index if task.target == "multiclass" else target[index] > 0
+    for name, shown in structure_masks(target, task).items():
         corners = shown[np.ix_(*[(0, -1)] * shown.ndim)]
         if corners.all() and shown.mean() > _FILLED:
             names.append(name)
@@ -404,27 +398,24 @@ def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
 
     if len(data) < 2:
         return None, "it takes two sites"
-    pictures: list[np.ndarray] = []
-    sites: list[str] = []
-    patients: list[str] = []
+    pictures = []
+    sites = []
+    patients = []
     for name, site in data.items():
         splits = [site.train, site.validation, site.test]
         images: ConcatDataset[tuple[torch.Tensor, torch.Tensor]] = ConcatDataset(splits)
-        owners: list[str] = []
-        for split in splits:
-            for patient in split.patients:
-                owners.append(f"{name}/{patient}")
+        owners = [*site.train.patients, *site.validation.patients, *site.test.patients]
         if len(set(owners)) < 3:
             return None, f"site {name} has fewer than three patients"
         rows = numpy_generator(0, name, "shift").permutation(len(images))[:_SHIFT_IMAGES]
-        thumbnails: dict[int, torch.Tensor] = {}
+        thumbnails = {}
         for row in sorted(rows):  # a volume's slices in turn: each volume is decoded once
             picture = middle_slice(images[row][0])[None]
             thumbnails[row] = functional.interpolate(picture, (_THUMBNAIL, _THUMBNAIL), mode="area")
         for row in rows:
             pictures.append(thumbnails[row].flatten(1).numpy())
             sites.append(name)
-            patients.append(owners[row])
+            patients.append(f"{name}/{owners[row]}")
     folds = StratifiedGroupKFold(3, shuffle=True, random_state=0)
     model = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
     predicted = cross_val_predict(model, np.concatenate(pictures), sites, groups=patients, cv=folds)

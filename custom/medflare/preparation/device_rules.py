@@ -6,13 +6,14 @@ chosen by.
 """
 
 import math
+import statistics
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from medflare.core.text import about, format_shape
-from medflare.preparation.fingerprint import DatasetFingerprint
-from medflare.preparation.planning import Choice, mirroring, ordered_axes
-from medflare.preparation.round_time import Stopwatch, median_size, round_seconds
+from medflare.preparation.fingerprint import Fingerprints
+from medflare.preparation.planning import Choice, Settings, mirroring, ordered_axes, settings_of
+from medflare.preparation.round_time import Stopwatch, median_size
 from medflare.preparation.structures import SIDES
 from medflare.tasks.config import TaskConfig, load_task
 
@@ -39,49 +40,46 @@ _STEPS: Final = 25  # of a round at the median site
 _MAX_EPOCHS: Final = 10
 
 
-def small_segmentation(
-    settings: dict[str, Any],
-    sites: Sequence[DatasetFingerprint],
-    stopwatch: Stopwatch,
-    limit: float,
-) -> tuple[Choice, ...]:
+def small_segmentation(settings: Settings, stopwatch: Stopwatch) -> tuple[Choice, ...]:
     """Image mode, size, augmentation, network and batch size for a CPU.
 
-    A round with one local epoch takes at most `limit` seconds, if any settings allow that. Images
+    A round with one local epoch keeps to the stopwatch's limit, if any settings allow that. Images
     are resized to the smallest size that keeps the structures, see `structures.Layout`. Where that
-    is large, or `limit` does not allow it, patches at full resolution take their place, if `limit`
-    allows those: they give more steps in the same time, half of them around a structure. Structures
-    that keep an order need the whole image, since their place tells them apart.
+    is large, or the limit does not allow it, patches at full resolution take their place, if the
+    limit allows those: they give more steps in the same time, half of them around a structure.
+    Structures that keep an order need the whole image, since their place tells them apart.
 
     Args:
         settings: of the task, complete.
     """
+    sites = stopwatch.sites
     dims = settings["spatial_dims"]
-    batch = _batch_size(sites, dims)
+    batch = Choice(
+        "batch_size",
+        max(2, min(_BATCHES[dims], min(site.images for site in sites) // 4)),
+        f"a quarter of the smallest site's images, from 2 to {_BATCHES[dims]}",
+    )
     network = Choice("network", small_unet(), f"a U-Net of {_LEVELS} levels that a CPU can train")
-    augment = _cheap_augmentation(settings, sites)
-    common = {**settings, "network": network.value, "batch_size": batch.value, "local_epochs": 1}
-    common["augment"] = augment.value
+    ordered = ordered_axes(sites)
+    augment = Choice(
+        "augment",
+        [transform for transform in settings["augment"] if transform["name"] in _CHEAP],
+        f"{mirroring(ordered)}; nnU-Net's changes of intensity, without what costs a CPU much",
+    )
+    common = settings | settings_of((network, batch, augment)) | {"local_epochs": 1}
     detail = _detail(sites)
     wanted = _wanted_side(median_size(sites), detail)
-    is_ordered = bool(ordered_axes(sites))
-    if wanted <= _WHOLE[dims] or is_ordered:
-        mode, size = _resized(common, sites, stopwatch, limit, wanted)
-        if is_ordered or detail.get(max(size.value), 1.0) >= _LEAST_DETAIL:
+    if wanted <= _WHOLE[dims] or ordered:
+        mode, size = _resized(common, stopwatch, wanted)
+        if ordered or detail.get(max(size.value), 1.0) >= _LEAST_DETAIL:
             return (mode, size, augment, network, batch)
     reason = "patches of a step; small batches give more steps"
     patch_batch = Choice("batch_size", _PATCH_BATCH, reason)
-    patches = _patches({**common, "batch_size": _PATCH_BATCH}, sites, stopwatch, limit)
+    patches = _patches({**common, "batch_size": _PATCH_BATCH}, stopwatch)
     if patches:
         return (*patches, augment, network, patch_batch)
-    mode, size = _resized(common, sites, stopwatch, limit, min(wanted, _WHOLE[dims]))
+    mode, size = _resized(common, stopwatch, min(wanted, _WHOLE[dims]))
     return (mode, size, augment, network, batch)
-
-
-def _cheap_augmentation(settings: dict[str, Any], sites: Sequence[DatasetFingerprint]) -> Choice:
-    transforms = [transform for transform in settings["augment"] if transform["name"] in _CHEAP]
-    intensities = "nnU-Net's changes of intensity, without what costs a CPU much"
-    return Choice("augment", transforms, f"{mirroring(ordered_axes(sites))}; {intensities}")
 
 
 def _wanted_side(median: Sequence[float], detail: dict[int, float]) -> int:
@@ -93,39 +91,13 @@ def _wanted_side(median: Sequence[float], detail: dict[int, float]) -> int:
     return full
 
 
-def whole_images(choices: Sequence[Choice]) -> bool:
-    """Whether images are resized; then the task has neither `patches_per_image` nor `spacing`."""
-    return any(choice.setting == "image_mode" and choice.value == "resize" for choice in choices)
-
-
-def settings_of(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Setting -> chosen value."""
-    return {choice.setting: choice.value for choice in choices}
-
-
-def small_unet(levels: int = _LEVELS) -> dict[str, Any]:
+def small_unet(levels: int = _LEVELS) -> Settings:
     """A U-Net for a CPU."""
     widths = [_WIDTH * 2**level for level in range(levels)]
     return {"name": "unet", "channels": widths, "norm": "instance"}
 
 
-def _task(
-    settings: dict[str, Any], choices: Sequence[Choice], dropped: Sequence[str]
-) -> TaskConfig:
-    changed = settings | settings_of(choices)
-    for name in dropped:
-        changed.pop(name, None)
-    return load_task(changed)
-
-
-def _batch_size(sites: Sequence[DatasetFingerprint], dims: int) -> Choice:
-    smallest = min(site.images for site in sites)
-    batch = max(2, min(_BATCHES[dims], smallest // 4))
-    reason = f"a quarter of the smallest site's images, from 2 to {_BATCHES[dims]}"
-    return Choice("batch_size", batch, reason)
-
-
-def _detail(sites: Sequence[DatasetFingerprint]) -> dict[int, float]:
+def _detail(sites: Fingerprints) -> dict[int, float]:
     """Longest side -> Dice after resizing, of the site that loses most."""
     detail: dict[int, float] = {}
     for site in sites:
@@ -135,23 +107,17 @@ def _detail(sites: Sequence[DatasetFingerprint]) -> dict[int, float]:
     return detail
 
 
-def _resized(
-    common: dict[str, Any],
-    sites: Sequence[DatasetFingerprint],
-    stopwatch: Stopwatch,
-    limit: float,
-    wanted: int,
-) -> tuple[Choice, Choice]:
+def _resized(common: Settings, stopwatch: Stopwatch, wanted: int) -> tuple[Choice, Choice]:
     """Image mode and size of resized images, the longest side at most `wanted`."""
-    median = median_size(sites)
-    detail = _detail(sites)
+    median = median_size(stopwatch.sites)
+    detail = _detail(stopwatch.sites)
     smaller = [side for side in reversed(SIDES[common["spatial_dims"]]) if side < wanted]
     reason = "whole images, which a small network on a CPU learns faster"
     mode = Choice("image_mode", "resize", reason)
     for side in (wanted, *smaller):
         size = _scaled(median, side)
-        task = _task(common, (mode, Choice("size", size, "")), ("patches_per_image", "spacing"))
-        if round_seconds(task, sites, stopwatch.estimated_seconds(task)) <= limit:
+        whole = {"image_mode": "resize", "size": size, "spacing": None}
+        if stopwatch.is_fast(load_task(common | whole)):
             break
     reason = "the largest size for the minutes of a round"
     if side == wanted:
@@ -168,14 +134,12 @@ def _scaled(median: Sequence[float], longest: float) -> list[int]:
     return [max(2 * _STEP, round(side * scale / _STEP) * _STEP) for side in median]
 
 
-def _patches(
-    common: dict[str, Any], sites: Sequence[DatasetFingerprint], stopwatch: Stopwatch, limit: float
-) -> tuple[Choice, ...]:
+def _patches(common: Settings, stopwatch: Stopwatch) -> tuple[Choice, ...]:
     """Image mode, size and number of patches at the resolution of the files (or of the task's
     spacing); () if none is fast enough.
     """
     dims = common["spatial_dims"]
-    median = median_size(sites, common.get("spacing"))
+    median = median_size(stopwatch.sites, common.get("spacing"))
     most = _MAX_PATCHES[dims]
     reason = "resized images would lose structures; patches keep the resolution"
     mode = Choice("image_mode", "patch", reason)
@@ -188,45 +152,36 @@ def _patches(
             Choice("size", size, "of a patch, for the minutes of a round"),
             Choice("patches_per_image", patches, covered),
         )
-        task = _task(common, choices, ())
-        if round_seconds(task, sites, stopwatch.estimated_seconds(task)) <= limit:
+        if stopwatch.is_fast(load_task(common | settings_of(choices))):
             return choices
     return ()
 
 
-def picture_size(
-    settings: dict[str, Any],
-    sites: Sequence[DatasetFingerprint],
-    stopwatch: Stopwatch,
-    limit: float,
-    step: int,
-) -> Choice | None:
+def picture_size(settings: Settings, stopwatch: Stopwatch, step: int) -> Choice | None:
     """A smaller size for the images of a classification, if a round with the present one takes more
-    than `limit` seconds.
+    than the stopwatch's limit.
 
     Args:
         settings: of the task, complete.
         step: sides are multiples of it.
     """
     task = load_task({**settings, "local_epochs": 1})
-    seconds = stopwatch.measured(task, sites).seconds
-    if seconds <= limit:
+    seconds = stopwatch.measured(task).seconds
+    if seconds <= stopwatch.limit:
         return None
-    scale = (limit / seconds) ** (1 / len(task.size))
+    scale = (stopwatch.limit / seconds) ** (1 / len(task.size))
     size = [max(step, int(side * scale / step) * step) for side in task.size]
     reason = f"made smaller than {format_shape(task.size)}, for the minutes of a round"
     return Choice("size", size, reason)
 
 
-def local_epochs(
-    task: TaskConfig, sites: Sequence[DatasetFingerprint], seconds: float, limit: float
-) -> Choice:
+def local_epochs(task: TaskConfig, stopwatch: Stopwatch, seconds: float) -> Choice:
     """Local epochs; `seconds` of a round with one."""
-    images = sorted(site.images for site in sites)[len(sites) // 2]
+    images = statistics.median_high(site.images for site in stopwatch.sites)
     steps = max(1, images * task.patches_per_image // task.batch_size)
     wanted = min(_MAX_EPOCHS, math.ceil(_STEPS / steps))
-    epochs = max(1, min(wanted, int(limit / seconds)))
+    epochs = max(1, min(wanted, int(stopwatch.limit / seconds)))
     reason = f"about {_STEPS} steps of a round at a site of {images} images"
     if epochs < wanted:
-        reason += f", as far as {about(limit)} of a round allow"
+        reason += f", as far as {about(stopwatch.limit)} of a round allow"
     return Choice("local_epochs", epochs, reason)

@@ -11,22 +11,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
+import torch
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
 
 from medflare.core.errors import Aborted, DataError, one_line
 from medflare.core.rng import numpy_generator
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.store import write_json
 from medflare.data.datalist import FILE, DatalistItem, site_folders, site_name
 from medflare.data.decoding import Source, pictures_of, target_of
 from medflare.data.loading import check_unreadable, open_source, usable_entries
 from medflare.data.progress import counted
-from medflare.data.targets import encode_label
-from medflare.preparation.structures import Layout, LayoutOfImages
+from medflare.data.targets import class_counts, encode_label
+from medflare.preparation.structures import Layout, LayoutOfImages, Share
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
@@ -58,12 +65,11 @@ _DRAWN: Final = 10_000  # intensities per image for percentiles (nnU-Net)
 _MAX_DRAWN: Final = 2_000_000  # intensities of all images, which limits memory
 _MAX_SUMMED: Final = 2**20  # intensities of an image for mean and deviation, about
 
-Axes = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=2, max_length=3)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Axes = Annotated[tuple[NonNegativeFloat, ...], Field(min_length=2, max_length=3)]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Spread:
     """Percentiles over the images, each with a number per axis."""
 
@@ -74,7 +80,7 @@ class Spread:
     maximum: Axes
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Intensities:
     """Stored values of images.
 
@@ -85,10 +91,10 @@ class Intensities:
     median: float
     p99_5: float
     mean: float
-    deviation: Annotated[float, Field(ge=0)]
+    deviation: NonNegativeFloat
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Channel:
     """Intensities of one channel."""
 
@@ -96,24 +102,24 @@ class Channel:
     foreground: Intensities | None  # None without foreground or mask
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Presence:
     """Number of images with a class, and its share of all voxels (segmentation).
 
     None if suppressed for few patients; the number is None as well if a sample of masks was read.
     """
 
-    images: Annotated[int, Field(ge=0)] | None
+    images: NonNegativeInt | None
     share: Share | None
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class DatasetFingerprint:
     """The training images of a site in numbers."""
 
     site: str
-    images: Annotated[int, Field(ge=1)]  # in training: volumes, pictures, or slices
-    patients: Annotated[int, Field(ge=1)]
+    images: PositiveInt  # in training: volumes, pictures, or slices
+    patients: PositiveInt
     learnt: dict[str, Any]  # settings of the task, see `LEARNT`
     sizes: Spread  # stored pixels or voxels along each axis, volumes along the task's axes
     # Millimetres between voxels; None for pictures, or if a file does not have it.
@@ -126,6 +132,9 @@ class DatasetFingerprint:
     layout: Layout | None = None
     # Whether intensities, sizes and masks are those of a sample of the images.
     sampled: bool = False
+
+
+Fingerprints: TypeAlias = Sequence[DatasetFingerprint]  # one of each site
 
 
 def fingerprints(
@@ -192,8 +201,8 @@ def fingerprint_of(
     drawn = min(_DRAWN, _MAX_DRAWN // max(1, len(entries)))
     values = [(_Values(drawn), _Values(drawn)) for _ in range(task.image_channels)]
     layout = LayoutOfImages(task)
-    rows: list[_Row] = []
-    failed: dict[int, str] = {}
+    rows = []
+    failed = {}
     what = "a sample of the training images read" if is_sample else "training images read"
     for number, entry in enumerate(counted(entries, len(entries), f"site {site}, {what}")):
         if aborted():
@@ -314,10 +323,9 @@ class _Values:
         self._sum += float(summed.sum(dtype=np.float64))
         self._squares += float(np.square(summed, dtype=np.float64).sum())
         limit = max(1, self._limit // parts)
-        if values.size <= limit:
-            self._drawn.append(values.copy())
-        else:
-            self._drawn.append(values[random.integers(values.size, size=limit)])
+        if values.size > limit:
+            values = values[random.integers(values.size, size=limit)]
+        self._drawn.append(values.copy())
 
     def summary(self) -> Intensities:
         mean = self._sum / self.count
@@ -344,32 +352,26 @@ def _read_rows(
     spacing: Spacing | None = None
     if task.spatial_dims == 3 and image.grid:
         spacing = image.grid.spacing
-    rows: list[_Row] = []
+    rows = []
     pictures = list(pictures_of(task, entry, image.array, target))  # views, not copies
     for _, picture, label in pictures:
-        inside: np.ndarray | None = None
-        areas = {"": 0}
+        inside: np.ndarray = np.zeros(picture.shape[1:], bool)
         if task.kind == "segmentation":
-            covered = np.asarray(label.any(axis=0))
-            inside = covered
-            areas[""] = int(covered.sum())
+            inside = np.asarray(label.any(axis=0))
             layout.add(label, entry.patient)
-        areas |= _class_areas(label, task)
+        areas = {"": int(inside.sum()), **_class_areas(label, task)}
         zeros = int((picture == 0).all(axis=0).sum())
         rows.append(_Row(entry.patient, picture.shape[1:], spacing, picture[0].size, zeros, areas))
         for (overall, foreground), channel in zip(values, picture, strict=True):
             overall.add(channel.reshape(-1), random, len(pictures))
-            if inside is not None:
-                foreground.add(channel[inside], random, len(pictures))
+            foreground.add(channel[inside], random, len(pictures))
     return rows
 
 
 def _class_areas(target: np.ndarray, task: TaskConfig) -> dict[str, int]:
-    if task.target == "multilabel":
-        return {name: int(part.sum()) for name, part in zip(task.labels, target, strict=True)}
-    if task.kind == "segmentation" and task.target == "binary":
-        return {task.labels[0]: int(target.sum())}
-    return {name: int((target == index).sum()) for index, name in enumerate(task.classes)}
+    """Class -> its pixels or voxels in a target, see `target_of` (classification: 1 or 0)."""
+    batch = torch.from_numpy(np.ascontiguousarray(target))[None]
+    return dict(zip(task.classes, class_counts(batch, task).tolist(), strict=True))
 
 
 def _is_small(name: str, rows: Sequence[_Row], task: TaskConfig, minimum: int) -> bool:
@@ -462,7 +464,7 @@ def _key(folder: Path, task: TaskConfig, entries: Sequence[DatalistItem]) -> str
     return digest.hexdigest()
 
 
-def to_json(sites: Sequence[DatasetFingerprint]) -> dict[str, Any]:
+def to_json(sites: Fingerprints) -> dict[str, Any]:
     """The content of a file of fingerprints."""
     listed = [json.loads(json.dumps(dataclasses.asdict(site))) for site in sites]
     return {"format": FORMAT, "sites": listed}
@@ -489,9 +491,10 @@ def read_fingerprints(paths: Iterable[Path]) -> list[DatasetFingerprint]:
                 raise ValueError(f"format is not {FORMAT!r}")
             listed = list(map(from_json, content["sites"]))
         except (OSError, LookupError, TypeError, ValueError, DataError) as error:
-            problem = f"no fingerprints ({one_line(error)})"
-            remedy = "write them with medflare data fingerprint"
-            raise DataError(f"{path}: {problem}; {remedy}") from error
+            raise DataError(
+                f"{path}: no fingerprints ({one_line(error)}); "
+                "write them with medflare data fingerprint"
+            ) from error
         for site in listed:
             if sites.setdefault(site.site, site) is not site:
                 raise DataError(f"{path}: site {site.site} is there twice; give each site once")

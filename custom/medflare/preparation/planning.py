@@ -10,7 +10,7 @@ marked.
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -19,10 +19,11 @@ import numpy as np
 from medflare.core.errors import ConfigError
 from medflare.core.text import format_shape
 from medflare.networks.dry_run import check_network, step_bytes
-from medflare.preparation.fingerprint import DatasetFingerprint, Spread
+from medflare.preparation.fingerprint import Fingerprints
 from medflare.tasks.config import load_task
 
 Modality: TypeAlias = Literal["mr", "ct", "photo"]
+Settings: TypeAlias = dict[str, Any]  # of a task, as in its JSON file
 Sides: TypeAlias = tuple[int, ...]
 
 _ANISOTROPY: Final = 3  # ratio from which the coarsest axis is treated separately
@@ -63,7 +64,7 @@ class Choice:
 class TaskPlan:
     """A proposed task."""
 
-    settings: dict[str, Any]  # as in a task's JSON file
+    settings: Settings
     choices: tuple[Choice, ...]  # the settings with their reasons, in the order of the decisions
     source: str = (
         "rules: Isensee et al., nnU-Net, Nature Methods 18, 2021, where no reason says otherwise"
@@ -83,6 +84,11 @@ class TaskPlan:
         if self.time:
             lines.append(self.time)
         return "\n".join(lines)
+
+
+def settings_of(choices: Iterable[Choice]) -> Settings:
+    """Setting -> chosen value."""
+    return {choice.setting: choice.value for choice in choices}
 
 
 # -- nnU-Net's rules -------------------------------------------------------------------------------
@@ -168,7 +174,7 @@ def topology(size: Sequence[int], spacing: Sequence[float]) -> Topology:
     sides = list(size)
     gaps = list(spacing)
     kernel = [1] * len(sides)
-    kernels: list[Sides] = []
+    kernels = []
     strides: list[Sides] = [tuple(kernel)]
     while True:
         finest = min(gaps)
@@ -200,10 +206,8 @@ def first_patch(median: Sequence[float], spacing: Sequence[float]) -> Sides:
     """
     density = [1 / side for side in spacing]
     scale = (_FIRST_PATCH[len(density)] / math.prod(density)) ** (1 / len(density))
-    sides = []
-    for voxels, full in zip(density, median, strict=True):
-        sides.append(min(round(scale * voxels), round(full)))
-    return tuple(sides)
+    sides = np.rint(np.minimum(np.multiply(scale, density), median)).astype(int)
+    return tuple(sides.tolist())
 
 
 def smaller(size: Sequence[int], median: Sequence[float], spacing: Sequence[float]) -> Sides:
@@ -251,7 +255,7 @@ def batch_size(fitting: int, images: int, median: Sequence[float], patch: Sequen
 
 
 def plan(
-    sites: Sequence[DatasetFingerprint],
+    sites: Fingerprints,
     *,
     modality: Modality = "mr",
     memory: float = 8.0,
@@ -277,33 +281,28 @@ def plan(
     settings, geometry, training = _without_sizes(sites, modality, voxels)
     settings |= {"name": name or f"{settings['name']}_planned", "batch_size": _MIN_BATCH}
     sized = _plan_sizes(sites, settings, geometry, memory)
-    for choice in sized:
-        settings[choice.setting] = choice.value
+    settings |= settings_of(sized)
     check_network(load_task(settings))
     return TaskPlan(settings, (*geometry.choices, *sized, *training))
 
 
-def plan_without_sizes(
-    sites: Sequence[DatasetFingerprint], modality: Modality, name: str
-) -> TaskPlan:
+def plan_without_sizes(sites: Fingerprints, modality: Modality, name: str) -> TaskPlan:
     """As `plan`, without what memory decides: patch, network and batch size."""
     settings, geometry, training = _without_sizes(sites, modality, voxels=False)
     return TaskPlan(settings | {"name": name}, (*geometry.choices, *training))
 
 
 def _without_sizes(
-    sites: Sequence[DatasetFingerprint], modality: Modality, voxels: bool
-) -> tuple[dict[str, Any], "_Geometry", list[Choice]]:
+    sites: Fingerprints, modality: Modality, voxels: bool
+) -> tuple[Settings, "_Geometry", list[Choice]]:
     """The decided settings, the geometry with its choices, and the choices of the training."""
-    settings = dict(_common_settings(sites))
+    settings = _common_settings(sites)
     geometry = _plan_geometry(sites, settings["spatial_dims"], voxels)
     training = [intensity(sites, modality), _augment(geometry, ordered_axes(sites)), *_TRAINING]
-    for choice in (*geometry.choices, *training):
-        settings[choice.setting] = choice.value
-    return settings, geometry, training
+    return settings | settings_of((*geometry.choices, *training)), geometry, training
 
 
-def ordered_axes(sites: Sequence[DatasetFingerprint]) -> list[int]:
+def ordered_axes(sites: Fingerprints) -> list[int]:
     """Axes along which structures keep an order at one site at least.
 
     Images must not be mirrored along them.
@@ -316,35 +315,49 @@ def ordered_axes(sites: Sequence[DatasetFingerprint]) -> list[int]:
 
 
 def pooled(
-    spreads: Sequence[Spread], images: Sequence[int], percentile: float
+    sites: Fingerprints, spread: Literal["sizes", "spacings", "extents"], percentile: float
 ) -> tuple[float, ...]:
     """A percentile over the images of all sites, by axis.
 
     Between the five percentiles of a site its images are interpolated.
 
+    Args:
+        spread: the attribute that has these percentiles; every site must have it.
+
     Examples:
+        >>> from types import SimpleNamespace
+        >>> from medflare.preparation.fingerprint import Spread
         >>> first, second = (Spread(*[(side, 2 * side)] * 5) for side in (10.0, 20.0))
-        >>> pooled([first, second], [3, 2], 50), pooled([first, second], [2, 3], 50)
-        ((10.0, 20.0), (20.0, 40.0))
+        >>> many = SimpleNamespace(sizes=first, images=3)
+        >>> few = SimpleNamespace(sizes=second, images=2)
+        >>> pooled([many, few], "sizes", 50)
+        (10.0, 20.0)
+        >>> many.images = 1
+        >>> pooled([many, few], "sizes", 50)
+        (20.0, 40.0)
     """
     grid = np.linspace(0, 100, 1001)
-    weights = np.repeat(np.asarray(images, np.float64), grid.size)
-    percentiles = np.array([dataclasses.astuple(spread) for spread in spreads])  # (sites, 5, axes)
+    weights = np.repeat([float(site.images) for site in sites], grid.size)
+    spreads = [dataclasses.astuple(getattr(site, spread)) for site in sites]
+    quantiles = []
+    for axis in np.moveaxis(np.array(spreads), 2, 0):  # (sites, 5) each
+        values = np.concatenate([np.interp(grid, _PERCENTILES, row) for row in axis])
+        quantile = np.quantile(values, percentile / 100, weights=weights, method="inverted_cdf")
+        quantiles.append(float(quantile))
+    return tuple(quantiles)
 
-    def axis(number: int) -> float:
-        rows = percentiles[:, :, number]
-        values = np.concatenate([np.interp(grid, _PERCENTILES, row) for row in rows])
-        return float(np.quantile(values, percentile / 100, weights=weights, method="inverted_cdf"))
 
-    return tuple(map(axis, range(len(spreads[0].median))))
+def have_spacings(sites: Fingerprints) -> bool:
+    """Whether all files of all sites have spacings."""
+    return all(site.spacings is not None and site.extents is not None for site in sites)
 
 
-def _mean(sites: Sequence[DatasetFingerprint], numbers: Sequence[float]) -> float:
+def _mean(sites: Fingerprints, numbers: Sequence[float]) -> float:
     """The mean of a number of each site, weighted by images."""
     return float(np.average(numbers, weights=[site.images for site in sites]))
 
 
-def _common_settings(sites: Sequence[DatasetFingerprint]) -> dict[str, Any]:
+def _common_settings(sites: Fingerprints) -> Settings:
     """The settings of the task that all fingerprints were made with."""
     if not sites:
         raise ConfigError("no fingerprint to plan from; write one with medflare data fingerprint")
@@ -354,17 +367,23 @@ def _common_settings(sites: Sequence[DatasetFingerprint]) -> dict[str, Any]:
         task = load_task({**site.learnt, **UNDECIDED, "size": [1] * axes})
         place = f"site {site.site}"
         if task.kind != "segmentation":
-            problem = f"task {task.name} is a classification, the rules are for masks"
-            raise ConfigError(f"{place}: {problem}; use medflare task init")
+            raise ConfigError(
+                f"{place}: task {task.name} is a classification, the rules are for masks; "
+                "use medflare task init"
+            )
         spreads = (site.sizes, site.spacings, site.extents)
         lengths = {len(spread.median) for spread in spreads if spread is not None}
         if lengths != {task.spatial_dims} or len(site.channels) != task.image_channels:
-            problem = f"axes or channels are not those of task {task.name}"
-            raise ConfigError(f"{place}: {problem}; write the fingerprint again")
+            raise ConfigError(
+                f"{place}: axes or channels are not those of task {task.name}; "
+                "write the fingerprint again"
+            )
         for setting in sorted({*learnt, *site.learnt}):
             if site.learnt.get(setting) != learnt.get(setting):
-                problem = f"{setting} differs from site {sites[0].site}"
-                raise ConfigError(f"{place}: {problem}; write the fingerprints with one task")
+                raise ConfigError(
+                    f"{place}: {setting} differs from site {sites[0].site}; "
+                    "write the fingerprints with one task"
+                )
     return learnt
 
 
@@ -378,21 +397,14 @@ class _Geometry:
     choices: tuple[Choice, ...]
 
 
-def _plan_geometry(sites: Sequence[DatasetFingerprint], dimensions: int, voxels: bool) -> _Geometry:
-    images = [site.images for site in sites]
-    spacings = []
-    extents = []
-    for site in sites:
-        if site.spacings is not None and site.extents is not None:
-            spacings.append(site.spacings)
-            extents.append(site.extents)
+def _plan_geometry(sites: Fingerprints, dimensions: int, voxels: bool) -> _Geometry:
     mode = Choice(
         "image_mode",
         "patch",
         "images keep their resolution, a window slides over them; nnU-Net always trains on patches",
     )
-    if dimensions == 2 or voxels or len(spacings) < len(sites):
-        lengths = pooled([site.sizes for site in sites], images, 50)
+    if dimensions == 2 or voxels or not have_spacings(sites):
+        lengths = pooled(sites, "sizes", 50)
         spacing = (1.0,) * dimensions
         is_anisotropic = False
         reason = "as stored, without resampling: at least one file has no spacing"
@@ -400,9 +412,9 @@ def _plan_geometry(sites: Sequence[DatasetFingerprint], dimensions: int, voxels:
             reason = "as stored, without resampling: the spacings of the files are ignored"
         choice = Choice("spacing", None, reason)
     else:
-        lengths = pooled(extents, images, 50)
-        middle = pooled(spacings, images, 50)
-        target = target_spacing(middle, pooled(spacings, images, 10), lengths)
+        lengths = pooled(sites, "extents", 50)
+        middle = pooled(sites, "spacings", 50)
+        target = target_spacing(middle, pooled(sites, "spacings", 10), lengths)
         spacing = tuple(round(side, 4) for side in target)
         is_anisotropic = anisotropic(middle, lengths)
         reason = "median spacing in millimetres of the training images, by axis"
@@ -410,18 +422,13 @@ def _plan_geometry(sites: Sequence[DatasetFingerprint], dimensions: int, voxels:
             reason += f"; the coarsest axis (median {max(middle):g}) has its 10th percentile, "
             reason += f"since it is over {_ANISOTROPY} times as coarse"
         choice = Choice("spacing", list(spacing), reason)
-    median = []
-    for length, side in zip(lengths, spacing, strict=True):
-        median.append(max(1, round(length / side)))
+    median = np.maximum(1, np.rint(np.divide(lengths, spacing))).astype(int).tolist()
     choices = (mode,) if dimensions == 2 else (choice, mode)
     return _Geometry(tuple(median), spacing, is_anisotropic, choices)
 
 
 def _plan_sizes(
-    sites: Sequence[DatasetFingerprint],
-    settings: dict[str, Any],
-    geometry: _Geometry,
-    memory: float,
+    sites: Fingerprints, settings: Settings, geometry: _Geometry, memory: float
 ) -> list[Choice]:
     """Patch, network and batch, which memory decides."""
     budget = memory * 2**30 * _COUNTED
@@ -468,8 +475,8 @@ def _plan_sizes(
 
 
 def _largest_patch(
-    settings: dict[str, Any], geometry: _Geometry, budget: float, memory: float
-) -> tuple[list[int], dict[str, Any]]:
+    settings: Settings, geometry: _Geometry, budget: float, memory: float
+) -> tuple[list[int], Settings]:
     """The largest patch of which two fit into `budget` bytes, and its network (MONAI's DynUNet)."""
     first = first_patch(geometry.median, geometry.spacing)
     largest = topology(first, geometry.spacing).padded(first)
@@ -479,11 +486,14 @@ def _largest_patch(
         strides = list(map(list, levels.strides))
         if len(strides) < _MIN_LEVELS:
             if size == largest:
-                problem = f"the median image is {format_shape(geometry.median)}, "
-                problem += f"too small for {_MIN_LEVELS} levels"
-                raise ConfigError(f"{problem}; write the task by hand")
-            problem = f"no patch with {_MIN_LEVELS} levels fits into {memory:g} GiB"
-            raise ConfigError(f"{problem}; give more --memory, or --voxels if spacings are wrong")
+                raise ConfigError(
+                    f"the median image is {format_shape(geometry.median)}, "
+                    f"too small for {_MIN_LEVELS} levels; write the task by hand"
+                )
+            raise ConfigError(
+                f"no patch with {_MIN_LEVELS} levels fits into {memory:g} GiB; "
+                "give more --memory, or --voxels if spacings are wrong"
+            )
         most = _MAX_FEATURES[len(size)]
         network = {
             "name": "DynUNet",
@@ -498,7 +508,7 @@ def _largest_patch(
         size = smaller(size, geometry.median, geometry.spacing)
 
 
-def intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choice:
+def intensity(sites: Fingerprints, modality: Modality) -> Choice:
     """The intensity transform."""
     if modality == "ct":
         return _ct_intensity(sites)
@@ -523,7 +533,7 @@ def intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choice
     return Choice("intensity", normalize, reason)
 
 
-def _ct_intensity(sites: Sequence[DatasetFingerprint]) -> Choice:
+def _ct_intensity(sites: Fingerprints) -> Choice:
     """Clipping and scaling by the foreground of all sites."""
     shown = []
     rows = []
@@ -534,15 +544,19 @@ def _ct_intensity(sites: Sequence[DatasetFingerprint]) -> Choice:
             square = inside.deviation**2 + inside.mean**2
             rows.append((inside.p0_5, inside.p99_5, inside.mean, square))
     if not shown or any(len(site.channels) > 1 for site in sites):
-        found = "modality ct needs one channel and training images with foreground"
-        raise ConfigError(f"{found}; take mr, or write intensity by hand")
+        raise ConfigError(
+            "modality ct needs one channel and training images with foreground; "
+            "take mr, or write intensity by hand"
+        )
     low, high, mean, square = (_mean(shown, numbers) for numbers in zip(*rows, strict=True))
     low = round(low, 2)
     high = round(high, 2)
     deviation = math.sqrt(max(square - mean**2, 0.0))
     if high <= low or deviation == 0:
-        found = f"modality ct: the foreground has one intensity only ({mean:g})"
-        raise ConfigError(f"{found}; take mr, or write intensity by hand")
+        raise ConfigError(
+            f"modality ct: the foreground has one intensity only ({mean:g}); "
+            "take mr, or write intensity by hand"
+        )
     scale = {
         "name": "ScaleIntensityRange",
         "a_min": low,

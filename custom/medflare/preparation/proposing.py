@@ -4,7 +4,6 @@ with its reason.
 
 import dataclasses
 import logging
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -43,24 +42,23 @@ from medflare.preparation.check import check_task
 from medflare.preparation.device_rules import (
     local_epochs,
     picture_size,
-    settings_of,
     small_segmentation,
     small_unet,
-    whole_images,
 )
-from medflare.preparation.fingerprint import DatasetFingerprint, evenly_spaced, fingerprints
+from medflare.preparation.fingerprint import Fingerprints, evenly_spaced, fingerprints
 from medflare.preparation.learning_rate import usual_rate
 from medflare.preparation.planning import (
     UNDECIDED,
     Choice,
     Modality,
+    Settings,
     TaskPlan,
     intensity,
     plan,
     plan_without_sizes,
-    pooled,
+    settings_of,
 )
-from medflare.preparation.round_time import Stopwatch
+from medflare.preparation.round_time import Stopwatch, median_size
 from medflare.tasks.config import load_task
 from medflare.tasks.metrics_table import default_metrics
 from medflare.training.computing import usable_device
@@ -107,7 +105,7 @@ class DatasetSummary(NamedTuple):
     are pictures (not volumes or DICOM).
     """
 
-    settings: dict[str, Any]
+    settings: Settings
     choices: tuple[Choice, ...]
     pictures: bool
 
@@ -129,9 +127,9 @@ def propose(root: Path, hints: TaskHints) -> TaskPlan:
     sites = fingerprints(root, task, sample=_READ)
     modality = _modality(sites, summary, hints)
     device = usable_device(os.environ.get(DEVICE_VARIABLE, "cpu"), DEVICE_VARIABLE)
-    stopwatch = Stopwatch(device, hints.memory)
+    stopwatch = Stopwatch(sites, device, hints.memory, limit=60 * hints.minutes)
     if segments:
-        proposed = _segmentation(sites, modality.value, hints, learnt, stopwatch)
+        proposed = _segmentation(stopwatch, modality.value, hints, learnt)
     else:
         proposed = _classification(sites, modality.value, hints, learnt)
     if hints.network:
@@ -142,16 +140,16 @@ def propose(root: Path, hints: TaskHints) -> TaskPlan:
         warnings=_few_images(sites),
     )
     proposed = _with_pretrained(proposed, sites, hints)
-    proposed = _with_time(proposed, sites, hints, stopwatch)
+    proposed = _with_time(proposed, hints, stopwatch)
     check_task(load_task(proposed.settings))
     return proposed
 
 
-def _few_images(sites: Sequence[DatasetFingerprint]) -> tuple[str, ...]:
+def _few_images(sites: Fingerprints) -> tuple[str, ...]:
     """A warning for every site with classes that few images show, where all images were counted."""
     warnings = []
     for site in sites:
-        counts: dict[str, int] = {}
+        counts = {}
         for name, presence in site.classes.items():
             if presence.images is not None:
                 counts[name] = presence.images
@@ -182,22 +180,22 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
             raise DataError(f"{folder / FILE}: lists no image; write it with medflare data init")
     label = listed[0][0].label
     parts = label if isinstance(label, list) else [label]
+    kind = "classification"
+    reason = "labels are numbers of classes"
     if all(isinstance(part, str) for part in parts):
         kind = "segmentation"
-        choices = [Choice("kind", kind, "labels are mask files")]
-    else:
-        kind = "classification"
-        choices = [Choice("kind", kind, "labels are numbers of classes")]
+        reason = "labels are mask files"
+    choices = [Choice("kind", kind, reason)]
     entries = [read_datalist(folder, kind) for folder in folders]
-    labelled: list[DatalistItem] = []
-    images: list[DatalistItem] = []
+    labelled = []
+    images = []
     for site in entries:
         labelled += site if kind == "classification" else evenly_spaced(site, _masks_to_read(site))
         images += evenly_spaced(site, _SAMPLED_IMAGES)
     names = class_numbers(headers[0].get("labels"))
     if kind == "segmentation":
         choices += _structures(labelled, names, hints, label)
-        choices += _codes(labelled, choices)
+        choices += _codes(labelled, settings_of(choices)["labels"])
     else:
         choices += _classes(labelled, names, hints, label)
     choices += _channels_and_dims(images, headers[0].get("channel_names"), hints, folders[0] / FILE)
@@ -238,8 +236,8 @@ def _classes(
         count = len(label)
         target = Choice("target", "multilabel", "any of several findings")
     else:
-        highest = max((entry.label for entry in entries if isinstance(entry.label, int)), default=0)
-        count = highest + 1
+        numbers = [entry.label for entry in entries if isinstance(entry.label, int)]
+        count = 1 + max(numbers, default=0)
         target = Choice("target", "multiclass", "one class an image")
     name_of: dict[int, str] = {}
     for name, numbers in names.items():
@@ -307,7 +305,7 @@ def _structures(
     return choices
 
 
-def _codes(entries: Sequence[DatalistItem], choices: Sequence[Choice]) -> list[Choice]:
+def _codes(entries: Sequence[DatalistItem], labels: Sequence[str]) -> list[Choice]:
     """Codes of the structures, if there are DICOM segmentation objects among the masks."""
     codes: dict[str, Any] = {}
     for entry in entries:
@@ -315,7 +313,6 @@ def _codes(entries: Sequence[DatalistItem], choices: Sequence[Choice]) -> list[C
             if is_segmentation(mask):
                 with explained(mask):
                     codes |= segment_codes(tags_of(mask, "SegmentSequence"))
-    labels = next(choice.value for choice in choices if choice.setting == "labels")
     code_of = {label: codes[label] for label in labels if label in codes}
     if not code_of:
         return []
@@ -423,9 +420,7 @@ def _stored_shape(entry: DatalistItem) -> tuple[int, int]:
     return channels, array.ndim - 1
 
 
-def _modality(
-    sites: Sequence[DatasetFingerprint], summary: DatasetSummary, hints: TaskHints
-) -> Choice:
+def _modality(sites: Fingerprints, summary: DatasetSummary, hints: TaskHints) -> Choice:
     if hints.modality is not None:
         return Choice("modality", hints.modality, "as given")
     if summary.pictures:
@@ -441,40 +436,33 @@ def _modality(
 # -- the rules -------------------------------------------------------------------------------------
 
 
-def _changed(
-    proposed: TaskPlan, changes: Sequence[Choice], without: Sequence[str] = ()
-) -> TaskPlan:
-    """The plan with some settings changed and others left out."""
+def _changed(proposed: TaskPlan, changes: Sequence[Choice], without: str = "") -> TaskPlan:
+    """The plan with some settings changed and one left out."""
     changed = settings_of(changes)
     settings = proposed.settings | changed
-    for name in without:
-        settings.pop(name, None)
-    replaced = {*changed, *without}
+    settings.pop(without, None)
+    replaced = {*changed, without}
     unchanged = [choice for choice in proposed.choices if choice.setting not in replaced]
     return dataclasses.replace(proposed, settings=settings, choices=(*unchanged, *changes))
 
 
-def _batch_size(sites: Sequence[DatasetFingerprint]) -> Choice:
+def _batch_size(sites: Fingerprints) -> Choice:
     smallest = min(site.images for site in sites)
     images = max(2, min(_MAX_BATCH, smallest // 8))
-    rule = f"an eighth of the smallest site's images, from 2 to {_MAX_BATCH}"
-    return Choice("batch_size", images, f"{rule} (medflare's own rule)")
+    rule = f"an eighth of the smallest site's images, from 2 to {_MAX_BATCH} (medflare's own rule)"
+    return Choice("batch_size", images, rule)
 
 
 def _segmentation(
-    sites: Sequence[DatasetFingerprint],
-    modality: Modality,
-    hints: TaskHints,
-    learnt: dict[str, Any],
-    stopwatch: Stopwatch,
+    stopwatch: Stopwatch, modality: Modality, hints: TaskHints, learnt: Settings
 ) -> TaskPlan:
     """nnU-Net's rules where the device keeps to the minutes of a round; otherwise a small U-Net, or
     as `hints.size` says.
     """
-    limit = 60 * hints.minutes
+    sites = stopwatch.sites
     if stopwatch.device.type != "cpu" and not hints.size:
         planned = plan(sites, modality=modality, memory=hints.memory, name=learnt["name"])
-        if stopwatch.measured(load_task(planned.settings), sites).seconds <= limit:
+        if stopwatch.measured(load_task(planned.settings)).seconds <= stopwatch.limit:
             return planned
     proposed = plan_without_sizes(sites, modality, learnt["name"])
     settings = {**UNDECIDED, "size": [64] * learnt["spatial_dims"], **proposed.settings}
@@ -482,14 +470,13 @@ def _segmentation(
         choices = _resized_as_given(sites, hints.size)
     else:
         _log.info("measuring training steps on this device")
-        choices = small_segmentation(settings, sites, stopwatch, limit)
-    without = ["patches_per_image", "spacing"] if whole_images(choices) else []
-    return _changed(proposed, choices, without)
+        choices = small_segmentation(settings, stopwatch)
+    if settings_of(choices)["image_mode"] == "resize":
+        return _changed(proposed, choices, without="spacing")
+    return _changed(proposed, choices)
 
 
-def _resized_as_given(
-    sites: Sequence[DatasetFingerprint], size: Sequence[int]
-) -> tuple[Choice, ...]:
+def _resized_as_given(sites: Fingerprints, size: Sequence[int]) -> tuple[Choice, ...]:
     """Image mode, network and batch size for images of a given size."""
     levels = 2
     for count in (3, 4):
@@ -505,10 +492,7 @@ def _resized_as_given(
 
 
 def _classification(
-    sites: Sequence[DatasetFingerprint],
-    modality: Modality,
-    hints: TaskHints,
-    learnt: dict[str, Any],
+    sites: Fingerprints, modality: Modality, hints: TaskHints, learnt: Settings
 ) -> TaskPlan:
     """medflare's own rules: resized images, a network by their number, balanced classes if some are
     rare.
@@ -516,31 +500,28 @@ def _classification(
     dims = learnt["spatial_dims"]
     images = sum(site.images for site in sites)
     size = Choice("size", list(hints.size), "as given") if hints.size else _size(sites, dims)
-    counts: dict[str, int] = {}
+    counts = {}
     for name in sites[0].classes:
         counts[name] = sum(site.classes[name].images or 0 for site in sites)
     fewest, *_, most = sorted(counts, key=counts.__getitem__)
-    balanced = learnt["target"] == "multiclass" and counts[most] > _IMBALANCE * counts[fewest]
-    small = images < _FEW_IMAGES or max(size.value) < 2 * _STEP
-    rotation = [0.2] * (1 if dims == 2 else 3)
     augment = [
         {"name": "RandFlip", "prob": 0.5, "spatial_axis": dims - 1},
         {
             "name": "RandAffine",
             "prob": 0.5,
-            "rotate_range": rotation,
+            "rotate_range": [0.2] * (1 if dims == 2 else 3),
             "scale_range": [0.1] * dims,
             "padding_mode": "border",
         },
     ]
     turned = "mirrored, turned and scaled a little; take RandFlip out if left and right differ"
     network = Choice("network", {"name": "resnet18"}, f"{images} training images")
-    if small:
+    if images < _FEW_IMAGES or max(size.value) < 2 * _STEP:
         reason = f"{images} training images, too few for a large network"
         network = Choice("network", {"name": "small_cnn"}, reason)
     reason = f"{most} is shown {counts[most]} times, {fewest} {counts[fewest]} times"
     sampling = Choice("sampling", "shuffle", reason)
-    if balanced:
+    if learnt["target"] == "multiclass" and counts[most] > _IMBALANCE * counts[fewest]:
         reason += "; every class is drawn equally often"
         sampling = Choice("sampling", "balanced", reason)
     choices: tuple[Choice, ...] = (
@@ -570,23 +551,20 @@ def _are_grades(labels: Sequence[str]) -> bool:
     return [int(label) for label in labels] == list(range(first, first + len(labels)))
 
 
-def _size(sites: Sequence[DatasetFingerprint], dims: int) -> Choice:
-    median = pooled([site.sizes for site in sites], [site.images for site in sites], 50)
+def _size(sites: Fingerprints, dims: int) -> Choice:
+    median = median_size(sites)
     scale = min(1.0, _MAX_SIDE[dims] / max(median))
     size = [max(_STEP, round(side * scale / _STEP) * _STEP) for side in median]
     rule = f"at most {_MAX_SIDE[dims]} a side, in steps of {_STEP}"
     return Choice("size", size, f"the median image is {format_shape(median)}; {rule}")
 
 
-def _intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choice:
+def _intensity(sites: Fingerprints, modality: Modality) -> Choice:
     if modality != "ct":
         return intensity(sites, modality)
-    low = math.inf
-    high = -math.inf
-    for site in sites:
-        for channel in site.channels:  # without masks there is no foreground
-            low = min(low, channel.overall.p0_5)
-            high = max(high, channel.overall.p99_5)
+    # Without masks there is no foreground.
+    low = min(channel.overall.p0_5 for site in sites for channel in site.channels)
+    high = max(channel.overall.p99_5 for site in sites for channel in site.channels)
     scale = {
         "name": "ScaleIntensityRange",
         "a_min": low,
@@ -598,24 +576,21 @@ def _intensity(sites: Sequence[DatasetFingerprint], modality: Modality) -> Choic
     return Choice("intensity", scale, "the same for all images")
 
 
-def _with_time(
-    proposed: TaskPlan, sites: Sequence[DatasetFingerprint], hints: TaskHints, stopwatch: Stopwatch
-) -> TaskPlan:
+def _with_time(proposed: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) -> TaskPlan:
     """The plan with learning rate and local epochs, for pictures also a smaller size if it needs
     one, and with its time.
     """
-    limit = 60 * hints.minutes
     if proposed.settings["kind"] == "classification" and not hints.size:
         weights = PACKAGED.get(proposed.settings["network"]["name"])
         step = _STEP if weights is None else weights.step
-        smaller = picture_size(proposed.settings, sites, stopwatch, limit, step)
+        smaller = picture_size(proposed.settings, stopwatch, step)
         if smaller is not None:
             proposed = _changed(proposed, [smaller])
     task = load_task({**proposed.settings, "local_epochs": 1})
     rate, reason = usual_rate(task)
     optimizer = Choice("optimizer", {**task.optimizer, "lr": rate}, reason)
-    cost = stopwatch.measured(task, sites)
-    epochs = local_epochs(task, sites, cost.seconds, limit)
+    cost = stopwatch.measured(task)
+    epochs = local_epochs(task, stopwatch, cost.seconds)
     seconds = cost.seconds * epochs.value
     time = (
         f"time: a round of FedAvg takes about {about(seconds)} here ({cost.device}), "
@@ -623,16 +598,14 @@ def _with_time(
         f"a step takes {cost.step.gibibytes:.2g} GiB"
     )
     warnings = proposed.warnings
-    if seconds > _LATE * limit:
+    if seconds > _LATE * stopwatch.limit:
         slow = f"a round takes about {about(seconds)}, more than --minutes {hints.minutes:g}"
         warnings += (f"{slow}; give a smaller --size, another --network, or a GPU",)
     proposed = _changed(proposed, [optimizer, epochs])
     return dataclasses.replace(proposed, time=time, warnings=warnings)
 
 
-def _with_pretrained(
-    proposed: TaskPlan, sites: Sequence[DatasetFingerprint], hints: TaskHints
-) -> TaskPlan:
+def _with_pretrained(proposed: TaskPlan, sites: Fingerprints, hints: TaskHints) -> TaskPlan:
     """The plan with a pretrained network for pictures; a warning without its package, ConfigError
     if it is required and there is none.
     """

@@ -12,8 +12,8 @@ import torch
 
 from medflare.core.errors import ConfigError
 from medflare.networks.dry_run import step_bytes
-from medflare.preparation.fingerprint import DatasetFingerprint
-from medflare.preparation.planning import pooled
+from medflare.preparation.fingerprint import Fingerprints
+from medflare.preparation.planning import have_spacings, pooled
 from medflare.preparation.step_cost import StepCost, measure_step, step_operations
 from medflare.tasks.config import TaskConfig
 from medflare.training.patches import OVERLAP
@@ -36,24 +36,33 @@ class RoundTime:
 
 
 class Stopwatch:
-    """Measures and estimates steps on one device."""
+    """Measures and estimates rounds of some sites on one device.
 
-    def __init__(self, device: torch.device, memory: float):
+    Attributes:
+        limit: seconds that a round should take at most.
+    """
+
+    def __init__(self, sites: Fingerprints, device: torch.device, memory: float, limit: float):
         """`memory`: GiB that a step may take."""
+        self.sites = sites
         self.device = device
+        self.limit = limit
         self._memory = memory
         self._seconds_per_operation: float | None = None
         self._steps: dict[str, StepCost] = {}  # settings of a step -> what it took
 
-    def estimated_seconds(self, task: TaskConfig) -> float:
-        """Of a step, by its operations and this device's speed with a small network."""
+    def is_fast(self, task: TaskConfig) -> bool:
+        """Whether a round keeps to the limit, by the operations of a step and this device's speed
+        with a small network.
+        """
         if self._seconds_per_operation is None:
             small = _yardstick(task)
             operations = step_operations(small) * small.batch_size
             self._seconds_per_operation = measure_step(small, self.device).seconds / operations
-        return self._seconds_per_operation * step_operations(task) * task.batch_size
+        seconds = self._seconds_per_operation * step_operations(task) * task.batch_size
+        return round_seconds(task, self.sites, seconds) <= self.limit
 
-    def measured(self, task: TaskConfig, sites: Sequence[DatasetFingerprint]) -> RoundTime:
+    def measured(self, task: TaskConfig) -> RoundTime:
         """The round of a task; ConfigError if a step needs more than the memory."""
         needed = step_bytes(task, task.batch_size) / 2**30
         if needed > self._memory:
@@ -66,7 +75,7 @@ class Stopwatch:
         if settings not in self._steps:
             self._steps[settings] = measure_step(task, self.device)
         step = self._steps[settings]
-        seconds = round_seconds(task, sites, step.seconds)
+        seconds = round_seconds(task, self.sites, step.seconds)
         return RoundTime(step, seconds, device_name(self.device))
 
 
@@ -96,9 +105,7 @@ def device_name(device: torch.device) -> str:
     return f"{device.type}, {torch.get_num_threads()} threads"
 
 
-def round_seconds(
-    task: TaskConfig, sites: Sequence[DatasetFingerprint], step_seconds: float
-) -> float:
+def round_seconds(task: TaskConfig, sites: Fingerprints, step_seconds: float) -> float:
     """Seconds of a round: training at all sites, one after the other, and validation.
 
     Reading the images, which happens once, is left out.
@@ -110,7 +117,7 @@ def round_seconds(
     return image_seconds * (trained + _FORWARD * validated)
 
 
-def _windows(task: TaskConfig, sites: Sequence[DatasetFingerprint]) -> int:
+def _windows(task: TaskConfig, sites: Fingerprints) -> int:
     """Windows that cover an image of median size; 1 if images are resized."""
     if task.image_mode == "resize":
         return 1
@@ -121,15 +128,11 @@ def _windows(task: TaskConfig, sites: Sequence[DatasetFingerprint]) -> int:
     return windows
 
 
-def median_size(
-    sites: Sequence[DatasetFingerprint], spacing: Sequence[float] | None = None
-) -> tuple[float, ...]:
+def median_size(sites: Fingerprints, spacing: Sequence[float] | None = None) -> tuple[float, ...]:
     """Sides of the median image of all sites, as stored or after resampling to `spacing`
     (millimetres).
     """
-    images = [site.images for site in sites]
-    extents = [site.extents for site in sites if site.extents is not None]
-    if spacing is None or len(extents) < len(sites):
-        return pooled([site.sizes for site in sites], images, 50)
-    lengths = pooled(extents, images, 50)
+    if spacing is None or not have_spacings(sites):
+        return pooled(sites, "sizes", 50)
+    lengths = pooled(sites, "extents", 50)
     return tuple(length / gap for length, gap in zip(lengths, spacing, strict=True))

@@ -38,16 +38,13 @@ def measure_step(task: TaskConfig, device: torch.device) -> StepCost:
     On a CPU the time is the smaller of the clock's and the processor's, so that other programs do
     not count.
     """
-    memory = _Memory(device)
-    random = numpy_generator(0, "measure step")
-    shape = (task.batch_size, task.image_channels, *task.size)
-    images = torch.tensor(random.random(shape, dtype=np.float32))
-    targets = noise_targets(task, task.batch_size)
+    before = _reset_peak(device)
+    images, targets = noise(task, task.batch_size, "measure step")
     augmentation = Augmentation(task)
     loss = build_loss(task).to(device)
     network = initial_network(task, seed=0).to(device).train()
     draws = np.random.RandomState(0)
-    seconds: list[float] = []
+    seconds = []
     with seeded(0, "measure step"), network.frozen(task.freeze.parts):
         optimizer = build_optimizer(task.optimizer, trainable(network), f"task {task.name}")
         for _ in range(1 + _STEPS):
@@ -63,11 +60,20 @@ def measure_step(task: TaskConfig, device: torch.device) -> StepCost:
             if device.type == "cpu":
                 elapsed = min(elapsed, time.process_time() - processor)
             seconds.append(elapsed)
-    taken = memory.peak() or 0
+    taken = 0
+    if before is not None:
+        taken = _peak(device) - before
     if device.type != "cuda":
         # A process takes memory that it has freed before, which is not seen as growth.
         taken = max(taken, step_bytes(task, task.batch_size))
     return StepCost(min(seconds[1:]), taken / 2**30)
+
+
+def noise(task: TaskConfig, images: int, purpose: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random images and targets for a step; `purpose` is a key of the random numbers."""
+    shape = (images, task.image_channels, *task.size)
+    pixels = numpy_generator(0, purpose).random(shape, dtype=np.float32)
+    return torch.tensor(pixels), noise_targets(task, images)
 
 
 def noise_targets(task: TaskConfig, images: int) -> torch.Tensor:
@@ -80,49 +86,35 @@ def noise_targets(task: TaskConfig, images: int) -> torch.Tensor:
     return numbers.reshape(images, *area)
 
 
-class _Memory:
-    """The peak of the memory that is taken from now on."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._before: int | None = None
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device)
-        elif device.type == "cpu" and _forget_peak():
-            self._before = _resident("VmRSS")
-
-    def peak(self) -> int | None:
-        """Bytes; None where this system does not say."""
-        if self._before is None:
-            return None
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) - self._before
-        highest = _resident("VmHWM")
-        if highest is None:
-            return None
-        return highest - self._before
-
-
-def _forget_peak() -> bool:
-    """Set the peak of this process's memory to its present size; False where Linux's /proc is
-    missing.
+def _reset_peak(device: torch.device) -> int | None:
+    """Count the peak of the memory from now on; the bytes that are taken now, None where this
+    system does not say.
     """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
+    except OSError:  # of Linux alone
+        return None
+    return _resident("VmRSS")
 
 
-def _resident(field: str) -> int | None:
-    """A number of bytes of /proc/self/status."""
+def _peak(device: torch.device) -> int:
+    """Bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _resident("VmHWM")
+
+
+def _resident(field: str) -> int:
+    """A number of bytes of /proc/self/status; 0 if it is missing."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     for line in status.splitlines():
         name, _, value = line.partition(":")
         if name == field:
             return 1024 * int(value.split()[0])
-    return None
+    return 0
 
 
 def step_operations(task: TaskConfig) -> float:

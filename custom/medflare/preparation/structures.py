@@ -9,9 +9,9 @@ from typing import Annotated, Final
 
 import numpy as np
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
+from medflare.tasks.annotation import structures_of
 from medflare.tasks.config import TaskConfig
 
 # Longest sides, in pixels or voxels, to which masks are resized.
@@ -23,15 +23,17 @@ _MAX_SIDE: Final = 1024  # larger masks are thinned out first
 _SAME_ORDER: Final = 0.95  # share of images
 _APART: Final = 1.0  # distance of two centres, in deviations of their pixels
 
+Share = Annotated[float, Field(ge=0, le=1)]
 
-@dataclass(frozen=True, config=STRICT)
+
+@strict_dataclass
 class Layout:
     """Numbers of all masks together."""
 
     # Longest side -> Dice of a mask and the same mask after resizing to this side and back: the
     # mean over the images that show a structure, of the structure that loses most. Sides above
     # those of all images are left out.
-    detail: dict[int, Annotated[float, Field(ge=0, le=1)]]
+    detail: dict[int, Share]
     # By axis: whether one structure lies before another one in nearly all images.
     ordered: tuple[bool, ...]
 
@@ -48,21 +50,13 @@ class LayoutOfImages:
     def add(self, target: np.ndarray, patient: str) -> None:
         """Add the structures of an image; `target` as `decoding.target_of` returns it."""
         centres = {}
-        for name, mask in self._structures(target).items():
+        for name, mask in structure_masks(target, self._task).items():
             if mask.any():
                 self._add_detail(name, mask, patient)
                 centres[name] = _centre_and_variance(mask)
         for first, second in combinations(centres, 2):
             distances = standardised_distance(centres[first], centres[second])
             self._distances.setdefault((first, second), []).append((patient, distances))
-
-    def _structures(self, target: np.ndarray) -> dict[str, np.ndarray]:
-        task = self._task
-        if task.target == "multilabel":
-            return dict(zip(task.labels, target > 0, strict=True))
-        if task.target == "binary":
-            return {task.labels[0]: target[0] > 0}
-        return {label: target[0] == index for index, label in enumerate(task.labels) if index > 0}
 
     def _add_detail(self, name: str, mask: np.ndarray, patient: str) -> None:
         step = -(-max(mask.shape) // _MAX_SIDE)
@@ -78,7 +72,7 @@ class LayoutOfImages:
         Those of fewer than `minimum` patients are left out.
         """
         detail: dict[int, float] = {}
-        suppressed: set[int] = set()
+        suppressed = set()
         for (side, _), rows in sorted(self._dice.items()):
             if _patients(rows) < minimum:
                 suppressed.add(side)
@@ -91,6 +85,15 @@ class LayoutOfImages:
             if _patients(pairs) >= minimum:
                 ordered |= keeps_order(np.array([distances for _, distances in pairs]))
         return Layout(detail, tuple(ordered.tolist()))
+
+
+def structure_masks(target: np.ndarray, task: TaskConfig) -> dict[str, np.ndarray]:
+    """Structure -> its pixels or voxels; `target` of a segmentation, see `decoding.target_of`."""
+    masks = {}
+    for name in structures_of(task):
+        index = task.labels.index(name)
+        masks[name] = target[0] == index if task.target == "multiclass" else target[index] > 0
+    return masks
 
 
 def _patients(rows: Sequence[tuple[str, object]]) -> int:
@@ -111,19 +114,17 @@ def dice_after_resizing(mask: np.ndarray, side: int) -> float:
         1.0
     """
     scale = side / max(mask.shape)
-    small = mask
-    sides = [max(1, round(full * scale)) for full in mask.shape]
-    for axis, (full, short) in enumerate(zip(mask.shape, sides, strict=True)):
-        small = small.take(_nearest(full, short), axis)
-    back = small
-    for axis, (full, short) in enumerate(zip(mask.shape, sides, strict=True)):
-        back = back.take(_nearest(short, full), axis)
+    small = _resized(mask, [max(1, round(full * scale)) for full in mask.shape])
+    back = _resized(small, mask.shape)
     return float(2 * (mask & back).sum() / (mask.sum() + back.sum()))
 
 
-def _nearest(before: int, after: int) -> np.ndarray:
-    """Pixel of the old axis for each pixel of the new axis, by their centres."""
-    return np.floor((np.arange(after) + 0.5) * before / after).astype(int)
+def _resized(mask: np.ndarray, sides: Sequence[int]) -> np.ndarray:
+    """The mask with these sides; each pixel is the old one in which its centre lies."""
+    for axis, side in enumerate(sides):
+        nearest = np.floor((np.arange(side) + 0.5) * mask.shape[axis] / side)
+        mask = mask.take(nearest.astype(int), axis)
+    return mask
 
 
 def _centre_and_variance(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -131,9 +132,7 @@ def _centre_and_variance(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     centres = []
     variances = []
     for axis in range(mask.ndim):
-        others = list(range(mask.ndim))
-        others.remove(axis)
-        pixels = mask.sum(axis=tuple(others))
+        pixels = np.moveaxis(mask, axis, 0).sum(axis=tuple(range(1, mask.ndim)))
         coordinates = np.arange(len(pixels))
         centre = np.average(coordinates, weights=pixels)
         centres.append(centre)

@@ -9,7 +9,7 @@ NumPy's generator: PyTorch's takes 32 bits of a seed on the CPU, few enough to t
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,8 @@ from medflare.core.rng import seeded
 from medflare.data.loading import Batch
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.ledger import Release, training_patients
+from medflare.training.epochs import Loss
 from medflare.training.site import Site
-
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 def epsilon_of(releases: Sequence[Release], delta: float) -> float:

@@ -6,15 +6,13 @@ mechanism is in `dp_sgd.py`, which alone needs Opacus.
 """
 
 import math
-from collections.abc import Callable
 from types import ModuleType
 from typing import Annotated, Any, TypeGuard
 
 import numpy as np
 import torch
 from pydantic import ConfigDict, Field
-from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from typing_extensions import TypedDict
@@ -22,17 +20,18 @@ from typing_extensions import TypedDict
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.packages import installed
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.data.local import PLACE
 from medflare.networks.catalogue import meta_network
 from medflare.networks.features import WholeNetwork, example
 from medflare.privacy.ledger import Account, Release, training_patients
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import pools_images
+from medflare.training.epochs import Loss
 from medflare.training.site import Site
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class PrivacyHyper:
     """Hyper-parameters of an algorithm that can train with DP-SGD."""
 
@@ -128,7 +127,7 @@ def train_privately(
     site: Site,
     account: Account,
     hyper: PrivacyHyper,
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
+    loss: Loss | None = None,
 ) -> None:
     """A round of DP-SGD in place; arguments as of `dp_sgd.train_dp_sgd`. It is counted before its
     first step, in case of a crash.

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from medflare.adaptation.registry import check_adaptable
 from medflare.core.errors import ConfigError, one_line
-from medflare.core.hyper import SplitHyper, described, parsed_value, split_hyper
+from medflare.core.hyper import SplitHyper, parsed_value, split_hyper
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results, versions_of_run
 from medflare.federation.preflight import check_run
 from medflare.methods.catalogue import get_method
@@ -17,11 +18,12 @@ from medflare.studies.references import (
     CONSTANT,
     REFERENCES,
     SINGLE_SITE,
-    TASK_CHANGES,
     TRAINED_AS,
+    Results,
     Setting,
     recorded_run,
     single_site,
+    with_other_task,
 )
 from medflare.tasks.config import TaskConfig, load_task
 
@@ -82,8 +84,9 @@ class Candidate:
             raise ConfigError(f"{text}: {method} has no setting {refused[0]!r}; leave it out")
         trained_as = special.pop("method", TRAINED_AS)
         row = cls(text, method, {}, **special, trained_as=trained_as)
-        row._trained.check(values)
-        hyper = split_hyper(values, row._trained.hyper_classes, row._trained.name)
+        trained = row._trained
+        trained.check(values)
+        hyper = split_hyper(values, trained.hyper_classes, trained.name)
         if selection is not None and method != CONSTANT:
             hyper["server"] = {"selection": selection, **hyper["server"]}
         return replace(row, hyper=hyper)
@@ -105,10 +108,8 @@ class Candidate:
     def hyper_names(self) -> set[str]:
         """The hyper-parameters that it has, also as "site.NAME" and "server.NAME"."""
         names: set[str] = set()
-        if self.method == CONSTANT:
-            return names
-        for algorithm, cls in self._trained.hyper_classes.items():
-            for name in described(cls):
+        for algorithm, values in self.effective.items():
+            for name in values:
                 names |= {name, f"{algorithm}.{name}"}
         return names
 
@@ -118,10 +119,11 @@ class Candidate:
         """The row with further hyper-parameters and settings of the task, which are `named` in its
         label; ConfigError for a wrong hyper-parameter.
         """
-        merged = split_hyper(hyper, self._trained.hyper_classes, self._trained.name)
+        trained = self._trained
+        merged = split_hyper(hyper, trained.hyper_classes, trained.name)
         for algorithm, values in self.hyper.items():
             merged[algorithm] = {**values, **merged[algorithm]}
-        self._trained.check(merged)
+        trained.check(merged)
         settings: list[str] = []
         for name, value in named.items():
             text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
@@ -159,7 +161,7 @@ class Candidate:
         """The outside sites that get a model; a method may have none for them."""
         return tuple(outside) if self._trained.outside else ()
 
-    def run(self, setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:
+    def run(self, setting: Setting, seed: int, outside: Sequence[str] = ()) -> Results:
         """Results dict of one run, with curves and scores; the seed also draws the split by
         patient, and `outside` sites do not train.
 
@@ -167,19 +169,12 @@ class Candidate:
         """
         if not self.task_changes:
             return self._run(setting, seed, outside)
-        changed = replace(setting, task=self.task_of(setting.task))
-        results = self._run(changed, seed, outside)
-        configuration = results["configuration"]
-        planned = setting.task.to_dict()
-        for name in self.task_changes:
-            configuration["task"][name] = planned[name]
-        changes = configuration["settings"].get(TASK_CHANGES, {})
-        configuration["settings"][TASK_CHANGES] = {**self.task_changes, **changes}
-        return results
+        run = partial(self._run, seed=seed, outside=outside)
+        return with_other_task(self.task_changes, setting, run)
 
     def failed(
         self, setting: Setting, seed: int, outside: Sequence[str], error: Exception
-    ) -> dict[str, Any]:
+    ) -> Results:
         """Results dict of a run that ended with an error."""
         sites: dict[str, SiteRecord] = {}
         for site in setting.sites:
@@ -196,18 +191,17 @@ class Candidate:
         )
         return build_results(record)
 
-    def _run(self, setting: Setting, seed: int, outside: Sequence[str]) -> dict[str, Any]:
+    def _run(self, setting: Setting, seed: int, outside: Sequence[str]) -> Results:
         if self.method == SINGLE_SITE:
             return single_site(setting, seed, outside, self.hyper, self.trained_as)
         if self.method in REFERENCES:
             return REFERENCES[self.method](setting, seed, outside, self.hyper)
-        served = self._served(outside)
         return recorded_run(
             self.method,
             setting,
             seed,
-            [*setting.inside(outside), *served],
-            outside=served,
+            setting.inside(outside),
+            outside=self._served(outside),
             site_algorithm=self.site_algorithm,
             server_algorithm=self.server_algorithm,
             **self.hyper,

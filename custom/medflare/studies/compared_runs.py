@@ -23,11 +23,12 @@ from medflare.studies.references import SCORES
 from medflare.studies.statistics import (
     Comparison,
     Run,
+    RunModel,
     compare_patients,
     delong_by_class,
     sites_of_role,
 )
-from medflare.studies.tables import delong_text
+from medflare.studies.tables import bounds_text, delong_text
 
 _MODEL: Final = "deployed"
 # Settings of the task without which two values are not of the same quantity.
@@ -79,7 +80,7 @@ def metric_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
     classes of few patients: it can deviate from the shown values. It is UNDEFINED unless both runs
     have scores of the same patients for the same labels.
     """
-    first_name, first = next(iter(runs.items()))
+    (first_name, first), *others = runs.items()
     metric = first["configuration"]["task"].get("metric", "")
     sites: dict[str, str] = {}
     for run in runs.values():
@@ -95,10 +96,9 @@ def metric_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
             row = {"site": place[0] if len(place) == 1 else f"mean, {role}"}
             for name, run in runs.items():
                 row[name] = format_metric(metric, _value(run, place, role, metric))
-            for name, run in runs.items():
-                if name != first_name:
-                    compared = _compared(first, run, place, role, metric)
-                    row[f"{name} - {first_name}"] = _difference(compared)
+            for name, run in others:
+                compared = _compared(first, run, place, role, metric)
+                row[f"{name} - {first_name}"] = _difference(compared)
             rows.append(row)
     return pd.DataFrame(rows).set_index("site")
 
@@ -131,12 +131,12 @@ def delong_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
     labels = first["configuration"]["task"].get("labels", [])
     rows: dict[tuple[str, int], dict[str, str]] = {}
     for name, run in others:
+        if not _is_same_task(first, run):
+            continue
         for role in ROLES:
-            if not _is_same_task(first, run):
-                continue
             common = set(sites_of_role(first, role)) & set(sites_of_role(run, role))
-            before = ([_at_sites(first, common)], _MODEL)
-            after = ([_at_sites(run, common)], _MODEL)
+            before = _deployed(first, common)
+            after = _deployed(run, common)
             for place, compared in delong_by_class(before, after, role).items():
                 row = rows.setdefault(place, {"site": place[0], "class": labels[place[1]]})
                 row[f"{name} - {first_name}"] = delong_text(compared)
@@ -150,14 +150,12 @@ def _is_same_task(first: Run, second: Run) -> bool:
 
 
 def _value(run: Run, place: Sequence[str], role: str, metric: str) -> float | None:
+    metrics: Mapping[str, float | None] = {}
     if len(place) > 1:
-        value = run["mean"][role][_MODEL].get(metric)
-    else:
-        site = run["sites"].get(place[0])
-        if site is None or site["role"] != role:
-            return None
-        value = site["metrics"][_MODEL].get(metric)
-    return None if value is None else float(value)
+        metrics = run["mean"][role][_MODEL]
+    elif run["sites"].get(place[0], {}).get("role") == role:
+        metrics = run["sites"][place[0]]["metrics"][_MODEL]
+    return metrics.get(metric)
 
 
 def _compared(first: Run, second: Run, place: Sequence[str], role: str, metric: str) -> Comparison:
@@ -166,18 +164,19 @@ def _compared(first: Run, second: Run, place: Sequence[str], role: str, metric: 
     """
     if not _is_same_task(first, second):
         return Comparison()
-    models: list[tuple[list[Run], str]] = []
+    models: list[RunModel] = []
     for run in (first, second):
         measured = run[SCORES].keys() & sites_of_role(run, role)
         if not measured.issuperset(place):
             return Comparison()
-        models.append(([_at_sites(run, place)], _MODEL))
+        models.append(_deployed(run, place))
     return compare_patients(models[0], models[1], metric, role=role)
 
 
-def _at_sites(run: Run, places: Collection[str]) -> Run:
-    """The run as if it had these sites only; patients are paired, not seeds."""
-    return {**run, "sites": {site: run["sites"][site] for site in places}, "seed": 0}
+def _deployed(run: Run, places: Collection[str]) -> RunModel:
+    """As if the run had these sites only; patients are paired, not seeds."""
+    sites = {site: run["sites"][site] for site in places}
+    return [{**run, "sites": sites, "seed": 0}], _MODEL
 
 
 def _difference(compared: Comparison) -> str:
@@ -185,6 +184,5 @@ def _difference(compared: Comparison) -> str:
         return UNDEFINED
     text = f"{compared.difference:+.3f}"
     if compared.interval is not None:
-        low, high = compared.interval
-        text += f" ({low:+.3f} to {high:+.3f})"
+        text += f" ({bounds_text(compared)})"
     return f"{text}, n = {compared.n}"

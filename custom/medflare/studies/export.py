@@ -1,15 +1,14 @@
 """A study as tables for other programs: every value, and a line for every row."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import pandas as pd
 
 from medflare.evaluation.presentation import label_metric
-from medflare.evaluation.results import results_frame
 from medflare.studies.costs import PEAK, PROCESSOR
 from medflare.studies.references import CONSTANT, TRAINED_AS
-from medflare.studies.statistics import Groups, Run, all_runs, compare
+from medflare.studies.statistics import Groups, Run, all_runs, compare, distinct, metrics_frame
 from medflare.studies.tables import StudyTables, curve_of, selection
 
 _OF_TARGET: Final = 0.95  # of the final validation metric
@@ -21,10 +20,7 @@ def long_table(groups: Groups, metrics: Sequence[str]) -> pd.DataFrame:
     """The rows of `results_frame` of all runs, of these metrics and of their structures or classes,
     with columns method (the row) and seed.
     """
-    frames: list[pd.DataFrame] = []
-    for row, runs in groups.items():
-        frames += [results_frame(run).assign(method=row, seed=run["seed"]) for run in runs]
-    table = pd.concat(frames)
+    table = metrics_frame(groups).drop(columns="run")
     wanted = {*metrics, *map(label_metric, metrics)}
     return table[table["metric"].isin(wanted)]
 
@@ -53,7 +49,7 @@ def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFra
     lines: list[dict[str, Any]] = []
     for label, of_row in study.groups.items():
         line: dict[str, Any] = {"method": label} | _means(study, label)
-        line["seeds"] = len({run["seed"] for run in of_row})
+        line["seeds"] = len(distinct(of_row, "seed"))
         line["runs"] = len(of_row)
         traffic = [sum(run["traffic"].values()) for run in of_row]
         line["traffic_MB"] = sum(traffic) / len(of_row) / 1e6
@@ -61,9 +57,9 @@ def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFra
         peak = _mean([run.get(PEAK) for run in of_row])
         if peak is not None:
             line["peak_memory_MB"] = peak / 1e6
-        line["rounds"] = _joined({run["rounds"] for run in of_row})
+        line["rounds"] = _joined(distinct(of_row, "rounds"))
         line[reached] = _first_round(of_row, target)
-        line["selection"] = _joined({selection(run) for run in of_row})
+        line["selection"] = _joined(set(map(selection, of_row)))
         lines.append(line | _versions(of_row))
     return pd.DataFrame(lines)
 
@@ -90,10 +86,11 @@ def _means(study: StudyTables, label: str) -> dict[str, float | None]:
     for metric in study.metrics:
         for role in study.roles:
             values = study.series(label, "deployed", role, metric)
-            over_seeds = compare([0.0] * len(values), list(values), study.split_ratio)
+            over_seeds = compare(0.0, values, study.split_ratio)
             low, high = over_seeds.interval or (None, None)
-            numbers = {"": over_seeds.difference, "_low": low, "_high": high}
-            cells |= {f"{metric}_{role}{end}": number for end, number in numbers.items()}
+            cells[f"{metric}_{role}"] = over_seeds.difference
+            cells[f"{metric}_{role}_low"] = low
+            cells[f"{metric}_{role}_high"] = high
     return cells
 
 
@@ -119,5 +116,5 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(measured) / len(measured) if measured else None
 
 
-def _joined(values: set[Any]) -> str:
+def _joined(values: Iterable[Any]) -> str:
     return " or ".join(map(str, sorted(values)))

@@ -1,6 +1,7 @@
 """The figures of a study: learning curves, differences to the first row, and ranks over tasks."""
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,9 +36,7 @@ def curve_panel(groups: Groups) -> Panel | None:
     for label, runs in groups.items():
         if label == CONSTANT:
             continue
-        models: set[str] = set()
-        for run in runs:
-            models.update(run.get(CURVES, {}))
+        models = set[str]().union(*(run.get(CURVES, {}) for run in runs))
         for model in sorted(models & {"global", "personal"}):
             curve = curve_of(runs, model)
             if len(curve) > 1:
@@ -66,8 +65,8 @@ def deployed_values(study: StudyTables) -> pd.DataFrame:
     role = study.roles[0]  # in their alphabetical order
     level = ("model", "role", "metric")
     table = study.values.xs(("deployed", role, study.first_metric), level=level)
-    table = table[table.index.get_level_values("site") != ALL_SITES]
-    return table.stack(future_stack=True).unstack("label").reindex(columns=list(study.groups))
+    table = table.drop(ALL_SITES, level="site")
+    return table.stack(future_stack=True).unstack("method").reindex(columns=list(study.groups))
 
 
 def differences_drawing(study: StudyTables) -> Drawing | None:
@@ -83,12 +82,11 @@ def differences_drawing(study: StudyTables) -> Drawing | None:
     intervals: dict[str, tuple[float, float] | None] = {}
     for label in others:
         differences = (values[label] - values[against]).dropna()
-        if differences.empty or study.groups[label][0]["method"] == CONSTANT:
+        if differences.empty or label not in study.compared:
             continue
         points[label] = {f"{site}, {seed}": value for (site, seed), value in differences.items()}
         of_seeds = differences.groupby(level="seed").mean()
-        over_seeds = compare([0.0] * len(of_seeds), list(of_seeds), study.split_ratio)
-        intervals[label] = over_seeds.interval
+        intervals[label] = compare(0.0, of_seeds, study.split_ratio).interval
     if not points:
         return None
     metric = study.first_metric
@@ -105,7 +103,7 @@ def critical_difference_drawing(ranks: Mapping[Any, float], critical: float) -> 
     """Mean ranks on an axis, best left; a bar joins rows that do not differ by `critical` (Demšar,
     JMLR 7, 2006, Fig. 1).
     """
-    ordered = sorted(ranks.items(), key=lambda row: row[1])
+    ordered = sorted(ranks.items(), key=itemgetter(1))
     count = len(ordered)
     left_count = (count + 1) // 2
     bars = equal_groups([rank for _, rank in ordered], critical)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
@@ -43,9 +44,9 @@ from medflare.studies import cluster as clusters
 from medflare.studies.candidates import Candidate
 from medflare.studies.costs import with_costs
 from medflare.studies.page import PAGE_FILE, study_page
-from medflare.studies.references import CONSTANT, SCORES, Setting
+from medflare.studies.references import CONSTANT, SCORES, Results, Setting
 from medflare.studies.selection_grid import TRIED, selected, tried
-from medflare.studies.statistics import Groups, Run, sites_of_role
+from medflare.studies.statistics import Run, sites_of_role
 from medflare.studies.tables import TABLE_FILE, StudyTables, study_report
 from medflare.tasks.config import load_task
 
@@ -68,16 +69,14 @@ def run_name(label: str, seed: int, outside: Sequence[str] = ()) -> str:
     return "-".join([f"{row}/seed{seed}", *outside])
 
 
-def write_rows(
-    out: Path, labels: Iterable[str], grids: Mapping[str, Iterable[str]] | None = None
-) -> None:
+def write_rows(out: Path, labels: Iterable[str], grids: Mapping[str, Iterable[str]]) -> None:
     """Write the order of the rows, and the labels that were tried for a row; those of an earlier
     study in the same folder follow.
     """
     before = _rows(_contents(out))
     content: dict[str, Any] = {"rows": list(dict.fromkeys([*labels, *before["rows"]]))}
-    merged = {row: list(tries) for row, tries in before.get("grids", {}).items()}
-    for row, tries in (grids or {}).items():
+    merged = dict(before["grids"])
+    for row, tries in grids.items():
         merged[row] = list(dict.fromkeys([*tries, *merged.get(row, ())]))
     if merged:
         content["grids"] = merged
@@ -91,18 +90,18 @@ def write_run(out: Path, name: str, results: Run) -> None:
     for site, models in content.pop(SCORES, {}).items():
         scores[site] = {}
         for model, cases in models.items():
-            equal = [first for first, earlier in scores[site].items() if earlier == cases]
-            scores[site][model] = equal[0] if equal else cases
+            equal = (first for first, earlier in scores[site].items() if earlier == cases)
+            scores[site][model] = next(equal, cases)
     _write(out, {f"{name}/{RESULTS_FILE}": content, f"{name}/{SCORES_FILE}": scores})
 
 
-def read_runs(out: Path) -> dict[str, dict[str, Any]]:
+def read_runs(out: Path) -> dict[str, Results]:
     """Name -> results of all runs, with their scores if they were kept; empty without a file.
 
     Raises StateError if it is damaged.
     """
     contents = _contents(out)
-    runs: dict[str, dict[str, Any]] = {}
+    runs: dict[str, Results] = {}
     for entry in sorted(contents):
         if not entry.endswith(f"/{RESULTS_FILE}"):
             continue
@@ -124,23 +123,20 @@ def read_runs(out: Path) -> dict[str, dict[str, Any]]:
     return runs
 
 
-def read_study(out: Path) -> dict[str, list[dict[str, Any]]]:
+def read_study(out: Path) -> dict[str, list[Results]]:
     """Row -> its runs, of a grid the selected row; rows that study.json does not name are last.
 
     Raises StateError if there is no run, or the file is damaged.
     """
     groups = _all_groups(out)
     content = _rows(_contents(out))
-    grids = content.get("grids", {})
+    grids = content["grids"]
     labels: list[str] = []
     for row in content["rows"]:
         if row in grids:
             labels.append(selected(grids[row], groups))
         labels.append(row)
-    unnamed = set(groups)
-    for tries in grids.values():
-        unnamed -= set(tries)
-    labels += sorted(unnamed)
+    labels += sorted(set(groups).difference(*grids.values()))
     return {label: groups[label] for label in dict.fromkeys(labels) if label in groups}
 
 
@@ -148,25 +144,13 @@ def study_tables(out: Path, metrics: Sequence[str] = ()) -> StudyTables:
     """The tables of all rows in a study's folder, and of what grids tried; errors as `read_study`
     and `StudyTables`.
     """
-    grids = _rows(_contents(out)).get("grids", {})
-    table = tried(grids, _all_groups(out)) if grids else ""
-    return _WithTried(read_study(out), table, metrics)
+    grids = _rows(_contents(out))["grids"]
+    further = {TRIED: tried(grids, _all_groups(out))} if grids else {}
+    return StudyTables(read_study(out), metrics, further)
 
 
-class _WithTried(StudyTables):
-    def __init__(self, groups: Groups, tried_table: str, metrics: Sequence[str]) -> None:
-        super().__init__(groups, metrics)
-        self._tried = tried_table
-
-    def tables(self, wanted: Container[str] | None = None) -> dict[str, str]:
-        tables = super().tables(wanted)
-        if self._tried and (wanted is None or TRIED in wanted):
-            tables[TRIED] = self._tried
-        return tables
-
-
-def _all_groups(out: Path) -> dict[str, list[dict[str, Any]]]:
-    groups: dict[str, list[dict[str, Any]]] = {}
+def _all_groups(out: Path) -> dict[str, list[Results]]:
+    groups: dict[str, list[Results]] = {}
     for run in read_runs(out).values():
         groups.setdefault(_label(run), []).append(run)
     if not groups:
@@ -207,7 +191,7 @@ def _write(out: Path, changes: Mapping[str, Any]) -> None:
 
 def _rows(contents: Mapping[str, bytes]) -> dict[str, Any]:
     """The content of study.json."""
-    return {"rows": [], **json.loads(contents.get(_ROWS, "{}"))}
+    return {"rows": [], "grids": {}, **json.loads(contents.get(_ROWS, "{}"))}
 
 
 @dataclass(frozen=True)
@@ -221,7 +205,7 @@ class _Job:
     def name(self) -> str:
         return run_name(self.candidate.label, self.seed, self.outside)
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self) -> Results:
         """The results in JSON types: another process can send them. Any error fails this run."""
         torch.set_num_threads(1)
         versions = self.versions  # before the code can change
@@ -238,24 +222,23 @@ class _Job:
     def versions(self) -> dict[str, str]:
         return self.candidate.versions(self.setting.task)
 
-    def failed(self, error: Exception) -> dict[str, Any]:
+    def failed(self, error: Exception) -> Results:
         """The results of the run that ended with an error."""
         return self._labelled(self.candidate.failed(self.setting, self.seed, self.outside, error))
 
-    def _labelled(self, results: dict[str, Any]) -> dict[str, Any]:
+    def _labelled(self, results: Results) -> Results:
         results["configuration"]["settings"] |= {
             "label": self.candidate.label,
             "resplit": self.seed,
             _DATALISTS: _datalists(self.setting),
         }
-        in_json_types: dict[str, Any] = json_ready(results)
-        return in_json_types
+        return dict(json_ready(results))
 
 
 def run_study(
     candidates: Sequence[Candidate],
     setting: Setting,
-    seeds: Iterable[int],
+    seeds: Sequence[int],
     out: Path,
     *,
     left_out: Sequence[str] = (),
@@ -264,7 +247,7 @@ def run_study(
     processes: int = 1,
     cluster: str | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> dict[str, list[dict[str, Any]]]:
+) -> dict[str, list[Results]]:
     """Run what has not completed yet, and write study.zip, and table.md and study.html of all rows
     in the folder. A run that fails does not stop the others.
 
@@ -287,34 +270,35 @@ def run_study(
         StateError: an earlier run in `out` is damaged, or had other settings, or its row other
             code.
     """
-    seeds = list(seeds)
     _check_named_once(candidates, seeds, left_out)
     if left_out and len(setting.sites) < 2:
         raise ConfigError(
             f"without {setting.sites[0]} no site is left to train; name at least two sites"
         )
-    rows: dict[str, Sequence[Candidate]] = {}
+    grids = grids or {}
+    rows: dict[str, list[str]] = {}  # label -> labels of what is run in its place
     cells: dict[str, Candidate] = {}
     for candidate in candidates:
-        rows[candidate.label] = (grids or {}).get(candidate.label, [candidate])
-        cells |= {cell.label: cell for cell in rows[candidate.label]}
+        of_row = {cell.label: cell for cell in grids.get(candidate.label, [candidate])}
+        rows[candidate.label] = list(of_row)
+        cells |= of_row
     for candidate in cells.values():
         candidate.check(setting.task, setting.rounds, left_out)
     splits: list[tuple[str, ...]] = [(site,) for site in left_out] or [()]
     jobs: dict[str, _Job] = {}
-    for seed in seeds:
-        for candidate in cells.values():
-            for outside in splits:
-                job = _Job(candidate, setting, seed, outside)
-                jobs[job.name] = job
-    missing = _missing(out, jobs, cells, _repeated(rows, rerun), say)
+    for seed, candidate, outside in product(seeds, cells.values(), splits):
+        job = _Job(candidate, setting, seed, outside)
+        jobs[job.name] = job
+    repeated: set[str] = set()
+    for label in rerun:
+        if label not in rows and label not in cells:
+            raise ConfigError(f"--rerun {label}: no row of this study; name it as a row, too")
+        repeated.update(rows.get(label, [label]))
+    missing = _missing(out, jobs, cells, setting, repeated, say)
     executor = None
     if cluster is not None and missing:
         executor = clusters.executor_of(cluster, out / clusters.FOLDER, processes)
-    tries: dict[str, list[str]] = {}
-    for label in grids or {}:
-        tries[label] = [cell.label for cell in rows[label]]
-    write_rows(out, rows, tries)
+    write_rows(out, rows, {label: rows[label] for label in grids})
     started = time.monotonic()
     for done, (job, results) in enumerate(_finished(missing, processes, executor), start=1):
         write_run(out, job.name, results)
@@ -325,7 +309,7 @@ def run_study(
             line += f", about {about(left)} left"
         say(line)
     runs = read_runs(out)
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[Results]] = {}
     for name, job in jobs.items():
         groups.setdefault(job.candidate.label, []).append(runs[name])
     study = study_tables(out)
@@ -345,25 +329,11 @@ def _check_named_once(
             raise ConfigError(f"study: {what} {twice[0]!r} is named twice; name it once")
 
 
-def _repeated(rows: Mapping[str, Sequence[Candidate]], rerun: Sequence[str]) -> set[str]:
-    """The labels to run again; ConfigError for one that is not in the study."""
-    cells: dict[str, list[str]] = {}
-    for row, of_row in rows.items():
-        for cell in of_row:
-            cells[cell.label] = [cell.label]
-        cells[row] = [cell.label for cell in of_row]
-    repeated: set[str] = set()
-    for label in rerun:
-        if label not in cells:
-            raise ConfigError(f"--rerun {label}: no row of this study; name it as a row, too")
-        repeated.update(cells[label])
-    return repeated
-
-
 def _missing(
     out: Path,
     jobs: Mapping[str, _Job],
     cells: Mapping[str, Candidate],
+    setting: Setting,
     repeated: Container[str],
     say: Callable[[str], None],
 ) -> list[_Job]:
@@ -372,7 +342,6 @@ def _missing(
     StateError: a kept run had other settings, or its row other code; `say` gets a warning of other
     code of medflare.
     """
-    setting = next(iter(jobs.values())).setting
     earlier = read_runs(out)
     missing: list[_Job] = []
     older: dict[str, None] = {}
@@ -458,16 +427,12 @@ def _check_same(out: Path, job: _Job, run: Run) -> None:
             "datalist": _datalists(setting),
         }
     )
-    then: list[str] = []
-    today: list[str] = []
-    for name, value in before.items():
-        if now.get(name) != value:
-            then.append(f"{name} = {value!r}")
-            today.append(f"{name} = {now.get(name)!r}")
-    if then:
+    changed = [name for name, value in before.items() if now.get(name) != value]
+    if changed:
+        then = ", ".join(f"{name} = {before[name]!r}" for name in changed)
+        today = ", ".join(f"{name} = {now.get(name)!r}" for name in changed)
         raise StateError(
-            f"{out}: {job.name} is a run with {', '.join(then)}, "
-            f"this study has {', '.join(today)}; use another --out"
+            f"{out}: {job.name} is a run with {then}, this study has {today}; use another --out"
         )
 
 
@@ -486,7 +451,7 @@ def _datalists(setting: Setting) -> dict[str, str]:
 
 def _finished(
     jobs: Sequence[_Job], processes: int, executor: Any = None
-) -> Iterator[tuple[_Job, dict[str, Any]]]:
+) -> Iterator[tuple[_Job, Results]]:
     """Every job with its results, in the order in which they end."""
     for job, result in _ended(jobs, processes, executor):
         try:
@@ -498,7 +463,7 @@ def _finished(
 
 def _ended(
     jobs: Sequence[_Job], processes: int, executor: Any
-) -> Iterator[tuple[_Job, Callable[[], dict[str, Any]]]]:
+) -> Iterator[tuple[_Job, Callable[[], Results]]]:
     if executor is not None:
         yield from clusters.finished_jobs(executor, jobs)
         return

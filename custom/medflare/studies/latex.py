@@ -1,7 +1,6 @@
 """The tables of a study for a paper, in LaTeX."""
 
-from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 import pandas as pd
 
@@ -12,6 +11,7 @@ from medflare.studies.tables import StudyTables, spread
 _BEST: Final = "textbf:--rwrap"
 _SECOND: Final = "underline:--rwrap"
 _UNDEFINED: Final = "--"
+_Columns: TypeAlias = dict[str, tuple[str, str, str]]  # heading -> metric, role and site
 
 
 def latex_tables(study: StudyTables) -> str:
@@ -21,24 +21,23 @@ def latex_tables(study: StudyTables) -> str:
     A row is what a row of the study deploys: mean ± standard deviation over seeds. The best mean of
     a column is bold, the second underlined.
     """
-    means: dict[str, tuple[str, str, str]] = {}
-    by_metric: dict[str, dict[str, tuple[str, str, str]]] = {}
+    means: _Columns = {}
+    tables = {"means over sites": means}
     for metric in study.metrics:
         words = metric_label(metric)
         for role, site in study.places:
-            by_metric.setdefault(words, {})[f"{site or 'mean'}, {role}"] = (metric, role, site)
+            tables.setdefault(words, {})[f"{site or 'mean'}, {role}"] = (metric, role, site)
             if site == ALL_SITES:
                 means[f"{words}, {role}"] = (metric, role, site)
     parts = ["% needs \\usepackage{booktabs}; mean ± standard deviation over seeds\n"]
-    for title, columns in {"means over sites": means, **by_metric}.items():
+    for title, columns in tables.items():
         parts.append(f"% {title}\n{_table(study, columns)}")
     return "\n".join(parts)
 
 
-def _table(study: StudyTables, columns: Mapping[str, tuple[str, str, str]]) -> str:
-    """`columns`: heading -> metric, role and site."""
+def _table(study: StudyTables, columns: _Columns) -> str:
     cells: dict[str, dict[str, str]] = {}
-    styles: dict[str, dict[str, str]] = {}
+    styles: dict[str, list[str]] = {}
     for heading, (metric, role, site) in columns.items():
         means: dict[str, float] = {}
         cells[heading] = {}
@@ -46,16 +45,13 @@ def _table(study: StudyTables, columns: Mapping[str, tuple[str, str, str]]) -> s
             values = study.series(label, "deployed", role, metric, site)
             text = spread(metric, values)
             cells[heading][label] = _UNDEFINED if text == UNDEFINED else text.replace("±", r"$\pm$")
-            if values.notna().any():
-                means[label] = values.mean()
-        ranked = sorted(set(means.values()), reverse=not lower_is_better(metric))
-        marks: dict[float, str] = {}
-        if len(ranked) > 1:
-            marks = dict(zip(ranked, (_BEST, _SECOND), strict=False))
-        styles[heading] = {label: marks.get(mean, "") for label, mean in means.items()}
+            means[label] = values.mean()
+        ranks = pd.Series(means).rank(method="dense", ascending=lower_is_better(metric))
+        marks = {1: _BEST, 2: _SECOND} if ranks.max() > 1 else {}
+        styles[heading] = [marks.get(rank, "") for rank in ranks]
     labels = list(study.groups)
     styler = pd.DataFrame(cells, index=labels).style
-    css = pd.DataFrame(styles, index=labels).fillna("")
+    css = pd.DataFrame(styles, index=labels)
     styler.apply(lambda _: css, axis=None)
     styler.format_index(escape="latex").format_index(escape="latex", axis=1)
     return str(styler.to_latex(hrules=True, column_format="l" + "r" * len(columns)))

@@ -22,9 +22,9 @@ from medflare.studies.figures import (
     learning_curves,
     marked_range,
 )
-from medflare.studies.references import CONSTANT, SINGLE_SITE
-from medflare.studies.statistics import ALL_SITES, all_runs, distinct, mean_interval
-from medflare.studies.tables import StudyTables, cautions, spread, task_of
+from medflare.studies.references import SINGLE_SITE
+from medflare.studies.statistics import all_runs, distinct, mean_interval
+from medflare.studies.tables import StudyTables, cautions, sign_of, spread, task_of
 
 PAGE_FILE: Final = "study.html"
 
@@ -35,10 +35,6 @@ def study_page(study: StudyTables) -> str:
     metric = study.first_metric
     values = deployed_values(study)
     plot = differences_drawing(study)
-    inside: list[str] = []
-    for role, site in study.places:
-        if role == "inside" and site != ALL_SITES:
-            inside.append(site)
     runs = all_runs(groups)
     return template("study.html").render(
         task=task_of(groups),
@@ -46,7 +42,7 @@ def study_page(study: StudyTables) -> str:
         metric=metric,
         lower=lower_is_better(metric),
         findings=[],
-        sites=inside,
+        sites=study.inside,
         seeds=distinct(runs, "seed"),
         rounds=distinct(runs, "rounds"),
         banner=study.banner(),
@@ -57,7 +53,7 @@ def study_page(study: StudyTables) -> str:
         reference=next(iter(groups)),
         margin=marked_range(metric),
         curves=learning_curves(groups, "currentColor"),
-        tables={title: answer_first(*parsed(table)) for title, table in study.everything.items()},
+        tables={title: answer_first(table) for title, table in study.everything.items()},
     )
 
 
@@ -85,7 +81,7 @@ def _overview(study: StudyTables, values: pd.DataFrame) -> tuple[list[str], list
         traffic = 0
         seconds = 0.0
         for run in runs:
-            traffic += run["traffic"]["down_bytes"] + run["traffic"]["up_bytes"]
+            traffic += sum(run["traffic"].values())
             seconds += run["seconds"].get("total") or 0.0
         cells += [
             rank,
@@ -105,81 +101,59 @@ def _gains(study: StudyTables, values: pd.DataFrame) -> Mapping[str, Any]:
     alone = study.label_of(SINGLE_SITE)
     if alone is None:
         return {}
-    sign = -1 if lower_is_better(study.first_metric) else 1
+    sign = sign_of(study.first_metric)
     gains: dict[str, dict[str, Any]] = {}
     for label in values.columns.drop(alone):
-        if study.groups[label][0]["method"] == CONSTANT:
+        if label not in study.compared:
             continue
         by_site = (sign * (values[label] - values[alone])).dropna().groupby("site").mean()
         cells: dict[Any, tuple[str, bool]] = {}
-        losers: list[Any] = []
         for site, gain in by_site.items():
             text = f"{gain:+.3f}" if sign > 0 else format_metric(study.first_metric, gain)
             cells[site] = (text, gain < 0)
-            if gain < 0:
-                losers.append(site)
         if cells:
-            gains[label] = {"sites": cells, "losers": losers}
+            gains[label] = {"sites": cells, "losers": list(by_site.index[by_site < 0])}
     return gains
 
 
-def parsed(table: str) -> tuple[list[str], list[list[tuple[str, bool]]]]:
-    """Headings, and rows of (text, whether it is bold), of a table in Markdown.
-
-    Examples:
-        >>> parsed("| method | A |\\n| --- | ---: |\\n| fedavg | **0.5** |\\n")
-        (['method', 'A'], [[('fedavg', False), ('0.5', True)]])
-    """
-    headings, _, *lines = table.strip().splitlines()
-    rows: list[list[tuple[str, bool]]] = []
-    for line in lines:
-        rows.append([(cell.strip("*"), cell.startswith("**")) for cell in _cells(line)])
-    return _cells(headings), rows
-
-
-def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split(" | ")]
-
-
+# Columns that say what a row is.
 _IN_NAME: Final = ("model", "deployed against its own", "sites", "model of", "structure or class")
-_ANSWERS: Final = ("mean inside", "mean", "verdict")
-_LAST: Final = ("selection",)
+# Heading -> rank of its column; that of all others is 1.
+_RANKS: Final = {"mean inside": 0, "mean": 0, "verdict": 0, "selection": 2}
 
 
-def answer_first(
-    headings: list[str], rows: list[list[tuple[str, bool]]]
-) -> tuple[list[str], list[list[tuple[str, bool]]]]:
-    """The table with its most important number as the second column, so that a phone shows it
-    without scrolling.
+def answer_first(table: str) -> tuple[list[str], list[list[tuple[str, bool]]]]:
+    """Headings, and rows of (text, whether it is bold), of a table in Markdown, with its most
+    important number as the second column, so that a phone shows it without scrolling.
 
     What a row is (its model, its sites) is on a second line of its name; the mean over sites comes
     first, how a round was selected last.
 
     Examples:
-        >>> headings = ["method", "model", "A", "mean inside"]
-        >>> row = [("fedsm", False), ("global", False), ("0.4", False), ("0.5", True)]
-        >>> headings, rows = answer_first(headings, [row])
+        >>> headings = "| method | model | A | mean inside |\\n| --- | --- | ---: | ---: |\\n"
+        >>> headings, rows = answer_first(headings + "| fedsm | global | 0.4 | **0.5** |\\n")
         >>> headings
         ['method', 'mean inside', 'A']
         >>> rows
         [[('fedsm\\nglobal', False), ('0.5', True), ('0.4', False)]]
     """
-    names: list[int] = []
-    answers: list[int] = []
-    others: list[int] = []
-    last: list[int] = []
+    headings, _, *lines = map(_cells, table.strip().splitlines())
+    names = [0]
+    ranks: dict[int, int] = {}  # of the other columns
     for place, heading in enumerate(headings[1:], start=1):
         if heading in _IN_NAME:
             names.append(place)
-        elif heading in _ANSWERS:
-            answers.append(place)
-        elif heading in _LAST:
-            last.append(place)
         else:
-            others.append(place)
-    order = [*answers, *others, *last]
-    moved_rows: list[list[tuple[str, bool]]] = []
-    for row in rows:
-        name = "\n".join(row[place][0] for place in (0, *names))
-        moved_rows.append([(name, False), *(row[place] for place in order)])
-    return [headings[0], *(headings[place] for place in order)], moved_rows
+            ranks[place] = _RANKS.get(heading, 1)
+    order = sorted(ranks, key=ranks.__getitem__)
+    rows: list[list[tuple[str, bool]]] = []
+    for cells in lines:
+        row = [("\n".join(cells[place].strip("*") for place in names), False)]
+        for place in order:
+            row.append((cells[place].strip("*"), cells[place].startswith("**")))
+        rows.append(row)
+    return [headings[0], *(headings[place] for place in order)], rows
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split(" | ")]

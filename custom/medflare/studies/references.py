@@ -8,11 +8,11 @@ the sites.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from medflare.adaptation.dsbn import with_batch_statistics
 from medflare.adaptation.registry import check_adaptable
@@ -40,6 +40,8 @@ from medflare.training.epochs import finite_or_none
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
+Results: TypeAlias = dict[str, Any]  # of a run, as a study keeps them
+
 CONSTANT = "constant"
 SINGLE_SITE = "single-site"
 CENTRALISED = "centralised"
@@ -59,6 +61,7 @@ APPEARANCE: Final[Sequence[Mapping[str, Any]]] = (  # contrast, brightness, nois
     {"name": "RandScaleIntensity", "prob": 0.5, "factors": 0.5},
     {"name": "RandGaussianNoise", "prob": 0.5, "std": 0.1},
 )
+_NO_TRAFFIC: Final[Mapping[str, int]] = {"down_bytes": 0, "up_bytes": 0}
 EPOCHS_FACTOR: Final = 2  # of the reference "equal-compute"; FedSM and Ditto train two models
 
 
@@ -91,7 +94,7 @@ def recorded_run(
     models: dict[str, dict[str, Message]] | None = None,
     opened: dict[str, Site] | None = None,
     **options: Any,
-) -> dict[str, Any]:
+) -> Results:
     """The results of `run_local` with `CURVES` and `SCORES`; the seed also draws the split by
     patient.
 
@@ -135,15 +138,14 @@ def recorded_run(
     )
     results[CURVES] = {}
     for model, of_sites in curves.items():
-        points = {site: sorted(map(list, curve.items())) for site, curve in of_sites.items()}
-        results[CURVES][model] = points
+        results[CURVES][model] = {}
+        for site, curve in of_sites.items():
+            results[CURVES][model][site] = sorted(map(list, curve.items()))
     results[SCORES] = scores
     if setting.cross_site:
         tested: dict[str, Site] = {}
         for name in setting.sites:
-            if name not in sites_by_name:
-                opener(name, "outside")
-            tested[name] = sites_by_name[name]
+            tested[name] = sites_by_name.get(name) or opener(name, "outside")
         results[CROSS_SITE] = cross_site(final, tested)
     return results
 
@@ -169,7 +171,7 @@ def cross_site(
     return matrix
 
 
-def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = ()) -> dict[str, Any]:
+def constant_answer(setting: Setting, seed: int, outside: Sequence[str] = ()) -> Results:
     """The best answer that ignores the image, see `training.constant`; nothing is trained.
 
     "global" comes from the training images of all inside sites, "personal" from a site's own.
@@ -210,28 +212,27 @@ def _finite(values: Mapping[str, float | None]) -> dict[str, float | None]:
 def single_site(
     setting: Setting,
     seed: int,
-    outside: Sequence[str] = (),
-    hyper: Mapping[str, Any] | None = None,
+    outside: Sequence[str],
+    hyper: Mapping[str, Any],
     method: str = TRAINED_AS,
-) -> dict[str, Any]:
+) -> Results:
     """Every inside site runs `method` alone, as a federation of one, and is tested on its own
     images: one results dict of all sites.
     """
-    runs: dict[str, dict[str, Any]] = {}
+    runs: dict[str, Results] = {}
     for site in setting.inside(outside):
-        runs[site] = recorded_run(method, setting, seed, [site], **(hyper or {}))
-    merged: dict[str, Any] = {"sites": {}, SCORES: {}, CURVES: {}, "events": []}
-    if setting.cross_site:
-        merged[CROSS_SITE] = {}
+        runs[site] = recorded_run(method, setting, seed, [site], **hyper)
+    merged: Results = {"sites": {}, SCORES: {}, CURVES: {}, "events": []}
+    merged["traffic"] = _NO_TRAFFIC
     failed: list[str] = []
     for site, run in runs.items():
         merged["sites"][site] = run["sites"][site]
         merged[SCORES][site] = run[SCORES].get(site, {})
         for model, of_site in run[CURVES].items():
-            merged[CURVES].setdefault(model, {})[site] = of_site[site]
+            merged[CURVES].setdefault(model, {}).update(of_site)
         merged["events"] += run["events"]
         if setting.cross_site:
-            merged[CROSS_SITE] |= run[CROSS_SITE]
+            merged.setdefault(CROSS_SITE, {}).update(run[CROSS_SITE])
         if run["reason"]:
             failed.append(f"{site}: {run['reason']}")
     merged["seconds"] = {"total": sum(run["seconds"]["total"] for run in runs.values())}
@@ -243,8 +244,8 @@ def single_site(
 
 
 def centralised(
-    setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    setting: Setting, seed: int, outside: Sequence[str], hyper: Mapping[str, Any]
+) -> Results:
     """One model of the pooled training images of the inside sites, tested at every site."""
 
     def opener(name: str, role: str) -> Site:
@@ -254,8 +255,9 @@ def centralised(
         return Site(POOLED, replace(setting.task, resplit=seed), pooled(parts), seed)
 
     results = recorded_run(
-        TRAINED_AS, setting, seed, [POOLED], outside=setting.sites, opener=opener, **(hyper or {})
+        TRAINED_AS, setting, seed, [POOLED], outside=setting.sites, opener=opener, **hyper
     )
+    results["traffic"] = _NO_TRAFFIC
     del results["sites"][POOLED]
     results[SCORES].pop(POOLED, None)
     for name, site in results["sites"].items():
@@ -264,24 +266,15 @@ def centralised(
 
 
 def batch_statistics(
-    setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    setting: Setting, seed: int, outside: Sequence[str], hyper: Mapping[str, Any]
+) -> Results:
     """FedAvg's model, and as "deployed" the same normalized by the test images; raises ConfigError
     if the network has no BatchNorm.
     """
     check_adaptable(setting.task)
     sites: dict[str, Site] = {}
     models: dict[str, dict[str, Message]] = {}
-    results = recorded_run(
-        TRAINED_AS,
-        setting,
-        seed,
-        setting.inside(outside),
-        outside=outside,
-        models=models,
-        opened=sites,
-        **(hyper or {}),
-    )
+    results = _fedavg(setting, seed, outside, hyper, models=models, opened=sites)
     for name, of_site in models.items():
         site = sites[name]
         trained = build_deployed(setting.task, of_site["global"]).to(site.device)
@@ -290,55 +283,56 @@ def batch_statistics(
         results["sites"][name]["metrics"]["deployed"] = _finite(scores.values)
         results[SCORES][name]["deployed"] = scores.cases.to_dict()
         results["sites"][name].get("intervals", {}).pop("deployed", None)  # of FedAvg's model
-    return _reference(BATCH_STATISTICS, results, results["traffic"])
+    return _reference(BATCH_STATISTICS, results)
 
 
 def augmentation(
-    setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    setting: Setting, seed: int, outside: Sequence[str], hyper: Mapping[str, Any]
+) -> Results:
     """FedAvg with `APPEARANCE` after the task's augmentation, for domain generalization."""
     augment = [*setting.task.augment, *APPEARANCE]
-    return _with_other_task(AUGMENTATION, setting, seed, outside, hyper, {"augment": augment})
+    run = partial(_fedavg, seed=seed, outside=outside, hyper=hyper)
+    return _reference(AUGMENTATION, with_other_task({"augment": augment}, setting, run))
 
 
 def equal_compute(
-    setting: Setting, seed: int, outside: Sequence[str] = (), hyper: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    setting: Setting, seed: int, outside: Sequence[str], hyper: Mapping[str, Any]
+) -> Results:
     """FedAvg with twice the local epochs, for methods that train twice as long as FedAvg."""
     epochs = EPOCHS_FACTOR * setting.task.local_epochs
-    return _with_other_task(EQUAL_COMPUTE, setting, seed, outside, hyper, {"local_epochs": epochs})
+    run = partial(_fedavg, seed=seed, outside=outside, hyper=hyper)
+    return _reference(EQUAL_COMPUTE, with_other_task({"local_epochs": epochs}, setting, run))
 
 
-def _with_other_task(
-    reference: str,
-    setting: Setting,
-    seed: int,
-    outside: Sequence[str],
-    hyper: Mapping[str, Any] | None,
-    changes: dict[str, Any],
-) -> dict[str, Any]:
-    """FedAvg with some settings of the task changed.
+def _fedavg(
+    setting: Setting, seed: int, outside: Sequence[str], hyper: Mapping[str, Any], **options: Any
+) -> Results:
+    """FedAvg of the inside sites; `options`: of `recorded_run`."""
+    inside = setting.inside(outside)
+    return recorded_run(TRAINED_AS, setting, seed, inside, outside=outside, **options, **hyper)
 
-    The results have the task of the study, which all rows share, and the changes in the run's
-    settings.
+
+def with_other_task(
+    changes: Mapping[str, Any], setting: Setting, run: Callable[[Setting], Results]
+) -> Results:
+    """The results of a run with some settings of the task changed.
+
+    They have the task of the study, which all rows share, and the changes in the run's settings.
     """
     planned = setting.task.to_dict()
-    changed = replace(setting, task=load_task({**planned, **changes}))
-    inside = setting.inside(outside)
-    results = recorded_run(TRAINED_AS, changed, seed, inside, outside=outside, **(hyper or {}))
+    results = run(replace(setting, task=load_task({**planned, **changes})))
+    configuration = results["configuration"]
     for name in changes:
-        results["configuration"]["task"][name] = planned[name]
-    results["configuration"]["settings"][TASK_CHANGES] = changes
-    return _reference(reference, results, results["traffic"])
+        configuration["task"][name] = planned[name]
+    further = configuration["settings"].get(TASK_CHANGES, {})
+    configuration["settings"][TASK_CHANGES] = {**changes, **further}
+    return results
 
 
-def _reference(
-    method: str, results: dict[str, Any], traffic: Mapping[str, int] | None = None
-) -> dict[str, Any]:
-    """The results under the reference's name, with means over its sites; default: no traffic."""
+def _reference(method: str, results: Results) -> Results:
+    """The results under the reference's name, with means over its sites."""
     changed = results | {
         "method": method,
-        "traffic": dict(traffic or {"down_bytes": 0, "up_bytes": 0}),
         "mean": mean_over_sites(results["sites"], results["mean"]["inside"]),
     }
     changed["findings"] = [finding.to_dict() for finding in findings(changed)]
@@ -354,7 +348,7 @@ def pooled(parts: Sequence[SiteData]) -> SiteData:
         raise ConfigError(
             f"the row {CENTRALISED} needs sites with the same annotated structures; leave it out"
         )
-    numbers = [str(place) for place in range(len(parts))]
+    numbers = list(map(str, range(len(parts))))
     splits: list[Split] = []
     for name in ("train", "validation", "test"):
         splits.append(joined([part.split(name) for part in parts], numbers))

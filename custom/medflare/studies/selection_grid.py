@@ -60,9 +60,10 @@ def cells_of(
         unused -= set(names)
         of_row: dict[str, Candidate] = {}
         for combination in product(*(grid[name] for name in names)):
+            named = dict(zip(names, combination, strict=True))
             hyper: dict[str, Any] = {}
             settings: dict[str, Any] = {}
-            for name, value in zip(names, combination, strict=True):
+            for name, value in named.items():
                 if name in row.hyper_names:
                     hyper[name] = value
                 else:
@@ -72,7 +73,7 @@ def cells_of(
                 for name, value in changed(planned, settings).to_dict().items():
                     if value != planned[name]:
                         changes[name] = value
-            cell = row.varied(dict(zip(names, combination, strict=True)), hyper, changes)
+            cell = row.varied(named, hyper, changes)
             of_row[cell.label] = cell
         if names:
             cells[row.label] = list(of_row.values())

@@ -11,25 +11,25 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
 from scipy.stats import bootstrap, nct, norm, rankdata, wilcoxon
 from scipy.stats import t as student
 
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import unknown
+from medflare.evaluation.presentation import label_metric
 from medflare.evaluation.results import results_frame
-from medflare.tasks import class_metrics
-from medflare.tasks.class_metrics import OneClass, of_outputs
+from medflare.tasks.class_metrics import ONE_CLASS, Floats, of_outputs
 from medflare.tasks.classes import has_interval
 from medflare.tasks.metrics_table import metric_table
-from medflare.tasks.summaries import ALL, weighted_mean
+from medflare.tasks.summaries import ALL, Interval, weighted_mean
 
-Floats: TypeAlias = NDArray[np.float64]
 Run: TypeAlias = Mapping[str, Any]  # a results dict
+# Results dicts with scores of single patients, and the name of a model in them.
+RunModel: TypeAlias = tuple[Sequence[Run], str]
 # Row of a study -> runs that differ in their seed and in the sites left out.
 Groups: TypeAlias = Mapping[str, Sequence[Run]]
-Interval: TypeAlias = tuple[float, float]
 CaseTable: TypeAlias = Mapping[str, NDArray[Any]]  # the cases of one model, see `case_table`
 
 ALL_SITES: Final = ""  # in place of a site: the mean over the sites of a role
@@ -40,19 +40,15 @@ _UNDEFINED: Final = 0.1  # largest fraction of undefined resamples
 FEWEST_OF_CLASS: Final = 10
 LEVEL: Final = 0.05  # of tests, two-sided
 POWER: Final = 0.8
-CONFIRMED = "confirmed"
-OPPOSITE = "opposite"
-SMALLER = "smaller than d"
-TOO_SMALL = "study too small"
-_MEANS_OVER_CLASSES: Final[Mapping[str, OneClass]] = {
-    "balanced_accuracy": class_metrics.sensitivity,
-    "f1_macro": class_metrics.f1,
-    "auc_macro": class_metrics.auc,
-    "auprc_macro": class_metrics.auprc,
-    "sensitivity_macro": class_metrics.sensitivity,
-    "specificity_macro": class_metrics.specificity,
-    "ppv_macro": class_metrics.ppv,
-}
+_MEANS_OVER_CLASSES: Final = (  # of the metric of one class that `label_metric` names
+    "balanced_accuracy",
+    "f1_macro",
+    "auc_macro",
+    "auprc_macro",
+    "sensitivity_macro",
+    "specificity_macro",
+    "ppv_macro",
+)
 MEANS_OVER_IMAGES: Final = ("accuracy", "brier", "ece")  # a rare class hardly counts in them
 
 
@@ -68,15 +64,23 @@ def distinct(runs: Sequence[Run], key: str) -> list[Any]:
 
 def all_sites(runs: Sequence[Run]) -> list[str]:
     """The names of the sites of any run, sorted."""
-    sites: set[str] = set()
-    for run in runs:
-        sites.update(run["sites"])
-    return sorted(sites)
+    return sorted(set[str]().union(*(run["sites"] for run in runs)))
 
 
 def sites_of_role(run: Run, role: str) -> list[str]:
     """The names of a run's sites of a role, sorted."""
     return sorted(name for name, site in run["sites"].items() if site["role"] == role)
+
+
+def metrics_frame(groups: Groups) -> pd.DataFrame:
+    """The rows of `results_frame` of all runs, with columns method (the row of the study), seed and
+    run (its number within the row).
+    """
+    frames: list[pd.DataFrame] = []
+    for row, runs in groups.items():
+        for number, run in enumerate(runs):
+            frames.append(results_frame(run).assign(method=row, seed=run["seed"], run=number))
+    return pd.concat(frames, ignore_index=True)
 
 
 def study_values(groups: Groups) -> pd.DataFrame:
@@ -86,20 +90,15 @@ def study_values(groups: Groups) -> pd.DataFrame:
     only in a site's name ("personal/A", "personal/B") are averaged and named "personal/*".
 
     Returns:
-        Index: label, model, role, metric, site (`ALL_SITES`: mean over the sites of the role);
-            columns: seeds; NaN: undefined.
+        Index: method (the row), model, role, metric, site (`ALL_SITES`: mean over the sites of the
+            role); columns: seeds; NaN: undefined.
     """
-    frames: list[pd.DataFrame] = []
-    for label, runs in groups.items():
-        for place, run in enumerate(runs):
-            frame = results_frame(run)
-            frame = frame[frame["label"] == ALL]
-            frames.append(frame.assign(label=label, seed=run["seed"], run=place))
-    table = pd.concat(frames, ignore_index=True)
+    table = metrics_frame(groups)
     table["model"] = table["model"].str.replace("/.*", "/*", regex=True)
-    keys = ["label", "model", "role", "metric", "site", "seed"]
+    table = table[table["label"] == ALL]
+    keys = ["method", "model", "role", "metric", "site", "seed"]
     sites = table.groupby([*keys, "run"])["value"].mean().groupby(keys).mean()
-    means = sites.groupby(["label", "model", "role", "metric", "seed"]).mean()
+    means = sites.groupby(["method", "model", "role", "metric", "seed"]).mean()
     means = pd.concat({ALL_SITES: means}, names=["site"]).reorder_levels(keys)
     return pd.concat([sites, means]).unstack("seed")
 
@@ -118,11 +117,9 @@ class Comparison:
     error: float | None = None
 
 
-def compare(
-    first: Sequence[float], second: Sequence[float], split_ratio: float = 0.0
-) -> Comparison:
+def compare(first: ArrayLike, second: ArrayLike, split_ratio: float = 0.0) -> Comparison:
     """Compare two models by Student's t, value by value of the same seeds in the same order; NaN
-    where undefined.
+    where undefined. One number as `first` is compared with every value.
 
     Below two pairs, and if all differences are equal, there is neither interval nor p.
 
@@ -138,10 +135,14 @@ def compare(
     mean = float(differences.mean())
     if n == 1 or np.ptp(differences) <= 1e-12 * np.abs(differences).max():
         return Comparison(mean, n=n)  # no spread to test against
-    error = standard_error(differences, split_ratio)
-    half = float(student.ppf(1 - LEVEL / 2, n - 1)) * error
-    p = 2 * float(student.sf(abs(mean) / error, n - 1))
-    return Comparison(mean, (mean - half, mean + half), p, n, error)
+    return _tested(mean, standard_error(differences, split_ratio), student(n - 1), n)
+
+
+def _tested(difference: float, error: float, distribution: Any, n: int) -> Comparison:
+    """With interval and p, where difference / error has this distribution if there is none."""
+    half = float(distribution.ppf(1 - LEVEL / 2)) * error
+    p = 2 * float(distribution.sf(abs(difference) / error))
+    return Comparison(difference, (difference - half, difference + half), p, n, error)
 
 
 def standard_error(differences: Sequence[float] | Floats, split_ratio: float = 0.0) -> float:
@@ -252,20 +253,19 @@ def verdict(
     """
     difference = over_seeds.difference
     bounds = over_patients.interval
-    equal_models = difference == 0 and over_seeds.interval is None and over_seeds.n > 1
-    if equal_models:
-        return SMALLER
+    if difference == 0 and over_seeds.interval is None and over_seeds.n > 1:
+        return "smaller than d"
     if difference is None or bounds is None or adjusted_p is None:
-        return TOO_SMALL
+        return "study too small"
     low, high = bounds
     if adjusted_p < LEVEL and difference > 0 and low > 0:
-        return CONFIRMED
+        return "confirmed"
     if adjusted_p < LEVEL and difference < 0 and high < 0:
-        return OPPOSITE
+        return "opposite"
     p = equivalence_p(over_seeds, margin)
     if p is not None and p < LEVEL and -margin < low and high < margin:
-        return SMALLER
-    return TOO_SMALL
+        return "smaller than d"
+    return "study too small"
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
@@ -370,15 +370,10 @@ class _SitePairs:
     rows: list[NDArray[np.intp]]
     classes: tuple[int, ...] | None = None  # of the mean over classes; None: all
 
-    def difference(self, metric: str, counts: Floats) -> Floats:
-        """Mean over runs for every resample; counts (..., patients): how often each patient was
-        drawn.
-        """
-        of_runs = [gains.mean(axis=0) for gains in self.gains(metric, counts)]
-        return np.asarray(np.nanmean(of_runs, axis=0))
-
     def gains(self, metric: str, counts: Floats) -> list[Floats]:
-        """Run by run second - first, (terms, ...), see `_terms`."""
+        """Run by run second - first, (terms, ...), see `_terms`; counts (..., patients): how often
+        each patient was drawn.
+        """
         gains: list[Floats] = []
         for (first, second), rows in zip(self.pairs, self.rows, strict=True):
             weights = counts[..., rows]
@@ -403,7 +398,7 @@ def _terms(cases: CaseTable, metric: str, weights: Floats, classes: Sequence[int
         else:
             scores = probabilities[:, place]
             predicted = probabilities.argmax(axis=1) == place
-            of_class = _MEANS_OVER_CLASSES[metric]
+            of_class = ONE_CLASS[label_metric(metric)]
             values.append(of_class(scores, targets == place, predicted, weights))
     return np.stack(values)
 
@@ -451,23 +446,25 @@ def _patients_of_classes(cases: CaseTable) -> dict[int, int]:
     without it.
     """
     patients = cases["patients"]
-    targets = cases["targets"]
-    outputs = cases["probabilities"].shape[1]
     counts: dict[int, int] = {}
-    for place in range(outputs):
-        if _is_exclusive(cases):
-            counts[place] = len(np.unique(patients[targets == place]))
-        else:
-            labelled = targets.reshape(-1, outputs)[:, place] == 1
-            with_label = len(np.unique(patients[labelled]))
-            without_label = len(np.unique(patients[~labelled]))
-            counts[place] = min(with_label, without_label)
+    for place in range(cases["probabilities"].shape[1]):
+        truth = _truth(cases, place)
+        counts[place] = len(np.unique(patients[truth]))
+        if not _is_exclusive(cases):
+            counts[place] = min(counts[place], len(np.unique(patients[~truth])))
     return counts
 
 
+def _truth(cases: CaseTable, place: int) -> NDArray[Any]:
+    """(cases,), whether a case has a class or a label."""
+    if _is_exclusive(cases):
+        return np.equal(cases["targets"], place)
+    return np.equal(cases["targets"].reshape(cases["probabilities"].shape)[:, place], 1)
+
+
 def compare_patients(
-    first: tuple[Sequence[Run], str],
-    second: tuple[Sequence[Run], str],
+    first: RunModel,
+    second: RunModel,
     metric: str,
     *,
     role: str = "inside",
@@ -492,8 +489,6 @@ def compare_patients(
     classes.
 
     Args:
-        first: results dicts with scores of single patients, and the model's name in them.
-        second: likewise, of the other row.
         role: of the sites, "inside" or "outside".
         common: site -> classes; default: `common_classes` of these runs.
     """
@@ -537,9 +532,7 @@ def _with_classes(
     return usable
 
 
-def _paired(
-    first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], metric: str, role: str
-) -> dict[str, _SitePairs]:
+def _paired(first: RunModel, second: RunModel, metric: str, role: str) -> dict[str, _SitePairs]:
     """The sites that both models were measured at, patient by patient."""
     runs, model = first
     other_runs, other_model = second
@@ -548,8 +541,7 @@ def _paired(
         other = _of_same_split(run, other_runs)
         if other is None:
             continue
-        common = set(sites_of_role(run, role)) & set(sites_of_role(other, role))
-        for site in common:
+        for site in set(sites_of_role(run, role)).intersection(sites_of_role(other, role)):
             cases = _cases_of(run, site, model, metric)
             pair = _aligned(cases, _cases_of(other, site, other_model, metric))
             if pair is not None:
@@ -606,7 +598,8 @@ def _percentile_interval(sites: Sequence[_SitePairs], metric: str) -> Interval |
     """Of metrics of classes: terms that are defined for all patients have to be so in a resample,
     else it is undefined.
     """
-    if not _has_interval(sites):
+    fewest = min((_fewest_patients(site, metric) for site in sites), default=0)
+    if fewest < 2 or not _has_interval(sites):
         return None
     defined = [_defined(site, metric) for site in sites]
     rng = numpy_generator(0, "bootstrap over patients")
@@ -619,15 +612,17 @@ def _percentile_interval(sites: Sequence[_SitePairs], metric: str) -> Interval |
             if gain is not None:
                 of_sites.append(gain)
         values.append(np.mean(of_sites, axis=0))
-    resamples = np.concatenate(values)
-    resamples = resamples[np.isfinite(resamples)]
-    if len(resamples) < (1 - _UNDEFINED) * RESAMPLES:
+    return _percentiles(np.concatenate(values), expanded_level(fewest))
+
+
+def _percentiles(resamples: Floats, level: float) -> Interval | None:
+    """The interval outside which is this share of the defined resamples; None if too many are
+    undefined.
+    """
+    defined = resamples[np.isfinite(resamples)]
+    if len(defined) < (1 - _UNDEFINED) * RESAMPLES:
         return None
-    fewest = min(_fewest_patients(site, metric) for site in sites)
-    if fewest < 2:
-        return None
-    level = expanded_level(fewest)
-    low, high = np.percentile(resamples, (50 * level, 100 - 50 * level))
+    low, high = np.percentile(defined, (50 * level, 100 - 50 * level))
     return float(low), float(high)
 
 
@@ -654,8 +649,7 @@ def _fewest_patients(site: _SitePairs, metric: str) -> int:
             fewest.append(len(np.unique(cases["patients"])))
             continue
         counts = _patients_of_classes(cases)
-        classes = counts if site.classes is None else site.classes
-        fewest.append(min(counts[place] for place in classes))
+        fewest.append(min(counts[place] for place in site.classes or counts))
     return min(fewest)
 
 
@@ -699,7 +693,8 @@ def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
         for site, patients in zip(sites, drawn, strict=True):
             rows = np.moveaxis(patients, axis, -1)
             counts = np.apply_along_axis(np.bincount, -1, rows, minlength=site.patients)
-            values.append(site.difference(metric, counts.astype(float)))
+            of_runs = np.concatenate(site.gains(metric, counts.astype(float)))
+            values.append(np.nanmean(of_runs, axis=0))
         return np.asarray(np.nanmean(np.stack(np.broadcast_arrays(*values)), axis=0))
 
     result = bootstrap(
@@ -713,23 +708,15 @@ def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
     )
     low, high = result.confidence_interval
     if not np.isfinite([low, high]).all():
-        resamples = result.bootstrap_distribution
-        defined = resamples[np.isfinite(resamples)]
-        if len(defined) < (1 - _UNDEFINED) * RESAMPLES:
-            return None
-        low, high = np.percentile(defined, (2.5, 97.5))
+        return _percentiles(result.bootstrap_distribution, LEVEL)
     return float(low), float(high)
 
 
 def _wilcoxon(sites: Sequence[_SitePairs]) -> float | None:
-    """The p-value over patients, each with its mean difference over runs; None without values of
-    patients.
-    """
+    """The p-value over patients, each with its mean difference over runs; None below two."""
     gains: dict[tuple[int, int], pd.Series[float]] = {}
     for place, site in enumerate(sites):
         for run, (first, second) in enumerate(site.pairs):
-            if "values" not in first:
-                return None
             gain = second["values"] - first["values"]
             gains[place, run] = pd.Series(gain, first["patients"])
     differences = pd.concat(gains).groupby(level=[0, 2]).mean()
@@ -744,10 +731,7 @@ def _wilcoxon(sites: Sequence[_SitePairs]) -> float | None:
 
 
 def delong(
-    truth: Sequence[bool] | NDArray[Any],
-    first: Sequence[float] | Floats,
-    second: Sequence[float] | Floats,
-    patients: Sequence[Any] | NDArray[Any] | None = None,
+    truth: ArrayLike, first: ArrayLike, second: ArrayLike, patients: ArrayLike
 ) -> Comparison:
     """Compare the areas under the ROC curves of two scores of the same cases.
 
@@ -760,14 +744,12 @@ def delong(
     Args:
         truth: (cases,), whether a case has the class.
         first: (cases,), scores of one model; likewise `second`.
-        patients: (cases,), the patient of each case; None: every case is another patient.
+        patients: (cases,), the patient of each case.
     """
     positive = np.asarray(truth, dtype=bool)
     scores = np.stack([first, second])
     cases = len(positive)
-    names, clusters = np.unique(
-        np.arange(cases) if patients is None else patients, return_inverse=True
-    )
+    names, clusters = np.unique(patients, return_inverse=True)
     ranks = rankdata(scores, axis=1)
     sums: list[Floats] = []  # by patient, of cases with the class, then without it
     fractions: list[float] = []
@@ -791,13 +773,11 @@ def delong(
     error = float(np.sqrt(max(variance, 0.0)))
     if error < 1e-12:
         return Comparison(difference, n=len(names))
-    half = float(norm.ppf(1 - LEVEL / 2)) * error
-    p = 2 * float(norm.sf(abs(difference) / error))
-    return Comparison(difference, (difference - half, difference + half), p, len(names), error)
+    return _tested(difference, error, norm, len(names))
 
 
 def delong_by_class(
-    first: tuple[Sequence[Run], str], second: tuple[Sequence[Run], str], role: str
+    first: RunModel, second: RunModel, role: str
 ) -> dict[tuple[str, int], list[Comparison]]:
     """Site and class (or label) -> `delong` of every pair of runs, each class against the rest; of
     two exclusive classes the second.
@@ -807,15 +787,13 @@ def delong_by_class(
     compared: dict[tuple[str, int], list[Comparison]] = {}
     for name, site in _paired(first, second, "auc_macro", role).items():
         for before, after in site.pairs:
-            targets = before["targets"]
             outputs = before["probabilities"].shape[1]
-            exclusive = _is_exclusive(before)
             for place in range(outputs):
-                if exclusive and outputs == 2 and place == 0:
+                if place == 0 and outputs == 2 and _is_exclusive(before):
                     continue
-                truth = targets == place if exclusive else targets.reshape(-1, outputs)[:, place]
                 first_scores = before["probabilities"][:, place]
                 second_scores = after["probabilities"][:, place]
+                truth = _truth(before, place)
                 comparison = delong(truth, first_scores, second_scores, before["patients"])
                 compared.setdefault((name, place), []).append(comparison)
     return compared

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
-from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
-from medflare.core.settings import STRICT, checked, nested, unknown
+from medflare.core.settings import checked, nested, strict_dataclass, unknown
 from medflare.evaluation.presentation import UNDEFINED
 from medflare.studies.statistics import (
     ALL_SITES,
@@ -29,13 +28,11 @@ from medflare.tasks.config import load_task
 
 MEAN: Final = "mean"  # the column of the mean over the sites
 BESIDE_FILE: Final = "beside_the_paper.md"
-FURTHER_ROW: Final = "not in the suite"  # a row of the command line
 
 Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Protocol:
     """How the paper's table is made.
 
@@ -55,7 +52,7 @@ class Protocol:
     percent: bool = False
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Suite:
     """A table of a paper, or, without `numbers`, a study of a paper's mechanism that is no table of
     it.
@@ -74,7 +71,7 @@ class Suite:
 
     paper: Text
     task: Text
-    sites: Texts
+    sites: Annotated[tuple[Text, ...], Field(min_length=1)]
     methods: Annotated[dict[str, Text], Field(min_length=1)]
     settings: Annotated[Protocol, nested(Protocol)]
     seeds: Annotated[tuple[int, ...], Field(min_length=1)]
@@ -182,12 +179,12 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
     for row, numbers in suite.numbers.items():
         texts = {column: f"{number:.{digits}f}" for column, number in numbers.items()}
         lines.append([row, "paper", *(texts.get(column, UNDEFINED) for column in suite.columns)])
-        method = suite.methods.get(row)
-        if method is not None and method in groups:
+        method = suite.methods.get(row, "")
+        if method in groups:
             lines.append(ours("", method, suite.models.get(row, settings.model)))
     for label in groups:
         if label not in suite.methods.values():
-            lines.append(ours(FURTHER_ROW, label, settings.model))
+            lines.append(ours("not in the suite", label, settings.model))
     about = f"{settings.metric} {unit}, {settings.role} sites, our model: {settings.model}"
     if suite.models:
         about += ", or the one after the comma"

@@ -1,6 +1,8 @@
 """The tables of a study in Markdown, and table.md with what makes its rows hard to compare."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,7 +21,7 @@ from medflare.evaluation.presentation import (
     label_metric,
     lower_is_better,
 )
-from medflare.evaluation.results import MODELS, confusion, results_frame
+from medflare.evaluation.results import MODELS, confusion
 from medflare.evaluation.verdicts import KINDS, UNUSABLE, Finding, findings, is_rising
 from medflare.federation.settings import CROSS_SITE
 from medflare.studies.candidates import UNIFORM, weighs_by_samples
@@ -48,6 +50,7 @@ from medflare.studies.statistics import (
     detectable_difference,
     distinct,
     holm,
+    metrics_frame,
     pooled_values,
     sites_of_role,
     split_ratio,
@@ -57,6 +60,8 @@ from medflare.studies.statistics import (
 from medflare.tasks.summaries import ALL
 
 Model: TypeAlias = tuple[str, str]  # label of a row, name of the model
+# Seed, site and role -> the task's metric of the constant answer.
+_Constants: TypeAlias = dict[tuple[int, str, str], float | None]
 
 TABLE_FILE: Final = "table.md"
 ORACLE: Final = "oracle"
@@ -68,7 +73,7 @@ CHOSEN_ON_TEST: Final = (ORACLE, BEST_EXPERT)
 UNATTAINABLE: Final = (*CHOSEN_ON_TEST, EXPERT_SPREAD)
 # Models of a run that its adapted model has to beat.
 CONTROLS: Final = ("global", "batch_statistics", "mixture", "printed_objective", "tent")
-RISING: Final = "still_rising"  # kind of a finding
+_PERSONAL: Final = ""  # beside the sites that a selector recognized: the share of personal models
 HARM: Final = 0.02  # routing that ends this far below its start has done harm
 _ALL_AT_CHANCE: Final = (
     "Every method has a site where it is not better than the constant answer, "
@@ -124,10 +129,10 @@ class Difference:
         return [
             self.role,
             f"{seeds.difference:+.3f}",
-            _bounds_text(seeds),
+            bounds_text(seeds),
             p_text(seeds.p),
             str(seeds.n or UNDEFINED),
-            _bounds_text(patients),
+            bounds_text(patients),
             p_text(patients.p, " (Wilcoxon)"),
             str(patients.n or UNDEFINED),
             p_text(adjusted_p),
@@ -137,7 +142,11 @@ class Difference:
         ]
 
 
-def _bounds_text(comparison: Comparison) -> str:
+_Line: TypeAlias = tuple[str, Difference]  # label of a row, and what it differs by
+
+
+def bounds_text(comparison: Comparison) -> str:
+    """The interval."""
     if comparison.interval is None:
         return UNDEFINED
     low, high = comparison.interval
@@ -193,19 +202,22 @@ class Row:
 
 
 class StudyTables:
-    """The tables of a study, of all metrics or of some.
+    """The tables of a study, of all metrics or of some; `further`: title -> table, shown last.
 
     Raises StateError if no run has a task, ConfigError for a metric that no run has.
     """
 
-    def __init__(self, groups: Groups, metrics: Sequence[str] = ()) -> None:
+    def __init__(
+        self, groups: Groups, metrics: Sequence[str] = (), further: Mapping[str, str] | None = None
+    ) -> None:
         self.metric: str = task_of(groups)["metric"]
-        complete = with_constants(groups, self.metric)
+        self.further = further or {}
+        constants = _constants(groups, self.metric)
         self.groups: dict[str, list[Run]] = {}
-        for label, of_row in complete.items():
+        for label, of_row in groups.items():
             self.groups[label] = []
             for run in of_row:
-                run = with_oracle(run, self.metric)
+                run = with_oracle(_with_constant(run, constants), self.metric)
                 self.groups[label].append(with_best_expert(run, self.metric))
         self.values = study_values(self.groups)
         runs = all_runs(groups)
@@ -222,12 +234,15 @@ class StudyTables:
         task_first = sorted(measured, key=lambda metric: metric != self.metric)
         self.metrics = list(metrics) or task_first
         # The metric of the page, of ranks and of figures.
-        self.first_metric = self.metrics[0] if self.metrics else self.metric
+        self.first_metric = next(iter(self.metrics), self.metric)
         self.roles = sorted(names)
+        self.inside = sorted(names.get("inside", ()))
         self.places: list[tuple[str, str]] = []
         for role in self.roles:
             for site in (*sorted(names[role]), ALL_SITES):
                 self.places.append((role, site))
+        # The rows but the constant answer.
+        self.compared = [label for label, of in groups.items() if of[0]["method"] != CONSTANT]
         self.split_ratio = split_ratio(runs)
         # The same for all rows.
         self.common = {role: common_classes(runs, role) for role in self.roles}
@@ -246,8 +261,19 @@ class StudyTables:
         if "auc_macro" in self.metrics:
             makers["AUC by class, DeLong's test"] = self.delong
         if self.metric in self.metrics:
-            makers |= self._of_task_metric()
+            of_labels = f"{label_metric(self.metric)} by structure or class, deployed model"
+            makers[of_labels] = self.by_label
+            makers[f"{self.metric}, differences"] = self.differences
+            for label, runs in list(self.groups.items())[1:]:
+                if runs[0]["method"] == SINGLE_SITE:
+                    title = f"{self.metric}, differences to {label}"
+                    makers[title] = partial(self.differences, label)
+            makers[f"{self.metric}, differences within a row"] = self.differences_within
+            makers[f"{self.metric}, cross-site"] = self.cross_site
+            makers[f"{self.metric}, routing"] = self.routing
         makers["selector"] = self.selector
+        for title, table in self.further.items():
+            makers[title] = partial(str, table)
         tables: dict[str, str] = {}
         for title, make in makers.items():
             if wanted is None or title in wanted:
@@ -255,19 +281,6 @@ class StudyTables:
                 if table:
                     tables[title] = table
         return tables
-
-    def _of_task_metric(self) -> dict[str, Callable[[], str]]:
-        """Title -> maker of a table of the task's metric."""
-        makers: dict[str, Callable[[], str]] = {}
-        makers[f"{label_metric(self.metric)} by structure or class, deployed model"] = self.by_label
-        makers[f"{self.metric}, differences"] = self.differences
-        for label, runs in list(self.groups.items())[1:]:
-            if runs[0]["method"] == SINGLE_SITE:
-                makers[f"{self.metric}, differences to {label}"] = partial(self.differences, label)
-        makers[f"{self.metric}, differences within a row"] = self.differences_within
-        makers[f"{self.metric}, cross-site"] = self.cross_site
-        makers[f"{self.metric}, routing"] = self.routing
-        return makers
 
     @cached_property
     def everything(self) -> dict[str, str]:
@@ -285,8 +298,7 @@ class StudyTables:
         for run in self.groups[label]:
             for site in run["sites"].values():
                 for name in site["metrics"]:
-                    prefix, slash, _ = name.partition("/")
-                    models[f"{prefix}/*" if slash else name] = None
+                    models[re.sub("/.*", "/*", name)] = None
         return list(models)
 
     def rows(self, metric: str) -> list[Row]:
@@ -311,12 +323,8 @@ class StudyTables:
         The best mean of a column is bold, except those of `UNATTAINABLE` rows.
         """
         rows = self.rows(metric)
-        means: dict[Any, list[float]] = {}  # role and site -> of the attainable rows
-        for row in rows:
-            if row.is_attainable:
-                for place, mean in row.values.mean(axis=1).dropna().items():
-                    means.setdefault(place, []).append(mean)
-        best = {place: best_value(metric, values) for place, values in means.items()}
+        means = pd.DataFrame([row.values.mean(axis=1) for row in rows if row.is_attainable])
+        best = {place: best_value(metric, of_rows.dropna()) for place, of_rows in means.items()}
         lines = [["method", "model", "selection", *self._headings(), "runs"]]
         for row in rows:
             mean_of_row = row.values.mean(axis=1)
@@ -342,8 +350,8 @@ class StudyTables:
                 sites = row.values.loc[role].mean(axis=1).drop(ALL_SITES).dropna()
                 if sites.empty:
                     continue
-                worst = sites.idxmax() if lower_is_better(metric) else sites.idxmin()
-                cells = [
+                worst = (sign_of(metric) * sites).idxmin()
+                line = [
                     *row.cells,
                     role,
                     spread(metric, row.values.loc[(role, ALL_SITES)]),
@@ -352,28 +360,24 @@ class StudyTables:
                     self._below_alone(row, metric, role, list(sites.index)),
                     "; ".join(self.warnings(row.label, row.models, role)) or UNDEFINED,
                 ]
-                lines.append(cells)
+                lines.append(line)
         return markdown(lines, left=4)
 
     def by_label(self) -> str:
         """A row per method and structure or class, a column per site and per mean of a role; "" if
         there is at most one of them.
         """
-        frames: list[pd.DataFrame] = []
-        for row, runs in self.groups.items():
-            for run in runs:
-                frames.append(results_frame(run).assign(row=row, seed=run["seed"]))
-        table = pd.concat(frames, ignore_index=True)
+        table = metrics_frame(self.groups)
         deployed = (table["label"] != ALL) & (table["model"] == "deployed")
         table = table[deployed & (table["metric"] == label_metric(self.metric))]
         if table["label"].nunique() < 2:
             return ""
-        keys = ["row", "label", "role", "seed"]
+        keys = ["method", "label", "role", "seed"]
         means = table.groupby(keys, as_index=False)["value"].mean().assign(site=ALL_SITES)
-        keys = ["row", "label", "role", "site", "seed"]
+        keys.insert(3, "site")
         values = pd.concat([table, means]).groupby(keys)["value"].mean().unstack("seed")
         lines = [["method", "structure or class", *self._headings()]]
-        for row, label in table[["row", "label"]].drop_duplicates().itertuples(index=False):
+        for row, label in table[["method", "label"]].drop_duplicates().itertuples(index=False):
             places = values.reindex([(row, label, *place) for place in self.places])
             cells = [spread(self.metric, of_place) for _, of_place in places.iterrows()]
             lines.append([row, label, *cells])
@@ -397,10 +401,6 @@ class StudyTables:
                 return label
         return None
 
-    def _without_constant(self) -> list[str]:
-        """The labels of the rows that are not the constant answer."""
-        return [label for label, runs in self.groups.items() if runs[0]["method"] != CONSTANT]
-
     def _below_alone(self, row: Row, metric: str, role: str, sites: Sequence[str]) -> str:
         """The cell of the inside sites where the row is worse than training alone, in the mean over
         the seeds of both.
@@ -408,11 +408,10 @@ class StudyTables:
         alone = self.label_of(SINGLE_SITE)
         if alone is None or alone == row.label or role != "inside":
             return UNDEFINED
-        sign = -1 if lower_is_better(metric) else 1
         below: list[str] = []
         for site in sites:
             gain = row.values.loc[(role, site)] - self.series(alone, "deployed", role, metric, site)
-            if sign * gain.mean() < 0:
+            if sign_of(metric) * gain.mean() < 0:
                 below.append(site)
         named = f" ({', '.join(below)})" if below else ""
         return f"{len(below)} of {len(sites)}{named}"
@@ -428,7 +427,7 @@ class StudyTables:
         """
         runs = self.groups[label]
         model = "deployed" if "deployed" in models else models[0]
-        if runs[0]["method"] == CONSTANT or model in UNATTAINABLE:
+        if label not in self.compared or model in UNATTAINABLE:
             return []
         of_role: list[Finding] = []
         for run in runs:
@@ -437,7 +436,7 @@ class StudyTables:
                 if role is not None:
                     of_run = sites_of_role(run, role)
                     sites = tuple(site for site in sites if site in of_run)
-                if finding.kind != RISING and (sites or not finding.sites):
+                if finding.kind != "still_rising" and (sites or not finding.sites):
                     of_role.append(replace(finding, sites=sites))
         lines = summed_up(of_role, len(runs))
         if is_rising(curve_of(runs, models[0])):
@@ -450,18 +449,18 @@ class StudyTables:
         """
         lines: list[str] = []
         at_chance: list[str] = []
-        compared = self._without_constant()
-        for label in compared:
+        for label in self.compared:
             runs = self.groups[label]
             unusable: list[Finding] = []
             for run in runs:
                 unusable += [finding for finding in findings(run) if finding.kind in UNUSABLE]
-            grave = [finding for finding in unusable if _in_half(finding, unusable, len(runs))]
-            if any(finding.kind == "at_chance" for finding in grave):
+            counts = Counter(finding.kind for finding in unusable)
+            grave = [finding for finding in unusable if 2 * counts[finding.kind] >= len(runs)]
+            if 2 * counts["at_chance"] >= len(runs):
                 at_chance.append(label)
             if grave:
                 lines.append(f"{label}: {'; '.join(summed_up(grave, len(runs)))}.")
-        if at_chance and at_chance == compared:
+        if at_chance and at_chance == self.compared:
             lines.insert(0, _ALL_AT_CHANCE)
         return lines
 
@@ -469,8 +468,7 @@ class StudyTables:
         """Paired differences of the task's metric to what one row (None: the first) deploys, and
         verdicts.
         """
-        if against is None:
-            against = next(iter(self.groups))
+        against = against or next(iter(self.groups))
         pairs: list[tuple[Model, Model, Model]] = []
         for label in self.groups:
             for model in self.models(label):
@@ -481,7 +479,7 @@ class StudyTables:
     def differences_within(self) -> str:
         """What a row deploys against other models of the same runs; "" if no run has two models."""
         pairs: list[tuple[Model, Model, Model]] = []
-        for label in self._without_constant():
+        for label in self.compared:
             for model in self.models(label):
                 if model in CONTROLS:
                     pairs.append(((label, model), (label, model), (label, "deployed")))
@@ -497,7 +495,7 @@ class StudyTables:
         Models with equal results share a line. The lines of a role are one claim, within which p is
         adjusted. The constant answer and the oracle claim nothing.
         """
-        models: dict[tuple[str, Difference], list[str]] = {}
+        models: dict[_Line, list[str]] = {}
         # Models with equal results are compared once.
         compared: dict[tuple[str, ...], Difference | None] = {}
         for (label, model), first, second in pairs:
@@ -508,14 +506,14 @@ class StudyTables:
                 difference = compared[key]
                 if difference is not None:
                     models.setdefault((label, difference), []).append(model)
-        claims: dict[str, list[tuple[str, Difference]]] = {}  # by role
-        for (label, difference), of_line in models.items():
-            if label in self._without_constant() and not set(of_line) <= set(UNATTAINABLE):
-                claims.setdefault(difference.role, []).append((label, difference))
-        adjusted: dict[tuple[str, Difference], float | None] = {}
+        claims: dict[str, dict[_Line, float | None]] = {}  # role -> line -> p
+        for line, of_line in models.items():
+            label, difference = line
+            if label in self.compared and not set(of_line) <= set(UNATTAINABLE):
+                claims.setdefault(difference.role, {})[line] = difference.over_seeds.p
+        adjusted: dict[_Line, float | None] = {}
         for claim in claims.values():
-            p_values = [difference.over_seeds.p for _, difference in claim]
-            adjusted |= zip(claim, holm(p_values), strict=True)
+            adjusted |= zip(claim, holm(list(claim.values())), strict=True)
         rows: dict[tuple[str, ...], list[str]] = {}  # label and cells -> models
         for line, of_line in models.items():
             label, difference = line
@@ -573,7 +571,7 @@ class StudyTables:
         lines = [["method", "class", *headings]]
         names = task_of(self.groups).get("labels", [])
         first = (self.groups[against], "deployed")
-        for label in self._without_constant():
+        for label in self.compared:
             if label == against:
                 continue
             cells: dict[int, dict[tuple[str, str], str]] = {}  # of class and place
@@ -590,12 +588,11 @@ class StudyTables:
         """A line for the rows whose deployed models have equal values of all metrics, at all sites
         and in all seeds.
         """
-        index = self.values.index
+        level = self.values.index.get_level_values
         rows: dict[str, list[str]] = {}  # values -> labels
         for label in self.groups:
-            of_row = index.get_level_values("label") == label
-            deployed = of_row & (index.get_level_values("model") == "deployed")
-            values = self.values[deployed].droplevel("label").dropna(how="all")
+            deployed = (level("method") == label) & (level("model") == "deployed")
+            values = self.values[deployed].droplevel("method").dropna(how="all")
             if len(values):
                 rows.setdefault(str(values.to_dict()), []).append(label)
         lines: list[str] = []
@@ -649,24 +646,21 @@ class StudyTables:
         """Balanced accuracy of each row's selector on test images, and how many images a personal
         model predicted; "" without one.
         """
-        recalls: dict[str, list[dict[str, float]]] = {}  # of every run with a selector
-        personal: dict[str, list[float]] = {}
+        shares: dict[str, list[dict[str, float]]] = {}  # of every run with a selector
         tested: set[str] = set()
         for label, runs in self.groups.items():
             for run in runs:
                 table = confusion(run["sites"])
                 if table:
                     tested |= table.keys()
-                    recalls.setdefault(label, []).append(_recalls(table))
-                    personal.setdefault(label, []).append(personal_share(run))
+                    shares.setdefault(label, []).append(_selector_shares(run, table))
         sites = sorted(tested)
         headings = ["method", "balanced accuracy", *(f"{site} recognised" for site in sites)]
         lines = [[*headings, "answered by a personal model", "runs"]]
-        for label, of_runs in recalls.items():
-            recognised = pd.DataFrame(of_runs, columns=sites)
-            cells = [spread("share", recognised.mean(axis=1))]
-            cells += [spread("share", recognised[site]) for site in sites]
-            cells.append(spread("share", pd.Series(personal[label], dtype=float)))
+        for label, of_runs in shares.items():
+            columns = pd.DataFrame(of_runs, columns=[*sites, _PERSONAL], dtype=float)
+            cells = [spread("share", columns[sites].mean(axis=1))]
+            cells += [spread("share", column) for _, column in columns.items()]
             lines.append([label, *cells, str(len(of_runs))])
         return _unless_empty(lines, left=1)
 
@@ -684,11 +678,10 @@ class StudyTables:
                 for event in run["events"]:
                     if event["kind"] == "reverted":
                         reverted.add((event["site"], run["seed"]))
-            sides: dict[str, pd.Series[float]] = {}
-            for side, model in (("start", "mixture"), ("end", "deployed")):
-                by_site = self.values.loc[(label, model, "outside", self.metric)]
-                sides[side] = by_site.drop(ALL_SITES).stack()
-            moves = pd.DataFrame(sides).dropna()
+            level = ("method", "role", "metric")
+            by_site = self.values.xs((label, "outside", self.metric), level=level)
+            by_seed = by_site.drop(ALL_SITES, level="site").stack(future_stack=True)
+            moves = by_seed.unstack("model")[["mixture", "deployed"]].dropna()
             for site, of_site in moves.groupby(level="site", sort=False):
                 lines.append([label, str(site), *_routing_cells(of_site, reverted)])
             if len(moves):
@@ -697,12 +690,12 @@ class StudyTables:
 
 
 def _routing_cells(moves: pd.DataFrame, reverted: Container[tuple[str, int]]) -> list[str]:
-    """Moves: index (site, seed), columns "start" and "end"."""
-    gain = moves["end"] - moves["start"]
+    """Moves: index (site, seed), columns "mixture", the start, and "deployed", the end."""
+    gain = moves["deployed"] - moves["mixture"]
     harmed = gain.index[gain < -HARM]
     return [
-        f"{moves['start'].mean():.3f}",
-        f"{moves['end'].mean():.3f}",
+        f"{moves['mixture'].mean():.3f}",
+        f"{moves['deployed'].mean():.3f}",
         f"{gain.min():+.3f}",
         str(len(harmed)),
         str(sum(place in reverted for place in harmed)),
@@ -737,8 +730,7 @@ def selection(run: Run) -> str:
     metric = run["configuration"]["task"].get("metric", "")
     best = f"best {metric}".strip()
     voters = _voters(run)
-    alone = voters is not None and not voters
-    if run["method"] == SINGLE_SITE or alone:
+    if run["method"] == SINGLE_SITE or voters == set():
         return f"{best}, each site its own"
     if voters is not None and len(voters) == 1:
         return best
@@ -758,29 +750,24 @@ def _voters(run: Run) -> set[str] | None:
     return voters
 
 
-def with_constants(groups: Groups, metric: str) -> dict[str, list[Run]]:
-    """The runs with the constant answer of every site; runs of older versions take it from the row
-    of the constant answer.
-    """
-    constants: dict[tuple[int, str, str], float | None] = {}  # of seed, site and role
+def _constants(groups: Groups, metric: str) -> _Constants:
+    """From the row of the constant answer."""
+    constants: _Constants = {}
     for run in all_runs(groups):
         if run["method"] == CONSTANT:
             for name, site in run["sites"].items():
                 constants[run["seed"], name, site["role"]] = site["metrics"]["deployed"].get(metric)
+    return constants
 
-    def completed(run: Run) -> Run:
-        if run["method"] == CONSTANT:
-            return run
-        sites: dict[str, dict[str, Any]] = {}
-        for name, site in run["sites"].items():
-            constant = constants.get((run["seed"], name, site["role"]))
-            sites[name] = {"constant": constant, **site}
-        return {**run, "sites": sites}
 
-    rows: dict[str, list[Run]] = {}
-    for label, runs in groups.items():
-        rows[label] = [completed(run) for run in runs]
-    return rows
+def _with_constant(run: Run, constants: _Constants) -> Run:
+    """The run with the constant answer of every site, which runs of older versions lack."""
+    if run["method"] == CONSTANT:
+        return run
+    sites: dict[str, dict[str, Any]] = {}
+    for name, site in run["sites"].items():
+        sites[name] = {"constant": constants.get((run["seed"], name, site["role"])), **site}
+    return {**run, "sites": sites}
 
 
 def with_oracle(run: Run, metric: str) -> Run:
@@ -794,8 +781,7 @@ def with_oracle(run: Run, metric: str) -> Run:
     for name, site in run["sites"].items():
         values = {model: site["metrics"][model].get(metric) for model in ("global", "personal")}
         if None not in values.values():
-            best = max(values, key=values.__getitem__)
-            run = _with_model(run, name, ORACLE, best)
+            run = _with_best(run, name, ORACLE, values)
     return run
 
 
@@ -804,8 +790,9 @@ def _has_personal_model(site: Mapping[str, Any]) -> bool:
     return personal not in (site["metrics"]["global"], dict.fromkeys(personal))
 
 
-def _with_model(run: Run, site: str, name: str, model: str) -> Run:
-    """The run with a further name for one of the models at a site."""
+def _with_best(run: Run, site: str, name: str, values: Mapping[str, float]) -> Run:
+    """The run with a further name for the model of the largest value at a site."""
+    model = max(values, key=values.__getitem__)
     content = run["sites"][site]
     metrics = {**content["metrics"], name: content["metrics"][model]}
     scores = dict(run.get(SCORES, {}))
@@ -828,30 +815,28 @@ def with_best_expert(run: Run, metric: str) -> Run:
             if model.startswith("personal/") and of_model.get(metric) is not None:
                 values[model] = of_model[metric]
         if len(values) >= 2:
-            best = max(values, key=values.__getitem__)
-            run = _with_model(run, name, BEST_EXPERT, best)
+            run = _with_best(run, name, BEST_EXPERT, values)
             difference = max(values.values()) - min(values.values())
             run["sites"][name]["metrics"][EXPERT_SPREAD] = {metric: difference}
     return run
 
 
-def personal_share(run: Run) -> float:
-    """Share of the inside sites' test images that a personal model predicted; NaN without any."""
-    reports = [run["sites"][name]["reports"]["deployed"] for name in confusion(run["sites"])]
-    counts = pd.DataFrame(reports).drop(columns="selector").sum()
-    if not counts.sum():
-        return np.nan
-    return float(1 - counts.get("global", 0) / counts.sum())
+def _selector_shares(run: Run, table: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+    """Site -> the share of its test images that the selector recognised; `_PERSONAL` -> the share
+    of all that a personal model predicted. Without images, nothing.
 
-
-def _recalls(table: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """Site -> the share of its test images that the selector recognised."""
-    recalls: dict[str, float] = {}
+    `table`: see `confusion`.
+    """
+    shares: dict[str, float] = {}
     for site, row in table.items():
         images = sum(row.values())
         if images:
-            recalls[site] = row.get(site, 0) / images
-    return recalls
+            shares[site] = row.get(site, 0) / images
+    reports = [run["sites"][site]["reports"]["deployed"] for site in table]
+    counts = pd.DataFrame(reports).drop(columns="selector").sum()
+    if counts.sum():
+        shares[_PERSONAL] = float(1 - counts.get("global", 0) / counts.sum())
+    return shares
 
 
 def curve_of(runs: Sequence[Run], model: str) -> dict[int, float]:
@@ -860,12 +845,11 @@ def curve_of(runs: Sequence[Run], model: str) -> dict[int, float]:
 
     The deployed model has the personal model's curve if there is one, else the global one's.
     """
-    names = ["global"] if model == "global" else ["personal", "global"]
     points: list[Sequence[float]] = []
     for run in runs:
         curves = run.get(CURVES, {})
-        name = next((name for name in names if name in curves), "")
-        for of_site in curves.get(name, {}).values():
+        has_personal = model != "global" and "personal" in curves
+        for of_site in curves.get("personal" if has_personal else "global", {}).values():
             points += of_site
     table = pd.DataFrame(points, columns=["round", "value"], dtype=float)
     by_round = table.groupby("round")["value"].agg(["mean", "size"])
@@ -883,7 +867,8 @@ def summed_up(of_runs: Sequence[Finding], runs: int) -> list[str]:
     lines: list[str] = []
     for kind in KINDS:
         same = [finding for finding in of_runs if finding.kind == kind]
-        if not same or (kind not in UNUSABLE and not _in_half(same[0], same, runs)):
+        is_rare = 2 * len(same) < runs
+        if not same or (is_rare and kind not in UNUSABLE):
             continue
         sites: set[str] = set()
         for finding in same:
@@ -891,10 +876,6 @@ def summed_up(of_runs: Sequence[Finding], runs: int) -> list[str]:
         share = f" ({len(same)} of {runs} runs)" if len(same) < runs else ""
         lines.append(replace(same[0], sites=tuple(sorted(sites))).at_sites + share)
     return lines
-
-
-def _in_half(finding: Finding, of_runs: Sequence[Finding], runs: int) -> bool:
-    return 2 * sum(other.kind == finding.kind for other in of_runs) >= runs
 
 
 def study_report(study: StudyTables) -> str:
@@ -918,8 +899,10 @@ def study_report(study: StudyTables) -> str:
 def cautions(groups: Groups) -> list[str]:
     """What makes rows hard to compare, one line each."""
     runs = all_runs(groups)
-    optimizers: list[tuple[str, bool]] = []
-    weightings: list[tuple[str, bool]] = []
+    # Whether the optimizer starts every round afresh, and whether sites are weighed by images ->
+    # labels.
+    optimizers: dict[bool, dict[str, None]] = {False: {}, True: {}}
+    weightings: dict[bool, dict[str, None]] = {False: {}, True: {}}
     failed: list[str] = []
     uniform = False
     for label, of_label in groups.items():
@@ -928,25 +911,24 @@ def cautions(groups: Groups) -> list[str]:
             if run["method"] != CONSTANT:
                 # PRR has no `reset_optimizer`: it always starts with a new optimizer.
                 fresh = bool(hyper["site"].get("reset_optimizer", True))
-                optimizers.append((label, fresh))
+                optimizers[fresh][label] = None
             if run["method"] not in _WITHOUT_MEAN:
-                weightings.append((label, weighs_by_samples(hyper["server"])))
+                weightings[weighs_by_samples(hyper["server"])][label] = None
             if run["method"] == TRAINED_AS and hyper["server"].get("weighting") == "uniform":
                 uniform = True
             if run["reason"]:
                 failed.append(f"FAILED: {label}, seed {run['seed']}: {run['reason']}")
     lines: list[str] = []
-    keeping, restarting = _parted(optimizers)
-    if keeping and restarting:
+    if all(optimizers.values()):
         lines.append(
-            f"Unequal: the optimizer keeps its moments from round to round in {keeping}, "
-            f"and starts every round afresh in {restarting} (reset_optimizer; prr has no choice)."
+            "Unequal: the optimizer keeps its moments from round to round in "
+            f"{', '.join(optimizers[False])}, and starts every round afresh in "
+            f"{', '.join(optimizers[True])} (reset_optimizer; prr has no choice)."
         )
-    other, samples = _parted(weightings)
-    if other and samples and not uniform:
+    if all(weightings.values()) and not uniform:
         lines.append(
-            f"Unequal: the mean weighs sites by their training images in {samples}, "
-            f"and otherwise in {other}: "
+            "Unequal: the mean weighs sites by their training images in "
+            f"{', '.join(weightings[True])}, and otherwise in {', '.join(weightings[False])}: "
             f"add `--reference {UNIFORM}`, FedAvg with every site counting once."
         )
     if len(distinct(runs, "rounds")) > 1:
@@ -961,14 +943,6 @@ def cautions(groups: Groups) -> list[str]:
             f"Not held against {' and '.join(missing)}: add `--reference {','.join(missing)}`."
         )
     return lines + failed
-
-
-def _parted(labels: Iterable[tuple[str, bool]]) -> tuple[str, str]:
-    """The labels for which the condition is false in a run, and those for which it is true."""
-    parts: dict[bool, list[str]] = {False: [], True: []}
-    for label, condition in dict.fromkeys(labels):
-        parts[condition].append(label)
-    return ", ".join(parts[False]), ", ".join(parts[True])
 
 
 def _unequal_settings(runs: Iterable[Run]) -> list[str]:
@@ -1002,6 +976,11 @@ def _unless_empty(lines: Sequence[Sequence[str]], left: int) -> str:
 def model_list(models: Iterable[str]) -> str:
     notes = dict.fromkeys(CHOSEN_ON_TEST, " (chosen on test)")
     return ", ".join(model + notes.get(model, "") for model in models)
+
+
+def sign_of(metric: str) -> int:
+    """-1 for distances and errors, of which less is better, else 1."""
+    return -1 if lower_is_better(metric) else 1
 
 
 def spread(metric: str, values: "pd.Series[float]") -> str:

@@ -12,10 +12,10 @@ from scipy.stats import f as fisher
 from scipy.stats import friedmanchisquare, studentized_range, wilcoxon
 
 from medflare.core.errors import ConfigError
-from medflare.evaluation.presentation import format_metric, lower_is_better, metric_label
+from medflare.evaluation.presentation import format_metric, metric_label
 from medflare.studies.references import CONSTANT
 from medflare.studies.statistics import LEVEL, holm
-from medflare.studies.tables import StudyTables, bullets, markdown, p_text, task_of
+from medflare.studies.tables import StudyTables, bullets, markdown, p_text, sign_of, task_of
 
 
 def task_means(studies: Sequence[StudyTables]) -> pd.DataFrame:
@@ -30,10 +30,9 @@ def task_means(studies: Sequence[StudyTables]) -> pd.DataFrame:
         if place in means:
             raise ConfigError(f"task {place[0]} is in two studies; name one folder of each task")
         means[place] = {}
-        for label, runs in study.groups.items():
-            if runs[0]["method"] != CONSTANT:
-                values = study.series(label, "deployed", study.roles[0], study.first_metric)
-                means[place][label] = values.mean()
+        for label in study.compared:
+            values = study.series(label, "deployed", study.roles[0], study.first_metric)
+            means[place][label] = values.mean()
     table = pd.DataFrame.from_dict(means, orient="index").dropna(axis=1)
     if table.shape[1] < 2:
         raise ConfigError(
@@ -50,7 +49,7 @@ def mean_ranks(means: pd.DataFrame) -> "pd.Series[float]":
 
 def _oriented(means: pd.DataFrame) -> pd.DataFrame:
     """The values with a sign such that more is better."""
-    signs = [-1 if lower_is_better(metric) else 1 for _, metric in means.index]
+    signs = [sign_of(metric) for _, metric in means.index]
     return means.mul(signs, axis=0)
 
 
@@ -95,9 +94,7 @@ def tasks_report(studies: Sequence[StudyTables]) -> str:
         cells = [format_metric(place[1], means.loc[place, label]) for place in means.index]
         lines.append([str(label), *cells, f"{rank:.2f}"])
     notes: list[str] = []
-    names: set[str] = set()
-    for study in studies:
-        names.update(study.groups)
+    names = set[str]().union(*(study.groups for study in studies))
     left_out = sorted(names - set(means) - {CONSTANT})
     if left_out:
         notes.append(f"Not in all studies, or undefined: {', '.join(left_out)}.")

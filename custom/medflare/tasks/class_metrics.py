@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
 Array: TypeAlias = NDArray[Any]
+Bools: TypeAlias = NDArray[np.bool_]
 ClassMetric: TypeAlias = Callable[[Floats, Array, Floats, str], Floats]
 # (scores, truth, predicted, weights) of one class against the rest
 OneClass: TypeAlias = Callable[[Floats, Array, Array, Floats], Floats]
@@ -42,7 +43,7 @@ def of_outputs(
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the mean of no values is NaN
         if targets.ndim == 2:
-            values: list[Floats] = []
+            values = []
             for positive, truth in zip(probabilities.T, targets.T, strict=True):
                 values.append(metric(_two_classes(positive), truth, weights, "multilabel"))
             return mean_of_defined(values)
@@ -186,7 +187,7 @@ def macro(metric: OneClass, negative_of: Sequence[str] = ()) -> ClassMetric:
     def mean(probabilities: Floats, targets: Array, weights: Floats, target: str) -> Floats:
         predicted = probabilities.argmax(axis=1)
         first = 0 if target in ("multiclass", *negative_of) else 1
-        values: list[Floats] = []
+        values = []
         for c in range(first, probabilities.shape[1]):
             values.append(metric(probabilities[:, c], targets == c, predicted == c, weights))
         return mean_of_defined(values)

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medflare.core.packages import installed
-from medflare.tasks.class_metrics import calibration_bins
+from medflare.tasks.class_metrics import Array, Bools, Floats, calibration_bins
 from medflare.tasks.config import TaskConfig
 
 if TYPE_CHECKING:
@@ -132,9 +131,7 @@ def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, 
             `FALSE_ALARMS`}, null and empty where undefined; DeLong's interval only if every image
             is of another patient, and there are at least `FEWEST`.
     """
-    if cases.probabilities is None or cases.targets is None:
-        return {}
-    if not len(cases.patients) or len(labels) > MOST_CLASSES:
+    if cases.probabilities is None or not len(cases.patients) or len(labels) > MOST_CLASSES:
         return {}
     if not (installed("sklearn") and installed("scipy")):  # as where a job brings its code
         return {}
@@ -157,8 +154,8 @@ class Decisions(NamedTuple):
     classes.
     """
 
-    truth: NDArray[np.int64]
-    predicted: NDArray[np.int64]
+    truth: Array
+    predicted: Array
     classes: int
 
 
@@ -190,7 +187,7 @@ def patients_of_cells(cases: Cases, target: str, labels: Sequence[str]) -> list[
 
 def one_against_rest(
     cases: Cases, target: str, labels: Sequence[str]
-) -> dict[str, tuple[NDArray[np.float64], NDArray[np.bool_]]]:
+) -> dict[str, tuple[Floats, Bools]]:
     """Each class of `curve_names` -> its probabilities (images,) and whether it is true (images,);
     empty for segmentation.
     """
@@ -207,9 +204,7 @@ def one_against_rest(
     return dict(zip(names, columns, strict=True))
 
 
-def curve_points(
-    scores: NDArray[np.float64], truth: NDArray[np.bool_]
-) -> list[tuple[float, float]]:
+def curve_points(scores: Floats, truth: Bools) -> list[tuple[float, float]]:
     """All corners (1 - specificity, sensitivity) of a ROC curve; none if all cases are positive or
     all negative.
     """
@@ -221,9 +216,7 @@ def curve_points(
     return list(zip(false_alarms.tolist(), hits.tolist(), strict=True))
 
 
-def reliability_points(
-    scores: NDArray[np.float64], truth: NDArray[np.bool_]
-) -> list[tuple[float, float]]:
+def reliability_points(scores: Floats, truth: Bools) -> list[tuple[float, float]]:
     """Mean probability and frequency of the class in each bin of `class_metrics.ece` with images.
 
     Examples:
@@ -290,7 +283,7 @@ class Area(NamedTuple):
     high: float
 
 
-def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area:
+def area_interval(scores: Floats, truth: Bools) -> Area:
     """An area and its interval, θ ± 1.96 sqrt(var(θ)), clipped to [0, 1], of scores (cases,) and
     whether each case is positive.
 
@@ -329,7 +322,7 @@ def area_interval(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> Area
 
 
 def patients_of_classes(
-    patients: Sequence[str], targets: NDArray[Any], target: str, labels: int
+    patients: Sequence[str], targets: Array, target: str, labels: int
 ) -> list[int]:
     """Numbers of patients behind confusion counts and curves: for every class the patients with it,
     and the patients without it.
@@ -353,9 +346,7 @@ def patients_of_classes(
     return counts
 
 
-def _curve(
-    scores: NDArray[np.float64], truth: NDArray[np.bool_], independent: bool
-) -> dict[str, Any]:
+def _curve(scores: Floats, truth: Bools, independent: bool) -> dict[str, Any]:
     """A curve of `class_report`; between its corners it is linear, on a vertical part the upper end
     counts.
     """
@@ -387,7 +378,5 @@ def pooled(matrices: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
         >>> pooled([[[1, 0], [2, 3]], [[4, 1], [0, 0]]])
         [[5, 1], [2, 3]]
     """
-    total = []
-    for rows in zip(*matrices, strict=True):
-        total.append([sum(cells) for cells in zip(*rows, strict=True)])
+    total: list[list[int]] = np.sum(matrices, axis=0).tolist()
     return total

@@ -9,11 +9,18 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from pydantic.dataclasses import dataclass
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    model_validator,
+)
 
 from medflare.core.errors import ConfigError
-from medflare.core.settings import STRICT, checked, nested, no_such, one_of, unknown
+from medflare.core.settings import checked, nested, no_such, one_of, strict_dataclass, unknown
 from medflare.core.text import NAME, is_name, printable, printable_json, read_json
 from medflare.tasks.metrics_table import EXTENSIONS as METRICS
 from medflare.tasks.metrics_table import default_metrics, metrics_of, selection_metrics
@@ -88,11 +95,11 @@ def _orientation(code: str) -> str:
 Name = Annotated[str, AfterValidator(_valid_name)]
 Names = Annotated[tuple[Name, ...], AfterValidator(_different)]
 Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
+_Words = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(printable)]
 Named = Annotated[dict[str, Any], BeforeValidator(_named)]
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Weights:
     """The file from which the server reads the initial weights, see `networks.weights`; its folder
     is the server's own setting.
@@ -104,50 +111,50 @@ class Weights:
     part: Literal["all", "body"] = "all"
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class _LearningRate:
     """The argument that every optimizer needs; torch validates the others."""
 
-    lr: Positive
+    lr: PositiveFloat
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Clip:
     """Maximum norm of all gradients together, maximum absolute value of each number in them."""
 
-    norm: Positive | None = None
-    value: Positive | None = None
+    norm: PositiveFloat | None = None
+    value: PositiveFloat | None = None
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Sampling:
     """How the training images of an epoch are drawn; the weights are those of the groups of
     `training.batches`.
     """
 
     name: Literal["shuffle", "balanced", "weighted"] = "shuffle"
-    weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    weights: tuple[NonNegativeFloat, ...] = ()
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Freeze:
     """Modules of the network, by their paths ("body"), that are frozen in the first `rounds`
     rounds.
     """
 
     parts: tuple[str, ...] = ()
-    rounds: Annotated[int, Field(ge=0)] = 0
+    rounds: NonNegativeInt = 0
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class UnreadableLimit:
     """Maximum of skipped images at a site."""
 
     share: Annotated[float, Field(ge=0, le=1)] = 0.05
-    count: Annotated[int, Field(ge=0)] = 50
+    count: NonNegativeInt = 50
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Slices:
     """How volumes are cut into slices."""
 
@@ -155,16 +162,16 @@ class Slices:
     keep: Literal["all", "foreground"] = "all"
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Code:
     """A coded concept (PS3.3, Sec. 8); the scheme "SCT" is SNOMED CT."""
 
-    value: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(printable)]
-    meaning: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(printable)]
+    value: _Words
+    meaning: _Words
     scheme: Annotated[str, Field(min_length=1, max_length=16), AfterValidator(printable)] = "SCT"
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Structure(Code):
     """The code of a label, its category (PS3.16, CID 7150) and its color as #rrggbb; "" for one of
     a palette.
@@ -184,7 +191,7 @@ def _freeze(value: Any) -> Any:
     return {"parts": value, "rounds": _EVERY_ROUND if value else 0}
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class TaskConfig:
     """One learning problem, the same at every site.
 
@@ -281,10 +288,10 @@ class TaskConfig:
     image_mode: Literal["resize", "patch"] = "resize"
     patches_per_image: Count = 1
     orientation: Annotated[str, AfterValidator(_orientation)] = "RAS"
-    spacing: tuple[Positive, Positive, Positive] | None = None
+    spacing: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
     missing_channels: Literal["error", "zeros"] = "error"
-    pick: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    surface_tolerance: Annotated[float, Field(ge=0)] = 2.0
+    pick: tuple[NonNegativeInt, ...] = ()
+    surface_tolerance: NonNegativeFloat = 2.0
     unreadable: Literal["error", "skip"] = "error"
     unreadable_limit: Annotated[UnreadableLimit, nested(UnreadableLimit)] = UnreadableLimit()
     metrics: tuple[Name, ...] = ()
@@ -327,7 +334,7 @@ class TaskConfig:
             raise ValueError(
                 f"size {list(self.size)} does not have spatial_dims {self.spatial_dims} sides"
             )
-        ignored: list[str] = []
+        ignored = []
         for name, is_used, default in (
             ("orientation", volumes, "RAS"),
             ("spacing", volumes, None),
@@ -464,7 +471,7 @@ def presets() -> tuple[str, ...]:
     """Names of the tasks of the package; "papers/" are those of the papers, "mechanisms/" those of
     generated images for one mechanism.
     """
-    names: list[str] = []
+    names = []
     for folder in ("", "papers/", "mechanisms/"):
         for file in (_PRESETS / folder).iterdir():
             if file.name.endswith(".json"):

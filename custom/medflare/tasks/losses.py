@@ -127,7 +127,7 @@ class MonaiLoss(nn.Module):
         self._multiclass = task.target == "multiclass"
         self._dims = task.spatial_dims
         values: dict[str, Any] = {"spatial_dims": task.spatial_dims}
-        if not any(activation in arguments for activation in _ACTIVATIONS):
+        if arguments.keys().isdisjoint(_ACTIVATIONS):
             values["use_softmax"] = self._multiclass
             values["softmax"] = self._multiclass
             values["sigmoid"] = not self._multiclass

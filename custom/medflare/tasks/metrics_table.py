@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from medflare.core.extensions import Extensions, trusted
 from medflare.core.packages import installed, untrusted
 from medflare.core.settings import unknown
-from medflare.tasks import class_metrics as classes
+from medflare.tasks.class_metrics import (
+    accuracy,
+    auc,
+    auprc,
+    brier_score,
+    calibration_error,
+    f1,
+    macro,
+    ppv,
+    quadratic_kappa,
+    sensitivity,
+    specificity,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -258,96 +270,56 @@ _EMPTY: Final = "no image has a foreground pixel, true or predicted (0/0)"
 _NOT_BOTH: Final = "no image has both true and predicted foreground"
 _ONE_CLASS: Final = "the true labels hold a single class"
 _NO_LABEL: Final = "no image has a label"
-_EMPTY_MM: Final = f"{_EMPTY}, or the voxel spacing is unknown"
-_NOT_BOTH_MM: Final = f"{_NOT_BOTH}, or the voxel spacing is unknown"
-_ERROR: Final[Mapping[str, Any]] = {"lower_is_better": True, "bounds": (0.0, 1e6)}
-_DISTANCE: Final[Mapping[str, Any]] = {**_ERROR, "digits": 1}
+_error: Final = partial(Metric, lower_is_better=True, bounds=(0.0, 1e6))
+_distance: Final = partial(_error, "masks", digits=1)
+_distance_px: Final = partial(_distance, undefined=_NOT_BOTH, spatial_dims=2)
+_distance_mm: Final = partial(
+    _distance, undefined=f"{_NOT_BOTH}, or the voxel spacing is unknown", spatial_dims=3
+)
 _of_classes: Final = partial(Metric, "classes")
 METRICS: Final[Mapping[str, Metric]] = {
     "dice": Metric("counts", "Dice", dice, _EMPTY, default=True),
     "iou": Metric("counts", "IoU", iou, _EMPTY, default=True),
-    "hd95": Metric(
-        "masks",
-        "HD95 (px)",
-        _of_masks(boundary_distance),
-        _NOT_BOTH,
-        **_DISTANCE,
-        spatial_dims=2,
-        default=True,
-    ),
-    "hd95_mm": Metric(
-        "masks",
-        "HD95 (mm)",
-        _in_mm(boundary_distance),
-        _NOT_BOTH_MM,
-        **_DISTANCE,
-        spatial_dims=3,
-        default=True,
-    ),
+    "hd95": _distance_px("HD95 (px)", _of_masks(boundary_distance), default=True),
+    "hd95_mm": _distance_mm("HD95 (mm)", _in_mm(boundary_distance), default=True),
     "surface_dice": Metric(
         "masks",
         "surface Dice",
         _in_mm(surface_dice, "surface_tolerance"),
-        _EMPTY_MM,
+        f"{_EMPTY}, or the voxel spacing is unknown",
         spatial_dims=3,
         default=True,
     ),
-    "assd": Metric(
-        "masks",
-        "ASSD (px)",
-        _of_masks(average_surface_distance),
-        _NOT_BOTH,
-        **_DISTANCE,
-        spatial_dims=2,
-    ),
-    "assd_mm": Metric(
-        "masks",
-        "ASSD (mm)",
-        _in_mm(average_surface_distance),
-        _NOT_BOTH_MM,
-        **_DISTANCE,
-        spatial_dims=3,
-    ),
-    "volume_error": Metric(
-        "counts", "volume error", volume_error, "no image has a true foreground pixel", **_ERROR
+    "assd": _distance_px("ASSD (px)", _of_masks(average_surface_distance)),
+    "assd_mm": _distance_mm("ASSD (mm)", _in_mm(average_surface_distance)),
+    "volume_error": _error(
+        "counts", "volume error", volume_error, "no image has a true foreground pixel"
     ),
     "lesion_f1": Metric("masks", "lesion F1", _of_masks(lesion_f1), _EMPTY),
-    "accuracy": _of_classes("accuracy", classes.accuracy, _ONE_CLASS, default=True),
+    "accuracy": _of_classes("accuracy", accuracy, _ONE_CLASS, default=True),
     "balanced_accuracy": _of_classes(
-        "balanced accuracy",
-        classes.macro(classes.sensitivity, ("binary", "multilabel")),
-        _ONE_CLASS,
-        default=True,
+        "balanced accuracy", macro(sensitivity, ("binary", "multilabel")), _ONE_CLASS, default=True
     ),
     "f1_macro": _of_classes(
-        "F1 (macro)",
-        classes.macro(classes.f1, ("binary",)),
-        "no label occurs or is predicted (0/0)",
-        default=True,
+        "F1 (macro)", macro(f1, ("binary",)), "no label occurs or is predicted (0/0)", default=True
     ),
-    "auc_macro": _of_classes("AUC (macro)", classes.macro(classes.auc), _ONE_CLASS, default=True),
-    "auprc_macro": _of_classes("AUPRC (macro)", classes.macro(classes.auprc), _NO_LABEL),
-    "sensitivity_macro": _of_classes(
-        "sensitivity (macro)", classes.macro(classes.sensitivity), _NO_LABEL
-    ),
-    "specificity_macro": _of_classes(
-        "specificity (macro)", classes.macro(classes.specificity), _ONE_CLASS
-    ),
+    "auc_macro": _of_classes("AUC (macro)", macro(auc), _ONE_CLASS, default=True),
+    "auprc_macro": _of_classes("AUPRC (macro)", macro(auprc), _NO_LABEL),
+    "sensitivity_macro": _of_classes("sensitivity (macro)", macro(sensitivity), _NO_LABEL),
+    "specificity_macro": _of_classes("specificity (macro)", macro(specificity), _ONE_CLASS),
     "ppv_macro": _of_classes(
-        "positive predictive value (macro)", classes.macro(classes.ppv), "no label is predicted"
+        "positive predictive value (macro)", macro(ppv), "no label is predicted"
     ),
     "quadratic_kappa": _of_classes(
         "quadratic weighted kappa",
-        classes.quadratic_kappa,
+        quadratic_kappa,
         "truth and prediction hold a single class",
         bounds=(-1.0, 1.0),
     ),
     "brier": _of_classes(
-        "Brier score", classes.brier_score, "no image", lower_is_better=True, bounds=(0.0, 2.0)
+        "Brier score", brier_score, "no image", lower_is_better=True, bounds=(0.0, 2.0)
     ),
-    "ece": _of_classes(
-        "calibration error", classes.calibration_error, "no image", lower_is_better=True
-    ),
+    "ece": _of_classes("calibration error", calibration_error, "no image", lower_is_better=True),
 }
 
 
@@ -366,16 +338,13 @@ def _try(metric: Any) -> None:
     elif metric.source == "counts":
         values = metric.compute(torch.tensor([[[3.0, 1, 10, 2]], [[0, 0, 16, 0]]]).double())
     else:
-        volume = metric.spatial_dims == 3
-        sides = (4, 4, 4) if volume else (4, 4)
+        dims = metric.spatial_dims or 2
+        sides = (4,) * dims
         truth = torch.zeros(2, 1, *sides, dtype=torch.bool)
         truth[0, 0, 1:3] = True
-        values = metric.compute(
-            truth,
-            truth,
-            (1.0, 1.0, 1.0) if volume else None,
-            SimpleNamespace(**_EXAMPLE, size=sides, spatial_dims=len(sides)),
-        )
+        spacing = (1.0, 1.0, 1.0) if dims == 3 else None
+        task = SimpleNamespace(**_EXAMPLE, size=sides, spatial_dims=dims)
+        values = metric.compute(truth, truth, spacing, task)
     if tuple(np.shape(values)) != shape:
         raise ValueError(f"compute returns the shape {tuple(np.shape(values))}, not {shape}")
 
@@ -449,7 +418,7 @@ def selection_metrics(kind: str) -> tuple[str, ...]:
     """Names of the metrics that can select models: from 0 to 1, higher is better, and cheap enough
     for every round.
     """
-    names: list[str] = []
+    names = []
     for name in metrics_of(kind):
         metric = metric_table()[name]
         is_score = metric.bounds == (0.0, 1.0) and not metric.lower_is_better

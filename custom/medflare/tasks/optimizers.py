@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from pydantic import Field
-from pydantic.dataclasses import dataclass
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.extensions import Extensions
-from medflare.core.settings import STRICT, no_such, refuse_arguments, unknown
+from medflare.core.settings import no_such, refuse_arguments, strict_dataclass, unknown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -135,12 +134,12 @@ class _ValuesValid(Exception):
         raise self
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Schedule:
     """The factor of the learning rate over the rounds: here 1, after a linear warm-up."""
 
     name: str = "constant"
-    warmup_rounds: Annotated[int, Field(ge=0)] = 0
+    warmup_rounds: NonNegativeInt = 0
 
     def rate_factor(self, round: int, rounds: int) -> float:
         """The factor of a round (from 0) of `rounds`; after the last round it stays as it is, and
@@ -162,7 +161,7 @@ class Schedule:
         return 1.0
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class StepSchedule(Schedule):
     """factor ** (round // every)."""
 
@@ -174,7 +173,7 @@ class StepSchedule(Schedule):
         return self.factor ** (round // self.every)
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Cosine(Schedule):
     """minimum + (1 - minimum) (1 + cos(π round / rounds)) / 2."""
 
@@ -185,12 +184,12 @@ class Cosine(Schedule):
         return self.minimum + (1 - self.minimum) * (1 + math.cos(math.pi * round / rounds)) / 2
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class Polynomial(Schedule):
     """minimum + (1 - minimum) (1 - round / rounds) ** power: power 1 is linear, nnU-Net has 0.9."""
 
     name: str = "polynomial"
-    power: Annotated[float, Field(gt=0)] = 0.9
+    power: PositiveFloat = 0.9
     minimum: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     def _factor(self, round: int, rounds: int) -> float:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medflare.core.rng import numpy_generator
-from medflare.tasks.class_metrics import by_class, of_outputs
+from medflare.tasks.class_metrics import Floats, by_class, of_outputs
 from medflare.tasks.classes import Cases, has_interval
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import metric_table
@@ -94,7 +93,7 @@ def _patients_behind(cases: Cases, label: str, metric: str, patients: int) -> in
 
 
 def _values(
-    cases: Cases, metrics: Sequence[str], task: TaskConfig, weights: NDArray[np.float64]
+    cases: Cases, metrics: Sequence[str], task: TaskConfig, weights: Floats
 ) -> dict[str, dict[str, Any]]:
     """Label, or `ALL` -> metric -> (...) of weighted cases (..., cases)."""
     if not len(cases.patients):
@@ -116,7 +115,7 @@ def _values(
     return by_label
 
 
-def weighted_mean(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+def weighted_mean(values: Floats, weights: Floats) -> Floats:
     """The mean (...) of the values (cases,) that are defined; weights (..., cases)."""
     with np.errstate(all="ignore"):
         return np.asarray(weights @ np.nan_to_num(values) / (weights @ ~np.isnan(values)))

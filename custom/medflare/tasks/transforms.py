@@ -71,7 +71,7 @@ def smooth_augmentations() -> tuple[str, ...]:
 def _dictionary_forms(package: str) -> tuple[str, ...]:
     """Names without the d of the dictionary transforms of a package in monai.transforms, sorted."""
     module = import_module(f"monai.transforms.{package}.dictionary")
-    names: list[str] = []
+    names = []
     for name, cls in vars(module).items():
         # Without imported classes, and without aliases of a class.
         is_defined_here = getattr(cls, "__module__", "") == module.__name__

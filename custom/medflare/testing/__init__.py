@@ -9,9 +9,10 @@ def test_my_method() -> None:
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -28,7 +29,7 @@ from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
 
 # Small images of the phantom with grades; its network has batch normalisation and features.
-TASK: Final = load_task(
+TASK = load_task(
     {
         **load_task("phantom_grades").to_dict(),
         "size": [16, 16],
@@ -36,10 +37,11 @@ TASK: Final = load_task(
         "batch_size": 32,
     }
 )
-SITES: Final = ("a", "b")
-OUTSIDE: Final = "z"
+SITES = ("a", "b")
+OUTSIDE = "z"
 
-Weights = Mapping[Path, Mapping[str, Tensor]]  # file -> tensors
+Say = Callable[[str], None]  # takes a line of progress
+Results = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def check_method(
     task: TaskConfig = TASK,
     *,
     simulator: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
     **hyper: Any,
 ) -> list[Check]:
     """Checks a method on a small federation of two sites and one outside site, where it can.
@@ -86,8 +88,7 @@ def check_method(
     chosen = get_method(method)
     checks: list[Check] = []
     with TemporaryDirectory() as folder:
-        kit = _Kit(chosen, task, hyper, Path(folder))
-        for name, check in kit.checks(simulator):
+        for name, check in _Kit(chosen, task, hyper, Path(folder)).checks(simulator):
             say(name)
             started = time.monotonic()
             problem = _problem(check)
@@ -138,7 +139,7 @@ class _Kit:
     def outside(self) -> list[str]:
         return [OUTSIDE] if self.method.outside else []
 
-    def run(self, name: str, method: Method | None = None, **options: Any) -> dict[str, Any]:
+    def run(self, name: str, method: Method | None = None, **options: Any) -> Results:
         """Results of a completed run of two rounds in the folder `name`."""
         settings: dict[str, Any] = {"sites": SITES, "rounds": 2, "seed": 1, "workers": 1}
         settings |= {"outside": self.outside, "out": self.folder / name, **self.hyper, **options}
@@ -178,17 +179,13 @@ class _Kit:
         self._compare("forgetful")
 
     def resumed(self) -> None:
-        folder = self.folder / "resumed"
-        results, _ = in_pieces(
-            lambda say: self.run("resumed", say=say),
-            lambda say: resume_local(folder, workers=1, say=say),
-        )
-        _completed(results)
+        resume = partial(resume_local, self.folder / "resumed", workers=1)
+        _completed(in_pieces(partial(self.run, "resumed"), resume))
         self._compare("resumed")
 
     def missing_sites(self) -> None:
-        sites = (*SITES, "c")
-        self.run("missing", sites=sites, rounds=3, absent={0: ["c"], 1: ["a"]}, min_sites=1)
+        absent = {0: ["c"], 1: ["a"]}
+        self.run("missing", sites=(*SITES, "c"), rounds=3, absent=absent, min_sites=1)
 
     def simulator(self) -> None:
         from medflare.flare.recipes import MedflareRecipe
@@ -209,8 +206,8 @@ class _Kit:
             if path.parts[0] == "models":
                 _compare(str(path), tensors, load_file(results_file.parent / path))
 
-    def weights(self, name: str) -> Weights:
-        """Every delivered model of a run."""
+    def weights(self, name: str) -> dict[Path, dict[str, Tensor]]:
+        """Every delivered model of a run: file -> tensors."""
         folder = self.folder / name
         files = sorted(folder.rglob("model.safetensors"))
         return {file.relative_to(folder): load_file(file) for file in files}
@@ -235,7 +232,7 @@ def _compare(path: str, expected: Mapping[str, Tensor], actual: Mapping[str, Ten
             )
 
 
-def _completed(results: dict[str, Any]) -> dict[str, Any]:
+def _completed(results: Results) -> Results:
     if results["status"] != COMPLETED:
         raise Failed(f"the run ended {results['status']}: {results['reason']}")
     return results
@@ -254,38 +251,30 @@ def _recorded(method: Method, sent: dict[str, set[str]]) -> Method:
     return replace(method, name=f"{method.name}_recorded", site=Recorded)
 
 
-Results = dict[str, Any]
-
-
-def in_pieces(
-    begin: Callable[[Callable[[str], None]], Results],
-    resume: Callable[[Callable[[str], None]], Results],
-) -> tuple[Results, int]:
-    """Results of a run that is killed within every step but the first, and how often it was.
+def in_pieces(begin: Callable[..., Results], resume: Callable[..., Results]) -> Results:
+    """Results of a run that is killed within every step but the first.
 
     Args:
-        begin: reporter of progress -> results of the run.
+        begin: reporter of progress `say` -> results of the run.
         resume: the same for the interrupted run, which repeats the lost step.
     """
-    killed = 0
     attempt = begin
     while True:
         try:
-            return attempt(_dying_at(2)), killed
+            return attempt(say=_dying())
         except Killed:
-            killed += 1
             attempt = resume
 
 
-def _dying_at(call: int) -> Callable[[str], None]:
-    """A reporter of progress that ends the run within its n-th step: the sites have done it, the
+def _dying() -> Say:
+    """A reporter of progress that ends the run within its second step: the sites have done it, the
     checkpoint does not hold it.
     """
     lines: list[str] = []
 
     def say(line: str) -> None:
         lines.append(line)
-        if len(lines) == call:
+        if len(lines) == 2:
             raise Killed
 
     return say

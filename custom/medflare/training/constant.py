@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medflare.data.loading import Split
-from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Scores
 from medflare.training.scoring import BatchPrediction
@@ -69,7 +68,7 @@ def _defined_metrics(
     task: TaskConfig, constants: Sequence[Tensor], sites: Sequence[Site], split: str
 ) -> list[float]:
     """The task's metric of every constant at every site, where it is defined."""
-    defined: list[float] = []
+    defined = []
     for constant in constants:
         for site in sites:
             value = score_constant(site, constant, split, (task.metric,)).values[task.metric]
@@ -82,7 +81,7 @@ def score_constant(site: Site, constant: Tensor, split: str, metrics: Sequence[s
     """The metrics of a constant prediction, see `constant_predictions`, on a site's split."""
     data = site.data.split(split)
     if not len(data):
-        return Scores(dict.fromkeys(metrics), cases=Cases())
+        return Scores(dict.fromkeys(metrics))
     return site.measure(_repeated(constant, data, site.task), split, metrics).scores(data.patients)
 
 

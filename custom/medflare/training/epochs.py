@@ -5,12 +5,12 @@ the optimizer's memory.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from medflare.core.message import Message
 from medflare.core.rng import Key, seeded
@@ -18,14 +18,14 @@ from medflare.core.states import StateDict, copy_state, state_bytes
 from medflare.data.loading import Batch
 from medflare.training.batches import samples_in
 from medflare.training.computing import stays
-from medflare.training.graph import StepReplay
+from medflare.training.graph import Hook, StepReplay, copied_moments
 from medflare.training.site import Site
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, images, targets) -> scalar
 _OPTIMIZER = "optimizer/"  # prefix of states in an algorithm's memory
-_SCALER = "scaler."  # prefix of the scaler's numbers in an optimizer's state
+_SCALER = "scaler"  # in place of an index: the scaler's numbers in an optimizer's state
 # A scaler's numbers stay with its optimizer: `OptimizerMemory` restores both before `Steps` exists.
-_SCALERS: WeakKeyDictionary[torch.optim.Optimizer, GradScaler] = WeakKeyDictionary()
+_SCALERS: WeakKeyDictionary[Optimizer, GradScaler] = WeakKeyDictionary()
 
 
 def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterator[Batch]]:
@@ -48,12 +48,7 @@ def samples_of_pass(site: Site) -> int:
 
 
 def run_epochs(
-    site: Site,
-    round: int,
-    purpose: str,
-    step: Callable[[Batch], Mapping[str, Tensor]],
-    *,
-    count: int | None = None,
+    site: Site, round: int, purpose: str, step: Callable[[Batch], Mapping[str, Tensor]]
 ) -> dict[str, float]:
     """Local epochs with `step` on every batch; returns the mean over all images of each loss that
     it returns.
@@ -63,8 +58,8 @@ def run_epochs(
         step: trains on a batch and returns its losses by name.
     """
     losses: dict[str, list[Tensor]] = {}
-    sizes: list[int] = []
-    for batches in epochs(site, round, purpose, count=count):
+    sizes = []
+    for batches in epochs(site, round, purpose):
         for batch in batches:
             for name, loss in step(batch).items():
                 losses.setdefault(name, []).append(loss.detach())
@@ -93,13 +88,13 @@ def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
 
 def train_epochs(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     site: Site,
     round: int,
     purpose: str,
     *,
     loss: Loss | None = None,
-    gradient_hook: Callable[[], None] | None = None,
+    gradient_hook: Hook | None = None,
     count: int | None = None,
 ) -> float:
     """Local epochs of `model` in place, see `epochs`; returns the mean loss over all images, NaN
@@ -117,8 +112,8 @@ def train_epochs(
     passes = site.task.local_epochs if count is None else count
     full_batches = passes * (samples_of_pass(site) // site.batch_size)
     replay = StepReplay(model, optimizer, site, gradient_hook, full_batches)
-    losses: list[Tensor] = []
-    sizes: list[int] = []
+    losses = []
+    sizes = []
     for batches in epochs(site, round, purpose, count=count):
         for images, targets, _ in batches:
             # Python may change another loss from step to step.
@@ -164,12 +159,7 @@ class Steps:
     `gradient_hook` is called between gradient and step, to change the gradients in place.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        site: Site,
-        gradient_hook: Callable[[], None] | None = None,
-    ):
+    def __init__(self, optimizer: Optimizer, site: Site, gradient_hook: Hook | None = None):
         self.optimizer = optimizer
         self.gradient_hook = gradient_hook
         self._every = site.task.accumulate
@@ -216,7 +206,7 @@ class Steps:
         self._images = 0
 
 
-def scaler_of(optimizer: torch.optim.Optimizer) -> GradScaler:
+def scaler_of(optimizer: Optimizer) -> GradScaler:
     """The scaler of an optimizer's losses; made at its first use."""
     if optimizer not in _SCALERS:
         _SCALERS[optimizer] = GradScaler(optimizer.param_groups[0]["params"][0].device.type)
@@ -224,13 +214,9 @@ def scaler_of(optimizer: torch.optim.Optimizer) -> GradScaler:
 
 
 @contextmanager
-def preserved_moments(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def preserved_moments(optimizer: Optimizer) -> Iterator[None]:
     """Restores the optimizer's moments afterwards."""
-    before: dict[Tensor, dict[str, Any]] = {}
-    for weight, slots in optimizer.state.items():
-        before[weight] = {}
-        for slot, value in slots.items():
-            before[weight][slot] = value.clone() if isinstance(value, Tensor) else value
+    before = copied_moments(optimizer)
     try:
         yield
     finally:
@@ -238,14 +224,14 @@ def preserved_moments(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.state.update(before)
 
 
-def pack_optimizer(optimizer: torch.optim.Optimizer) -> StateDict:
+def pack_optimizer(optimizer: Optimizer) -> StateDict:
     """Copies of the optimizer's tensors (Adam's moments and step, momentum) as "index of the
     parameter.slot", on their device; of its scaler the numbers.
     """
     packed: StateDict = {}
     if optimizer in _SCALERS:
         for name, number in _SCALERS[optimizer].state_dict().items():
-            packed[_SCALER + name] = torch.tensor(float(number))
+            packed[f"{_SCALER}.{name}"] = torch.tensor(float(number))
     for index, slots in optimizer.state_dict()["state"].items():
         for slot, value in slots.items():
             if value is not None:
@@ -253,23 +239,22 @@ def pack_optimizer(optimizer: torch.optim.Optimizer) -> StateDict:
     return packed
 
 
-def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: StateDict) -> None:
+def unpack_optimizer(optimizer: Optimizer, packed: StateDict) -> None:
     """Restore what `pack_optimizer` returned, into an optimizer of the same parameters; its
     learning rate is kept.
     """
     slots: dict[int, dict[str, Tensor]] = {}
-    has_scaler = False
+    numbers: dict[str, float] = {}  # of the scaler
     for key, tensor in packed.items():
-        if key.startswith(_SCALER):
-            has_scaler = True
+        owner, slot = key.split(".", 1)
+        if owner == _SCALER:
+            numbers[slot] = tensor.item()
         else:
-            index, slot = key.split(".", 1)
-            slots.setdefault(int(index), {})[slot] = tensor.clone()
-    if has_scaler:
+            slots.setdefault(int(owner), {})[slot] = tensor.clone()
+    if numbers:
         scaler = scaler_of(optimizer)
-        numbers = scaler.state_dict()
-        for name, value in numbers.items():
-            numbers[name] = type(value)(packed[_SCALER + name].item())
+        for name, value in scaler.state_dict().items():
+            numbers[name] = type(value)(numbers[name])
         scaler.load_state_dict(numbers)
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": slots, "param_groups": groups})
@@ -285,14 +270,14 @@ class OptimizerMemory:
     def __init__(self, memory: Message):
         self._memory = memory
 
-    def recall(self, purpose: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def recall(self, purpose: str, optimizer: Optimizer) -> Optimizer:
         """The optimizer with the kept moments of its purpose, if there are any."""
         packed = self._memory.states.get(_OPTIMIZER + purpose)
         if packed is not None:
             unpack_optimizer(optimizer, packed)
         return optimizer
 
-    def keep(self, purpose: str, optimizer: torch.optim.Optimizer) -> None:
+    def keep(self, purpose: str, optimizer: Optimizer) -> None:
         """Keep the optimizer's moments; on their device, where they may stay there."""
         packed = pack_optimizer(optimizer)
         devices = {tensor.device for tensor in packed.values() if not tensor.is_cpu}

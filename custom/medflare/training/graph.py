@@ -6,6 +6,7 @@ same weights, bit by bit.
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -13,11 +14,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
 
 from medflare.core.errors import one_line
 from medflare.training.computing import stays
 from medflare.training.site import Site
 
+Hook = Callable[[], None]  # called between gradient and step
 Moments = dict[Tensor, dict[str, Tensor]]  # weight -> slot of the optimizer -> value
 _log = logging.getLogger(__name__)
 _WARM_UP: Final = 3  # steps before a capture: torch and its libraries allocate in the first ones
@@ -26,9 +29,7 @@ _WARM_UP: Final = 3  # steps before a capture: torch and its libraries allocate 
 _LEAST: Final = 5
 
 
-def can_capture(
-    model: nn.Module, optimizer: torch.optim.Optimizer, site: Site, full_batches: int
-) -> bool:
+def can_capture(model: nn.Module, optimizer: Optimizer, site: Site, full_batches: int) -> bool:
     """Whether the step of the task's loss may be captured: on a GPU, if the site's settings allow
     it, for enough batches; with Adam or AdamW of all trainable weights; without fp16, accumulation,
     compilation and hooks of layers, which Python runs.
@@ -36,7 +37,7 @@ def can_capture(
     computing = site.computing
     allowed = computing.graph and computing.device.type == "cuda" and not computing.compiled
     one_step = site.task.accumulate == 1 and site.task.precision != "fp16"
-    is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    is_adam = type(optimizer) in (Adam, AdamW)
     enough = full_batches >= _LEAST
     if not (allowed and one_step and is_adam and enough and len(optimizer.param_groups) == 1):
         return False
@@ -47,7 +48,7 @@ def can_capture(
     return trains_all and not any(hooks)
 
 
-def make_capturable(optimizer: torch.optim.Optimizer) -> None:
+def make_capturable(optimizer: Optimizer) -> None:
     """Lets Adam step in a graph: numbers of steps and learning rate are on the GPU. Its weights
     differ in the last bits from those of the usual Adam, and steps without a graph take longer.
     """
@@ -77,12 +78,7 @@ class CapturedStep:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        site: Site,
-        images: Tensor,
-        targets: Tensor,
+        self, model: nn.Module, optimizer: Optimizer, site: Site, images: Tensor, targets: Tensor
     ):
         self._images = images.clone()
         self._targets = targets.clone()
@@ -112,15 +108,13 @@ class CapturedStep:
         group["lr"] = self._rate.clone()
         self._moments: Moments = dict(optimizer.state)
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+    def begin(self, optimizer: Optimizer) -> None:
         """Continue with an optimizer's moments and learning rate; it shares these moments."""
         self._rate.copy_(optimizer.param_groups[0]["lr"])
         _load(self._moments, optimizer.state)
         optimizer.state.update(self._moments)
 
-    def train(
-        self, images: Tensor, targets: Tensor, gradient_hook: Callable[[], None] | None
-    ) -> Tensor:
+    def train(self, images: Tensor, targets: Tensor, gradient_hook: Hook | None) -> Tensor:
         """One step on a full batch; returns its loss (scalar, detached)."""
         self._images.copy_(images)
         self._targets.copy_(targets)
@@ -150,9 +144,9 @@ class StepReplay:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     site: Site
-    gradient_hook: Callable[[], None] | None
+    gradient_hook: Hook | None
     full_batches: int
 
     def __post_init__(self) -> None:
@@ -179,7 +173,7 @@ class StepReplay:
     def finish(self) -> None:
         """Give the optimizer copies of its moments; called after the last batch."""
         if self._step is not None:
-            self.optimizer.state.update(_copied(self.optimizer.state))
+            self.optimizer.state.update(copied_moments(self.optimizer))
 
     def captured(self, images: Tensor, targets: Tensor) -> CapturedStep | None:
         """The network's captured step, from an earlier call if nothing has changed that it depends
@@ -209,11 +203,9 @@ class StepReplay:
         return step if stays(_reserved(images.device) - before, images.device) else None
 
 
-def _copied(moments: Mapping[Tensor, Mapping[str, Tensor]]) -> Moments:
-    copies: Moments = {}
-    for weight, slots in moments.items():
-        copies[weight] = {slot: value.clone() for slot, value in slots.items()}
-    return copies
+def copied_moments(optimizer: Optimizer) -> Moments:
+    """Copies of an optimizer's moments."""
+    return {weight: deepcopy(slots) for weight, slots in optimizer.state.items()}
 
 
 def _load(moments: Moments, source: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
@@ -228,11 +220,11 @@ def _load(moments: Moments, source: Mapping[Tensor, Mapping[str, Tensor]]) -> No
 
 
 @contextmanager
-def _unchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Restores weights, buffers and moments in their memory, and clears gradients."""
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
-    moments = _copied(optimizer.state)
+    moments = copied_moments(optimizer)
     try:
         yield
     finally:

@@ -3,8 +3,9 @@ training images of each site.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from io import BytesIO
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -68,7 +69,7 @@ def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
     scale, so that shift is visible.
     """
     splits = [site.train if len(site.train) else site.test for site in data.values()]
-    sample: list[np.ndarray] = []
+    sample = []
     for split in splits:
         for row in range(0, len(split), max(1, len(split) // 50)):
             sample.append(split.image(row).numpy().ravel())
@@ -138,7 +139,7 @@ def _picture(
     if image.ndim == 3:
         return _tile(image, masks, (1.0, 1.0), limits, side)
     gaps = spacing or (1.0,) * 3
-    tiles: list[np.ndarray] = []
+    tiles = []
     for axis, right, up in ((2, 0, 1), (1, 0, 2), (0, 1, 2)):
         index = image.shape[axis + 1] // 2
         if masks and masks[0].any():
@@ -173,19 +174,18 @@ def _labelled(tile: np.ndarray, plane: str, right: str, up: str, millimetres: fl
     draw = ImageDraw.Draw(picture)
     width, height = picture.size
     font = ImageFont.load_default(size=_LETTERS)
-    style: dict[str, Any] = {"fill": "white", "font": font}
-    style |= {"stroke_width": 2, "stroke_fill": "black"}
-    draw.text((3, 2), plane, **style)
-    draw.text((width - 4, height // 2), right, anchor="rm", **style)
-    draw.text((4, height // 2), _OPPOSITE[right], anchor="lm", **style)
-    draw.text((width // 2, 2), up, anchor="ma", **style)
-    draw.text((width // 2, height - 3), _OPPOSITE[up], anchor="md", **style)
+    write = partial(draw.text, font=font, fill="white", stroke_width=2, stroke_fill="black")
+    write((3, 2), plane)
+    write((width - 4, height // 2), right, anchor="rm")
+    write((4, height // 2), _OPPOSITE[right], anchor="lm")
+    write((width // 2, 2), up, anchor="ma")
+    write((width // 2, height - 3), _OPPOSITE[up], anchor="md")
     lengths = [length for length in _SCALES if millimetres and length / millimetres < width / 3]
     if lengths:
         end = 4 + lengths[0] / millimetres
         draw.rectangle([2, height - 8, end + 2, height - 3], fill="black")
         draw.rectangle([4, height - 7, end, height - 4], fill="white")
-        draw.text((4, height - 10), f"{lengths[0]} mm", anchor="ld", **style)
+        write((4, height - 10), f"{lengths[0]} mm", anchor="ld")
     return np.array(picture)
 
 

@@ -78,9 +78,11 @@ def open_site(
         batch = min(site.batch_size, site.n["train"] * task.patches_per_image)
         needed = step_bytes(task, batch) / 2**30
         if needed > settings.bounds.memory:
-            step = f"a training step on {batch} x {list(task.size)} takes about {needed:.1f} GiB"
-            allowed = f"{_named('memory')} allows {settings.bounds.memory:g}"
-            raise ConfigError(f"site {name}: {step}, {allowed}; make size or batch_size smaller")
+            raise ConfigError(
+                f"site {name}: a training step on {batch} x {list(task.size)} takes about "
+                f"{needed:.1f} GiB, {_named('memory')} allows {settings.bounds.memory:g}; "
+                "make size or batch_size smaller"
+            )
         check_batch_bounds(task, settings.bounds, f"site {name}")
     if site.batch_size < task.batch_size:
         site.notes.append(
@@ -100,15 +102,17 @@ def check_task_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
     """
     bounds.check_task(task, place)
     if task.local_epochs > bounds.epochs:
-        allowed = f"{_named('epochs')} allows {bounds.epochs}"
         raise ConfigError(
-            f"{place}: task {task.name} has {task.local_epochs} local_epochs, {allowed}"
+            f"{place}: task {task.name} has {task.local_epochs} local_epochs, "
+            f"{_named('epochs')} allows {bounds.epochs}"
         )
     try_task(task, bounds.memory / 4, f"{place}: task {task.name}", _named("memory"))
     needed = sum(tensor.nbytes for tensor in meta_network(task).state_dict().values())
     if needed > bounds.model_bytes:
-        allowed = f"{_named('model_bytes')} allows {bounds.model_bytes}"
-        raise ConfigError(f"{place}: task {task.name}: the network has {needed} bytes, {allowed}")
+        raise ConfigError(
+            f"{place}: task {task.name}: the network has {needed} bytes, "
+            f"{_named('model_bytes')} allows {bounds.model_bytes}"
+        )
 
 
 def check_batch_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
@@ -120,8 +124,10 @@ def check_batch_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
     for setting in ("batch_size", "accumulate", "patches_per_image"):
         count = getattr(task, setting)
         if count > bounds.batch:
-            allowed = f"{_named('batch')} allows {bounds.batch}"
-            raise ConfigError(f"{place}: task {task.name} has {setting} {count}, {allowed}")
+            raise ConfigError(
+                f"{place}: task {task.name} has {setting} {count}, "
+                f"{_named('batch')} allows {bounds.batch}"
+            )
 
 
 def check_single_batches(task: TaskConfig) -> None:
@@ -133,9 +139,10 @@ def check_single_batches(task: TaskConfig) -> None:
         with torch.no_grad(), suppress(*_NOT_ON_META):
             meta_network(task).train()(image)
     except ValueError as error:
-        problem = f"its network {task.network['name']} cannot train on batches of one image"
-        remedy = "set batch_size to 2 or more, or size to larger images"
-        raise ConfigError(f"task {task.name}: {problem} ({one_line(error)}); {remedy}") from error
+        raise ConfigError(
+            f"task {task.name}: its network {task.network['name']} cannot train on batches of "
+            f"one image ({one_line(error)}); set batch_size to 2 or more, or size to larger images"
+        ) from error
 
 
 def _named(bound: str) -> str:

@@ -22,6 +22,7 @@ from medflare.training.batches import in_order, read_ahead
 Predictor = Callable[[Tensor], Tensor]
 # Images (B, C, *size) and targets (B, ...).
 Samples = tuple[Tensor, Tensor]
+Batches = Iterator[tuple[Tensor, Samples]]  # rows (B,) and their samples
 OVERLAP = 0.25  # of neighbouring windows, as a fraction of a side; MONAI's default
 
 
@@ -38,11 +39,11 @@ class WholeImages:
         """One sample of each image that `read` returned, with random numbers from `random`."""
         return images
 
-    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Samples]]:
+    def in_order(self, data: Split, size: int) -> Batches:
         """All samples of a split in fixed order: rows and samples, `size` at a time."""
         return self.whole(data, size)
 
-    def whole(self, data: Split, size: int) -> Iterator[tuple[Tensor, Samples]]:
+    def whole(self, data: Split, size: int) -> Batches:
         """All images of a split in fixed order, as a final model gets them, see `windowed`."""
         return read_ahead(data, in_order(len(data), size), data.take)
 
@@ -95,7 +96,7 @@ class Patches(WholeImages):
                 targets.append(patch["target"].reshape(1, *targets[0].shape[1:]).to(label.dtype))
         return torch.cat(patches), torch.cat(targets)
 
-    def in_order(self, data: Split, size: int) -> Iterator[tuple[Tensor, Samples]]:
+    def in_order(self, data: Split, size: int) -> Batches:
         """Adjacent windows that cover every image, `size` at a time."""
         waiting: list[tuple[int, Tensor, Tensor]] = []
         for (row,), (images, targets) in self.whole(data, size):
@@ -111,7 +112,7 @@ class Patches(WholeImages):
                 del waiting[:size]
                 yield torch.tensor(rows), (torch.stack(pictures), torch.stack(labels))
 
-    def whole(self, data: Split, size: int) -> Iterator[tuple[Tensor, Samples]]:
+    def whole(self, data: Split, size: int) -> Batches:
         """Row (1,), image (1, C, ...) and target (1, ...) of every image: sizes differ."""
         return super().whole(data, 1)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 
@@ -11,6 +12,7 @@ from flare.jobs.sessions import Served
 from medflare.core.errors import MedflareError
 from medflare.core.events import EventLog
 from medflare.evaluation.console import round_line
+from medflare.flare.jobs import watching
 from medflare.flare.jobs.sessions import Unreachable
 from medflare.flare.jobs.watching import explained, explanations, watch_job
 from medflare.flare.messages import UNABLE
@@ -51,9 +53,8 @@ class Restarted:
 
 def watched(*served: Served | MedflareError, **options: Any) -> tuple[bool, list[str]]:
     output: list[str] = []
-    return watch_job(
-        Path("kit"), "fedsm-brain", output.append, every=0.01, opening=Restarted(*served), **options
-    ), output
+    with patch.multiple(watching, _INTERVAL=0.01, session=Restarted(*served)):
+        return watch_job(Path("kit"), "fedsm-brain", output.append, **options), output
 
 
 def test_every_line_is_said_once_as_it_comes() -> None:

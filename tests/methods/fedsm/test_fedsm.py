@@ -14,7 +14,12 @@ from medflare.core.states import StateDict, copy_state, weighted_mean
 from medflare.data.loading import Batch, SiteData, Split
 from medflare.federation.suppression import suppress_splits
 from medflare.methods.catalogue import build_deployed
-from medflare.methods.fedsm.extra import ExtraSuperModel, FedSMExtraServer, FedSMExtraSite
+from medflare.methods.fedsm.extra import (
+    EnsembleSuperModel,
+    ExtraSuperModel,
+    FedSMExtraServer,
+    FedSMExtraSite,
+)
 from medflare.methods.fedsm.formulas import (
     GAMMAS,
     adam_step,
@@ -338,7 +343,8 @@ def super_model_of(kind: str = "segmentation", combine: str | None = None) -> Su
     ]
     names = ["global", *SITES]
     if combine is not None:
-        return ExtraSuperModel(task, networks, Brightness(4), names, combine).eval()
+        kind_of_model = EnsembleSuperModel if combine == "ensemble" else ExtraSuperModel
+        return kind_of_model(task, networks, Brightness(4), names).eval()
     return SuperModel(task, networks, Brightness(3), names, gamma=0.6).eval()
 
 

@@ -186,7 +186,7 @@ def test_a_network_that_prefers_its_base_is_that_expert(
     make = lambda: Everything(nn.BatchNorm2d)  # noqa: E731
     states = states_of(make, 3)
     network = RoutedNetwork(make(), states, Routing(statistics="running"))
-    network.load_adapted_state(network.states_of_experts()[expert])
+    network.prefer(expert)
     network.set_base(expert)
     alone = make()
     alone.load_state_dict(states[expert])

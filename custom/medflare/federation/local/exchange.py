@@ -6,14 +6,14 @@ ends in the same weights.
 
 import json
 import os
-import selectors
 import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from multiprocessing import Pipe, get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -29,6 +29,7 @@ from medflare.federation.participant import Participant, import_ahead
 from medflare.methods.base import Step
 
 
+@dataclass
 class LocalExchange:
     """Calls the sites' participants one after the other, in sorted order.
 
@@ -40,22 +41,15 @@ class LocalExchange:
             sites.
     """
 
-    def __init__(
-        self,
-        sites: Sequence[str],
-        open_participant: Callable[[str], Participant],
-        absent: Mapping[int, Iterable[str]] | None = None,
-        forgetful: bool = False,
-    ):
-        self.sites = sorted(sites)
-        self.open_participant = open_participant
-        self.absent = {round: set(names) for round, names in (absent or {}).items()}
-        self.participants: dict[str, Participant] = {}
-        self.forgetful = forgetful
+    sites: Sequence[str]
+    open_participant: Callable[[str], Participant]
+    absent: Mapping[int, Iterable[str]] = field(default_factory=dict)
+    forgetful: bool = False
+    participants: dict[str, Participant] = field(default_factory=dict)
 
     def present(self, round: int) -> list[str]:
         """The sites that are not absent in this round, sorted."""
-        return [site for site in self.sites if site not in self.absent.get(round, ())]
+        return sorted(set(self.sites).difference(self.absent.get(round, ())))
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
         return {site: self.answer(site, step, outgoing[site].copied()) for site in sorted(outgoing)}
@@ -67,15 +61,17 @@ class LocalExchange:
             Aborted: the run was stopped.
         """
         started = time.monotonic()
+        reply = Reply()
         try:
             if site not in self.participants or self.forgetful:
                 self.participants[site] = self.open_participant(site)
-            message = self.participants[site].answer(step.phase, step.round, message)
+            reply.message = self.participants[site].answer(step.phase, step.round, message)
         except Aborted:
             raise
         except MedflareError as error:
-            return Reply(problem=str(error), seconds=time.monotonic() - started)
-        return Reply(message, seconds=time.monotonic() - started)
+            reply.problem = str(error)
+        reply.seconds = time.monotonic() - started
+        return reply
 
     def close(self) -> None:
         """Nothing to do."""
@@ -106,6 +102,7 @@ def receive(connection: Connection) -> tuple[dict[str, Any], Message]:
     return header["words"], Message(states, header["meta"])
 
 
+@dataclass
 class ForkedExchange(LocalExchange):
     """A `LocalExchange` with every site in a separate process, forked at its first request.
 
@@ -116,14 +113,10 @@ class ForkedExchange(LocalExchange):
         ConfigError: this process cannot be forked.
     """
 
-    def __init__(
-        self,
-        sites: Sequence[str],
-        open_participant: Callable[[str], Participant],
-        absent: Mapping[int, Iterable[str]] | None,
-        workers: int,
-    ):
-        super().__init__(sites, open_participant, absent)
+    workers: int = 2
+    _forks: dict[str, tuple[BaseProcess, Connection]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         if not hasattr(os, "fork"):
             raise ConfigError("this system cannot fork a process: remove 'workers'")
         if torch.cuda.is_initialized():
@@ -132,21 +125,18 @@ class ForkedExchange(LocalExchange):
                 "start a new one, or remove 'workers'"
             )
         import_ahead()
-        self._workers = workers
-        self._forks: dict[str, tuple[BaseProcess, Connection]] = {}
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
         waiting = sorted(outgoing, reverse=True)
+        busy: dict[Any, str] = {}  # connection -> site
         replies: dict[str, Reply] = {}
-        with selectors.DefaultSelector() as busy:
-            while waiting or busy.get_map():
-                while waiting and len(busy.get_map()) < self._workers:
-                    site = waiting.pop()
-                    connection = self._start(site, step, outgoing[site])
-                    busy.register(connection, selectors.EVENT_READ, site)
-                for key, _ in busy.select():
-                    busy.unregister(key.fileobj)
-                    replies[key.data] = self._reply(key.data, step)
+        while waiting or busy:
+            while waiting and len(busy) < self.workers:
+                site = waiting.pop()
+                busy[self._start(site, step, outgoing[site])] = site
+            for connection in wait(list(busy)):
+                site = busy.pop(connection)
+                replies[site] = self._reply(site, step)
         return replies
 
     def close(self) -> None:
@@ -159,15 +149,12 @@ class ForkedExchange(LocalExchange):
     def _start(self, site: str, step: Step, message: Message) -> Connection:
         """The connection to the site's process, which works on the step."""
         words = {"phase": step.phase, "round": step.round}
-        if site not in self._forks:
-            self._fork(site)
         try:
-            send(self._forks[site][1], words, message)
+            send(self._connection(site), words, message)
         except OSError:  # it was killed between two steps; its state is on disk
             self._end(site)
-            self._fork(site)
-            send(self._forks[site][1], words, message)
-        return self._forks[site][1]
+            send(self._connection(site), words, message)
+        return self._connection(site)
 
     def _end(self, site: str) -> int:
         """Kill the site's process and return its exit code: minus the signal that ended it."""
@@ -189,11 +176,15 @@ class ForkedExchange(LocalExchange):
             raise RuntimeError(f"site {site} failed in {where}:\n{words['trace']}")
         if "aborted" in words:
             raise Aborted(words["aborted"])
-        if words["problem"]:
-            return Reply(problem=words["problem"], seconds=words["seconds"])
-        return Reply(message, seconds=words["seconds"])
+        reply = Reply(**words)
+        if not reply.problem:
+            reply.message = message
+        return reply
 
-    def _fork(self, site: str) -> None:
+    def _connection(self, site: str) -> Connection:
+        """The connection to the site's process, which is forked if there is none."""
+        if site in self._forks:
+            return self._forks[site][1]
         here, there = Pipe()
         inherited = [here, *(connection for _, connection in self._forks.values())]
         process = get_context("fork").Process(
@@ -202,6 +193,7 @@ class ForkedExchange(LocalExchange):
         process.start()
         there.close()
         self._forks[site] = process, here
+        return here
 
     def _work(
         self, site: str, connection: Connection, parent: int, inherited: Iterable[Connection]
@@ -215,8 +207,7 @@ class ForkedExchange(LocalExchange):
                 request, message = receive(connection)
                 if os.getppid() != parent:
                     break
-                step = Step(request["phase"], request["round"])
-                words, message = self._answered(site, step, message)
+                words, message = self._answered(site, Step(**request), message)
                 send(connection, words, message)
         os._exit(0)
 

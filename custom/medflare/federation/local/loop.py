@@ -19,7 +19,6 @@ from medflare.federation.final_models import ArtifactStore, SiteFolder
 from medflare.federation.local.exchange import ForkedExchange, LocalExchange, threads_of_a_site
 from medflare.federation.outcome import StepReport
 from medflare.federation.participant import Participant
-from medflare.federation.preflight import check_run
 from medflare.federation.run import SITES, Run
 from medflare.federation.settings import RULES, RUN_SETTINGS, run_settings
 from medflare.federation.tracking import check_track
@@ -120,19 +119,9 @@ def run_local(
         raise ConfigError("every site is outside; name at least one that trains")
     if workers is not None and workers < 1:
         raise ConfigError(f"workers = {workers}: how many sites train at the same time, at least 1")
-    rules = {name: options[name] for name in RULES if name in options}
-    hyper = {name: value for name, value in options.items() if name not in RULES}
+    rules = {name: options.pop(name) for name in RULES if name in options}
+    hyper = options
     settings = run_settings({"rounds": rounds, "seed": seed, "outside": apart, **rules})
-    check_run(
-        chosen,
-        config,
-        hyper,
-        rounds=settings.rounds,
-        outside=apart,
-        cross_site=settings.cross_site,
-        adapt=settings.adapt,
-    )
-    check_track(track)
     folder = None if out is None else Path(out)
     steps: list[dict[str, Any]] = []
 
@@ -149,10 +138,12 @@ def run_local(
         folder=folder,
         weights=None if weights is None else Path(weights),
         about={"engine": "local"},
-        say=_line_printer(progress, say),
+        say=say or _line_printer(progress),
         observe=observed,
         track=track,
     )
+    run.check()
+    check_track(track)
 
     memory: dict[str, MemoryStore] = {}
 
@@ -183,20 +174,16 @@ def run_local(
         for name in names:
             shutil.rmtree(folder / SITES / name / STATE, ignore_errors=True)
     with nullcontext() if workers is None else threads_of_a_site():
-        exchange = LocalExchange(names, open_participant, absent, forgetful)
-        if workers is not None and workers > 1:
-            exchange = ForkedExchange(names, open_participant, absent, workers)
+        exchange = LocalExchange(names, open_participant, absent or {}, forgetful)
+        if workers and workers > 1:
+            exchange = ForkedExchange(names, open_participant, exchange.absent, workers=workers)
         with closing(exchange):
             results = run.execute(exchange, resume=resume, checked=True)
     return RunResults(results, steps if folder is None else read_rounds(folder), folder)
 
 
-def _line_printer(
-    progress: bool | None, say: Callable[[str], None] | None
-) -> Callable[[str], None]:
-    """What gets the progress lines of a run, see `run_local`."""
-    if say is not None:
-        return say
+def _line_printer(progress: bool | None) -> Callable[[str], None]:
+    """What gets the progress lines of a run without `say`, see `run_local`."""
     if progress is None:
         progress = in_notebook()
     return print if progress else lambda line: None
@@ -217,8 +204,8 @@ class _DeliveringStore(ArtifactStore):
     def show(self, title: str, png: bytes) -> None:
         self.store.show(title, png)
 
-    def finish(self, *args: Any, **kwargs: Any) -> None:
-        self.store.finish(*args, **kwargs)
+    def finish(self, *arguments: Any) -> None:
+        self.store.finish(*arguments)
 
 
 def resume_local(

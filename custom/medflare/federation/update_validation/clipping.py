@@ -4,7 +4,6 @@ updates that are scaled to them.
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,16 +13,16 @@ from medflare.core.states import StateDict
 
 # Times the usual length of an update; of honest sites at most 2.8 (SGD with momentum, 400:8:8
 # images).
-_LIMIT: Final = 3.0
+_LIMIT = 3.0
 # The same for one tensor; of honest sites one in 3000 is above it, all of them with 400:8:8 images.
-_TENSOR_LIMIT: Final = 5.0
+_TENSOR_LIMIT = 5.0
 # A tensor beyond so many times the usual length is no update; of honest sites at most 12.
-_ABSURD: Final = 30.0
+_ABSURD = 30.0
 # So many times its share of the length is usual for every tensor, also for one that the others
 # leave as it is.
-_SMALL: Final = 2.0
+_SMALL = 2.0
 # Set by the images, not by steps of an optimizer.
-_STATISTICS: Final = ("running_mean", "running_var")
+_STATISTICS = ("running_mean", "running_var")
 
 
 def usual_lengths(lengths: Tensor, images: Sequence[int]) -> Tensor:

@@ -7,24 +7,23 @@ The server keeps a sample of the coordinates of every site's last updates, never
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from medflare.core.message import Message
 from medflare.core.rng import torch_generator
-from medflare.core.states import StateDict, cosines
+from medflare.core.states import cosines
 from medflare.federation.update_validation.clipping import usual_lengths
 
-_WINDOW: Final = 3  # updates of a site that are added up
-_SAMPLE: Final = 512  # coordinates of a tensor
+_WINDOW = 3  # updates of a site that are added up
+_SAMPLE = 512  # coordinates of a tensor
 # Of 711 sums of honest sites (phantom, ham10000, fundus_vessels, brain_lgg) none meets all four
 # conditions, of 84 drifting ones all do.
-_APART: Final = 0.1  # a drifting sum has a smaller cosine to that of every other site
-_AGREE: Final = 0.2  # the others' sums have a larger cosine to each other, by their median
-_SHORT: Final = 0.25  # a sum below this fraction of the usual length does no harm
-_LONG: Final = 2.0  # a drift beyond so many times the usual length is not used
+_APART = 0.1  # a drifting sum has a smaller cosine to that of every other site
+_AGREE = 0.2  # the others' sums have a larger cosine to each other, by their median
+_SHORT = 0.25  # a sum below this fraction of the usual length does no harm
+_LONG = 2.0  # a drift beyond so many times the usual length is not used
 
 Sketches = dict[str, dict[str, Tensor]]  # entry -> site -> sampled coordinates of its update
 
@@ -42,22 +41,22 @@ class DriftMemory:
         self,
         phase: str,
         entry: str,
-        replies: Mapping[str, StateDict],
-        sent: Mapping[str, StateDict],
+        replies: Mapping[str, Message],
+        sent: Mapping[str, Message],
         salt: str,
     ) -> dict[str, Tensor]:
         """Site -> coordinates of its update, each times sqrt(size / sample) of its tensor, so that
         lengths are estimated without bias.
 
         Args:
-            replies: site -> state that it sent.
-            sent: site -> state that it was sent.
+            replies: site -> its message with the entry.
+            sent: site -> message that it was sent.
             salt: part of the random generator's key, in the first round. It holds what no single
                 site knows: a site that could foresee the coordinates would drift along others.
         """
         salt = self.memory.meta.setdefault(f"{phase}/{entry}", salt)
         parts: dict[str, list[Tensor]] = {site: [] for site in replies}
-        for name, tensor in next(iter(replies.values())).items():
+        for name, tensor in next(iter(replies.values())).states[entry].items():
             if not tensor.is_floating_point():
                 continue
             drawn = torch.arange(tensor.numel())
@@ -65,9 +64,9 @@ class DriftMemory:
                 generator = torch_generator(self.seed, "drift", salt, entry, name)
                 drawn = torch.randint(tensor.numel(), (_SAMPLE,), generator=generator)
             scale = math.sqrt(tensor.numel() / max(len(drawn), 1))
-            for site, state in replies.items():
-                end = state[name].reshape(-1)[drawn].float()
-                start = sent[site][name].reshape(-1)[drawn].float()
+            for site, reply in replies.items():
+                end = reply.states[entry][name].reshape(-1)[drawn].float()
+                start = sent[site].states[entry][name].reshape(-1)[drawn].float()
                 parts[site].append(scale * (end - start))
         return {site: torch.cat(updates) for site, updates in parts.items() if updates}
 

@@ -13,14 +13,15 @@ import math
 import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from medflare.core.message import Message
-from medflare.core.specs import Manifest, MetaSpec
-from medflare.core.states import CHUNK, StateDict, cosines, iter_chunks
+from medflare.core.phases import Items
+from medflare.core.specs import Manifest
+from medflare.core.states import CHUNK, cosines, iter_chunks
 from medflare.federation.protocol import (
     METRIC,
     declaration_problem,
@@ -34,12 +35,12 @@ from medflare.federation.update_validation.drift import DriftMemory, Sketches
 from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
 
 T = TypeVar("T")
-_LIMIT: Final = 10.0  # times the median length of the others' updates
+_LIMIT = 10.0  # times the median length of the others' updates
 # With two sites, without a usual length, and for gradients and statistics.
-_LARGEST_LIMIT: Final = 100.0
+_LARGEST_LIMIT = 100.0
 # An update with a smaller cosine to the others is suspicious; those of honest phantom sites are
 # positive.
-OPPOSITE: Final = -0.3
+OPPOSITE = -0.3
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def validate_replies(
     outgoing: Mapping[str, Message],
     enrolled: Mapping[str, Mapping[str, int]],
     *,
-    reply_meta: tuple[MetaSpec[Any], ...] = (),
+    reply_meta: Items = (),
     weights: Collection[str] | None = None,
     strict: bool = False,
     drift: DriftMemory | None = None,
@@ -117,13 +118,16 @@ def validate_replies(
             compared[entry] = update
     sketches: Sketches = {}
     drifting: Mapping[str, str] = {}
-    if drift is not None:
-        sketches = _sketches(compared, accepted, outgoing, drift, phase)
+    if drift is not None and accepted:
+        for entry, update in compared.items():
+            squares = update.products.diagonal().tolist()
+            salt = " ".join(f"{square:.3g}" for square in squares)
+            sketches[entry] = drift.sketch(phase, entry, accepted, outgoing, salt)
         long, drifting = drift.drifting(phase, sketches, images)
         rejected |= long
         accepted = _without(accepted, rejected)
         drifting = _without(drifting, rejected)
-    accepted, clipped = _clip(updates, accepted, outgoing, images)
+    clipped = _clip(updates, accepted, outgoing, images)
 
     suspicious: dict[str, str] = {}
     for reasons in (clipped, _against_the_others(compared, accepted), drifting):
@@ -145,10 +149,7 @@ def _without(by_site: Mapping[str, T], rejected: Collection[str]) -> dict[str, T
 
 
 def _problem(
-    reply: Message,
-    manifest: Manifest,
-    reply_meta: tuple[MetaSpec[Any], ...],
-    counts: Mapping[str, int],
+    reply: Message, manifest: Manifest, reply_meta: Items, counts: Mapping[str, int]
 ) -> str | None:
     """Why a reply by itself is not usable, one line, or None."""
     problem = violation(reply, manifest) or non_finite(reply) or negative(reply, manifest)
@@ -156,9 +157,8 @@ def _problem(
         required = [item for item in reply_meta if item.name == N_SAMPLES.name]
         problem = declaration_problem(reply, reply_meta, required)
     samples = reply.get(N_SAMPLES)
-    images = counts.get("train")
-    known = samples is not None and images is not None
-    if not problem and known and samples != images:
+    images = counts.get("train", samples)
+    if not problem and samples is not None and samples != images:
         problem = (
             f"n_samples is {samples}, the site enrolled with {images} training images; "
             "counts do not change during a run"
@@ -171,10 +171,7 @@ def _updates(
 ) -> _Updates:
     """The updates of one entry; integer tensors are ignored."""
     states = [reply.states[entry] for reply in replies.values()]
-    origins: list[StateDict] = []
-    for site in replies:
-        sent = outgoing[site].states if site in outgoing else {}
-        origins.append(sent.get(entry, {}))
+    origins = [outgoing[site].states.get(entry, {}) for site in replies]
     pairs = zip(states, origins, strict=True)
     replaces = all(origin and state.keys() <= origin.keys() for state, origin in pairs)
     count = len(states)
@@ -194,8 +191,7 @@ def _updates(
             origin_chunks = [chunk.double() for chunk in chunks[count:]]
             updates = buffer[:, : chunks[0].numel()]
             for index, update in enumerate(updates):
-                origin_chunk = origin_chunks[index % len(origin_chunks)]
-                update.copy_(chunks[index]).sub_(origin_chunk)
+                update.copy_(chunks[index]).sub_(origin_chunks[index % len(origin_chunks)])
             inner = updates @ updates.T
             products += inner
             squares[name] += inner.diagonal()
@@ -207,8 +203,8 @@ def _clip(
     accepted: dict[str, Message],
     outgoing: Mapping[str, Message],
     images: Mapping[str, int],
-) -> tuple[dict[str, Message], dict[str, str]]:
-    """The replies with long updates clipped (see `clipping.scales`), and site -> what was clipped.
+) -> dict[str, str]:
+    """Clip long updates in `accepted` (see `clipping.scales`); site -> what was clipped.
 
     Two sites have no majority.
     """
@@ -226,28 +222,9 @@ def _clip(
                 if scale[index] < 1:
                     factors[name] = float(scale[index])
             if factors:
-                clipped = clipping.clipped(accepted[site], outgoing[site], entry, factors)
-                accepted = {**accepted, site: clipped}
+                accepted[site] = clipping.clipped(accepted[site], outgoing[site], entry, factors)
                 reasons.setdefault(site, clipping.reason(entry, factors, len(update.sizes)))
-    return accepted, reasons
-
-
-def _sketches(
-    updates: Mapping[str, _Updates],
-    accepted: Mapping[str, Message],
-    outgoing: Mapping[str, Message],
-    drift: DriftMemory,
-    phase: str,
-) -> Sketches:
-    """The sampled updates of the accepted sites."""
-    sketches: Sketches = {}
-    for entry, update in updates.items():
-        states = {site: reply.states[entry] for site, reply in accepted.items()}
-        if states:
-            salt = " ".join(f"{square:.3g}" for square in update.products.diagonal().tolist())
-            sent = {site: outgoing[site].states[entry] for site in states}
-            sketches[entry] = drift.sketch(phase, entry, states, sent, salt)
-    return sketches
+    return reasons
 
 
 def _too_long(updates: Mapping[str, _Updates], images: Mapping[str, int]) -> dict[str, str]:
@@ -283,8 +260,7 @@ def _too_long(updates: Mapping[str, _Updates], images: Mapping[str, int]) -> dic
                 rejected.setdefault(site, reason)
         if update.replaces and len(update.sites) > 2:
             counts = [images.get(site, 0) for site in update.sites]
-            absurd = clipping.absurd(update.squares, update.sizes, counts)
-            for index, reason in absurd.items():
+            for index, reason in clipping.absurd(update.squares, update.sizes, counts).items():
                 rejected.setdefault(update.sites[index], f"{entry}/{reason}, their median")
     return rejected
 

@@ -261,11 +261,6 @@ def copy_package(folder: Path) -> Path:
     return folder
 
 
-def size_of(folder: Path) -> int:
-    """Bytes of all files below `folder`."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
 def _aggregator(method: Method, hyper: SplitHyper) -> MethodAggregator:
     """The aggregator of the server algorithm.
 

@@ -39,7 +39,7 @@ REFUSALS: Final = (
     api_spec.NoReply,
 )
 ABOUT: Final = "medflare"  # in a job's meta.json: what `listing` shows of it
-_WAITING: Final = (RunStatus.SUBMITTED.value, RunStatus.APPROVED.value, RunStatus.DISPATCHED.value)
+_WAITING: Final = (RunStatus.SUBMITTED, RunStatus.APPROVED, RunStatus.DISPATCHED)
 _COLUMNS: Final = ("name", "id", "state", "method", "rounds", "submitted by", "at", "took", "")
 _ID_LETTERS: Final = 8  # of an id that a list shows
 
@@ -101,15 +101,13 @@ def found_job(jobs: Iterable[Job], wanted: str) -> Job:
     matching = [job for job in jobs if wanted and id_of(job).startswith(wanted.lower())]
     if len(matching) != 1:
         named = [job for job in jobs if _name(job) == wanted]
-        running = [job for job in named if job[JobMetaKey.STATUS.value] == RUNNING]
+        running = [job for job in named if job[JobMetaKey.STATUS] == RUNNING]
         matching = running[-1:] or named or matching
     if not matching:
         problem = no_such("job", wanted, {_name(job) for job in jobs})
         raise ConfigError(f"{problem}; `medflare job list` shows names and ids")
     if len(matching) > 1:
-        candidates = [
-            f"{id_of(job)[:_ID_LETTERS]} ({job[JobMetaKey.STATUS.value]})" for job in matching
-        ]
+        candidates = [f"{id_of(job)[:_ID_LETTERS]} ({job[JobMetaKey.STATUS]})" for job in matching]
         raise ConfigError(
             f"{len(matching)} jobs fit {wanted!r}: {', '.join(candidates)}; give the id of one"
         )
@@ -118,7 +116,7 @@ def found_job(jobs: Iterable[Job], wanted: str) -> Job:
 
 def id_of(job: Job) -> str:
     """FLARE's id of the job."""
-    return str(job[JobMetaKey.JOB_ID.value])
+    return str(job[JobMetaKey.JOB_ID])
 
 
 def listing(jobs: Sequence[Job]) -> str:
@@ -127,7 +125,7 @@ def listing(jobs: Sequence[Job]) -> str:
         return "no jobs"
     rows = [_COLUMNS, *(_row(job) for job in jobs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines: list[str] = []
+    lines = []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
@@ -135,27 +133,27 @@ def listing(jobs: Sequence[Job]) -> str:
 
 
 def _row(job: Job) -> tuple[str, ...]:
-    properties = job.get(JobMetaKey.CUSTOM_PROPS.value)
+    properties = job.get(JobMetaKey.CUSTOM_PROPS)
     # A job of another program has none.
     about = properties.get(ABOUT, {}) if isinstance(properties, Mapping) else {}
-    submitted = str(job.get(JobMetaKey.SUBMIT_TIME_ISO.value, "-"))
+    submitted = str(job.get(JobMetaKey.SUBMIT_TIME_ISO, "-"))
     with suppress(ValueError):
         submitted = f"{datetime.fromisoformat(submitted).astimezone():%Y-%m-%d %H:%M}"
     return (
         _name(job),
         id_of(job)[:_ID_LETTERS],
-        str(job[JobMetaKey.STATUS.value]),
+        str(job[JobMetaKey.STATUS]),
         str(about.get("method", "-")),
         str(about.get("rounds", "-")),
-        str(job.get(JobMetaKey.SUBMITTER_NAME.value, "-")),
+        str(job.get(JobMetaKey.SUBMITTER_NAME, "-")),
         submitted,
-        str(job.get(JobMetaKey.DURATION.value, "-")).partition(".")[0],
+        str(job.get(JobMetaKey.DURATION, "-")).partition(".")[0],
         f"resumes {about['resume'][:_ID_LETTERS]}" if "resume" in about else "",
     )
 
 
 def _name(job: Job) -> str:
-    name = job.get(JobMetaKey.JOB_NAME.value) or job.get(JobMetaKey.JOB_FOLDER_NAME.value)
+    name = job.get(JobMetaKey.JOB_NAME) or job.get(JobMetaKey.JOB_FOLDER_NAME)
     return str(name or "")
 
 
@@ -169,8 +167,8 @@ def interrupted_job(kit: Path, wanted: str) -> str:
     with session(kit) as connection:
         job = found_job(jobs_of(connection), wanted)
         identity = id_of(job)
-        state = job[JobMetaKey.STATUS.value]
-        if state == RunStatus.FINISHED_COMPLETED.value:
+        state = job[JobMetaKey.STATUS]
+        if state == RunStatus.FINISHED_COMPLETED:
             raise ConfigError(
                 f"job {identity} has completed and needs no resuming; "
                 f"`medflare job fetch {identity}` has its results"

@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from medflare.flare.jobs.sessions import (
 from medflare.flare.messages import UNABLE
 from medflare.flare.tracking import GROUP, NOTED
 
-_INTERVAL = 1.0  # seconds between two looks
+_INTERVAL = 1.0  # seconds between two looks, or two attempts to reach the server
 _GONE = 300.0  # seconds in the state RUNNING without statistics after which a job has no process
 # Seconds without a sign of life until a site is reported, and again each time they have doubled.
 _SILENT = 10.0
@@ -109,21 +109,21 @@ class Follower:
         self._printed: set[str] = set()
         self._reported: dict[str, float] = {}  # site -> its silence when it was last reported
 
-    def follow(self, connection: Session, job: str, timeout: float, every: float) -> bool:
+    def follow(self, connection: Session, job: str, timeout: float) -> bool:
         """Follow a job until it ends, in one session; return whether it completed."""
         shown = ""
         heard = time.monotonic()
 
         def look(connection: Session, job: str, meta: Job) -> bool:
             nonlocal heard, shown
-            state = meta[JobMetaKey.STATUS.value] + _waits(meta)
+            state = meta[JobMetaKey.STATUS] + _waits(meta)
             finished = state.startswith(_FINISHED)  # the last steps are printed before that
             if state != shown and not finished:
                 self._say(f"{job} {state}")
                 shown = state
                 # A party may have refused the job while others run it.
                 self._print_once(explanations(deployment(meta)))
-            if meta[JobMetaKey.STATUS.value] == RUNNING:
+            if meta[JobMetaKey.STATUS] == RUNNING:
                 try:
                     self._show(_progress(connection.show_stats(job, TargetType.SERVER)))
                 except LOST:
@@ -133,7 +133,7 @@ class Follower:
             heard = time.monotonic()
             return True
 
-        ended, meta = connection.monitor_job_and_return_job_meta(job, timeout, every, look)
+        ended, meta = connection.monitor_job_and_return_job_meta(job, timeout, _INTERVAL, look)
         if ended == MonitorReturnCode.TIMEOUT:
             self._say(
                 f"{job} is still {shown} after {timeout:.0f} s; it goes on; "
@@ -143,14 +143,14 @@ class Follower:
         if ended == MonitorReturnCode.ENDED_BY_CB:
             self._say(f"{job} is called {RUNNING}, and has no process for {_GONE:g} s: {_RESUME}")
             return False
-        state = meta[JobMetaKey.STATUS.value]
+        state = meta[JobMetaKey.STATUS]
         with suppress(*REFUSALS):
             self._print_log("".join(connection.get_job_logs(job)["logs"].values()))
         self._say(f"{job} {state}")
-        if state == RunStatus.FINISHED_COMPLETED.value:
+        if state == RunStatus.FINISHED_COMPLETED:
             return True
         reasons = [_RESUME]
-        if state != RunStatus.ABANDONED.value:
+        if state != RunStatus.ABANDONED:
             reasons = explained(connection, job)
         for reason in reasons:
             self._say(reason)
@@ -195,8 +195,6 @@ def watch_job(
     *,
     timeout: float = 0.0,
     patience: float = 600.0,
-    every: float = _INTERVAL,
-    opening: Callable[[Path], AbstractContextManager[Session]] = session,
 ) -> bool:
     """Follow a job until it ends; return whether it completed.
 
@@ -208,8 +206,6 @@ def watch_job(
         say: takes a line.
         timeout: seconds after which to stop watching, while the job goes on; 0: none.
         patience: seconds to wait for a server that has stopped.
-        every: seconds between two looks, and between two attempts to reach the server.
-        opening: startup kit -> session.
 
     Raises:
         Unreachable: the server cannot be reached at the beginning, or did not come back in time.
@@ -221,13 +217,15 @@ def watch_job(
     follower = Follower(say)
     while True:
         try:
-            with opening(kit) as connection:
+            with session(kit) as connection:
                 job = job or id_of(found_job(jobs_of(connection), wanted))
                 if lost:
                     say(f"the server is back after {time.monotonic() - lost:.0f} s")
                     lost = 0.0
-                left = max(timeout - (time.monotonic() - began), every) if timeout else 0.0
-                return follower.follow(connection, job, left, every)
+                left = 0.0
+                if timeout:
+                    left = max(timeout - (time.monotonic() - began), _INTERVAL)
+                return follower.follow(connection, job, left)
         except Unreachable as error:
             if not job:
                 raise
@@ -237,7 +235,7 @@ def watch_job(
             if time.monotonic() - lost >= patience:
                 reason = f"the server did not come back within {patience:g} s ({error})"
                 raise Unreachable(f"{reason}; job {job} may go on: watch it again") from error
-        time.sleep(every)
+        time.sleep(_INTERVAL)
 
 
 def _waits(meta: Job) -> str:
@@ -245,8 +243,8 @@ def _waits(meta: Job) -> str:
 
     The text is "" if FLARE has started it, or has not tried.
     """
-    history = meta.get(JobMetaKey.SCHEDULE_HISTORY.value)
-    if meta[JobMetaKey.STATUS.value] != RunStatus.SUBMITTED.value or not history:
+    history = meta.get(JobMetaKey.SCHEDULE_HISTORY)
+    if meta[JobMetaKey.STATUS] != RunStatus.SUBMITTED or not history:
         return ""
     return f", waits: {history[-1].partition(': ')[2]}"  # after the time
 
@@ -261,10 +259,9 @@ def _progress(stats: Mapping[str, Any]) -> Mapping[str, Any]:
 def explained(connection: Session, job: str) -> list[str]:
     """The reasons for the end of a job, each once; never empty."""
     reasons = list(dict.fromkeys(explanations(_texts(connection, job))))
-    if not reasons:
-        hint = "read the logs of the server and the sites"
-        return [f"nothing known about job {job} explains its end; {hint}"]
-    return reasons
+    return reasons or [
+        f"nothing known about job {job} explains its end; read the logs of the server and the sites"
+    ]
 
 
 def explanations(texts: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -284,7 +281,7 @@ def explanations(texts: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 def deployment(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(party, its reply) when FLARE deployed the job."""
-    for detail in meta.get(JobMetaKey.JOB_DEPLOY_DETAIL.value) or []:
+    for detail in meta.get(JobMetaKey.JOB_DEPLOY_DETAIL) or []:
         party, _, reply = str(detail).partition(": ")
         yield party, reply
 

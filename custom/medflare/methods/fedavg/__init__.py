@@ -6,9 +6,9 @@
 The algorithms of most other methods derive from these.
 """
 
-from functools import partial
+from typing import TYPE_CHECKING
 
-from medflare.core.facade import public
+from medflare.core.lazy_imports import lazy_imports
 from medflare.methods.method import Method
 
 METHOD = Method(
@@ -19,5 +19,9 @@ METHOD = Method(
     server="medflare.methods.fedavg.server:FedAvgServer",
 )
 
-_PUBLIC = {"FedAvgSite": "site", "FedAvgServer": "server"}
-__getattr__ = partial(public, __name__, _PUBLIC)
+if TYPE_CHECKING:
+    from medflare.methods.fedavg.server import FedAvgServer
+    from medflare.methods.fedavg.site import FedAvgSite
+
+__all__ = ["METHOD", "FedAvgServer", "FedAvgSite"]
+__getattr__, __dir__ = lazy_imports(__name__, __file__)

@@ -1,29 +1,19 @@
 """Fine-tuning: after the last round, every site trains the selected global model on its images."""
 
-from typing import Any, ClassVar, TypeVar
-
-from pydantic.dataclasses import dataclass
+from typing import TypeVar
 
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import phase
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import copy_state
-from medflare.methods.base import Plan
-from medflare.methods.fedavg.personal import PersonalModel
-from medflare.methods.fedavg.site import (
-    MODEL,
-    SELECTED_ROUND,
-    FedAvgSite,
-    FedAvgSiteHyper,
-    delivered,
-)
+from medflare.methods.fedavg.personal import PersonalSite
+from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgSiteHyper, delivered
 from medflare.methods.parts.measured import MEASURED
 from medflare.training.epochs import train_epochs
-from medflare.training.site import Site
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FineTuningHyper(FedAvgSiteHyper):
     """The epochs after the last round."""
 
@@ -33,21 +23,16 @@ class FineTuningHyper(FedAvgSiteHyper):
 F = TypeVar("F", bound=FineTuningHyper)
 
 
-class FineTunedSite(FedAvgSite[F]):
+class FineTunedSite(PersonalSite[F]):
     """FedAvg's site algorithm; at the end it fine-tunes the global model.
 
     The site uses the fine-tuned model, or the global one if that has the better validation metric.
     """
 
-    Hyper: ClassVar[type] = FineTuningHyper
-    freezes = False
+    Hyper = FineTuningHyper
     dp_unsupported_reason = (
         "the fine-tuned model learns without noise, and its validation metric leaves the site"
     )
-
-    def __init__(self, site: Site, plan: Plan[F, Any]):
-        super().__init__(site, plan)
-        self.selection = PersonalModel(self)
 
     @phase(request=(MODEL,), request_meta=(SELECTED_ROUND,), meta=MEASURED)
     def fine_tune(self, round: int, incoming: Message) -> Message:

@@ -5,8 +5,9 @@ own. For outside sites every inside site sends its part once, after the last rou
 mean. `FedAvgServer` does the server's side for every site algorithm that declares a smaller model.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -16,33 +17,31 @@ from medflare.core.phases import phase
 from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.base import PersistentState, Plan
-from medflare.methods.fedavg.personal import PersonalModel
-from medflare.methods.fedavg.site import (
-    MODEL,
-    SELECTED_ROUND,
-    FedAvgSite,
-    FedAvgSiteHyper,
-    received,
-)
+from medflare.methods.fedavg.personal import PersonalSite
+from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, F, received
 from medflare.methods.parts.measured import MEASURED, VALIDATION
 from medflare.methods.parts.partial import LocalPart
+from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 
-F = TypeVar("F", bound=FedAvgSiteHyper)
 # Their shapes follow from a subclass's `local_part`.
 SHARED = TensorSpec("model", "the shared part of the site's model, for the weighted mean")
 LOCAL = TensorSpec("local", "the local part, for the mean that outside sites get")
 
 
-class PartialSite(FedAvgSite[F]):
-    """Trains the shared part together with the site's own; a subclass defines `local_part`.
+class PartialSite(PersonalSite[F]):
+    """Trains the shared part together with the site's own; a subclass defines `local_paths`
+    or `local_part`.
 
     The site keeps its model of the best round by its own validation, both parts together.
+
+    Attributes:
+        local_paths: modules of the network that stay at the site.
     """
 
-    freezes = False
     dp_unsupported_reason = "the local part is trained on the same images without being counted"
+    local_paths: ClassVar[Sequence[str]]
     local = PersistentState("local")  # the local part
 
     def __init_subclass__(cls) -> None:
@@ -65,18 +64,17 @@ class PartialSite(FedAvgSite[F]):
     def __init__(self, site: Site, plan: Plan[F, Any]):
         super().__init__(site, plan)
         self.part = self.local_part(plan.network())
-        self.selection = PersonalModel(self)
 
     @classmethod
     def local_part(cls, network: nn.Module) -> LocalPart:
         """The entries of a network that stay at the site."""
-        raise NotImplementedError
+        return LocalPart.of_paths(network, cls.local_paths)
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: F, server_hyper: Any) -> None:
         """Also raises ConfigError if nothing of the network would be shared."""
         super().check(task, hyper, server_hyper)
-        network = Plan(task, (), hyper, server_hyper).network()
+        network = meta_network(task)
         if not cls.local_part(network).shared(network.state_dict()):
             raise ConfigError(
                 f"task {task.name}: all of network {task.network['name']} would stay at the site, "

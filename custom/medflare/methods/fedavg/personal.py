@@ -1,13 +1,14 @@
 """The model that a site uses itself: that of its best round, by its own validation images."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from medflare.core.message import Message
 from medflare.core.states import StateDict
-from medflare.methods.base import SiteAlgorithm
-from medflare.methods.fedavg.site import trained_model
+from medflare.methods.base import Plan, SiteAlgorithm
+from medflare.methods.fedavg.site import F, FedAvgSite, delivered, trained_model
 from medflare.methods.parts.measured import VALIDATION
 from medflare.methods.parts.selection import Best, Selection
+from medflare.training.site import Site
 
 
 class PersonalModel:
@@ -22,12 +23,8 @@ class PersonalModel:
 
     def __init__(self, algorithm: SiteAlgorithm[Any], name: str = "personal"):
         self._algorithm = algorithm
+        self._rule: Selection = algorithm.plan.server_hyper.selection
         self.selected = Best(algorithm.memory, name)
-
-    @property
-    def _rule(self) -> Selection:
-        rule: Selection = self._algorithm.plan.server_hyper.selection
-        return rule
 
     def validated(
         self, round: int, state: StateDict | None, purpose: str = "model"
@@ -70,3 +67,28 @@ class PersonalModel:
         if self.selected.state is None:
             return None
         return trained_model(self.selected.state, self.selected.round)
+
+
+class PersonalSite(FedAvgSite[F]):
+    """FedAvg's site algorithm with a model of the site alone, which the site uses.
+
+    Attributes:
+        selection: of that model; its name in the memory is `selection_name`.
+    """
+
+    freezes = False
+    selection_name: ClassVar[str] = "personal"
+
+    def __init__(self, site: Site, plan: Plan[F, Any]):
+        super().__init__(site, plan)
+        self.selection = PersonalModel(self, self.selection_name)
+
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        """Inside: the best personal model (the global one if the site never trained).
+
+        Outside: the global model.
+        """
+        models = delivered(incoming, self.selection.best())
+        if self.inside:
+            models.setdefault("personal", models["global"])
+        return models

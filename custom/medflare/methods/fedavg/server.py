@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic.dataclasses import dataclass
-
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import asks, handles
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, WeightedMean, site_models
 from medflare.methods.base import PersistentState, ServerAlgorithm, ServerContext, ServerHyper, Step
@@ -28,7 +26,7 @@ from medflare.methods.parts.robust import RobustRule
 from medflare.methods.parts.selection import ModelSelector
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedAvgServerHyper(ServerHyper):
     """Hyper-parameters of every server algorithm that averages."""
 

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import phase
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, TensorSpec, count
 from medflare.core.states import StateDict, copy_state
 from medflare.inference.deployed import plain_message
@@ -65,7 +64,7 @@ SELECTED_ROUND = MetaSpec[int | None](
 )
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedAvgSiteHyper(SiteHyper):
     """Hyper-parameters of every site algorithm that trains with the task's optimizer."""
 
@@ -74,7 +73,7 @@ class FedAvgSiteHyper(SiteHyper):
     )
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedAvgHyper(PrivacyHyper, FedAvgSiteHyper):
     """FedAvg's own.
 
@@ -109,11 +108,16 @@ def delivered(incoming: Message, personal: Message | None) -> dict[str, Message]
 
 
 class FedAvgSite(SiteAlgorithm[F]):
-    """Trains the incoming global model for the task's local epochs and sends it back."""
+    """Trains the incoming global model for the task's local epochs and sends it back.
+
+    Attributes:
+        uses_features: whether it uses a network's features or head, whatever its settings.
+    """
 
     Hyper: ClassVar[type] = FedAvgHyper
     accumulates = True
     freezes = True
+    uses_features: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -140,6 +144,10 @@ class FedAvgSite(SiteAlgorithm[F]):
                 "dp_noise: rounds with frozen parts of the network are not counted; "
                 "leave out task.freeze"
             )
+
+    @classmethod
+    def needs_features(cls, hyper: F) -> bool:
+        return cls.uses_features
 
     @phase(request=(MODEL,), reply=(MODEL,), meta=(*MEASURED, PRIVACY.as_optional()))
     def train(self, round: int, incoming: Message) -> Message:
@@ -179,8 +187,7 @@ class FedAvgSite(SiteAlgorithm[F]):
             purpose: names the optimizer's moments in the algorithm's memory.
         """
         weights = trainable(model)
-        all_train = len(weights) == len(list(model.parameters()))
-        if not all_train:  # parts of the network are frozen
+        if len(weights) < len(list(model.parameters())):  # parts of the network are frozen
             purpose = f"{purpose}/part"
         optimizer = self.site.optimizer(weights)
         with self.continued({purpose: optimizer}):

@@ -7,9 +7,9 @@ and the teacher T is a moving average of S. The server aggregates with SHA, whic
 site algorithm.
 """
 
-from functools import partial
+from typing import TYPE_CHECKING
 
-from medflare.core.facade import public
+from medflare.core.lazy_imports import lazy_imports
 from medflare.methods.method import Method
 
 METHOD = Method(
@@ -28,8 +28,20 @@ SHA = Method(
     server="medflare.methods.feddag.sha:SHAServer",
 )
 
-_PUBLIC = dict.fromkeys(
-    ("discrepancy", "sharpness_perturbation", "soft_balancing_weights", "within_client_average"),
-    "formulas",
-)
-__getattr__ = partial(public, __name__, _PUBLIC)
+if TYPE_CHECKING:
+    from medflare.methods.feddag.formulas import (
+        discrepancy,
+        sharpness_perturbation,
+        soft_balancing_weights,
+        within_client_average,
+    )
+
+__all__ = [
+    "METHOD",
+    "SHA",
+    "discrepancy",
+    "sharpness_perturbation",
+    "soft_balancing_weights",
+    "within_client_average",
+]
+__getattr__, __dir__ = lazy_imports(__name__, __file__)

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 
-from pydantic.dataclasses import dataclass
-
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import asks, handles
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.fedavg.site import MODEL
 from medflare.methods.feddag.sha import COMPANIONS, SHAHyper, SHAServer
@@ -19,8 +17,11 @@ from medflare.methods.feddag.site import (
     initial_generator,
 )
 
+_GENERATOR = COMPANIONS.member(GENERATOR.name)
+_STUDENT = COMPANIONS.member(STUDENT.name)
 
-@dataclass(frozen=True, config=STRICT)
+
+@strict_dataclass
 class FedDAGServerHyper(SHAHyper):
     """SHA after a warm-up."""
 
@@ -47,13 +48,11 @@ class FedDAGServer(SHAServer[FedDAGServerHyper]):
                 f"warm-up of {self.warmup} instead of {self.hyper.warmup} rounds: "
                 f"it takes at most a quarter of {context.rounds} rounds",
             )
-        self._generator = COMPANIONS.member(GENERATOR.name)
-        self._student = COMPANIONS.member(STUDENT.name)
         if hyper.ndag:
             generator = initial_generator(context.task, context.seed, hyper)
-            self.memory[self._generator] = generator.state_dict()
+            self.memory[_GENERATOR] = generator.state_dict()
         if hyper.distribution == "type2":
-            self.memory[self._student] = self.model
+            self.memory[_STUDENT] = self.model
 
     def steps(self) -> list[Step]:
         """FedAvg rounds for the warm-up, then SHA's schedule."""
@@ -69,12 +68,12 @@ class FedDAGServer(SHAServer[FedDAGServerHyper]):
     def average_warm_up(self, step: Step, replies: Mapping[str, Message]) -> None:
         """FedAvg's mean; the global student is the global model."""
         self.average_models(step, replies)
-        if self._student in self.memory:
-            self.memory[self._student] = self.model
+        if _STUDENT in self.memory:
+            self.memory[_STUDENT] = self.model
 
     def configure_final(self, site: str) -> Message:
         """FedAvg's message; for inside sites also the generator, of which they make pictures."""
         message = super().configure_final(site)
-        if self._generator in self.memory and site in self.context.sites:
-            message[GENERATOR] = self.memory[self._generator]
+        if _GENERATOR in self.memory and site in self.context.sites:
+            message[GENERATOR] = self.memory[_GENERATOR]
         return message

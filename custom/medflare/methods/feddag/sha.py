@@ -10,21 +10,20 @@ score (β). ρ = 0 and κ = 0 give the plain cross-client evaluation that the pa
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
-from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import asks, extends, handles, phase
 from medflare.core.rng import numpy_generator
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, TensorSpec, number, table
 from medflare.core.states import StateDict, moved
 from medflare.data.loading import Batch
-from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, site_models
+from medflare.methods.aggregation import SiteModel, WeightedMean, site_models
 from medflare.methods.base import ServerContext, SiteAlgorithm, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import MODEL, FedAvgSite
@@ -52,7 +51,7 @@ COMPANIONS = TensorSpec("companion")  # in the server's memory, by entry
 _AUC: Final = "auc_macro"
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class SHAHyper(FedAvgServerHyper):
     """How models are scored and averaged; the sites read it too."""
 
@@ -183,22 +182,22 @@ class HierarchicalAggregation(WeightedMean):
         Within a site see `within_client_average`. A site's earlier models join once there are κ of
         them, since the scores of the first rounds still rise.
         """
-        averaged: dict[str, StateDict] = {}
+        averaged = {}
         self.scores = {}
+        kappa = self.hyper.kappa
         for site in sorted(models):
             score = models[site].meta.get("score")
             score = math.nan if score is None else float(score)
             earlier = self.history.get(site, [])
             history = [*earlier, (models[site].state, score)]
             states, values = zip(*history, strict=True)
-            kappa = self.hyper.kappa if len(earlier) >= self.hyper.kappa else 0
-            model, mean_score = formulas.within_client_average(states, values, kappa)
+            joining = kappa if len(earlier) >= kappa else 0
+            model, mean_score = formulas.within_client_average(states, values, joining)
             averaged[site] = model
             self.scores[site] = mean_score
-            self.history[site] = history[-self.hyper.kappa :] if self.hyper.kappa else []
-        scores = torch.tensor(list(self.scores.values()), dtype=torch.float64)
-        weights = formulas.soft_balancing_weights(scores, self.hyper.beta).tolist()
-        self.weights = dict(zip(self.scores, weights, strict=True))
+            self.history[site] = history[-kappa:] if kappa else []
+        weights = formulas.soft_balancing_weights(list(self.scores.values()), self.hyper.beta)
+        self.weights = dict(zip(self.scores, weights.tolist(), strict=True))
         return self.combined(averaged, self.weights, previous)
 
     def companion(
@@ -249,11 +248,11 @@ class SHAServer(FedAvgServer[K]):
         ConfigError: the site algorithm keeps a part of its model at the site.
     """
 
-    Hyper: ClassVar[type] = SHAHyper
-    aggregation_class: ClassVar[type[Aggregation[Any]]] = HierarchicalAggregation
+    Hyper = SHAHyper
+    aggregation_class = HierarchicalAggregation
     freezes = False
     aggregation: HierarchicalAggregation
-    site_extension: ClassVar[type[SiteAlgorithm[Any]] | None] = ScoredSite
+    site_extension = ScoredSite
     warmup: int = 0  # first rounds without SHA, whose models are not selected
 
     def __init__(self, context: ServerContext):
@@ -371,16 +370,14 @@ class SHAServer(FedAvgServer[K]):
         metrics = torch.full((len(sites), len(sites)), math.nan, dtype=torch.float64)
         evaluators = self._evaluators(round)
         events = self.context.events
-        for column, evaluator in enumerate(sites):
-            sent: Mapping[str, float | None] = {}
-            if evaluator in replies:
-                sent = replies[evaluator].get(SCORES) or {}
+        for evaluator, reply in sorted(replies.items()):
+            sent = reply.get(SCORES) or {}
             for row, site in enumerate(sites):
                 if evaluator not in evaluators[site]:
                     continue
                 value = sent.get(site)
                 if isinstance(value, (int, float)) and 0 <= value <= 1:
-                    metrics[row, column] = value
+                    metrics[row, sites.index(evaluator)] = value
                 elif value is not None:
                     text = f"score {value!r} for the model of {site} is not in [0, 1]"
                     events.add("rejected", text, site=evaluator, round=round)

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final, Literal
 
 import torch
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
@@ -19,7 +18,7 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import phase
 from medflare.core.rng import seeded
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, TensorSpec, number, table
 from medflare.core.states import StateDict, copy_state
 from medflare.core.text import format_shape
@@ -45,7 +44,7 @@ from medflare.training.site import Site
 _PICTURES: Final = 4  # generated images in the site's own report
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedDAGSiteHyper(FedAvgSiteHyper):
     """Domain-adversarial generation; the server reads it too."""
 
@@ -281,7 +280,7 @@ class AdversarialGeneration:
         """Both stages on one batch and the teacher's update.
 
         Returns:
-            The losses by name, detached.
+            The losses by name.
         """
         images, targets, _ = batch
         losses: dict[str, Tensor] = {}
@@ -292,7 +291,7 @@ class AdversarialGeneration:
                 losses |= self._generator_step(images, targets, reference)
         losses |= self._student_step(images, targets, reference)
         ema_update(*self._averaged, decay)
-        return {name: value.detach() for name, value in losses.items()}
+        return losses
 
     @torch.no_grad()
     def reference(self, images: Tensor) -> Tensor:
@@ -395,16 +394,16 @@ def sharpness_aware_step(
     optimizer.zero_grad(set_to_none=True)
     loss().backward()
     if rho > 0:
-        weights: list[nn.Parameter] = []
-        gradients: list[Tensor] = []
-        for weight in trainable(model):
+        weights = []
+        gradients: StateDict = {}
+        for name, weight in model.named_parameters():
             if weight.grad is not None:
                 weights.append(weight)
-                gradients.append(weight.grad)
+                gradients[name] = weight.grad
         origin = [weight.detach().clone() for weight in weights]
         perturbation = sharpness_perturbation(gradients, rho)
         with torch.no_grad():
-            for weight, epsilon in zip(weights, perturbation, strict=True):
+            for weight, epsilon in zip(weights, perturbation.values(), strict=True):
                 weight.add_(epsilon)
         optimizer.zero_grad(set_to_none=True)
         with still_statistics(model):
@@ -420,9 +419,9 @@ def channel_deviations(batches: Iterable[Tensor]) -> list[float]:
 
     Population form, float64; 0 for a constant channel.
     """
-    counts: list[int] = []
-    means: list[Tensor] = []
-    squares: list[Tensor] = []
+    counts = []
+    means = []
+    squares = []
     for images in batches:
         values = images.to(torch.float64).transpose(0, 1).flatten(1)
         counts.append(values.shape[1])

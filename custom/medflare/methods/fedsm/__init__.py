@@ -4,9 +4,9 @@ There is one personal model per site. For each image, the personal model of the 
 probable site predicts if the probability exceeds γ, else the global model.
 """
 
-from functools import partial
+from typing import TYPE_CHECKING
 
-from medflare.core.facade import public
+from medflare.core.lazy_imports import lazy_imports
 from medflare.methods.method import Method
 
 METHOD = Method(
@@ -26,17 +26,28 @@ EXTRA = Method(
     models={"super_extra": "medflare.methods.fedsm.extra:extra_super_model"},
 )
 
-_PUBLIC = dict.fromkeys(
-    (
-        "GAMMAS",
-        "choose_model",
-        "ensemble_output",
-        "extra_labels",
-        "soft_pull",
-        "tuned_gamma",
-        "apfl_mixture",
-        "pfedme_outer",
-    ),
-    "formulas",
-)
-__getattr__ = partial(public, __name__, _PUBLIC)
+if TYPE_CHECKING:
+    from medflare.methods.fedsm.formulas import (
+        GAMMAS,
+        apfl_mixture,
+        choose_model,
+        ensemble_output,
+        extra_labels,
+        pfedme_outer,
+        soft_pull,
+        tuned_gamma,
+    )
+
+__all__ = [
+    "EXTRA",
+    "GAMMAS",
+    "METHOD",
+    "apfl_mixture",
+    "choose_model",
+    "ensemble_output",
+    "extra_labels",
+    "pfedme_outer",
+    "soft_pull",
+    "tuned_gamma",
+]
+__getattr__, __dir__ = lazy_imports(__name__, __file__)

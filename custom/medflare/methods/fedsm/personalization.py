@@ -9,14 +9,12 @@ hardly move a model.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, Literal
-
-import torch
-from pydantic.dataclasses import dataclass
 
 from medflare.core.hyper import param
 from medflare.core.message import Message
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, TensorSpec, number, table
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.aggregation import (
@@ -44,7 +42,7 @@ PFEDME_LAMBDA: Final = 15.0
 PFEDME_STEPS: Final = 5  # inner steps per batch
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class PersonalSiteHyper(FedAvgSiteHyper):
     """How a site trains its personal model."""
 
@@ -53,7 +51,7 @@ class PersonalSiteHyper(FedAvgSiteHyper):
     )
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class PersonalServerHyper(FedAvgServerHyper):
     """How the server combines personal models."""
 
@@ -146,25 +144,16 @@ class SitePersonal:
     def _trained(self, round: int, start: StateDict) -> StateDict:
         """One round of the personal model by the task's loss alone."""
         model = self.algorithm.network("personal", start)
-
-        def descend(optimizer: torch.optim.Optimizer) -> None:
-            train_epochs(model, optimizer, self.site, round, "personal")
-
-        self.algorithm.optimized(model, "personal", descend)
+        train = partial(train_epochs, model, site=self.site, round=round, purpose="personal")
+        self.algorithm.optimized(model, "personal", train)
         return copy_state(model.state_dict())
 
     def _apfl(self, round: int, incoming: Message, start: StateDict) -> StateDict:
         """One round of APFL's v; returns the mixture."""
         memory = self.algorithm.memory
-        local = start
-        if APFL_LOCAL in memory:
-            local = memory[APFL_LOCAL]
-        model = self.algorithm.network("personal", local)
-
-        def descend(optimizer: torch.optim.Optimizer) -> StateDict:
-            return train_apfl(model, incoming[MODEL], self.site, round, optimizer, share=APFL_SHARE)
-
-        mixture = self.algorithm.optimized(model, "personal", descend)
+        model = self.algorithm.network("personal", memory.get(APFL_LOCAL) or start)
+        train = partial(train_apfl, model, incoming[MODEL], self.site, round, share=APFL_SHARE)
+        mixture = self.algorithm.optimized(model, "personal", train)
         memory[APFL_LOCAL] = copy_state(model.state_dict())
         return mixture
 
@@ -180,17 +169,16 @@ class SitePersonal:
         """One round of pFedMe; returns the personal and the shared model."""
         meta = self.algorithm.network("meta", incoming[META])
         personal = self.algorithm.network("personal", incoming[META])
-        optimizer = self.site.optimizer(trainable(personal))
-        with self.algorithm.continued({"meta": optimizer}):
-            train_pfedme(
-                meta,
-                personal,
-                self.site,
-                round,
-                optimizer,
-                strength=PFEDME_LAMBDA,
-                inner_steps=PFEDME_STEPS,
-            )
+        train = partial(
+            train_pfedme,
+            meta,
+            personal,
+            self.site,
+            round,
+            strength=PFEDME_LAMBDA,
+            inner_steps=PFEDME_STEPS,
+        )
+        self.algorithm.optimized(personal, "meta", train)
         return copy_state(personal.state_dict()), copy_state(meta.state_dict())
 
 
@@ -214,14 +202,15 @@ class ServerPersonal:
 
     def __init__(self, context: ServerContext, memory: Message, model: StateDict):
         self.kind = context.plan.site_hyper.personalization
-        self.sites = context.sites
         self.memory = memory
-        for site in self.sites:
-            memory[PERSONALS.member(site)] = copy_state(model)
+        self.best: dict[str, Best] = {}
+        for site in context.sites:
+            personal = PERSONALS.member(site)
+            memory[personal] = copy_state(model)
+            self.best[site] = Best(memory, personal.name)
         memory[META] = copy_state(model)
-        self.best = {site: Best(memory, PERSONALS.member(site).name) for site in self.sites}
         lam = context.plan.server_hyper.lam
-        count = len(self.sites)
+        count = len(context.sites)
         if self.kind == "softpull" and lam * count < 1 < count:
             context.events.add(
                 "warning",
@@ -249,10 +238,7 @@ class ServerPersonal:
         for site, reply in replies.items():
             if self.kind == "perfedavg":
                 self.memory[PERSONALS.member(site)] = reply[PERSONAL]
-                measured = reply[PERSONAL]
-            else:
-                measured = self[site]
-            self.best[site].offer(reply[VALIDATION].get("personal"), step.round, measured)
+            self.best[site].offer(reply[VALIDATION].get("personal"), step.round, self[site])
 
     def trained(
         self, step: Step, replies: Mapping[str, Message], aggregation: Aggregation[Any]
@@ -266,14 +252,3 @@ class ServerPersonal:
         if self.kind in SHARED_META:
             shared = site_models(replies, META)
             self.memory[META] = aggregation.shared(shared, step.round, self.memory[META])
-
-    def selected(self, site: str) -> StateDict:
-        """The personal model of the site's best round; its last one without any."""
-        best = self.best[site].state
-        if best is None:
-            return self[site]
-        return best
-
-    def selected_rounds(self) -> dict[str, int | None]:
-        """Site -> rounds of training behind its selected model."""
-        return {site: best.round for site, best in sorted(self.best.items())}

@@ -28,7 +28,6 @@ RIDGE = "ridge_selector"
 COMPACT = "compact_selector"
 VGG11 = "vgg11"
 RATES = {COMPACT: 1e-2, VGG11: 1e-3}  # of Adam; VGG-11: the paper's
-MOMENTS = ("exp_avg", "exp_avg_sq")
 PENALTY = 0.01  # of the ridge selector, as a share of each feature's variance
 SelectorLoss = Callable[[Tensor, Batch], Tensor]  # (selector's logits, batch) -> mean loss
 SelectorPlan = Plan[Any, Any]
@@ -46,15 +45,14 @@ def selector_spec(plan: SelectorPlan) -> Mapping[str, Any]:
     example. "auto" is the compact selector if VGG-11 is larger than the task's network, and for
     volumes, which VGG-11 does not take.
     """
-    if is_ridge(plan):
-        return {"name": RIDGE}
-    if plan.site_hyper.selector != "auto":
-        return {"name": plan.site_hyper.selector}
-    if plan.task.spatial_dims != 2:
-        return {"name": COMPACT}
-    if _size(plan.template({"name": VGG11})) > _size(plan.template()):
-        return {"name": COMPACT}
-    return {"name": VGG11}
+    name = plan.site_hyper.selector
+    if name == "ridge":
+        name = RIDGE
+    elif name == "auto":
+        flat = plan.task.spatial_dims == 2
+        small = flat and _size(plan.template({"name": VGG11})) <= _size(plan.template())
+        name = VGG11 if small else COMPACT
+    return {"name": name}
 
 
 def _size(state: StateDict) -> int:
@@ -79,10 +77,8 @@ class SelectorEntries:
         def weights(plan: SelectorPlan) -> StateDict:
             return plan.template(selector_spec(plan), outputs(plan))
 
-        def parameters(plan: SelectorPlan) -> StateDict:
-            network = plan.network(selector_spec(plan), outputs(plan))
-            names = dict(network.named_parameters())
-            return {name: tensor for name, tensor in weights(plan).items() if name in names}
+        def parameters(plan: SelectorPlan) -> Mapping[str, Tensor]:
+            return dict(plan.network(selector_spec(plan), outputs(plan)).named_parameters())
 
         self.outputs = outputs
         self.weights = TensorSpec("selector", template=weights)
@@ -166,8 +162,8 @@ class SiteSelector:
         selector = self.network(incoming[self.entries.trained]).train()
         keys = (round, "selector", incoming.get(UPDATE) or 0, 0)
         total = samples_of_pass(site)
-        values: list[Tensor] = []
-        shares: list[float] = []
+        values = []
+        shares = []
         selector.zero_grad(set_to_none=True)
         with seeded(site.seed, site.name, *keys, "dropout"):
             for batch in site.batches("train", *keys):
@@ -216,20 +212,20 @@ class ServerSelector:
     """
 
     state = PersistentState("selector")  # its weights
+    first = PersistentState("selector_exp_avg")
+    second = PersistentState("selector_exp_avg_sq")
 
     def __init__(self, context: ServerContext, memory: Message, entries: SelectorEntries):
         self.plan: SelectorPlan = context.plan
         self.memory = memory
         self.entries = entries
         spec = selector_spec(self.plan)
-        outputs = entries.outputs(self.plan)
-        self.state = context.initial_state("selector", spec, outputs)
+        self.state = context.initial_state("selector", spec, entries.outputs(self.plan))
         memory.meta["selector_step"] = 0
         if not is_ridge(self.plan):
-            zeros: StateDict = {}
-            for name, _ in self.plan.network(spec, outputs).named_parameters():
-                zeros[name] = torch.zeros_like(self.state[name])
-            memory.states |= {f"selector_{moment}": dict(zeros) for moment in MOMENTS}
+            learnt = entries.gradient.template(self.plan)
+            self.first = {name: torch.zeros_like(self.state[name]) for name in learnt}
+            self.second = dict(self.first)
 
     def add_request(self, message: Message) -> None:
         """Adds the weights that a site needs to train the selector, unless it is never trained."""
@@ -260,12 +256,12 @@ class ServerSelector:
 
         Sites, its classes, have equal weights: else it would choose the largest site.
         """
-        states = self.memory.states
         step = self.memory.meta["selector_step"] + 1
         gradients = {site: reply[self.entries.gradient] for site, reply in replies.items()}
         mean = weighted_mean(gradients, dict.fromkeys(replies, 1.0))
-        moments = {moment: states[f"selector_{moment}"] for moment in MOMENTS}
         rate = RATES[selector_spec(self.plan)["name"]]
+        moments = {"exp_avg": self.first, "exp_avg_sq": self.second}
         self.state, moments = adam_step(self.state, mean, moments, step, rate)
-        states |= {f"selector_{moment}": moments[moment] for moment in MOMENTS}
+        self.first = moments["exp_avg"]
+        self.second = moments["exp_avg_sq"]
         self.memory.meta["selector_step"] = step

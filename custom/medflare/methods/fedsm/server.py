@@ -4,48 +4,115 @@ It averages the first, pulls the second together (Eq. 11), and solves or steps t
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from medflare.core.message import Message
 from medflare.core.phases import asks, handles
 from medflare.core.states import StateDict
-from medflare.methods.aggregation import Aggregation
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import trained_model
 from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, tempered, tuned_gamma
-from medflare.methods.fedsm.personalization import PERSONALS, ServerPersonal, SoftPull
+from medflare.methods.fedsm.personalization import (
+    PERSONALS,
+    PersonalServerHyper,
+    ServerPersonal,
+    SoftPull,
+)
 from medflare.methods.fedsm.selector import (
     OF_SITES,
     UPDATE,
-    SelectorEntries,
     ServerSelector,
     is_ridge,
     selector_spec,
 )
-from medflare.methods.fedsm.site import CALIBRATION, GAINS, ROUNDS, FedSMServerHyper, FedSMSite
+from medflare.methods.fedsm.site import (
+    CALIBRATION,
+    GAINS,
+    ROUNDS,
+    FedSMServerHyper,
+    FedSMSite,
+    SuperModelSite,
+)
 from medflare.methods.fedsm.super_model import CHOOSE_BY, CLASSES, GAMMA, SPEC
 from medflare.methods.parts.selection import ModelSelector
 
 _UPDATES: Final = 100  # of a trained selector in a run, as many as in the published code
-_CANDIDATES: Final = {f"{gamma:g}": gamma for gamma in GAMMAS}
+_CANDIDATES: Final = [f"{gamma:g}" for gamma in GAMMAS]
+V = TypeVar("V", bound=PersonalServerHyper)
 
 
-class FedSMServer(FedAvgServer[FedSMServerHyper]):
+class SuperModelServer(FedAvgServer[V]):
+    """FedAvg's global model, the personal models, and the super model of them and a selector."""
+
+    site_algorithm: ClassVar[type[SuperModelSite[Any]]]
+    aggregation_class = SoftPull
+    freezes = False
+
+    def __init__(self, context: ServerContext):
+        super().__init__(context)
+        self.personal = ServerPersonal(context, self.memory, self.model)
+        self.selector = ServerSelector(context, self.memory, self.site_algorithm.entries)
+
+    def request_of_model(self, step: Step, site: str) -> Message:
+        """The global and the site's personal model."""
+        message = super().request_of_model(step, site)
+        self.personal.add_request(site, message)
+        return message
+
+    def select_model(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """The measured models are candidates."""
+        super().select_model(step, replies)
+        self.personal.validated(step, replies)
+
+    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+        """The next global and personal models."""
+        super().aggregate_models(step, replies)
+        self.personal.trained(step, replies, self.aggregation)
+
+    @property
+    def delivered_selector(self) -> StateDict:
+        """The selector of the super model."""
+        return self.selector.state
+
+    def configure_final(self, site: str) -> Message:
+        """The whole super model: every site may meet images that look like another site's."""
+        message = super().configure_final(site)
+        message[self.site_algorithm.entries.weights] = self.delivered_selector
+        rounds: dict[str, int | None] = {}
+        for name, best in self.personal.best.items():
+            model, rounds[name] = best.chosen(self.hyper.selection, self.personal[name])
+            message[PERSONALS.member(name)] = model
+        message[CLASSES] = list(self.context.sites)
+        message[SPEC] = dict(selector_spec(self.context.plan))
+        if self.hyper.selection != "last":
+            message[ROUNDS] = rounds
+        return message
+
+    def models(self) -> dict[str, Message]:
+        """The global model, every site's personal one, and the super model as "deployed"."""
+        models = super().models()
+        whole = self.configure_final(self.context.sites[0])
+        rounds = whole.get(ROUNDS) or dict.fromkeys(self.context.sites, self.context.rounds)
+        for site, round in rounds.items():
+            personal = PERSONALS.member(site)
+            models[personal.name] = trained_model(whole[personal], round)
+        kind = self.site_algorithm.kind
+        models["deployed"] = Message(whole.states, {**whole.meta, "kind": kind})
+        return models
+
+
+class FedSMServer(SuperModelServer[FedSMServerHyper]):
     """FedAvg's global model, the personal models and the selector.
 
     At the end temperature and γ are chosen on validation images.
     """
 
     site_algorithm = FedSMSite
-    aggregation_class: ClassVar[type[Aggregation[Any]]] = SoftPull
-    freezes = False
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
         self.ridge = is_ridge(context.plan)
-        self.personal = ServerPersonal(context, self.memory, self.model)
-        self.selector = ServerSelector(context, self.memory, OF_SITES)
         rule = self.hyper.selection
         self.best_selector = ModelSelector(self.memory, "selector", rule, zero_sum=True)
         gamma = 0.0 if isinstance(self.hyper.gamma, str) else float(self.hyper.gamma)
@@ -84,26 +151,21 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
             steps.append(Step.of(FedSMSite.evaluate_gamma, last, everyone=True))
         return steps
 
-    # -- global and personal models ---------------------------------------------------------------
-
     def request_of_model(self, step: Step, site: str) -> Message:
         """The global model, the site's personal one, and the selector if it is trained."""
         message = super().request_of_model(step, site)
-        self.personal.add_request(site, message)
         self.selector.add_request(message)
         return message
 
     def select_model(self, step: Step, replies: Mapping[str, Message]) -> None:
         """The measured models are candidates."""
         super().select_model(step, replies)
-        self.personal.validated(step, replies)
         if not self.ridge:
             self.best_selector.update(replies, "selector", step.round, self.selector.state)
 
     def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
         """The next global and personal models, and a step of the selector if it is trained."""
         super().aggregate_models(step, replies)
-        self.personal.trained(step, replies, self.aggregation)
         if not self.ridge:
             self.selector.step(replies)
 
@@ -138,10 +200,7 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
     @handles(FedSMSite.selector_confidence)
     def fit_temperature(self, step: Step, replies: Mapping[str, Message]) -> None:
         """The selector's temperature."""
-        losses = {}
-        for site, reply in replies.items():
-            if CALIBRATION in reply:
-                losses[site] = reply[CALIBRATION]
+        losses = {site: reply.get(CALIBRATION) or [] for site, reply in replies.items()}
         self.memory.meta["temperature"] = fitted_temperature(losses)
 
     @asks(FedSMSite.evaluate_gamma)
@@ -162,10 +221,8 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
     @property
     def delivered_selector(self) -> StateDict:
         """The selector of the round with the best accuracy, or the last one, at its temperature."""
-        best = self.best_selector.state
-        chosen = self.selector.state
-        if self.hyper.selection != "last" and best is not None:
-            chosen = best
+        last = self.selector.state
+        chosen, _ = self.best_selector.chosen(self.hyper.selection, last)
         return tempered(chosen, self.memory.meta["temperature"])
 
     # -- results ----------------------------------------------------------------------------------
@@ -197,52 +254,8 @@ class FedSMServer(FedAvgServer[FedSMServerHyper]):
         }
 
     def configure_final(self, site: str) -> Message:
-        """The whole super model: every site may meet images that look like another site's."""
+        """The whole super model, with γ and whose scores choose."""
         message = super().configure_final(site)
-        add_members(message, self.context, self.personal, OF_SITES, self.delivered_selector)
         message[GAMMA] = self.gamma
         message[CHOOSE_BY] = self.hyper.choose_by
         return message
-
-    def models(self) -> dict[str, Message]:
-        """The global model, every site's personal one, and the super model as "deployed"."""
-        whole = self.configure_final(self.context.sites[0])
-        return {**super().models(), **members(whole, self.context, "super")}
-
-
-def add_members(
-    message: Message,
-    context: ServerContext,
-    personal: ServerPersonal,
-    entries: SelectorEntries,
-    selector: StateDict,
-) -> None:
-    """Adds personal models and selector to the final message of the global model.
-
-    It is then a super model's.
-    """
-    best = context.plan.server_hyper.selection != "last"
-    message[entries.weights] = selector
-    for site in context.sites:
-        state = personal.selected(site) if best else personal[site]
-        message[PERSONALS.member(site)] = state
-    message[CLASSES] = list(context.sites)
-    message[SPEC] = dict(selector_spec(context.plan))
-    if best:
-        rounds: dict[str, int | None] = personal.selected_rounds()
-        if rounds:
-            message[ROUNDS] = rounds
-
-
-def members(whole: Message, context: ServerContext, kind: str) -> dict[str, Message]:
-    """Every site's personal model of a super model, and the super model itself as "deployed".
-
-    `kind` is one of `Method.models`.
-    """
-    rounds = whole.get(ROUNDS) or dict.fromkeys(context.sites, context.rounds)
-    models = {}
-    for site in context.sites:
-        personal = PERSONALS.member(site)
-        models[personal.name] = trained_model(whole[personal], rounds[site])
-    models["deployed"] = Message(whole.states, {**whole.meta, "kind": kind})
-    return models

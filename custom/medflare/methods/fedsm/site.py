@@ -8,15 +8,14 @@ calibration and the candidates of γ on validation images.
 """
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from medflare.core.hyper import param
 from medflare.core.message import Message
-from medflare.core.phases import phase
-from medflare.core.settings import STRICT
+from medflare.core.phases import extends, phase
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, TensorSpec, count, listing, number, table
 from medflare.methods.base import Plan
 from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgSite, received, trained_model
@@ -35,6 +34,8 @@ from medflare.methods.fedsm.selector import (
     OF_SITES,
     STATISTICS,
     UPDATE,
+    SelectorEntries,
+    SelectorLoss,
     SiteSelector,
     is_ridge,
     selector_spec,
@@ -74,12 +75,12 @@ ROUNDS = MetaSpec[dict[str, int | None]](
 )
 # Of a super model's message.
 SUPER = (CLASSES, SPEC, ROUNDS, SELECTED_ROUND.as_optional())
-MODELS = (MODEL, PERSONAL, META, OF_SITES.trained)
+MODELS = (MODEL, PERSONAL, META)
 SUPER_MODEL = (MODEL, PERSONALS, OF_SITES.weights)
 SUPER_MODEL_META = (*SUPER, GAMMA, CHOOSE_BY)
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedSMSiteHyper(PersonalSiteHyper):
     """FedSM's site."""
 
@@ -88,7 +89,7 @@ class FedSMSiteHyper(PersonalSiteHyper):
     )
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedSMServerHyper(PersonalServerHyper):
     """FedSM's server."""
 
@@ -109,38 +110,88 @@ class FedSMServerHyper(PersonalServerHyper):
     )
 
 
-class FedSMSite(FedAvgSite[FedSMSiteHyper]):
+F = TypeVar("F", bound=PersonalSiteHyper)
+
+
+class SuperModelSite(FedAvgSite[F]):
+    """FedAvg's global model, a personal model, and a part in the selector.
+
+    Attributes:
+        entries: of the selector.
+        kind: of the deployed super model, one of `Method.models`.
+    """
+
+    entries: ClassVar[SelectorEntries]
+    kind: ClassVar[str]
+    accumulates = False
+    freezes = False
+
+    def __init__(self, site: Site, plan: Plan[F, Any]):
+        super().__init__(site, plan)
+        self.personal = SitePersonal(self)
+        self.selector = SiteSelector(self, self.entries)
+
+    def validate_request(self, incoming: Message) -> str | None:
+        """Refuses a super model of other sites, or with another selector, than the plan's."""
+        expected: dict[MetaSpec[Any], Any] = {
+            CLASSES: list(self.plan.sites),
+            SPEC: dict(selector_spec(self.plan)),
+        }
+        for item, value in expected.items():
+            if item in incoming and incoming[item] != value:
+                return f"item {item.name!r} is {incoming[item]!r:.100}, this run has {value!r:.100}"
+        return None
+
+    @phase(request=MODELS, reply=(TRAINED_GLOBAL, PERSONAL, META), meta=(*MEASURED, LOSSES))
+    def train(self, round: int, incoming: Message) -> Message:
+        """Trains the global and the personal model."""
+        reply = super().train(round, incoming)
+        self.personal.train(round, incoming, reply)
+        return reply
+
+    @phase(request=MODELS, reply=(ADAPTED,), meta=MEASURED)
+    def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metrics of the incoming models."""
+        reply = super().validate(round, incoming)
+        self.personal.validate(round, incoming, reply)
+        return reply
+
+    def selector_reply(self, round: int, incoming: Message, loss: SelectorLoss) -> Message:
+        """A reply with the selector's gradient alone."""
+        gradient, value = self.selector.gradient(round, incoming, loss)
+        measured = self.measured(loss=value, validation={})
+        return Message.of({**measured, self.entries.gradient: gradient})
+
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        """The global model, this site's personal model (inside), and the super model."""
+        models = {"global": received(incoming)}
+        personal = PERSONALS.member(self.site.name)
+        if personal in incoming:
+            rounds = incoming.get(ROUNDS) or {}
+            round = rounds.get(self.site.name, incoming.get(SELECTED_ROUND))
+            models["personal"] = trained_model(incoming[personal], round)
+        models["deployed"] = Message(incoming.states, {**incoming.meta, "kind": self.kind})
+        return models
+
+
+class FedSMSite(SuperModelSite[FedSMSiteHyper]):
     """FedAvg's global model, a personal model and a selector.
 
     At the end the selector's calibration and the tuning of γ.
     """
 
-    server_hyper: ClassVar[type] = FedSMServerHyper
-    accumulates = False
-    freezes = False
+    server_hyper = FedSMServerHyper
+    entries = OF_SITES
+    kind = "super"
     dp_unsupported_reason = (
         "what the selector learns from (statistics of the images, or a gradient) "
         "leaves the site without noise"
     )
 
-    def __init__(self, site: Site, plan: Plan[FedSMSiteHyper, Any]):
-        super().__init__(site, plan)
-        self.personal = SitePersonal(self)
-        self.selector = SiteSelector(self, OF_SITES)
-
-    def validate_request(self, incoming: Message) -> str | None:
-        """Refuses a super model of other sites, or with another selector, than the plan's."""
-        return other_super_model(self.plan, incoming)
-
-    @phase(
-        request=MODELS,
-        reply=(TRAINED_GLOBAL, PERSONAL, META, OF_SITES.gradient),
-        meta=(*MEASURED, LOSSES),
-    )
+    @extends(request=(OF_SITES.trained,), reply=(OF_SITES.gradient,))
     def train(self, round: int, incoming: Message) -> Message:
         """Trains the global and the personal model; then a trained selector's gradient."""
         reply = super().train(round, incoming)
-        self.personal.train(round, incoming, reply)
         self._measure_selector(incoming, reply)
         if not is_ridge(self.plan):
             loss = self.selector.own_label_loss
@@ -157,17 +208,12 @@ class FedSMSite(FedAvgSite[FedSMSiteHyper]):
     )
     def train_selector(self, round: int, incoming: Message) -> Message:
         """A further gradient of the selector alone within a round."""
-        loss = self.selector.own_label_loss
-        gradient, value = self.selector.gradient(round, incoming, loss)
-        reply = Message.of(self.measured(loss=value, validation={}))
-        reply[OF_SITES.gradient] = gradient
-        return reply
+        return self.selector_reply(round, incoming, self.selector.own_label_loss)
 
-    @phase(request=MODELS, reply=(ADAPTED,), meta=MEASURED)
+    @extends(request=(OF_SITES.trained,))
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the incoming models, and the selector's accuracy."""
         reply = super().validate(round, incoming)
-        self.personal.validate(round, incoming, reply)
         self._measure_selector(incoming, reply)
         return reply
 
@@ -179,60 +225,30 @@ class FedSMSite(FedAvgSite[FedSMSiteHyper]):
     @phase(reply=(STATISTICS,), meta=MEASURED)
     def selector_features(self, round: int, incoming: Message) -> Message:
         """Mean and mean product of the training images' features, for the ridge selector."""
-        reply = Message.of(self.measured(validation={}))
-        reply[STATISTICS] = site_statistics(self.site)
-        return reply
+        statistics = site_statistics(self.site)
+        return Message.of({**self.measured(validation={}), STATISTICS: statistics})
 
     @phase(request=(OF_SITES.weights,), meta=(*MEASURED, CALIBRATION))
     def selector_confidence(self, round: int, incoming: Message) -> Message:
         """The selector's loss on validation images at each temperature; [] without images."""
-        reply = Message.of(self.measured(validation={}))
-        reply[CALIBRATION] = []
+        losses: list[float] = []
         if len(self.site.data.validation):
             logits = self.selector.logits(incoming[OF_SITES.weights], "validation")
             windows = self.site.task.image_mode == "patch"
             patients = None
             if self.plan.server_hyper.choose_by == "patient" and not windows:
                 patients = self.site.data.validation.patients
-            reply[CALIBRATION] = calibration_losses(logits, self.selector.label, patients)
-        return reply
+            losses = calibration_losses(logits, self.selector.label, patients)
+        return Message.of({**self.measured(validation={}), CALIBRATION: losses})
 
     @phase(request=SUPER_MODEL, request_meta=SUPER_MODEL_META, meta=(*MEASURED, GAINS))
     def evaluate_gamma(self, round: int, incoming: Message) -> Message:
         """The super model's gain over the global model on validation images, for every γ."""
         model = super_model(self.site.task, incoming).to(self.site.device)
-        reply = Message.of(self.measured(validation={}))
-        reply[GAINS] = gain_by_gamma(model, self.site)
-        return reply
+        gains = gain_by_gamma(model, self.site)
+        return Message.of({**self.measured(validation={}), GAINS: gains})
 
     @phase(request=SUPER_MODEL, request_meta=SUPER_MODEL_META)
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """The global model, this site's personal model (inside), and the super model."""
-        return delivered_models(self.site.name, incoming, "super")
-
-
-def other_super_model(plan: Plan[Any, Any], incoming: Message) -> str | None:
-    """What in a super model's sites or selector differs from the plan, or None."""
-    expected: dict[MetaSpec[Any], Any] = {
-        CLASSES: list(plan.sites),
-        SPEC: dict(selector_spec(plan)),
-    }
-    for item, value in expected.items():
-        if item in incoming and incoming[item] != value:
-            return f"item {item.name!r} is {incoming[item]!r:.100}, this run has {value!r:.100}"
-    return None
-
-
-def delivered_models(site: str, incoming: Message, kind: str) -> dict[str, Message]:
-    """A site's final models by role, from the super model that the server sent.
-
-    `kind` is one of `Method.models`.
-    """
-    models = {"global": received(incoming)}
-    personal = PERSONALS.member(site)
-    if personal in incoming:
-        rounds = incoming.get(ROUNDS) or {}
-        round = rounds.get(site, incoming.get(SELECTED_ROUND))
-        models["personal"] = trained_model(incoming[personal], round)
-    models["deployed"] = Message(incoming.states, {**incoming.meta, "kind": kind})
-    return models
+        return super().finalize(incoming)

@@ -6,6 +6,7 @@ window of an image alone; predictions of neighbouring windows are blended.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from medflare.methods.fedsm.personalization import PERSONALS
 from medflare.methods.fedsm.selector import OF_SITES
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Scores
-from medflare.training.patches import Predictor
 from medflare.training.scoring import BatchPrediction
 from medflare.training.site import Site
 
@@ -57,7 +57,7 @@ class SuperModel(nn.Module):
         networks: list[nn.Module],
         selector: nn.Module,
         names: list[str],
-        gamma: float,
+        gamma: float = 0.0,
         choose_by: str = "image",
     ):
         super().__init__()
@@ -87,15 +87,13 @@ class SuperModel(nn.Module):
 
         A network runs once on all images that chose it.
         """
-        parts = {network: choice == network for network in choice.unique().tolist()}
-        predicted = {}
-        for network, rows in parts.items():
-            logits = self.networks[network](images[rows])
-            predicted[network] = self.task.probabilities(logits)
-        first = next(iter(predicted.values()))
-        output = first.new_empty((len(images), *first.shape[1:]))
-        for network, rows in parts.items():
-            output[rows] = predicted[network]
+        predicted = []
+        for network in choice.unique().tolist():
+            logits = self.networks[network](images[choice == network])
+            predicted.append(self.task.probabilities(logits))
+        answers = torch.cat(predicted)  # by network
+        output = torch.empty_like(answers)
+        output[choice.argsort(stable=True)] = answers
         return output
 
     def forward(self, images: Tensor) -> Tensor:
@@ -120,10 +118,7 @@ class SuperModel(nn.Module):
         choice = self.choose(scores)
         self.note(choice, scores)
         choices = choice.split([len(images) for images in parts])
-        answers: list[Tensor] = []
-        for images, chosen in zip(parts, choices, strict=True):
-            answers.append(self.answer(images, chosen))
-        return torch.cat(answers)
+        return torch.cat(list(map(self.answer, parts, choices)))
 
     def note(self, choice: Tensor, scores: Tensor) -> None:
         """Counts the chosen networks (N,) and the most probable classes of a batch.
@@ -273,29 +268,23 @@ def _scores_of_images(model: SuperModel, site: Site) -> dict[float, Scores]:
 
 def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
     """Windows overlap: all of them run again for every γ that changes the choice of one."""
-    largest: list[Tensor] = []  # each window's largest score, from the first evaluation
+    largest: list[Tensor] = [torch.empty(0)]  # each window's largest score
 
-    def predictor(gamma: float) -> Predictor:
+    def scored(gamma: float) -> Scores:
         def predict(images: Tensor) -> Tensor:
             scores = model.scores(images)
             if gamma == GAMMAS[0]:
                 largest.append(scores.amax(dim=1).cpu())
             return model.answer(images, choose_model(scores, gamma))
 
-        return predict
+        predictions = site.predictions(predict, "validation")
+        return _measured(site, predictions).scores(site.data.validation.patients)
 
-    def personal(gamma: float) -> int:
-        """Windows that take a personal model."""
-        return sum(int((part > gamma).sum()) for part in largest)
-
-    by_gamma: dict[float, Scores] = {}
-    count = -1
-    for gamma in GAMMAS:
-        if personal(gamma) != count:
-            predictions = site.predictions(predictor(gamma), "validation")
-            reached = _measured(site, predictions).scores(site.data.validation.patients)
-            count = personal(gamma)
-        by_gamma[gamma] = reached
+    by_gamma = {GAMMAS[0]: scored(GAMMAS[0])}
+    windows = torch.cat(largest)
+    for last, gamma in pairwise(GAMMAS):
+        changes = bool(((windows > last) & (windows <= gamma)).any())
+        by_gamma[gamma] = scored(gamma) if changes else by_gamma[last]
     return by_gamma
 
 

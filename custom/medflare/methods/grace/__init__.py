@@ -6,9 +6,9 @@ Inside sites use their local model, outside sites the global one, on request wit
 adaptation.
 """
 
-from functools import partial
+from typing import TYPE_CHECKING
 
-from medflare.core.facade import public
+from medflare.core.lazy_imports import lazy_imports
 from medflare.methods.method import Method
 
 METHOD = Method(
@@ -20,7 +20,14 @@ METHOD = Method(
     stays="local model",
 )
 
-_PUBLIC = dict.fromkeys(
-    ("a_distance", "consistency_weights", "consistent_aggregate", "coral", "mmd"), "formulas"
-)
-__getattr__ = partial(public, __name__, _PUBLIC)
+if TYPE_CHECKING:
+    from medflare.methods.grace.formulas import (
+        a_distance,
+        consistency_weights,
+        consistent_aggregate,
+        coral,
+        mmd,
+    )
+
+__all__ = ["METHOD", "a_distance", "consistency_weights", "consistent_aggregate", "coral", "mmd"]
+__getattr__, __dir__ = lazy_imports(__name__, __file__)

@@ -4,14 +4,12 @@ The weights grow with an update's mean cosine to all updates.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final
-
-from pydantic.dataclasses import dataclass
+from typing import Final
 
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict
-from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean, states_of
+from medflare.methods.aggregation import SiteModel, WeightedMean, states_of
 from medflare.methods.base import ServerContext
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.grace.formulas import consistent_aggregate
@@ -21,7 +19,7 @@ from medflare.tasks.config import TaskConfig
 SMALLEST_BATCH: Final = 16  # images; CORAL's covariances are of one half of them (32 in the paper)
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class GraceServerHyper(FedAvgServerHyper):
     """Consistency-enhanced re-weighting."""
 
@@ -68,7 +66,7 @@ class ConsistencyAggregation(WeightedMean):
 class GraceServer(FedAvgServer[GraceServerHyper]):
     """Works with every site algorithm that sends a model as FedAvg's does."""
 
-    aggregation_class: ClassVar[type[Aggregation[Any]]] = ConsistencyAggregation
+    aggregation_class = ConsistencyAggregation
     freezes = False
 
     def __init__(self, context: ServerContext):

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -21,15 +20,14 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import phase
 from medflare.core.rng import derived_seed, seeded
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, number
 from medflare.core.states import StateDict, copy_state
 from medflare.inference.deployed import build
-from medflare.methods.base import PersistentState, Plan
-from medflare.methods.fedavg.personal import PersonalModel
-from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper, delivered
+from medflare.methods.base import PersistentState
+from medflare.methods.fedavg.personal import PersonalSite
+from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
 from medflare.methods.grace.formulas import (
-    Inner,
     a_distance,
     adversarial,
     coral,
@@ -42,8 +40,8 @@ from medflare.methods.parts.normalisation import batch_statistics
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.tasks.config import TaskConfig
 from medflare.training.epochs import finite_or_none, preserved_moments, train_epochs
-from medflare.training.site import Site
 
+_DISTANCES: Final = {"coral": coral, "mmd": mmd}
 _HIDDEN: Final = 64  # width of the two-layer discriminator
 _DISCRIMINATOR_RATE: Final = 7e-4  # of its Adam, as in the published code
 _SMALLEST_CUT: Final = 4  # each half then has two images, which BatchNorm and covariances need
@@ -60,7 +58,7 @@ TaskLoss = Callable[[Parameters], Tensor]
 Adapt = Callable[[Parameters, TaskLoss], Parameters]
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class GraceSiteHyper(FedAvgSiteHyper):
     """Meta-train, meta-update, alignment and test-time adaptation."""
 
@@ -79,7 +77,7 @@ class GraceSiteHyper(FedAvgSiteHyper):
         source="Sec. 2.2, Table 4",
     )
     beta: float = param(1.0, "weight of the alignment", symbol="β", source="Eq. 2", low=0)
-    inner: Inner = param(
+    inner: Literal["optimizer", "sgd"] = param(
         "optimizer",
         "the meta-train step: one of the task's optimizer, or a plain gradient step",
         source="Eq. 1",
@@ -89,7 +87,7 @@ class GraceSiteHyper(FedAvgSiteHyper):
     )
 
 
-class GraceSite(FedAvgSite[GraceSiteHyper]):
+class GraceSite(PersonalSite[GraceSiteHyper]):
     """Two-step training with feature alignment.
 
     `client` selects the paper's variants; "erm" is FedAvg's training. The personal model is the
@@ -97,16 +95,11 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
     """
 
     accumulates = False
-    freezes = False
     dp_unsupported_reason = (
         "its alignment compares the features of a whole batch, "
         "and meta-train follows a gradient without noise"
     )
     discriminator = PersistentState("discriminator")
-
-    def __init__(self, site: Site, plan: Plan[GraceSiteHyper, Any]):
-        super().__init__(site, plan)
-        self.selection = PersonalModel(self)
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: GraceSiteHyper, server_hyper: Any) -> None:
@@ -159,10 +152,10 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         if client == "meta":
             return self._two_steps(model, optimizer, round)
         shared = self.frozen(model.state_dict())
-        if client == "coral":
-            return self._two_steps(model, optimizer, round, self.aligned(shared, coral))
-        if client == "mmd":
-            return self._two_steps(model, optimizer, round, self.aligned(shared, mmd))
+        if client in _DISTANCES:
+            return self._two_steps(
+                model, optimizer, round, self.aligned(shared, _DISTANCES[client])
+            )
         with self._adversary(shared, optimizer) as discriminator:
             penalty = self.aligned(shared, partial(adversarial, discriminator))
             return self._two_steps(model, optimizer, round, penalty)
@@ -238,14 +231,9 @@ class GraceSite(FedAvgSite[GraceSiteHyper]):
         self.discriminator = copy_state(discriminator.state_dict())
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Inside: the local model (the global one if the site never trained).
-
-        Outside: the global one, adapted by `tta`.
-        """
-        models = delivered(incoming, self.selection.best())
-        if self.inside:
-            models.setdefault("personal", models["global"])
-        else:
+        """The local model inside; outside the global one, adapted by `tta`."""
+        models = super().finalize(incoming)
+        if not self.inside:
             build_base = partial(build, self.site.task)
             models["deployed"] = adapted_at(self.site, models["global"], self.hyper.tta, build_base)
         return models
@@ -280,8 +268,6 @@ class MetaLoss:
         losses: list[Tensor] = []
         for train, test in halves(len(images), self.swap):
             losses.append(self._loss(images, targets, train, test))
-        if len(losses) == 1:
-            return losses[0]
         return torch.stack(losses).mean()
 
     def _loss(self, images: Tensor, targets: Tensor, train: slice, test: slice) -> Tensor:

@@ -6,9 +6,9 @@ P_k <- (1 - τ) P_k + τ w_k (Eq. 4), which is not sent during training. An outs
 (Eq. 5-10).
 """
 
-from functools import partial
+from typing import TYPE_CHECKING
 
-from medflare.core.facade import public
+from medflare.core.lazy_imports import lazy_imports
 from medflare.methods.method import Method
 
 METHOD = Method(
@@ -24,7 +24,13 @@ METHOD = Method(
     stays="adapted model",
 )
 
-_PUBLIC = dict.fromkeys(
-    ("consistency_loss", "entropy_loss", "local_adapted", "shape_loss"), "formulas"
-)
-__getattr__ = partial(public, __name__, _PUBLIC)
+if TYPE_CHECKING:
+    from medflare.methods.iop_fl.formulas import (
+        consistency_loss,
+        entropy_loss,
+        local_adapted,
+        shape_loss,
+    )
+
+__all__ = ["METHOD", "consistency_loss", "entropy_loss", "local_adapted", "shape_loss"]
+__getattr__, __dir__ = lazy_imports(__name__, __file__)

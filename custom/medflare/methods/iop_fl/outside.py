@@ -13,13 +13,12 @@ or with an expert.
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -27,7 +26,7 @@ from medflare.core.errors import StateError
 from medflare.core.hyper import build_hyper, param
 from medflare.core.message import Message
 from medflare.core.rng import seeded, torch_generator
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict
 from medflare.inference.deployed import Repeated, network_with
@@ -56,7 +55,7 @@ MIXTURE: Final = "mixture"
 _MEASURABLE: Final = 1e-6  # nats; less mutual information is rounding
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class OutsideHyper(SiteHyper):
     """Test-time routing at a site that never trained."""
 
@@ -125,36 +124,30 @@ class StateSummary:
     agreement: float
 
 
-Decisions = Sequence[Tensor]  # of a state, batch by batch: masks or classes
+Decisions = Iterable[Tensor]  # of a state, batch by batch: masks or classes
 
 
-class PackedDecisions(Sequence[Tensor]):
-    """Decisions that are kept with one bit a pixel: those of all experts stay in memory."""
+class PackedDecisions:
+    """Decisions, of which masks are kept with one bit a pixel: all experts' stay in memory."""
 
-    def __init__(self, batches: Iterable[Tensor] = ()):
-        self._bits: list[np.ndarray] = []
-        self._classes: list[Tensor] = []  # of classification
-        self._shapes: list[torch.Size] = []
-        for decisions in batches:
-            self.append(decisions)
+    def __init__(self) -> None:
+        self._batches: list[Tensor | tuple[np.ndarray, torch.Size]] = []
 
     def append(self, decisions: Tensor) -> None:
         """Add those of one more batch."""
         if decisions.dtype == torch.bool:
-            self._bits.append(np.packbits(decisions.numpy()))
-            self._shapes.append(decisions.shape)
+            self._batches.append((np.packbits(decisions.numpy()), decisions.shape))
         else:
-            self._classes.append(decisions)
+            self._batches.append(decisions)
 
-    def __len__(self) -> int:
-        return len(self._bits) or len(self._classes)
-
-    def __getitem__(self, batch: Any) -> Any:
-        if not self._bits:
-            return self._classes[batch]
-        shape = self._shapes[batch]
-        bits = np.unpackbits(self._bits[batch], count=shape.numel())
-        return torch.from_numpy(bits).bool().view(shape)
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in self._batches:
+            if isinstance(batch, Tensor):
+                yield batch
+            else:
+                packed, shape = batch
+                bits = np.unpackbits(packed, count=shape.numel())
+                yield torch.from_numpy(bits).bool().view(shape)
 
 
 def summarize(
@@ -283,10 +276,6 @@ class RoutedModel(nn.Module):
         """
         return images.tensor_split(math.ceil(len(images) / self.task.batch_size))
 
-    def _all_batches(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        for images in batches:
-            yield from self._batches(images)
-
     def _probabilities(self, images: Tensor) -> Tensor:
         return self.task.probabilities(self.network(images))
 
@@ -297,7 +286,7 @@ class RoutedModel(nn.Module):
         noise, so that epochs can be compared. The start is a candidate too; states that the gate
         refuses are none.
         """
-        parts = Repeated(lambda: self._all_batches(batches))
+        parts = Repeated(lambda: chain.from_iterable(map(self._batches, batches)))
         references = self._references(parts)
         start, start_summary = self._start(parts, references)
         self.load_start(start)
@@ -367,28 +356,28 @@ class RoutedModel(nn.Module):
         """
         if start == MIXTURE:
             base = -1
-            state = self._mixture
+            self.network.load_adapted_state(self._mixture)
         else:
             base = self._experts.index(start)
-            state = self.network.states_of_experts()[base]
+            self.network.prefer(base)
         self.network.set_base(base)
-        self.network.load_adapted_state(state)
-        self._anchor = state
+        self._anchor = self.network.adapted_state()
 
+    @torch.no_grad()
     def _references(self, batches: Iterable[Tensor]) -> list[Decisions]:
         """The decisions of the mixture and, with the gate, of each expert."""
+        self.network.eval()
         starts = [MIXTURE]
         if self.gated:
             starts += self._experts
-        return [self._decisions_of(start, batches) for start in starts]
-
-    @torch.no_grad()
-    def _decisions_of(self, start: str, batches: Iterable[Tensor]) -> Decisions:
-        self.load_start(start)
-        self.network.eval()
-        return PackedDecisions(
-            _decisions(self._probabilities(images), self.task) for images in batches
-        )
+        references: list[Decisions] = []
+        for start in starts:
+            self.load_start(start)
+            decisions = PackedDecisions()
+            for images in batches:
+                decisions.append(_decisions(self._probabilities(images), self.task))
+            references.append(decisions)
+        return references
 
     @torch.no_grad()
     def measure(
@@ -440,10 +429,8 @@ class RoutedModel(nn.Module):
             return []
         losses = self.adaptation["losses"]
         chosen = self.adaptation["chosen"]
-        lowest = chosen
-        for state, refusal in enumerate(refused):
-            if refusal and losses[state] < losses[lowest]:
-                lowest = state
+        states = [state for state, refusal in enumerate(refused) if refusal]
+        lowest = min([chosen, *states], key=losses.__getitem__)
         if lowest == chosen:
             return []
         used = f"the start ({self.adaptation.get('start', MIXTURE)})"

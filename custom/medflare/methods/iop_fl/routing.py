@@ -217,12 +217,10 @@ class RoutedNetwork(nn.Module):
 
     def _weights_of(self, name: str, layer: nn.Module) -> list[StateDict]:
         """Weight and bias of a layer in every expert."""
+        parts = dict(layer.named_parameters())
         states: list[StateDict] = []
         for expert in self._experts:
-            weights: StateDict = {}
-            for part, _ in layer.named_parameters():
-                weights[part] = expert[_entry(name, part)]
-            states.append(weights)
+            states.append({part: expert[_entry(name, part)] for part in parts})
         return states
 
     def forward(self, images: Tensor) -> Any:
@@ -270,18 +268,10 @@ class RoutedNetwork(nn.Module):
         for name, (module, part) in self._unrouted.items():
             getattr(module, part).copy_(self._experts[expert][name])
 
-    def states_of_experts(self) -> list[StateDict]:
-        """For each expert the routers' parameters that prefer it, see `MLPRouter.prefer`; the
-        present ones stay.
-        """
-        present = self.adapted_state()
-        states: list[StateDict] = []
-        for expert in range(len(self._experts)):
-            for router in self.routers():
-                router.prefer(expert)
-            states.append(self.adapted_state())
-        self.load_adapted_state(present)
-        return states
+    def prefer(self, expert: int) -> None:
+        """Let all routers prefer this expert, see `MLPRouter.prefer`."""
+        for router in self.routers():
+            router.prefer(expert)
 
     @torch.no_grad()
     def coefficients(self, images: Tensor) -> dict[str, Tensor]:
@@ -310,7 +300,7 @@ def _entries(network: nn.Module, without: Collection[str]) -> dict[str, tuple[nn
 
 def _entry(layer: str, part: str) -> str:
     """The name in a network's state of a part of its layer, "" for the network itself."""
-    return f"{layer}.{part}" if layer else part
+    return f"{layer}.{part}".lstrip(".")
 
 
 def _input_channels(layer: nn.Module) -> int:

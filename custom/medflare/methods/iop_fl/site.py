@@ -4,22 +4,19 @@ Outside, a network routed over all of them.
 """
 
 from dataclasses import replace
-from typing import Any
-
-from pydantic.dataclasses import dataclass
 
 from medflare.adaptation.registry import with_tent
 from medflare.core.errors import StateError
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import phase
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import TensorSpec
 from medflare.core.states import batch_norm_entries, copy_state
 from medflare.inference.deployed import Repeated, plain_message
-from medflare.methods.base import PersistentState, Plan
-from medflare.methods.fedavg.personal import PersonalModel
-from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgHyper, FedAvgSite, delivered
+from medflare.methods.base import PersistentState
+from medflare.methods.fedavg.personal import PersonalSite
+from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgHyper, delivered
 from medflare.methods.iop_fl.formulas import local_adapted
 from medflare.methods.iop_fl.outside import (
     EXPERTS,
@@ -30,14 +27,13 @@ from medflare.methods.iop_fl.outside import (
 )
 from medflare.methods.iop_fl.routing import Statistics
 from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
-from medflare.training.site import Site
 
 ADAPTED = TensorSpec(
     "adapted", "the site's local adapted model, an expert of the routed models of outside sites"
 )
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class IOPHyper(OutsideHyper, FedAvgHyper):
     """Training inside, routing outside."""
 
@@ -51,18 +47,14 @@ class IOPHyper(OutsideHyper, FedAvgHyper):
     )
 
 
-class IOPSite(FedAvgSite[IOPHyper]):
+class IOPSite(PersonalSite[IOPHyper]):
     """FedAvg's site algorithm with a local adapted model P_k.
 
     The site uses that of the best round by its own validation.
     """
 
-    freezes = False
+    selection_name = "adapted"
     adapted = PersistentState("adapted")  # P_k
-
-    def __init__(self, site: Site, plan: Plan[IOPHyper, Any]):
-        super().__init__(site, plan)
-        self.selection = PersonalModel(self, "adapted")
 
     def train(self, round: int, incoming: Message) -> Message:
         """FedAvg's training, after which P_k is updated (Eq. 4).

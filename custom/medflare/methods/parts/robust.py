@@ -31,12 +31,11 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 import torch
 from pydantic import AfterValidator, Field
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from medflare.core.extensions import Extensions
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT, no_such
+from medflare.core.settings import no_such, strict_dataclass
 from medflare.core.states import (
     LONG_CHUNK,
     StateDict,
@@ -79,7 +78,7 @@ _STEPS: Final = 2000
 _NEAR: Final = 1e-6  # ν: distances below this do not count as smaller
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class RobustLimits:
     """Parameters of the rules."""
 
@@ -137,18 +136,18 @@ def combined(
         return robust_mean(states, rule, limits.trim), {}
     if rule == "clipped":
         return weighted_mean(_clipped(states, limits.clip, origin), shares), dict(shares)
-    weights = dict(shares)
+    if rule == "mean":
+        return weighted_mean(states, shares), dict(shares)
+    sites = sorted(states)
+    distances = squared_distances(states)
     if rule == "krum":
-        chosen = krum_weights(squared_distances(states), limits.faulty)
-        weights = dict(zip(sorted(states), chosen, strict=True))
-    elif rule == "geometric":
-        sites = sorted(states)
-        distances = squared_distances(states)
+        weights = krum_weights(distances, limits.faulty)
+    else:
         # Of a state to itself: 0, or NaN for one that is not finite.
         _refuse_non_finite(sites, distances.diagonal().tolist())
-        by_site = geometric_weights(distances, [shares[site] for site in sites])
-        weights = dict(zip(sites, by_site, strict=True))
-    return weighted_mean(states, weights), weights
+        weights = geometric_weights(distances, [shares[site] for site in sites])
+    by_site = dict(zip(sites, weights, strict=True))
+    return weighted_mean(states, by_site), by_site
 
 
 def _clipped(
@@ -188,20 +187,10 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
     the median is the mean of the two in the middle.
 
     Args:
-        states: site -> state.
+        states: site -> state, at least one.
         rule: "median" or "trimmed".
         trim: fraction cut off at either end, 0 <= trim < 0.5; floor(trim K) sites.
-
-    Raises:
-        ValueError: no states, states that differ in names or shapes, an unknown rule, or a trim
-            outside its range.
     """
-    if not states:
-        raise ValueError("robust_mean needs at least one state")
-    check_choice("rule", rule, ("median", "trimmed"))
-    if not 0 <= trim < 0.5:
-        raise ValueError(f"trim = {trim} is outside [0, 0.5)")
-    check_same_shapes(states)
     cut = math.floor(trim * len(states))
     if rule == "median":
         cut = (len(states) - 1) // 2

@@ -45,9 +45,8 @@ class Best:
         self._name = f"{name}/best"
 
     @property
-    def _meta(self) -> dict[str, Any]:
-        meta: dict[str, Any] = self._memory.meta.get(self._name, {})
-        return meta
+    def _meta(self) -> Any:
+        return self._memory.meta.get(self._name, {})
 
     @property
     def state(self) -> StateDict | None:
@@ -63,11 +62,6 @@ class Best:
     def value(self) -> float | None:
         """Its metric."""
         return self._meta.get("value")
-
-    @property
-    def mean(self) -> float:
-        """The second metric, which decides between equal ones; 0 without it."""
-        return float(self._meta.get("mean", 0.0))
 
     def chosen(
         self, selection: Selection, last: StateDict, behind: int | None = None
@@ -85,14 +79,15 @@ class Best:
         """Keeps a copy of a candidate if its metric is at least as good (None: undefined); the
         untrained model of round 0 is no candidate.
 
-        Of equal metrics, the one with the better `mean` is kept.
+        Of equal metrics, the one with the better `mean` is kept (0 in older memories).
         """
         if round == 0:
             return
         if self.value is None:  # so far, no candidate has a metric
             replaces = True
         else:
-            replaces = value is not None and (value, mean) >= (self.value, self.mean)
+            best = (self.value, self._meta.get("mean", 0.0))
+            replaces = value is not None and (value, mean) >= best
         if replaces:
             self._memory.meta[self._name] = {"value": value, "round": round, "mean": mean}
             self._memory.states[self._name] = copy_state(state)
@@ -160,17 +155,15 @@ class ModelSelector(Best):
 def combined_score(
     metrics: Mapping[str, float], samples: Mapping[str, float], rule: str = "median"
 ) -> float | None:
-    """The sites' metrics as one: by "mean" weighted by `samples`, by any other rule the median;
-    None without any.
+    """The sites' metrics as one: by "mean" weighted by `samples` (above 0), by any other rule the
+    median; None without any.
     """
     if not metrics:
         return None
     if rule != "mean":
         return median(metrics.values())
     total = sum(samples[site] for site in metrics)
-    if total > 0:
-        return sum(value * samples[site] for site, value in metrics.items()) / total
-    return None
+    return sum(value * samples[site] for site, value in metrics.items()) / total
 
 
 def paired_score(

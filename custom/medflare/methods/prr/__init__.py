@@ -7,9 +7,9 @@ differently at each site. Without the three parts (pfa=false det=false cpa=off) 
 (Li et al., ICLR 2021).
 """
 
-from functools import partial
+from typing import TYPE_CHECKING
 
-from medflare.core.facade import public
+from medflare.core.lazy_imports import lazy_imports
 from medflare.methods.method import Method
 
 METHOD = Method(
@@ -21,8 +21,17 @@ METHOD = Method(
     stays="personal model, normalisation of the deputy",
 )
 
-_PUBLIC = {
-    **dict.fromkeys(("conjoint_mask", "cpa_loss", "next_stage", "prototype_gamma"), "formulas"),
-    **dict.fromkeys(("fourier_aggregate", "frequency_ratio"), "fourier"),
-}
-__getattr__ = partial(public, __name__, _PUBLIC)
+if TYPE_CHECKING:
+    from medflare.methods.prr.formulas import conjoint_mask, cpa_loss, next_stage, prototype_gamma
+    from medflare.methods.prr.fourier import fourier_aggregate, frequency_ratio
+
+__all__ = [
+    "METHOD",
+    "conjoint_mask",
+    "cpa_loss",
+    "fourier_aggregate",
+    "frequency_ratio",
+    "next_stage",
+    "prototype_gamma",
+]
+__getattr__, __dir__ = lazy_imports(__name__, __file__)

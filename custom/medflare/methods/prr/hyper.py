@@ -3,15 +3,14 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.methods.base import ServerHyper, SiteHyper
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class PRRSiteHyper(SiteHyper):
     """Deputy-Enhanced Transfer and the CPA loss."""
 
@@ -82,7 +81,7 @@ class PRRSiteHyper(SiteHyper):
         return self.cpa in ("both", "local")
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class PRRServerHyper(ServerHyper):
     """Progressive Fourier Aggregation, and the model of outside sites.
 

@@ -1,7 +1,6 @@
 """PRR's server algorithm: a model for every site by Fourier aggregation, and global prototypes."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -85,7 +84,7 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
     """
 
     site_algorithm = PRRSite
-    aggregation_class: ClassVar[type[Aggregation[Any]]] = FourierAggregation
+    aggregation_class = FourierAggregation
     mean = PersistentState("mean")
     outside = PersistentState("outside")
     prototypes = PersistentState("prototypes")
@@ -93,7 +92,6 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
     def __init__(self, context: ServerContext):
         super().__init__(context)
         part = local_part(context.plan)
-        self.refines = context.plan.site_hyper.refines
         self.outside = context.initial_state()
         self.mean = part.shared(self.outside)
         self.normalised = bool(part.names)
@@ -160,7 +158,7 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
             self.memory[MODEL.member(site)] = state
         self.mean = self.aggregation.shared(deputies, step.round)
         self.outside = {**self.outside, **self.mean}
-        if self.refines:
+        if self.context.plan.site_hyper.refines:
             self.prototypes = {"prototypes": self._sampled(step.round, replies)}
 
     def _sampled(self, round: int, replies: Mapping[str, Message]) -> Tensor:
@@ -174,15 +172,14 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
     def _warn_of_absent_classes(self, totals: Tensor) -> None:
         events = self.context.events
         counts = self.context.site_counts
-        suppressed = False
-        for site in self.context.sites:
-            if counts.get(site, {}).get("class_counts") == []:
-                suppressed = True
-                text = (
-                    "keeps its counts by class (minimum_patients): "
-                    "the class totals of the CPA loss are those of the other sites"
-                )
-                events.add("warning", text, site=site)
+        sites = self.context.sites
+        suppressed = [site for site in sites if counts.get(site, {}).get("class_counts") == []]
+        for site in suppressed:
+            text = (
+                "keeps its counts by class (minimum_patients): "
+                "the class totals of the CPA loss are those of the other sites"
+            )
+            events.add("warning", text, site=site)
         if suppressed and not totals.any():
             return
         names = [name for group in class_names(self.context.task) for name in group]

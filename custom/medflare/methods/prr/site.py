@@ -3,7 +3,7 @@
 Only the deputy, without batch normalisation, leaves the site.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,7 +105,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
     """
 
     accumulates = True
-    server_hyper: ClassVar[type] = PRRServerHyper
+    server_hyper = PRRServerHyper
     dp_unsupported_reason = (
         "class prototypes are means of image features that leave the site, "
         "and two models teach each other on every batch"
@@ -205,11 +205,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         if not transfer.gammas:
             return
         names = [name for group in class_names(self.site.task) for name in group]
-        curves: dict[str, list[float]] = {name: [] for name in names}
-        for epoch in transfer.gammas:
-            values = [gamma for group in epoch for gamma in group]
-            for name, value in zip(names, values, strict=True):
-                curves[name].append(value)
+        curves = dict(zip(names, torch.stack(transfer.gammas, dim=1).tolist(), strict=True))
         reply[GAMMA] = {name: curve[-1] for name, curve in curves.items()}
         reply[GAMMAS] = curves
 
@@ -222,9 +218,8 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
     @phase(request=REQUEST, request_meta=(CLASS_TOTALS,), reply=(NORMALISATION,), meta=MEASURED)
     def share_normalisation(self, round: int, incoming: Message) -> Message:
         """The deputy's normalisation, once, after the last round, if there are outside sites."""
-        reply = Message.of(self.measured(validation={}))
-        reply[NORMALISATION] = self.part.kept(self._deputy_state(incoming))
-        return reply
+        normalisation = self.part.kept(self._deputy_state(incoming))
+        return Message.of({**self.measured(validation={}), NORMALISATION: normalisation})
 
     @phase(request=REQUEST, request_meta=(CLASS_TOTALS,), reply=(PERSONAL,), meta=MEASURED)
     def share_personal(self, round: int, incoming: Message) -> Message:
@@ -232,10 +227,8 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
 
         Once, after the last round.
         """
-        state, _ = self._delivered(incoming)["personal"]
-        reply = Message.of(self.measured(validation={}))
-        reply[PERSONAL] = state
-        return reply
+        personal = self._delivered(incoming)["personal"]
+        return Message.of({**self.measured(validation={}), PERSONAL: personal[MODEL]})
 
     def _deputy_state(self, incoming: Message) -> StateDict:
         """S_k with the site's own batch normalisation.
@@ -275,20 +268,17 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         self.best["personal"].offer(values["personal"], round, personal.state_dict())
         return values
 
-    def _delivered(self, incoming: Message) -> dict[str, tuple[StateDict, int | None]]:
-        """The site's final deputy and personal model with their rounds.
-
-        They are of its best round or of the last one.
-        """
+    def _delivered(self, incoming: Message) -> dict[str, Message]:
+        """The site's final deputy and personal model, of their best rounds or of the last one."""
         deputy = self._deputy_state(incoming)
-        personal = deputy
+        last = {"global": deputy, "personal": deputy}
         if self.hyper.det and self.personal:
-            personal = self.personal
+            last["personal"] = self.personal
         rule = self.plan.server_hyper.selection
-        return {
-            "global": self.best["global"].chosen(rule, deputy),
-            "personal": self.best["personal"].chosen(rule, personal),
-        }
+        models = {}
+        for role, best in self.best.items():
+            models[role] = trained_model(*best.chosen(rule, last[role]))
+        return models
 
     @phase(request=(DEPUTY, MODEL))  # an outside site's model is whole
     def finalize(self, incoming: Message) -> dict[str, Message]:
@@ -299,16 +289,13 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         if self.personal is None:
             whole = plain_message(self._deputy_state(incoming))
             return {"global": whole, "deployed": whole}
-        models: dict[str, Message] = {}
-        for role, (state, rounds) in self._delivered(incoming).items():
-            models[role] = trained_model(state, rounds)
+        models = self._delivered(incoming)
         if not self.hyper.det:
             return {**models, "deployed": models["personal"]}
-        reached: dict[str, float | None] = {}
+        reached = {}
         for role, model in models.items():
             reached[role] = self.validation(self.network(role, model[MODEL]))
         role = better_model(reached["personal"], reached["global"])
-        chosen = models[role]
         choice = {"keep": "best", "model": role, "validation": reached}
-        deployed = Message(chosen.states, {**chosen.meta, KEPT: choice})
+        deployed = Message(models[role].states, {**models[role].meta, KEPT: choice})
         return {**models, "deployed": deployed}

@@ -156,10 +156,7 @@ class Supervision:
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.kind == "task":
             return self.site.loss(logits, targets)
-        if self._focal is not None:
-            value = self._focal(logits, targets)
-        else:
-            value = self._classification(logits, targets)
+        value = (self._focal or self._classification)(logits, targets)
         if self._dice is None:
             return value
         return value + self._dice(logits, targets)
@@ -219,7 +216,7 @@ class Transfer:
         prototypes: the site's own of the round before, empty at the start; `run` updates them every
             epoch.
         stages: of every epoch; empty if DET is off.
-        gammas: (G, C) γ of every epoch, as nested lists; empty without refinement.
+        gammas: (G C,) γ of every epoch; empty without refinement.
     """
 
     site: Site
@@ -231,7 +228,7 @@ class Transfer:
     width: int
     prototypes: StateDict
     stages: list[int] = field(default_factory=list)
-    gammas: list[list[list[float]]] = field(default_factory=list)
+    gammas: list[Tensor] = field(default_factory=list)
 
     @property
     def _single(self) -> bool:
@@ -247,17 +244,18 @@ class Transfer:
         models = [self.personal]
         if not self._single:
             models.append(self.deputy)
-        halved = self._halvings(round, 0)
-        rate = self.site.task.optimizer["lr"] * 0.5**halved
         # One for each model: gradient norms are clipped by model.
-        optimizers = [self.site.optimizer(trainable(model), lr=rate) for model in models]
+        optimizers = [self.site.optimizer(trainable(model)) for model in models]
+        rate = optimizers[0].param_groups[0]["lr"]
+        count = self.site.task.local_epochs
         steps = [Steps(optimizer, self.site) for optimizer in optimizers]
-        losses_of_personal: list[Tensor] = []
-        sizes: list[int] = []
+        losses_of_personal = []
+        sizes = []
         for epoch, batches in enumerate(epochs(self.site, round, "model")):
-            if self._halvings(round, epoch) > halved:
-                halved = self._halvings(round, epoch)
-                _halve_rates(optimizers)
+            halved = formulas.halvings(self.hyper.halve_every, round, epoch, count)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * 0.5**halved
             collected = self._begin_epoch(validation)
             for model in models:
                 model.train()
@@ -273,9 +271,6 @@ class Transfer:
                 self.prototypes = copy_state(collected.state())
         return weighted_sum(losses_of_personal, sizes) / sum(sizes)
 
-    def _halvings(self, round: int, epoch: int) -> int:
-        return formulas.halvings(self.hyper.halve_every, round, epoch, self.site.task.local_epochs)
-
     def _begin_epoch(self, validation: dict[str, float | None]) -> SitePrototypes | None:
         """Sets the stage and the class weights.
 
@@ -289,7 +284,7 @@ class Transfer:
             return None
         self.supervision.refine(self.prototypes.get("prototypes"))
         if self.supervision.gamma is not None:
-            self.gammas.append(self.supervision.gamma.tolist())
+            self.gammas.append(self.supervision.gamma.flatten())
         return SitePrototypes(self.site.task, self.width, self.site.device)
 
     def _stage(self, stage: int, validation: dict[str, float | None]) -> int:
@@ -331,12 +326,6 @@ class Transfer:
         if self.stages[-1] in (formulas.RECOVER, formulas.EXCHANGE):
             loss_d = loss_d + formulas.distillation_loss(d, p)
         return [loss_p, loss_d]
-
-
-def _halve_rates(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
 
 
 def _or_nan(value: float | None) -> float:

@@ -3,21 +3,19 @@
 The server sends it; it can be of any kind.
 """
 
-from typing import Any, ClassVar
-
-from pydantic.dataclasses import dataclass
+from typing import Any
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.hyper import param
 from medflare.core.message import Message
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.data.acquisition import TRAINED_ON
 from medflare.inference.deployed import WEIGHTS_FILE, build, load_model
 from medflare.methods.base import ServerAlgorithm, ServerContext, SiteAlgorithm, SiteHyper, Step
 from medflare.networks.weights import find_weights
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class EvaluateHyper:
     """Which model is evaluated."""
 
@@ -30,9 +28,9 @@ class EvaluateHyper:
 class EvaluateSite(SiteAlgorithm[SiteHyper]):
     """Tests the server's model; a site sends metrics only."""
 
-    server_hyper: ClassVar[type] = EvaluateHyper
-    dp_unsupported_reason: ClassVar[str] = "it trains nothing"
-    uses_training: ClassVar[bool] = False
+    server_hyper = EvaluateHyper
+    dp_unsupported_reason = "it trains nothing"
+    uses_training = False
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """The model.
@@ -55,7 +53,7 @@ class EvaluateServer(ServerAlgorithm[Any]):
         ConfigError: there is no such model, or it has another SHA-256.
     """
 
-    Hyper: ClassVar[type] = EvaluateHyper
+    Hyper = EvaluateHyper
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
@@ -89,7 +87,6 @@ class EvaluateServer(ServerAlgorithm[Any]):
             "kind": self._model.kind,
             "site": card.get("site") or "all",
             "seed": card.get("seed"),
+            "sha256": card["sha256"][:16],
         }
-        return {
-            "Evaluated model": {str(card.get("role")): {**origin, "sha256": card["sha256"][:16]}}
-        }
+        return {"Evaluated model": {str(card.get("role")): origin}}

@@ -5,7 +5,7 @@ holds back, is in `preparation.fingerprint`.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator
 
@@ -44,8 +44,8 @@ FINGERPRINT = MetaSpec[dict[str, Any]](
 class FingerprintSite(SiteAlgorithm[SiteHyper]):
     """Reads the site's training images as they are stored and sends their fingerprint."""
 
-    server_hyper: ClassVar[type] = object
-    dp_unsupported_reason: ClassVar[str] = "a fingerprint carries no noise"
+    server_hyper = object
+    dp_unsupported_reason = "a fingerprint carries no noise"
 
     @phase(meta=(FINGERPRINT,))
     def describe(self, round: int, incoming: Message) -> Message:
@@ -77,7 +77,7 @@ class FingerprintSite(SiteAlgorithm[SiteHyper]):
 class FingerprintServer(ServerAlgorithm[Any]):
     """Collects the fingerprints in a file that `medflare task plan` reads."""
 
-    Hyper: ClassVar[type] = SiteHyper  # none
+    Hyper = SiteHyper  # none
 
     def steps(self) -> list[Step]:
         return [Step.of(FingerprintSite.describe, self.context.rounds, everyone=True)]

@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -74,13 +73,16 @@ class ImportOptions:
     force: bool = False  # replace existing datalists
 
 
+Sites: TypeAlias = Mapping[str, Sequence[Item]]  # site -> its images
+
+
 @dataclass(frozen=True)
 class ImportReport:
     """The datalists that were written."""
 
     dataset: Dataset  # the content of the folder
     # Site, or "" if there is one folder -> its images with their splits.
-    sites: Mapping[str, Sequence[Item]]
+    sites: Sites
     home: Path  # a site's folder, or the folder of all sites
     warnings: tuple[str, ...]  # one line each
     guessed: str = ""  # one line: what was guessed, and the options that say otherwise
@@ -102,12 +104,12 @@ class ImportReport:
         return "\n".join(lines)
 
 
-def _counts(sites: Mapping[str, Sequence[Item]], classes: Sequence[str]) -> pd.DataFrame:
+def _counts(sites: Sites, classes: Sequence[str]) -> pd.DataFrame:
     rows = []
     for site, items in sites.items():
         for split in SPLITS:
             listed = [item for item in items if item.split == split]
-            row: list[Any] = [site, split, len(listed), len(set(map(_patient, listed)))]
+            row: list[Any] = [site, split, len(listed), len(set(map(patient_of, listed)))]
             for number in range(len(classes)):
                 row.append(sum(_shows(item, number) for item in listed))
             rows.append(row)
@@ -124,20 +126,14 @@ def _shows(item: Item, number: int) -> bool:
     return bool(item.label == number)
 
 
-def find_dataset(
-    folder: ImageFolder,
-    *,
-    kind: str = "",
-    table: Path | None = None,
-    columns: Columns = GUESSED,
-    redraw: bool = False,
-) -> Dataset:
+def _find_dataset(folder: ImageFolder, options: ImportOptions) -> Dataset:
     """A folder's images with labels: by a table, masks by name or folder, or a folder per class.
 
-    DataError if it is unclear, or if a folder beside those of splits may be a split, too. With
-    `redraw`, splits are ignored.
+    DataError if it is unclear, or if a folder beside those of splits may be a split, too.
     """
-    candidates = [table] if table else list(folder.tables)
+    kind = options.kind
+    columns = options.columns
+    candidates = [options.table] if options.table else list(folder.tables)
     splits = {}
     unused = {}
     for path in candidates:
@@ -145,31 +141,35 @@ def find_dataset(
             splits[path] = split_of_table(path, folder, columns, kind)
         except DataError as error:
             unused[path] = str(error)
-    requested = table is not None or columns != GUESSED
+    requested = options.table is not None or columns != GUESSED
     tables = candidates if requested and len(candidates) == 1 else list(splits)
     if len(tables) > 1 and len({*splits.values()} - {""}) < len(tables):
-        found = f"{len(tables)} tables ({', '.join(map(folder.relative, tables))})"
-        raise DataError(f"{folder.root}: {found}; choose one with --table, or give --site-folders")
+        names = ", ".join(map(folder.relative, tables))
+        raise DataError(
+            f"{folder.root}: {len(tables)} tables ({names}); "
+            "choose one with --table, or give --site-folders"
+        )
     if requested and not tables:
-        problem = "no table (CSV or TSV) for the columns; name it with --table"
-        raise DataError("; ".join((f"{folder.root}: {problem}", *unused.values())))
+        problem = f"{folder.root}: no table (CSV or TSV) for the columns; name it with --table"
+        raise DataError("; ".join((problem, *unused.values())))
     if tables:
-        return read_tables(tables, folder, columns, kind=kind, redraw=redraw)
+        return read_tables(tables, folder, columns, kind=kind, redraw=options.redraw)
     dataset = _by_folders(folder, kind, unused)
     strange = _beside_splits(folder, dataset)
     classes = dataset.kind == "classification"
-    if strange and kind != "classification" and (classes or not redraw):
-        first = folder.relative(strange[0])
-        found = f"{len(strange)} images are in no folder of a split, but others are: {first}"
-        remedy = "rename its folder train, val or test, take it out, or "
-        remedy += "give --kind classification if it is a class" if classes else "draw with --redraw"
-        raise DataError(f"{folder.root}: {found}; {remedy}")
+    if strange and kind != "classification" and (classes or not options.redraw):
+        remedy = "give --kind classification if it is a class" if classes else "draw with --redraw"
+        raise DataError(
+            f"{folder.root}: {len(strange)} images are in no folder of a split, but others are: "
+            f"{folder.relative(strange[0])}; rename its folder train, val or test, take it out, or "
+            f"{remedy}"
+        )
     return dataset
 
 
 def _beside_splits(folder: ImageFolder, dataset: Dataset) -> list[Path]:
     """Images without a split that have a folder more than others, or a class that no split has."""
-    names = folder.names()
+    names = folder.names
     depth = 0
     classes = set()
     without = []
@@ -192,19 +192,17 @@ def _beside_splits(folder: ImageFolder, dataset: Dataset) -> list[Path]:
 
 def _by_folders(folder: ImageFolder, kind: str, unused: Mapping[Path, str]) -> Dataset:
     """The images by the names of files and folders; `unused`: table -> why it is not used."""
-    names = folder.names()
+    names = folder.names
     notes = prefixed("not used", unused.values())
     images = [image for image in folder.images if not names[image].mask]
     masks = len(names) - len(images)
     structures: Dataset | None = None
-    if masks and kind != "classification" and are_in_structures(names):
-        structures = structure_folders(folder, folder.images, "segmentation")
-    elif not masks and kind != "classification":
-        structures = structure_folders(folder, images, kind)
+    if kind != "classification" and (not masks or are_in_structures(names.values())):
+        structures = structure_folders(folder, "segmentation" if masks else kind)
     if structures is not None:
         dataset = structures
     elif kind == "segmentation" or (masks and kind != "classification"):
-        dataset = pair_masks(folder, names)
+        dataset = pair_masks(folder)
     else:
         try:
             dataset = class_folders(folder, images, any_number=kind == "classification")
@@ -235,27 +233,25 @@ def _read_folder(root: Path, options: ImportOptions) -> tuple[ImageFolder, Datas
     if (options.sites is not None or options.columns.site) and out is None:
         raise DataError(f"{root}: several sites need a folder of their own; name it with --out")
     if out is not None and out.resolve().is_relative_to(root.resolve()):
-        problem = f"{out} is in {root}, so its files would be imported again"
-        raise DataError(f"{problem}; take another --out")
+        raise DataError(
+            f"{out} is in {root}, so its files would be imported again; take another --out"
+        )
     folder = scan_folder(root)
-    dataset = find_dataset(
-        folder,
-        kind=options.kind,
-        table=options.table,
-        columns=options.columns,
-        redraw=options.redraw,
-    )
+    dataset = _find_dataset(folder, options)
     missing = (*folder.unreadable, *dataset.missing)
     dataset = replace(dataset, notes=(*folder.notes, *dataset.notes), missing=missing)
     if missing and not (options.skip and dataset.items):
         listed = len(missing) + len(dataset.items)
-        found = f"{len(missing)} of {listed} are incomplete, the first: {missing[0]}"
-        raise DataError(f"{root}: {found}; complete them, or --skip")
+        raise DataError(
+            f"{root}: {len(missing)} of {listed} are incomplete, the first: {missing[0]}; "
+            "complete them, or --skip"
+        )
     if folder.slices and out is None:
         slices = next(iter(folder.slices.values()))
-        first = folder.relative(slices[0])
-        found = f"{first} is one of {len(slices)} slices of a series beside other files"
-        raise DataError(f"{root}: {found}; give --out, where each series gets a folder of its own")
+        raise DataError(
+            f"{root}: {folder.relative(slices[0])} is one of {len(slices)} slices of a series "
+            "beside other files; give --out, where each series gets a folder of its own"
+        )
     check_files(dataset.items, root, folder.slices)
     if out is None:
         _refuse_links(dataset.items, root)
@@ -314,18 +310,18 @@ def _split_warning(
     for item in items:
         if isinstance(item.label, int):
             splits[item.label].add(item.split)
-    if len(set().union(*splits.values())) < 2:
-        return ""
     alone = []
     for number, of_class in sorted(splits.items()):
         if len(of_class) == 1:
             alone.append(f"{dataset.labels[str(number)]} in {min(of_class)}")
-    if not alone:
+    if not alone or len(set().union(*splits.values())) < 2:
         return ""
     found = f"classes stand in one split only: {', '.join(alone)}"
     if len(alone) == len(splits) and options.kind != "classification":
-        remedy = f"if they are patients or splits, give {dataset.options}; otherwise "
-        raise DataError(f"{root}: all {found}; {remedy}--kind classification")
+        raise DataError(
+            f"{root}: all {found}; if they are patients or splits, give {dataset.options}; "
+            "otherwise --kind classification"
+        )
     return f"{found}; add patients of these classes, or --redraw"
 
 
@@ -355,14 +351,15 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
             if path.is_dir() and path.name[0] != "." and not is_system_folder(path.name):
                 paths.append(path)
     if not paths:
-        remedy = "correct the path, or leave out --site-folders"
-        raise DataError(f"{root}: no folder of a site in it; {remedy}")
+        raise DataError(
+            f"{root}: no folder of a site in it; correct the path, or leave out --site-folders"
+        )
     of_site = {}
     folders: dict[str, ImageFolder] = {}
     datasets: dict[str, Dataset] = {}
     for path in paths:
         out = options.out and options.out / path.name
-        of_site[path.name] = replace(options, site_folders=False, out=out)
+        of_site[path.name] = replace(options, out=out)
         folders[path.name], datasets[path.name] = _read_folder(path, of_site[path.name])
     datasets = _with_all_classes(datasets, root)
     sites = {}
@@ -396,16 +393,20 @@ def _with_all_classes(datasets: Mapping[str, Dataset], root: Path) -> dict[str, 
     differ = False
     for site, dataset in datasets.items():
         if dataset.kind != first.kind:
-            found = f"{first_site} is read as {first.kind}, {site} as {dataset.kind}"
-            raise DataError(f"{root}: {found}; give --kind, or import them apart")
+            raise DataError(
+                f"{root}: {first_site} is read as {first.kind}, {site} as {dataset.kind}; "
+                "give --kind, or import them apart"
+            )
         if dataset.kind == "classification":
             names.update(dataset.labels.values())
         if names and dataset.labels != first.labels:
             differ = True
             if any(isinstance(item.label, list) for item in dataset.items):
-                found = f"{first_site} has the findings {_called(first)}, {site} {_called(dataset)}"
-                remedy = "choose those of all sites with --label-column, or import them apart"
-                raise DataError(f"{root}: {found}; {remedy}")
+                raise DataError(
+                    f"{root}: {first_site} has the findings {_called(first)}, "
+                    f"{site} {_called(dataset)}; choose those of all sites with --label-column, "
+                    "or import them apart"
+                )
     if not differ:
         return dict(datasets)
     return _renumbered(datasets, sorted_labels(names), root)
@@ -468,18 +469,20 @@ def assign_patients(
     if not without:
         return assigned, ""
     if len(without) < len(items):
-        first = folder.relative(without[0])
-        found = f"{len(without)} of {len(items)} images have no patient, the first: {first}"
-        raise DataError(f"{found}; complete them, or give --patient '^(p\\d+)'")
+        raise DataError(
+            f"{len(without)} of {len(items)} images have no patient, the first: "
+            f"{folder.relative(without[0])}; complete them, or give --patient '^(p\\d+)'"
+        )
+    warning = (
+        "patients are unknown: each image counts as a patient, "
+        "and two images of one person may be in different splits; "
+    )
     people = [_EYE.sub("", path.stem) for path in without]
     if len({*people}) < len(items) and all(_EYE.search(path.stem) for path in without):
         for row, name in enumerate(people):
             assigned[row] = replace(assigned[row], patient=name)
         warning = "patients are the file names without left and right; if they are not, "
-        return assigned, f"{warning}give --patient '^(p\\d+)' or --patient-column"
-    warning = "patients are unknown: each image counts as a patient, "
-    warning += "and two images of one person may be in different splits"
-    return assigned, f"{warning}; give --patient '^(p\\d+)' or --patient-column"
+    return assigned, f"{warning}give --patient '^(p\\d+)' or --patient-column"
 
 
 def _match_patients(items: Sequence[Item], folder: ImageFolder, pattern: str) -> list[Item]:
@@ -487,16 +490,18 @@ def _match_patients(items: Sequence[Item], folder: ImageFolder, pattern: str) ->
     try:
         expression = re.compile(composed(pattern))
     except re.error as error:
-        problem = f"--patient '{pattern}': not a regular expression ({error})"
-        raise ConfigError(f"{problem}; for example '^(p\\d+)'") from error
+        raise ConfigError(
+            f"--patient '{pattern}': not a regular expression ({error}); for example '^(p\\d+)'"
+        ) from error
     group = min(expression.groups, 1)
     assigned = []
     for item in items:
         name = folder.relative(item.first) if "/" in pattern else item.first.name
         match = expression.search(composed(name))
         if not match or not match[group]:
-            problem = f"--patient '{pattern}' does not match {name!r}"
-            raise DataError(f"{problem}; correct the expression")
+            raise DataError(
+                f"--patient '{pattern}' does not match {name!r}; correct the expression"
+            )
         assigned.append(replace(item, patient=match[group]))
     return assigned
 
@@ -511,8 +516,10 @@ def parse_shares(text: str) -> dict[str, float]:
     except ValueError:
         numbers = []
     if len(numbers) != len(SPLITS) or not all(0 < number < float("inf") for number in numbers):
-        remedy = f"give three numbers above 0 for {', '.join(SPLITS)}, for example 70,10,20"
-        raise ConfigError(f"--shares {text!r}: {remedy}")
+        raise ConfigError(
+            f"--shares {text!r}: give three numbers above 0 for {', '.join(SPLITS)}, "
+            "for example 70,10,20"
+        )
     return dict(zip(SPLITS, numbers, strict=True))
 
 
@@ -521,15 +528,14 @@ def _items_by_site(items: Sequence[Item], options: ImportOptions) -> dict[str, l
 
     The site is "" if there is one.
     """
-    by_site: dict[str, list[Item]] = {}
+    by_site = {}
     if options.sites is not None:
         if options.sites < 1:
             raise ConfigError(f"--sites {options.sites}: give 1 or more")
         numbers = _folds(items, options.sites, options.seed, "sites")
         for number in range(options.sites):
-            by_site[f"site-{number + 1}"] = []
-        for item, number in zip(items, numbers, strict=True):
-            by_site[f"site-{number + 1}"].append(item)
+            rows = np.flatnonzero(numbers == number).tolist()
+            by_site[f"site-{number + 1}"] = [items[row] for row in rows]
         return by_site
     if not options.columns.site:
         return {"": list(items)}
@@ -538,8 +544,10 @@ def _items_by_site(items: Sequence[Item], options: ImportOptions) -> dict[str, l
         folder = re.sub(r"[^\w-]+", "-", item.site).strip("-") or "unknown"
         other = name_of.setdefault(folder, item.site)
         if other != item.site:
-            problem = f"{other!r} and {item.site!r} would both be the folder {folder}"
-            raise DataError(f"--site-column: {problem}; write one name per site")
+            raise DataError(
+                f"--site-column: {other!r} and {item.site!r} would both be the folder {folder}; "
+                "write one name per site"
+            )
         by_site.setdefault(folder, []).append(item)
     refuse_variants(by_site, "--site-column")
     return dict(sorted(by_site.items()))
@@ -565,18 +573,19 @@ def draw_splits(
     first_of: dict[str, Item] = {}
     for item in drawn:
         present.add(item.split)
-        first = first_of.setdefault(_patient(item), item)
+        first = first_of.setdefault(patient_of(item), item)
         if first.split != item.split:
-            both = f"{first.first.name} ({first.split}) and {item.first.name} ({item.split})"
-            problem = f"patient {item.patient} is in two splits: {both}"
-            raise DataError(f"{problem}; draw new splits with --redraw")
+            raise DataError(
+                f"patient {item.patient} is in two splits: {first.first.name} ({first.split}) and "
+                f"{item.first.name} ({item.split}); draw new splits with --redraw"
+            )
     if present <= {"test"}:
         return drawn  # a site that does not train
     missing = [split for split in ("test", "validation") if split in shares.keys() - present]
     rest = sum(shares[split] for split in ("training", *missing))
     for split in missing:
         pool = {row: item for row, item in enumerate(drawn) if item.split == "training"}
-        patients = set(map(_patient, pool.values()))
+        patients = set(map(patient_of, pool.values()))
         folds = max(2, min(round(rest / shares[split]), len(patients)))
         numbers = _folds(list(pool.values()), folds, seed, f"{site} {split}")
         rest -= shares[split]
@@ -591,15 +600,17 @@ def _folds(items: Sequence[Item], folds: int, seed: int, key: str) -> np.ndarray
 
     Each class of a split has equal shares as far as patients allow.
     """
-    patients = list(map(_patient, items))
+    patients = list(map(patient_of, items))
     counts = Counter(patients)
     if len(counts) < folds:
         found = f"{len(counts)} patient(s) cannot be split in {folds}"
         patient, count = counts.most_common(1)[0]
         if count > 1:
             found += f" ({count} images are of {patient!r})"
-        remedy = "add patients, use fewer --sites, or name them in files by --patient '^(p\\d+)'"
-        raise DataError(f"{key}: {found}; {remedy}")
+        raise DataError(
+            f"{key}: {found}; "
+            "add patients, use fewer --sites, or name them in files by --patient '^(p\\d+)'"
+        )
     numbers = np.zeros(len(items), np.int64)
     if folds == 1:
         return numbers
@@ -615,12 +626,15 @@ def _folds(items: Sequence[Item], folds: int, seed: int, key: str) -> np.ndarray
         for fold, (_, rows) in enumerate(splitter.split(numbers, classes, patients)):
             numbers[rows] = fold
     if len(np.unique(numbers)) < folds:
-        problem = f"the patients' numbers of images are too uneven for {folds} parts"
-        raise DataError(f"{key}: {problem}; use fewer, or other --shares")
+        raise DataError(
+            f"{key}: the patients' numbers of images are too uneven for {folds} parts; "
+            "use fewer, or other --shares"
+        )
     return numbers
 
 
-def _patient(item: Item) -> str:
+def patient_of(item: Item) -> str:
+    """The patient; if it is unknown, the image counts as one."""
     return item.patient or str(item.first)
 
 
@@ -636,8 +650,9 @@ def check_files(items: Iterable[Item], root: Path, made: Collection[Path] = ()) 
     for item in items:
         for file in item.paths:
             if file not in item.rendered and file not in made and not file.exists():
-                remedy = "restore it, or take its link or its row out"
-                raise DataError(f"{file}: file not found; {remedy}")
+                raise DataError(
+                    f"{file}: file not found; restore it, or take its link or its row out"
+                )
         if item.first in listed:
             path = item.first.relative_to(root).as_posix()
             raise DataError(f"{root}: {path} is listed twice")
@@ -658,8 +673,9 @@ def check_target(home: Path, sites: Iterable[str], *, force: bool) -> None:
         return
     for path in sorted(home.glob(f"*/{FILE}")):
         if path.parent.name not in names:
-            problem = f"{path.parent} is a site of an earlier import"
-            raise DataError(f"{problem}; remove it, or take another folder")
+            raise DataError(
+                f"{path.parent} is a site of an earlier import; remove it, or take another folder"
+            )
 
 
 def write_datalist(
@@ -709,7 +725,7 @@ def place_files(
     root: Path,
     *,
     copy: bool,
-    slices: Mapping[Path, Sequence[Path]] = MappingProxyType({}),
+    slices: Mapping[Path, Sequence[Path]],
 ) -> None:
     """Link or copy a site's files into its folder; DataError if another file is there.
 
@@ -749,5 +765,7 @@ def _place(source: Path, target: Path, copy: bool) -> None:
         else:
             os.link(source.resolve(), target)
     except OSError as error:
-        remedy = "take a folder on the disk of the images, or copy them with --copy"
-        raise DataError(f"{target}: {error.strerror}; {remedy}") from error
+        raise DataError(
+            f"{target}: {error.strerror}; "
+            "take a folder on the disk of the images, or copy them with --copy"
+        ) from error

@@ -97,11 +97,13 @@ def write_features(
     if task.kind != "classification":
         raise ConfigError(f"task {task.name}: features need a classification task")
     if "weights" not in task.network:
-        problem = "features need pretrained weights; set network.weights"
-        raise ConfigError(f"task {task.name}: {problem}")
+        raise ConfigError(
+            f"task {task.name}: features need pretrained weights; set network.weights"
+        )
     if home.resolve().is_relative_to(root.resolve()):
-        problem = f"{home} is in {root} and would be read as one of its sites"
-        raise DataError(f"{problem}; take another folder")
+        raise DataError(
+            f"{home} is in {root} and would be read as one of its sites; take another folder"
+        )
     folders = {}
     for folder in site_folders(root):
         site = "" if folder == root else site_name(folder)
@@ -110,8 +112,7 @@ def write_features(
     network = initial_network(task, 0, start=starting_state(task, 0, weights)).eval()
     name = task.network["name"]
     if not network.has_features:
-        problem = f"network {name} has no features; take another one"
-        raise ConfigError(f"task {task.name}: {problem}")
+        raise ConfigError(f"task {task.name}: network {name} has no features; take another one")
     images = {}
     for site, folder in sorted(folders.items()):
         images[site] = _write_site(site, folder, task, network, home / site)

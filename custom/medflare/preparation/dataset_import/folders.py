@@ -3,13 +3,16 @@
 Which mask belongs to which image, and which folder is a class.
 """
 
+import json
 import math
 import os
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import resources
 from itertools import product
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -40,51 +43,21 @@ LAYOUTS: Final = (
 MAX_CLASSES: Final = 30  # more folders or values are probably not classes
 _IMAGES_OF_CLASS: Final = 2.5  # folders with fewer, in the mean, are probably patients
 _TABLES: Final = (".csv", ".tsv")
-# Folders of thumbnails, bins, snapshots and lost files; others of network drives begin with @ or $.
-_BINS: Final = ("#recycle", "recycled", "recycler", "network trash folder", "temporary items")
-_SYSTEM: Final = ("__macosx", "#snapshot", "~snapshot", "system volume information", "lost+found")
 _SAMPLE: Final = 3  # pictures of a folder that are read to tell masks from photographs
 _TAGS: Final = ("Rows", "SOPClassUID", "SeriesInstanceUID", "PatientID", "ReferencedSeriesSequence")
 _HEADER: Final = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
 
-_MASK: Final = frozenset(
-    (
-        "mask",
-        "masks",
-        "label",
-        "labels",
-        "seg",
-        "segs",
-        "segmentation",
-        "segmentations",
-        "gt",
-        "groundtruth",
-        "truth",
-        "annotations",
-    )
+# Words in the names of files and folders, of which `other` ones say nothing of an image; column ->
+# names that it usually has, the most likely first. In dermoscopy the images of one lesion stay
+# together where there is no patient.
+WORDS: Final[dict[str, Any]] = json.loads(
+    (resources.files(__package__) / "words.json").read_text(encoding="utf-8")
 )
-_MASK_WORDS: Final = frozenset((*_MASK, "ground"))
-_IMAGE: Final = frozenset(
-    (
-        "image",
-        "images",
-        "img",
-        "imgs",
-        "picture",
-        "pictures",
-        "photo",
-        "photos",
-        "scan",
-        "scans",
-        "input",
-    )
-)
-_SPLITS: Final = {
-    **dict.fromkeys(("train", "training"), "training"),
-    **dict.fromkeys(("val", "valid", "validation"), "validation"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
-_IGNORED_WORDS: Final = frozenset(("set", "data", "folder", "split", "ground", *_IMAGE, *_MASK))
+_MASK: Final = frozenset(WORDS["mask"])
+_MASK_WORDS: Final = _MASK | {"ground"}
+_IMAGE: Final = frozenset(WORDS["image"])
+_SPLITS: Final[dict[str, str]] = WORDS["split"]
+_IGNORED_WORDS: Final = _IMAGE | _MASK_WORDS.union(WORDS["other"])
 _NO_NAMES: Final = _IGNORED_WORDS | _SPLITS.keys()
 _WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 # Ends in a number (nnU-Net), or in NIfTI files in a word (`_flair`).
@@ -111,7 +84,7 @@ class Item:
     @property
     def first(self) -> Path:
         """The first file of the image."""
-        return next(file for file in self.files if file is not None)
+        return next(filter(None, self.files))
 
     @property
     def masks(self) -> list[Path]:
@@ -170,6 +143,7 @@ class ImageFolder:
         """The path of a file within the folder."""
         return path.relative_to(self.root).as_posix()
 
+    @cached_property
     def names(self) -> "dict[Path, FileName]":
         """Image -> the parts of its name.
 
@@ -199,12 +173,12 @@ def scan_folder(root: Path) -> ImageFolder:
     for folder, files in walk(root, left_out, _reason_of_datalist):
         pictures = [file for file in files if suffix(file) in image_suffixes()]
         tables_here = [file for file in files if suffix(file) in _TABLES]
-        only_slices = not pictures and not tables_here and folder != root
         dicom = [file for file in files if file.is_file() and is_dicom(file)]
         readable, damaged, without_image = _read_headers(dicom)
         others += without_image
         for file in damaged:
             unreadable.append(f"{file.relative_to(root).as_posix()}: cannot be read as DICOM")
+        only_slices = not pictures and not tables_here and folder != root
         series_headers, apart = _dicom_series(folder, readable, only_slices)
         headers |= series_headers
         slices |= apart
@@ -214,12 +188,11 @@ def scan_folder(root: Path) -> ImageFolder:
     notes = left_out_lines(left_out)
     if others:
         first = others[0].relative_to(root).as_posix()
-        found = f"DICOM objects without an image: {len(others)}, the first: {first}"
-        notes.append(f"left out, {found}")
+        notes.append(f"left out, DICOM objects without an image: {len(others)}, the first: {first}")
     if not images:
-        found = f"no image ({', '.join((*image_suffixes(), '.dcm'))})"
+        suffixes = ", ".join((*image_suffixes(), ".dcm"))
         remedy = "; ".join(("give the folder of the images", *notes, *unreadable[:1]))
-        raise DataError(f"{root}: {found}; {remedy}")
+        raise DataError(f"{root}: no image ({suffixes}); {remedy}")
     by_series = {header.series: image for image, header in headers.items()}
     patients = {}
     segmented = {}
@@ -274,8 +247,14 @@ def walk(
 
 
 def left_out_lines(left_out: LeftOut) -> list[str]:
-    """A line for each reason for which folders are left out."""
-    return [f"left out, {reason}: {_counted(names)}" for reason, names in left_out.items()]
+    """A line for each reason for which folders are left out; a name with how often it occurs."""
+    lines = []
+    for reason, names in left_out.items():
+        listed = []
+        for name, times in Counter(names).items():
+            listed.append(f"{name} ({times} times)" if times > 1 else name)
+        lines.append(f"left out, {reason}: {', '.join(listed)}")
+    return lines
 
 
 def prefixed(prefix: str, lines: Iterable[str]) -> list[str]:
@@ -290,7 +269,7 @@ def is_system_folder(name: str) -> bool:
         >>> is_system_folder("@eaDir"), is_system_folder("Lost+Found"), is_system_folder("cat")
         (True, True, False)
     """
-    return name.startswith(("@", "$")) or name.casefold() in (*_BINS, *_SYSTEM)
+    return name.startswith(("@", "$")) or name.casefold() in WORDS["system_folder"]
 
 
 def _reason_to_leave_out(folder: Path, allowed: Collection[Path], searched: set[Path]) -> str:
@@ -302,8 +281,10 @@ def _reason_to_leave_out(folder: Path, allowed: Collection[Path], searched: set[
     target = folder.resolve()
     twice = any(target.is_relative_to(path) or path.is_relative_to(target) for path in searched)
     if twice or not any(target.is_relative_to(path) for path in allowed):
-        remedy = f"give the folders themselves, or allow them in {FOLDERS}"
-        return f"as links to folders are not followed ({remedy})"
+        return (
+            "as links to folders are not followed "
+            f"(give the folders themselves, or allow them in {FOLDERS})"
+        )
     searched.add(target)
     return ""
 
@@ -312,14 +293,6 @@ def _reason_of_datalist(folder: Path) -> str:
     if (folder / FILE).is_file():
         return f"as they have a {FILE} (remove it to import them)"
     return ""
-
-
-def _counted(names: Iterable[str]) -> str:
-    """The names, with how often each occurs if that is not once."""
-    listed = []
-    for name, times in Counter(names).items():
-        listed.append(f"{name} ({times} times)" if times > 1 else name)
-    return ", ".join(listed)
 
 
 class _Header(NamedTuple):
@@ -500,7 +473,7 @@ def _without(name: str, affixes: Iterable[str]) -> str:
 # -- images and masks ------------------------------------------------------------------------------
 
 
-def pair_masks(folder: ImageFolder, names: Mapping[Path, FileName] | None = None) -> Dataset:
+def pair_masks(folder: ImageFolder) -> Dataset:
     """Every mask with its image; the channels of an image may be in separate files.
 
     An image has the mask of the same folders, name and split; otherwise the mask without a name of
@@ -508,8 +481,8 @@ def pair_masks(folder: ImageFolder, names: Mapping[Path, FileName] | None = None
     DICOM series has the segmentation that refers to it. DataError without pairs, for two masks of
     one image, and for two images of one mask.
     """
-    names = names or folder.names()
-    files_of, without = _assign_masks(folder, names)
+    names = folder.names
+    files_of, without = _assign_masks(folder)
     channels = sorted(set[str]().union(*files_of.values()))
     items = []
     missing_images = []
@@ -522,17 +495,19 @@ def pair_masks(folder: ImageFolder, names: Mapping[Path, FileName] | None = None
             missing_images.append(f"{folder.relative(mask)}: a mask without an image")
     if not items:
         found = f"none of {len(files_of)} masks belongs to an image by its name"
-        if without and len(_fitting_masks(without[0], names)) > 1:
-            found += f": {folder.relative(without[0])}: {_why_no_mask(folder, without[0], names)}"
+        if without and len(_fitting_masks(folder, without[0])) > 1:
+            found += f": {_line_without_mask(folder, without[0])}"
         raise DataError(f"{folder.root}: {found}; supported: {LAYOUTS}")
     if len(channels) > 1 and "" in channels:
-        found = f"some images have a file per channel ({channels[1]}), others do not"
-        raise DataError(f"{folder.root}: {found}; list them in a table")
+        raise DataError(
+            f"{folder.root}: some images have a file per channel ({channels[1]}), others do not; "
+            "list them in a table"
+        )
     has_test = any(item.split == "test" for item in items)
     missing = []
     for path in without:
         if has_test or names[path].split != "test":
-            missing.append(f"{folder.relative(path)}: {_why_no_mask(folder, path, names)}")
+            missing.append(_line_without_mask(folder, path))
     unlabelled = len(without) - len(missing)
     notes = [f"{unlabelled} test images without masks are not used"] if unlabelled else []
     layout = "images and masks by name"
@@ -540,10 +515,9 @@ def pair_masks(folder: ImageFolder, names: Mapping[Path, FileName] | None = None
         layout += f", a file per channel ({', '.join(channels)})"
     labels, channel_names = _read_header(folder)
     if not channel_names:
-        channel_names = numbered(channels)
         for number, name in enumerate(channels):
-            if not name or name.isdecimal():
-                del channel_names[str(number)]
+            if name and not name.isdecimal():
+                channel_names[str(number)] = name
     return Dataset(
         "segmentation",
         tuple(items),
@@ -555,10 +529,9 @@ def pair_masks(folder: ImageFolder, names: Mapping[Path, FileName] | None = None
     )
 
 
-def _assign_masks(
-    folder: ImageFolder, names: Mapping[Path, FileName]
-) -> tuple[dict[Path, dict[str, Path]], list[Path]]:
+def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], list[Path]]:
     """Mask -> channel -> image file; and the images without a mask."""
+    names = folder.names
     files_of: dict[Path, dict[str, Path]] = {}
     by_name: defaultdict[str, list[Path]] = defaultdict(list)
     images = []
@@ -580,18 +553,21 @@ def _assign_masks(
             candidates.append(("", "" if in_folder[image.parent] == 1 else name))
         for name, part in candidates:
             masks = [mask for mask in by_name[name] if mask in free]
-            masks = _masks_without_contradiction(image, masks, names, same_folders)
+            masks = _masks_without_contradiction(folder, image, masks, same_folders)
             if len(masks) > 1 and same_folders:
                 both = " and ".join(map(folder.relative, masks[:2]))
-                remedy = "list them in a table, with --mask-column and a column for each"
-                raise DataError(f"{both}: two masks of one image; {remedy}")
+                raise DataError(
+                    f"{both}: two masks of one image; "
+                    "list them in a table, with --mask-column and a column for each"
+                )
             if len(masks) == 1:
                 other = files_of[masks[0]].setdefault(part, image)
                 if other is not image:
                     both = " and ".join(map(folder.relative, (other, image)))
-                    found = f"{both} would both have the mask {folder.relative(masks[0])}"
-                    remedy = "use the same folder names for images and masks, "
-                    raise DataError(f"{found}; {remedy}or list them in a table")
+                    raise DataError(
+                        f"{both} would both have the mask {folder.relative(masks[0])}; use the "
+                        "same folder names for images and masks, or list them in a table"
+                    )
                 return True
         return False
 
@@ -602,38 +578,42 @@ def _assign_masks(
 
 
 def _masks_without_contradiction(
-    image: Path, masks: Iterable[Path], names: Mapping[Path, FileName], same_folders: bool
+    folder: ImageFolder, image: Path, masks: Iterable[Path], same_folders: bool
 ) -> list[Path]:
     """The masks in the split of the image, otherwise those that may be in it.
 
     With `same_folders`, only masks in folders of the same names.
     """
-    split = names[image].split
+    name = folder.names[image]
     same_split = []
     no_split = []
     for mask in masks:
-        if same_folders and names[mask].folders != names[image].folders:
+        of_mask = folder.names[mask]
+        if same_folders and of_mask.folders != name.folders:
             continue
-        if names[mask].split == split:
+        if of_mask.split == name.split:
             same_split.append(mask)
-        elif not split or not names[mask].split:
+        elif not name.split or not of_mask.split:
             no_split.append(mask)
     return same_split or no_split
 
 
-def _fitting_masks(image: Path, names: Mapping[Path, FileName]) -> list[Path]:
+def _fitting_masks(folder: ImageFolder, image: Path) -> list[Path]:
     """The masks with the name of an image, in any folder."""
+    names = folder.names
     return [mask for mask, name in names.items() if name.mask and name.name == names[image].name]
 
 
-def _why_no_mask(folder: ImageFolder, image: Path, names: Mapping[Path, FileName]) -> str:
-    """Why an image has no mask: none has its name, or several have."""
-    fitting = _fitting_masks(image, names)
+def _line_without_mask(folder: ImageFolder, image: Path) -> str:
+    """An image without a mask, and why: none has its name, or several have."""
+    fitting = _fitting_masks(folder, image)
     if len(fitting) < 2:
-        return "no mask"
+        return f"{folder.relative(image)}: no mask"
     both = " and ".join(map(folder.relative, fitting[:2]))
-    remedy = "give --site-folders if the folders are sites, or a table with --mask-column"
-    return f"{both} can be its mask ({remedy})"
+    return (
+        f"{folder.relative(image)}: {both} can be its mask "
+        "(give --site-folders if the folders are sites, or a table with --mask-column)"
+    )
 
 
 def _segment_labels(masks: Iterable[Path]) -> dict[str, str]:
@@ -657,25 +637,29 @@ def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
                 names = {str(number): str(name) for number, name in channels.items()}
                 return dict(content.get("labels") or {}), names
             except (AttributeError, ValueError) as error:
-                problem = f"not a header of Decathlon or nnU-Net ({error})"
-                raise DataError(f"{path}: {problem}; correct or delete it") from error
+                raise DataError(
+                    f"{path}: not a header of Decathlon or nnU-Net ({error}); correct or delete it"
+                ) from error
     return {}, {}
 
 
 _NamedFiles = dict[tuple[str, ...], Path]  # split, folders and name of an image -> the file
 
 
-def structure_folders(folder: ImageFolder, images: Collection[Path], kind: str) -> Dataset | None:
+def structure_folders(folder: ImageFolder, kind: str) -> Dataset | None:
     """Images beside a folder of masks for each structure.
 
     For example images/, disc/, cup/, or images/, masks/disc/, masks/cup/. A mask has two values,
     and the name of its image. None without such folders. DataError if only some names fit, or,
     without a `kind`, if the folder of the images is not called so.
     """
-    common = _common_folder(images)
+    common = _common_folder(folder.images)
     files: defaultdict[str, _NamedFiles] = defaultdict(dict)  # folder -> its files
-    for image in images:
-        top, *inner = _below_masks(_folders_below(common, image)) or [""]
+    for image in folder.images:
+        folders = _folders_below(common, image) or [""]
+        if len(folders) > 1 and {*words(folders[0])} <= _MASK_WORDS:
+            del folders[0]  # masks/disc is disc
+        top, *inner = folders
         name = parse_name(image).name.removesuffix(f"_{top.lower()}")
         key = (_split_above(folder, image), *inner, name)
         files[top][key] = image
@@ -688,19 +672,18 @@ def structure_folders(folder: ImageFolder, images: Collection[Path], kind: str) 
         return None
     home = homes[0]
     photographs = files[home]
-    masks: set[tuple[str, ...]] = set()
-    for structure in structures:
-        masks.update(files[structure])
-    if len(homes) > 1 or masks.isdisjoint(photographs):
-        found = f"{', '.join(structures)} hold pictures of two values, as masks do"
-        found += f", beside {', '.join(homes)}"
-        remedy = "list them in a table with --mask-column"
-        remedy += ", or give all masks two values" if kind else ", or give --kind classification"
-        raise DataError(f"{folder.root}: {found}; {remedy}")
+    listed = ", ".join(structures)
+    if len(homes) > 1 or not any(photographs.keys() & files[top] for top in structures):
+        remedy = "give all masks two values" if kind else "give --kind classification"
+        raise DataError(
+            f"{folder.root}: {listed} hold pictures of two values, as masks do, beside "
+            f"{', '.join(homes)}; list them in a table with --mask-column, or {remedy}"
+        )
     if not kind and home and not {*words(home)} <= _IMAGE:
-        found = f"{', '.join(structures)} hold pictures of two values, with the names of {home}"
-        remedy = "give --kind segmentation if they are masks, --kind classification if not"
-        raise DataError(f"{folder.root}: {found}; {remedy}")
+        raise DataError(
+            f"{folder.root}: {listed} hold pictures of two values, with the names of {home}; "
+            "give --kind segmentation if they are masks, --kind classification if not"
+        )
     items = []
     missing = []
     for key, image in photographs.items():
@@ -717,27 +700,19 @@ def structure_folders(folder: ImageFolder, images: Collection[Path], kind: str) 
     labels = numbered(structures)
     if len(structures) == 1:  # its values decide
         labels = {}
-    layout = f"images in {home or common.name}, masks in a folder for each structure: "
-    layout += ", ".join(structures)
+    layout = f"images in {home or common.name}, masks in a folder for each structure: {listed}"
     return Dataset("segmentation", tuple(items), labels, layout, missing=tuple(missing))
 
 
-def _below_masks(folders: list[str]) -> list[str]:
-    """The folders of a file without a first one for all masks: masks/disc is disc."""
-    if len(folders) > 1 and {*words(folders[0])} <= _MASK_WORDS:
-        return folders[1:]
-    return folders
-
-
-def are_in_structures(names: Mapping[Path, FileName]) -> bool:
+def are_in_structures(names: Iterable[FileName]) -> bool:
     """Whether folders of masks hold a folder for each structure.
 
     One name occurs in several of them, and in no such folder of images.
     """
-    inner: set[str] = set()
+    inner = set()
     of_images: set[str] = set()
     folders_of: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
-    for name in names.values():
+    for name in names:
         if not name.mask:
             of_images.update(name.folders)
         elif name.folders:
@@ -776,15 +751,12 @@ def _are_masks(files: Iterable[Path]) -> bool:
 # -- a folder per class ----------------------------------------------------------------------------
 
 
-def class_folders(
-    folder: ImageFolder, images: Iterable[Path], *, any_number: bool = False
-) -> Dataset:
+def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bool) -> Dataset:
     """Images whose class is the name of a folder below the folder that all share.
 
     Folders of splits do not count. DataError for fewer than two classes; unless there may be
     `any_number`, also for more than `MAX_CLASSES` or nearly as many as images.
     """
-    images = list(images)
     common = _common_folder(images)
     items = []
     missing = []
@@ -793,42 +765,47 @@ def class_folders(
     for image in images:
         classes = _folders_below(common, image)
         if classes:
-            items.append((classes[0], Item((image,), None, split=_split_above(folder, image))))
+            items.append(Item((image,), classes[0], split=_split_above(folder, image)))
             inner[classes[0]].update(classes[1:2])
             deeper[classes[0]].update(classes[1:])
         else:
             missing.append(f"{folder.relative(image)}: in no class folder")
     names = sorted_labels(inner)
     if len(names) < 2:
-        found = f"{len(images)} images without masks or classes"
-        raise DataError(f"{folder.root}: {found}; supported: {LAYOUTS}")
+        raise DataError(
+            f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}"
+        )
     shared = set.intersection(*inner.values())
     if len(shared) > 1:
-        found = f"each of {', '.join(names)} holds the folders {', '.join(sorted(shared))}"
-        remedy = f"if {names[0]}, ... are sites, give --site-folders; if they are splits, "
-        remedy += "rename them train, val or test; otherwise rename the folders in them"
-        raise DataError(f"{folder.root}: {found}; {remedy}")
+        raise DataError(
+            f"{folder.root}: each of {', '.join(names)} holds the folders "
+            f"{', '.join(sorted(shared))}; if {names[0]}, ... are sites, give --site-folders; if "
+            "they are splits, rename them train, val or test; otherwise rename the folders in them"
+        )
     for name in names:
         same = sorted(deeper[name] & {*names})
         if same:
-            found = f"{name} holds {' and '.join(same)}, as classes are called"
-            remedy = f"if {name} is a split, rename it train, val or test; otherwise take it out"
-            raise DataError(f"{folder.root}: {found}; {remedy}")
+            raise DataError(
+                f"{folder.root}: {name} holds {' and '.join(same)}, as classes are called; "
+                f"if {name} is a split, rename it train, val or test; otherwise take it out"
+            )
     photographs = [name for name in names if {*words(name)} <= _IMAGE]
     if photographs and not any_number:
         others = ", ".join(name for name in names if name != photographs[0])
-        remedy = "if some folders hold masks, give a table with --mask-column; otherwise "
-        remedy += "give --kind classification"
-        raise DataError(f"{folder.root}: is {photographs[0]} a class, beside {others}? {remedy}")
+        raise DataError(
+            f"{folder.root}: is {photographs[0]} a class, beside {others}? if some folders hold "
+            "masks, give a table with --mask-column; otherwise give --kind classification"
+        )
     refuse_variants(names, f"{folder.root}: the class folders")
     most = min(MAX_CLASSES, max(4, len(items) / _IMAGES_OF_CLASS))
     if len(names) > most and not any_number:
-        found = f"{len(names)} folders ({names[0]}, ...) for {len(items)} images are many classes"
-        remedy = "if they are classes and no patients, give --kind classification"
-        raise DataError(f"{folder.root}: {found}; {remedy}")
+        raise DataError(
+            f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {len(items)} images are "
+            "many classes; if they are classes and no patients, give --kind classification"
+        )
     return Dataset(
         "classification",
-        tuple(replace(item, label=names.index(name)) for name, item in items),
+        tuple(replace(item, label=names.index(item.label)) for item in items),
         numbered(names),
         f"a folder per class: {', '.join(names)}",
         missing=tuple(missing),
@@ -847,11 +824,8 @@ def _folders_below(common: Path, image: Path) -> list[str]:
 
 def _split_above(folder: ImageFolder, image: Path) -> str:
     """The split that a folder of the image names, or ""."""
-    for part in image.relative_to(folder.root).parent.parts:
-        split = split_folder(part)
-        if split:
-            return split
-    return ""
+    parts = image.relative_to(folder.root).parent.parts
+    return next(filter(None, map(split_folder, parts)), "")
 
 
 def refuse_variants(names: Iterable[str], place: str) -> None:
@@ -862,8 +836,10 @@ def refuse_variants(names: Iterable[str], place: str) -> None:
         key = plain_name(name) if number is None else number
         other = written.setdefault(key, name)
         if other != name:
-            found = f"{other!r} and {name!r} are one name, written in two ways"
-            raise DataError(f"{place}: {found}; write it in one")
+            raise DataError(
+                f"{place}: {other!r} and {name!r} are one name, written in two ways; "
+                "write it in one"
+            )
 
 
 def _number(text: str) -> float | None:

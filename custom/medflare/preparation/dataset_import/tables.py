@@ -5,8 +5,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import pandas as pd
 
@@ -18,6 +19,7 @@ from medflare.data.datalist import patient_id
 from medflare.data.reading import stem
 from medflare.preparation.dataset_import.folders import (
     MAX_CLASSES,
+    WORDS,
     Dataset,
     ImageFolder,
     Item,
@@ -30,84 +32,9 @@ from medflare.preparation.dataset_import.folders import (
     words,
 )
 
-# Column -> names that it usually has, the most likely first; compared as words.
-_USUAL_NAMES: Final[dict[str, tuple[str, ...]]] = {
-    "image": (
-        "image",
-        "image path",
-        "image file",
-        "image name",
-        "image id",
-        "filename",
-        "file name",
-        "file",
-        "path",
-        "file path",
-        "id",
-    ),
-    "label": (
-        "label",
-        "class",
-        "diagnosis",
-        "dx",
-        "category",
-        "target",
-        "grade",
-        "retinopathy grade",
-        "finding",
-    ),
-    "mask": ("mask", "mask path", "mask file", "mask name", "segmentation"),
-    # dermoscopy: without a patient, the images of one lesion stay together
-    "patient": (
-        "patient",
-        "patient id",
-        "subject",
-        "subject id",
-        "participant id",
-        "case",
-        "case id",
-        "lesion",
-        "lesion id",
-    ),
-    "split": ("split", "set", "subset"),
-}
-# The same of attributes, which are optional, see `data.attributes`.
-_USUAL_ATTRIBUTES: Final[dict[str, tuple[str, ...]]] = {
-    "sex": ("sex", "gender", "patient sex", "patient gender", "sex at birth", "geschlecht"),
-    "age": (
-        "age",
-        "patient age",
-        "age years",
-        "age in years",
-        "age approx",
-        "age at acquisition",
-        "age at scan",
-        "age at exam",
-        "age at diagnosis",
-        "alter",
-    ),
-    "scanner": (
-        "scanner",
-        "scanner model",
-        "scanner name",
-        "manufacturer model name",
-        "camera",
-        "camera model",
-        "microscope",
-        "device",
-        "device model",
-        "device name",
-        "manufacturer",
-        "vendor",
-    ),
-}
-# The last word of other label columns.
-_LABEL_WORDS: Final = ("label", "labels", "class", "diagnosis", "grade", "level", "stage")
 _BINARY: Final = ("0", "1", "0.0", "1.0")
 # How programs write a missing value, in lower case (those that pandas knows).
-_NO_NUMBER: Final = ("nan", "-nan", "1.#ind", "-1.#ind", "1.#qnan", "-1.#qnan")
-_MISSING: Final = ("na", "n/a", "#na", "#n/a", "#n/a n/a", "<na>", "none", "null", *_NO_NUMBER)
-_NORMAL: Final = ("no finding", "none", "normal")  # among findings that a cell separates by |
+_MISSING: Final[list[str]] = WORDS["missing_value"]
 
 
 @dataclass(frozen=True)
@@ -126,6 +53,8 @@ class Columns:
 
 
 GUESSED: Final = Columns()
+# Attribute of `Columns`, sex, age and scanner -> the columns of the table; empty if there is none.
+_Used: TypeAlias = dict[str, list[str]]
 
 
 def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
@@ -143,9 +72,10 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
             warnings.simplefilter("ignore", pd.errors.ParserWarning)  # rows that end in a separator
             frame = pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, **form)
     except (OSError, ValueError) as error:
-        problem = f"cannot be read as a table ({one_line(error)})"
-        remedy = "save it as CSV in UTF-8, or give another --table"
-        raise DataError(f"{path}: {problem}; {remedy}") from error
+        raise DataError(
+            f"{path}: cannot be read as a table ({one_line(error)}); "
+            "save it as CSV in UTF-8, or give another --table"
+        ) from error
     frame = frame.fillna("").rename(columns=_clean)  # a short row lacks cells
     if frame.empty:
         raise DataError(f"{path}: a table without rows; give another --table")
@@ -200,15 +130,13 @@ def read_tables(
         labels, names = _encode_labels(" and ".join(map(str, paths)), cells)
     elif len(labelled_by) == 1:
         labels = [label[0] for label in labels]
-    for number, label in enumerate(labels):
-        items[number] = replace(items[number], label=label)
+    items = [replace(item, label=label) for item, label in zip(items, labels, strict=True)]
     if 0 < unsplit < len(items) and not redraw:
-        found = f"{unsplit} of {len(items)} images have no split and count as training"
-        notes.append(f"{found}; --redraw draws all splits")
-    layout = []
-    for name, listed in used.items():
-        if listed:
-            layout.append(f"{name} {'+'.join(listed)}")
+        notes.append(
+            f"{unsplit} of {len(items)} images have no split and count as training; "
+            "--redraw draws all splits"
+        )
+    layout = [f"{name} {'+'.join(listed)}" for name, listed in used.items() if listed]
     return Dataset(
         "segmentation" if used["mask"] else "classification",
         tuple(items),
@@ -221,20 +149,17 @@ def read_tables(
 
 
 def _read_rows(
-    path: Path,
-    frame: pd.DataFrame,
-    used: Mapping[str, Sequence[str]],
-    find: "_FileFinder",
-    redraw: bool,
+    path: Path, frame: pd.DataFrame, used: _Used, find: "_FileFinder", redraw: bool
 ) -> tuple[list[Item], list[str]]:
     """The images of a table with a list of labels each, and a line for each incomplete row."""
     items = []
     missing = []
     for line, row in enumerate(frame.to_dict("records"), start=2):
         place = f"{path} line {line}"
-        cell = {}
+        cell = dict.fromkeys(used, "")
         for name, listed in used.items():
-            cell[name] = row[listed[0]] if listed else ""
+            if listed:
+                cell[name] = row[listed[0]]
         label = _label_of_row(row, used, find, place)
         image = find(cell["image"], place)
         if image is None:
@@ -251,7 +176,7 @@ def _read_rows(
 
 
 def _label_of_row(
-    row: Mapping[Any, Any], used: Mapping[str, Sequence[str]], find: "_FileFinder", place: str
+    row: Mapping[Any, Any], used: _Used, find: "_FileFinder", place: str
 ) -> list[Any]:
     """The mask files of a row, or its labels; a missing one is None or ""."""
     if used["mask"]:
@@ -268,12 +193,14 @@ def _split_of(text: str, place: str) -> str:
     """The split of a row, "" for an empty cell; DataError for another word."""
     split = split_name(text)
     if text and not split:
-        remedy = "rename it, give another --split-column, or draw new splits with --redraw"
-        raise DataError(f"{place}: split {text!r} is not train, val or test; {remedy}")
+        raise DataError(
+            f"{place}: split {text!r} is not train, val or test; "
+            "rename it, give another --split-column, or draw new splits with --redraw"
+        )
     return split
 
 
-def _missing_words(path: Path, frame: pd.DataFrame, used: dict[str, list[str]]) -> list[str]:
+def _missing_words(path: Path, frame: pd.DataFrame, used: _Used) -> list[str]:
     """A line for each column of names with words such as NA, which may mean a missing value."""
     lines = []
     columns = [*used["patient"], *used["site"]]
@@ -282,12 +209,14 @@ def _missing_words(path: Path, frame: pd.DataFrame, used: dict[str, list[str]]) 
     for column in columns:
         found = sorted({text for text in frame[column] if text.lower() in _MISSING})
         if found:
-            read = f"{' and '.join(found)} in column {column} count as names"
-            lines.append(f"{path.name}: {read}; empty the cells if values are missing")
+            lines.append(
+                f"{path.name}: {' and '.join(found)} in column {column} count as names; "
+                "empty the cells if values are missing"
+            )
     return lines
 
 
-def _without_wrong_ages(path: Path, frame: pd.DataFrame, used: dict[str, list[str]]) -> list[str]:
+def _without_wrong_ages(path: Path, frame: pd.DataFrame, used: _Used) -> list[str]:
     """Take a column with other values than ages in years from the used ones; a line about it."""
     for column in used["age"]:
         problem = age_problem(frame[column])
@@ -312,9 +241,8 @@ def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str)
 
 def _used_columns(
     path: Path, frame: pd.DataFrame, columns: Columns, kind: str, find: "_FileFinder"
-) -> dict[str, list[str]]:
-    """Attribute of `Columns`, sex, age and scanner -> the columns of the table; empty if there is
-    none.
+) -> _Used:
+    """The columns of the table.
 
     An image column without a usual name is the one that names the most files; a label column by the
     last word of its name, or several that hold 0 and 1.
@@ -323,12 +251,15 @@ def _used_columns(
     used = {}
     for name, requested in asdict(columns).items():
         used[name] = [_clean(part) for part in requested.split(",") if part.strip()]
-        for column in used[name]:
-            if column not in header:
-                raise DataError(no_such("column", column, header, f"{path}: --{name}-column"))
+        missing = [column for column in used[name] if column not in header]
+        if missing:
+            raise DataError(no_such("column", missing[0], header, f"{path}: --{name}-column"))
         if not used[name]:
-            used[name] = _usual_column(_USUAL_NAMES.get(name, ()), header)
-    used |= _attribute_columns(header, used)
+            used[name] = _usual_column(WORDS["column"][name], header)
+    taken = set(chain(*used.values()))
+    others = [column for column in header if column not in taken]
+    for name, usual_names in WORDS["attribute_column"].items():
+        used[name] = _usual_column(usual_names, others)  # see `data.attributes`
     if not used["image"]:
         counts = {name: find.count(frame[name]) for name in header}
         most = max(header, key=counts.__getitem__)
@@ -344,22 +275,11 @@ def _used_columns(
     needed["mask" if kind == "segmentation" else "label"] = used["label"] or used["mask"]
     for name, listed in needed.items():
         if not listed:
-            problem = f"no column is recognized as the {name}"
-            remedy = f"give --{name}-column, one of {', '.join(header)}"
-            raise DataError(f"{path}: {problem}; {remedy}")
+            raise DataError(
+                f"{path}: no column is recognized as the {name}; "
+                f"give --{name}-column, one of {', '.join(header)}"
+            )
     return used
-
-
-def _attribute_columns(
-    header: Sequence[str], used: Mapping[str, Sequence[str]]
-) -> dict[str, list[str]]:
-    """Sex, age and scanner -> the column, if there is one that has no other use."""
-    taken = [column for listed in used.values() for column in listed]
-    others = [column for column in header if column not in taken]
-    columns = {}
-    for name, usual_names in _USUAL_ATTRIBUTES.items():
-        columns[name] = _usual_column(usual_names, others)
-    return columns
 
 
 def _usual_column(usual_names: Sequence[str], header: Sequence[str]) -> list[str]:
@@ -371,12 +291,12 @@ def _usual_column(usual_names: Sequence[str], header: Sequence[str]) -> list[str
     return []
 
 
-def _label_columns(frame: pd.DataFrame, used: Mapping[str, Sequence[str]]) -> list[str]:
+def _label_columns(frame: pd.DataFrame, used: _Used) -> list[str]:
     """The first column whose name ends in a word for labels, or several that hold 0 and 1."""
     binary = []
     for name in frame.columns:
         last = words(name)[-1:]
-        if last and last[0] in _LABEL_WORDS:
+        if last and last[0] in WORDS["label_column_end"]:
             return [name]
         if [name] not in used.values() and frame[name].isin(_BINARY).all():
             binary.append(name)
@@ -453,13 +373,15 @@ def _encode_labels(place: str, cells: pd.DataFrame) -> tuple[list[Any], list[str
         place = f"{place}: column {column.name}"
         if column.str.contains("|", regex=False).any():
             findings = column.str.get_dummies("|")
-            names = [name for name in findings if name.lower() not in _NORMAL]
+            names = [name for name in findings if name.lower() not in WORDS["no_finding"]]
             refuse_variants(names, place)
             return findings[names].to_numpy().tolist(), names
         names = sorted_labels(column.unique())
         if len(names) > MAX_CLASSES:
-            found = f"{place} has {len(names)} values, for example {names[0]!r}"
-            raise DataError(f"{found}; name the class with --label-column")
+            raise DataError(
+                f"{place} has {len(names)} values, for example {names[0]!r}; "
+                "name the class with --label-column"
+            )
         refuse_variants(names, place)
         return column.map(names.index).tolist(), names
     columns = list(cells.columns)
@@ -467,8 +389,10 @@ def _encode_labels(place: str, cells: pd.DataFrame) -> tuple[list[Any], list[str
     numbers = texts.apply(pd.to_numeric, errors="coerce")
     if not numbers.isin((0, 1)).all(axis=None):
         wrong = cells[~numbers.isin((0, 1))].stack().iloc[0]
-        found = f"{wrong!r} in a column of {', '.join(columns)}"
-        raise DataError(f"{place}: {found}; several label columns hold 0 or 1 each")
+        raise DataError(
+            f"{place}: {wrong!r} in a column of {', '.join(columns)}; "
+            "several label columns hold 0 or 1 each"
+        )
     rows = numbers.astype(int).to_numpy()
     if (rows.sum(axis=1) == 1).all():
         return rows.argmax(axis=1).tolist(), columns

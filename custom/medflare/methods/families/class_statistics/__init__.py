@@ -4,50 +4,33 @@ For segmentation every pixel has features. A site without usable statistics (see
 `statistics.usable`) still gets the models.
 """
 
-from medflare.methods.method import MODEL_ROLES, Method
+from functools import partial
 
+from medflare.methods.method import Method
 
-def _statistics(
-    name: str,
-    title: str,
-    paper: str,
-    algorithms: tuple[str, str],
-    stays: str = "",
-    roles: tuple[str, ...] = MODEL_ROLES,
-) -> Method:
-    """A row: site and server algorithm of this package, "module:Class"; outside sites get the
-    global model, if there is one.
-    """
-    return Method(
-        name=name,
-        title=title,
-        paper=paper,
-        site=f"{__name__}.{algorithms[0]}",
-        server=f"{__name__}.{algorithms[1]}",
-        roles=roles,
-        outside="global" in roles,
-        family="class statistics",
-        stays=stays,
-    )
+_row = partial(Method, family="class statistics")
 
-
-FEDPROTO = _statistics(
+FEDPROTO = _row(
     "fedproto",
     "Personal models whose class means of features are pulled together",
     "Tan et al., FedProto, AAAI 2022",
-    ("fedproto:FedProtoSite", "fedproto:FedProtoServer"),
-    "personal model",
-    ("personal", "deployed"),
+    f"{__name__}.fedproto:FedProtoSite",
+    f"{__name__}.fedproto:FedProtoServer",
+    roles=("personal", "deployed"),
+    outside=False,
+    stays="personal model",
 )
-FED_GAUSSIAN = _statistics(
+FED_GAUSSIAN = _row(
     "fed_gaussian",
     "FedAvg's head, retrained on features drawn from Gaussians of the classes",
     "Luo et al., CCVR, NeurIPS 2021; Beitollahi et al., FedPFT, arXiv 2402.01862",
-    ("fed_gaussian:FedGaussianSite", "fed_gaussian:FedGaussianServer"),
+    f"{__name__}.fed_gaussian:FedGaussianSite",
+    f"{__name__}.fed_gaussian:FedGaussianServer",
 )
-RIDGE = _statistics(
+RIDGE = _row(
     "ridge",
     "A closed-form head (ridge regression) on the initial or pretrained features",
     "Fani et al., Fed3R, ICML 2024",
-    ("ridge:RidgeSite", "ridge:RidgeServer"),
+    f"{__name__}.ridge:RidgeSite",
+    f"{__name__}.ridge:RidgeServer",
 )

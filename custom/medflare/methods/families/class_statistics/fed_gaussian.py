@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
@@ -23,7 +22,7 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import asks, handles, phase
 from medflare.core.rng import torch_generator
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict
 from medflare.methods.base import Plan, Step
 from medflare.methods.families.class_statistics.statistics import (
@@ -59,7 +58,7 @@ GAUSSIANS = by_class(
 )
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedGaussianServerHyper(FedAvgServerHyper):
     """The training of the head."""
 
@@ -96,8 +95,6 @@ def calibrated(
     for group, mask in enumerate(present.reshape(groups_and_classes(task))):
         if mask.sum() > 1:
             problems.append((group, mask.nonzero().flatten()))
-    if not problems:
-        return weight.detach(), bias.detach()
     by_group = samples.reshape(*groups_and_classes(task), *samples.shape[1:])
     optimizer = torch.optim.LBFGS([weight, bias], max_iter=steps, line_search_fn="strong_wolfe")
 
@@ -112,7 +109,7 @@ def calibrated(
         total.backward()
         return total
 
-    if steps:
+    if problems and steps:
         optimizer.step(loss)
     return weight.detach(), bias.detach()
 

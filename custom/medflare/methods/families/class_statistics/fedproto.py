@@ -15,16 +15,15 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import asks, handles, phase
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict, copy_state
-from medflare.methods.base import PersistentState, Plan, ServerAlgorithm, ServerHyper, Step
+from medflare.methods.base import PersistentState, ServerAlgorithm, ServerHyper, Step
 from medflare.methods.families.class_statistics.statistics import (
     LinearHeadSite,
     by_class,
@@ -39,11 +38,10 @@ from medflare.methods.families.class_statistics.statistics import (
     with_head,
 )
 from medflare.methods.families.local_terms.features import labels_of
-from medflare.methods.fedavg.personal import PersonalModel
-from medflare.methods.fedavg.site import SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper
+from medflare.methods.fedavg.personal import PersonalSite
+from medflare.methods.fedavg.site import SELECTED_ROUND, FedAvgSiteHyper
 from medflare.methods.parts.measured import LOSS, MEASURED
 from medflare.tasks.config import TaskConfig
-from medflare.training.site import Site
 
 _NEVER: Final = -1e6  # logit of a class without a prototype
 
@@ -54,7 +52,7 @@ PROTOTYPES = by_class(
 GLOBAL = TensorSpec("prototypes", template=means, optional=True)  # absent in the first round
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedProtoHyper(FedAvgSiteHyper):
     """The prototypes' term."""
 
@@ -97,15 +95,10 @@ def prototype_head(prototypes: Tensor, task: TaskConfig) -> tuple[Tensor, Tensor
     return weight[1::2] - weight[::2], bias[1::2] - bias[::2]
 
 
-class FedProtoSite(LinearHeadSite, FedAvgSite[FedProtoHyper]):
+class FedProtoSite(LinearHeadSite, PersonalSite[FedProtoHyper]):
     """Trains its model towards the global prototypes; the site uses that of the best round."""
 
-    freezes = False
     personal = PersistentState("personal")  # None before the first training
-
-    def __init__(self, site: Site, plan: Plan[FedProtoHyper, Any]):
-        super().__init__(site, plan)
-        self.selection = PersonalModel(self)
 
     def start(self) -> StateDict:
         """The site's model; the common initial one before the first training."""

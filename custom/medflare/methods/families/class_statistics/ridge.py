@@ -12,19 +12,18 @@ round adds them in a later one, if there is one.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import phase
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict
-from medflare.methods.aggregation import Aggregation, NoAggregation
+from medflare.methods.aggregation import NoAggregation
 from medflare.methods.base import ServerHyper, SiteHyper, Step
 from medflare.methods.families.class_statistics.statistics import (
     LinearHeadSite,
@@ -40,7 +39,7 @@ from medflare.methods.prr.transfer import prototype_width
 from medflare.tasks.config import TaskConfig
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class RidgeServerHyper(ServerHyper):
     """The penalty."""
 
@@ -93,8 +92,8 @@ def ridge_weights(a: Tensor, b: Tensor, lam: float) -> Tensor:
 class RidgeSite(LinearHeadSite, FedAvgSite[Any]):
     """Sends its part of A and b; trains nothing."""
 
-    Hyper: ClassVar[type] = SiteHyper
-    server_hyper: ClassVar[type] = RidgeServerHyper
+    Hyper = SiteHyper
+    server_hyper = RidgeServerHyper
     freezes = False
 
     @phase(request=(MODEL,), reply=(STATISTICS,), meta=MEASURED)
@@ -116,7 +115,7 @@ class RidgeServer(FedAvgServer[RidgeServerHyper]):
     """Solves for the head."""
 
     site_algorithm = RidgeSite
-    aggregation_class: ClassVar[type[Aggregation[Any]]] = NoAggregation
+    aggregation_class = NoAggregation
     freezes = False
 
     def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:

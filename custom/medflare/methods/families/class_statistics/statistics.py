@@ -6,7 +6,7 @@ Rows are the classes of a task as in `prr.transfer`: G groups of C classes each,
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,10 +55,7 @@ class LinearHeadSite(SiteAlgorithm[Any]):
     """Of site algorithms whose server solves for a linear head; mixed in before another base."""
 
     dp_unsupported_reason = "statistics of features leave the site without noise"
-
-    @classmethod
-    def needs_features(cls, hyper: Any) -> bool:
-        return True
+    uses_features: ClassVar[bool] = True
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: Any, server_hyper: Any) -> None:

@@ -2,53 +2,36 @@
 their images by the bank of these descriptions.
 """
 
+from functools import partial
+
 from medflare.methods.method import Method
 
+_row = partial(Method, server=f"{__name__}.bank:BankServer", family="image banks")
 
-def _bank(
-    name: str, title: str, paper: str, site: str, kind: str = "", builder: str = "", stays: str = ""
-) -> Method:
-    """A row: a site algorithm of this package, "module:Class", and the builder of its kind of
-    model, "module:function", if it has one.
-    """
-    return Method(
-        name=name,
-        title=title,
-        paper=paper,
-        site=f"{__name__}.{site}",
-        server=f"{__name__}.bank:BankServer",
-        models={kind: f"{__name__}.{builder}"} if kind else {},
-        family="image banks",
-        stays=stays,
-    )
-
-
-FEDRDN = _bank(
+FEDRDN = _row(
     "fedrdn",
     "Images normalised by the channel statistics of a random site",
     "Yan et al., FedRDN, arXiv 2306.09363",
-    "styles:FedRDNSite",
-    "channel_normalised",
-    "styles:channel_normalised_model",
+    f"{__name__}.styles:FedRDNSite",
+    models={"channel_normalised": f"{__name__}.styles:channel_normalised_model"},
     stays="channel statistics",
 )
-CCST = _bank(
+CCST = _row(
     "ccst",
     "Images in the styles of other sites, without the published VGG network",
     "Chen et al., CCST, WACV 2023",
-    "styles:CCSTSite",
+    f"{__name__}.styles:CCSTSite",
 )
-ELCFS = _bank(
+ELCFS = _row(
     "elcfs",
     "Episodes with exchanged low-frequency amplitudes, without the boundary loss",
     "Liu et al., FedDG, CVPR 2021",
-    "spectra:ELCFSSite",
+    f"{__name__}.spectra:ELCFSSite",
 )
-HARMOFL = _bank(
+HARMOFL = _row(
     "harmofl",
     "Normalised amplitudes and perturbed weights",
     "Jiang et al., HarmoFL, AAAI 2022",
-    "spectra:HarmoFLSite",
-    "amplitude_normalised",
-    "spectra:amplitude_normalised_model",
+    f"{__name__}.spectra:HarmoFLSite",
+    models={"amplitude_normalised": f"{__name__}.spectra:amplitude_normalised_model"},
 )

@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.core.message import Message
 from medflare.core.phases import handles, phase
 from medflare.core.rng import numpy_random_state, torch_generator
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict, weighted_mean
 from medflare.inference.deployed import network_with
@@ -31,7 +30,7 @@ from medflare.training.site import Site
 _NUMBERS = "numbers"  # of the change, in a final model
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class BankHyper(FedAvgSiteHyper):
     """What the server knows of a site algorithm.
 
@@ -44,7 +43,7 @@ class BankHyper(FedAvgSiteHyper):
     sends_mean: ClassVar[bool] = False
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class BankServerHyper(FedAvgServerHyper):
     """Only a server with a bank has it."""
 
@@ -71,8 +70,7 @@ class BankSite(FedAvgSite[B]):
         bank: site -> its entry, of the message at hand.
     """
 
-    Hyper: ClassVar[type] = BankHyper
-    server_hyper: ClassVar[type] = BankServerHyper
+    server_hyper = BankServerHyper
     freezes = False
     dp_unsupported_reason = "the survey of its training images has no noise"
     entry: ClassVar[TensorSpec] = SURVEY

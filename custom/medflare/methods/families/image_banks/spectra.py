@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, fft, nn
 from torch.func import functional_call
 
 from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict
 from medflare.methods.base import Plan
@@ -23,7 +22,6 @@ from medflare.methods.families.image_banks.bank import (
 )
 from medflare.methods.families.local_terms.fedsam import sharpness_aware_epochs
 from medflare.networks.features import FeatureNetwork
-from medflare.tasks.config import TaskConfig
 
 
 def half_widths(size: Sequence[int], window: float) -> list[int]:
@@ -78,7 +76,7 @@ def _spectrum(plan: Plan[Any, Any], *axes: int) -> StateDict:
 # -- ELCFS -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class ELCFSHyper(BankHyper):
     """Amplitudes and episodes."""
 
@@ -144,7 +142,7 @@ class ELCFSSite(BankSite[ELCFSHyper]):
 # -- HarmoFL ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class HarmoFLHyper(BankHyper):
     """Normalisation and perturbation."""
 
@@ -203,6 +201,5 @@ class HarmoFLSite(PreparedSite[HarmoFLHyper]):
         return sharpness_aware_epochs(self.site, prepared, optimizer, round, self.hyper.alpha)
 
 
-def amplitude_normalised_model(task: TaskConfig, message: Message) -> nn.Module:
-    """The module of a final model of kind "amplitude_normalised"."""
-    return prepared_model(task, message, amplitude_normalised)
+# The builder of final models of kind "amplitude_normalised".
+amplitude_normalised_model = partial(prepared_model, change=amplitude_normalised)

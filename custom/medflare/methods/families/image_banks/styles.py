@@ -1,14 +1,13 @@
 """Banks of channel means and deviations: FedRDN and CCST."""
 
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict
 from medflare.methods.base import PersistentState, Plan
@@ -18,7 +17,6 @@ from medflare.methods.families.image_banks.bank import (
     PreparedSite,
     prepared_model,
 )
-from medflare.tasks.config import TaskConfig
 
 _CONSTANT = 1e-6  # a channel with a smaller deviation is only centred
 
@@ -57,12 +55,13 @@ def _statistics_of_site(site: BankSite[Any]) -> tuple[Tensor, Tensor]:
 # -- FedRDN ----------------------------------------------------------------------------------------
 
 
-def _statistics(plan: Plan[Any, Any]) -> StateDict:
-    empty = torch.empty(plan.task.image_channels, device="meta")
+def _statistics(plan: Plan[Any, Any], *axes: int) -> StateDict:
+    """The shape of statistics with further axes in front."""
+    empty = torch.empty(*axes, plan.task.image_channels, device="meta")
     return {"mean": empty, "deviation": empty}
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedRDNHyper(BankHyper):
     """No further settings."""
 
@@ -91,8 +90,7 @@ class FedRDNSite(PreparedSite[FedRDNHyper]):
         if self.statistics is None:
             mean, deviation = _statistics_of_site(self)
             self.statistics = {"mean": mean.mean(dim=0), "deviation": deviation.mean(dim=0)}
-        statistics: StateDict = self.statistics
-        return statistics
+        return self.statistics
 
     def numbers(self) -> StateDict:
         """Inside the site's statistics, outside the mean of the bank."""
@@ -114,15 +112,14 @@ class FedRDNSite(PreparedSite[FedRDNHyper]):
         return self.site.loss(network(normalised(images, **numbers)), targets)
 
 
-def channel_normalised_model(task: TaskConfig, message: Message) -> nn.Module:
-    """The module of a final model of kind "channel_normalised"."""
-    return prepared_model(task, message, normalised)
+# The builder of final models of kind "channel_normalised".
+channel_normalised_model = partial(prepared_model, change=normalised)
 
 
 # -- CCST ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class CCSTHyper(BankHyper):
     """The styles."""
 
@@ -141,9 +138,7 @@ class CCSTHyper(BankHyper):
 
 def _styles(plan: Plan[Any, Any]) -> StateDict:
     hyper = plan.site_hyper
-    count = hyper.images if hyper.mode == "single" else 1
-    empty = torch.empty(count, plan.task.image_channels, device="meta")
-    return {"mean": empty, "deviation": empty}
+    return _statistics(plan, hyper.images if hyper.mode == "single" else 1)
 
 
 class CCSTSite(BankSite[CCSTHyper]):

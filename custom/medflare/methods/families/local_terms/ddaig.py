@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -27,7 +26,7 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import asks, phase
 from medflare.core.rng import seeded
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.aggregation import site_models
@@ -42,7 +41,7 @@ from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class DDAIGHyper(FedAvgSiteHyper):
     """The generated images."""
 

@@ -4,14 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.rng import seeded, torch_generator
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import copy_state
 from medflare.data.local import PLACE
 from medflare.methods.base import PersistentState
@@ -46,8 +45,7 @@ def logits_from(
         return change(inputs[0])
 
     with model.head.register_forward_pre_hook(replace):
-        logits: Tensor = model(images)
-    return logits
+        return model(images)
 
 
 def labels_of(site: Site, targets: Tensor, features: Tensor) -> Tensor:
@@ -66,7 +64,7 @@ def labels_of(site: Site, targets: Tensor, features: Tensor) -> Tensor:
 # -- RSC -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class RSCHyper(FedAvgSiteHyper):
     """How much is muted."""
 
@@ -131,9 +129,7 @@ class RSCSite(FedAvgSite[RSCHyper]):
     feature map. FedAvg averages, as in FedDAG's tables.
     """
 
-    @classmethod
-    def needs_features(cls, hyper: RSCHyper) -> bool:
-        return True
+    uses_features = True
 
     def fit(
         self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
@@ -158,7 +154,7 @@ class RSCSite(FedAvgSite[RSCHyper]):
 # -- FedSR -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedSRHyper(FedAvgSiteHyper):
     """The two regularizers."""
 
@@ -209,11 +205,8 @@ class FedSRSite(FedAvgSite[FedSRHyper]):
 
     accumulates = False
     freezes = False
+    uses_features = True
     distributions = PersistentState("distributions")
-
-    @classmethod
-    def needs_features(cls, hyper: FedSRHyper) -> bool:
-        return True
 
     def fit(
         self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int

@@ -13,12 +13,11 @@ model. Entries that are not trained, such as running statistics, are averaged.
 from collections.abc import Mapping
 
 import torch
-from pydantic.dataclasses import dataclass
 
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import phase
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict, difference, moved
 from medflare.methods.base import Step
 from medflare.methods.families.local_terms.scaffold import COUNTED, CountedServer, CountedSite
@@ -29,7 +28,7 @@ from medflare.networks.features import FeatureNetwork
 from medflare.training.epochs import train_epochs
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedDynHyper(FedAvgSiteHyper):
     """The dynamic regularizer."""
 

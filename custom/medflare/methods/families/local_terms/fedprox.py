@@ -8,17 +8,16 @@ Every local step follows the gradient of h_k: that of the task plus μ (w - w_g)
 """
 
 import torch
-from pydantic.dataclasses import dataclass
 
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
 from medflare.methods.parts.proximal import proximal_term
 from medflare.networks.features import FeatureNetwork
 from medflare.training.epochs import train_epochs
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedProxHyper(FedAvgSiteHyper):
     """The proximal term."""
 

@@ -7,11 +7,10 @@ optimizer is the task's. Running statistics move with the first gradient only.
 """
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.data.loading import Batch
 from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
 from medflare.methods.feddag.site import sharpness_aware_step
@@ -20,7 +19,7 @@ from medflare.training.epochs import run_epochs
 from medflare.training.site import Site
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedSAMHyper(FedAvgSiteHyper):
     """The ascent step."""
 

@@ -11,23 +11,21 @@ paper's random shuffle). Feature maps of early layers are mixed, in training onl
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.rng import numpy_generator
-from medflare.core.settings import STRICT
-from medflare.methods.base import Plan
+from medflare.core.settings import strict_dataclass
 from medflare.methods.families.local_terms.features import refuse_compiled
 from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
+from medflare.networks.catalogue import meta_network
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class MixStyleHyper(FedAvgSiteHyper):
     """How often and how much styles are mixed."""
 
@@ -78,7 +76,7 @@ class MixStyleSite(FedAvgSite[MixStyleHyper]):
     def check(cls, task: TaskConfig, hyper: MixStyleHyper, server_hyper: Any) -> None:
         """Also raises ConfigError for a network without convolutions."""
         super().check(task, hyper, server_hyper)
-        if not early_blocks(Plan(task, (), hyper, server_hyper).network().body):
+        if not early_blocks(meta_network(task).body):
             raise ConfigError(
                 f"mixstyle: network {task.network['name']} has no convolution, whose output has a "
                 "style; take unet or small_cnn"
@@ -87,23 +85,19 @@ class MixStyleSite(FedAvgSite[MixStyleHyper]):
     def fit(
         self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
     ) -> float | None:
-        """Epochs of the task's loss with mixed styles; returns its mean."""
+        """Epochs of the task's loss, with mixed styles of feature maps; returns its mean."""
         refuse_compiled(self.site)
         random = numpy_generator(self.site.seed, self.site.name, round, "mixstyle")
 
-        def mix(block: nn.Module, inputs: Any, output: Any) -> Any:
-            return self._mixed(output, random) if block.training else output
+        def mix(block: nn.Module, _inputs: Any, output: Any) -> Any:
+            is_map = isinstance(output, Tensor) and output.ndim == 2 + self.site.task.spatial_dims
+            if not (block.training and is_map) or random.random() >= self.hyper.probability:
+                return output
+            order = torch.from_numpy(random.permutation(len(output)))
+            share = random.beta(self.hyper.alpha, self.hyper.alpha, len(output))
+            return mix_styles(output, order, torch.from_numpy(share).to(output))
 
         with ExitStack() as hooks:
             for block in early_blocks(model.body):
                 hooks.enter_context(block.register_forward_hook(mix))
             return super().fit(model, optimizer, round)
-
-    def _mixed(self, output: Any, random: np.random.Generator) -> Any:
-        """A block's output; mixed with `probability` if it is a feature map of the images."""
-        is_map = isinstance(output, Tensor) and output.ndim == 2 + self.site.task.spatial_dims
-        if not is_map or random.random() >= self.hyper.probability:
-            return output
-        order = torch.from_numpy(random.permutation(len(output)))
-        share = random.beta(self.hyper.alpha, self.hyper.alpha, len(output))
-        return mix_styles(output, order, torch.from_numpy(share).to(output))

@@ -9,21 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
 from medflare.core.hyper import param
 from medflare.core.message import Message
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict
-from medflare.methods.base import PersistentState, Plan
-from medflare.methods.fedavg.personal import PersonalModel
-from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper, delivered
+from medflare.methods.base import PersistentState
+from medflare.methods.fedavg.personal import PersonalSite
+from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
 from medflare.methods.parts.normalisation import batch_statistics
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.settings import PrivacyHyper
-from medflare.training.site import Site
 
 
 def contrastive_loss(
@@ -48,7 +46,7 @@ def contrastive_loss(
     return F.cross_entropy(logits, of_global)
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class MoonHyper(PrivacyHyper, FedAvgSiteHyper):
     """The contrastive loss."""
 
@@ -60,23 +58,14 @@ class MoonHyper(PrivacyHyper, FedAvgSiteHyper):
     )
 
 
-class MoonSite(FedAvgSite[MoonHyper]):
+class MoonSite(PersonalSite[MoonHyper]):
     """Adds the contrastive loss from the second round on.
 
     The site uses its local model of the best round.
     """
 
-    freezes = False
+    uses_features = True
     previous = PersistentState("previous")
-
-    def __init__(self, site: Site, plan: Plan[MoonHyper, Any]):
-        super().__init__(site, plan)
-        self.selection = PersonalModel(self)
-
-    @classmethod
-    def needs_features(cls, hyper: MoonHyper) -> bool:
-        """The loss compares features."""
-        return True
 
     def train(self, round: int, incoming: Message) -> Message:
         """FedAvg's training; the trained model is validated.
@@ -124,13 +113,3 @@ class MoonSite(FedAvgSite[MoonHyper]):
             return self.hyper.mu * loss
 
         return penalty
-
-    def finalize(self, incoming: Message) -> dict[str, Message]:
-        """Inside: the best local model (the global one if the site never trained).
-
-        Outside: the global model.
-        """
-        models = delivered(incoming, self.selection.best())
-        if self.inside:
-            models.setdefault("personal", models["global"])
-        return models

@@ -14,22 +14,22 @@ rejected changes neither side, so that c remains the mean of the c_k.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import asks, phase
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, TensorSpec, count
 from medflare.core.states import StateDict, copy_state, moved
 from medflare.methods.base import PersistentState, Plan, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper
+from medflare.methods.fedavg.site import MODEL, F, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.parts.measured import MEASURED
+from medflare.networks.features import FeatureNetwork
 from medflare.training.epochs import train_epochs
 
 
@@ -55,7 +55,7 @@ COUNTED = MetaSpec[int | None](
 )
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class ScaffoldServerHyper(FedAvgServerHyper):
     """The weights hold for control variates as for models."""
 
@@ -99,9 +99,6 @@ class Correction:
         return copy_state({name: total / max(self.steps, 1) for name, total in self._total.items()})
 
 
-F = TypeVar("F", bound=FedAvgSiteHyper)
-
-
 class CountedSite(FedAvgSite[F]):
     """Has a control variate whose updates count once the server has used them.
 
@@ -110,7 +107,7 @@ class CountedSite(FedAvgSite[F]):
         update: c_k⁺ - c_k of the last trained round, not yet known to be counted.
     """
 
-    server_hyper: ClassVar[type] = ScaffoldServerHyper
+    server_hyper = ScaffoldServerHyper
     freezes = False
     control = PersistentState("control")
     update = PersistentState("update")
@@ -122,8 +119,7 @@ class CountedSite(FedAvgSite[F]):
         if self.update is not None and incoming[COUNTED] == self.memory.meta["updated"]:
             self.control = moved(self.control, self.update)
             self.update = None
-        control: StateDict = self.control
-        return control
+        return self.control
 
     def updates(self, round: int, update: StateDict) -> None:
         """Stores the update of a round."""
@@ -136,6 +132,7 @@ class ScaffoldSite(CountedSite[FedAvgSiteHyper]):
 
     accumulates = False
     dp_unsupported_reason = "its control variates are means of gradients without noise"
+    correction: Correction  # of the round, set by `train`
 
     @phase(request=(MODEL, CONTROL), request_meta=(COUNTED,), reply=(MODEL, UPDATE), meta=MEASURED)
     def train(self, round: int, incoming: Message) -> Message:
@@ -145,20 +142,18 @@ class ScaffoldSite(CountedSite[FedAvgSiteHyper]):
         """
         control = self.counted(incoming)
         model = self.network("model", incoming[MODEL])
-        validation = self.validation(model)
-        correction = Correction(model, control, incoming[CONTROL])
-
-        def descend(optimizer: torch.optim.Optimizer) -> float:
-            return train_epochs(
-                model, optimizer, self.site, round, "model", gradient_hook=correction
-            )
-
-        loss = self.optimized(model, "model", descend)
-        self.updates(round, moved(correction.mean(), control, -1.0))
-        reply = Message.of(self.measured(loss=loss, validation={"global": validation}))
-        reply[MODEL] = copy_state(model.state_dict())
+        self.correction = Correction(model, control, incoming[CONTROL])
+        reply = super().train(round, incoming)
+        self.updates(round, moved(self.correction.mean(), control, -1.0))
         reply[UPDATE] = self.update
         return reply
+
+    def fit(
+        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
+    ) -> float | None:
+        return train_epochs(
+            model, optimizer, self.site, round, "model", gradient_hook=self.correction
+        )
 
 
 class CountedServer(FedAvgServer[ScaffoldServerHyper]):

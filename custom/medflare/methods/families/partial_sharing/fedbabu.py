@@ -32,9 +32,7 @@ BODY = TensorSpec(
 class FedBABUSite(FineTunedSite[FineTuningHyper]):
     """Trains the body under the common head."""
 
-    @classmethod
-    def needs_features(cls, hyper: FineTuningHyper) -> bool:
-        return True
+    uses_features = True
 
     def whole(self, body: StateDict) -> StateDict:
         """The body with the initial head."""

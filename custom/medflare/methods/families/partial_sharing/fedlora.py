@@ -12,10 +12,10 @@ averaged as well. All other weights, biases and running statistics are frozen.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from operator import attrgetter
+from typing import Any, Literal
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
@@ -25,28 +25,21 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import phase
 from medflare.core.rng import torch_generator
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict, copy_state, split_state
 from medflare.methods.base import PersistentState, Plan, ServerContext
 from medflare.methods.fedavg.partial import LOCAL
-from medflare.methods.fedavg.personal import PersonalModel
+from medflare.methods.fedavg.personal import PersonalSite
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import (
-    MODEL,
-    SELECTED_ROUND,
-    FedAvgSite,
-    FedAvgSiteHyper,
-    trained_model,
-)
+from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgSiteHyper, trained_model
 from medflare.methods.parts.measured import MEASURED, VALIDATION
 from medflare.networks.features import FeatureNetwork
-from medflare.training.site import Site
 
 _NORMALISATION = (_NormBase, nn.LayerNorm, nn.GroupNorm)
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedLoRAHyper(FedAvgSiteHyper):
     """The adapters, and which of their factors travel."""
 
@@ -59,7 +52,7 @@ class FedLoRAHyper(FedAvgSiteHyper):
     )
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedLoRAServerHyper(FedAvgServerHyper):
     """FedAvg's, for a model of adapters."""
 
@@ -116,8 +109,7 @@ def merged(network: nn.Module, names: Iterable[str]) -> StateDict:
     """The plain network's state, with these names, of an adapted network."""
     state: StateDict = {}
     for name in names:
-        path, _, entry = name.rpartition(".")
-        state[name] = getattr(network.get_submodule(path), entry)
+        state[name] = attrgetter(name)(network)
     return copy_state(state)
 
 
@@ -142,20 +134,15 @@ LOCAL_B = TensorSpec(
 )
 
 
-class FedLoRASite(FedAvgSite[FedLoRAHyper]):
+class FedLoRASite(PersonalSite[FedLoRAHyper]):
     """Trains adapters, head and normalisation; final models are plain networks.
 
     With share "a" a site uses the model of its best round by its own validation.
     """
 
-    server_hyper: ClassVar[type] = FedLoRAServerHyper
-    freezes = False
+    server_hyper = FedLoRAServerHyper
     dp_unsupported_reason = "Opacus gives no gradient of each image in an adapted layer"
     local = PersistentState("local")  # B with share "a"
-
-    def __init__(self, site: Site, plan: Plan[FedLoRAHyper, Any]):
-        super().__init__(site, plan)
-        self.selection = PersonalModel(self)
 
     def network(
         self,

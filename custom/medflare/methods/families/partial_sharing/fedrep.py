@@ -9,19 +9,17 @@ on the features that it will be used with.
 """
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.methods.fedavg.partial import PartialSite
 from medflare.methods.fedavg.site import FedAvgSiteHyper
-from medflare.methods.parts.partial import LocalPart
 from medflare.networks.features import FeatureNetwork
 from medflare.training.epochs import train_epochs
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedRepHyper(FedAvgSiteHyper):
     """Epochs of head and body in a round."""
 
@@ -43,13 +41,8 @@ class FedRepHyper(FedAvgSiteHyper):
 class FedRepSite(PartialSite[FedRepHyper]):
     """Keeps the network's head; trains the head, then the body."""
 
-    @classmethod
-    def local_part(cls, network: nn.Module) -> LocalPart:
-        return LocalPart.of_paths(network, ["head"])
-
-    @classmethod
-    def needs_features(cls, hyper: FedRepHyper) -> bool:
-        return True
+    local_paths = ("head",)
+    uses_features = True
 
     def fit(
         self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int

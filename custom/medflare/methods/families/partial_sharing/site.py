@@ -47,18 +47,11 @@ class SiloBNSite(FedBNSite):
 class FedPerSite(PartialSite[FedAvgSiteHyper]):
     """Keeps the head, which is trained together with the body (Arivazhagan et al. 2019)."""
 
-    @classmethod
-    def local_part(cls, network: nn.Module) -> LocalPart:
-        return LocalPart.of_paths(network, ["head"])
-
-    @classmethod
-    def needs_features(cls, hyper: FedAvgSiteHyper) -> bool:
-        return True
+    local_paths = ("head",)
+    uses_features = True
 
 
 class LGFedAvgSite(FedPerSite):
     """Keeps the body: local representations under a shared head (Liang et al. 2020)."""
 
-    @classmethod
-    def local_part(cls, network: nn.Module) -> LocalPart:
-        return LocalPart.of_paths(network, ["body"])
+    local_paths = ("body",)

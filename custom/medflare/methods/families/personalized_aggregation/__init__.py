@@ -5,53 +5,43 @@ models that may differ freely promises nothing, and IFCA's clusters are chosen w
 that joins late starts from the initial model (IFCA: from the clusters).
 """
 
+from functools import partial
+
 from medflare.methods.method import Method
 
+_row = partial(
+    Method, roles=("personal", "deployed"), outside=False, family="personalized aggregation"
+)
 
-def _personalized(name: str, title: str, paper: str, site: str, server: str, stays: str) -> Method:
-    """A row: two algorithms of this package, "module:Class"."""
-    return Method(
-        name=name,
-        title=title,
-        paper=paper,
-        site=f"{__name__}.{site}",
-        server=f"{__name__}.{server}",
-        roles=("personal", "deployed"),
-        outside=False,
-        family="personalized aggregation",
-        stays=stays,
-    )
-
-
-FEDAMP = _personalized(
+FEDAMP = _row(
     "fedamp",
     "Models of similar sites attract each other",
     "Huang et al., FedAMP, AAAI 2021",
-    "anchored:FedAMPSite",
-    "anchored:FedAMPServer",
-    "model of its best round",
+    f"{__name__}.anchored:FedAMPSite",
+    f"{__name__}.anchored:FedAMPServer",
+    stays="model of its best round",
 )
-FEDMTL = _personalized(
+FEDMTL = _row(
     "fedmtl",
     "Multi-task learning, regularized by the relationship of the sites",
     "Smith et al., Federated multi-task learning (MOCHA), NeurIPS 2017",
-    "anchored:AnchoredSite",
-    "anchored:FedMTLServer",
-    "model of its best round",
+    f"{__name__}.anchored:AnchoredSite",
+    f"{__name__}.anchored:FedMTLServer",
+    stays="model of its best round",
 )
-FEDFOMO = _personalized(
+FEDFOMO = _row(
     "fedfomo",
     "Each site weighs the models of the other sites by its validation loss",
     "Zhang et al., FedFomo, ICLR 2021",
-    "fedfomo:FedFomoSite",
-    "fedfomo:FedFomoServer",
-    "combined model",
+    f"{__name__}.fedfomo:FedFomoSite",
+    f"{__name__}.fedfomo:FedFomoServer",
+    stays="combined model",
 )
-IFCA = _personalized(
+IFCA = _row(
     "ifca",
     "Clusters of sites, each with one model",
     "Ghosh et al., IFCA, NeurIPS 2020",
-    "ifca:IFCASite",
-    "ifca:IFCAServer",
-    "model of its best round",
+    f"{__name__}.ifca:IFCASite",
+    f"{__name__}.ifca:IFCAServer",
+    stays="model of its best round",
 )

@@ -31,16 +31,15 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypeVar
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import phase
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, TensorSpec, number
-from medflare.core.states import StateDict, copy_state, gram, weighted_mean
+from medflare.core.states import StateDict, copy_state, weighted_mean
 from medflare.methods.aggregation import NoAggregation, SiteModel, states_of
 from medflare.methods.base import ServerContext, ServerHyper, Step
 from medflare.methods.families.personalized_aggregation.personalized import (
@@ -49,6 +48,7 @@ from medflare.methods.families.personalized_aggregation.personalized import (
     PersonalizedServer,
     PersonalizedSite,
 )
+from medflare.methods.families.server_rules.rule import inner_products
 from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
 from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.proximal import proximal_term
@@ -138,7 +138,7 @@ class AnchoredServer(PersonalizedServer[G]):
 # -- FedAMP ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedAMPServerHyper(ServerHyper):
     """The attraction of similar models."""
 
@@ -158,9 +158,7 @@ class FedAMPServerHyper(ServerHyper):
 
 def squared_distances(states: Sequence[StateDict], names: Sequence[str]) -> Tensor:
     """‖w_j - w_k‖² over the entries `names`, (K, K) in float64."""
-    products = torch.zeros(len(states), len(states), dtype=torch.float64)
-    for name in names:
-        products += gram([state[name] for state in states], states[0][name])
+    products = inner_products(states, states[0], names)
     squares = products.diagonal()
     return (squares[:, None] + squares - 2 * products).clamp(min=0)
 
@@ -220,7 +218,7 @@ class FedAMPServer(AnchoredServer[FedAMPServerHyper]):
 # -- FedMTL ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedMTLServerHyper(ServerHyper):
     """The relationship of the sites."""
 

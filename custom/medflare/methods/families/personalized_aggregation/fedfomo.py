@@ -18,7 +18,7 @@ from torch import Tensor
 from medflare.core.message import Message
 from medflare.core.phases import phase
 from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict, copy_state, gram, weighted_mean
+from medflare.core.states import StateDict, copy_state, weighted_mean
 from medflare.methods.base import PersistentState, ServerHyper, Step
 from medflare.methods.families.personalized_aggregation.personalized import (
     PERSONALS,
@@ -26,6 +26,7 @@ from medflare.methods.families.personalized_aggregation.personalized import (
     PersonalizedSite,
     family_message,
 )
+from medflare.methods.families.server_rules.rule import inner_products
 from medflare.methods.fedavg.site import FedAvgSiteHyper
 from medflare.methods.parts.measured import MEASURED
 
@@ -62,10 +63,8 @@ class FedFomoSite(PersonalizedSite[FedAvgSiteHyper]):
         if not math.isfinite(loss):
             return models.get(self.site.name, before)
         losses = [self.mean_loss(state, "validation") for state in models.values()]
-        squared = torch.zeros(len(models), dtype=torch.float64)
-        for name, _ in self.plan.network().named_parameters():
-            tensors = [state[name] for state in models.values()]
-            squared += gram(tensors, before[name]).diagonal()
+        trained = dict(self.plan.network().named_parameters())
+        squared = inner_products(models.values(), before, trained).diagonal()
         losses_of_all = torch.tensor(losses, dtype=torch.float64)
         weights = first_order_weights(losses_of_all, loss, squared.sqrt())
         if not weights.any():

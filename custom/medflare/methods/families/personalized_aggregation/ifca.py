@@ -10,15 +10,13 @@ which is FedAvg: see the table "clusters" of the results.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
-
-from pydantic.dataclasses import dataclass
+from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import asks, handles, phase
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, TensorSpec, text
 from medflare.core.states import StateDict, weighted_mean
 from medflare.methods.base import ServerAlgorithm, ServerContext, ServerHyper, Step
@@ -32,7 +30,7 @@ from medflare.methods.parts.measured import MEASURED
 from medflare.tasks.config import TaskConfig
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class IFCAServerHyper(ServerHyper):
     """The clusters."""
 
@@ -51,7 +49,7 @@ CLUSTER = MetaSpec[str]("cluster", "the cluster whose model the site trained", t
 class IFCASite(PersonalizedSite[FedAvgSiteHyper]):
     """Trains the cluster of the least loss; the site uses that of the best round."""
 
-    server_hyper: ClassVar[type] = IFCAServerHyper
+    server_hyper = IFCAServerHyper
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedAvgSiteHyper, server_hyper: Any) -> None:
@@ -109,7 +107,7 @@ class IFCAServer(ServerAlgorithm[IFCAServerHyper]):
     @handles(IFCASite.train)
     def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
         """The next models of all clusters that a site trained; others are refused with an event."""
-        chosen: dict[str, dict[str, Message]] = {}
+        chosen: dict[str, dict[str, StateDict]] = {}
         for name in cluster_names(self.context.plan):
             chosen[name] = {}
         for site, reply in replies.items():
@@ -118,11 +116,10 @@ class IFCAServer(ServerAlgorithm[IFCAServerHyper]):
                 reason = f"cluster {name!r} is none of this run; its model is not used"
                 self.context.events.add("rejected", reason, site=site, round=step.round)
                 continue
-            chosen[name][site] = reply
+            chosen[name][site] = reply[TRAINED]
             self.memory.meta["clusters"][site] = name
-        for name, of_cluster in chosen.items():
-            if of_cluster:
-                states = {site: reply[TRAINED] for site, reply in of_cluster.items()}
+        for name, states in chosen.items():
+            if states:
                 equal = dict.fromkeys(states, 1.0)
                 self.memory[CLUSTERS.member(name)] = weighted_mean(states, equal)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -10,14 +10,12 @@ from medflare.core.message import Message
 from medflare.core.phases import asks, handles, phase
 from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict
-from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, ServerHyper, Step
-from medflare.methods.fedavg.personal import PersonalModel
-from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper
+from medflare.methods.base import ServerAlgorithm, ServerContext, ServerHyper, Step
+from medflare.methods.fedavg.personal import PersonalSite
+from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, F
 from medflare.methods.parts.measured import MEASURED, VALIDATION
 from medflare.training.epochs import weighted_sum
-from medflare.training.site import Site
 
-F = TypeVar("F", bound=FedAvgSiteHyper)
 G = TypeVar("G", bound=ServerHyper)
 TRAINED = TensorSpec("model", "the site's trained model, to be combined with those of other sites")
 # In the server's memory: each site's last trained model.
@@ -30,18 +28,12 @@ def family_message(memory: Message, family: TensorSpec) -> Message:
     return Message({family.member(name).name: state for name, state in members.items()})
 
 
-class PersonalizedSite(FedAvgSite[F]):
+class PersonalizedSite(PersonalSite[F]):
     """Trains a personal model; the site uses that of the best round by its validation images."""
 
-    Hyper: ClassVar[type] = FedAvgSiteHyper
-    freezes = False
     dp_unsupported_reason = (
         "models are compared or chosen without noise, and the validation metric leaves the site"
     )
-
-    def __init__(self, site: Site, plan: Plan[F, Any]):
-        super().__init__(site, plan)
-        self.selection = PersonalModel(self)
 
     def start(self, incoming: Message) -> StateDict:
         """The site's model at the start of a round, from what the server sent."""
@@ -51,7 +43,7 @@ class PersonalizedSite(FedAvgSite[F]):
     def train(self, round: int, incoming: Message) -> Message:
         """Validates the site's model, which becomes a candidate, and trains it as FedAvg."""
         start = self.start(incoming)
-        reply = FedAvgSite.train(self, round, Message.of({MODEL: start}))
+        reply = super().train(round, Message.of({MODEL: start}))
         value = reply[VALIDATION]["global"]
         self.selection.add(value, round, start)
         reply[VALIDATION] = {"personal": value}

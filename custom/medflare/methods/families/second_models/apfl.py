@@ -11,12 +11,11 @@ those of the task's optimizer; α is one more parameter beside v, its gradient a
 from collections.abc import Collection, Mapping
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.base import PersistentState
 from medflare.methods.families.second_models.site import SecondModelSite
@@ -64,8 +63,7 @@ def mixed_logits(
     mixture: dict[str, Tensor] = {}
     for name, weight in network.named_parameters():
         mixture[name] = share * weight + (1 - share) * anchor[name]
-    logits: Tensor = functional_call(network, mixture, (images,))
-    return logits
+    return functional_call(network, mixture, (images,))
 
 
 def mixed_model(model: nn.Module, global_: Mapping[str, Tensor], share: float) -> StateDict:
@@ -97,7 +95,7 @@ def train_apfl(
     return mixed_model(model, global_, share)
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class APFLHyper(FedAvgSiteHyper):
     """The mixing weight."""
 

@@ -10,10 +10,9 @@ leaves the site. λ = 0 is training alone.
 """
 
 import torch
-from pydantic.dataclasses import dataclass
 
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict, copy_state
 from medflare.methods.families.second_models.site import SecondModelSite
 from medflare.methods.fedavg.site import FedAvgSiteHyper
@@ -21,7 +20,7 @@ from medflare.methods.parts.proximal import proximal_term
 from medflare.training.epochs import train_epochs
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class DittoHyper(FedAvgSiteHyper):
     """The proximal term of the personal model."""
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.states import StateDict, copy_state
+from medflare.core.states import copy_state
 from medflare.methods.base import PersistentState
 from medflare.methods.families.second_models.site import SecondModelSite
 from medflare.methods.fedavg.site import FedAvgSiteHyper
@@ -50,11 +50,8 @@ def balance(counts: Tensor, multiclass: bool) -> Tensor:
 class FedRoDSite(SecondModelSite[FedAvgSiteHyper]):
     """Trains body and generic head, and on its features the personal head."""
 
+    uses_features = True
     head = PersistentState("head")  # φ
-
-    @classmethod
-    def needs_features(cls, hyper: FedAvgSiteHyper) -> bool:
-        return True
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: FedAvgSiteHyper, server_hyper: Any) -> None:
@@ -86,7 +83,10 @@ class FedRoDSite(SecondModelSite[FedAvgSiteHyper]):
 
         loss = self.fit_both(head.train(), optimizer, round, losses)
         self.head = copy_state(head.state_dict())
-        self.personal = self._joined(copy_state(model.state_dict()), self.head)
+        personal = copy_state(model.state_dict())
+        for name, weight in self.head.items():
+            personal[f"head.{name}"] += weight  # ψ + φ
+        self.personal = personal
         return loss
 
     def _shift(self) -> Tensor | float:
@@ -96,7 +96,3 @@ class FedRoDSite(SecondModelSite[FedAvgSiteHyper]):
         enrolled = {"n": self.site.n, "class_counts": self.site.class_counts().tolist()}
         counts = class_totals(task, {self.site.name: enrolled})
         return balance(counts, task.target == "multiclass").to(self.site.device)
-
-    def _joined(self, model: StateDict, head: StateDict) -> StateDict:
-        """The network with the head ψ + φ."""
-        return {**model, **{f"head.{name}": model[f"head.{name}"] + head[name] for name in head}}

@@ -8,11 +8,10 @@ is FedAvg's global model, α = 1 a personal model that learns alone.
 """
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import copy_state
 from medflare.methods.families.second_models.site import SecondModelSite
 from medflare.methods.fedavg.site import FedAvgSiteHyper
@@ -21,7 +20,7 @@ from medflare.methods.prr.transfer import class_logits
 from medflare.networks.features import FeatureNetwork
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FMLHyper(FedAvgSiteHyper):
     """The task's loss against imitation of the other model."""
 

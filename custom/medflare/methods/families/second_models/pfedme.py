@@ -8,11 +8,10 @@ w <- (1 - β) w + β mean_k w_k             after every round, at the server    
 from collections.abc import Mapping, Sequence
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict, blend, copy_state
 from medflare.methods.aggregation import SiteModel, WeightedMean
 from medflare.methods.families.second_models.site import SecondModelSite, gradients_of, take_step
@@ -81,7 +80,7 @@ def train_pfedme(
             statistic.copy_(measured)
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class PFedMeHyper(FedAvgSiteHyper):
     """The proximal problem, and the step towards its solution."""
 
@@ -102,7 +101,7 @@ class PFedMeHyper(FedAvgSiteHyper):
     )
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class PFedMeServerHyper(FedAvgServerHyper):
     """The server's step."""
 

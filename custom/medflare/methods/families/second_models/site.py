@@ -1,7 +1,6 @@
 """A personal model beside the global one, as a site algorithm."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -9,38 +8,25 @@ from torch import Tensor, nn
 from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.data.loading import Batch
-from medflare.methods.base import PersistentState, Plan
-from medflare.methods.fedavg.personal import PersonalModel
-from medflare.methods.fedavg.site import (
-    MODEL,
-    SELECTED_ROUND,
-    FedAvgSite,
-    FedAvgSiteHyper,
-    delivered,
-)
+from medflare.methods.base import PersistentState
+from medflare.methods.fedavg.personal import PersonalSite
+from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, F, delivered
 from medflare.methods.parts.measured import VALIDATION
 from medflare.training.epochs import Steps, epochs, trainable, weighted_sum
 from medflare.training.site import Site
 
-F = TypeVar("F", bound=FedAvgSiteHyper)
 
-
-class SecondModelSite(FedAvgSite[F]):
+class SecondModelSite(PersonalSite[F]):
     """FedAvg's site algorithm with a personal model, which `fit` or `personalize` sets.
 
     The site uses that of the best round by its own validation.
     """
 
-    freezes = False
     dp_unsupported_reason = (
         "the personal model learns from the same images without noise, "
         "and its validation metric leaves the site"
     )
     personal = PersistentState("personal")  # None before the first training
-
-    def __init__(self, site: Site, plan: Plan[F, Any]):
-        super().__init__(site, plan)
-        self.selection = PersonalModel(self)
 
     def personalize(self, round: int, shared: StateDict) -> None:
         """Trains the personal model after the global one.

@@ -9,17 +9,16 @@ authors' code. A layer is a module with trained entries; a layer of zeros is not
 
 from statistics import fmean
 
-from pydantic.dataclasses import dataclass
 from torch.nn.utils import get_total_norm
 
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict, weighted_mean
 from medflare.methods.families.server_rules.rule import Models, Rule
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedLWSHyper(FedAvgServerHyper):
     """The strength of the shrinking."""
 

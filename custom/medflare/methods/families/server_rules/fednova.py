@@ -49,7 +49,7 @@ class CountingSite(FedAvgSite[Any]):
     def train(self, round: int, incoming: Message) -> Message:
         """The other algorithm's training; the number of its steps is added to the reply."""
         self.steps = None
-        reply: Message = super().train(round, incoming)
+        reply = super().train(round, incoming)
         if self.steps is None:
             raise ConfigError(
                 "fednova cannot count this site algorithm's steps; use --server-algorithm fedavg"

@@ -10,12 +10,11 @@ frozen at first. Only trained entries are stepped; statistics are averaged.
 from typing import Any, ClassVar
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from medflare.core.hyper import param
 from medflare.core.message import Message
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict
 from medflare.methods.families.server_rules.rule import Models, Rule
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
@@ -24,7 +23,7 @@ from medflare.methods.parts.tensors import widened
 _MOMENTS = "server_moments"
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedAvgMHyper(FedAvgServerHyper):
     """Momentum."""
 
@@ -32,7 +31,7 @@ class FedAvgMHyper(FedAvgServerHyper):
     beta: float = param(0.9, "momentum; 0 with η 1: FedAvg", symbol="β", low=0, high=1)
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedAdagradHyper(FedAvgServerHyper):
     """Alg. 2 with a sum of squares."""
 
@@ -44,7 +43,7 @@ class FedAdagradHyper(FedAvgServerHyper):
     tau: float = param(1e-3, "adaptivity: smallest divisor", symbol="τ", low=1e-12)
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedAdamHyper(FedAdagradHyper):
     """Alg. 2 with a moving average of squares."""
 
@@ -53,7 +52,7 @@ class FedAdamHyper(FedAdagradHyper):
     beta2: float = param(0.99, "decay of the second moment", symbol="β2", low=0, high=1)
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedYogiHyper(FedAdamHyper):
     """Alg. 2 with Yogi's second moment."""
 

@@ -7,19 +7,16 @@ report a false number of images.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
-
-from pydantic.dataclasses import dataclass
 
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
-from medflare.methods.aggregation import Aggregation, SiteModel, WeightedMean
+from medflare.core.settings import strict_dataclass
+from medflare.methods.aggregation import SiteModel, WeightedMean
 from medflare.methods.base import ServerHyper
 from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.parts.robust import RobustLimits, RobustRule
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class RobustHyper(RobustLimits, ServerHyper):
     """The rule and its limits."""
 
@@ -38,4 +35,4 @@ class RobustAggregation(WeightedMean):
 class RobustServer(FedAvgServer[RobustHyper]):
     """FedAvg's server algorithm with a robust rule."""
 
-    aggregation_class: ClassVar[type[Aggregation[Any]]] = RobustAggregation
+    aggregation_class = RobustAggregation

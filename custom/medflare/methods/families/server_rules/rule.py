@@ -4,12 +4,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from medflare.core.hyper import param
 from medflare.core.message import Message
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict, gram
 from medflare.methods.aggregation import SiteModel, WeightedMean, states_of
 from medflare.methods.fedavg.server import FedAvgServerHyper
@@ -20,7 +19,7 @@ Models: TypeAlias = Mapping[str, SiteModel]
 Weights: TypeAlias = dict[str, float]
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class UniformHyper(FedAvgServerHyper):
     """Rules that start from equal weights."""
 
@@ -96,10 +95,17 @@ def fractions(values: Mapping[str, float]) -> Weights:
     return {site: value / total for site, value in positive.items()}
 
 
-def inner_products(states: Iterable[StateDict], origin: StateDict) -> Tensor:
-    """(K, K) inner products <w_j - w, w_k - w> in float64, over the entries of the first state."""
+def inner_products(
+    states: Iterable[StateDict], origin: StateDict, names: Iterable[str] | None = None
+) -> Tensor:
+    """(K, K) inner products <w_j - w, w_k - w> in float64.
+
+    Over the entries `names`; None: those of the first state.
+    """
     ordered = list(states)
+    if names is None:
+        names = ordered[0]
     total = torch.zeros(len(ordered), len(ordered), dtype=torch.float64)
-    for name in ordered[0]:
+    for name in names:
         total += gram([state[name] for state in ordered], origin[name])
     return total

@@ -6,14 +6,13 @@ from statistics import fmean
 from typing import Any, Final, Literal
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import asks, extends
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, TensorSpec, number
 from medflare.core.states import StateDict, weighted_mean
 from medflare.methods.base import Plan, SiteAlgorithm, Step
@@ -29,7 +28,6 @@ from medflare.methods.fedavg.server import FedAvgServer
 from medflare.methods.fedavg.site import MODEL, FedAvgSite
 from medflare.methods.parts.measured import VALIDATION
 from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import finite_or_none
 
 _METRIC: Final = number(0, 1, optional=True)
 TRAINED_METRIC = MetaSpec[float | None](
@@ -66,13 +64,13 @@ class MeasuringSite(SiteAlgorithm[Any]):
 
     def metric(self, state: StateDict) -> float | None:
         """The validation metric of a model; None if undefined."""
-        return finite_or_none(self.validation(self.network("model", state)))
+        return self.validation(self.network("model", state))
 
 
 # -- FedDG-GA --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedDGGAHyper(UniformHyper):
     """The step of the weights."""
 
@@ -148,7 +146,7 @@ class FedDGGAServer(FedAvgServer[FedDGGAHyper]):
 # -- FedCE -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedCEHyper(UniformHyper):
     """How the two contributions become one."""
 

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from typing import Final
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from medflare.core.hyper import param
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict, cosines, weighted_mean
 from medflare.methods.families.server_rules.rule import (
     Models,
@@ -58,7 +57,7 @@ class IDAServer(FedAvgServer[UniformHyper]):
     aggregation_class = InverseDistanceMean
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FedAWAHyper(FedAvgServerHyper):
     """The optimization of the weights."""
 
@@ -118,7 +117,7 @@ class FedAWAServer(FedAvgServer[FedAWAHyper]):
     aggregation_class = OptimizedWeights
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class FetsPIDHyper(FedAvgServerHyper):
     """Shares of the three terms."""
 

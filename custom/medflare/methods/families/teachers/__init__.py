@@ -1,31 +1,22 @@
 """Teachers: a site without all labels also learns from the predictions of another model."""
 
+from functools import partial
+
 from medflare.methods.method import Method
 
+_row = partial(Method, family="teachers")
 
-def _teacher(name: str, title: str, paper: str, module: str, algorithm: str) -> Method:
-    """A row: the algorithms of a module of this package, without their "Site" and "Server"."""
-    return Method(
-        name=name,
-        title=title,
-        paper=paper,
-        site=f"{__name__}.{module}:{algorithm}Site",
-        server=f"{__name__}.{module}:{algorithm}Server",
-        family="teachers",
-    )
-
-
-CONDIST = _teacher(
+CONDIST = _row(
     "condist",
     "Conditional distillation of structures that a site did not annotate",
     "Wang et al., ConDistFL, MICCAI workshops 2023",
-    "condist",
-    "ConDist",
+    f"{__name__}.condist:ConDistSite",
+    f"{__name__}.condist:ConDistServer",
 )
-MEAN_TEACHER = _teacher(
+MEAN_TEACHER = _row(
     "mean_teacher",
     "Consistency with a mean teacher at sites without labels",
     "Tarvainen and Valpola, Mean teachers, NeurIPS 2017",
-    "mean_teacher",
-    "MeanTeacher",
+    f"{__name__}.mean_teacher:MeanTeacherSite",
+    f"{__name__}.mean_teacher:MeanTeacherServer",
 )

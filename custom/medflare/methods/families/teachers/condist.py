@@ -16,13 +16,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.message import Message
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.methods.base import Step
 from medflare.methods.families.teachers.site import ANNOTATED, TeacherSite
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
@@ -68,7 +67,7 @@ def unannotated_area(teacher: Tensor, targets: Tensor, annotated: Sequence[int])
     return (~shown).float().unsqueeze(1)
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class ConDistHyper(FedAvgSiteHyper):
     """The conditional distillation."""
 
@@ -143,8 +142,7 @@ class ConDistSite(TeacherSite[ConDistHyper]):
             student = conditional_probabilities(logits, annotated, temperature)
             teacher = conditional_probabilities(taught, annotated, temperature)
             mask = unannotated_area(taught, targets, annotated)
-        value: Tensor = MaskedDiceLoss(smooth_nr=0.0, batch=True)(student, teacher, mask)
-        return value
+        return MaskedDiceLoss(smooth_nr=0.0, batch=True)(student, teacher, mask)
 
 
 class ConDistServer(FedAvgServer[FedAvgServerHyper]):

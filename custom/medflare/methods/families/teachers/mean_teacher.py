@@ -16,13 +16,12 @@ import math
 from collections.abc import Mapping
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from medflare.core.hyper import param
 from medflare.core.rng import torch_generator
-from medflare.core.settings import STRICT
+from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import SiteModel, WeightedMean, states_of
 from medflare.methods.families.teachers.site import ANNOTATED, TeacherSite
@@ -38,7 +37,7 @@ def ramp_up(round: int, rounds: int) -> float:
     return math.exp(-5 * (1 - progress) ** 2)
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class MeanTeacherHyper(FedAvgSiteHyper):
     """The consistency at a site without labels."""
 
@@ -65,7 +64,7 @@ class MeanTeacherHyper(FedAvgSiteHyper):
     )
 
 
-@dataclass(frozen=True, config=STRICT)
+@strict_dataclass
 class MeanTeacherServerHyper(FedAvgServerHyper):
     """The weight of sites without labels."""
 

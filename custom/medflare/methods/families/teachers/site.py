@@ -1,23 +1,20 @@
 """What the methods of this package share: the server learns how much each site annotated."""
 
-from typing import TypeVar
-
 from medflare.core.message import Message
 from medflare.core.phases import extends
 from medflare.core.specs import MetaSpec, count
-from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
+from medflare.methods.fedavg.site import F, FedAvgSite
 
-T = TypeVar("T", bound=FedAvgSiteHyper)
 ANNOTATED = MetaSpec[int]("annotated", "structures or classes that the site annotated", count())
 
 
-class TeacherSite(FedAvgSite[T]):
+class TeacherSite(FedAvgSite[F]):
     """FedAvg's site algorithm; its replies say how many structures the site annotated."""
 
     freezes = False
 
     @extends(meta=(ANNOTATED,))
     def train(self, round: int, incoming: Message) -> Message:
-        reply: Message = super().train(round, incoming)
+        reply = super().train(round, incoming)
         reply[ANNOTATED] = len(self.site.annotation.names)
         return reply

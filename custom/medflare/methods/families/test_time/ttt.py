@@ -44,11 +44,8 @@ class TTTSite(FedAvgSite[FedAvgSiteHyper]):
     accumulates = False
     freezes = False
     dp_unsupported_reason = "the rotation head learns without noise"
+    uses_features = True
     head: nn.Linear  # of the round, set by `train`
-
-    @classmethod
-    def needs_features(cls, hyper: FedAvgSiteHyper) -> bool:
-        return True
 
     @phase(request=(MODEL, HEAD), reply=(MODEL, HEAD), meta=MEASURED)
     def train(self, round: int, incoming: Message) -> Message:

@@ -43,8 +43,10 @@ def find_volumes(root: Path, sites: Mapping[str, Sequence[str]], download: Downl
         folder = expected(root, *folders, download=download)
         pairs = pair_masks(scan_folder(folder))
         if pairs.missing:
-            problem = f"{folder / pairs.missing[0]}, the first of {len(pairs.missing)}"
-            raise DataError(f"{problem}; unpack or convert the download again")
+            raise DataError(
+                f"{folder / pairs.missing[0]}, the first of {len(pairs.missing)}; "
+                "unpack or convert the download again"
+            )
         for item in pairs.items:
             patient = f"{site} {stem(item.first)}"
             items.append(replace(item, patient=patient, split="", site=site))
@@ -145,8 +147,7 @@ def find_grades(root: Path, sites: Sequence[str], download: Download) -> list[It
     items = []
     for source, (name, split) in product(sites, _LISTS.items()):
         file = expected(root, f"splits/{source}_{name}.txt", download=download)
-        text = file.read_text(encoding="utf-8")
-        lines = [line for line in text.splitlines() if line.strip()]
+        lines = filter(str.strip, file.read_text(encoding="utf-8").splitlines())
         items += items_of(file, lines, partial(item, source=source, split=split))
     return items
 
@@ -274,8 +275,9 @@ def find_midog(
             images[int(entry["id"])] = (Path(entry["file_name"]).name, size)
         cells = sorted(content["annotations"], key=lambda cell: int(cell["image_id"]))
     except (OSError, LookupError, TypeError, ValueError) as error:
-        problem = f"not the annotations of MIDOG 2022 ({error})"
-        raise DataError(f"{table}: {problem}; download it again") from error
+        raise DataError(
+            f"{table}: not the annotations of MIDOG 2022 ({error}); download it again"
+        ) from error
 
     def item(cell: Mapping[str, Any]) -> Item:
         name, size = images[int(cell["image_id"])]
@@ -311,8 +313,10 @@ def patch_corner(box: Sequence[float], size: tuple[int, int], side: int) -> tupl
     width, height = size
     overlaps = max(x1, 0) < min(x2, width) and max(y1, 0) < min(y2, height)
     if not overlaps or min(size) < side:
-        found = f"no patch of {side} x {side} around the box {list(box)}"
-        raise ValueError(f"{found} of an image of {width} x {height}")
+        raise ValueError(
+            f"no patch of {side} x {side} around the box {list(box)} "
+            f"of an image of {width} x {height}"
+        )
     left = math.floor((x1 + x2 - side) / 2)
     top = math.floor((y1 + y2 - side) / 2)
     return min(max(left, 0), width - side), min(max(top, 0), height - side)
@@ -337,7 +341,7 @@ def _patch(source: Path, left: int, top: int) -> np.ndarray:
 
 # -- all -------------------------------------------------------------------------------------------
 
-_FIND: Final = (
+_FIND: Final[tuple[Callable[..., list[Item]], ...]] = (
     find_volumes,
     find_fundus,
     find_grades,
@@ -346,7 +350,7 @@ _FIND: Final = (
     find_camelyon,
     find_midog,
 )
-_BY_NAME: Final[dict[str, Callable[..., list[Item]]]] = {find.__name__: find for find in _FIND}
+_BY_NAME: Final = {find.__name__: find for find in _FIND}
 _DESCRIPTIONS: Final = json.loads(
     (resources.files(__package__) / "data.json").read_text(encoding="utf-8")
 )

@@ -1,6 +1,6 @@
 """From the downloads of a paper to its sites: what a `Preparation` is, and how it is done."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -12,15 +12,16 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import FILE, SPLITS
 from medflare.preparation.dataset_import.datalists import (
+    Sites,
     check_files,
     check_target,
+    patient_of,
     place_files,
     write_datalist,
 )
 from medflare.preparation.dataset_import.folders import Item, numbered, prefixed
 from medflare.preparation.dataset_import.papers.splits import (
     SPLIT_FILE,
-    Sites,
     divided_warning,
     shared_warning,
     split_sites,
@@ -102,8 +103,10 @@ def expected(root: Path, *choices: str, download: Download) -> Path:
     for choice in choices:
         if (root / choice).exists():
             return root / choice
-    remedy = f"get {download.path} from {download.page} and unpack it into {root}"
-    raise DataError(f"{root / choices[0]}: not there; {remedy}")
+    raise DataError(
+        f"{root / choices[0]}: not there; "
+        f"get {download.path} from {download.page} and unpack it into {root}"
+    )
 
 
 def items_of(table: Path, rows: Iterable[Any], item: Callable[[Any], Item | None]) -> list[Item]:
@@ -116,8 +119,9 @@ def items_of(table: Path, rows: Iterable[Any], item: Callable[[Any], Item | None
         try:
             image = item(row)
         except (LookupError, TypeError, ValueError, DataError) as error:
-            problem = f"{table} row {number}: not as in the release ({error})"
-            raise DataError(f"{problem}; download it again") from error
+            raise DataError(
+                f"{table} row {number}: not as in the release ({error}); download it again"
+            ) from error
         if image is not None:
             items.append(image)
     return items
@@ -137,9 +141,10 @@ class PreparedData(NamedTuple):
         lines = [self.preparation.title, "", self.table, ""]
         lines += prefixed("note", self.preparation.notes)
         if "test" not in self.preparation.splits:
-            drawn = "a site that trains draws one from its training patients"
-            whole = "an outside site is tested on all its images"
-            lines.append(f"note: no test list: {drawn}, {whole}")
+            lines.append(
+                "note: no test list: a site that trains draws one from its training patients, "
+                "an outside site is tested on all its images"
+            )
         lines += prefixed("WARNING", self.warnings)
         for site in self.sites:
             lines.append(f"written: {self.home / site / FILE}")
@@ -175,12 +180,13 @@ def prepare(
         ConfigError: both `redraw` and `paper_split`.
     """
     if redraw and paper_split:
-        problem = "--split paper uses the paper's split, --redraw draws another"
-        raise ConfigError(f"{problem}; give one of them")
+        raise ConfigError(
+            "--split paper uses the paper's split, --redraw draws another; give one of them"
+        )
     if not source.is_dir():
         paths = ", ".join(download.path for download in preparation.downloads)
         raise DataError(f"{source}: not a folder; give the folder with {paths}")
-    items = list(preparation.find(source, preparation.sites, *preparation.downloads))
+    items = preparation.find(source, preparation.sites, *preparation.downloads)
     check_files(items, source)
     counts: dict[str, Mapping[str, int]] = dict(preparation.counts)
     if redraw:
@@ -198,8 +204,13 @@ def prepare(
         by_site.setdefault(item.site, []).append(item)
     table, differences = compare_counts(preparation, counts, by_site)
     if differences and strict:
-        found = f"{preparation.name}: {_summary(differences)} ({preparation.source})"
-        raise DataError(f"{found}; complete the download, or leave --strict out")
+        found = differences[0]
+        if len(differences) > 1:
+            found += f", and {len(differences) - 1} more"
+        raise DataError(
+            f"{preparation.name}: {found} ({preparation.source}); "
+            "complete the download, or leave --strict out"
+        )
     check_target(target, by_site, force=force)
     sites = split_sites(by_site, preparation.shares, seed)
     divided = divided_warning(sites, preparation.group)
@@ -208,15 +219,9 @@ def prepare(
     sites = without_divided(sites)
     header = {"labels": numbered(preparation.classes)}
     for site, listed in sites.items():
-        place_files(target / site, listed, source, copy=copy)
+        place_files(target / site, listed, source, copy=copy, slices={})
         write_datalist(target / site, listed, source, splits=preparation.splits, header=header)
     return PreparedData(preparation, sites, target, table, warnings)
-
-
-def _summary(lines: Sequence[str]) -> str:
-    if len(lines) == 1:
-        return lines[0]
-    return f"{lines[0]}, and {len(lines) - 1} more"
 
 
 def compare_counts(
@@ -231,7 +236,7 @@ def compare_counts(
     compared = set[str]().union(*counts.values())
     for site in sorted({*sites, *counts}):
         items = sites.get(site, ())
-        patients = {item.patient or str(item.first) for item in items}
+        patients = set(map(patient_of, items))
         test = sum(item.split == "test" for item in items)
         numbers = {IMAGES: len(items), PATIENTS: len(patients)}
         if TRAINED_ON in compared:
@@ -248,7 +253,8 @@ def compare_counts(
         rows.append(row)
     total = sum(map(len, sites.values()))
     if preparation.total not in (None, total):
-        found = f"there are {total} {preparation.unit}"
-        differences.append(f"{found}, published are {preparation.total}")
+        differences.append(
+            f"there are {total} {preparation.unit}, published are {preparation.total}"
+        )
     table = pd.DataFrame(rows).to_string(index=False)
     return f"{table}\npublished counts: {preparation.source or 'none'}", differences

@@ -3,19 +3,17 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from medflare.core.errors import DataError
 from medflare.data.datalist import SPLITS
 from medflare.data.reading import stem
-from medflare.preparation.dataset_import.datalists import draw_splits
+from medflare.preparation.dataset_import.datalists import Sites, draw_splits
 from medflare.preparation.dataset_import.folders import Item, split_name
 from medflare.preparation.dataset_import.tables import read_frame
 
 SPLIT_FILE: Final = "split_of_the_paper.csv"  # beside the downloads, a row per image
 _COLUMNS: Final = ("image_id", "site", "split")
-
-Sites: TypeAlias = Mapping[str, Sequence[Item]]
 
 
 def with_paper_split(items: Sequence[Item], file: Path) -> list[Item]:
@@ -30,8 +28,10 @@ def with_paper_split(items: Sequence[Item], file: Path) -> list[Item]:
         trained = {item.site for item in items if item.split != "test"}
         if any(item.split and item.site in trained for item in items):
             return list(items)
-        remedy = f"add it with {', '.join(_COLUMNS)} of each image, or leave --split out"
-        raise DataError(f"{file}: not there, but --split paper needs it; {remedy}")
+        raise DataError(
+            f"{file}: not there, but --split paper needs it; "
+            f"add it with {', '.join(_COLUMNS)} of each image, or leave --split out"
+        )
     splits = _read_splits(file)
     named = {site for site, _ in splits}
     listed = {(item.site, stem(item.first)) for item in items if item.site in named}
@@ -51,8 +51,10 @@ def _read_splits(file: Path) -> dict[tuple[str, str], str]:
     for image, site, word in table[list(_COLUMNS)].itertuples(index=False, name=None):
         split = split_name(word)
         if not split:
-            problem = f"split {word!r} of {image} is not known"
-            raise DataError(f"{file}: {problem}; write training, validation or test")
+            raise DataError(
+                f"{file}: split {word!r} of {image} is not known; "
+                "write training, validation or test"
+            )
         if splits.setdefault((site, image), split) != split:
             raise DataError(f"{file}: {image} of {site} is in two splits; keep one of its rows")
     return splits
@@ -64,8 +66,7 @@ def _refuse_difference(file: Path, words: str, images: Iterable[tuple[str, str]]
         listed = names[0]
         if len(names) > 1:
             listed += f" and {len(names) - 1} more"
-        remedy = "correct the table, or complete the download"
-        raise DataError(f"{file}: {words} {listed}; {remedy}")
+        raise DataError(f"{file}: {words} {listed}; correct the table, or complete the download")
 
 
 def split_sites(sites: Sites, shares: Mapping[str, float], seed: int) -> dict[str, list[Item]]:
@@ -87,8 +88,9 @@ def split_sites(sites: Sites, shares: Mapping[str, float], seed: int) -> dict[st
     for site in [*sorted(named), *sorted(sites.keys() - named)]:
         drawn[site] = []
         for item in _split_site(site, sites[site], shares, seed):
-            split = item.split if site in named else split_of.get(item.patient, item.split)
-            drawn[site].append(replace(item, split=split))
+            if site not in named:
+                item = replace(item, split=split_of.get(item.patient, item.split))
+            drawn[site].append(item)
         split_of = {item.patient: item.split for item in drawn[site]} | split_of
         split_of.pop("", None)
     return {site: drawn[site] for site in sites}
@@ -141,8 +143,9 @@ def without_divided(sites: Sites) -> dict[str, list[Item]]:
         divided = divided_patients(items)
         cleared[site] = []
         for item in items:
-            patient = "" if item.patient in divided else item.patient
-            cleared[site].append(replace(item, patient=patient))
+            if item.patient in divided:
+                item = replace(item, patient="")
+            cleared[site].append(item)
     return cleared
 
 
@@ -174,9 +177,11 @@ def divided_warning(sites: Sites, group: str) -> str:
             counts.append(f"{site} {shown} of {len(test)}")
         else:
             counts.append(f"{site} unknown, without {group} ids")
-    shows = f"test images that show a {group} of the site's training or validation images"
-    line = f"{group}s in two splits of a site: {divided}; {shows}: {', '.join(counts)}"
-    return f"{line}; their numbers measure memory, too; --redraw draws splits by {group}"
+    return (
+        f"{group}s in two splits of a site: {divided}; test images that show a {group} of the "
+        f"site's training or validation images: {', '.join(counts)}; "
+        f"their numbers measure memory, too; --redraw draws splits by {group}"
+    )
 
 
 def shared_warning(sites: Sites, group: str, lists: Sequence[str] = SPLITS) -> str:
@@ -205,12 +210,15 @@ def shared_warning(sites: Sites, group: str, lists: Sequence[str] = SPLITS) -> s
     apart = sum(len(set().union(*splits.values())) > 1 for splits in shared.values())
     if apart:
         crossing = _tested_and_trained_on(sites, shared)
-        shows = f"test images that show a {group} on which another site trains: {crossing}"
-        remedy = f"--redraw draws splits by {group} across sites"
-        return f"{line}; in different splits: {apart}; {shows}; {remedy}"
+        return (
+            f"{line}; in different splits: {apart}; test images that show a {group} on which "
+            f"another site trains: {crossing}; --redraw draws splits by {group} across sites"
+        )
     if "test" not in lists:
-        later = "each site draws its test list when it reads the data"
-        return f"{line}; {later}, so a site can test what another trains on"
+        return (
+            f"{line}; each site draws its test list when it reads the data, "
+            "so a site can test what another trains on"
+        )
     return f"{line}; each is in one split at all sites"
 
 
