@@ -156,7 +156,7 @@ def _with_options(function: _Command, described: Mapping[str, tuple[str | None, 
             info = typer.Option(f"--{name.replace('_', '-')}")
         else:
             info = typer.Option()
-        info.metavar = metavar
+        info.metavar = metavar or info.metavar
         info.help = text
         parameters[name] = parameters[name].replace(annotation=Annotated[hint, info])
     signature = signature.replace(parameters=list(parameters.values()))

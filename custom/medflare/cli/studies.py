@@ -34,7 +34,9 @@ def add_groups(app: typer.Typer) -> None:
 
 def run_study(
     out: Path,
-    candidates: Annotated[list[str] | None, typer.Argument()] = None,
+    candidates: Annotated[
+        list[str] | None, typer.Argument(metavar="METHOD[:NAME=VALUE,...]")
+    ] = None,
     reference: str = "",
     suite: str | None = None,
     task: str | None = None,
@@ -52,7 +54,7 @@ def run_study(
     grid: list[str] = (),  # type: ignore[assignment]
     rerun: list[str] = (),  # type: ignore[assignment]
     processes: int = 1,
-    cluster: str | None = None,
+    cluster: Annotated[str | None, typer.Option(metavar="slurm[:NAME=VALUE,...]")] = None,
     device: options.Device = None,
     figures: Figures = None,
 ) -> int:
@@ -68,7 +70,7 @@ def run_study(
     Args:
         out: Folder for table.md, study.html and study.zip (all results, and scores of single
             patients)
-        candidates (METHOD[:NAME=VALUE,...]): A method with its hyper-parameters (and
+        candidates: A method with its hyper-parameters (and
             site_algorithm=METHOD, server_algorithm=METHOD), or a reference (below)
         reference (NAMES): Comma-separated rows that a method has to beat, or all that the task can
             have. constant: the best answer that ignores the image; single-site: every site alone
@@ -102,7 +104,7 @@ def run_study(
             each value and show the best by validation images; several: all combinations
         rerun (ROW): Run all of this row again, for example after its code changed; may be repeated
         processes: Runs at the same time
-        cluster (slurm[:NAME=VALUE,...]): Run as an array of Slurm jobs, with settings of the
+        cluster: Run as an array of Slurm jobs, with settings of the
             package submitit (slurm:timeout_min=600,gpus_per_node=1,slurm_partition=gpu); all
             machines need the folders --out and --data-root
 
