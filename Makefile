@@ -29,8 +29,8 @@ demo: $(VENV)/.installed
 	rm -rf $(WORKSPACE)
 	nvflare simulator jobs/fedsm -n 4 -t 4 -w $(WORKSPACE); status=$$?; medflare results $(WORKSPACE) && exit $$status
 
-# File by file in three processes (WORKERS), which two cores can serve: about half of the time is that of end-to-end tests, which wait for
-# FLARE's processes, and tests/conftest.py mixes them with those that compute. Each process takes up to 4 GB.
+# File by file in three processes (WORKERS), which two cores can serve: end-to-end tests wait for FLARE's processes most of their time. Each
+# process takes up to 4 GB.
 test: $(VENV)/.installed-dev
 	$(MAKE) --jobs=2 --output-sync=target lint docs
 	COVERAGE_CORE=sysmon $(PYTEST) $(COVERAGE)

@@ -55,6 +55,7 @@ def federation(
     )
     running.environment = {**running.environment, **importing(packages)}
     running.provision()
+    running.send_small_counts()
     try:
         running.start(SERVER, *running.sites)
         yield running

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import yaml
 
-from e2e.simulation import ROOT, environment
+from e2e.simulation import ROOT, edit, environment
 from medflare.flare.flare_patches import quiet_ports
 
 PATIENCE = 300.0  # seconds until a wait is given up; nothing but a failing test takes that long, also on a busy machine
@@ -88,6 +88,14 @@ class ProvisionedFederation:
                 "--workspace",
                 self.folder / "federation",
                 "--leave-root-key",
+            )
+
+    def send_small_counts(self) -> None:
+        """Without `minimum_patients` of the kits: the plain loop, with which results are compared, has none."""
+        for site in self.sites:
+            edit(
+                self.kit(site) / "local" / "medflare.json",
+                lambda local: local.update(minimum_patients=0),
             )
 
     @contextlib.contextmanager

@@ -325,6 +325,7 @@ def test_a_site_that_is_added_later_takes_part_in_what_it_allows(
     later = type(federation)(federation.folder, ["site-4"])
     later.environment, later.kits = federation.environment, federation.kits.with_name("prod_01")
     later.command(sys.executable, SCRIPTS / "party.py", "setup", later.kit("site-4"))
+    later.send_small_counts()
     job = build_job(
         foreign, tiny_task, rounds=1, seed=SEED, byoc=False, min_sites=3, out=tmp_path / "job"
     )
