@@ -5,6 +5,7 @@
 
 Every run is a process of its own with one thread; methods take turns, so that a busy machine slows all of them alike. Time is
 processor time of all steps but those of the first round, divided by the rounds; the ratio is that of the medians over repeats.
+The first method, with which all others are compared, runs again after every eight of them.
 """
 
 import argparse
@@ -80,8 +81,14 @@ def main() -> None:
 
         methods = ["fedavg", *(name for name in method_names() if name != "fedavg")]
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
+    reference, *others = methods
+    turns = [reference]
+    for place, method in enumerate(others):
+        if place and place % 8 == 0:
+            turns.append(reference)
+        turns.append(method)
     for _ in range(options.repeats):
-        for method in methods:
+        for method in turns:
             command = [sys.executable, "-W", "ignore", __file__, "--one", method]
             command += [
                 "--task",
