@@ -129,7 +129,8 @@ def add_commands(group: typer.Typer, **commands: _Command) -> None:
     """Add commands by name; their docstrings are their help.
 
     A section `Args:` has the help texts of arguments and options, as `name (METAVAR): text`; a
-    section `Examples:` has command lines, which are shown at the end.
+    METAVAR with a colon stands in the annotation. A section `Examples:` has command lines, which
+    are shown at the end.
     """
     for name, function in commands.items():
         documentation = inspect.getdoc(function) or ""
