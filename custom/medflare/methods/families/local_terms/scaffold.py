@@ -29,7 +29,6 @@ from medflare.methods.base import PersistentState, Plan, ServerContext, Step
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import MODEL, F, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.parts.measured import MEASURED
-from medflare.networks.features import FeatureNetwork
 from medflare.training.epochs import train_epochs
 
 
@@ -132,7 +131,6 @@ class ScaffoldSite(CountedSite[FedAvgSiteHyper]):
 
     accumulates = False
     dp_unsupported_reason = "its control variates are means of gradients without noise"
-    correction: Correction  # of the round, set by `train`
 
     @phase(request=(MODEL, CONTROL), request_meta=(COUNTED,), reply=(MODEL, UPDATE), meta=MEASURED)
     def train(self, round: int, incoming: Message) -> Message:
@@ -142,18 +140,20 @@ class ScaffoldSite(CountedSite[FedAvgSiteHyper]):
         """
         control = self.counted(incoming)
         model = self.network("model", incoming[MODEL])
-        self.correction = Correction(model, control, incoming[CONTROL])
-        reply = super().train(round, incoming)
-        self.updates(round, moved(self.correction.mean(), control, -1.0))
+        validation = self.validation(model)
+        correction = Correction(model, control, incoming[CONTROL])
+
+        def descend(optimizer: torch.optim.Optimizer) -> float:
+            return train_epochs(
+                model, optimizer, self.site, round, "model", gradient_hook=correction
+            )
+
+        loss = self.optimized(model, "model", descend)
+        self.updates(round, moved(correction.mean(), control, -1.0))
+        reply = Message.of(self.measured(loss=loss, validation={"global": validation}))
+        reply[MODEL] = copy_state(model.state_dict())
         reply[UPDATE] = self.update
         return reply
-
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
-        return train_epochs(
-            model, optimizer, self.site, round, "model", gradient_hook=self.correction
-        )
 
 
 class CountedServer(FedAvgServer[ScaffoldServerHyper]):
