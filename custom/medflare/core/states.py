@@ -36,23 +36,50 @@ def copy_state(state: Mapping[str, Tensor]) -> StateDict:
 def on_cpu(state: Mapping[str, Tensor]) -> StateDict:
     """The state with tensors on the CPU; those that are there are not copied."""
     on_gpu = {name: tensor for name, tensor in state.items() if not tensor.is_cpu}
-    return {**state, **moved_together(on_gpu, Tensor.cpu)}
+    return {**state, **moved_together(on_gpu, _to_cpu)}
 
 
-def moved_together(state: Mapping[str, Tensor], move: Callable[[Tensor], Tensor]) -> StateDict:
+def copy_in_place(state: Mapping[str, Tensor]) -> StateDict:
+    """A detached copy on the same devices that shares no memory with `state`."""
+    on_gpu: StateDict = {}
+    copies: StateDict = {}
+    for name, tensor in state.items():
+        if tensor.is_cpu or not tensor.is_contiguous():
+            copies[name] = tensor.detach().clone()
+        else:
+            on_gpu[name] = tensor
+    copies.update(moved_together(on_gpu, lambda joined: joined))
+    return {name: copies[name] for name in state}
+
+
+def moved_together(
+    state: Mapping[str, Tensor], move: Callable[[Tensor], Tensor], *, pinned: bool = False
+) -> StateDict:
     """The state, detached, after one `move` of all tensors of a device and dtype: every copy from
-    or to a GPU takes a while, however small it is.
+    or to a GPU takes a while, however small it is. The result shares no memory with `state`.
+
+    Args:
+        pinned: `move` takes tensors in pinned memory, from which a GPU reads by itself; for a
+            state of the CPU.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, tensor in state.items():
         groups.setdefault((tensor.device, tensor.dtype), []).append(name)
     result: StateDict = {}
-    for names in groups.values():
-        joined = torch.cat([state[name].detach().reshape(-1) for name in names])
-        parts = move(joined).split([state[name].numel() for name in names])
-        for name, part in zip(names, parts, strict=True):
+    for (device, dtype), names in groups.items():
+        sizes = [state[name].numel() for name in names]
+        joined = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
+        torch.cat([state[name].detach().reshape(-1) for name in names], out=joined)
+        for name, part in zip(names, move(joined).split(sizes), strict=True):
             result[name] = part.view(state[name].shape)
     return result
+
+
+def _to_cpu(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    # A GPU writes to pinned memory by itself, to other memory through a buffer of its driver.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 def check_same_shapes(states: Mapping[str, StateDict]) -> None:

@@ -55,7 +55,7 @@ class Computing:
         """A state of the CPU on the device, in one copy of all tensors of a dtype."""
         if self.device.type == "cpu":
             return state
-        return moved_together(state, self.moved)
+        return moved_together(state, self.moved, pinned=self.device.type == "cuda")
 
     def resident(self, data: Split) -> Split:
         """The split with its images and targets on the device if they may stay there, see `stays`;

@@ -6,7 +6,6 @@ same weights, bit by bit.
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from medflare.core.errors import one_line
+from medflare.core.states import StateDict, copy_in_place
 from medflare.training.computing import stays
 from medflare.training.site import Site
 
@@ -205,7 +205,17 @@ class StepReplay:
 
 def copied_moments(optimizer: Optimizer) -> Moments:
     """Copies of an optimizer's moments."""
-    return {weight: deepcopy(slots) for weight, slots in optimizer.state.items()}
+    moments = {weight: dict(slots) for weight, slots in optimizer.state.items()}
+    tensors: StateDict = {}
+    for index, slots in enumerate(moments.values()):
+        for slot, value in slots.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{slot}"] = value
+    copies = copy_in_place(tensors)
+    for index, slots in enumerate(moments.values()):
+        for slot in slots:
+            slots[slot] = copies.get(f"{index}.{slot}", slots[slot])
+    return moments
 
 
 def _load(moments: Moments, source: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
