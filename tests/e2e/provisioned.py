@@ -50,6 +50,7 @@ class ProvisionedFederation:
         self.kits = folder / "federation" / "medflare" / "prod_00"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._begun: list[subprocess.Popen[str]] = []
+        self._commands: subprocess.Popen[str] | None = None
         # This one, for every child.
         interpreter = os.pathsep.join(
             [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
@@ -112,7 +113,7 @@ class ProvisionedFederation:
         """Start server or sites, each from its own kit in processes of its own, and wait until all of them are up."""
         signs = {name: self.launch(name) for name in names}
         for name, (log, start, sign) in signs.items():
-            wait_until(partial(_said, sign, log, start), f"{name} is not up, see {log}")
+            wait_until(partial(said, sign, log, start), f"{name} is not up, see {log}")
 
     def launch(self, name: str) -> tuple[Path, int, str]:
         """Start a party; returns its log, the length of that before, and what it says there once it is up."""
@@ -170,42 +171,47 @@ class ProvisionedFederation:
         self._begun.append(subprocess.Popen(words, env=self.environment, cwd=self.folder, **output))
         return self._begun[-1]
 
-    def submit(self, job: Path, by: str = "lead") -> str:
-        """Submit with the command line; returns the job's id."""
-        return self.script("submit.sh", self.kit(by), job).stdout.strip()
+    def medflare(self, *command: Any, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """A command of medflare in a process that runs all of them; its standard output and error are kept."""
+        words = [str(word) for word in command]
+        if self._commands is None:
+            script = Path(__file__).parent / "components" / "commands.py"
+            self._commands = subprocess.Popen(
+                [sys.executable, script],
+                env=self.environment,
+                cwd=self.folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._commands.stdin is not None and self._commands.stdout is not None
+        self._commands.stdin.write(json.dumps(words) + "\n")
+        self._commands.stdin.flush()
+        answer = self._commands.stdout.readline()
+        done = subprocess.CompletedProcess(words, *json.loads(answer))
+        assert not check or done.returncode == 0, (
+            f"{words} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        )
+        return done
+
+    def submit(self, job: Path) -> str:
+        """Submit a job folder, as the lead does; returns the job's id."""
+        return self.medflare("job", "submit", job, "--kit", self.kit("lead")).stdout.strip()
 
     def watch(self, job: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Follow a job to its end, as the lead does."""
-        return self.script("watch.sh", self.kit("lead"), job, int(PATIENCE), check=check)
+        words = ("job", "watch", job, "--kit", self.kit("lead"), "--timeout", PATIENCE)
+        return self.medflare(*words, check=check)
 
-    def meta(self, job: str) -> dict[str, Any]:
-        """What FLARE knows of a job: status, deployment. On a busy machine its command sometimes gives up before the server answers."""
-        words = (
-            "nvflare",
-            "--format",
-            "json",
-            "job",
-            "meta",
-            job,
-            "--startup-kit",
-            self.kit("lead"),
-        )
-        done = self.command(*words, check=False)
-        return json.loads((self.command(*words) if done.returncode else done).stdout)["data"]
+    def fetch(self, job: str, folder: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Download the results of a job, as the lead does."""
+        words = ("job", "fetch", job, "--kit", self.kit("lead"), "--out", folder)
+        return self.medflare(*words, check=check)
 
-    def connected(self) -> list[str]:
-        """Names of the sites that the server has at the moment; none while it does not answer."""
-        done = self.command(
-            "nvflare",
-            "--format",
-            "json",
-            "system",
-            "status",
-            "--startup-kit",
-            self.kit("admin"),
-            check=False,
-        )
-        return [site for site in self.sites if done.returncode == 0 and site in done.stdout]
+    def status(self, job: str) -> str:
+        """What FLARE's server has written down as the state of a job."""
+        meta = self.kit(SERVER) / "storage" / "jobs" / job / "meta"
+        return str(json.loads(meta.read_text())["status"])
 
     # -- faults and clean-up -----------------------------------------------------------------------------------------------
 
@@ -227,8 +233,9 @@ class ProvisionedFederation:
     def stop(self) -> None:
         for name in tuple(self._processes):
             self.kill(name)
-        for process in self._begun:
+        for process in (*self._begun, *filter(None, [self._commands])):
             process.kill()
+            process.wait(10)
 
     @staticmethod
     def end_all_below(folder: Path) -> None:
@@ -246,14 +253,15 @@ def skewed(environment: Mapping[str, str], ahead: float) -> dict[str, str]:
 
 
 def wait_until(true: Callable[[], bool], otherwise: str, every: float = 0.25) -> None:
-    """Look `every` so many seconds (a look by command costs a second of a processor); fail with `otherwise` when `PATIENCE` is over."""
+    """Look `every` so many seconds; fail with `otherwise` when `PATIENCE` is over."""
     deadline = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < deadline, otherwise
         time.sleep(every)
 
 
-def _said(words: str, log: Path, start: int) -> bool:
+def said(words: str, log: Path, start: int = 0) -> bool:
+    """Whether a log has the words, behind so many letters."""
     return words in text_of(log)[start:]
 
 

@@ -130,17 +130,17 @@ def test_parties_that_allow_code_run_it(
     federation = ProvisionedFederation(tmp_path_factory.mktemp("federation"), ("site-1", "site-2"))
     federation.provision()
     parties, lead = (SERVER, *federation.sites), federation.environment
-    for party in parties:
-        federation.command(
-            sys.executable, SCRIPTS / "party.py", "setup", federation.kit(party), "--bring-code"
-        )
+    site, *others = (federation.kit(party) for party in reversed(parties))
+    federation.command(sys.executable, SCRIPTS / "party.py", "setup", site, "--bring-code")
+    for kit in others:  # the same command, in one process
+        federation.medflare("site", "setup", kit, "--bring-code")
     try:
         federation.environment = {**lead, **bare_site()}
         federation.start(*parties)
         federation.environment = lead
         identity = federation.submit(job)
         federation.watch(identity)
-        federation.script("fetch.sh", federation.kit("lead"), identity, tmp_path / "fetched")
+        federation.fetch(identity, tmp_path / "fetched")
     finally:
         federation.stop()
     results = load_results(tmp_path / "fetched")

@@ -3,12 +3,13 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from e2e.provisioned import ProvisionedFederation, wait_until
+from e2e.provisioned import ProvisionedFederation, said, wait_until
 from e2e.simulation import END_TO_END, FINISHED_AFTER, environment
 from medflare import run_local
 from medflare.evaluation.results import load_results
@@ -38,10 +39,14 @@ class PocFederation(ProvisionedFederation):
     def start_all(self) -> None:
         self.command("nvflare", "poc", "prepare", "-i", self.project("project_poc.yml"), "--force")
         self.command("nvflare", "poc", "start", "--no-wait")
-        wait_until(lambda: len(self.connected()) == len(SITES), "the sites do not connect", every=2)
+        for site in SITES:
+            log = self.kit(site) / "log.txt"
+            up = partial(said, "Successfully registered client", log)
+            wait_until(up, f"{site} is not up, see {log}")
 
     def stop(self) -> None:
         """`nvflare poc start` leaves its processes to themselves: those that work in this folder are this federation's."""
+        super().stop()
         self.end_all_below(self.kits)
 
 
@@ -99,11 +104,9 @@ def test_in_a_proof_of_concept(
         f"ProdEnv(startup_kit_location={str(poc.kit('lead'))!r}, username='lead@coordination.org')"
     )
     assert_same(executed(lead, poc.environment, tiny_task, tmp_path), local)
-    listed = poc.command(
-        sys.executable, "-m", "medflare.cli", "job", "list", "--kit", poc.kit("lead")
-    ).stdout
+    listed = poc.medflare("job", "list", "--kit", poc.kit("lead")).stdout
     assert "FINISHED:COMPLETED  fedsm   1" in listed
     identity, status = poc.watch("fedsm-phantom_tiny").stdout.split()[-2:]
     assert status == "FINISHED:COMPLETED", "by its name"
-    poc.script("fetch.sh", poc.kit("lead"), identity, tmp_path / "fetched")
+    poc.fetch(identity, tmp_path / "fetched")
     assert_same(tmp_path / "fetched", local)

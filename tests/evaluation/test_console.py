@@ -22,7 +22,7 @@ def test_a_step_line_has_every_site(history: History) -> None:
     sites = [
         "A loss 0.5000 global 0.400 personal –",
         "B loss 0.4000 global 0.500 personal –",
-        "C rejected (model/w holds NaN)",
+        "C not used (model/w holds NaN)",
     ]
     assert line == f"round 2/20 train: {' | '.join(sites)} | 1.23 s"
 
@@ -45,7 +45,7 @@ def test_a_step_line_has_the_aggregation_of_each_site() -> None:
     )
     sites = [
         "A score 0.812 weight 0.600",
-        "B rejected (no answer) score – weight 0.400",
+        "B not used (no answer) score – weight 0.400",
         "C score 0.500 weight 0.000",
     ]
     assert line == f"round 1/2 score: {' | '.join(sites)} | 1.00 s"

@@ -245,3 +245,51 @@ def test_intervals_draw_patients_with_all_of_their_images() -> None:
     assert summarize({"accuracy": 0.5}, cases, task).intervals[""] == {
         "accuracy": pytest.approx((1 / 6, 5 / 6))
     }
+
+
+def of_patients(
+    target: str, probabilities: torch.Tensor, targets: torch.Tensor, *names: str
+) -> dict[str, Any]:
+    """The intervals of these metrics; every image is of another patient."""
+    labels = ["x", "y", "z"] if target == "multiclass" else ["x", "y"]
+    loss = {"name": "ce" if target == "multiclass" else "bce"}
+    task = small_task("classification", target=target, labels=labels, loss=loss)
+    patients = [str(number) for number in range(len(targets))]
+    scores = score(probabilities, targets, patients, task, names)
+    return dict(summarize(scores.values, scores.cases, task).intervals[""])
+
+
+def test_a_resample_without_a_class_does_not_count_for_a_mean_over_classes() -> None:
+    """All answers are x; of 30 patients three have y, 4.2 % of the resamples none of them."""
+    targets = torch.tensor([0] * 27 + [1] * 3)
+    everywhere_x = torch.eye(3)[[0] * 30]
+    intervals = of_patients(
+        "multiclass", everywhere_x, targets, "balanced_accuracy", "f1_macro", "accuracy"
+    )
+    # x is always right, y always wrong.
+    assert intervals["balanced_accuracy"] == (0.5, 0.5)
+    # With n images of x, F1 of x is 2 n / (n + 30), that of y 0; 2.5 % have at most 23, if any of y.
+    assert intervals["f1_macro"] == pytest.approx((23 / 53, 29 / 59), abs=0.01)
+    assert intervals["f1_macro"][1] == pytest.approx(29 / 59)
+    assert intervals["accuracy"][1] == 1.0, "a mean over images"
+
+
+@pytest.mark.parametrize(
+    ("target", "targets"),
+    [
+        ("multiclass", [0] * 15 + [1] * 14 + [2]),
+        ("multilabel", [[1, 0]] * 15 + [[1, 1]] * 14 + [[0, 0]]),  # x is absent once
+        ("multilabel", [[0, 0]] * 15 + [[0, 1]] * 14 + [[1, 0]]),  # x is present once
+    ],
+)
+def test_a_class_of_one_patient_leaves_intervals_of_means_over_images_alone(
+    target: str, targets: list[Any]
+) -> None:
+    """36 % of the resamples lack that patient."""
+    random = np.random.default_rng(1)
+    outputs = 3 if target == "multiclass" else 2
+    probabilities = torch.tensor(random.dirichlet([1] * outputs, size=30))
+    of_classes = ("balanced_accuracy", "f1_macro", "auc_macro", "auprc_macro")
+    over_images = ("accuracy", "brier", "ece")
+    intervals = of_patients(target, probabilities, torch.tensor(targets), *of_classes, *over_images)
+    assert intervals.keys() == set(over_images)

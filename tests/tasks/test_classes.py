@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 
 from medflare.tasks.classes import (
     FALSE_ALARMS,
@@ -136,3 +137,14 @@ def test_patients_behind_the_counts() -> None:
         0,
         3,
     ]
+
+
+def test_stored_probabilities_have_the_area_of_the_probabilities() -> None:
+    """Three of the four pairs are in order, two of them by the seventh decimal or a later one."""
+    scores = [[1e-9], [2e-9], [0.9999998], [0.9999999]]
+    stored = cases(scores, [0, 1, 0, 1]).to_dict()
+    assert stored["probabilities"] == scores
+    assert roc_auc_score(stored["targets"], [row[0] for row in stored["probabilities"]]) == 0.75
+    single = torch.rand(100, generator=torch.Generator().manual_seed(0)) ** 8
+    rows = Cases(("p",) * 100, {}, single.double()[:, None], torch.zeros(100)).to_dict()
+    assert torch.equal(torch.tensor(rows["probabilities"])[:, 0], single), "float32 has nine digits"

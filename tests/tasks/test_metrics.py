@@ -16,6 +16,7 @@ from helpers.volume_sites import cube_task
 from medflare.core.errors import ConfigError
 from medflare.core.rng import numpy_generator
 from medflare.data.geometry import Grid
+from medflare.tasks import metrics_table
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import foreground, measure, structures
 from medflare.tasks.metrics_table import (
@@ -431,3 +432,26 @@ def test_the_two_ways_to_distances_agree_where_nothing_is_sheared() -> None:
     for pair in ((filled, empty), (empty, filled), (empty, empty)):
         expected = near(*pair, spacing=straight)
         torch.testing.assert_close(near(*pair, spacing=cell), expected, equal_nan=True)
+
+
+def test_a_surface_may_have_more_pixels_than_torchs_quantile_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    longest = torch.arange(2**24 + 1, dtype=torch.float32)
+    directed = iter([longest / 2, longest])
+    monkeypatch.setattr(metrics_table, "_to_surface", lambda *_: next(directed))
+    mask = _masks([1, 1, 0])
+    # The distances are 0, 1, ..., 2**24.
+    assert boundary_distance(mask, mask).item() == pytest.approx(0.95 * 2**24, rel=1e-6)
+
+
+def test_the_distance_is_the_larger_of_both_95th_percentiles_of_numpy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random = np.random.default_rng(2)
+    there, back = random.uniform(0, 9, 57), random.uniform(0, 8, 33)
+    directed = iter(torch.tensor(values, dtype=torch.float32) for values in (there, back))
+    monkeypatch.setattr(metrics_table, "_to_surface", lambda *_: next(directed))
+    mask = _masks([1, 1, 0])
+    expected = max(np.percentile(there, 95), np.percentile(back, 95))
+    assert boundary_distance(mask, mask).item() == pytest.approx(expected, rel=1e-6)

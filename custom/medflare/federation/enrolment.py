@@ -3,6 +3,7 @@
 A site that cannot take part ends the run, a late one joins.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,7 @@ from medflare.evaluation.results import shares, versions_of_run
 from medflare.federation.exchange import Reply, Transport
 from medflare.federation.protocol import (
     CLASS_COUNTS,
+    COMBINED,
     COUNTS,
     EVENTS,
     FINISHED,
@@ -46,6 +48,7 @@ class Enrolment:
         finished: number of steps that were done before.
         max_client_weight: maximum fraction of all training images that a site counts for; None: no
             maximum.
+        combined_sites: the fewest inside sites whose updates a step combines; None: all.
     """
 
     context: ServerContext
@@ -54,6 +57,7 @@ class Enrolment:
     returning: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     finished: int = 0
     max_client_weight: float | None = None
+    combined_sites: int | None = None
     _problems: dict[str, Reply] = field(default_factory=dict)  # of sites that are not enrolled
     _heaviest: str = ""
 
@@ -149,6 +153,8 @@ class Enrolment:
         invitation = Message({}, dict(self.identity))
         invitation[SITES] = list(self.context.sites)
         invitation[ROLE] = self._role(site)
+        if self.combined_sites is not None:
+            invitation[COMBINED] = self.combined_sites
         invitation[FINISHED] = self.finished if site in self.returning else 0
         if self.context.start is not None:
             invitation[START] = self.context.start
@@ -169,8 +175,8 @@ class Enrolment:
         """Why a site cannot take part with what it reports, "" if it can."""
         images = reply[COUNTS]
         trains = any(N_SAMPLES in phase.meta for phase in self.context.phases.values())
-        if trains and self._role(site) == "inside" and "train" not in images:
-            return "it does not say how many training images it has"
+        if trains and self._role(site) == "inside" and not images.get("train"):
+            return "it does not say how many training images it has, or has none"
         there = reply.get(VERSIONS) or {}
         for package, here in self._versions.items():
             if package in _COMPARED or package.endswith(CODE) or package not in there:
@@ -273,8 +279,14 @@ def package_difference(site: Mapping[str, str], server: Mapping[str, str]) -> st
 
 
 def join_problems(problems: Mapping[str, str]) -> str:
-    """All sites' problems on one line, each with the site's name once."""
+    """All sites' problems on one line, each with the site's name once.
+
+    Examples:
+        >>> join_problems({"a": "model holds NaN", "b": "site b: no images"})
+        'a: model holds NaN; site b: no images'
+    """
     lines = []
     for site, problem in sorted(problems.items()):
-        lines.append(problem if site in problem else f"{site}: {problem}")
+        named = re.match(rf"(site )?{re.escape(site)}(?![\w.-])", problem)
+        lines.append(problem if named else f"{site}: {problem}")
     return "; ".join(lines)

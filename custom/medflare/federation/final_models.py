@@ -246,8 +246,8 @@ def evaluated(
             if report is not None:
                 reports[role] = report
         summary, outputs = measured[id(model)]
-        metrics[role] = summary.metrics
         keep(role, model, summary)
+        metrics[role] = _of_enough_patients(summary, role, minimum_patients, log)
         small = has_small_class(summary.cases, site.task, minimum_patients)
         if not small:
             content = class_report(summary.cases, site.task.target, site.task.labels)
@@ -373,6 +373,16 @@ def _doubt(
     text = f"{metric_label(metric)} of the deployed model is {format_metric(metric, value)}"
     text += " on the test images, not above the constant answer"
     log.add("at_chance", f"{text} {format_metric(metric, constant)}" if named else text)
+
+
+def _of_enough_patients(summary: Summary, role: str, minimum: int, log: EventLog) -> Metrics:
+    """The metrics of a summary; None for those that are defined for too few patients."""
+    metrics = dict(summary.metrics)
+    for name in metrics:
+        if summary.cases.has_few(name, minimum):
+            metrics[name] = None
+            log.add("undefined", f"{role} {name}: too few patients")
+    return metrics
 
 
 def _measured(

@@ -30,6 +30,7 @@ from medflare.federation.memory import StoredAlgorithm, WorkingTime
 from medflare.federation.protocol import (
     ADAPT,
     CLASS_COUNTS,
+    COMBINED,
     CONSTANT,
     COUNTS,
     CROSS,
@@ -196,7 +197,8 @@ class Participant:
                 "it is an outside site, which does not train"
             )
         self._validator.check_request(phase, round, incoming, recalled)
-        new = self._order.admit(phase, round, incoming, step, rounds, recalled)
+        adaptation = {item.name: numbers[item] for item in (ADAPT, SHARES) if item in numbers}
+        new = self._order.admit(phase, round, incoming, step, rounds, recalled, adaptation)
         if new and not of_method:
             # One final model, or those of other sites, are evaluated on test images.
             models = len(incoming.states) if phase == CROSS_SITE else 1
@@ -233,8 +235,12 @@ class Participant:
         site = self._opened(role)
         self._check_identity(site, role, incoming.meta)
         trains = self.method.trains
+        plan = self.method.plan(site.task, sites, self.hyper)
         if role == "inside" and trains:
-            check_inside_sites(self.name, len(sites), self.local.bounds)
+            combined = min(len(sites), incoming.get(COMBINED) or len(sites))
+            if getattr(plan.server_hyper, "rule", "") == "krum":  # chooses one site's update
+                combined = 1
+            check_inside_sites(self.name, combined, self.local.bounds)
             check_selection(self.name, site.task, site.data, self._minimum, self.local.bounds)
         study = self.study()
         if study is not None:
@@ -244,7 +250,6 @@ class Participant:
                 f"site {self.name}: keep in its {PLACE} is 'personal', "
                 "but a site that does not train has no personal model"
             )
-        plan = self.method.plan(site.task, sites, self.hyper)
         self._validator.check_start(round, incoming, plan)
         finished = incoming.get(FINISHED)
         if finished:

@@ -10,6 +10,7 @@ or a different method.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import torch
@@ -239,22 +240,25 @@ METRIC = MetaSpec[float | None]("metric", "a metric from 0 to 1", number(0.0, 1.
 
 
 def _check_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    known = metric_table()
     for name, value in metrics.items():
+        if name in known:
+            spec = _between(*known[name].bounds)
+        elif name in ONE_CLASS:
+            spec = METRIC
+        else:
+            raise ValueError(f"{shown(name)} is not a metric")
         bounds = value if isinstance(value, list) else [value]
         for bound in bounds:
-            problem = _bounds(name).problem(bound)
+            problem = spec.problem(bound)
             if problem:
                 raise ValueError(f"{shown(name)}: {problem}")
     return metrics
 
 
-def _bounds(name: str) -> MetaSpec[float | None]:
-    if name in metric_table():
-        low, high = metric_table()[name].bounds
-        return MetaSpec("metric", "", number(low, high, optional=True))
-    if name in ONE_CLASS:
-        return METRIC
-    raise ValueError(f"{shown(name)} is not a metric")
+@cache
+def _between(low: float, high: float) -> MetaSpec[float | None]:
+    return MetaSpec("metric", "", number(low, high, optional=True))
 
 
 _Version = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9_.+!-]{1,64}$")]
@@ -273,10 +277,17 @@ EVENTS = MetaSpec[list[_Table]]("events", "what the site noticed", listing(_Even
 START = TensorSpec("start")  # the initial weights, if the task names a weights file
 ROLE = MetaSpec[str]("role", "whether the site trains", text("inside", "outside"))
 SITES = MetaSpec[list[str]]("sites", "the inside sites, sorted", listing(text(), 10_000))
+COMBINED = MetaSpec[int](
+    "combined_sites",
+    "the fewest inside sites whose updates a step combines",
+    count(),
+    optional=True,
+)
 FINISHED = MetaSpec[int]("finished", "steps that were done before", count(), optional=True)
 INVITES = (
     ROLE,
     SITES,
+    COMBINED,
     FINISHED,
     MetaSpec[str]("method", "name of the method", text(), optional=True),
     MetaSpec[_Table]("hyper", "all hyper-parameters", table(), optional=True),

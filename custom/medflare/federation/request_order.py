@@ -4,6 +4,7 @@ Each reply measures models on the site's images. A server that may ask in any or
 likes and with any models, can find out which patients a site has.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -82,6 +83,7 @@ class RequestOrder:
         step: int,
         rounds: int,
         algorithm: SiteAlgorithm[Any],
+        adaptation: Mapping[str, Any],
     ) -> bool:
         """Check a request and note it as the last one.
 
@@ -93,10 +95,11 @@ class RequestOrder:
             step: the number of the request in the run.
             rounds: of the run; may become smaller (early stopping), not larger.
             algorithm: that is to answer it.
+            adaptation: metadata on which an evaluation depends.
 
         Raises:
             MessageError: the request is not in the schedule after the last one, or it asks for the
-                last step with other models.
+                last step with other models or another adaptation.
         """
         if rounds > self.most_rounds:
             allowed = f"bounds.rounds in its {PLACE} allows {self.most_rounds}"
@@ -108,6 +111,7 @@ class RequestOrder:
             )
         last = stored.meta
         request = {"phase": phase, "round": round, "digest": states_digest(incoming.states)}
+        request["adaptation"] = json.dumps(adaptation)
         if rounds > last["rounds"]:
             self._refuse(
                 phase, round, f"the run has {rounds} rounds, and had {last['rounds']} before"
@@ -118,7 +122,8 @@ class RequestOrder:
             self._refuse(
                 phase,
                 round,
-                "the same step was asked before, with other models or in another round",
+                "the same step was asked before, with other models, another adaptation or in "
+                "another round",
             )
         trains = self.method.trains and self.site in algorithm.plan.sites
         in_time = last["enrolled"] < rounds  # it enrolled before the last round ended

@@ -107,8 +107,9 @@ class Federation:
             self.returning,
             finished,
             self.rules.max_client_weight,
+            self._needed,
         )
-        enrolment.open(self._needed)
+        enrolment.open(self._min_sites)
 
         # 2. Train, step by step; early stopping may shorten the schedule.
         steps = self._steps(finished)
@@ -126,6 +127,10 @@ class Federation:
     @property
     def _needed(self) -> int:
         """Usable replies that a step needs."""
+        return min(self._min_sites, self.rules.sites_per_round or self._min_sites)
+
+    @property
+    def _min_sites(self) -> int:
         if self.rules.min_sites is not None:
             return self.rules.min_sites
         return min(2, len(self._context.sites))
@@ -238,9 +243,6 @@ class Federation:
         Raises:
             FederationFailed: too few also when it is repeated.
         """
-        needed = self._needed
-        if self.rules.sites_per_round:
-            needed = min(needed, self.rules.sites_per_round)
         failed = set[str]()
         for attempt in range(_REPEATS + 1):
             members = enrolment.members(step)
@@ -248,7 +250,7 @@ class Federation:
             outgoing = {site: self._request(index, step, site) for site in participants}
             validated = self._exchange(step, outgoing)
             usable = len(validated.accepted)
-            if usable >= needed:
+            if usable >= self._needed:
                 break
             reason = (
                 f"{usable} usable replies to '{step.phase}' in round {step.round}, "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from medflare.core.errors import ConfigError
-from medflare.core.store import csv_text, file_digest, locked, private_opener, write_json
+from medflare.core.store import csv_text, file_digest, locked, write_atomically, write_json
 from medflare.data.datalist import FILE
 from medflare.data.local import PLACE
 from medflare.data.targets import counts_by_image
@@ -86,10 +86,10 @@ class StudyRecord:
         """
         path = self.folder / EVALUATIONS
         with locked(self.folder / _LOCK):
-            earlier: list[dict[str, str]] = []
+            earlier: list[dict[str, Any]] = []
             if path.exists():
                 earlier = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
-            evaluated = sum(int(row["models"]) for row in earlier)
+            evaluated = sum(int(row["models"] or 1) for row in earlier)  # a torn line has none
             if evaluated + models > self.most_evaluations:
                 raise ConfigError(
                     f"site {site}: its jobs have evaluated {evaluated} models on the test images "
@@ -97,8 +97,7 @@ class StudyRecord:
                     f"{self.most_evaluations}"
                 )
             row = {"time": _now(), "job": self.job, "phase": phase, "models": models}
-            with open(path, "a", encoding="utf-8", opener=private_opener) as file:
-                file.write(csv_text([row], _COLUMNS, header=not earlier))
+            write_atomically(path, csv_text([*earlier, row], _COLUMNS).encode())
 
 
 def study_folder(records: Path, data: Path) -> Path:

@@ -58,6 +58,8 @@ _GROUPS: Final = {
 }
 _ARGUMENTS: Final = {"rule": "rules", "adapt": "adaptations"}
 # Suffixes of the configuration files that FLARE reads beside JSON.
+# FLARE replaces "{$NAME}" by an environment variable of the party.
+_NO_BRACES: Final = "a name or text has braces, which FLARE replaces; write the values themselves"
 _OTHER_FORMATS: Final = (".conf", ".yml", ".yaml", ".default")
 
 
@@ -260,12 +262,26 @@ def _job_refusal(app: Path, workspace: Workspace, name: str) -> str:
         return f"configuration {file} refused: it is missing"
     if code.exists():  # FLARE checks its own policy: byoc
         return ""
+    if any("{" in text or "}" in text for text in _texts(config.to_dict())):
+        return f"configuration {file} refused: {_NO_BRACES}"
     allowed = _allow_list(workspace)
     for component in _component_paths(config.to_dict()):
         reason = _refusal(component, allowed)
         if reason:
             return reason
     return _extension_refusal(config.to_dict(), folder / TASK_FILE, workspace)
+
+
+def _texts(config: Any) -> Iterator[str]:
+    """All names and texts of a configuration."""
+    if isinstance(config, str):
+        yield config
+    elif isinstance(config, Mapping):
+        yield from map(str, config)
+        config = list(config.values())
+    if isinstance(config, list):
+        for part in config:
+            yield from _texts(part)
 
 
 def _refusal(path: Any, allowed: Collection[str]) -> str:

@@ -11,6 +11,7 @@ in authorization.json).
 """
 
 import json
+import math
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -199,7 +200,12 @@ def plain_meta(
             f"unexpected item {shown(extra[0])}; the method declares {names} and nothing else"
         )
     for name, item in by_name.items():
-        if name in plain and item.problem(plain[name]):
+        value = plain.get(name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UpdateError(
+                f"item {name!r} is {value}; if training diverges, lower the learning rate"
+            )
+        if name in plain and item.problem(value):
             raise UpdateError(
                 f"item {name!r} is not what the method declares it to be ({item.about})"
             )
@@ -282,7 +288,10 @@ def _record(task: SiteTask, rows: list[dict[str, Any]]) -> None:
         "phase": task.phase,
         "round": task.round,
     }
-    empty = not path.exists() or path.stat().st_size == 0  # a full disk may have left an empty file
-    text = csv_text([{**common, **row} for row in rows], _COLUMNS, header=empty)
+    # A full disk may have left an empty file, or the part of a line.
+    before = path.read_bytes() if path.exists() else b""
+    text = csv_text([{**common, **row} for row in rows], _COLUMNS, header=not before)
+    if before and not before.endswith(b"\n"):
+        text = "\n" + text
     with open(path, "a", encoding="utf-8", opener=private_opener) as file:
         file.write(text)

@@ -389,12 +389,15 @@ class SiteAlgorithm(ABC, Generic[S]):
         return network
 
     def validation(self, model: nn.Module, metric: str | None = None) -> float | None:
-        """A metric of a network of logits on this site's validation images; None if undefined.
+        """A metric of a network of logits on this site's validation images; None if undefined, or
+        defined for fewer than `minimum_patients` patients.
 
         By default the task's.
         """
         name = metric or self.site.task.metric
         scores = self.site.score(self.site.predictor(model), "validation", [name])
+        if scores.cases.has_few(name, self.minimum_patients):
+            return None
         return finite_or_none(scores.values[name])
 
 

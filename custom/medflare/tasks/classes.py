@@ -53,8 +53,15 @@ class Cases:
     # Segmentation: structure -> metric -> float64 (patients,), NaN where undefined.
     structures: "Mapping[str, Mapping[str, Tensor]]" = field(default_factory=dict)
 
+    def has_few(self, metric: str, minimum: int) -> bool:
+        """Whether a metric of masks is defined for patients, but for fewer than `minimum`."""
+        if metric not in self.values:
+            return False
+        return 0 < int((~self.values[metric].isnan()).sum()) < minimum
+
     def to_dict(self) -> dict[str, Any]:
-        """The same as JSON values: six decimals, null where undefined.
+        """The same as JSON values: six decimals, null where undefined; probabilities with nine
+        digits, since equal ones change areas under curves.
 
         Examples:
             >>> import torch
@@ -72,7 +79,7 @@ class Cases:
                 }
             return content
         rows = self.probabilities.tolist()
-        content["probabilities"] = [[round(value, 6) for value in row] for row in rows]
+        content["probabilities"] = [[float(f"{value:.9g}") for value in row] for row in rows]
         content["targets"] = self.targets.long().tolist()
         return content
 

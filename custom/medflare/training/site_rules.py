@@ -23,14 +23,14 @@ _MOST: Final = 0.9  # of the weight of all training images
 
 
 def check_inside_sites(site: str, count: int, bounds: Bounds) -> None:
-    """Raise ConfigError for a job with fewer inside sites than the site demands: the server would
-    see its model alone.
+    """Raise ConfigError for a job that may combine the updates of fewer inside sites than the site
+    demands: the lead would see its model alone.
     """
     if count < bounds.inside_sites:
         raise ConfigError(
-            f"site {site} does not train in a job with {count} inside sites: its model would "
-            "hardly be mixed with others; "
-            f"bounds.inside_sites in its {PLACE} asks for {bounds.inside_sites}"
+            f"site {site} does not train in a job that combines the updates of {count} inside "
+            f"sites; bounds.inside_sites in its {PLACE} asks for {bounds.inside_sites}: have more "
+            "inside sites, a larger min_sites or sites_per_round, and another rule than krum"
         )
 
 

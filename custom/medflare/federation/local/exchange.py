@@ -115,6 +115,7 @@ class ForkedExchange(LocalExchange):
 
     workers: int = 2
     _forks: dict[str, tuple[BaseProcess, Connection]] = field(default_factory=dict)
+    _seconds: dict[str, float] = field(default_factory=dict)  # of each site's last reply
 
     def __post_init__(self) -> None:
         if not hasattr(os, "fork"):
@@ -127,7 +128,8 @@ class ForkedExchange(LocalExchange):
         import_ahead()
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        waiting = sorted(outgoing, reverse=True)
+        # The slowest site begins first, so that the others need not wait for it at the end.
+        waiting = sorted(outgoing, key=lambda site: self._seconds.get(site, 0.0))
         busy: dict[Any, str] = {}  # connection -> site
         replies: dict[str, Reply] = {}
         while waiting or busy:
@@ -137,6 +139,7 @@ class ForkedExchange(LocalExchange):
             for connection in wait(list(busy)):
                 site = busy.pop(connection)
                 replies[site] = self._reply(site, step)
+                self._seconds[site] = replies[site].seconds
         return replies
 
     def close(self) -> None:

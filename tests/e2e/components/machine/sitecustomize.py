@@ -2,10 +2,10 @@
 
 MISSING_PACKAGES: names, separated by commas, of packages that look as if nobody had installed them.
 MISSING_FOLDER: the folder of an editable installation, which is not found there; a job's copy of that package is.
-CLOCK_SKEW: seconds by which the wall clock is wrong.
+CLOCK_SKEW: seconds by which the wall clock is wrong. Then pandas is missing: its C code cannot be imported with such a clock.
+TORCH_IMPORTS: a file to which each process that imports torch adds a line.
 """
 
-import contextlib
 import datetime
 import os
 import sys
@@ -15,8 +15,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-_MISSING = frozenset(os.environ.get("MISSING_PACKAGES", "").split(","))
+_SKEW = float(os.environ.get("CLOCK_SKEW", "0"))
+_MISSING = {*os.environ.get("MISSING_PACKAGES", "").split(","), *(["pandas"] if _SKEW else [])}
 _FOLDER = os.environ.get("MISSING_FOLDER")
+_IMPORTS = os.environ.get("TORCH_IMPORTS")
 _EDITABLE = "__editable__"  # how modules begin that an editable installation may bring for finding its package
 
 _time, _time_ns, _datetime = time.time, time.time_ns, datetime.datetime
@@ -29,6 +31,9 @@ class _Hiding(PathFinder):
     ) -> ModuleSpec | None:
         if fullname in _MISSING:
             return None
+        if fullname == "torch._C" and _IMPORTS is not None:
+            with open(_IMPORTS, "a", encoding="utf-8") as file:
+                file.write(f"{sys.argv}\n")
         if path is None and _FOLDER is not None:  # it is on sys.path; the job's copy comes after it
             path = [
                 entry for entry in sys.path if os.path.realpath(entry) != os.path.realpath(_FOLDER)
@@ -66,13 +71,11 @@ class _Skewed(_datetime, metaclass=_Kind):  # type: ignore[misc, valid-type]
 
 def _skew(ahead: float) -> None:
     """Everything that Python code sees as the time of day; not monotonic clocks, nor what OpenSSL compares certificates with."""
-    with contextlib.suppress(ImportError):
-        import pandas  # noqa: F401  # its C code cannot be imported with another class of this name
     time.time = lambda: _time() + ahead
     time.time_ns = lambda: _time_ns() + int(ahead * 1e9)
     datetime.datetime = _Skewed  # type: ignore[misc]
 
 
 _hide()
-if "CLOCK_SKEW" in os.environ:
-    _skew(float(os.environ["CLOCK_SKEW"]))
+if _SKEW:
+    _skew(_SKEW)
