@@ -178,8 +178,7 @@ def hyper_and_task(
     task = options.task_with(source, changes)
     if federation.pretrained:
         task = options.task_with(task.to_dict() | pretrained_settings(task), {})
-    if federation.network is not None:
-        task = with_usual_rate(task, changes)
+    task = with_usual_rate(task, changes)
     if model is not None and evaluates:
         for message in (model.message, with_adaptation(model.message, adapt)):
             build_deployed(task, message)  # raises if the model does not fit
@@ -211,13 +210,14 @@ def task_changes(values: Mapping[str, Any], **short: Any) -> dict[str, Any]:
 
 
 def with_usual_rate(task: "TaskConfig", changes: Mapping[str, Any]) -> "TaskConfig":
-    """A task with the usual learning rate of its network, unless `changes` set the optimizer.
-
-    The learning rate is printed.
+    """A task with the usual learning rate, which is printed, if `changes` name another network or
+    optimizer and no rate.
     """
     from medflare.preparation.learning_rate import usual_rate
 
-    if any(name.startswith(_OPTIMIZER) for name in changes):
+    network = _SHORT["network"]
+    named = {network, f"{network}.name", f"{_OPTIMIZER}.name"} & changes.keys()
+    if not named or {_RATE, _OPTIMIZER} & changes.keys():
         return task
     rate, reason = usual_rate(task)
     print(f"learning rate {rate:g}: {reason}; set another with --lr", file=sys.stderr)

@@ -225,8 +225,7 @@ def _changed_task(
             remedy = f"use --{name}" if is_option else f"write {options.TASK}NAME=VALUE"
             raise ConfigError(f"--set {name} is not a setting of the task; {remedy}")
     changes = task_changes(values, network=network, lr=lr)
-    task = options.task_with(source, changes)
-    return task if network is None else with_usual_rate(task, changes)
+    return with_usual_rate(options.task_with(source, changes), changes)
 
 
 def show_tables(

@@ -4,6 +4,7 @@ All images of a patient are in one split.
 """
 
 import json
+import os
 import re
 import shlex
 from collections import defaultdict
@@ -184,6 +185,9 @@ def read_datalist(
         masks = entry.masks if kind == "segmentation" else []
         for file in filter(None, (*entry.files, *masks)):
             check_folder(file, allowed, entry.place)
+            for inner in os.scandir(file) if file.is_dir() else ():
+                if inner.is_symlink():  # a slice
+                    check_folder(Path(inner.path), allowed, entry.place)
     return list(entries.values())
 
 
@@ -241,7 +245,8 @@ def _entry(
             raise DataError(f"{place}: every channel of the image is null; {_REMEDY}")
         first = present[0]
         channels = tuple(None if name is None else _file(folder, name) for name in listed.image)
-    patient = str(patient_id(listed.patient)) if "patient" in item else printable(first)
+    patient = str(patient_id(listed.patient)).strip() if "patient" in item else ""
+    patient = patient or printable(first)
     try:
         attributes = parse_attributes(listed.sex, listed.age, listed.scanner)
     except ValueError:  # its text has the age, and this error may leave the site

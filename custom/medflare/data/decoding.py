@@ -57,6 +57,7 @@ from medflare.data.targets import (
     class_counts,
     encode_label,
     encode_mask,
+    plain_name,
     stored_values,
     with_empty_masks,
 )
@@ -65,7 +66,7 @@ from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Spacing
 from medflare.tasks.transforms import EXTENSIONS as TRANSFORMS
 
-_FORMAT = 11  # increase when the meaning of cached tensors or the checks of images change
+_FORMAT = 12  # increase when the meaning of cached tensors or the checks of images change
 _KEPT_SITES = 16  # sites whose decoded images one process keeps
 _GB = 10**9
 _ENDING = ".safetensors"
@@ -165,7 +166,9 @@ class Source:
             mask, segments = read_mask(
                 file, entry.image, image, task, self._bounds, several=several
             )
-            if segments and not mask_per_label:
+            if several and segments:
+                mask = self._by_name(mask, segments, file)
+            elif segments and not mask_per_label:
                 mask = self._single_mask(mask, segments, file)
             masks.append(mask)
             first_sides = masks[0].shape[1:]
@@ -180,8 +183,8 @@ class Source:
     def _single_mask(
         self, masks: np.ndarray, segments: list[tuple[str, int]], path: Path
     ) -> np.ndarray:
-        """Segments as one mask of label values: a segment named like a label has that label's
-        value, others their number.
+        """Segments as one mask of label values: that of the label of a segment's name, or the
+        segments' numbers if no segment is named like a label.
         """
         task = self._task
         if (masks.sum(axis=0) > 1).any():
@@ -189,17 +192,44 @@ class Source:
                 f"{path}: segments overlap, a {task.target} task has one label a voxel; "
                 "separate them, or make it multilabel"
             )
-        stored = dict(zip(task.labels, stored_values(task), strict=True))
-        values = [stored.get(label, [number])[0] for label, number in segments]
+        value_of: dict[str, int] = {}
+        for label, stored in zip(task.labels, stored_values(task), strict=True):
+            value_of[plain_name(label)] = stored[0]
+        values: list[int] = []
+        unnamed: set[int] = set()
+        for label, number in segments:
+            name = plain_name(label)
+            values.append(value_of.get(name, number))
+            if name not in value_of:
+                unnamed.add(number)
+        if len(unnamed) < len(segments) and not unnamed.isdisjoint(value_of.values()):
+            raise _wrong_segments(path, segments, task.labels)
         return np.einsum("m...,m->...", masks, np.array(values))[None]
 
+    def _by_name(
+        self, masks: np.ndarray, segments: list[tuple[str, int]], path: Path
+    ) -> np.ndarray:
+        """The masks in the order of the structures of their names; as they are, if no segment is
+        named like a structure.
+        """
+        names = [plain_name(label) for label, _ in segments]
+        structures = self.annotated() or self._task.labels
+        wanted = [plain_name(label) for label in structures]
+        if set(names).isdisjoint(wanted):
+            return masks
+        if not set(wanted) <= set(names):
+            raise _wrong_segments(path, segments, structures)
+        return masks[[names.index(name) for name in wanted]]
+
     def state(self, entry: DatalistItem) -> Any:
-        """The bounds of an image, and name, size and modification time of each of its files."""
+        """The bounds of an image, and name, size and modification time of each of its files; None
+        for a channel without one.
+        """
         bounds = [self._bounds.pixels, self._bounds.voxels]
-        files = list(filter(None, entry.files))
+        states = [None if file is None else file_state(file) for file in entry.files]
         if self._task.kind == "segmentation":
-            files += entry.masks
-        return [bounds, [[_file_state(file) for file in files]]]
+            states += map(file_state, entry.masks)
+        return [bounds, [states]]
 
 
 class EmbeddedSource(Source):
@@ -252,7 +282,17 @@ def _generated(embedded: str, site: str, draw: int) -> dict[str, phantom.Photogr
     return {image.name: image for image in images}
 
 
-def _file_state(file: Path) -> list[Any]:
+def _wrong_segments(
+    path: Path, segments: Sequence[tuple[str, int]], labels: Sequence[str]
+) -> DataError:
+    names = ", ".join(label for label, _ in segments)
+    return DataError(
+        f"{path}: its segments are {names}, of which some are called as the task's labels "
+        f"({', '.join(labels)}); give all of them these names, or none"
+    )
+
+
+def file_state(file: Path) -> list[Any]:
     """Name, size and modification time of a file; of a folder those of its slices too, which change
     without the folder.
     """

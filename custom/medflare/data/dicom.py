@@ -243,7 +243,8 @@ def in_order(slices: Sequence[Any], path: Path) -> list[Any]:
     order = np.argsort(positions, kind="stable")
     if by_number is not None:
         gaps = np.diff(positions[by_number])
-        if (gaps > 0).all() or (gaps < 0).all():
+        at_one_position = not gaps.any()  # as in time
+        if (gaps > 0).all() or (gaps < 0).all() or at_one_position:
             order = by_number
     _check_even(corners[order], np.abs(np.diff(positions[order])), path)
     return [slices[row] for row in order]
@@ -251,7 +252,7 @@ def in_order(slices: Sequence[Any], path: Path) -> list[Any]:
 
 def _has_positions(slices: Sequence[Any]) -> bool:
     tags = ("ImagePositionPatient", "ImageOrientationPatient")
-    return all(tag in dataset for dataset in slices for tag in tags)
+    return all(dataset.get(tag) for dataset in slices for tag in tags)
 
 
 def _check_one_series(slices: Sequence[Any], path: Path) -> None:
@@ -298,7 +299,8 @@ def _check_even(corners: np.ndarray, gaps: np.ndarray, path: Path) -> None:
 def grid_of(slices: Sequence[Any]) -> Grid:
     """The grid of the voxels (column, row, slice) of a series in its order.
 
-    Not known if a slice has no position. Without a pixel spacing only the directions are known.
+    Not known if a slice has no position, or all have one. Without a pixel spacing only the
+    directions are known.
     """
     first = slices[0]
     shape = (int(first.Columns), int(first.Rows), len(slices))
@@ -309,6 +311,8 @@ def grid_of(slices: Sequence[Any]) -> Grid:
     between_rows, between_columns = spacing or (1.0, 1.0)
     corners = [first.ImagePositionPatient, slices[-1].ImagePositionPatient]
     start, end = np.array(corners, np.float64)
+    if len(slices) > 1 and (start == end).all():
+        return Grid(shape, np.eye(4), has_affine=False)
     affine = np.eye(4)
     affine[:3] = np.column_stack([right * between_columns, down * between_rows, [0, 0, 1], start])
     if len(slices) > 1:

@@ -136,7 +136,8 @@ def dicom_files(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    files = sorted(dicom_images(path.iterdir(), segmentations=False))
+    listed = [file for file in path.iterdir() if not file.name.startswith(".")]
+    files = sorted(dicom_images(listed, segmentations=False))
     if not files:
         raise DataError(
             f"{path}: a folder without DICOM images; "
@@ -272,7 +273,10 @@ def _opened(path: Path) -> Any:
     from PIL import UnidentifiedImageError
 
     try:
-        return Pillow.open(path, formats=_FORMATS)
+        image = Pillow.open(path, formats=_FORMATS)
+        # Pillow maps a file of this name into memory, with wrong sides where a TIFF is turned.
+        image.filename = ""
+        return image
     except UnidentifiedImageError as error:
         with path.open("rb") as file:
             begin = file.read(4)
@@ -645,6 +649,10 @@ def read_mask(
         stored = read_stored(path, bounds, mask=True)
     masks = label_values(stored.array, path, several=several or bool(segments))
     if task.spatial_dims == 2:
+        if stored.nifti and stored.grid and image and image.grid and image.grid.has_affine:
+            axes = image.grid.codes  # a DICOM series keeps its own
+            masks = apply_turn(masks, stored.grid.turn(axes))
+            stored = Stored(masks, stored.grid.turned(axes))
         if image is not None:
             check_same_grid(path, stored.slice_grid, image_path, image.grid)
         return stored.as_slices(masks), segments

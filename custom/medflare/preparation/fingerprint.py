@@ -29,7 +29,7 @@ from medflare.core.rng import numpy_generator
 from medflare.core.settings import strict_dataclass
 from medflare.core.store import write_json
 from medflare.data.datalist import FILE, DatalistItem, site_folders, site_name
-from medflare.data.decoding import Source, pictures_of, target_of
+from medflare.data.decoding import Source, file_state, pictures_of, target_of
 from medflare.data.loading import check_unreadable, open_source, usable_entries
 from medflare.data.progress import counted
 from medflare.data.targets import class_counts, encode_label
@@ -456,11 +456,8 @@ def _key(folder: Path, task: TaskConfig, entries: Sequence[DatalistItem]) -> str
         if task.kind == "segmentation":
             files += entry.masks
         for path in files:
-            if path is None:
-                continue
-            with suppress(OSError):
-                status = path.stat()
-                digest.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
+            state = None if path is None else file_state(path)
+            digest.update(json.dumps(state).encode())
     return digest.hexdigest()
 
 

@@ -223,7 +223,10 @@ def _plain_name(text: str) -> str:
 
 def _masks_to_read(entries: Sequence[DatalistItem]) -> int:
     """How many masks of a site are read to list their values: fewer if they are large."""
-    pixels = read_stored(entries[0].masks[0], mask=True).array.size
+    file = entries[0].masks[0]
+    if is_segmentation(file):  # it has frames for some slices of its image alone
+        file = entries[0].image
+    pixels = read_stored(file, mask=True).array.size
     return max(_LEAST_MASKS, min(_MOST_MASKS, _MASK_PIXELS // pixels))
 
 
@@ -505,7 +508,7 @@ def _classification(
         counts[name] = sum(site.classes[name].images or 0 for site in sites)
     fewest, *_, most = sorted(counts, key=counts.__getitem__)
     augment = [
-        {"name": "RandFlip", "prob": 0.5, "spatial_axis": dims - 1},
+        {"name": "RandFlip", "prob": 0.5, "spatial_axis": 0 if dims == 3 else 1},
         {
             "name": "RandAffine",
             "prob": 0.5,

@@ -12,8 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -42,6 +43,7 @@ from medflare.preparation.dataset_import.folders import (
     sorted_labels,
     structure_folders,
 )
+from medflare.preparation.dataset_import.shared_patients import Sites, across_sites, shared_warning
 from medflare.preparation.dataset_import.tables import GUESSED, Columns, read_tables, split_of_table
 
 # The end of the name of a photograph.
@@ -71,9 +73,6 @@ class ImportOptions:
     out: Path | None = None
     copy: bool = False  # copy the files to `out`
     force: bool = False  # replace existing datalists
-
-
-Sites: TypeAlias = Mapping[str, Sequence[Item]]  # site -> its images
 
 
 @dataclass(frozen=True)
@@ -272,12 +271,12 @@ def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) 
     items, warning = assign_patients(dataset.items, folder, options.patient)
     if options.redraw:
         items = [replace(item, split="") for item in items]
-    sites = {}
-    drawn = []
-    for site, listed in _items_by_site(items, options).items():
-        sites[site] = draw_splits(listed, site, options.shares or SHARES, options.seed)
-        drawn += sites[site]
-    warnings = [warning]
+    sites = across_sites(
+        _items_by_site(items, options),
+        lambda site, listed: draw_splits(listed, site, options.shares or SHARES, options.seed),
+    )
+    drawn = list(chain.from_iterable(sites.values()))
+    warnings = [warning, shared_warning(sites, "patient")]
     if not (options.sites or options.columns.site):
         warnings.append(_site_warning(dataset.items, root))
     warnings.append(_split_warning(dataset, drawn, root, options))

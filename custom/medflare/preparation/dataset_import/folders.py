@@ -59,7 +59,8 @@ _IMAGE: Final = frozenset(WORDS["image"])
 _SPLITS: Final[dict[str, str]] = WORDS["split"]
 _IGNORED_WORDS: Final = _IMAGE | _MASK_WORDS.union(WORDS["other"])
 _NO_NAMES: Final = _IGNORED_WORDS | _SPLITS.keys()
-_WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
+_LOWER: Final = r"[^\W\d_A-Z]"  # a letter, but A to Z
+_WORD: Final = re.compile(rf"[A-Z]?{_LOWER}+|[A-Z]+(?!{_LOWER})|\d+")
 # Ends in a number (nnU-Net), or in NIfTI files in a word (`_flair`).
 _CHANNEL: Final = re.compile(r"^(.+)_(\d{4}|[a-z][a-z0-9]*)$")
 

@@ -1,11 +1,12 @@
 """A table of images (CSV or TSV): the columns, and the file that each row names."""
 
+import csv
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -71,7 +72,8 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", pd.errors.ParserWarning)  # rows that end in a separator
             frame = pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, **form)
-    except (OSError, ValueError) as error:
+        _check_widths(text, form["sep"], form.get("skiprows", 0))
+    except (OSError, ValueError, csv.Error) as error:
         raise DataError(
             f"{path}: cannot be read as a table ({one_line(error)}); "
             "save it as CSV in UTF-8, or give another --table"
@@ -83,6 +85,21 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
         if name not in frame:
             raise DataError(no_such("column", name, frame.columns, str(path)))
     return frame.map(_clean)
+
+
+def _check_widths(text: str, separator: str, skipped: int) -> None:
+    """Raise ValueError for a row with more cells than the first one, whose cells pandas would
+    shift or drop.
+    """
+    width = 0
+    rows = csv.reader(StringIO(text, newline=None), delimiter=separator)
+    for cells in islice(rows, skipped, None):
+        width = width or len(cells)
+        if any(cell.strip() for cell in cells[width:]):
+            raise ValueError(
+                f"line {rows.line_num} has {len(cells)} cells, the first one {width}; "
+                "put texts with the separator in quotes"
+            )
 
 
 def _clean(text: str) -> str:

@@ -12,7 +12,6 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import FILE, SPLITS
 from medflare.preparation.dataset_import.datalists import (
-    Sites,
     check_files,
     check_target,
     patient_of,
@@ -23,11 +22,11 @@ from medflare.preparation.dataset_import.folders import Item, numbered, prefixed
 from medflare.preparation.dataset_import.papers.splits import (
     SPLIT_FILE,
     divided_warning,
-    shared_warning,
     split_sites,
     with_paper_split,
     without_divided,
 )
+from medflare.preparation.dataset_import.shared_patients import Sites, shared_warning
 
 # Names in `Preparation.counts`, besides classes.
 IMAGES: Final = "images"

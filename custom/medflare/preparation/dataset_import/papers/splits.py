@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from medflare.core.errors import DataError
-from medflare.data.datalist import SPLITS
 from medflare.data.reading import stem
-from medflare.preparation.dataset_import.datalists import Sites, draw_splits
+from medflare.preparation.dataset_import.datalists import draw_splits
 from medflare.preparation.dataset_import.folders import Item, split_name
+from medflare.preparation.dataset_import.shared_patients import Sites, across_sites
 from medflare.preparation.dataset_import.tables import read_frame
 
 SPLIT_FILE: Final = "split_of_the_paper.csv"  # beside the downloads, a row per image
@@ -72,9 +73,6 @@ def _refuse_difference(file: Path, words: str, images: Iterable[tuple[str, str]]
 def split_sites(sites: Sites, shares: Mapping[str, float], seed: int) -> dict[str, list[Item]]:
     """The images of all sites with their splits: named ones are kept, others drawn by patient.
 
-    Each site is drawn alone. Then a patient who is at an earlier site, too, gets the split of this
-    site; sites with named splits come first.
-
     Args:
         shares: split -> its share of the patients.
         seed: of the draw, with the name of the site.
@@ -82,22 +80,11 @@ def split_sites(sites: Sites, shares: Mapping[str, float], seed: int) -> dict[st
     Raises:
         DataError: a site has too few patients.
     """
-    named = {site for site, items in sites.items() if any(item.split for item in items)}
-    split_of: dict[str, str] = {}
-    drawn: dict[str, list[Item]] = {}
-    for site in [*sorted(named), *sorted(sites.keys() - named)]:
-        drawn[site] = []
-        for item in _split_site(site, sites[site], shares, seed):
-            if site not in named:
-                item = replace(item, split=split_of.get(item.patient, item.split))
-            drawn[site].append(item)
-        split_of = {item.patient: item.split for item in drawn[site]} | split_of
-        split_of.pop("", None)
-    return {site: drawn[site] for site in sites}
+    return across_sites(sites, partial(_split_site, shares=shares, seed=seed))
 
 
 def _split_site(
-    site: str, items: Sequence[Item], shares: Mapping[str, float], seed: int
+    site: str, items: Sequence[Item], *, shares: Mapping[str, float], seed: int
 ) -> list[Item]:
     """The images of a site with their splits, also where named splits divide patients."""
     if all(item.split for item in items):
@@ -182,53 +169,3 @@ def divided_warning(sites: Sites, group: str) -> str:
         f"site's training or validation images: {', '.join(counts)}; "
         f"their numbers measure memory, too; --redraw draws splits by {group}"
     )
-
-
-def shared_warning(sites: Sites, group: str, lists: Sequence[str] = SPLITS) -> str:
-    """A line about patients who are at two sites; "" if there is none.
-
-    Args:
-        group: what the download calls a patient, see `Preparation.group`.
-        lists: the splits that are written; without "test", each site draws one later.
-
-    Examples:
-        >>> a, b = (Item((Path(site),), 0, "p1", "training", site) for site in ("A", "B"))
-        >>> shared_warning({"A": [a], "B": [b]}, "patient")
-        'patients at two sites: 1, for example p1 at A and B; each is in one split at all sites'
-    """
-    splits_of: dict[str, dict[str, set[str]]] = {}  # patient -> site -> splits
-    for site, items in sites.items():
-        for item in items:
-            splits_of.setdefault(item.patient, {}).setdefault(site, set()).add(item.split)
-    splits_of.pop("", None)
-    shared = {patient: splits for patient, splits in splits_of.items() if len(splits) > 1}
-    if not shared:
-        return ""
-    example = next(iter(shared))
-    places = " and ".join(shared[example])
-    line = f"{group}s at two sites: {len(shared)}, for example {example} at {places}"
-    apart = sum(len(set().union(*splits.values())) > 1 for splits in shared.values())
-    if apart:
-        crossing = _tested_and_trained_on(sites, shared)
-        return (
-            f"{line}; in different splits: {apart}; test images that show a {group} on which "
-            f"another site trains: {crossing}; --redraw draws splits by {group} across sites"
-        )
-    if "test" not in lists:
-        return (
-            f"{line}; each site draws its test list when it reads the data, "
-            "so a site can test what another trains on"
-        )
-    return f"{line}; each is in one split at all sites"
-
-
-def _tested_and_trained_on(sites: Sites, shared: Mapping[str, Mapping[str, set[str]]]) -> int:
-    """The number of test images whose patient another site has in training or validation."""
-    number = 0
-    for site, items in sites.items():
-        for item in items:
-            trained = False
-            for other, splits in shared.get(item.patient, {}).items():
-                trained = trained or (other != site and splits != {"test"})
-            number += item.split == "test" and trained
-    return number
