@@ -100,7 +100,7 @@ def metric_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
                 compared = _compared(first, run, place, role, metric)
                 row[f"{name} - {first_name}"] = _difference(compared)
             rows.append(row)
-    return pd.DataFrame(rows).set_index("site")
+    return pd.DataFrame(rows, columns=None if rows else ["site"]).set_index("site")
 
 
 def comparison(runs: Mapping[str, Run]) -> str:

@@ -21,6 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -34,7 +35,7 @@ import torch
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.packages import CODE
-from medflare.core.store import file_digest, replacing, write_atomically
+from medflare.core.store import file_digest, locked, replacing, write_atomically
 from medflare.core.text import about
 from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
@@ -53,6 +54,7 @@ from medflare.tasks.config import load_task
 STUDY_FILE: Final = "study.zip"
 SCORES_FILE: Final = "scores.json"
 _ROWS: Final = "study.json"
+_LOCK: Final = ".study.lock"
 _DATALISTS: Final = "datalists"  # setting in a run's results: site -> checksum of its datalist
 
 # -- study.zip -------------------------------------------------------------------------------------
@@ -73,14 +75,15 @@ def write_rows(out: Path, labels: Iterable[str], grids: Mapping[str, Iterable[st
     """Write the order of the rows, and the labels that were tried for a row; those of an earlier
     study in the same folder follow.
     """
-    before = _rows(_contents(out))
-    content: dict[str, Any] = {"rows": list(dict.fromkeys([*labels, *before["rows"]]))}
-    merged = dict(before["grids"])
-    for row, tries in grids.items():
-        merged[row] = list(dict.fromkeys([*tries, *merged.get(row, ())]))
-    if merged:
-        content["grids"] = merged
-    _write(out, {_ROWS: content})
+    with _locked(out) as contents:
+        before = _rows(contents)
+        content: dict[str, Any] = {"rows": list(dict.fromkeys([*labels, *before["rows"]]))}
+        merged = dict(before["grids"])
+        for row, tries in grids.items():
+            merged[row] = list(dict.fromkeys([*tries, *merged.get(row, ())]))
+        if merged:
+            content["grids"] = merged
+        _write(out, contents, {_ROWS: content})
 
 
 def write_run(out: Path, name: str, results: Run) -> None:
@@ -92,7 +95,9 @@ def write_run(out: Path, name: str, results: Run) -> None:
         for model, cases in models.items():
             equal = (first for first, earlier in scores[site].items() if earlier == cases)
             scores[site][model] = next(equal, cases)
-    _write(out, {f"{name}/{RESULTS_FILE}": content, f"{name}/{SCORES_FILE}": scores})
+    with _locked(out) as contents:
+        changes = {f"{name}/{RESULTS_FILE}": content, f"{name}/{SCORES_FILE}": scores}
+        _write(out, contents, changes)
 
 
 def read_runs(out: Path) -> dict[str, Results]:
@@ -176,9 +181,15 @@ def _contents(out: Path) -> dict[str, bytes]:
         raise StateError(f"{file}: {error!r}; delete it to run the study again") from error
 
 
-def _write(out: Path, changes: Mapping[str, Any]) -> None:
+@contextmanager
+def _locked(out: Path) -> Iterator[dict[str, bytes]]:
+    """The contents of the file, which another study does not change during the block."""
+    with locked(out / _LOCK):
+        yield _contents(out)
+
+
+def _write(out: Path, contents: dict[str, bytes], changes: Mapping[str, Any]) -> None:
     """Replace entries of the file atomically; equal contents give equal bytes."""
-    contents = _contents(out)
     for name, content in changes.items():
         text = json.dumps(content, allow_nan=False, separators=(",", ":"))
         contents[name] = f"{text}\n".encode()

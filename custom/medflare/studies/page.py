@@ -2,6 +2,7 @@
 and every table.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -156,4 +157,5 @@ def answer_first(table: str) -> tuple[list[str], list[list[tuple[str, bool]]]]:
 
 
 def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split(" | ")]
+    cells = re.split(r"(?<!\\)\|", line)[1:-1]
+    return [cell.strip().replace("\\|", "|") for cell in cells]

@@ -220,8 +220,9 @@ def single_site(
     images: one results dict of all sites.
     """
     runs: dict[str, Results] = {}
+    opener = _opener_by_role(setting, seed, outside)
     for site in setting.inside(outside):
-        runs[site] = recorded_run(method, setting, seed, [site], **hyper)
+        runs[site] = recorded_run(method, setting, seed, [site], opener=opener, **hyper)
     merged: Results = {"sites": {}, SCORES: {}, CURVES: {}, "events": []}
     merged["traffic"] = _NO_TRAFFIC
     failed: list[str] = []
@@ -243,14 +244,29 @@ def single_site(
     return results
 
 
+def _opener_by_role(
+    setting: Setting, seed: int, outside: Sequence[str]
+) -> Callable[[str, str], Site]:
+    """Opens sites in their role in the study: without a test list, all images of an outside site
+    are test images, those of an inside site are not.
+    """
+
+    def opener(name: str, role: str) -> Site:
+        return setting.open(name, "outside" if name in outside else "inside", seed)
+
+    return opener
+
+
 def centralised(
     setting: Setting, seed: int, outside: Sequence[str], hyper: Mapping[str, Any]
 ) -> Results:
     """One model of the pooled training images of the inside sites, tested at every site."""
 
+    of_study = _opener_by_role(setting, seed, outside)
+
     def opener(name: str, role: str) -> Site:
         if name != POOLED:
-            return setting.open(name, role, seed)
+            return of_study(name, role)
         parts = [setting.open(site, "inside", seed).data for site in setting.inside(outside)]
         return Site(POOLED, replace(setting.task, resplit=seed), pooled(parts), seed)
 
@@ -283,6 +299,8 @@ def batch_statistics(
         results["sites"][name]["metrics"]["deployed"] = _finite(scores.values)
         results[SCORES][name]["deployed"] = scores.cases.to_dict()
         results["sites"][name].get("intervals", {}).pop("deployed", None)  # of FedAvg's model
+    of_model = ("at_chance", "constant_output")  # of FedAvg's, too
+    results["events"] = [event for event in results["events"] if event["kind"] not in of_model]
     return _reference(BATCH_STATISTICS, results)
 
 

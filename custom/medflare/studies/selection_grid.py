@@ -95,8 +95,10 @@ def _varies(row: Candidate, name: str) -> bool:
 
 def validation_values(run: Run) -> list[float]:
     """The task's validation metric of the selected round at every inside site: of the personal
-    model if there is one, else of the global one.
+    model if there is one, else of the global one; empty for a run that failed.
     """
+    if run["reason"]:
+        return []
     curves = run.get(CURVES, {})
     model = "personal" if "personal" in curves else "global"
     metric = run["configuration"]["task"]["metric"]

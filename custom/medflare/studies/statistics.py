@@ -23,7 +23,7 @@ from medflare.evaluation.results import results_frame
 from medflare.tasks.class_metrics import ONE_CLASS, Floats, of_outputs
 from medflare.tasks.classes import has_interval
 from medflare.tasks.metrics_table import metric_table
-from medflare.tasks.summaries import ALL, Interval, weighted_mean
+from medflare.tasks.summaries import ALL, MEANS_OVER_IMAGES, Interval, weighted_mean
 
 Run: TypeAlias = Mapping[str, Any]  # a results dict
 # Results dicts with scores of single patients, and the name of a model in them.
@@ -49,7 +49,6 @@ _MEANS_OVER_CLASSES: Final = (  # of the metric of one class that `label_metric`
     "specificity_macro",
     "ppv_macro",
 )
-MEANS_OVER_IMAGES: Final = ("accuracy", "brier", "ece")  # a rare class hardly counts in them
 
 
 def all_runs(groups: Groups) -> list[Run]:

@@ -37,7 +37,6 @@ from medflare.studies.references import (
 from medflare.studies.statistics import (
     ALL_SITES,
     FEWEST_OF_CLASS,
-    MEANS_OVER_IMAGES,
     Comparison,
     Groups,
     Run,
@@ -57,7 +56,7 @@ from medflare.studies.statistics import (
     study_values,
     verdict,
 )
-from medflare.tasks.summaries import ALL
+from medflare.tasks.summaries import ALL, MEANS_OVER_IMAGES
 
 Model: TypeAlias = tuple[str, str]  # label of a row, name of the model
 # Seed, site and role -> the task's metric of the constant answer.
@@ -162,7 +161,12 @@ def delong_text(of_seeds: Sequence[Comparison]) -> str:
     differences = [seed.difference for seed in of_seeds if seed.difference is not None]
     if not differences:
         return UNDEFINED
-    p_values = [seed.p for seed in of_seeds if seed.p is not None]
+    p_values: list[float] = []
+    for seed in of_seeds:
+        if seed.p is not None:
+            p_values.append(seed.p)
+        elif seed.difference == 0:  # equal areas without variance
+            p_values.append(1.0)
     p = p_values[0] if p_values else None
     if len(p_values) > 1:
         p = min(1.0, 2 * float(np.median(p_values)))
@@ -408,13 +412,16 @@ class StudyTables:
         alone = self.label_of(SINGLE_SITE)
         if alone is None or alone == row.label or role != "inside":
             return UNDEFINED
-        below: list[str] = []
+        gains: dict[str, float] = {}
         for site in sites:
             gain = row.values.loc[(role, site)] - self.series(alone, "deployed", role, metric, site)
-            if sign_of(metric) * gain.mean() < 0:
-                below.append(site)
+            if gain.notna().any():
+                gains[site] = sign_of(metric) * gain.mean()
+        if not gains:
+            return UNDEFINED
+        below = [site for site, gain in gains.items() if gain < 0]
         named = f" ({', '.join(below)})" if below else ""
-        return f"{len(below)} of {len(sites)}{named}"
+        return f"{len(below)} of {len(gains)}{named}"
 
     def warnings(
         self, label: str, models: Sequence[str] = ("deployed",), role: str | None = None
@@ -535,12 +542,26 @@ class StudyTables:
                     places.append((label, model, role, metric, site))
         return str(self.values.reindex(places).to_numpy().tolist())
 
+    def _paired(
+        self, first: Model, second: Model, role: str
+    ) -> "tuple[pd.Series[float], pd.Series[float]]":
+        """The means over the sites where both models have a value, one per seed."""
+        by_site: list[pd.DataFrame] = []
+        for label, model in (first, second):
+            columns: dict[str, pd.Series[float]] = {}
+            for of, site in self.places:
+                if of == role and site != ALL_SITES:
+                    columns[site] = self.series(label, model, role, self.metric, site)
+            by_site.append(pd.DataFrame(columns))
+        before, after = by_site
+        both = before.notna() & after.notna()
+        return before.where(both).mean(axis=1), after.where(both).mean(axis=1)
+
     def difference(self, first: Model, second: Model, role: str) -> Difference | None:
         """Second - first; None if nothing is to be compared, or both are the same of one label."""
         label, model = first
         other_label, other_model = second
-        before = self.series(label, model, role, self.metric)
-        after = self.series(other_label, other_model, role, self.metric)
+        before, after = self._paired(first, second, role)
         over_seeds = compare(before, after, self.split_ratio)
         if over_seeds.difference is None or (label == other_label and before.equals(after)):
             return None
@@ -847,6 +868,8 @@ def curve_of(runs: Sequence[Run], model: str) -> dict[int, float]:
     """
     points: list[Sequence[float]] = []
     for run in runs:
+        if run["reason"]:  # it ended early
+            continue
         curves = run.get(CURVES, {})
         has_personal = model != "global" and "personal" in curves
         for of_site in curves.get("personal" if has_personal else "global", {}).values():
@@ -960,7 +983,11 @@ def markdown(lines: Sequence[Sequence[str]], left: int) -> str:
     `left` ones are right-aligned.
     """
     rule = ["---"] * left + ["---:"] * (len(lines[0]) - left)
-    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]]) + "\n"
+    text = ""
+    for line in [lines[0], rule, *lines[1:]]:
+        cells = [cell.replace("|", "\\|") for cell in line]
+        text += f"| {' | '.join(cells)} |\n"
+    return text
 
 
 def bullets(lines: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ After Demšar, Statistical Comparisons of Classifiers over Multiple Data Sets, J
 
 from collections.abc import Sequence
 from itertools import combinations
+from math import factorial
 
 import numpy as np
 import pandas as pd
@@ -62,8 +63,8 @@ def iman_davenport(chi2: float, tasks: int, rows: int) -> tuple[float, float]:
         3.69
     """
     most = tasks * (rows - 1)
-    if chi2 >= most:  # all tasks have the same order
-        return np.inf, 0.0
+    if chi2 >= most:  # all tasks have the same order: F has no distribution, p is exact
+        return np.inf, factorial(rows) ** (1.0 - tasks)
     value = (tasks - 1) * chi2 / (most - chi2)
     return value, float(fisher.sf(value, rows - 1, (rows - 1) * (tasks - 1)))
 

@@ -106,7 +106,12 @@ def boundary_distance(
     """
 
     def larger_percentile(there: "Tensor", back: "Tensor") -> "Tensor":
-        return max(there.quantile(0.95), back.quantile(0.95))
+        import numpy as np
+        import torch
+
+        # torch's quantile takes 2**24 distances at most.
+        percentiles = np.quantile(there.numpy(), 0.95), np.quantile(back.numpy(), 0.95)
+        return torch.as_tensor(max(percentiles))
 
     return _of_surfaces(larger_percentile, predicted, truth, spacing)
 

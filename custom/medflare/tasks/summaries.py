@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from medflare.core.rng import numpy_generator
 from medflare.tasks.class_metrics import Floats, by_class, of_outputs
@@ -21,6 +22,8 @@ ALL: Final = ""  # in place of a structure or class: the metric of the model
 # Structures or classes: the size of metadata is limited (`federation.settings.META_LIMIT`).
 MOST_LABELS: Final = 32
 RESAMPLES: Final = 999
+# Metrics of classification that are means over images: a rare class hardly counts in them.
+MEANS_OVER_IMAGES: Final = ("accuracy", "brier", "ece")
 _BATCH: Final = 200  # resamples in memory at once
 _UNDEFINED: Final = 0.1  # largest share of undefined resamples
 _DIGITS: Final = 7
@@ -57,17 +60,22 @@ def _intervals(
     """The percentile bootstrap over patients (Efron, Annals of Statistics 7, 1979); none where
     `has_interval` forbids it.
 
-    A metric that is undefined in more than a tenth of the resamples has no interval.
+    A metric that is undefined in more than a tenth of the resamples has no interval. So is a mean
+    over classes where a resample lacks a class.
     """
     names, rows = np.unique(np.array(cases.patients, dtype=str), return_inverse=True)
     if not has_interval(len(names)):
         return {}
     random = numpy_generator(0, "bootstrap over patients")
     counts = random.multinomial(len(names), np.full(len(names), 1 / len(names)), size=RESAMPLES)
-    batches = [
-        _values(cases, metrics, task, part[:, rows].astype(float))
-        for part in np.split(counts, range(_BATCH, RESAMPLES, _BATCH))
-    ]
+    batches: list[dict[str, dict[str, Any]]] = []
+    for part in np.split(counts, range(_BATCH, RESAMPLES, _BATCH)):
+        weights = part[:, rows].astype(float)
+        values = _values(cases, metrics, task, weights)
+        lack = _lack_a_class(cases, weights)
+        for metric in values[ALL].keys() - set(MEANS_OVER_IMAGES):
+            values[ALL][metric] = np.where(lack, np.nan, values[ALL][metric])
+        batches.append(values)
     intervals: dict[str, dict[str, Interval]] = {}
     for label, values in batches[0].items():
         for metric in values:
@@ -80,6 +88,23 @@ def _intervals(
                 interval = round(low, _DIGITS), round(high, _DIGITS)
                 intervals.setdefault(label, {})[metric] = interval
     return intervals
+
+
+def _lack_a_class(cases: Cases, weights: Floats) -> NDArray[np.bool_]:
+    """Whether weighted cases of a classification task (..., cases) lack a class that the cases
+    have, (...); of labels, also their absence.
+    """
+    if cases.targets is None:
+        return np.zeros(weights.shape[:-1], bool)
+    targets = cases.targets.numpy()
+    classes = [targets == number for number in np.unique(targets)]
+    if targets.ndim == 2:
+        classes = [*(targets > 0).T, *(targets == 0).T]
+    lack = np.zeros(weights.shape[:-1], bool)
+    for of_class in classes:
+        if of_class.any():
+            lack |= weights @ of_class == 0
+    return lack
 
 
 def _patients_behind(cases: Cases, label: str, metric: str, patients: int) -> int:
