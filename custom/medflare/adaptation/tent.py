@@ -87,6 +87,6 @@ class Tent(Online):
         for _ in range(self.settings.steps):
             probabilities = self.model(images)
             self.descend(prediction_entropy(probabilities, self.target))
-        if self.settings.episodic:
+        if self.settings.episodic or not self.settings.steps:
             probabilities = self.model(images)
         return probabilities

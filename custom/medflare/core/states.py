@@ -68,7 +68,8 @@ def moved_together(
     result: StateDict = {}
     for (device, dtype), names in groups.items():
         sizes = [state[name].numel() for name in names]
-        joined = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pinned)
+        pin = pinned and device.type == "cpu"
+        joined = torch.empty(sum(sizes), dtype=dtype, device=device, pin_memory=pin)
         torch.cat([state[name].detach().reshape(-1) for name in names], out=joined)
         for name, part in zip(names, move(joined).split(sizes), strict=True):
             result[name] = part.view(state[name].shape)

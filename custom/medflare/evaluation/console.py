@@ -39,13 +39,13 @@ def round_line(
     seconds: float,
     aggregation: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> str:
-    """One step, for example "round 3/20 train: A loss 0.4120 global 0.801 weight 0.612 | B rejected
+    """One step, for example "round 3/20 train: A loss 0.4120 global 0.801 weight 0.612 | B not used
     (holds NaN) | 1.2 s".
 
     Args:
         round: 0-based, shown from 1; `rounds` for the validation of the last round's models.
         meta: site -> metadata of its reply.
-        rejected: site -> reason.
+        rejected: site -> why its reply was not used.
         aggregation: site -> numbers of the server about it, for example its weight.
     """
     if round < rounds:
@@ -65,7 +65,7 @@ def round_line(
             part += f" ε {text.format_metric('', reply['privacy'].get('epsilon'))}"
         parts[site] = part
     for site, reason in rejected.items():
-        parts[site] = f"{site} rejected ({' '.join(reason.split())})"
+        parts[site] = f"{site} not used ({' '.join(reason.split())})"
     for site, numbers in (aggregation or {}).items():
         parts.setdefault(site, site)
         for name, value in numbers.items():

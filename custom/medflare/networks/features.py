@@ -165,7 +165,7 @@ class WholeNetwork(FeatureNetwork):
         self.has_features = last is not None
         if last is not None:
             parent, _, name = last.rpartition(".")
-            setattr(network.get_submodule(parent), name, _LastLayer(layer))
+            setattr(network.get_submodule(parent), name, _LastLayer(self))
 
     def forward(self, images: Tensor) -> Tensor:
         """The network's main output."""
@@ -201,17 +201,20 @@ class WholeNetwork(FeatureNetwork):
 
 
 class _LastLayer(nn.Module):
-    """Replaces the last layer: calls it, and records its inputs while `inputs` is a list."""
+    """In the place of the last layer: calls the network's head, which may be replaced, and records
+    its inputs while `inputs` is a list.
+    """
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, network: WholeNetwork):
         super().__init__()
-        self._layer = (layer,)  # a tuple hides it from PyTorch: its parameters are the head's
+        self._network = (network,)  # a tuple hides it from PyTorch, which would go in circles
         self.inputs: Any = None
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.inputs is not None:
             self.inputs.append(inputs)
-        return self._layer[0](inputs)
+        output: Tensor = self._network[0].head(inputs)
+        return output
 
 
 def main_output(output: Any, images: Tensor) -> Tensor:

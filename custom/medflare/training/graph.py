@@ -32,7 +32,7 @@ _LEAST: Final = 5
 def can_capture(model: nn.Module, optimizer: Optimizer, site: Site, full_batches: int) -> bool:
     """Whether the step of the task's loss may be captured: on a GPU, if the site's settings allow
     it, for enough batches; with Adam or AdamW of all trainable weights; without fp16, accumulation,
-    compilation and hooks of layers, which Python runs.
+    compilation and hooks of layers and optimizer, which Python runs.
     """
     computing = site.computing
     allowed = computing.graph and computing.device.type == "cuda" and not computing.compiled
@@ -44,7 +44,9 @@ def can_capture(model: nn.Module, optimizer: Optimizer, site: Site, full_batches
     group = optimizer.param_groups[0]
     trained = {id(weight) for weight in group["params"] if weight.requires_grad}
     trains_all = trained == {id(weight) for weight in model.parameters() if weight.requires_grad}
-    hooks = [[*layer._forward_pre_hooks, *layer._forward_hooks] for layer in model.modules()]
+    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    for layer in model.modules():
+        hooks += [layer._forward_pre_hooks, layer._forward_hooks]
     return trains_all and not any(hooks)
 
 

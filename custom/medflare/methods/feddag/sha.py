@@ -278,17 +278,12 @@ class SHAServer(FedAvgServer[K]):
         return by_site
 
     def steps(self) -> list[Step]:
-        """A training and a scoring step per round, then the validation of the last models.
-
-        FedAvg's schedule without SHA.
-        """
-        if not self.hyper.sha:
-            return super().steps()
+        """FedAvg's schedule; with SHA a scoring step after every training step."""
         steps = []
-        for round in range(self.context.rounds):
-            steps.append(Step.of(FedAvgSite.train, round))
-            steps.append(Step.of(ScoredSite.score, round))
-        steps.append(Step.of(FedAvgSite.validate, self.context.rounds, everyone=True))
+        for step in super().steps():
+            steps.append(step)
+            if self.hyper.sha and step.phase == FedAvgSite.train.__name__:
+                steps.append(Step.of(ScoredSite.score, step.round))
         return steps
 
     @asks(FedAvgSite.train)

@@ -52,6 +52,7 @@ from medflare.methods.fedsm.super_model import (
 from medflare.methods.parts.measured import MEASURED, VALIDATION
 from medflare.training.site import Site
 
+# The same entry as `MODEL`, which `FedAvgSite.train` writes, with a purpose of its own.
 TRAINED_GLOBAL = TensorSpec(
     "model", "the site's locally trained global model, for the weighted mean"
 )

@@ -119,7 +119,7 @@ def reweighted(c: Tensor, p: Tensor) -> Tensor:
 
     If the smallest c is <= 0, the same number is added to all until it is 0.001; the published code
     does so only below 0 and divides by zero at 0. p' = p for equal consistencies: one site,
-    identical sites, no update at all, two opposite sites.
+    two sites that moved, identical sites, no update at all.
 
     Args:
         c: consistencies (M,).

@@ -149,10 +149,10 @@ class FedGaussianServer(FedAvgServer[FedGaussianServerHyper]):
     @handles(FedGaussianSite.class_statistics)
     def calibrate(self, step: Step, replies: Mapping[str, Message]) -> None:
         """The selected model with its new head is the last candidate."""
-        self.model, _ = self.selected
         statistics = usable(self.context, step, replies, GAUSSIANS[0])
         if not statistics:
             return
+        self.model, _ = self.selected
         samples = class_samples(self.context, statistics)
         local = stacked(statistics, "means")
         centres = pooled_means(local, samples)

@@ -7,7 +7,8 @@
 The minimum is approached by the task's local epochs. N are all inside sites, S those of the round,
 so h is the mean of all h_k. Site and server store c_k = -h_k/α and c = -h/α, sums of changes, as
 SCAFFOLD its control variates: c_k stays at its site and changes once the server has used the site's
-model. Entries that are not trained, such as running statistics, are averaged.
+model. If update validation clips a model, c moves by the clipped change, c_k by the whole one.
+Entries that are not trained, such as running statistics, are averaged.
 """
 
 from collections.abc import Mapping

@@ -9,8 +9,10 @@ arXiv 2007.03797):
 
 The factor 2 of A's gradient is in α. The argmin is a round of local training that starts at u_k.
 Distances are of the trained weights; running statistics are averaged with ξ too. The scale of
-squared distances depends on the network, so σ is by default their mean, and α / σ is 1 / K: equal
-models get their mean. The paper's heuristic for deep networks (cosines) is left out.
+squared distances depends on the network, so σ is by default their mean, α / σ is 1 / K (equal
+models get their mean), and λ is in units of this σ, which makes the weight of the proximal term
+λ K: otherwise close models get a strong term, which makes them closer. The paper's heuristic for
+deep networks (cosines) is left out.
 
 FedMTL is the multi-task objective of MOCHA (Smith et al., NeurIPS 2017, Sec. 3.1) for networks:
 
@@ -143,7 +145,11 @@ class FedAMPServerHyper(ServerHyper):
     """The attraction of similar models."""
 
     lam: float = param(
-        1.0, "weight of the attraction", symbol="λ", source="1 as in the code of PFLlib", low=0
+        1.0,
+        "weight of the attraction; without sigma in units of the mean squared distance",
+        symbol="λ",
+        source="1 as in the code of PFLlib",
+        low=0,
     )
     sigma: float | None = param(
         None,
@@ -187,7 +193,8 @@ class AttentiveAggregation(AnchorRule):
         mean = float(squared.sum()) / max(1, count * (count - 1))
         sigma = self.hyper.sigma or mean or 1.0
         alpha = sigma * (self.hyper.step or 1 / count)
-        self.strength = self.hyper.lam / alpha
+        unit = 1.0 if self.hyper.sigma else sigma
+        self.strength = self.hyper.lam * unit / alpha
         xi = attention(squared, alpha, sigma).clamp(min=0)  # below 0 by rounding only
         self.weights = dict(zip(states, xi.diagonal().tolist(), strict=True))
         return mixtures(states, xi)

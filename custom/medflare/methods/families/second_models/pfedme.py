@@ -5,7 +5,7 @@ w <- w - η λ (w - θ)                      after every batch, at the site     
 w <- (1 - β) w + β mean_k w_k             after every round, at the server        (line 11)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from medflare.core.hyper import param
 from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict, blend, copy_state
-from medflare.methods.aggregation import SiteModel, WeightedMean
 from medflare.methods.families.second_models.site import SecondModelSite, gradients_of, take_step
+from medflare.methods.families.server_rules.rule import Models, Rule
 from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.fedavg.site import FedAvgSiteHyper
 from medflare.methods.parts.proximal import proximal_gradients
@@ -138,15 +138,12 @@ class PFedMeSite(SecondModelSite[PFedMeHyper]):
         return None
 
 
-class PFedMeMean(WeightedMean):
-    """(1 - β) w + β mean_k w_k; running statistics too."""
+class PFedMeMean(Rule):
+    """(1 - β) w + β mean_k w_k of the trained entries; β may exceed 1, so that running statistics
+    are averaged.
+    """
 
-    def shared(
-        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
-    ) -> StateDict:
-        mean = super().shared(models, round, previous)
-        if previous is None:
-            return mean
+    def moved(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:
         return blend({name: previous[name] for name in mean}, mean, self.hyper.beta)
 
 
