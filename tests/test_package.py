@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import medflare
+from helpers.small_tasks import tiny_grades
 from medflare.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,12 +22,13 @@ ROOT = Path(__file__).resolve().parents[1]
     [
         "import medflare; assert {'run_local', 'predict', 'load_model'} <= {*dir(medflare)}; heavy = {'torch'}",
         "import medflare.flare.executors; heavy = {'torch', 'monai', 'medflare.tasks.config'}",  # the simulator starts it for every task
-        "import medflare; medflare.run_local('fedavg', 'phantom_grades', 1, rounds=1, seed=0); heavy = {'monai'}",
+        f"import medflare; medflare.run_local('fedavg', {tiny_grades()!r}, 1, rounds=1, seed=0); heavy = {{'monai'}}",
     ],
 )
 def test_what_processes_start_with_is_light(code: str) -> None:
     code = f"{code}; import sys; assert not heavy & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=True)
+    env = {"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from medflare.adaptation.memo import MEMO, MEMOSettings, flipped
 from medflare.adaptation.sar import SAR, SARSettings
-from medflare.adaptation.tent import prediction_entropy
+from medflare.adaptation.tent import Tent, TentSettings, prediction_entropy
 from medflare.adaptation.ttt import (
     ROTATION,
     TestTimeTraining,
@@ -212,3 +212,12 @@ def test_images_that_are_not_square_are_turned_by_halves() -> None:
     assert rotation_head(replace(squares.SEGMENTATION, size=(16, 32))).out_features == 2
     oblong = torch.arange(6.0).view(1, 1, 2, 3)
     assert torch.equal(turned(oblong, torch.tensor([1])), oblong.flip(2, 3))
+
+
+@pytest.mark.parametrize("episodic", [False, True])
+def test_tent_without_steps_normalizes_by_the_batch(episodic: bool) -> None:
+    network = nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2 * 64, 3), nn.Softmax(1))
+    adapted = Tent(network, "multiclass", TentSettings(steps=0, episodic=episodic))
+    batch = images(4)
+    expected = network.train()(batch)
+    torch.testing.assert_close(adapted.adapted(batch), expected)

@@ -700,3 +700,28 @@ def test_evaluate_is_a_method_without_rounds(
         and actual.size == task.size
         and len(named["server"]["sha256"]) == 64
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "optimizer"),
+    [
+        ((), {"name": "adam", "lr": 0.01}),
+        (("optimizer.name=sgd",), {"name": "sgd", "lr": 0.1}),
+        (("optimizer.name=adam",), {"name": "adam", "lr": 0.01}),
+        (("optimizer.name=sgd", "optimizer.lr=0.3"), {"name": "sgd", "lr": 0.3}),
+        (("optimizer.momentum=0.5", "optimizer.name=sgd"), {"lr": 0.1, "momentum": 0.5}),
+        (("network.norm=instance",), {"name": "adam", "lr": 0.01}),
+    ],
+    ids=" ".join,
+)
+def test_another_optimizer_has_its_usual_rate_unless_one_is_set(
+    words: tuple[str, ...], optimizer: dict[str, Any], engine: Engine, tmp_path: Path
+) -> None:
+    task = tmp_path / "task.json"
+    task.write_text(json.dumps(small_tasks.SEGMENTATION | {"embedded": "phantom"}))
+    changes = [word for change in words for word in ("--set", f"task.{change}")]
+    command = ["run", "fedavg", "--engine", "local", "--task", str(task), *changes]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    ((_, named, _),) = engine.calls
+    actual = named["task"].optimizer
+    assert {name: actual[name] for name in optimizer} == optimizer

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.fixture_types import SiteOf, TaskOf
+from helpers.fixture_types import Edit, SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data import decoding
+from medflare.data.datalist import SPLITS
 from medflare.data.loading import SiteData, load_site_data
 from medflare.data.local import Bounds, CacheSettings, ImageBounds, cache_with_folder
 from medflare.tasks.config import TaskConfig
@@ -199,3 +200,21 @@ def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_with_folder(CacheSettings("~/own"), tmp_path) == CacheSettings(
         str(Path.home() / "own")
     )
+
+
+def test_a_case_whose_other_channel_is_missing_is_decoded_again(
+    make_site: SiteOf, make_task: TaskOf, edit: Edit, kept: CacheSettings
+) -> None:
+    folder = make_site()
+    task = make_task(channels=["pre", "post"], missing_channels="zeros")
+
+    def move_channel(content: dict[str, Any]) -> None:
+        for split in SPLITS:
+            for item in content[split]:
+                image = item["image"]
+                item["image"] = image[::-1] if isinstance(image, list) else [image, None]
+
+    for present in (0, 1):
+        edit(folder, move_channel)
+        data = loaded(task, folder, kept)
+        assert data.train.images[:, present].any() and not data.train.images[:, 1 - present].any()

@@ -189,3 +189,24 @@ def test_resplit_keeps_proportions_and_patients_together() -> None:
         assert [entry.image for entry in redrawn] == [entry.image for entry in entries]
     assert drawn[0] != drawn[1] and drawn[0] != entries
     assert drawn[1] == assign_splits(entries, SPLITS, "A", resplit=1)
+
+
+def test_a_slice_that_links_outside_the_sites_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "A"
+    (folder / "ct").mkdir(parents=True)
+    (folder / "ct" / "0.dcm").touch()
+    (tmp_path / "1.dcm").touch()
+    (folder / "ct" / "1.dcm").symlink_to(tmp_path / "1.dcm")
+    listed = {"test": [{"image": "ct", "label": 0}]}
+    (folder / "datalist.json").write_text(json.dumps(listed))
+    with pytest.raises(DataError, match=r"1\.dcm"):
+        read_datalist(folder, "classification")
+    assert len(read_datalist(folder, "classification", [tmp_path])) == 1
+
+
+def test_a_patient_of_blanks_is_unknown(tmp_path: Path) -> None:
+    """Else all such images are of one patient."""
+    listed = [{"image": f"{name}.png", "label": 0, "patient": " "} for name in "ab"]
+    (tmp_path / "datalist.json").write_text(json.dumps({"training": listed}))
+    patients = [entry.patient for entry in read_datalist(tmp_path, "classification")]
+    assert patients == ["a.png", "b.png"]

@@ -19,6 +19,7 @@ from helpers.volume_sites import (
     dicom_series,
     enhanced_series,
     tagged,
+    write,
 )
 from medflare.core.errors import DataError
 from medflare.data.acquisition import acquisition_of
@@ -432,3 +433,100 @@ def test_palettes_of_16_bits_are_as_bright_as_other_colours() -> None:
     high = np.stack([np.frombuffer(table, "<u2") // 256 for table in tables])  # 0, 256, ... 65280
     np.testing.assert_array_equal(read_stored(file).array, high[:, dataset.pixel_array.T])
     assert high.max() == 255
+
+
+def segment(site: Path, **masks: np.ndarray) -> None:
+    """Replace the segmentation of a site; its segments are numbered in this order."""
+    from medflare.inference.dicom_seg import dicom_seg
+
+    grid = series_grid(site / "ct")
+    (site / "seg.dcm").write_bytes(dicom_seg(site / "ct", masks, grid.affine, segmented()))
+
+
+@pytest.mark.parametrize("labels", [["spleen", "liver"], ["Liver", "SPLEEN"], ["a", "b"]])
+def test_masks_of_segments_follow_the_names_of_the_structures(
+    labels: list[str], site: Path
+) -> None:
+    """Those of no known name keep their order."""
+    masks = structures()
+    order = {"a": "liver", "b": "spleen"}
+    several = mask_of(site, target="multilabel", labels=labels, orientation="LPS")
+    expected = [masks[order.get(label, label.lower())] for label in labels]
+    np.testing.assert_array_equal(several, np.stack(expected))
+
+
+@pytest.mark.parametrize("names", [("Spleen", "LIVER"), ("first", "second")])
+def test_segments_have_the_values_of_labels_of_their_names_in_any_case(
+    names: tuple[str, str], site: Path
+) -> None:
+    """Those of no known name keep their numbers."""
+    liver, spleen = structures().values()
+    segment(site, **{names[0]: spleen, names[1]: liver})
+    named = "Spleen" in names
+    expected = liver + 2 * spleen if named else spleen + 2 * liver
+    np.testing.assert_array_equal(mask_of(site, **TWO, orientation="LPS")[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("names", "changes"),
+    [
+        (("spleen", "other"), TWO),  # the other's number is the spleen's value
+        (("liver", "other"), {"target": "multilabel", "labels": ["kidney", "liver"]}),
+    ],
+)
+def test_segments_of_which_some_have_names_of_labels_are_refused(
+    names: tuple[str, str], changes: dict[str, Any], site: Path
+) -> None:
+    segment(site, **dict(zip(names, structures().values(), strict=True)))
+    with pytest.raises(DataError, match=rf"seg\.dcm.* {names[0]}, other.*give all of them"):
+        mask_of(site, **changes)
+
+
+def test_a_series_in_time_is_in_the_order_of_its_numbers(tmp_path: Path) -> None:
+    folder = change(dicom_series(tmp_path / "cine"), ImagePositionPatient=[10, 20, 30])
+    for file, number in enumerate((3, 1, 4, 2)):
+        change(folder, (file,), InstanceNumber=number)
+    assert voxels(folder)[0, 0].tolist() == [100, 300, 0, 200]
+    grid = series_grid(folder)
+    assert not grid.has_affine and grid.shape == (5, 6, 4)
+    np.testing.assert_array_equal(grid.affine, np.eye(4))
+
+
+def test_empty_tags_of_the_position_are_none(tmp_path: Path) -> None:
+    folder = dicom_series(tmp_path / "ct")
+    change(folder, ImagePositionPatient=None, ImageOrientationPatient=None)
+    for file in range(4):
+        change(folder, (file,), InstanceNumber=4 - file)
+    assert voxels(folder)[0, 0].tolist() == [300, 200, 100, 0]
+    assert not series_grid(folder).has_affine
+
+
+def test_files_that_macos_writes_beside_slices_are_ignored(tmp_path: Path) -> None:
+    folder = dicom_series(tmp_path / "ct")
+    expected = voxels(folder)
+    (folder / "._0.dcm").write_bytes(bytes.fromhex("0005160700020000") + b"Mac OS X".ljust(24))
+    np.testing.assert_array_equal(voxels(folder), expected)
+    assert series_grid(folder).shape == expected.shape
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_a_nifti_mask_of_a_series_from_the_head_lies_on_its_slices(
+    flipped: bool, tmp_path: Path
+) -> None:
+    """The mask on the grid of the series, and with slices from the feet and axes as in RAS."""
+    folder = dicom_series(tmp_path / "ct")
+    for number in range(4):  # the first slice is the highest
+        change(folder, (number,), ImagePositionPatient=[10, 20, 36 - 2 * number])
+    mask = np.zeros((5, 6, 4), np.uint8)  # column, row, slice
+    mask[1:3, 2:5, 0] = mask[4, 0, 3] = 1
+    matrix = np.array([[-0.25, 0, 0, -10], [0, -0.5, 0, -20], [0, 0, -2, 36], [0, 0, 0, 1]])
+    stored = mask
+    if flipped:
+        turn = np.diag([-1, -1, -1, 1])
+        turn[:3, 3] = (4, 5, 3)
+        stored, matrix = mask[::-1, ::-1, ::-1].copy(), matrix @ turn
+    file = write(tmp_path / "m.nii", stored, matrix)
+    task = small_task()
+    image = read_image([folder], task)
+    masks, _ = read_mask(file, folder, image, task)
+    np.testing.assert_array_equal(masks[0], mask.transpose(1, 0, 2))

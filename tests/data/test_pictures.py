@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 import pytest
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageOps, PngImagePlugin
 
 from helpers.small_tasks import small_task
 from medflare.core.errors import DataError
@@ -167,3 +167,21 @@ def test_a_mask_with_a_channel_of_unknown_meaning_is_refused(tmp_path: Path) -> 
     file = tiff(tmp_path / "a.tif", np.dstack([DRAWN * 0] * 3 + [DRAWN]), white=2, extra=0)
     refused(file, "beside its colours", mask=True)
     assert read_stored(file).array.shape == (3, 9, 6)
+
+
+@pytest.mark.parametrize("kind", ["u1", "u2"])
+@pytest.mark.parametrize("orientation", [5, 6, 7, 8])
+def test_a_plain_tiff_is_turned_by_its_orientation(
+    orientation: int, kind: str, tmp_path: Path
+) -> None:
+    """As Pillow turns the same pixels with Exif in a PNG, and as the compressed file is."""
+    pixels, exif = numbers(kind, *SIDES), Image.Exif()
+    exif[274] = orientation
+    picture, file = Image.fromarray(pixels), tmp_path / "a.png"
+    picture.save(file, exif=exif)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(file)))
+    assert expected.shape == SIDES[::-1]
+    for compression in (None, "tiff_lzw"):
+        tags = {274: orientation}
+        picture.save(tmp_path / "a.tif", compression=compression, tiffinfo=tags)
+        np.testing.assert_array_equal(stored(tmp_path / "a.tif"), expected)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from helpers.fixture_types import TaskOf
+from helpers.forked_trial import fork_trials
 from medflare.core.errors import ConfigError
 from medflare.data import trial
 from medflare.data.transforms import Augmentation, Preprocessing
@@ -236,7 +237,7 @@ TASK = load_task("phantom").to_dict()
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("intensity", {"name": "GaussianSmooth", "sigma": 1e7}),
+        ("intensity", {"name": "GaussianSmooth", "sigma": 1e9}),
         ("intensity", {"name": "MedianSmooth", "radius": 3000}),
         (
             "augment",
@@ -244,13 +245,17 @@ TASK = load_task("phantom").to_dict()
         ),
     ],
 )
-def test_transforms_that_need_too_much_memory_are_refused(setting: str, value: Any) -> None:
+def test_transforms_that_need_too_much_memory_are_refused(
+    setting: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_trials(monkeypatch)
     name = value["name"] if isinstance(value, dict) else value[-1]["name"]
     with pytest.raises(ConfigError, match=rf"{setting} {name}"):
         try_task(load_task({**TASK, setting: value}), 4.0, "site A", "bounds.memory")
 
 
 def test_transforms_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_trials(monkeypatch)
     monkeypatch.setattr(trial, "_SECONDS", 1)
     task = load_task({**TASK, "augment": [{"name": "RandGridDistortion", "num_cells": 10**7}]})
     with pytest.raises(ConfigError, match=r"RandGridDistortion.* 1 s"):
@@ -267,6 +272,7 @@ def test_transforms_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPat
 def test_a_network_that_takes_too_long_is_refused(
     monkeypatch: pytest.MonkeyPatch, network: dict[str, Any]
 ) -> None:
+    fork_trials(monkeypatch)
     monkeypatch.setattr(trial, "_SECONDS", 1)
     with pytest.raises(ConfigError, match=rf"^site A: network {network['name']}: more than 1 s"):
         try_task(load_task({**TASK, "network": network}), 4.0, "site A", "bounds.memory")

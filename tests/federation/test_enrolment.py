@@ -1,6 +1,7 @@
 """Enrollment: what sites are sent and reply, which sites are missing, late or rejected."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,12 +10,13 @@ import pytest
 from foreign.install import METHOD, install
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
-from medflare.federation.enrolment import Enrolment, versions_here
+from medflare.federation.enrolment import Enrolment, join_problems, versions_here
 from medflare.federation.exchange import Reply, Transport
 from medflare.federation.outcome import Outcome
 from medflare.federation.settings import ENROL
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.catalogue import get_method
+from medflare.methods.fedavg import FedAvgSite
 from methods import squares
 
 PIXELS: Final = 16 * 16
@@ -251,3 +253,30 @@ def test_a_site_with_another_release_of_the_methods_package_is_named_or_refused(
     assert [event["kind"] for event in events] == ([kind] if kind else [])
     assert all(text in event["message"] for event in events)
     assert ("B" in admission.enrolled) == (kind != "rejected")
+
+
+def test_an_inside_site_without_training_images_is_rejected() -> None:
+    sites = Sites({0: "ABCO"}, {site: Reply(Message({}, counts(0))) for site in "BO"})
+    for site in sites.broken.values():
+        assert site.message is not None
+        site.message.meta["class_counts"] = []
+    admission = enrolment(sites)
+    admission.context = replace(admission.context, phases=FedAvgSite.phases)
+    admission.open(2)
+    assert admission.inside == ["A", "C"] and noted(admission, "rejected") == [("B", 0)]
+    (event,) = admission.context.events.of("rejected")
+    assert "training images" in event["message"] and "O" in admission.enrolled
+
+
+@pytest.mark.parametrize(
+    ("site", "problem", "line"),
+    [
+        ("a", "model holds NaN", "a: model holds NaN"),
+        ("site-1", "site-10 is the same", "site-1: site-10 is the same"),
+        ("UKE", "no UKE images", "UKE: no UKE images"),
+        ("b", "site b: no images", "site b: no images"),
+        ("b", "b has no images", "b has no images"),
+    ],
+)
+def test_a_problem_has_the_name_of_its_site_once(site: str, problem: str, line: str) -> None:
+    assert join_problems({site: problem}) == line

@@ -120,7 +120,7 @@ def run_with(
         [place for place in recording.replies if place[0] != ENROL] if places is None else places
     )
     exchange = Replay(recording, {place: Reply(fault(recording, place)) for place in places})
-    results = recording.run(folder).execute(exchange)
+    results = recording.run(folder).execute(exchange, checked=True)  # the recording is
     assert results["status"] == "COMPLETED", results["reason"]
     validate_results(results)
     json.dumps(results, allow_nan=False).encode()

@@ -27,7 +27,7 @@ from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-TINY = tiny_phantom()
+TINY = tiny_phantom(batch_size=32)
 Kept = tuple[RunResults, Path]  # the results of a run and its folder
 
 

@@ -96,6 +96,7 @@ def federation(
 def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports have separate tests, and drawing one takes as long as these runs."""
     monkeypatch.setattr("medflare.evaluation.report.render_report", lambda *_: "")
+    monkeypatch.setattr("medflare.federation.final_models.examples", lambda *_: {})
 
 
 @pytest.mark.parametrize("task", [DISC, GRADE, DISC_WITHOUT_BATCH_NORM, GRADE_WITHOUT_BATCH_NORM])

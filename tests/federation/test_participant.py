@@ -11,7 +11,7 @@ import torch
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore
-from medflare.data.local import LocalSettings
+from medflare.data.local import Bounds, LocalSettings
 from medflare.federation.final_models import ArtifactStore, SiteFolder, with_choice
 from medflare.federation.participant import Participant
 from medflare.federation.protocol import ENROLS, declaration_problem, message_problem
@@ -256,3 +256,30 @@ def test_a_site_that_does_not_train_cannot_choose_a_personal_model() -> None:
     )
     with pytest.raises(ConfigError, match="personal"):
         participant.answer(ENROL, 0, Message({}, {"role": "outside", "sites": ["B", "C"]}))
+
+
+# -- how many sites' updates are combined ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "hyper", "combined", "refused"),
+    [
+        ("fedavg", {}, {}, False),
+        ("fedavg", {}, {"combined_sites": 2}, False),
+        ("fedavg", {}, {"combined_sites": 1}, True),
+        ("robust", {"rule": "median"}, {}, False),
+        ("robust", {"rule": "krum"}, {}, True),
+        ("robust", {"rule": "krum"}, {"combined_sites": 2}, True),
+    ],
+)
+def test_a_site_whose_update_may_be_used_alone_does_not_train(
+    method: str, hyper: dict[str, Any], combined: dict[str, int], refused: bool
+) -> None:
+    site, local = squares.site("A"), LocalSettings(bounds=Bounds(inside_sites=2))
+    participant = Participant("A", lambda role: site, get_method(method), hyper, local=local)
+    invitation = Message({}, INVITATION | combined)
+    if refused:
+        with pytest.raises(ConfigError, match=r"updates of 1 inside sites; bounds\.inside_sites"):
+            participant.answer(ENROL, 0, invitation)
+    else:
+        participant.answer(ENROL, 0, invitation)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from helpers.final_models import same_weights
-from helpers.small_tasks import tiny_phantom
+from helpers.small_tasks import tiny_grades
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.schedule import Federation
 from medflare.methods.base import SiteAlgorithm
 from medflare.testing import in_pieces
 
-TASK = tiny_phantom(batch_size=32)
+TASK = tiny_grades(batch_size=32)
 CURVE = (0.1, 0.4, 0.5, 0.5, 0.45, 0.4, 0.7)  # of every site's models by rounds of training
 
 

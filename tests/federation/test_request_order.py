@@ -1,21 +1,22 @@
 """The order of a server's requests: what a hostile server asks is refused, what an honest one repeats is answered."""
 
+import csv
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from medflare.core.errors import MessageError
+from medflare.core.errors import ConfigError, MessageError
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore
 from medflare.data.local import Bounds, LocalSettings
-from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
-from medflare.federation.request_order import schedule_of
+from medflare.federation.protocol import SHARES
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.federation.study_record import StudyRecord
-from medflare.methods.catalogue import get_method, method_names
+from medflare.methods.catalogue import get_method
 from methods import squares
 
 ROUNDS = 3
@@ -153,54 +154,6 @@ def test_evaluations_of_a_study_are_counted_over_all_jobs(tmp_path: Any) -> None
     assert len(rows) == 3 and "job-0" in rows[1] and "job-1" in rows[2]
 
 
-SMALL = {"feddag": {"warmup": 1}, "fedsm_extra": {"selector_rounds": 2}}
-
-
-CASES: list[tuple[str, list[str]]] = [
-    ("prr", []),  # which ends with other steps if there are outside sites
-    *((name, ["O"] if get_method(name).outside else []) for name in method_names()),
-]
-CASES.remove(("condist", ["O"]))  # it needs two structures
-
-
-@pytest.mark.parametrize(("name", "outside"), CASES)
-def test_a_site_computes_the_schedule_of_each_method(
-    name: str, outside: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The steps that the server asks, from a context without weights; the global random state is not touched."""
-    steps: list[tuple[str, int]] = []
-    call = LocalExchange.__call__
-
-    def noted(exchange: LocalExchange, step: Any, outgoing: Any) -> Any:
-        if step.phase not in (ENROL, FINALIZE):
-            steps.append((step.phase, step.round))
-        return call(exchange, step, outgoing)
-
-    monkeypatch.setattr(LocalExchange, "__call__", noted)
-    method = get_method(name)
-    options: dict[str, Any] = SMALL.get(name, {})
-    results = run_local(
-        name,
-        squares.SEGMENTATION,
-        ["A", "B"],
-        rounds=2,
-        seed=squares.SEED,
-        outside=outside,
-        opener=lambda site, role: squares.site(site),
-        **options,
-    )
-    assert results["status"] == "COMPLETED", results["reason"]
-    before = torch.get_rng_state()
-    schedule = [
-        (step.phase, step.round)
-        for step in schedule_of(
-            method, method.plan(squares.SEGMENTATION, ("A", "B"), options), 0, 2
-        )
-    ]
-    assert torch.equal(before, torch.get_rng_state())
-    assert schedule[: len(steps)] == steps if not outside else schedule == steps
-
-
 def test_the_plain_loop_begins_anew_in_the_folder_of_an_earlier_run(tmp_path: Any) -> None:
     for rounds in (2, 3):
         results = run_local(
@@ -213,3 +166,51 @@ def test_the_plain_loop_begins_anew_in_the_folder_of_an_earlier_run(tmp_path: An
             opener=lambda site, role: squares.site(site),
         )
         assert results["status"] == "COMPLETED", results["reason"]
+
+
+def test_the_last_step_is_answered_again_with_the_same_adaptation_only() -> None:
+    """Another one would be another evaluation on the test images."""
+    asked = participant()
+    ask(asked, 0, "train", 0)
+
+    def finalize(**more: Any) -> Message:
+        words = {"step": 4, "run_rounds": ROUNDS, **more}
+        return asked.answer(FINALIZE, ROUNDS, Message({"model": squares.start()}, words))
+
+    first, second = (finalize(adapt="dsbn").meta["metrics"] for _ in range(2))
+    assert first == second and first["dsbn"]["dice"] is not None
+    shares = {"adapt": "dsbn", SHARES.name: [0.5, 0.5]}
+    for more in ({}, {"adapt": "tent"}, shares):
+        with pytest.raises(MessageError, match="another adaptation"):
+            finalize(**more)
+
+
+def test_a_torn_line_of_the_evaluations_ends_no_job(tmp_path: Path) -> None:
+    (tmp_path / "datalist.json").write_text("{}")
+    record = StudyRecord(tmp_path / "record", tmp_path, "job", most_evaluations=6)
+    for models in (2, 1):
+        record.note_evaluation(FINALIZE, models, "A")
+    file = record.folder / "evaluations.csv"
+    file.write_bytes(file.read_bytes()[:-14])  # inside the second row
+    record.note_evaluation(FINALIZE, 2, "A")
+    with pytest.raises(ConfigError, match="evaluated 5 models"):  # the torn line is of one
+        record.note_evaluation(FINALIZE, 2, "A")
+    with file.open() as rows:
+        assert [row["models"] for row in csv.DictReader(rows)] == ["2", "", "2"]
+
+
+def test_evaluations_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "datalist.json").write_text("{}")
+    record = StudyRecord(tmp_path / "record", tmp_path, "job", most_evaluations=6)
+    record.note_evaluation(FINALIZE, 1, "A")
+    file = record.folder / "evaluations.csv"
+    before = file.read_bytes()
+
+    def full(*paths: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="disk full"):
+        record.note_evaluation(FINALIZE, 1, "A")
+    assert file.read_bytes() == before

@@ -1,12 +1,11 @@
 """Interrupted runs and damaged states in the plain loop."""
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +13,72 @@ import pytest
 
 import medflare
 from helpers.final_models import same_weights
-from helpers.small_tasks import tiny_phantom
+from helpers.small_tasks import tiny_grades
 from medflare.federation.local.loop import resume_local
 from medflare.federation.memory import StoredAlgorithm
 from medflare.federation.outcome import StepReport
 from medflare.testing import Killed
 
-TINY = tiny_phantom(batch_size=32)
+TINY = tiny_grades(batch_size=32)
+QUICK: dict[str, dict[str, Any]] = {
+    "fedsm": {"selector": "compact_selector", "selector_updates": 1}
+}
 
-KILLED = """
-import json, os, signal, sys
-import medflare
-method, folder, task, moment = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
-seen = 0
 
-def die(*_):
-    global seen
-    seen += 1
-    if seen == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """Method -> folder and results of a run that is not interrupted; read only."""
 
-if moment == "writing":  # between the temporary file and its final name
-    replace = os.replace
-    os.replace = lambda source, target: (str(target).endswith("checkpoint.safetensors") and die(), replace(source, target))[1]
-medflare.run_local(method, task, 2, rounds=2, seed=1, out=folder, say=die if moment == "step" else lambda line: None)
-"""
+    @cache
+    def finished(method: str) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp("whole")
+        return folder, run(folder, method)
+
+    return finished
 
 
 def run(folder: Path, method: str = "fedsm", **options: Any) -> dict[str, Any]:
-    return medflare.run_local(method, TINY, 2, **{"rounds": 2, "seed": 1, "out": folder, **options})
+    settings = {"rounds": 2, "seed": 1, "out": folder, **QUICK.get(method, {}), **options}
+    return medflare.run_local(method, TINY, 2, **settings)
 
 
-@pytest.mark.slow
+def run_killed(folder: Path, method: str, moment: str) -> None:
+    """A run whose process is killed after its second step, or while it writes the second checkpoint."""
+    seen = iter(range(100))
+
+    def die(*_: Any) -> None:
+        if next(seen) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    replace = os.replace
+
+    def replace_killed(source: Any, target: Any) -> None:
+        """The moment is between the temporary file and its final name."""
+        if str(target).endswith("checkpoint.safetensors"):
+            die()
+        replace(source, target)
+
+    if moment == "writing":
+        setattr(os, "replace", replace_killed)  # noqa: B010 - in this process alone
+    run(folder, method, say=die if moment == "step" else lambda line: None)
+
+
 @pytest.mark.parametrize(
     ("method", "moment"), [("fedsm", "step"), ("fedsm", "writing"), ("prr", "step")]
 )
-def test_kill_9_loses_nothing(tmp_path: Path, method: str, moment: str) -> None:
+def test_kill_9_loses_nothing(
+    tmp_path: Path, method: str, moment: str, whole: Callable[[str], tuple[Path, Any]]
+) -> None:
     """The sites have the killed step behind them; they answer it again from the state before it (test_catalogue.py: every method)."""
-    command = [
-        sys.executable,
-        "-c",
-        KILLED,
-        method,
-        str(tmp_path / "killed"),
-        json.dumps(TINY),
-        moment,
-    ]
-    sources = {"PYTHONPATH": str(Path(medflare.__file__).parents[1])}
-    assert subprocess.run(command, env={**os.environ, **sources}).returncode == -signal.SIGKILL
-    results = resume_local(tmp_path / "killed")
+    process = get_context("fork").Process(target=run_killed, args=(tmp_path, method, moment))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    results = resume_local(tmp_path)
     assert results["status"] == "COMPLETED"
-    assert results["sites"] == run(tmp_path / "whole", method)["sites"]
-    assert same_weights(tmp_path / "whole", tmp_path / "killed")
+    folder, expected = whole(method)
+    assert results["sites"] == expected["sites"]
+    assert same_weights(folder, tmp_path)
     assert [event["kind"] for event in results["events"]].count("resumed") == 1
 
 

@@ -13,7 +13,7 @@ from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import load_task
 
-TINY = tiny_phantom()
+TINY = tiny_phantom(batch_size=32)
 
 
 @pytest.mark.figures

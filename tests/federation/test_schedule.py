@@ -262,3 +262,32 @@ def test_if_all_that_are_drawn_fail_twice_the_run_fails() -> None:
     with pytest.raises(FederationFailed, match="0 usable replies"):
         run(exchange, 1, TWO)
     assert [len(sites) for _, sites in exchange.of_phase("train")] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("rules", "combined"),
+    [
+        (Rules(), 2),
+        (Rules(min_sites=3), 3),
+        (Rules(min_sites=1), 1),
+        (Rules(min_sites=3, sites_per_round=2), 2),
+        (Rules(sites_per_round=1), 1),
+    ],
+)
+def test_an_invitation_says_how_few_updates_a_step_may_combine(rules: Rules, combined: int) -> None:
+    invitations: list[Message] = []
+
+    class Noting(Sites):
+        def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+            if step.phase == "enrol":
+                invitations.extend(outgoing.values())
+            return super().__call__(step, outgoing)
+
+    run(Noting(), 1, rules)
+    assert [message.meta["combined_sites"] for message in invitations] == [combined] * 3
+
+
+def test_a_failure_names_the_replies_that_the_drawn_sites_had_to_send() -> None:
+    exchange = poisoned("A", "B", "C")
+    with pytest.raises(FederationFailed, match=r"0 usable replies .*, 2 are needed"):
+        run(exchange, 1, Rules(min_sites=3, sites_per_round=2))

@@ -1,16 +1,10 @@
-"""Small-cell suppression: no message of any method holds suppressed counts, or values of a class with few patients."""
+"""Small-cell suppression: values of a class with few patients stay at the site; test_every_method.py has every message."""
 
-import json
-import re
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from helpers.small_tasks import small_task
 from medflare.core.message import Message
@@ -18,11 +12,9 @@ from medflare.core.phases import Phase
 from medflare.core.specs import MetaSpec, PerClass, TensorSpec
 from medflare.data.loading import SiteData, Split
 from medflare.data.local import LocalSettings
-from medflare.federation.exchange import Reply, numbered
+from medflare.federation.exchange import numbered
 from medflare.federation.final_models import evaluated
-from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
-from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
 from medflare.federation.protocol import DELIVERS, declaration_problem
 from medflare.federation.run import Run
@@ -30,150 +22,12 @@ from medflare.federation.settings import ENROL, run_settings
 from medflare.federation.suppression import Suppression, has_small_class, small_classes
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import Step
-from medflare.methods.catalogue import get_method, method_names
+from medflare.methods.catalogue import get_method
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 from methods import squares
-
-MINIMUM: Final = 5
-# Training images and patients of each class (dark, medium, bright): "a" and "b" suppress all counts, "c" has no rare class.
-IMAGES: Final = {"a": (53, 41, 37), "b": (43, 29, 47), "c": (10, 11, 12), "z": (5, 6, 7)}
-PATIENTS: Final = {"a": (9, 8, 2), "b": (9, 1, 8), "c": (9, 8, 7), "z": (5, 6, 7)}
-SUPPRESSED: Final = ("a", "b")
-TASK: Final = small_task(
-    "classification",
-    network={"name": "small_cnn", "channels": [4, 8], "batch_norm": True},
-    batch_size=64,
-)
-RUNS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    **{name: (name, {}) for name in (*method_names(), "fingerprint") if name != "condist"},
-    "ditto, cross-site": ("ditto", {"cross_site": True}),
-    "fedsm_extra": ("fedsm_extra", {"selector_rounds": 1}),
-    "prr, personal model outside": ("prr", {"outside_model": "personal"}),
-    "grace, probed": ("grace", {"probe": True}),
-}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Grey images; the brightness is the class."""
-    root = tmp_path_factory.mktemp("shades")
-    random = np.random.default_rng(0)
-    for site, counts in IMAGES.items():
-        listed: dict[str, list[dict[str, Any]]] = {"training": [], "validation": [], "test": []}
-        folder = root / site
-        (folder / "images").mkdir(parents=True)
-        rows = [
-            ("training", c, n % PATIENTS[site][c])
-            for c, count in enumerate(counts)
-            for n in range(count)
-        ]
-        rows += [
-            (split, c, 100 + n)
-            for split in ("validation", "test")
-            for c in range(3)
-            for n in range(6)
-        ]
-        for number, (split, label, patient) in enumerate(rows):
-            pixels = random.integers(0, 60, (16, 16)) + 80 * label
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / "images" / f"{number}.png")
-            listed[split].append(
-                {
-                    "image": f"images/{number}.png",
-                    "label": label,
-                    "patient": f"{split}-{label}-{patient}",
-                }
-            )
-        (folder / "datalist.json").write_text(json.dumps(listed))
-    return root
-
-
-def numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
-    """(place, number) for every number of the metadata, also in texts."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from numbers(inner, f"{place}/{name}")
-    elif isinstance(value, list | tuple):
-        for row, inner in enumerate(value):
-            yield from numbers(inner, f"{place}[{row}]")
-    elif isinstance(value, str):
-        yield from (
-            (f"{place}: {value}", float(number))
-            for number in re.findall(r"(?<![\w.+])\d+(?:\.\d+)?(?![\w.])", value)
-        )
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield place, float(value)
-
-
-def disclosures(message: Message, counts: tuple[int, ...]) -> list[str]:
-    """Where a message holds one of these counts, or its fraction of their sum."""
-    secrets = [float(number) for count in counts for number in (count, count / sum(counts))]
-    leaks = [
-        place
-        for place, value in numbers(message.meta, "meta")
-        if any(abs(value - secret) < 1e-9 for secret in secrets)
-    ]
-    for entry, state in message.states.items():
-        for name, tensor in state.items():
-            # In which the tensor would hold a secret.
-            dtype = tensor.dtype if tensor.is_floating_point() else torch.float64
-            if torch.isin(tensor.double(), torch.tensor(secrets, dtype=dtype).double()).any():
-                leaks.append(f"{entry}/{name}")
-    return leaks
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_no_message_of_any_method_holds_a_suppressed_count(
-    name: str, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    method, hyper = RUNS[name]
-    call, make = LocalExchange.__call__, Participant
-    seen: list[tuple[str, str]] = []
-
-    def noted(
-        exchange: LocalExchange, step: Step, outgoing: dict[str, Message]
-    ) -> dict[str, Reply]:
-        replies = call(exchange, step, outgoing)
-        for site, message in outgoing.items():
-            seen.extend(
-                (f"{step.phase} to {site}", place)
-                for of in SUPPRESSED
-                for place in disclosures(message, IMAGES[of])
-            )
-        for site, reply in replies.items():
-            assert reply.message is not None, reply.problem
-            disclosed = disclosures(reply.message, IMAGES[site])
-            seen.extend(
-                (f"{step.phase} of {site}", place) for place in disclosed if site in SUPPRESSED
-            )
-            assert step.phase != ENROL or bool(disclosed) != (site in SUPPRESSED), (
-                "other sites do send their counts"
-            )
-        return replies
-
-    monkeypatch.setattr(
-        loop,
-        "Participant",
-        lambda *args, **more: make(
-            *args, **{**more, "local": LocalSettings(minimum_patients=MINIMUM)}
-        ),
-    )
-    monkeypatch.setattr(LocalExchange, "__call__", noted)
-    results = run_local(
-        method,
-        TASK,
-        ["a", "b", "c"],
-        rounds=2 * get_method(method).trains,
-        seed=1,
-        outside=["z"] if get_method(method).outside else [],
-        data_root=data,
-        **hyper,
-    )
-    assert results["status"] == "COMPLETED", results["reason"]
-    assert seen == []
-
 
 # ---- prototypes of PRR -----------------------------------------------------------------------------------------------------------
 
@@ -461,3 +315,54 @@ def test_a_federation_without_counts_by_class(method: str) -> None:
     assert not any(
         "is in no site's training images" in event["message"] for event in results["events"]
     )
+
+
+@pytest.mark.parametrize(("minimum", "sent"), [(3, True), (4, False)])
+def test_a_metric_that_is_defined_for_few_patients_stays_at_the_site(
+    minimum: int, sent: bool
+) -> None:
+    """Three of eight patients have a structure; the network predicts one for all."""
+    task = small_task(metrics=["dice", "hd95"])
+    targets = torch.zeros(8, 16, 16, dtype=torch.long)
+    targets[:3, 4:8, 4:8] = 1
+    names = tuple("abcdefgh")
+    part = Split(torch.rand(8, 1, 16, 16), targets, names, names)
+    site = Site("A", task, SiteData(part, part, part))
+    state = site.network().state_dict()
+    state |= {
+        "head.weight": torch.zeros_like(state["head.weight"]),
+        "head.bias": torch.full_like(state["head.bias"], 5.0),
+    }
+    summaries: dict[str, Any] = {}
+    meta = evaluated(
+        site,
+        {"global": plain_message(state)},
+        lambda role, model, summary: summaries.update({role: summary}),
+        minimum,
+        method=get_method("fedavg"),
+    )
+    defined = summaries["global"].cases.values["hd95"]
+    assert int((~defined.isnan()).sum()) == 3 and summaries["global"].metrics["hd95"] > 0
+    metrics = meta["metrics"]["global"]
+    assert metrics["dice"] is not None and (metrics["hd95"] is not None) == sent
+    lines = [event["message"] for event in meta["events"] if event["kind"] == "undefined"]
+    assert ("global hd95: too few patients" in lines) != sent
+
+
+@pytest.mark.parametrize(("minimum", "sent"), [(0, True), (3, True), (4, False)])
+def test_a_validation_metric_that_is_defined_for_few_patients_is_none(
+    minimum: int, sent: bool
+) -> None:
+    """Three of four validation patients have a structure."""
+    algorithm = squares.algorithm(FedAvgSite)
+    data = algorithm.site.data
+    targets = data.validation.targets.clone()
+    targets[3] = 0
+    algorithm.site.data = replace(data, validation=replace(data.validation, targets=targets))
+    algorithm.minimum_patients = minimum
+    network = algorithm.site.network()
+    state = network.state_dict()
+    state["head.weight"].zero_()
+    state["head.bias"].fill_(5.0)
+    assert (algorithm.validation(network, "hd95") is not None) == sent
+    assert algorithm.validation(network, "dice") is not None

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,20 @@ import pytest
 import torch
 
 from helpers.final_models import same_weights
-from helpers.small_tasks import tiny_phantom
+from helpers.small_tasks import tiny_grades
 from helpers.waiting import eventually
 from medflare import run_local
 from medflare.core.errors import ConfigError
+from medflare.core.message import Message
 from medflare.evaluation.results import load_results
-from medflare.federation.local.exchange import threads_of_a_site
+from medflare.federation.exchange import Reply
+from medflare.federation.local.exchange import ForkedExchange, threads_of_a_site
+from medflare.methods.base import Step
 from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-TINY = tiny_phantom(size=[16, 16])
+TINY = tiny_grades()
 SITES = ("A", "B", "C")
 
 
@@ -80,7 +85,7 @@ def test_a_killed_process_is_a_failure_of_its_site_alone(tmp_path: Path) -> None
         and "its process ended in" in failure["message"]
         and "(signal 9)" in failure["message"]
     )
-    assert results["sites"]["B"]["metrics"]["deployed"]["dice"] is not None
+    assert results["sites"]["B"]["metrics"]["deployed"]["f1_macro"] is not None
 
 
 def test_an_error_of_the_code_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
@@ -137,3 +142,26 @@ def test_threads_are_those_of_the_first_level(
         return
     with threads_of_a_site():
         assert torch.get_num_threads() == threads
+
+
+def test_the_site_whose_last_reply_took_longest_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = ForkedExchange(SITES, lambda site: pytest.fail("forked"), workers=1)
+    seconds, begun = {"A": 1.0, "B": 3.0, "C": 2.0}, list[str]()
+
+    def start(site: str, step: Step, message: Message) -> Connection:
+        begun.append(site)
+        here, there = Pipe()
+        there.send(site)
+        return here
+
+    monkeypatch.setattr(exchange, "_start", start)
+    monkeypatch.setattr(exchange, "_reply", lambda site, step: Reply(seconds=seconds[site]))
+    for _ in range(2):
+        begun.clear()
+        exchange(Step("train", 0), {site: Message() for site in SITES})
+    assert begun == ["B", "C", "A"]
+    seconds["A"] = 9.0
+    exchange(Step("train", 1), {"A": Message()})
+    begun.clear()
+    exchange(Step("train", 2), {site: Message() for site in SITES})
+    assert begun == ["A", "B", "C"]

@@ -19,7 +19,7 @@ from e2e.simulation import ROOT, edit
 from helpers.small_tasks import small_task
 from medflare.cli.startup_kit import template
 from medflare.data.local import find_private_folder, private_folder
-from medflare.flare.components import JobComponents, _component_paths, _refusal
+from medflare.flare.components import JobComponents, _component_paths, _refusal, _texts
 from medflare.flare.jobs.building import build_job
 from medflare.flare.names import COMPONENTS
 from medflare.flare.recipes import MedflareRecipe
@@ -349,3 +349,44 @@ def test_in_a_container_what_is_kept_lies_in_the_jobs_folder(
         and EXECUTOR in (run / "audit.log").read_text()
         and not (party / "audit.log").exists()
     )
+
+
+# -- values that FLARE would replace ---------------------------------------------------------------
+
+BRACES = "a name or text has braces, which FLARE replaces; write the values themselves"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"x": "{$HOME}"},
+        {"{$HOME}": 1},
+        {"x": "before {$HOME} after"},
+        {"x": [{"y": ["{{name}}"]}]},
+        {"x": "{"},
+        {"x": "}"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", FILES)
+def test_a_configuration_with_braces_is_refused_without_their_text(
+    kind: str, more: dict[str, Any], party: Path
+) -> None:
+    app = party / "4711" / "app_site-1"
+    if kind == "server":
+        (party / "local" / "resources.json").write_text(
+            json.dumps(template("server", "resources.json"))
+        )
+        app = app.rename(app.with_name("app_server"))
+    assert JobComponents().validate(str(app)) == ("", {})
+    edit(app / "config" / FILES[kind], lambda config: config.update(more))
+    reason, _ = JobComponents().validate(str(app))
+    assert reason == f"configuration {FILES[kind]} refused: {BRACES}"
+    assert "HOME" not in (party / "audit.log").read_text()
+
+
+def test_jobs_of_ours_have_no_braces() -> None:
+    configs = [file for name in FILES.values() for file in (ROOT / "jobs").rglob(name)]
+    assert len(configs) > 10
+    texts = [text for file in configs for text in _texts(json.loads(file.read_text()))]
+    assert texts and not [text for text in texts if "{" in text or "}" in text]

@@ -403,3 +403,31 @@ def test_the_sites_own_limits_and_that_a_misspelt_one_is_not_taken_for_none(
         "outbound" in blocked(left(**misspelt))
         for misspelt in ({"entry": ["model"]}, {"bytes": "10"})
     )
+
+
+# ---- values and records that went wrong ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_training_that_diverged_is_named(
+    value: float, context: FLContext, spec: ParticipantSpec, update: Message
+) -> None:
+    update.meta["loss"] = value
+    line = blocked(OutboundGuard().process(to_shareable(update), context))
+    assert f"item 'loss' is {value}; if training diverges, lower the learning rate" in line
+    (row,) = report(spec)
+    assert row["sent"] == "no"
+
+
+def test_rows_after_a_torn_line_begin_on_a_new_one(
+    context: FLContext, spec: ParticipantSpec, update: Message
+) -> None:
+    guard, file = OutboundGuard(), Path(spec.folder) / "outbound.csv"
+    guard.process(to_shareable(update), context)
+    whole = report(spec)
+    file.write_bytes(file.read_bytes()[:-20])  # as a full disk or a crash leaves it
+    guard.process(to_shareable(update), context)
+    rows = report(spec)
+    assert rows[:3] == whole[:3] and len(rows) == 8
+    later = [(row["entry"], row["sent"]) for row in rows[4:]]
+    assert later == [(row["entry"], row["sent"]) for row in whole]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.forked_trial import fork_trials
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
 from medflare.inference.deployed import (
@@ -150,7 +151,7 @@ def test_damaged_folders_are_refused(
     [
         ({"later_setting": 1}, StateError, "later_setting"),
         ({"size": [60_000, 60_000]}, ConfigError, "--max-pixels"),
-        ({"intensity": {"name": "GaussianSmooth", "sigma": 1e7}}, ConfigError, "GaussianSmooth"),
+        ({"intensity": {"name": "GaussianSmooth", "sigma": 1e9}}, ConfigError, "GaussianSmooth"),
     ],
     ids=["of a later medflare", "images beyond the bounds", "a transform beyond any memory"],
 )
@@ -160,7 +161,9 @@ def test_a_signed_card_with_an_unusable_task_is_refused(
     settings: dict[str, Any],
     error: type[Exception],
     named: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    fork_trials(monkeypatch)
     refused(delivered, named, signed({**card, "task": {**card["task"], **settings}}), error)
 
 

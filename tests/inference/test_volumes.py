@@ -352,3 +352,12 @@ def test_segmentation_objects_need_their_package(
     monkeypatch.setattr(packages, "find_spec", lambda module: None)
     with pytest.raises(ConfigError, match="highdicom"):
         bright(cube_task(), [tmp_path], tmp_path / "out", seg=True)
+
+
+def test_a_series_in_time_gets_a_mask_on_its_slices(tmp_path: Path) -> None:
+    folder = change(dicom_series(tmp_path / "cine"), ImagePositionPatient=[10, 20, 30])
+    task = load_task({**SLICES, "size": [6, 5]})
+    summary = bright(task, [folder], tmp_path / "out")
+    assert summary.images == 1 and not summary.failed
+    mask = np.asarray(nibabel.load(tmp_path / "out/cine_seg.nii.gz").dataobj)
+    assert mask.shape == (5, 6, 4) and mask.any() and not mask.all()

@@ -53,6 +53,7 @@ OTHER_TASKS = {"condist": load_task(tiny_phantom())}
 
 
 @pytest.mark.parametrize("name", method_names())
+@pytest.mark.usefixtures("plain_reports")
 def test_every_method_passes_the_kit(name: str) -> None:
     checks = check_method(name, OTHER_TASKS.get(name, TASK), **SHORTER.get(name, {}))
     assert [f"{check.name}: {check.problem}" for check in checks if check.problem] == []

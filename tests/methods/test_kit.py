@@ -65,6 +65,9 @@ class Broken(FedAvgSite[Any]):
         return dict[str, float]()["weights"]
 
 
+pytestmark = pytest.mark.usefixtures("plain_reports")
+
+
 @pytest.fixture(autouse=True)
 def forgotten() -> Any:
     yield

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pydicom
 import pytest
 from PIL import Image
 
 from helpers.fixture_types import SiteOf, TaskOf
-from helpers.volume_sites import cube_task, make_volumes
+from helpers.volume_sites import cube_task, dicom_series, make_volumes
 from medflare.core.errors import DataError
 from medflare.data.datalist import DatalistItem
 from medflare.data.decoding import Source
@@ -192,3 +193,27 @@ def test_the_draw_is_the_same_every_time(
         fingerprints(folder, make_task())[0].channels[0].overall.median
         != first[0].channels[0].overall.median
     )
+
+
+def test_a_saved_fingerprint_is_made_again_when_a_slice_is_overwritten(tmp_path: Path) -> None:
+    """Which changes neither its folder's time nor the datalist."""
+    slices = dicom_series(tmp_path / "ct")
+    listed = {"training": [{"image": "ct", "label": 0}], "validation": [], "test": []}
+    (tmp_path / "datalist.json").write_text(json.dumps(listed))
+    task = cube_task(
+        channels=1,
+        kind="classification",
+        target="multiclass",
+        labels=["healthy", "ill"],
+        network={"name": "small_cnn", "channels": [2, 4]},
+        loss={"name": "ce"},
+        metric="accuracy",
+    )
+    before = fingerprints(tmp_path, task, sample=1)
+    assert fingerprints(tmp_path, task, sample=1) == before
+    file = pydicom.dcmread(slices / "2.dcm")
+    file.PixelData = (file.pixel_array + 5000).tobytes()
+    file.save_as(slices / "2.dcm")
+    after = fingerprints(tmp_path, task, sample=1)
+    difference = after[0].channels[0].overall.mean - before[0].channels[0].overall.mean
+    assert difference == pytest.approx(5000 / 4)

@@ -9,13 +9,20 @@ import pytest
 from PIL import Image
 
 from helpers.downloaded_folders import classes, pairs, picture
-from helpers.volume_sites import write
+from helpers.forked_trial import fork_trials
+from helpers.volume_sites import cube_task, dicom_series, write
 from medflare.core.errors import ConfigError, DataError
+from medflare.data.reading import series_grid
 from medflare.preparation.check import check_site
 from medflare.preparation.dataset_import.datalists import ImportOptions, import_folder
 from medflare.preparation.planning import TaskPlan
 from medflare.preparation.proposing import TaskHints, propose, summarise
 from medflare.tasks.config import TaskConfig, load_task
+
+
+@pytest.fixture(autouse=True)
+def _forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_trials(monkeypatch)
 
 
 def proposed(
@@ -285,3 +292,45 @@ def test_sites_with_different_labels_are_errors(tmp_path: Path) -> None:
     import_folder(classes(tmp_path / "B", names=("cat", "horse")))
     with pytest.raises(ConfigError, match="labels"):
         propose(tmp_path, TaskHints())
+
+
+def test_structures_of_dicom_segmentation_objects(tmp_path: Path) -> None:
+    """An object has frames for the slices that show a structure alone."""
+    pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
+    from medflare.inference.dicom_seg import dicom_seg
+
+    listed: dict[str, list[dict[str, str]]] = {"training": [], "validation": [], "test": []}
+    task = cube_task(channels=1)
+    for number in range(5):
+        series = dicom_series(tmp_path / f"ct{number}")
+        drawn = np.zeros((5, 6, 4), bool)
+        drawn[1:3, 2:5, [0, 1, 3]] = True
+        content = dicom_seg(series, {"liver": drawn}, series_grid(series).affine, task)
+        (tmp_path / f"seg{number}.dcm").write_bytes(content)
+        split = ("training", "training", "training", "validation", "test")[number]
+        item = {"image": f"ct{number}", "label": f"seg{number}.dcm", "patient": f"p{number}"}
+        listed[split].append(item)
+    (tmp_path / "datalist.json").write_text(json.dumps({"labels": {"1": "liver"}, **listed}))
+    settings = summarise(tmp_path, TaskHints()).settings
+    assert (settings["kind"], settings["labels"]) == ("segmentation", ["liver"])
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_images_of_a_classification_are_mirrored_from_left_to_right(
+    dims: int, tmp_path: Path
+) -> None:
+    for number in range(8):
+        if dims == 2:
+            picture(tmp_path / "ab"[number % 2] / f"{number}.png")
+            continue
+        volume = np.random.default_rng(number).random((16, 16, 16)).astype(np.float32)
+        folder = tmp_path / "ab"[number % 2]
+        folder.mkdir(exist_ok=True)
+        write(folder / f"{number}.nii", volume, np.eye(4))
+    task, _ = proposed(tmp_path)
+    (flip,) = (step for step in task.augment if step["name"] == "RandFlip")
+    if dims == 3:
+        # From left to right in the task's orientation.
+        assert task.orientation[flip["spatial_axis"]] in "LR"
+    else:
+        assert flip["spatial_axis"] == 1, "columns"

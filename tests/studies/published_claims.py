@@ -1,5 +1,6 @@
 """The claims of docs/results.md: what a row deploys against its comparators in one study, with p adjusted within the claim."""
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Final
 
@@ -81,6 +82,7 @@ _COLUMNS: Final = "study|row|metric|sites|comparator|level|difference|over seeds
 
 def claim_lines(claim: Claim, study: StudyTables) -> list[list[str]]:
     """A line for every comparator."""
+    study = copy(study)
     study.metric = claim.metric or task_of(study.groups)["metric"]
     compared = []
     for name, model in claim.comparators:

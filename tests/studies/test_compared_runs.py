@@ -149,3 +149,13 @@ def test_the_command(
     (folders[0] / "sites" / "A" / "scores" / "deployed.json").write_text("{")
     assert main(["results", *names]) == 1
     assert "not valid JSON" in capsys.readouterr().err
+
+
+def test_runs_without_sites_have_an_empty_table() -> None:
+    runs: dict[str, Any] = {}
+    for seed in (0, 1):
+        run = build_results(RunRecord("fedavg", small_task(), seed, 2, {}, reason="no site"))
+        runs[str(seed)] = {**run, "scores": {}}
+    table = metric_of_runs(runs)
+    assert table.empty and table.index.name == "site"
+    assert "seed" in comparison(runs)

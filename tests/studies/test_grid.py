@@ -5,8 +5,10 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 from zipfile import ZipFile
@@ -14,6 +16,7 @@ from zipfile import ZipFile
 import pytest
 
 from foreign.install import describe
+from helpers.forked_trial import fork_trials
 from helpers.small_tasks import tiny_phantom
 from medflare.core import packages
 from medflare.core.errors import ConfigError, StateError
@@ -22,6 +25,7 @@ from medflare.evaluation.results import RunRecord, SiteRecord, build_results, va
 from medflare.methods import catalogue
 from medflare.methods.catalogue import get_method
 from medflare.studies import cluster as clusters
+from medflare.studies import grid
 from medflare.studies.candidates import Candidate
 from medflare.studies.costs import PEAK
 from medflare.studies.grid import (
@@ -194,7 +198,10 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     "text",
     ["fedsm", "fedavg:server_algorithm=grace", "single-site:method=prr,det=false", *REFERENCES],
 )
-def test_a_row_has_the_hyper_parameters_of_its_runs(text: str) -> None:
+def test_a_row_has_the_hyper_parameters_of_its_runs(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_trials(monkeypatch)
     task = dataclasses.replace(TASK, network={**TASK.network, "norm": "batch"}, size=(8, 8))
     row = Candidate.parse(text, None if text == "constant" else "last")
     assert row.run(Setting(task, SETTING.sites, 1), seed=0)["configuration"]["hyper"] == json.loads(
@@ -217,7 +224,7 @@ def test_kept_runs_with_other_settings_raise_an_error(
 ) -> None:
     run_study([Candidate.parse("fedavg")], SETTING, [0], tmp_path)
     files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert files.keys() == {"table.md", "study.html", STUDY_FILE}
+    assert files.keys() == {"table.md", "study.html", STUDY_FILE, grid._LOCK}
     candidates = [Candidate.parse(text, selection) for text in ("fedprox", "fedavg")]
     with pytest.raises(StateError, match=rf"fedavg/seed0.*{token}"):
         run_study(candidates, dataclasses.replace(SETTING, **setting), [0], tmp_path)
@@ -286,8 +293,14 @@ def test_kept_runs_on_other_images_raise_an_error(
             run_study(rows, dataclasses.replace(SETTING, data_root=other), [0], out)
 
 
-def test_results_can_be_sent_by_another_process() -> None:
+def fork_processes(patch: pytest.MonkeyPatch) -> None:
+    """Processes of a study are forks, which need not import torch and MONAI again; test_a_process_that_ends_fails_its_run starts new ones."""
+    patch.setattr(grid, "get_context", lambda method: get_context("fork"))
+
+
+def test_results_can_be_sent_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """IOP-FL's results once held keys with validators, so that --processes 2 failed."""
+    fork_processes(monkeypatch)
     setting = Setting(TASK, ("site-1", "site-2", "site-3"), rounds=1)
     job = _Job(Candidate.parse("iop_fl:route_epochs=1"), setting, 0, ("site-3",))
     ((_, results),) = _finished([job], 2)
@@ -333,8 +346,11 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         cache.cache_clear()
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_row_that_fails_fails_alone(foreign: Path, processes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_row_that_fails_fails_alone(
+    foreign: Path, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_processes(monkeypatch)
     rows = [Candidate.parse(text) for text in ("fedavg", "buggy", "constant")]
     groups = run_study(rows, SETTING, [0], tmp_path / "out", processes=processes)
     status = {label: runs[0]["status"] for label, runs in groups.items()}
@@ -590,3 +606,35 @@ def test_a_study_runs_as_jobs_of_a_cluster(
     monkeypatch.setattr(clusters, "finished_jobs", None)
     del rows[1]
     assert list(run_study(rows, SETTING, [0], out, cluster="local")) == ["constant"], "it is kept"
+
+
+def test_two_processes_write_one_study(
+    runs: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each write waits between reading the file and replacing it, so that both overlap."""
+    contents = grid._contents
+
+    def read_slowly(out: Path) -> dict[str, bytes]:
+        entries = contents(out)
+        time.sleep(0.05)
+        return entries
+
+    def write(label: str) -> None:
+        write_rows(tmp_path, [label], {label: [f"{label}:lr=1"]})
+        for seed in range(3):
+            write_run(tmp_path, f"{label}/seed{seed}", runs[0])
+
+    monkeypatch.setattr(grid, "_contents", read_slowly)
+    labels = ("fedavg", "fedsm")
+    context = get_context("fork")
+    processes = [context.Process(target=write, args=[label]) for label in labels]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    names = {f"{label}/seed{seed}" for label in labels for seed in range(3)}
+    assert read_runs(tmp_path).keys() == names
+    with ZipFile(tmp_path / STUDY_FILE) as archive:
+        content = json.loads(archive.read("study.json"))
+    assert set(content["rows"]) == content["grids"].keys() == set(labels)

@@ -9,9 +9,9 @@ import pytest
 from evaluation.pages import Page, faults
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies import figures
-from medflare.studies.page import study_page
+from medflare.studies.page import answer_first, study_page
 from medflare.studies.statistics import Run
-from medflare.studies.tables import StudyTables
+from medflare.studies.tables import StudyTables, markdown
 
 CUP = {"dice": 0.0}
 
@@ -102,3 +102,12 @@ def test_the_plot_shows_differences_to_the_first_row(
 def test_without_training_alone_the_page_says_how_to_add_it(record: RunRecord) -> None:
     page = Page(study_page(StudyTables({"fedavg": [deployed(record, "fedavg", 0, A=0.7)]})))
     assert "--reference single-site" in page.text
+
+
+def test_a_bar_in_a_label_is_no_column() -> None:
+    lines = [["method", "whole | core", "x|y"], ["fedsm | fedprox", "**0.5**", "0.4"]]
+    table = markdown(lines, left=1)
+    assert table.splitlines()[0] == "| method | whole \\| core | x\\|y |"
+    headings, rows = answer_first(table)
+    assert headings == lines[0]
+    assert rows == [[("fedsm | fedprox", False), ("0.5", True), ("0.4", False)]]

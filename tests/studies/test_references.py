@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.fixture_types import SiteOf
+from helpers.forked_trial import fork_trials
 from helpers.picture_sites import grades, masks
 from helpers.small_tasks import small_task, tiny_phantom
 from medflare.data.loading import SiteData, Split
-from medflare.evaluation.results import validate_results
+from medflare.evaluation.results import RunRecord, SiteRecord, build_results, validate_results
 from medflare.federation.local.loop import run_local
 from medflare.studies import references
 from medflare.studies.references import (
@@ -19,6 +21,7 @@ from medflare.studies.references import (
     Setting,
     augmentation,
     batch_statistics,
+    centralised,
     constant_answer,
     equal_compute,
     pooled,
@@ -127,9 +130,12 @@ def test_batch_statistics_are_measured_beside_the_plain_model() -> None:
     ],
 )
 def test_fedavg_with_another_task_is_that_fedavg(
-    reference: Callable[..., dict[str, Any]], changes: dict[str, Any]
+    reference: Callable[..., dict[str, Any]],
+    changes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The results have the study's task, which all rows share, and the changes beside it."""
+    fork_trials(monkeypatch)
     task = load_task(
         tiny_phantom(augment=[{"name": "RandFlip", "prob": 0.5, "spatial_axis": 1}], local_epochs=2)
     )
@@ -286,3 +292,48 @@ def test_every_sites_model_is_tested_at_every_site() -> None:
         f"| ditto | site-1 | **{matrix['site-1']['site-1']:.3f}** | {matrix['site-1']['site-2']:.3f} | 1 |"
         in table
     )
+
+
+def without_test_list(make_site: SiteOf) -> Setting:
+    """Ten patients at each of three sites; two of ten are 20 %, the share of a missing test list."""
+    for name in ("A", "B", "X"):
+        folder = make_site({"training": list("abcdefghij")}, "classification", name)
+    task = small_task("classification", size=[8, 8])
+    return Setting(task, ("A", "B", "X"), 1, folder.parent, cross_site=True)
+
+
+def test_centralised_is_tested_on_the_test_images_of_fedavg(make_site: SiteOf) -> None:
+    setting = without_test_list(make_site)
+    fedavg = recorded_run("fedavg", setting, 3, ["A", "B"], outside=["X"])
+    one_model = centralised(setting, 3, ["X"], {})
+    patients = {}
+    for run in (fedavg, one_model):
+        of_run = {name: of["deployed"]["patients"] for name, of in run["scores"].items()}
+        patients[run["method"]] = {name: sorted(of_site) for name, of_site in of_run.items()}
+    assert patients["centralised"] == patients["fedavg"]
+    assert {name: len(of) for name, of in patients["fedavg"].items()} == {"A": 2, "B": 2, "X": 10}
+
+
+def test_sites_alone_are_tested_on_test_images_of_other_sites(
+    make_site: SiteOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(references, "metric_of", lambda model, site: len(site.data.test))
+    matrix = single_site(without_test_list(make_site), 3, ["X"], {})[CROSS_SITE]
+    images = {"A": 2, "B": 2, "X": 10}
+    assert matrix == {"A": images, "B": images}
+
+
+def test_batch_statistics_drop_events_of_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = small_task()
+
+    def plain(*_: Any, **options: Any) -> dict[str, Any]:
+        kinds = ("at_chance", "constant_output", "rejected")
+        events = [{"kind": kind, "message": kind, "site": "A", "round": None} for kind in kinds]
+        sites = {"A": SiteRecord("inside", metrics={"deployed": {"dice": 0.9}}, constant=0.5)}
+        return build_results(RunRecord("fedavg", task, 0, 1, sites, events=events))
+
+    monkeypatch.setattr(references, "recorded_run", plain)
+    results = batch_statistics(Setting(task, ("A",), 1), 0, (), {})
+    assert [event["kind"] for event in results["events"]] == ["rejected"]
+    findings = {finding["kind"] for finding in results["findings"]}
+    assert not findings & {"at_chance", "constant_output"}

@@ -99,6 +99,7 @@ def test_the_validation_value_is_of_the_selected_round() -> None:
     last = {"site": {}, "server": {"selection": "last"}}
     assert validation_values(run_with(both, hyper=last)) == [0.6]
     assert validation_values(run_with({})) == []
+    assert validation_values(run_with(both, reason="no number")) == [], "it ended early"
 
 
 def test_a_label_with_a_failed_run_is_not_selected() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 from xml.etree import ElementTree
 
@@ -13,8 +14,8 @@ from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.figures import learning_curves
 from medflare.studies.grid import write_run
 from medflare.studies.page import study_page
-from medflare.studies.statistics import Comparison, Run, delong
-from medflare.studies.tables import StudyTables, delong_text, selection, study_report
+from medflare.studies.statistics import Comparison, Run
+from medflare.studies.tables import StudyTables, curve_of, delong_text, selection, study_report
 from medflare.tasks.config import load_task
 from studies.conftest import leaving_out
 
@@ -164,13 +165,11 @@ def test_areas_under_roc_curves_are_compared_by_class(record: RunRecord) -> None
     table = StudyTables(groups).tables(["AUC by class, DeLong's test"])
     lines = table["AUC by class, DeLong's test"].splitlines()
     assert lines[0] == "| method | class | A (inside) |"
-    # Two of 16 pairs change sides in seed 0, none in seed 1.
-    p = delong([target == 0 for target in targets], first, second, list("abcdefgh")).p
-    assert p is not None
     assert delong_text([Comparison(0.1, p=p) for p in (0.01, 0.02, 0.9)]) == "+0.100, p 0.040"
     assert delong_text([Comparison(0.1, p=p) for p in (0.6, 0.9)]) == "+0.100, p 1.000"
     assert delong_text([Comparison(0.1, p=0.03), Comparison()]) == "+0.100, p 0.030"
-    assert f"| better - plain | {task.labels[0]} | +0.062, p {p:.3f} |" in lines
+    # Two of 16 pairs change sides in seed 0, none in seed 1, which counts as p of 1.
+    assert f"| better - plain | {task.labels[0]} | +0.062, p 1.000 |" in lines
     assert f"| better - plain | {task.labels[2]} | – |" in lines
 
 
@@ -592,3 +591,68 @@ def test_a_study_warns_of_rows_below_the_constant_answer_before_any_table(
     assert page.index("fedavg: not above the constant answer at A.") < page.index("Side by side")
     good = StudyTables({"fedavg": row("fedavg", 0.85, 0.86), "constant": constant})
     assert good.banner() == [] and "should not be used" not in study_page(good)
+
+
+def left_out(record: RunRecord, method: str, *of_seeds: tuple[float, float | None]) -> list[Run]:
+    """A run for each seed and each of the outside sites A and B, with its Dice; None: it failed."""
+    runs: list[Run] = []
+    for seed, values in enumerate(of_seeds):
+        for site, value in zip("AB", values, strict=True):
+            sites = {site: SiteRecord("outside", metrics={"deployed": {"dice": value}})}
+            changed = dataclasses.replace(record, method=method, seed=seed, sites=sites)
+            reason = "" if value is not None else "no images"
+            runs.append(build_results(dataclasses.replace(changed, reason=reason)))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("hard", "gains"),
+    [
+        ((0.3, 0.2, 0.1), (0.0, -0.05, -0.1)),  # the usual means over both sites
+        ((0.3, 0.2, None), (0.0, -0.05, 0.1)),  # in the last seed A alone
+    ],
+)
+def test_a_run_that_fails_at_a_hard_site_is_left_out_of_both_rows(
+    record: RunRecord, hard: tuple[float | None, ...], gains: tuple[float, ...]
+) -> None:
+    """The gain is 0.1 at A, the easy site, and negative or 0 at B."""
+    groups = {
+        "fedavg": left_out(record, "fedavg", (0.8, 0.4), (0.8, 0.4), (0.8, 0.4)),
+        "fedsm": left_out(record, "fedsm", *((0.9, value) for value in hard)),
+    }
+    study = StudyTables(groups)
+    difference = study.difference(("fedavg", "deployed"), ("fedsm", "deployed"), "outside")
+    assert difference is not None and difference.over_seeds.n == 3
+    assert difference.over_seeds.difference == pytest.approx(sum(gains) / 3)
+    # The noncentral t of three seeds detects 3.264 standard deviations.
+    assert difference.detectable == pytest.approx(3.264044 * stdev(gains), rel=1e-5)
+    if None not in hard:
+        before, after = (study.series(row, "deployed", "outside", "dice") for row in groups)
+        assert difference.over_seeds.difference == pytest.approx((after - before).mean())
+
+
+def test_a_failed_run_has_no_part_in_a_curve(runs: list[Run]) -> None:
+    complete = {"global": {"A": [[0, 0.1], [1, 0.3], [2, 0.5]]}}
+    cut = {"global": {"A": [[0, 0.9], [1, 0.9]]}}
+    of_rows = [{**runs[0], "curves": complete}]
+    failed = {**runs[1], "curves": cut, "status": "FAILED", "reason": "killed"}
+    assert curve_of([*of_rows, failed], "deployed") == {0: 0.1, 1: 0.3, 2: 0.5}
+    assert curve_of([failed], "deployed") == {}
+
+
+def test_sites_where_training_alone_has_no_value_are_not_counted(record: RunRecord) -> None:
+    method = [measured(record, 0, A={"global": 0.5}, B={"global": 0.75})]
+    cells = []
+    for alone in ({"deployed": 0.75}, {"global": 0.75}):
+        runs = [measured(record, 0, "single-site", A=alone)]
+        table = StudyTables({"together": method, "single-site": runs}).summary("dice")
+        cells.append(line_of(table, "together", "global")[5])
+    assert cells == ["1 of 1 (A)", "–"]
+
+
+def test_a_seed_with_equal_areas_counts_as_p_of_one() -> None:
+    """Twice the median of 1, 1 and 0.01 is 2; of 1, 0.01 and 0.02 it is 0.04."""
+    equal, better = Comparison(0.0), Comparison(0.06, p=0.01)
+    assert delong_text([equal, equal, better]) == "+0.020, p 1.000"
+    assert delong_text([equal, better, Comparison(0.06, p=0.02)]) == "+0.040, p 0.040"
+    assert delong_text([Comparison(0.1), better]) == "+0.080, p 0.010", "one image of a class"

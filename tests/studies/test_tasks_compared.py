@@ -1,6 +1,7 @@
 """Rows over several tasks, against the worked example of Demšar, JMLR 7, 2006, Sec. 3.2."""
 
 import dataclasses
+from itertools import permutations, product
 from pathlib import Path
 
 import numpy as np
@@ -73,8 +74,13 @@ def test_the_example_of_the_paper() -> None:
     assert equal_groups(sorted(ranks), critical_difference(tasks, rows)) == [(0, 3)]
 
 
-def test_equal_orders_have_no_finite_f() -> None:
-    assert iman_davenport(6.0, 3, 3) == (np.inf, 0.0)
+def test_equal_orders_have_no_finite_f_and_an_exact_p() -> None:
+    """The share of all orders of three rows in three tasks that agree."""
+    every = list(product(permutations(range(3)), repeat=3))
+    agreeing = sum(first == second == third for first, second, third in every)
+    value, p = iman_davenport(6.0, 3, 3)
+    assert value == np.inf and p == pytest.approx(agreeing / len(every))
+    assert iman_davenport(4.0, 2, 3)[1] == pytest.approx(1 / 6)
 
 
 def test_lower_is_better_where_a_metric_says_so() -> None:

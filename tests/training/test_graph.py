@@ -62,6 +62,13 @@ def hooked(network: nn.Module) -> None:
     network.get_submodule("head").register_forward_pre_hook(lambda *_: None)
 
 
+def counted(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
+    """Its steps are counted by a hook, as FedNova does."""
+    optimizer = torch.optim.Adam(*arguments, **options)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("expected", "case"),
     [
@@ -80,6 +87,7 @@ def hooked(network: nn.Module) -> None:
         (False, {"precision": "fp16"}),
         (False, {"accumulate": 2}),
         (False, {"prepare": hooked}),
+        (False, {"optimizer": counted}),
     ],
 )
 def test_which_steps_are_captured(expected: bool, case: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from helpers.fixture_types import SiteOf, TaskOf
+from helpers.forked_trial import fork_trials
 from helpers.small_tasks import predicted, small_task, tiny_phantom
 from helpers.volume_sites import PATCHES, cube_task, make_volumes
 from medflare.core.rng import numpy_random_state
@@ -20,7 +21,10 @@ from medflare.training.opening import open_site
 from medflare.training.site import Site
 
 AUGMENTED: dict[str, Any] = {
-    "augment": [{"name": "RandFlip", "prob": 0.5}, {"name": "RandGaussianNoise", "prob": 0.5}]
+    "augment": [
+        {"name": "RandFlip", "prob": 0.5},
+        {"name": "RandScaleIntensity", "prob": 0.5, "factors": 0.5},
+    ]
 }
 TASKS = {
     "masks": small_task(sampling="balanced", **AUGMENTED),
@@ -49,7 +53,10 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", TASKS)
-def test_same_batches_and_scores(kind: str, make_site: SiteOf, tmp_path: Path) -> None:
+def test_same_batches_and_scores(
+    kind: str, make_site: SiteOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_trials(monkeypatch)
     task = TASKS[kind]
     folder = make_volumes(tmp_path / "A") if task.spatial_dims == 3 else make_site(kind=task.kind)
     inside, outside = _both(task, folder, tmp_path / "cache")

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from helpers.fixture_types import SiteOf, TaskOf
+from helpers.forked_trial import fork_trials
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.loading import ENVIRONMENT
 from medflare.data.local import FOLDERS, LocalSettings, local_settings
@@ -27,7 +28,7 @@ def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {"accumulate": 10**9}, "bounds.batch"),
         ({}, {"patches_per_image": 10**9, "image_mode": "patch"}, "bounds.batch"),
         ({}, {"network": {"name": "unet", "channels": [20_000, 40_000]}}, "bounds.model_bytes"),
-        ({}, {"intensity": {"name": "GaussianSmooth", "sigma": 1e7}}, "bounds.memory"),
+        ({}, {"intensity": {"name": "GaussianSmooth", "sigma": 1e9}}, "bounds.memory"),
     ],
 )
 def test_tasks_beyond_the_sites_bounds(
@@ -36,7 +37,9 @@ def test_tasks_beyond_the_sites_bounds(
     bounds: dict[str, Any],
     settings: dict[str, Any],
     named: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    fork_trials(monkeypatch)
     with pytest.raises(ConfigError, match=named):
         open_site("A", make_task(**settings), data_root=make_site(), local={"bounds": bounds})
 

@@ -280,6 +280,8 @@ def _initialized(network: FeatureNetwork) -> FeatureNetwork:
     """VGG's initial weights: He initialization for convolutions, normal with standard deviation
     0.01 for linear layers.
     """
+    if next(network.parameters()).is_meta:
+        return network
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d | nn.Conv3d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

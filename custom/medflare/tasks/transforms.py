@@ -19,9 +19,24 @@ _NOT_INTENSITY: Final = ("ComputeHoVerMaps", "ForegroundMask", "MaskIntensity")
 # Those of the presets and plans: known without importing MONAI, which takes seconds.
 _USUAL: Final = {
     "intensity": frozenset(
-        {"NormalizeIntensity", "ScaleIntensityRange", "ScaleIntensityRangePercentiles"}
+        {
+            "NormalizeIntensity",
+            "ScaleIntensity",
+            "ScaleIntensityRange",
+            "ScaleIntensityRangePercentiles",
+        }
     ),
-    "augment": frozenset({"RandAffine", "RandFlip", "RandRotate90", "RandScaleIntensity"}),
+    "augment": frozenset(
+        {
+            "RandAdjustContrast",
+            "RandAffine",
+            "RandFlip",
+            "RandGaussianNoise",
+            "RandRotate90",
+            "RandScaleIntensity",
+            "RandScaleIntensityFixedMean",
+        }
+    ),
 }
 # Arguments by which a transform may change the size of an image.
 SIZING: Final = frozenset({"keep_size", "spatial_size"})

@@ -111,6 +111,18 @@ def test_by_default_equal_models_get_their_mean_and_near_ones_attract_more() -> 
     assert towards_b > 2 * towards_c > 0
 
 
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_the_term_of_fedamp_does_not_grow_as_models_come_closer(scale: float) -> None:
+    """Without sigma, lam is in units of the mean squared distance: the strength is lam K."""
+    rule = AttentiveAggregation(FedAMPServerHyper(lam=0.5))
+    rule.names = ("w",)
+    models = {}
+    for site, point in POINTS.items():
+        models[site] = SiteModel({"w": scale * torch.tensor(point)})
+    rule.own(models, 0)
+    assert rule.strength == pytest.approx(0.5 * 3)
+
+
 def test_fedamp_starts_at_the_anchor(squares: ModuleType) -> None:
     played = squares.federation(FedAMPSite, FedAMPServer, rounds=2, lam=1e6, sigma=1e9)
     request = played.log[1].outgoing["A"]

@@ -200,6 +200,17 @@ def test_pfedmes_server_step(beta: float, value: float) -> None:
     assert mean.shared(models, 0) == {"w": torch.tensor([4.0])}
 
 
+def test_running_statistics_are_averaged_whatever_beta_is(squares: ModuleType) -> None:
+    norm = nn.BatchNorm2d(1)
+    start = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
+    sent = {**start, "weight": torch.tensor([3.0]), "running_var": torch.tensor([0.25])}
+    mean = PFedMeMean(PFedMeServerHyper(beta=2.0))
+    mean.trained = {"weight", "bias"}
+    moved_model = mean.shared({"A": SiteModel(sent)}, 0, start)
+    assert moved_model["weight"] == torch.tensor([5.0])  # 1 + 2 (3 - 1)
+    assert moved_model["running_var"] == torch.tensor([0.25])
+
+
 # -- Per-FedAvg -----------------------------------------------------------------------------------
 
 

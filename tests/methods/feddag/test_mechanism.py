@@ -27,7 +27,7 @@ def test_generated_images_stay_classified_and_features_move_less_than_the_cap(se
         "feddag",
         "mechanisms/shifted_contrast",
         sites,
-        rounds=10,
+        rounds=5,
         seed=seed,
         resplit=seed,
         observe=observe,

@@ -10,6 +10,7 @@ import torch
 from medflare.core.hyper import build_hyper
 from medflare.core.message import Message
 from medflare.core.states import StateDict
+from medflare.federation.request_order import schedule_of
 from medflare.methods.aggregation import SiteModel
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
@@ -217,3 +218,18 @@ class TestServer:
         # A's own model has no score and counts as an average one.
         assert server.model["weight"].item() == pytest.approx(3)
         assert [event["site"] for event in server.context.events.of("undefined")] == ["A"]
+
+
+@pytest.mark.parametrize("sha", [True, False])
+def test_phases_that_the_site_algorithm_adds_stay_in_the_schedule(sha: bool) -> None:
+    method = get_method("finetune", server="sha")
+    task = squares.task(network={"name": "small_cnn", "channels": [2], "batch_norm": True})
+    plan = method.plan(task, ("A", "B"), {"site": {}, "server": {"sha": sha}})
+    phases = [step.phase for step in schedule_of(method, plan, 0, 2)]
+    scored = ["score"] if sha else []
+    assert phases[-1] == "validate" or phases[-1] == "fine_tune"
+    assert phases.count("train") == 2 and phases.count("score") == 2 * len(scored)
+    assert "fine_tune" in phases
+    for place, phase in enumerate(phases):
+        if phase == "train":
+            assert phases[place + 1 : place + 1 + len(scored)] == scored

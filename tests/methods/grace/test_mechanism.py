@@ -1,11 +1,16 @@
 """What GRACE's server is for: sites whose updates do not agree with those of the others, here from random labels."""
 
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
 
 from medflare.federation.local.loop import run_local
 from medflare.federation.outcome import StepReport
+from medflare.tasks.config import load_task
+
+# Half of the images of a site in a batch: half the steps of the task's batches.
+TASK = replace(load_task("mechanisms/noisy_sites"), batch_size=24)
 
 
 @pytest.mark.slow
@@ -18,7 +23,7 @@ def test_sites_with_random_labels_get_less_weight(seed: int) -> None:
         reports: list[StepReport] = []
         results = run_local(
             method,
-            "mechanisms/noisy_sites",
+            TASK,
             sites,
             outside=["X"],
             rounds=10,

@@ -13,6 +13,8 @@ from medflare.core.errors import StateError
 from medflare.core.states import StateDict, weighted_mean
 from medflare.methods.iop_fl import routing as routing_module
 from medflare.methods.iop_fl.routing import MLPRouter, RoutedLayer, RoutedNetwork, Routing
+from medflare.networks.catalogue import initial_network
+from medflare.tasks.config import load_task
 
 
 class Everything(nn.Module):
@@ -244,3 +246,27 @@ def test_monai_networks(make: Callable[[], nn.Module]) -> None:
     routed(images).square().sum().backward()
     assert sum(isinstance(module, RoutedLayer) for module in routed.network.modules()) >= 5
     assert all(parameter.grad is not None for parameter in routed.adaptable().values())
+
+
+def test_the_head_of_a_network_of_monai_is_routed_too() -> None:
+    """With all weight on one expert the network is that expert, head included."""
+    task = load_task(
+        {
+            **load_task("phantom").to_dict(),
+            "size": [32, 32],
+            "network": {"name": "BasicUNet", "features": [4, 4, 8, 8, 8, 4]},
+        }
+    )
+    experts = [initial_network(task, seed).eval() for seed in range(3)]
+    states = [expert.state_dict() for expert in experts]
+    routed = RoutedNetwork(initial_network(task, 9), states, Routing())
+    for router in routed.modules():
+        if isinstance(router, MLPRouter):
+            nn.init.zeros_(router.fc2.weight)
+            router.fc2.bias.data = torch.tensor([0.0, 50.0, 0.0])
+    images = torch.rand(2, task.image_channels, 32, 32)
+    with torch.no_grad():
+        unrouted = {name: states[1][name] for name in states[1]}
+        experts[1].load_state_dict(unrouted)
+        assert any(name.startswith("head") for name in routed.coefficients(images))
+        torch.testing.assert_close(routed(images), experts[1](images), rtol=1e-4, atol=1e-5)

@@ -1,7 +1,7 @@
 """PRR on small generated images: rounds, losses and prototypes, aggregation, ablations, absent sites, final models."""
 
 import math
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -483,6 +483,12 @@ def test_labels_are_resized_to_the_feature_map() -> None:
     ].tolist() == [True, True]
 
 
+@cache
+def three_rounds(**hyper: Any) -> Any:
+    """A federation of three rounds; read only."""
+    return federation(rounds=3, **hyper)
+
+
 @pytest.mark.parametrize(
     ("warm_up", "refined"),
     [(0, [False, True, True]), (1, [False, True, True]), (2, [False, False, True])],
@@ -495,14 +501,14 @@ def test_the_warm_up_has_the_global_objective_alone(warm_up: int, refined: list[
     assert all("prototypes" in reply.states for reply in trained), (
         "prototypes travel in every round"
     )
-    unrefined, _, plain = federation(rounds=3, cpa="global")
+    unrefined, _, plain = three_rounds(cpa="global")
     of_plain = [turn.replies["A"] for turn in unrefined if turn.step.phase == "train"]
     same = [
         equal(reply.states["model"], other.states["model"])
         for reply, other in zip(trained, of_plain, strict=True)
     ]
     assert same == [not changed for changed in refined]
-    whole = federation(rounds=3, warm_up=3).algorithms["A"].personal
+    whole = three_rounds(warm_up=3).algorithms["A"].personal
     assert equal(whole, plain["A"].personal) and not equal(whole, algorithms["A"].personal)
 
 

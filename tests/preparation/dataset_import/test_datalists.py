@@ -194,3 +194,22 @@ def test_each_folder_is_a_site(tmp_path: Path) -> None:
     for site in ("north", "south"):  # folders that may be sites are named
         pairs(tmp_path / "all" / site)
     assert any("--site-folders" in warning for warning in import_folder(tmp_path / "all").warnings)
+
+
+def test_a_patient_at_two_sites_is_in_one_split(tmp_path: Path) -> None:
+    rows = []
+    for n in range(80):
+        picture(tmp_path / "scans" / f"{n}.png")
+        hospital = "AB"[n % 2]
+        patient = n // 2 if n < 24 else n  # of the first twelve an image at each
+        rows.append((f"{n}.png", n % 3, f"p{patient}", hospital))
+    table(tmp_path / "scans" / "list.csv", ("image", "label", "patient", "hospital"), *rows)
+    options = ImportOptions(columns=Columns(site="hospital"), out=tmp_path / "out")
+    report = import_folder(tmp_path / "scans", options)
+    splits: dict[str, set[str]] = {}
+    for site in "AB":
+        for entry in read_datalist(tmp_path / "out" / site, "classification"):
+            splits.setdefault(entry.patient, set()).add(entry.split)
+    assert len(splits) == 68 and {len(names) for names in splits.values()} == {1}
+    (warning,) = (line for line in report.warnings if "at two sites" in line)
+    assert warning.startswith("patients at two sites: 12, ") and "one split" in warning

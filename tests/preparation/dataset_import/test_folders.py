@@ -566,3 +566,16 @@ def test_a_classification_ignores_masks_on_request(tmp_path: Path) -> None:
     assert "no mask" in error_of(tmp_path)
     report = import_folder(tmp_path, ImportOptions(kind="classification"))
     assert "1 masks are not used" in report.render() and len(listed(tmp_path)) == 40
+
+
+@pytest.mark.parametrize(
+    "patients", [("Müller1", "Möller1", "Meier2"), ("患者一", "患者二", "患者三")]
+)
+def test_folders_of_patients_whose_names_have_other_letters(
+    patients: tuple[str, ...], tmp_path: Path
+) -> None:
+    for patient in patients:
+        picture(tmp_path / patient / "image.png")
+        mask(tmp_path / patient / "mask.png")
+    import_folder(tmp_path)
+    assert labels_of(tmp_path) == {f"{name}/image.png": f"{name}/mask.png" for name in patients}

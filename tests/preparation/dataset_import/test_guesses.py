@@ -601,3 +601,23 @@ def test_what_is_guessed_is_said_with_the_options(tmp_path: Path) -> None:
     for columns, guessed in ((Columns(split="split"), True), (Columns(label="label"), False)):
         line = imported(tmp_path / "b", columns=columns, force=True).guessed
         assert ("--label-column" in line) == guessed
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@pytest.mark.parametrize("first", ["", "sep={}\n"])
+def test_a_row_with_more_cells_than_the_header_is_refused(
+    first: str, separator: str, tmp_path: Path
+) -> None:
+    """Its cells would be those of other columns; an empty one at the end is none."""
+    file = tmp_path / "t.csv"
+
+    def write(*rows: str) -> None:
+        text = "\n".join(["image,label,note", *rows]) + "\n"
+        file.write_text(first.format(separator) + text.replace(",", separator))
+
+    write("0.png,a,,", "1.png,b,well,")
+    assert read_frame(file)["note"].tolist() == ["", "well"]
+    write("0.png,a,old, blurred", "1.png,b,well")
+    line = 3 if first else 2
+    with pytest.raises(DataError, match=rf"t\.csv: .*line {line} has 4 cells, the first one 3"):
+        read_frame(file)
