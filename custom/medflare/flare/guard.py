@@ -12,6 +12,7 @@ in authorization.json).
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -288,10 +289,10 @@ def _record(task: SiteTask, rows: list[dict[str, Any]]) -> None:
         "phase": task.phase,
         "round": task.round,
     }
-    # A full disk may have left an empty file, or the part of a line.
-    before = path.read_bytes() if path.exists() else b""
-    text = csv_text([{**common, **row} for row in rows], _COLUMNS, header=not before)
-    if before and not before.endswith(b"\n"):
-        text = "\n" + text
-    with open(path, "a", encoding="utf-8", opener=private_opener) as file:
-        file.write(text)
+    with open(path, "a+b", opener=private_opener) as file:
+        # A full disk may have left an empty file, or the part of a line.
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        is_torn = size > 0 and file.read() != b"\n"
+        text = csv_text([{**common, **row} for row in rows], _COLUMNS, header=not size)
+        file.write(b"\n" * is_torn + text.encode())
