@@ -35,5 +35,5 @@ def test_list_is_a_copy_and_json_round_trips() -> None:
     log.to_list()[0]["site"] = "changed"
     assert next(iter(log))["site"] == "A"
     assert EventLog(json.loads(json.dumps(log.to_list()))).to_list() == log.to_list()
-    log.replace([{"kind": "resumed", "message": "new", "site": None, "round": 3}])
-    assert log.to_list() == [{"round": 3, "site": None, "kind": "resumed", "message": "new"}]
+    log.restore([{"kind": "late", "message": "before", "site": None, "round": 1}])
+    assert [event["message"] for event in log] == ["before", "late"] and log.restored == 1

@@ -5,7 +5,8 @@ Works on any trained model with BatchNorm; the weights do not change.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +110,8 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
     if not images:
         raise DataError("DSBN estimates statistics from images of the site, and there are none")
     for name, layer in batch_norm_layers(model).items():
+        if name not in sums:  # of a super model's network that no image chose
+            continue
         count, total, squares = sums[name]
         if count[0] > 1 and layer.running_mean is not None and layer.running_var is not None:
             mean = total / count
@@ -132,6 +135,17 @@ class TargetStatistics(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model(images)
+
+    @property
+    def by_patient(self) -> bool:
+        """See `training.scoring.PatientPredictor`."""
+        return bool(getattr(self.model, "by_patient", False))
+
+    def predict_patient(self, parts: Sequence[Tensor]) -> Tensor:
+        """See `training.scoring.PatientPredictor`."""
+        model: Any = self.model
+        probabilities: Tensor = model.predict_patient(parts)
+        return probabilities
 
     def statistics(self) -> StateDict:
         """Mean and variance of every layer with running statistics, by name."""

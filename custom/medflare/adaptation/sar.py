@@ -88,7 +88,10 @@ class SAR(Online):
         first = entropies(probabilities, self.target)
         reliable = first.detach() < limit
         if reliable.any():
-            gradients = torch.autograd.grad(first[reliable].mean(), self.weights)
+            # A layer may have no part in the output, as of a network that no image chose.
+            gradients = torch.autograd.grad(
+                first[reliable].mean(), self.weights, allow_unused=True, materialize_grads=True
+            )
             trained = [weight.detach().clone() for weight in self.weights]
             self._move(ascent(gradients, self.settings.rho))
             second = entropies(self.model(images), self.target)

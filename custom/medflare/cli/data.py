@@ -357,6 +357,7 @@ def plan(
     modality: Modality = "mr",
     voxels: bool = False,
     name: str | None = None,
+    force: bool = False,
 ) -> int:
     """Propose a segmentation task from the fingerprints of its sites, by nnU-Net's rules.
 
@@ -370,6 +371,7 @@ def plan(
         modality: ct: Hounsfield units; photo: colours; mr: numbers without a unit
         voxels: Ignore the files' spacings, if they are unknown or wrong
         name: Of the task (default: that of the fingerprints' task, and _planned)
+        force: Replace an existing file
 
     Examples:
         medflare task plan site-1.json site-2.json --modality ct --memory 24 --name liver --out
@@ -379,6 +381,8 @@ def plan(
     from medflare.preparation.fingerprint import read_fingerprints
     from medflare.preparation.planning import plan
 
+    if out.is_file() and not force:
+        raise ConfigError(f"{out} exists; keep it, or replace it with --force")
     sites = read_fingerprints(fingerprints)
     proposed = plan(sites, modality=modality, memory=memory, voxels=voxels, name=name)
     write_json(out, proposed.settings, public=True)

@@ -56,6 +56,8 @@ def methods(
             "--check, --site-algorithm and --server-algorithm need a method: "
             "medflare methods METHOD --check"
         )
+    if simulator and not check:
+        raise ConfigError("--simulator belongs to --check; give both")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
     if method is not None:
         pair = get_method(method, site=site_algorithm, server=server_algorithm)

@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from medflare.core.errors import ConfigError
+from medflare.core.settings import check_site_name
 from medflare.core.text import read_json
 
 if TYPE_CHECKING:
@@ -92,8 +93,11 @@ def _take_file(context: typer.Context, file: Path | None) -> Path | None:
                 f"--options {file}: {name} is an object; "
                 "write it as the option has it on the command line"
             )
-        if isinstance(value, list) and not getattr(option, "multiple", False):
+        several = getattr(option, "multiple", False)
+        if isinstance(value, list) and not several:
             value = ",".join(map(str, value))
+        elif several and isinstance(value, str):
+            value = [value]
         values[option.name] = value
     context.default_map = values
     return file
@@ -336,6 +340,8 @@ def site_names(text: str) -> list[str]:
             f"--sites {text!r}: give a number of sites, 1 or more, "
             "or different names separated by commas"
         )
+    for name in names:
+        check_site_name(name)
     return names
 
 

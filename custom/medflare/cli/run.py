@@ -14,7 +14,7 @@ import typer
 
 from medflare.cli import options
 from medflare.core.errors import ConfigError, FederationFailed, StateError
-from medflare.federation.settings import RUN_SETTINGS, WAITS, RunSettings
+from medflare.federation.settings import RUN_SETTINGS, WAITS, RunSettings, run_settings
 
 if TYPE_CHECKING:
     from medflare.methods.method import Method
@@ -116,7 +116,11 @@ def chosen(
     from medflare.methods.catalogue import SURVEYS, get_method
 
     name = federation.method
-    rounds = 0 if name in SURVEYS else settings.get("rounds", options.DEFAULT_ROUNDS)
+    rounds = settings.get("rounds", options.DEFAULT_ROUNDS)
+    if name in SURVEYS:
+        if settings.get("rounds"):
+            raise ConfigError(f"--rounds: {name} does not train; leave it out")
+        rounds = 0
     if name == EVALUATE and federation.model is None:
         raise ConfigError(
             "evaluate: name the model with --model FOLDER, "
@@ -288,6 +292,15 @@ def run(
         raise ConfigError(
             f"--weights: task {task.name} has no network.weights; see docs/task.md, or --from"
         )
+    if weights is not None and choice.model is not None:
+        raise ConfigError(
+            "--weights and --from name two places of initial weights; leave one of them out"
+        )
+    for option, count in (("threads", threads), ("workers", workers)):
+        if count is not None and count < 1:
+            raise ConfigError(
+                f"--{option} {count}: how many sites train at the same time, at least 1"
+            )
     if engine == "flare":
         other = {"workers": workers}
     else:
@@ -300,7 +313,12 @@ def run(
     with options.environment(data_root=data_root, device=device):
         options.check_sites(names, task)
         if dry_run:
+            from medflare.networks.weights import starting_state
+
             inside = [name for name in names if name not in outside]
+            with options.environment(weights=weights or choice.model):
+                starting_state(task, arguments["seed"])
+            run_settings({name: arguments[name] for name in RUN_SETTINGS if name in arguments})
             print(_planned(method, task, hyper, inside, outside, arguments))
             print(f"nothing was written; without --dry-run the results come to {_free(place)}")
             return 0
@@ -308,7 +326,8 @@ def run(
             if engine == "local":
                 from medflare.federation.local.loop import run_local
 
-                with _resume_hint(folder, data_root, device):
+                used = {"data_root": data_root, "device": device, "track": track}
+                with _resume_hint(folder, workers=workers, **used):
                     run_local(
                         task=task,
                         sites=names,
@@ -454,8 +473,8 @@ def checkpoint_of(run: Path) -> Path:
 
 
 @contextmanager
-def _resume_hint(folder: Path, root: Path | None, device: str | None) -> Iterator[None]:
-    """After Ctrl-C in the block, print the command that continues the run."""
+def _resume_hint(folder: Path, **options: Any) -> Iterator[None]:
+    """After Ctrl-C in the block, print the command that continues the run with these options."""
     try:
         yield
     except KeyboardInterrupt:
@@ -464,10 +483,9 @@ def _resume_hint(folder: Path, root: Path | None, device: str | None) -> Iterato
                 "no step is complete, so that nothing can be resumed; start the run again"
             ) from None
         words = ["medflare", "resume", str(folder)]
-        if root is not None:
-            words += ["--data-root", str(root)]
-        if device:
-            words += ["--device", device]
+        for name, value in options.items():
+            if value:
+                words += [f"--{name.replace('_', '-')}", str(value)]
         raise KeyboardInterrupt(f"continue with: {shlex.join(words)}") from None
 
 
@@ -521,7 +539,8 @@ def resume(
 
     with locked(path), options.environment(data_root=data_root, device=device):
         _check_resumable(path)
-        with _resume_hint(path, data_root, device):
+        used = {"data_root": data_root, "device": device, "track": track, "workers": workers}
+        with _resume_hint(path, **used):
             resume_local(path, workers=workers, track=track, say=print)
     return 0 if show_results(path) else 1
 
@@ -568,7 +587,7 @@ def results(paths: Annotated[list[Path], typer.Argument()], csv: Path | None = N
         medflare results runs/fedsm-phantom-seed0 --csv results.csv
         medflare results runs/fedavg-phantom-seed0 runs/fedsm-phantom-seed0   # compares them
     """
-    from medflare.core.store import csv_cell
+    from medflare.core.store import csv_cell, write_atomically
     from medflare.evaluation.console import show_results
     from medflare.evaluation.results import COMPLETED, load_results, results_frame
 
@@ -590,6 +609,7 @@ def results(paths: Annotated[list[Path], typer.Argument()], csv: Path | None = N
         completed = all(run["status"] == COMPLETED for run in runs.values())
         table = pd.concat([results_frame(run).assign(run=name) for name, run in runs.items()])
     if csv is not None and table is not None:
-        table.map(csv_cell).to_csv(csv, index=False)
+        text = table.map(csv_cell).to_csv(index=False)
+        write_atomically(csv, text.encode(), public=True)
         print(f"table: {csv}")
     return 0 if completed else 1

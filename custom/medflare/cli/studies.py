@@ -12,6 +12,8 @@ from medflare.cli.run import task_changes, with_usual_rate
 from medflare.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from medflare.tasks.config import TaskConfig
 
 _SEEDS: Final = "0,1,2"
@@ -204,6 +206,13 @@ def run_study(
     return _reported_failures(groups)
 
 
+def _write_csv(path: Path, table: "pd.DataFrame") -> None:
+    from medflare.core.store import csv_cell, write_atomically
+
+    text = table.map(csv_cell).to_csv(index=False)
+    write_atomically(path, text.encode(), public=True)
+
+
 def _reported_failures(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> int:
     """Print a line for every row with failed runs; 1 if there is one."""
     failed = 0
@@ -261,7 +270,7 @@ def show_tables(
         medflare study table study --latex --metrics dice,hd95
         medflare study table brain_study fundus_study grades_study --figures figures
     """
-    from medflare.core.store import csv_cell, write_atomically
+    from medflare.core.store import write_atomically
     from medflare.studies import export, grid, page, tables
     from medflare.studies.latex import latex_tables
 
@@ -285,10 +294,10 @@ def show_tables(
         print(f"page: {html}")
     _write_figures(figures, groups, wanted)
     if csv is not None:
-        export.long_table(groups, study.metrics).map(csv_cell).to_csv(csv, index=False)
+        _write_csv(csv, export.long_table(groups, study.metrics))
         print(f"table: {csv}")
     if summary is not None:
-        export.summary_table(study, target).map(csv_cell).to_csv(summary, index=False)
+        _write_csv(summary, export.summary_table(study, target))
         print(f"table: {summary}")
     return 0
 

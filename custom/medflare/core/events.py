@@ -42,6 +42,7 @@ class EventLog:
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()):
         self._events: list[Event] = []
+        self.restored = 0  # events of an interrupted run, which come first
         self.extend(events)
 
     def add(
@@ -68,10 +69,13 @@ class EventLog:
                     context[name] = event[name]
             self.add(event["kind"], event["message"], **context)
 
-    def replace(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Replace all events; a resumed run continues those of the interrupted one."""
+    def restore(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Put the events of the interrupted run before those of the run that resumes it."""
+        new = list(self._events)
         self._events.clear()
         self.extend(events)
+        self.restored = len(self._events)
+        self._events += new
 
     def of(self, *kinds: str, site: str | None = None) -> list[Event]:
         """The events of these kinds and of this site, by default of all."""

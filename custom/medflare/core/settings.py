@@ -13,6 +13,7 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import dataclass_transform
 
 from medflare.core.errors import ConfigError, MedflareError
+from medflare.core.text import is_name
 
 # Of a pydantic dataclass: no conversion between numbers, texts and booleans.
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True)
@@ -164,3 +165,11 @@ def _with_tuples(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_with_tuples(item) for item in value)
     return value
+
+
+def check_site_name(name: object) -> None:
+    """Raise ConfigError unless it can name a site and its folder."""
+    if not isinstance(name, str) or not is_name(name) or "/" in name or "\\" in name:
+        raise ConfigError(
+            f"site {name!r}: a site's name is also a folder's name; use letters, digits, - and _"
+        )

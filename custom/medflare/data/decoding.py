@@ -689,7 +689,10 @@ class _CachedImages:
         """
         if self._bytes_left is None:
             used = set(self._paths)
-            files = {path: path.stat() for path in Path(self._cache.folder).glob(f"*{_ENDING}")}
+            files: dict[Path, os.stat_result] = {}
+            for path in Path(self._cache.folder).glob(f"*{_ENDING}"):
+                with suppress(FileNotFoundError):  # another job deleted it
+                    files[path] = path.stat()
             by_age = sorted(files, key=lambda path: files[path].st_mtime)
             self._unused = [path for path in by_age if path not in used]
             used_bytes = sum(status.st_size for status in files.values())

@@ -192,7 +192,10 @@ class _ScaleIntensityRange:
     clip: bool = False
 
     def __call__(self, image: Tensor) -> Tensor:
-        scaled = (image.contiguous() - self.a_min) / (self.a_max - self.a_min or 1)
+        shifted = image.contiguous() - self.a_min
+        if self.a_max == self.a_min:
+            return shifted + self.b_min
+        scaled = shifted / (self.a_max - self.a_min)
         scaled = scaled * (self.b_max - self.b_min) + self.b_min
         return scaled.clamp(self.b_min, self.b_max) if self.clip else scaled
 

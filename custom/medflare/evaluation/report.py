@@ -3,7 +3,7 @@ patients, written at each site.
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -95,7 +95,8 @@ def write_results(folder: Path, record: RunRecord) -> dict[str, Any]:
     """
     results = build_results(record)
     write_json(folder / RESULTS_FILE, results, public=True)
-    page = render_report(results, json_ready(record.history), record.pictures)
+    models = {path.name for path in (folder / "models").glob("*")}
+    page = render_report(results, json_ready(record.history), record.pictures, models)
     write_atomically(folder / REPORT_FILE, page.encode(), public=True)
     return results
 
@@ -104,9 +105,10 @@ def render_report(
     results: Mapping[str, Any],
     history: Sequence[Mapping[str, Any]] = (),
     pictures: Mapping[str, bytes] | None = None,
+    models: Collection[str] = (),
 ) -> str:
     """The server's page as HTML, from `build_results`, the steps of `read_rounds`, and PNG files by
-    title.
+    title; `models`: the folders of final models beside it.
     """
     sites = text.ordered_sites(results)
     columns = text.deployed_first(text.model_columns(results))
@@ -121,7 +123,7 @@ def render_report(
         results=results,
         metrics=text.metric_names(results),
         constants=_mean_constants(sites),
-        best_model=_usable_folder(columns),
+        best_model=_usable_folder(columns, models),
         verdict=verdict(results),
         columns=columns,
         sites=sites,
@@ -171,12 +173,14 @@ def _mean_constants(sites: Mapping[str, Any]) -> dict[str, float | None]:
     return means
 
 
-def _usable_folder(columns: Mapping[str, str]) -> str:
-    """The model that the next steps use: the deployed one if it differs from the global one."""
+def _usable_folder(columns: Mapping[str, str], models: Collection[str]) -> str:
+    """The model that the next steps use: the deployed one if it differs from the global one and is
+    among the final models of the server; "" if there is none.
+    """
     same = any({"global", "deployed"} <= set(heading.split(" = ")) for heading in columns)
-    if same or len(columns) < 2:
-        return "global"
-    return "deployed"
+    if not same and len(columns) >= 2 and "deployed" in models:
+        return "deployed"
+    return "global" if "global" in models else ""
 
 
 def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -53,21 +53,30 @@ class Checkpoint:
             message[_DRIFT.member(entry)] = state
         StateStore(self.folder).save(CHECKPOINT, message)
 
-    def restore(self, federation: Federation) -> int:
-        """Restore a federation from the checkpoint; returns the number of finished steps.
+    def stored(self) -> Message:
+        """The checkpoint of this run.
 
         Raises:
             StateError: there is none, or it belongs to another run.
         """
         message = _stored(self.folder)
-        run = message.meta.pop(_RUN)
+        before = message.meta[_RUN]["plan"]
         for name, value in json.loads(json.dumps(dict(self.plan))).items():
-            stored = run["plan"].get(name)
-            if stored != value:
+            if before.get(name) != value:
                 raise StateError(
-                    f"the checkpoint in {self.folder} has {name} = {stored!r}, this run {value!r}; "
-                    "use the same"
+                    f"the checkpoint in {self.folder} has {name} = {before.get(name)!r}, "
+                    f"this run {value!r}; use the same"
                 )
+        return message
+
+    def restore(self, federation: Federation) -> int:
+        """Restore a federation from the checkpoint; returns the number of finished steps.
+
+        Raises:
+            StateError: see `stored`.
+        """
+        message = self.stored()
+        run = message.meta.pop(_RUN)
         sampled = message.family(_DRIFT)
         for entry in sampled:
             del message.states[_DRIFT.member(entry).name]
@@ -78,7 +87,7 @@ class Checkpoint:
         outcome = federation.outcome
         outcome.history.extend(run["history"])
         outcome.costs = {site: SiteCost(**cost) for site, cost in run["costs"].items()}
-        federation.events.replace([*run["events"], *federation.events.to_list()])
+        federation.events.restore(run["events"])
         federation.events.add("resumed", f"continued after {run['finished']} finished steps")
         return int(run["finished"])
 

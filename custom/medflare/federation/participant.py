@@ -198,13 +198,17 @@ class Participant:
             )
         self._validator.check_request(phase, round, incoming, recalled)
         adaptation = {item.name: numbers[item] for item in (ADAPT, SHARES) if item in numbers}
-        new = self._order.admit(phase, round, incoming, step, rounds, recalled, adaptation)
-        if new and not of_method:
+
+        def note_evaluation() -> None:
             # One final model, or those of other sites, are evaluated on test images.
             models = len(incoming.states) if phase == CROSS_SITE else 1
-            study = self.study()
+            study = None if of_method else self.study()
             if study is not None:
                 study.note_evaluation(phase, models, self.name)
+
+        self._order.admit(
+            phase, round, incoming, step, rounds, recalled, adaptation, note_evaluation
+        )
         self.artifacts.note_step(phase, round, rounds, True)
         try:
             with self._algorithm.ready(step, keep=of_method) as algorithm:

@@ -5,7 +5,7 @@ likes and with any models, can find out which patients a site has.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -84,6 +84,7 @@ class RequestOrder:
         rounds: int,
         algorithm: SiteAlgorithm[Any],
         adaptation: Mapping[str, Any],
+        note: Callable[[], None] = lambda: None,
     ) -> bool:
         """Check a request and note it as the last one.
 
@@ -96,6 +97,7 @@ class RequestOrder:
             rounds: of the run; may become smaller (early stopping), not larger.
             algorithm: that is to answer it.
             adaptation: metadata on which an evaluation depends.
+            note: called before a new request is stored; raises if it is refused.
 
         Raises:
             MessageError: the request is not in the schedule after the last one, or it asks for the
@@ -136,6 +138,7 @@ class RequestOrder:
                 phase, round, f"the schedule of {rounds} rounds has no such step now{before}"
             )
         noted = {**last, **request, "step": step, "rounds": rounds, "position": position}
+        note()
         self.store.save(_STORED, Message({}, noted))
         return True
 

@@ -1,5 +1,6 @@
 """One run from settings to results, for the plain loop and the FLARE controller."""
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 from medflare.core.errors import Aborted, MedflareError, StateError
 from medflare.core.events import EventLog
-from medflare.core.store import make_folder, write_json
+from medflare.core.store import StateStore, make_folder, write_json
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.progress import RoundsLeft
 from medflare.evaluation.console import round_line
@@ -23,7 +24,7 @@ from medflare.evaluation.results import (
     append_round,
     build_results,
 )
-from medflare.federation.checkpoint import Checkpoint
+from medflare.federation.checkpoint import CHECKPOINT, Checkpoint
 from medflare.federation.enrolment import trained_on
 from medflare.federation.exchange import Exchange
 from medflare.federation.final_models import PICTURES
@@ -33,7 +34,7 @@ from medflare.federation.preflight import check_run
 from medflare.federation.protocol import SHARES
 from medflare.federation.schedule import Federation
 from medflare.federation.settings import WAITS, RunSettings
-from medflare.federation.tracking import Tracker
+from medflare.federation.tracking import TENSORBOARD, Tracker
 from medflare.inference.deployed import save_model
 from medflare.methods.aggregation import Aggregation
 from medflare.methods.base import ServerAlgorithm, ServerContext
@@ -106,9 +107,7 @@ class Run:
             # Others may read its report, not the folders in it.
             make_folder(self.folder, public=True)
             if not resume:
-                files = [self.folder / name for name in (RESULTS_FILE, ROUNDS_FILE, REPORT_FILE)]
-                for path in (*files, *self._pictures()):
-                    path.unlink(missing_ok=True)
+                self._delete_earlier_run(self.folder)
         name = f"{self.method.name}-seed{self.settings.seed}"
         tracker = Tracker(self.track, self.folder, f"medflare {self.task.name}", name, self._warn)
         try:
@@ -117,9 +116,7 @@ class Run:
             federation = self._federation(exchange, outcome, tracker)
             finished = 0
             if resume:
-                if self._checkpoint is None:
-                    raise StateError("a run without a folder cannot be resumed")
-                finished = self._checkpoint.restore(federation)
+                finished = self._own_checkpoint.restore(federation)
             federation.run(finished)
             self._store(federation.server, outcome)
         except (Aborted, KeyboardInterrupt) as error:
@@ -149,8 +146,24 @@ class Run:
         self.events.add("warning", problem)
         self.say(f"warning: {problem}")
 
-    def check(self) -> None:
-        """Raise ConfigError for a run that cannot start, see `preflight.check_run`."""
+    def _delete_earlier_run(self, folder: Path) -> None:
+        """Delete what an earlier run has left in the folder."""
+        checkpoint = StateStore(self.checkpoints or folder)
+        files = [folder / name for name in (RESULTS_FILE, ROUNDS_FILE, REPORT_FILE)]
+        is_of_run = files[0].exists() or checkpoint.path(CHECKPOINT).exists()
+        for path in (*files, *self._pictures()):
+            path.unlink(missing_ok=True)
+        checkpoint.delete(CHECKPOINT)
+        if is_of_run:
+            for name in (MODELS, SITES, TENSORBOARD):
+                shutil.rmtree(folder / name, ignore_errors=True)
+
+    def check(self, *, resume: bool = False) -> None:
+        """Raise ConfigError for a run that cannot start, see `preflight.check_run`; StateError for
+        one that cannot `resume`.
+        """
+        if resume:
+            self._own_checkpoint.stored()
         check_run(
             self.method,
             self.task,
@@ -203,6 +216,12 @@ class Run:
         if self._checkpoint is not None:
             federation.checkpoint = self._checkpoint.save
         return federation
+
+    @property
+    def _own_checkpoint(self) -> Checkpoint:
+        if self._checkpoint is None:
+            raise StateError("a run without a folder cannot be resumed")
+        return self._checkpoint
 
     @cached_property
     def _checkpoint(self) -> Checkpoint | None:

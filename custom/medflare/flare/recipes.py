@@ -8,6 +8,8 @@ FedSMRecipe(task="phantom", rounds=10, lam=0.3).execute(SimEnv(num_clients=4))
 """
 
 import re
+import signal
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -82,13 +84,29 @@ class MedflareRecipe(Recipe):
         Raises:
             ConfigError: see `check_place`.
             FederationFailed: the simulator failed.
+            KeyboardInterrupt: Ctrl-C, which the simulator's process gets, too.
         """
         check_place(sites, workspace)
+        interrupted = threading.Event()
+
+        def interrupt(number: int, frame: Any) -> None:
+            interrupted.set()
+            signal.default_int_handler(number, frame)
+
+        in_main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, interrupt) if in_main else None
         try:
             env = SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace))
             self.execute(env)
         except RuntimeError as error:
+            if interrupted.is_set():
+                raise KeyboardInterrupt(
+                    "a run in FLARE's simulator cannot be resumed; start it again"
+                ) from None
             raise FederationFailed(f"FLARE's simulator failed: {error}") from error
+        finally:
+            if in_main:
+                signal.signal(signal.SIGINT, before)
 
 
 class FedAvgRecipe(MedflareRecipe):

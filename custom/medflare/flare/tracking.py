@@ -30,7 +30,7 @@ class Progress:
     def __init__(self, events: EventLog, log: Callable[[str], None] = lambda line: None):
         self.log = log
         self._events = events
-        self._taken = 0  # events that are among the lines
+        self._taken = 0  # events of this run that are among the lines
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._lock = threading.RLock()
 
@@ -43,7 +43,7 @@ class Progress:
     def take_events(self) -> None:
         """Take the new events; `jobs.watching` finds them in the log after the end of the job."""
         with self._lock:
-            new = list(self._events)[self._taken :]
+            new = list(self._events)[self._events.restored + self._taken :]
             self._taken += len(new)
             for event in new:
                 self._add(event_line(event), NOTED)

@@ -67,7 +67,10 @@ def dicom_seg(
     )
     described = []
     for number, label in enumerate(structures, start=1):
-        code = task.codes.get(label) or Structure(label[:16], label[:64], _SCHEME)
+        value = label[:16]
+        if sum(other[:16] == value for other in structures) > 1:
+            value = f"{label[:12]}-{number}"
+        code = task.codes.get(label) or Structure(value, label[:64], _SCHEME)
         category = code.category
         colour = code.color or COLOURS[(number - 1) % len(COLOURS)]
         segment = highdicom.seg.SegmentDescription(

@@ -46,11 +46,12 @@ class Exported:
 
     files: tuple[Path, ...]
     difference: float
+    note: str = ""
 
     def render(self) -> str:
         """The files and the difference, one a line."""
         result = f"equal to the delivered model; largest difference {self.difference:.1e}"
-        return "\n".join([*map(str, self.files), result])
+        return "\n".join([*map(str, self.files), result, *filter(None, [self.note])])
 
 
 def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = build) -> Exported:
@@ -87,7 +88,10 @@ def export(stored: StoredModel, format: str, out: Path, *, builder: Builder = bu
         shutil.copytree(folder, out, dirs_exist_ok=True)
         written = sorted(path for path in folder.rglob("*") if path.is_file())
         files = tuple(out / file.relative_to(folder) for file in written)
-        return Exported(files, difference)
+        note = ""
+        if getattr(model, "by_patient", False):
+            note = "it chooses a network for each image; medflare predict chooses for each patient"
+        return Exported(files, difference, note)
 
 
 @torch.no_grad()

@@ -62,14 +62,19 @@ def find_inputs(
                 root = path if path.is_dir() else whole
                 name = _unique(_relative_name(whole, root, prefixed), names)
                 channels_of[key] = name, {}
-            channels_of[key][1].setdefault(channel, image)
+            first = channels_of[key][1].setdefault(channel, image)
+            if first != image:
+                problems.append(
+                    f"{image}: {first.name} is channel {channel or 'image'} of this image, too; "
+                    "take one of them out"
+                )
     inputs = []
     for name, files in channels_of.values():
         listed = tuple(files.get(channel) for channel in channels)
         if set(files) == {""}:  # one file has all channels
             listed = ()
-        first = next(filter(None, (*listed, *files.values())))
-        inputs.append(Input(first, name, listed))
+        file = next(filter(None, (*listed, *files.values())))
+        inputs.append(Input(file, name, listed))
     return inputs, problems
 
 

@@ -74,7 +74,10 @@ def check_gradients(network: FeatureNetwork, images: Tensor) -> None:
         with seeded(0, "check gradients"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Full backward hook is firing")
             hooks(images).sum().backward()
-    except (NotImplementedError, RuntimeError, ValueError, AttributeError) as error:
+        for path, weight in network.named_parameters():
+            if weight.requires_grad and getattr(weight, "grad_sample", None) is None:
+                raise ValueError(f"{path} has no part in the output")
+    except (NotImplementedError, RuntimeError, ValueError, AttributeError, TypeError) as error:
         name = network.settings["spec"]["name"]
         raise ConfigError(
             f"dp_noise: network {name} gives no gradient of each image ({one_line(error)}); "

@@ -7,6 +7,7 @@ ends in the same weights.
 import json
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -198,11 +199,19 @@ class ForkedExchange(LocalExchange):
         self._forks[site] = process, here
         return here
 
-    def _work(
+    def _work(self, *arguments: Any) -> None:
+        """The site's process. It works in a new thread: torch's other threads belong to the one
+        that forked, and are not in this process.
+        """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+        thread = threading.Thread(target=self._serve, args=arguments)
+        thread.start()
+        thread.join()
+
+    def _serve(
         self, site: str, connection: Connection, parent: int, inherited: Iterable[Connection]
     ) -> None:
-        """The site's process: step after step, until the parent closes the connection or ends."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+        """Step after step, until the parent closes the connection or ends."""
         for of_the_parent in inherited:
             of_the_parent.close()
         with suppress(BaseException):

@@ -9,8 +9,8 @@ from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
+from medflare.core.settings import check_site_name
 from medflare.core.store import MemoryStore, StateStore, Store
-from medflare.core.text import is_name
 from medflare.data.local import LocalSettings
 from medflare.evaluation.results import read_rounds
 from medflare.evaluation.run_results import RunResults, in_notebook
@@ -142,7 +142,7 @@ def run_local(
         observe=observed,
         track=track,
     )
-    run.check()
+    run.check(resume=resume)
     check_track(track)
 
     memory: dict[str, MemoryStore] = {}
@@ -265,9 +265,5 @@ def _listed(names: Iterable[str], setting: str) -> list[str]:
         )
     listed = list(names)
     for name in listed:
-        if not isinstance(name, str) or not is_name(name) or "/" in name or "\\" in name:
-            raise ConfigError(
-                f"site {name!r}: a site's name is also a folder's name; "
-                "use letters, digits, - and _"
-            )
+        check_site_name(name)
     return listed
