@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.small_tasks import small_task
 from medflare.adaptation.dsbn import (
     TargetStatistics,
     TestTimeNorm,
@@ -17,6 +18,10 @@ from medflare.adaptation.dsbn import (
 from medflare.adaptation.tent import Tent, TentSettings, prediction_entropy
 from medflare.core.errors import ConfigError, DataError, StateError
 from medflare.core.states import copy_state
+from medflare.data.loading import Batch, Split
+from medflare.methods.fedsm.super_model import SuperModel
+from medflare.training.patches import WholeImages
+from medflare.training.scoring import predict_split
 
 
 def images(n: int, seed: int = 0, size: int = 8) -> Tensor:
@@ -33,6 +38,17 @@ def model() -> nn.Sequential:
         nn.Dropout(0.5),
         nn.Conv2d(3, 1, 3),
     ).eval()
+
+
+class Classes(nn.Module):
+    """Logits (N, 3) of one class, whatever the images are."""
+
+    def __init__(self, label: int) -> None:
+        super().__init__()
+        self.label = label
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.eye(3)[self.label].expand(len(images), -1)
 
 
 def test_first_layer_has_mean_and_unbiased_variance_of_all_images() -> None:
@@ -214,3 +230,44 @@ def test_tent_on_one_image() -> None:
     torch.testing.assert_close(
         Tent(flat, "multilabel", TentSettings(rate=0.0))(images(1)), flat(images(1))
     )
+
+
+def test_a_layer_that_no_image_reaches_keeps_its_statistics() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.BatchNorm2d(2), nn.BatchNorm2d(2)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.used(images)
+
+    network, shown = Half().eval(), images(5)
+    estimate_statistics(network, [shown])
+    torch.testing.assert_close(network.used.running_mean, shown.mean(dim=(0, 2, 3)))
+    assert torch.equal(network.idle.running_mean, torch.zeros(2))
+    assert torch.equal(network.idle.running_var, torch.ones(2))
+
+
+def test_an_adapted_model_chooses_for_patients_if_its_model_does() -> None:
+    """Bright images choose site A; patient p has more of them than dark ones, q has none."""
+
+    class Brightness(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            bright = images.mean(dim=(1, 2, 3)) - 0.5
+            return 40 * torch.stack([bright, -bright], dim=1)
+
+    task = small_task("classification")
+    networks: list[nn.Module] = [nn.Sequential(model(), Classes(n)) for n in range(3)]
+    level = torch.tensor([0.9, 0.8, 0.3, 0.2]).reshape(-1, 1, 1, 1)
+    shown = level.expand(-1, 2, 16, 16)
+    split = Split(shown, torch.zeros(4, dtype=torch.long), tuple("pppq"), tuple("abcd"), ())
+    answers = {}
+    for choose_by in ("patient", "image"):
+        names = ["global", "A", "B"]
+        deployed = SuperModel(task, networks, Brightness(), names, choose_by=choose_by)
+        adapted = TargetStatistics(deployed.eval())
+        parts = predict_split(
+            adapted, split, lambda rows, *pair: Batch(*pair, rows), WholeImages(), task, 8
+        )
+        answers[choose_by] = torch.cat([part.argmax(dim=1) for part, _, _ in parts]).tolist()
+    assert answers == {"patient": [1, 1, 1, 2], "image": [1, 1, 2, 2]}

@@ -221,3 +221,19 @@ def test_tent_without_steps_normalizes_by_the_batch(episodic: bool) -> None:
     batch = images(4)
     expected = network.train()(batch)
     torch.testing.assert_close(adapted.adapted(batch), expected)
+
+
+def test_sar_leaves_a_normalisation_without_part_in_the_output_alone() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = tiny(4.0), nn.LayerNorm(2)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.used(images)
+
+    sar = SAR(Half(), "multiclass", SARSettings(rate=0.1, rho=0.05), 8)
+    before = weights(sar)
+    sar(PAIR)
+    step = torch.cat([-0.1 * slope(3.9) * SIGNS, torch.zeros(4)])
+    torch.testing.assert_close(weights(sar), before + step)

@@ -218,3 +218,18 @@ def test_a_case_whose_other_channel_is_missing_is_decoded_again(
         edit(folder, move_channel)
         data = loaded(task, folder, kept)
         assert data.train.images[:, present].any() and not data.train.images[:, 1 - present].any()
+
+
+def test_a_file_that_vanishes_while_room_is_made_is_no_error(
+    make_site: SiteOf,
+    make_task: TaskOf,
+    kept: CacheSettings,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A link to nothing is listed and has no size, as a file that another job deletes."""
+    Path(kept.folder).mkdir()
+    gone = Path(kept.folder) / f"{'0' * 32}.safetensors"
+    gone.symlink_to(tmp_path / "nothing")
+    loaded(make_task(), make_site(), kept)
+    assert not caplog.messages and len(_files(kept)) == 1 + 10

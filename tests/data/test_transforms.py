@@ -61,6 +61,17 @@ def test_what_is_ours_equals_monais(make_task: TaskOf, axis: int | list[int] | N
     assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Divide by zero")
+def test_an_intensity_range_without_width_is_monais(make_task: TaskOf) -> None:
+    scale = {"name": "ScaleIntensityRange", "a_min": 9, "a_max": 9, "b_min": 0.1, "b_max": 0.8}
+    ours = make_task(intensity={**scale, "clip": True})
+    theirs = make_task(intensity={**scale, "clip": True, "dtype": torch.float32})
+    picture = np.random.default_rng(0).random((3, 16, 16), dtype=np.float32) * 255
+    actual = Preprocessing(ours).image(picture)
+    assert torch.equal(actual, Preprocessing(theirs).image(picture))
+    torch.testing.assert_close(actual, torch.tensor(picture - 9 + 0.1))
+
+
 def test_masks_keep_their_values(make_task: TaskOf) -> None:
     mask = np.kron(np.array([[0, 7], [3, 300]]), np.ones((16, 16), np.int64))[None]
     resized = Preprocessing(make_task()).mask(mask)

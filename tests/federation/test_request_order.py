@@ -214,3 +214,14 @@ def test_evaluations_are_written_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="disk full"):
         record.note_evaluation(FINALIZE, 1, "A")
     assert file.read_bytes() == before
+
+
+def test_a_refused_evaluation_is_refused_again(tmp_path: Path) -> None:
+    (tmp_path / "datalist.json").write_text("{}")
+    record = StudyRecord(tmp_path / "record", tmp_path, "job", most_evaluations=1)
+    record.note_evaluation(FINALIZE, 1, "A")
+    asked = participant(study=lambda: record)
+    ask(asked, 0, "train", 0)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"bounds\.evaluations"):
+            ask(asked, 4, FINALIZE, ROUNDS)

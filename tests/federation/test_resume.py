@@ -14,9 +14,14 @@ import pytest
 import medflare
 from helpers.final_models import same_weights
 from helpers.small_tasks import tiny_grades
+from medflare.core.errors import StateError
+from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import resume_local
 from medflare.federation.memory import StoredAlgorithm
 from medflare.federation.outcome import StepReport
+from medflare.federation.settings import ENROL
+from medflare.federation.tracking import TENSORBOARD
+from medflare.methods.base import Step
 from medflare.testing import Killed
 
 TINY = tiny_grades(batch_size=32)
@@ -159,3 +164,57 @@ def test_a_damaged_foreign_or_lost_state_fails_the_run(
         and "site-2" in results["reason"]
         and token in results["reason"]
     )
+
+
+class TestUsedFolder:
+    """A run in the folder of another one."""
+
+    @pytest.fixture
+    def used(self, tmp_path: Path, whole: Callable[[str], tuple[Path, Any]]) -> Path:
+        return shutil.copytree(whole("fedsm")[0], tmp_path / "run")
+
+    def test_nothing_of_the_earlier_run_is_left(self, used: Path) -> None:
+        (used / "sites" / "site-9").mkdir()
+        (used / TENSORBOARD).mkdir(exist_ok=True)
+        for folder in ("sites/site-1", "sites/site-1/state", "sites/site-9", "models", TENSORBOARD):
+            (used / folder / "old").touch()
+        assert (used / "models" / "personal").exists()
+        run(used, "fedavg", rounds=1)
+        assert not list(used.rglob("old"))
+        assert [path.name for path in (used / "models").iterdir()] == ["global"]
+        assert {path.name for path in (used / "sites").iterdir()} == {"site-1", "site-2"}
+
+    def test_a_folder_of_no_run_keeps_its_files(self, tmp_path: Path) -> None:
+        for name in ("models", "sites"):
+            (tmp_path / name / "mine").mkdir(parents=True)
+        run(tmp_path, "fedavg", rounds=1)
+        assert (tmp_path / "models" / "mine").exists() and (tmp_path / "sites" / "mine").exists()
+
+    def test_the_earlier_checkpoint_resumes_no_later_run(
+        self, used: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ask = LocalExchange.__call__
+
+        def interrupt(exchange: LocalExchange, step: Step, messages: Any) -> Any:
+            if step.phase != ENROL:
+                raise KeyboardInterrupt
+            return ask(exchange, step, messages)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(LocalExchange, "__call__", interrupt)
+            run(used)
+        with pytest.raises(StateError, match="checkpoint"):
+            resume_local(used)
+
+    @pytest.mark.parametrize(
+        ("rounds", "checkpoint", "named"), [(3, True, "rounds = 2"), (2, False, "checkpoint")]
+    )
+    def test_a_resume_that_is_refused_keeps_the_results(
+        self, rounds: int, checkpoint: bool, named: str, used: Path
+    ) -> None:
+        if not checkpoint:
+            (used / "checkpoint.safetensors").unlink()
+        before = (used / "results.json").read_bytes()
+        with pytest.raises(StateError, match=named):
+            run(used, rounds=rounds, resume=True)
+        assert (used / "results.json").read_bytes() == before

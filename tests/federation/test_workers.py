@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from helpers.final_models import same_weights
-from helpers.small_tasks import tiny_grades
+from helpers.small_tasks import tiny_grades, tiny_phantom
 from helpers.waiting import eventually
 from medflare import run_local
 from medflare.core.errors import ConfigError
@@ -165,3 +166,27 @@ def test_the_site_whose_last_reply_took_longest_begins(monkeypatch: pytest.Monke
     begun.clear()
     exchange(Step("train", 2), {site: Message() for site in SITES})
     assert begun == ["A", "B", "C"]
+
+
+def test_sites_train_after_a_parallel_operation_of_the_parent() -> None:
+    """Its other threads are in no process that it forks."""
+    code = f"""
+import torch
+from medflare import run_local
+torch.randn(1000, 1000) @ torch.randn(1000, 1000)
+torch.randn(4_000_000).exp()
+assert torch.get_num_threads() == 2
+print(run_local('fedavg', {tiny_phantom()!r}, 2, rounds=1, seed=0, workers=2)['status'])
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": ":".join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.communicate(timeout=120)[0] == "COMPLETED\n"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -57,3 +57,15 @@ def test_flare_is_told_when_it_asks() -> None:
     fl_ctx.set_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR, collector, private=True, sticky=False)
     controller.handle_event(InfoCollector.EVENT_TYPE_GET_STATS, fl_ctx)
     assert collector.info == {"medflare": {"lines": []}}
+
+
+def test_events_of_an_interrupted_run_are_no_news_and_hide_none() -> None:
+    events, logged = EventLog(), list[str]()
+    progress = Progress(events, logged.append)
+    events.add("warning", "before")
+    progress.take_events()
+    events.restore({"kind": "missing", "message": f"old {number}"} for number in range(3))
+    events.add("resumed", "after")
+    for _ in range(2):
+        progress.take_events()
+    assert logged == ["medflare: noted: warning: before", "medflare: noted: resumed: after"]

@@ -111,3 +111,19 @@ def test_dicom_files_that_form_no_volume_are_images(tmp_path: Path) -> None:
     assert {
         folder: len(inputs_by_name([tmp_path / folder], tmp_path / "out")) for folder in expected
     } == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "channels"),
+    [(("p_t1.png", "p_t1.jpg", "p_t2.png"), ("t1", "t2")), (("p/t1.png", "p/t1.jpg"), ("t1",))],
+)
+def test_a_second_file_of_a_channel_is_a_problem(
+    files: tuple[str, ...], channels: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in files:
+        picture(tmp_path / "in" / name)
+    inputs, problems = find_inputs([tmp_path / "in"], tmp_path / "out", channels)
+    assert len(inputs) == len(problems) == 1
+    assert all(name in problems[0] for name in ("t1.png", "t1.jpg", "channel t1"))
+    twice = [tmp_path / "in" / files[0]] * 2
+    assert find_inputs(twice, tmp_path / "out", channels)[1] == [], "the same file"

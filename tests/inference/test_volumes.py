@@ -361,3 +361,19 @@ def test_a_series_in_time_gets_a_mask_on_its_slices(tmp_path: Path) -> None:
     assert summary.images == 1 and not summary.failed
     mask = np.asarray(nibabel.load(tmp_path / "out/cine_seg.nii.gz").dataobj)
     assert mask.shape == (5, 6, 4) and mask.any() and not mask.all()
+
+
+def test_labels_that_begin_alike_have_different_codes(tmp_path: Path) -> None:
+    """A code has 16 characters at most (PS3.5, SH)."""
+    highdicom = pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
+    dicom_series(tmp_path / "ct")
+    labels = ["lung_lower_lobe_left", "lung_lower_lobe_right", "heart"]
+    task = cube_task(image_mode="patch", channels=1, target="multilabel", labels=labels)
+    drawn = {label: np.ones((5, 6, 4), bool) for label in labels}
+    content = dicom_seg(tmp_path / "ct", drawn, series_grid(tmp_path / "ct").affine, task)
+    (tmp_path / "seg.dcm").write_bytes(content)
+    segments = highdicom.seg.segread(tmp_path / "seg.dcm").SegmentSequence
+    codes = [segment.SegmentedPropertyTypeCodeSequence[0] for segment in segments]
+    assert [code.CodeMeaning for code in codes] == labels and codes[2].CodeValue == "heart"
+    values = {code.CodeValue for code in codes}
+    assert len(values) == 3 and max(map(len, values)) <= 16

@@ -1,6 +1,7 @@
 """DP-SGD by hand: clipping, averaging, noise and epsilon; per-image gradients of the task networks against plain autograd."""
 
 import math
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from opacus.accountants import RDPAccountant
 from scipy.stats import kstest
 
 from helpers.picture_sites import SEGMENTATION, numbered_split
-from medflare.core.errors import Aborted
+from medflare.core.errors import Aborted, ConfigError
 from medflare.data.loading import SiteData, Split
-from medflare.privacy.dp_sgd import drawn_patients, epsilon_of, train_dp_sgd
+from medflare.privacy.dp_sgd import check_gradients, drawn_patients, epsilon_of, train_dp_sgd
 from medflare.privacy.ledger import Release, training_patients
 from medflare.tasks.config import load_task
 from medflare.training.site import Site
@@ -234,3 +235,31 @@ class TestDrawnPatients:
         site.abort = lambda: True
         with pytest.raises(Aborted):
             next(drawn_patients(site, 0.5, 1, np.random.default_rng()))
+
+
+class Idle(nn.Module):
+    settings = MappingProxyType({"spec": {"name": "own"}})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.used(images)
+
+
+class Refusing(Idle):
+    def forward(self, images: Tensor) -> Tensor:
+        raise TypeError("two\nlines")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(Idle, r"idle\.weight has no part in the output"), (Refusing, "two")]
+)
+def test_networks_without_every_gradient_are_refused_in_one_line(
+    kind: type[Idle], reason: str
+) -> None:
+    network: Any = kind()
+    with pytest.raises(ConfigError, match=f"network own .*{reason}") as refused:
+        check_gradients(network, torch.ones(2, 3))
+    assert "\n" not in str(refused.value)

@@ -39,7 +39,7 @@ def on_cpu(state: Mapping[str, Tensor]) -> StateDict:
     return {**state, **moved_together(on_gpu, _to_cpu)}
 
 
-def copy_in_place(state: Mapping[str, Tensor]) -> StateDict:
+def copy_on_device(state: Mapping[str, Tensor]) -> StateDict:
     """A detached copy on the same devices that shares no memory with `state`."""
     on_gpu: StateDict = {}
     copies: StateDict = {}

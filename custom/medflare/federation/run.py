@@ -116,7 +116,7 @@ class Run:
             federation = self._federation(exchange, outcome, tracker)
             finished = 0
             if resume:
-                finished = self._own_checkpoint.restore(federation)
+                finished = self._required_checkpoint.restore(federation)
             federation.run(finished)
             self._store(federation.server, outcome)
         except (Aborted, KeyboardInterrupt) as error:
@@ -163,7 +163,7 @@ class Run:
         one that cannot `resume`.
         """
         if resume:
-            self._own_checkpoint.stored()
+            self._required_checkpoint.stored()
         check_run(
             self.method,
             self.task,
@@ -218,7 +218,7 @@ class Run:
         return federation
 
     @property
-    def _own_checkpoint(self) -> Checkpoint:
+    def _required_checkpoint(self) -> Checkpoint:
         if self._checkpoint is None:
             raise StateError("a run without a folder cannot be resumed")
         return self._checkpoint

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from medflare.core.message import Message
 from medflare.core.rng import Key, seeded
-from medflare.core.states import StateDict, copy_in_place, copy_state, state_bytes
+from medflare.core.states import StateDict, copy_on_device, copy_state, state_bytes
 from medflare.data.loading import Batch
 from medflare.training.batches import samples_in
 from medflare.training.computing import stays
@@ -236,7 +236,7 @@ def pack_optimizer(optimizer: Optimizer) -> StateDict:
         for slot, value in slots.items():
             if value is not None:
                 packed[f"{index}.{slot}"] = torch.as_tensor(value)
-    return copy_in_place(packed)
+    return copy_on_device(packed)
 
 
 def unpack_optimizer(optimizer: Optimizer, packed: StateDict) -> None:
@@ -245,7 +245,7 @@ def unpack_optimizer(optimizer: Optimizer, packed: StateDict) -> None:
     """
     slots: dict[int, dict[str, Tensor]] = {}
     numbers: dict[str, float] = {}  # of the scaler
-    for key, tensor in copy_in_place(packed).items():
+    for key, tensor in copy_on_device(packed).items():
         owner, slot = key.split(".", 1)
         if owner == _SCALER:
             numbers[slot] = tensor.item()

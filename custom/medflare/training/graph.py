@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from medflare.core.errors import one_line
-from medflare.core.states import StateDict, copy_in_place
+from medflare.core.states import StateDict, copy_on_device
 from medflare.training.computing import stays
 from medflare.training.site import Site
 
@@ -213,7 +213,7 @@ def copied_moments(optimizer: Optimizer) -> Moments:
         for slot, value in slots.items():
             if isinstance(value, Tensor):
                 tensors[f"{index}.{slot}"] = value
-    copies = copy_in_place(tensors)
+    copies = copy_on_device(tensors)
     for index, slots in enumerate(moments.values()):
         for slot in slots:
             slots[slot] = copies.get(f"{index}.{slot}", slots[slot])
