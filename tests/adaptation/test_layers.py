@@ -241,7 +241,8 @@ def test_a_layer_that_no_image_reaches_keeps_its_statistics() -> None:
         def forward(self, images: Tensor) -> Tensor:
             return self.used(images)
 
-    network, shown = Half().eval(), images(5)
+    network: Any = Half().eval()
+    shown = images(5)
     estimate_statistics(network, [shown])
     torch.testing.assert_close(network.used.running_mean, shown.mean(dim=(0, 2, 3)))
     assert torch.equal(network.idle.running_mean, torch.zeros(2))
@@ -267,7 +268,12 @@ def test_an_adapted_model_chooses_for_patients_if_its_model_does() -> None:
         deployed = SuperModel(task, networks, Brightness(), names, choose_by=choose_by)
         adapted = TargetStatistics(deployed.eval())
         parts = predict_split(
-            adapted, split, lambda rows, *pair: Batch(*pair, rows), WholeImages(), task, 8
+            adapted,
+            split,
+            lambda rows, batch, targets: Batch(batch, targets, rows),
+            WholeImages(),
+            task,
+            8,
         )
         answers[choose_by] = torch.cat([part.argmax(dim=1) for part, _, _ in parts]).tolist()
     assert answers == {"patient": [1, 1, 1, 2], "image": [1, 1, 2, 2]}

@@ -99,6 +99,8 @@ def test_a_place_that_cannot_be_written_is_said_before_images_are_read(
         (("data", "init", "{root}", "--shares", "1"), "--shares"),
         (("task", "init", "{root}", "--size", "big", "--out", "{root}/t.json"), "--size"),
         (("task", "init", "{root}", "--out", "{root}/cat/p00_0.png"), "--force"),
+        (("task", "plan", "nosuch.json", "--out", "{root}/cat/p00_0.png"), "--force"),
+        (("task", "plan", "nosuch.json", "--out", "{root}/cat/p00_0.png", "--force"), "nosuch"),
         (("data", "check", "{root}", "--local", "nosuch.json"), "nosuch.json"),
         (("data", "prepare", "prostate"), "--from"),
     ],

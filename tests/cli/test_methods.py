@@ -81,7 +81,11 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    [(["--site-algorithm", "moon"], "--site-algorithm"), (["fedsmm"], "'fedsmm'")],
+    [
+        (["--site-algorithm", "moon"], "--site-algorithm"),
+        (["fedsmm"], "'fedsmm'"),
+        (["fedavg", "--simulator"], "--check"),
+    ],
 )
 def test_what_is_no_method_is_one_line(words: list[str], named: str, refused: Refused) -> None:
     assert named in refused("methods", *words)

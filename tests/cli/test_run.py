@@ -1,8 +1,10 @@
 """`medflare run`, `resume`, `job` and `study` hand on what was asked for; the engines have tests of their own."""
 
+import csv
 import fcntl
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -215,6 +217,14 @@ def test_results_and_models_of_the_simulator_are_where_the_plain_loop_has_them(
         (["run", "fedavg", "--task", "task.jsn"], "no such file"),
         (["run", "fedavg", "--sites", "4", "--sites-per-round", "9"], "--sites-per-round 9"),
         (["run", "fedavg", "--workers", "2"], "--workers"),
+        *(
+            (["run", "fedavg", "--engine", "local", "--dry-run", option, value], named)
+            for option, value, named in (
+                ("--rounds", "-1", "rounds"),
+                ("--sites", "b,../x", "'../x'"),
+                ("--workers", "0", "--workers"),
+            )
+        ),
         (["resume", "jobs/fedsm", "--job", "1", "--workers", "2"], "--workers"),
         *(
             (["run", "fedavg", "--engine", "local", option, "3"], option)
@@ -361,6 +371,13 @@ def test_ctrl_c_says_how_to_go_on(
     assert capsys.readouterr().err.endswith(
         f"medflare resume '{folder}.1' --data-root {tmp_path}\n"
     )
+    assert run_once(folder.parent, "--track", "tensorboard", "--workers", "2") == 130
+    words = shlex.split(capsys.readouterr().err)
+    assert words[words.index("resume") + 1] == f"{folder}.2"
+    assert [words[words.index(name) + 1] for name in ("--track", "--workers")] == [
+        "tensorboard",
+        "2",
+    ]
 
 
 def test_ctrl_c_before_the_first_checkpoint_says_that_nothing_can_be_resumed(
@@ -725,3 +742,47 @@ def test_another_optimizer_has_its_usual_rate_unless_one_is_set(
     ((_, named, _),) = engine.calls
     actual = named["task"].optimizer
     assert {name: actual[name] for name in optimizer} == optimizer
+
+
+def test_a_dry_run_looks_for_the_initial_weights(
+    engine: Engine, tmp_path: Path, refused: Refused
+) -> None:
+    weights = {"file": "w.safetensors", "sha256": "0" * 64, "format": "medflare", "part": "all"}
+    task = small_tasks.tiny_phantom(network={**small_tasks.INSTANCE_UNET, "weights": weights})
+    (tmp_path / "task.json").write_text(json.dumps(task))
+    command = ("run", "fedavg", "--task", str(tmp_path / "task.json"), "--dry-run")
+    assert "w.safetensors" in refused(*command, "--weights", str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("method", "words", "named"),
+    [("fedavg", ("--weights", "x"), "--from"), ("evaluate", ("--rounds", "5"), "--rounds")],
+)
+def test_what_disagrees_with_a_given_model_is_refused(
+    method: str,
+    words: tuple[str, ...],
+    named: str,
+    engine: Engine,
+    tmp_path: Path,
+    refused: Refused,
+) -> None:
+    task = load_task(small_tasks.tiny_phantom())
+    save_model(tmp_path / "model", task, plain_message(initial_network(task, 0).state_dict()), {})
+    call = ("run", method, "--engine", "local", "--from", str(tmp_path / "model"))
+    assert named in refused(*call, *words, "--out", str(tmp_path)) and not engine.calls
+
+
+def test_one_setting_of_a_file_needs_no_list(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "options.json").write_text(json.dumps({"engine": "local", "set": "lam=0.3"}))
+    words = ("--options", str(tmp_path / "options.json"), "--out", str(tmp_path))
+    assert main(["run", "fedsm", *words]) == 0
+    ((_, named, _),) = engine.calls
+    assert named["server"] == {"lam": 0.3}
+
+
+def test_a_table_may_be_written_into_a_new_folder(tmp_path: Path) -> None:
+    site = SiteRecord("inside", metrics={"deployed": {"dice": 0.625}})
+    write_results(tmp_path, RunRecord("fedavg", load_task("phantom"), 0, 3, {"A": site}))
+    table = tmp_path / "nowhere" / "x.csv"
+    assert main(["results", str(tmp_path), "--csv", str(table)]) == 0
+    assert [row["value"] for row in csv.DictReader(table.open()) if row["value"]] == ["0.625"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -23,6 +24,7 @@ from medflare.evaluation.report import (
     patient_values,
     render_report,
     render_site_report,
+    write_results,
 )
 from medflare.evaluation.results import RunRecord, build_results
 from medflare.tasks.classes import Cases
@@ -159,6 +161,18 @@ def test_the_page_says_what_the_task_is_and_uses_the_deployed_model(record: RunR
     sites = {name: dataclasses.replace(site, metrics=equal) for name, site in record.sites.items()}
     same = build_results(dataclasses.replace(record, sites=sites))
     assert "medflare predict models/global IMAGES" in Page(render_report(same, models=stored)).text
+
+
+def test_the_page_names_models_that_are_there(record: RunRecord, tmp_path: Path) -> None:
+    def page() -> str:
+        write_results(tmp_path, record)
+        return (tmp_path / "report.html").read_text()
+
+    assert "medflare predict" not in page()
+    (tmp_path / "models" / "global").mkdir(parents=True)
+    assert "predict models/global" in page() and "models/deployed" not in page()
+    (tmp_path / "models" / "deployed").mkdir()
+    assert "predict models/deployed" in page()
 
 
 def test_settings_without_a_value_have_no_row(record: RunRecord) -> None:

@@ -200,9 +200,10 @@ class TestUsedFolder:
                 raise KeyboardInterrupt
             return ask(exchange, step, messages)
 
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(LocalExchange, "__call__", interrupt)
+        monkeypatch.setattr(LocalExchange, "__call__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
             run(used)
+        monkeypatch.setattr(LocalExchange, "__call__", ask)
         with pytest.raises(StateError, match="checkpoint"):
             resume_local(used)
 

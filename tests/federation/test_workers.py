@@ -168,6 +168,7 @@ def test_the_site_whose_last_reply_took_longest_begins(monkeypatch: pytest.Monke
     assert begun == ["A", "B", "C"]
 
 
+@pytest.mark.slow
 def test_sites_train_after_a_parallel_operation_of_the_parent() -> None:
     """Its other threads are in no process that it forks."""
     code = f"""

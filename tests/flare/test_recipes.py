@@ -1,7 +1,11 @@
 """Recipes: what they take, and the job that comes of it. That they run is told by e2e/test_recipes.py."""
 
 import json
+import os
+import signal
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +74,19 @@ def test_where_sites_have_yet_to_register_the_job_waits_for_them(
     recipe = FedAvgRecipe(rounds=1)
     recipe.process_env(environment(num_clients=3))
     assert recipe._job.job.min_clients == waits_for
+
+
+def test_ctrl_c_is_no_failure_of_the_simulator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def execute(recipe: MedflareRecipe, env: ExecEnv) -> None:
+        with suppress(KeyboardInterrupt):  # as FLARE waits for its processes
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        raise RuntimeError("Simulation failed with return code -2.")
+
+    monkeypatch.setattr(MedflareRecipe, "execute", execute)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="start it again"):
+        FedAvgRecipe(rounds=1).simulate(["A"], tmp_path)
+    assert signal.getsignal(signal.SIGINT) is before
