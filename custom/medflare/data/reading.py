@@ -255,6 +255,8 @@ def _read_picture(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
             image = ImageOps.exif_transpose(image)
             if mask and image.getbands()[-1] == "A":
                 _check_alpha(np.asarray(image), path)
+            if mask and image.mode == "P":
+                _check_palette(image, path)
             if image.mode == "LA":
                 image = image.convert("L")
             elif image.mode.split(";")[0] not in GREY and not (mask and image.mode == "P"):
@@ -302,6 +304,19 @@ def _check_channels(image: Any, tags: Mapping[int, Any], path: Path, mask: bool)
         )
     if mask and 0 in tags.get(_EXTRA_SAMPLES, ()):
         raise DataError(f"{path}: the mask has a channel beside its colours; save it in grey")
+
+
+def _check_palette(image: Any, path: Path) -> None:
+    """Refuse a mask of black and white whose palette has white first: numbers are labels."""
+    used = sorted(number for _, number in image.getcolors())
+    palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
+    shown = palette[[number for number in used if number < len(palette)]]
+    grey = palette[:2] if len(used) == 1 and used[0] < 2 <= len(palette) else shown
+    if len(grey) == 2 and (grey[0] == 255).all() and (grey[1] == 0).all():
+        raise DataError(
+            f"{path}: the mask's palette has white as a lower number than black; "
+            "save the mask in grey, without a palette"
+        )
 
 
 def _check_alpha(array: np.ndarray, path: Path) -> None:

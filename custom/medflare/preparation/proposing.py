@@ -36,7 +36,7 @@ from medflare.data.reading import (
     read_stored,
     suffix,
 )
-from medflare.data.targets import scarce, scarce_line
+from medflare.data.targets import plain_name, scarce, scarce_line
 from medflare.networks.weights import INSTALL, PACKAGED, packaged_weights, scaled_for
 from medflare.preparation.check import check_task
 from medflare.preparation.device_rules import (
@@ -273,7 +273,11 @@ def _structures(
         reason = "as given" if hints.labels else "in the order of the mask files"
         target = Choice("target", "multilabel", "a mask file for each structure")
         return [target, Choice("labels", labels, reason)]
-    named = {name: values for name, values in names.items() if values != [0]}
+    named: dict[str, Any] = {}
+    for name, values in names.items():
+        # nnU-Net's "ignore" is no structure: its pixels count neither in training nor in metrics.
+        if values != [0] and plain_name(name) != "ignore":
+            named[name] = values
     background = 0
     if named:
         reason = "as in the datalist"
@@ -344,8 +348,8 @@ def _mask_values(entries: Sequence[DatalistItem]) -> tuple[int, list[int]]:
         mask = label_values(read_stored(entry.masks[0], mask=True).array, entry.masks[0])
         if len(mask) > 1:
             raise DataError(
-                f"{entry.masks[0]}: a mask with {len(mask)} colour channels; "
-                "store label numbers in one grey mask"
+                f"{entry.masks[0]}: a mask with {len(mask)} channels (colours, or volumes of a "
+                "4-D file); store label numbers in one grey mask"
             )
         shown = set(np.unique(mask).tolist())
         values |= shown
@@ -416,7 +420,7 @@ def _stored_shape(entry: DatalistItem) -> tuple[int, int]:
     if suffix(entry.image) in NIFTI:
         with explained(entry.image):
             shape = nibabel.load(entry.image).shape
-        channels = shape[3] if len(shape) > 3 else 1
+        channels = max(shape[3:], default=1)
         return channels, sum(side > 1 for side in shape[:3])
     array = read_stored(entry.image).array
     channels = 1 if (array == array[:1]).all() else 3
@@ -506,7 +510,8 @@ def _classification(
     counts = {}
     for name in sites[0].classes:
         counts[name] = sum(site.classes[name].images or 0 for site in sites)
-    fewest, *_, most = sorted(counts, key=counts.__getitem__)
+    fewest = min(counts, key=counts.__getitem__)
+    most = max(counts, key=counts.__getitem__)
     augment = [
         {"name": "RandFlip", "prob": 0.5, "spatial_axis": 0 if dims == 3 else 1},
         {

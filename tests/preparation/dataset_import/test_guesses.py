@@ -24,6 +24,7 @@ from medflare.data.datalist import read_content, read_datalist
 from medflare.data.decoding import target_of
 from medflare.data.loading import open_source
 from medflare.data.local import FOLDERS, read_local
+from medflare.data.reading import read_stored
 from medflare.inference.inputs import find_inputs
 from medflare.preparation.check import check_site
 from medflare.preparation.dataset_import.datalists import ImportOptions, ImportReport, import_folder
@@ -621,3 +622,145 @@ def test_a_row_with_more_cells_than_the_header_is_refused(
     line = 3 if first else 2
     with pytest.raises(DataError, match=rf"t\.csv: .*line {line} has 4 cells, the first one 3"):
         read_frame(file)
+
+
+def volume(path: Path, values: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nibabel.save(nibabel.Nifti1Image(np.asarray(values, np.int16), np.eye(4)), path)
+
+
+def test_folders_of_patients_are_no_classes(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for patient in ("pat00", "pat01", "pat02"):
+        for name in ("t1", "flair", "lesion"):
+            volume(tmp_path / patient / f"{name}.nii.gz", random.integers(0, 99, (5, 4, 3)))
+    error = error_of(tmp_path)
+    assert "holds flair.nii.gz, lesion.nii.gz, t1.nii.gz, as folders of patients do" in error
+
+
+@pytest.mark.parametrize("top", ["Kvasir-SEG", "Segmentation"])
+def test_a_folder_of_everything_that_is_called_like_masks(top: str, tmp_path: Path) -> None:
+    for number in range(6):
+        picture(tmp_path / top / "images" / f"{number}.png", value=40 + 9 * number)
+        mask(tmp_path / top / "masks" / f"{number}.png")
+    assert len(imported(tmp_path).dataset.items) == 6
+
+
+def test_structures_called_ignore_are_none(tmp_path: Path) -> None:
+    for number in range(6):
+        picture(tmp_path / "images" / f"{number}.png", value=40 + 9 * number)
+        mask(tmp_path / "masks" / f"{number}.png")
+    imported(tmp_path)
+    file = tmp_path / "datalist.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps({**written, "labels": {"0": "background", "1": "a", "2": "ignore"}}))
+    assert "ignore" not in summarise(tmp_path, TaskHints()).settings["labels"]
+
+
+@pytest.mark.parametrize("white_first", [False, True])
+def test_a_mask_whose_palette_has_white_before_black_is_refused(
+    white_first: bool, tmp_path: Path
+) -> None:
+    indices = np.zeros((8, 8), np.uint8)
+    indices[2:5, 3:6] = 1
+    image = Image.fromarray(indices, "P")
+    palette = [255, 255, 255, 0, 0, 0] if white_first else [0, 0, 0, 255, 255, 255]
+    image.putpalette(palette)
+    image.save(tmp_path / "mask.png")
+    if white_first:
+        with pytest.raises(DataError, match="palette has white as a lower number"):
+            read_stored(tmp_path / "mask.png", mask=True)
+    else:
+        assert (indices == read_stored(tmp_path / "mask.png", mask=True).array[0].T).all()
+
+
+# -- tables and folders of hospitals and downloads ------------------------------------------------
+
+
+def listed(root: Path, header: str, *lines: str, name: str = "labels.csv") -> Path:
+    """A table below a folder."""
+    root.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text("\n".join([header, *lines]), encoding="utf-8")
+    return root
+
+
+def label_by_image(report: ImportReport) -> dict[str, str]:
+    names = report.dataset.labels
+    return {item.first.name: names[str(item.label)] for item in report.dataset.items}
+
+
+def test_a_number_of_a_row_is_not_an_image(tmp_path: Path) -> None:
+    """Rows 1, 2, ... list the pictures 0.png, 1.png, ...: the column with suffixes is the image."""
+    lines = []
+    for number in range(12):
+        picture(tmp_path / f"{number + 1}.png", value=40 + 9 * number)
+        lines.append(f"{number + 1},{12 - number}.png,{'ab'[number % 2]}")
+    report = imported(listed(tmp_path, "id,photo,label", *lines))
+    expected = {f"{12 - number}.png": "ab"[number % 2] for number in range(12)}
+    assert label_by_image(report) == expected
+
+
+def test_a_column_of_split_words_is_the_split(tmp_path: Path) -> None:
+    lines = []
+    for number in range(12):
+        picture(tmp_path / f"{number}.png", value=40 + 9 * number)
+        split = ("train", "val", "test")[number % 3]
+        lines.append(f"{number}.png,{'ab'[number // 6]},{split}")
+    report = imported(listed(tmp_path, "image,label,usage", *lines))
+    splits = {item.first.name: item.split for item in report.dataset.items}
+    assert splits["0.png"] == "training" and splits["2.png"] == "test"
+
+
+@pytest.mark.parametrize(
+    ("label", "words"), [("a;b", "'a;b' joins other labels"), ("a, b", "'a, b' joins other labels")]
+)
+def test_labels_that_join_others_are_refused(label: str, words: str, tmp_path: Path) -> None:
+    lines = []
+    for number, value in enumerate(["a", "b", f'"{label}"'] * 4):
+        picture(tmp_path / f"{number}.png", value=40 + 9 * number)
+        lines.append(f"{number}.png,{value}")
+    assert words in error_of(listed(tmp_path, "image,label", *lines))
+
+
+def test_images_in_no_row_and_tables_that_are_not_used_are_named(tmp_path: Path) -> None:
+    for number in range(12):
+        picture(tmp_path / f"{number}.png", value=40 + 9 * number)
+    rows_of = [f"{number}.png,{'ab'[number % 2]}" for number in range(10)]
+    listed(tmp_path, "image,label", *rows_of, name="train.csv")
+    listed(tmp_path, "image,label", "x.png,a", "y.png,b", name="test.csv")
+    notes = "\n".join(imported(tmp_path).dataset.notes)
+    assert "2 of 12 files are in no complete row" in notes
+    assert "test.csv" in notes
+
+
+def test_numbers_of_patients_are_written_in_one_way(tmp_path: Path) -> None:
+    lines = []
+    for number in range(8):
+        picture(tmp_path / f"{number}.png", value=40 + 9 * number)
+        lines.append(f"{number}.png,{'ab'[number % 2]},{'0007' if number == 5 else number % 8}")
+    lines[7] = "7.png,b,7"
+    error = error_of(listed(tmp_path, "image,label,patient", *lines))
+    assert "patients 0007 and 7 are one number" in error
+
+
+def test_a_first_line_that_names_an_image_is_no_header(tmp_path: Path) -> None:
+    for number in range(8):
+        picture(tmp_path / f"img{number}.png", value=40 + 9 * number)
+    lines = [f"img{number}.png,{number % 2}" for number in range(1, 8)]
+    assert "its first line names an image" in error_of(listed(tmp_path, "img0.png,0", *lines))
+
+
+def test_folders_of_hospitals_with_folders_of_classes_are_asked_about(tmp_path: Path) -> None:
+    for number in range(12):
+        hospital, kind = (("Mainz", "benign"), ("Mainz", "malignant"), ("Kiel", "benign"))[
+            number % 3
+        ]
+        picture(tmp_path / hospital / kind / f"{number}.png", value=40 + 9 * number)
+    assert "--site-folders" in error_of(tmp_path)
+
+
+def test_folders_that_differ_in_the_split_alone_are_no_classes(tmp_path: Path) -> None:
+    for number in range(16):
+        folder = ("benign_train", "benign_test", "malignant_train", "malignant_test")[number % 4]
+        picture(tmp_path / folder / f"{number}.png", value=40 + 9 * number)
+    assert "differ in the split alone" in error_of(tmp_path)

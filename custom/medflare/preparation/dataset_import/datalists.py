@@ -152,7 +152,8 @@ def _find_dataset(folder: ImageFolder, options: ImportOptions) -> Dataset:
         problem = f"{folder.root}: no table (CSV or TSV) for the columns; name it with --table"
         raise DataError("; ".join((problem, *unused.values())))
     if tables:
-        return read_tables(tables, folder, columns, kind=kind, redraw=options.redraw)
+        dataset = read_tables(tables, folder, columns, kind=kind, redraw=options.redraw)
+        return replace(dataset, notes=(*prefixed("not used", unused.values()), *dataset.notes))
     dataset = _by_folders(folder, kind, unused)
     strange = _beside_splits(folder, dataset)
     classes = dataset.kind == "classification"
@@ -206,7 +207,7 @@ def _by_folders(folder: ImageFolder, kind: str, unused: Mapping[Path, str]) -> D
         try:
             dataset = class_folders(folder, images, any_number=kind == "classification")
         except DataError as error:
-            raise DataError("; ".join((str(error), *unused.values()))) from error
+            raise DataError("; ".join((str(error), *unused.values(), *folder.notes))) from error
         if masks:
             notes.append(f"{masks} masks are not used")
     return replace(dataset, notes=(*notes, *dataset.notes))
@@ -465,6 +466,13 @@ def assign_patients(
         assigned.append(replace(item, patient=patient))
         if not patient:
             without.append(item.first)
+    written: dict[str, str] = {}
+    for item in assigned:
+        patient = item.patient
+        number = (patient.lstrip("0") or "0") if patient.isdecimal() else patient
+        other = written.setdefault(number, patient)
+        if other != patient:
+            raise DataError(f"patients {other} and {patient} are one number; write it in one way")
     if not without:
         return assigned, ""
     if len(without) < len(items):

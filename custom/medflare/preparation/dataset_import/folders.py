@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -45,6 +45,7 @@ _IMAGES_OF_CLASS: Final = 2.5  # folders with fewer, in the mean, are probably p
 _TABLES: Final = (".csv", ".tsv")
 _SAMPLE: Final = 3  # pictures of a folder that are read to tell masks from photographs
 _TAGS: Final = ("Rows", "SOPClassUID", "SeriesInstanceUID", "PatientID", "ReferencedSeriesSequence")
+_UNREAD: Final = (".gif", ".webp", ".jfif", ".jpe", ".jp2", ".heic", ".avif")
 _HEADER: Final = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
 
 # Words in the names of files and folders, of which `other` ones say nothing of an image; column ->
@@ -150,7 +151,12 @@ class ImageFolder:
 
         A DICOM segmentation of a series has those of the series, as a mask.
         """
-        names = {image: parse_name(image.relative_to(self.root)) for image in self.images}
+        # A folder of all images says nothing of masks, as Kvasir-SEG.
+        common = _common_folder(self.images)
+        names = {}
+        for image in self.images:
+            inner = parse_name(image.relative_to(common))
+            names[image] = parse_name(image.relative_to(self.root))._replace(mask=inner.mask)
         of_masks = {}
         for mask, image in self.segmented.items():
             of_masks[mask] = names[image]._replace(mask=True)
@@ -171,6 +177,7 @@ def scan_folder(root: Path) -> ImageFolder:
     left_out: LeftOut = {}
     unreadable = []
     others = []
+    foreign: list[Path] = []
     for folder, files in walk(root, left_out, _reason_of_datalist):
         pictures = [file for file in files if suffix(file) in image_suffixes()]
         tables_here = [file for file in files if suffix(file) in _TABLES]
@@ -184,12 +191,16 @@ def scan_folder(root: Path) -> ImageFolder:
         headers |= series_headers
         slices |= apart
         images += pictures
+        foreign += [file for file in files if suffix(file) in _UNREAD]
         tables += tables_here
     images += headers
     notes = left_out_lines(left_out)
     if others:
         first = others[0].relative_to(root).as_posix()
         notes.append(f"left out, DICOM objects without an image: {len(others)}, the first: {first}")
+    if foreign:
+        first = foreign[0].relative_to(root).as_posix()
+        notes.append(f"left out, pictures to save as PNG: {len(foreign)}, the first: {first}")
     if not images:
         suffixes = ", ".join((*image_suffixes(), ".dcm"))
         remedy = "; ".join(("give the folder of the images", *notes, *unreadable[:1]))
@@ -474,6 +485,32 @@ def _without(name: str, affixes: Iterable[str]) -> str:
 # -- images and masks ------------------------------------------------------------------------------
 
 
+def _several_series(folder: ImageFolder) -> str:
+    """The end of an error about images without masks, if a DICOM series shares its folder."""
+    if not folder.slices:
+        return ""
+    files = next(iter(folder.slices.values()))
+    return (
+        f"; {folder.relative(files[0].parent)} holds several series or other files, "
+        "give each series a folder of its own"
+    )
+
+
+def _refuse_patients(folder: ImageFolder, names: Sequence[str], items: Sequence[Item]) -> None:
+    """Raise DataError if the folders of all classes hold volumes of the same names."""
+    volumes = [set[str]() for _ in names]
+    for item in items:
+        if suffix(item.first) in NIFTI:
+            volumes[names.index(item.label)].add(item.first.name)
+    same = sorted(set.intersection(*volumes))
+    if len(same) > 1:
+        raise DataError(
+            f"{folder.root}: each of {names[0]}, ... holds {', '.join(same)}, as folders of "
+            "patients do; call masks NAME_seg, or give a table with --mask-column; if the folders "
+            "are classes, give --kind classification"
+        )
+
+
 def pair_masks(folder: ImageFolder) -> Dataset:
     """Every mask with its image; the channels of an image may be in separate files.
 
@@ -498,6 +535,7 @@ def pair_masks(folder: ImageFolder) -> Dataset:
         found = f"none of {len(files_of)} masks belongs to an image by its name"
         if without and len(_fitting_masks(folder, without[0])) > 1:
             found += f": {_line_without_mask(folder, without[0])}"
+        found += _several_series(folder)
         raise DataError(f"{folder.root}: {found}; supported: {LAYOUTS}")
     if len(channels) > 1 and "" in channels:
         raise DataError(
@@ -777,7 +815,10 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
             f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}"
         )
     shared = set.intersection(*inner.values())
-    if len(shared) > 1:
+    below = Counter(chain.from_iterable(inner.values()))
+    several = len(below) > 1 and max(below.values()) > 1 and all(inner.values())
+    if len(shared) > 1 or (several and not any_number):
+        shared = shared if len(shared) > 1 else below.keys()
         raise DataError(
             f"{folder.root}: each of {', '.join(names)} holds the folders "
             f"{', '.join(sorted(shared))}; if {names[0]}, ... are sites, give --site-folders; if "
@@ -790,6 +831,8 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
                 f"{folder.root}: {name} holds {' and '.join(same)}, as classes are called; "
                 f"if {name} is a split, rename it train, val or test; otherwise take it out"
             )
+    if not any_number:
+        _refuse_patients(folder, names, items)
     photographs = [name for name in names if {*words(name)} <= _IMAGE]
     if photographs and not any_number:
         others = ", ".join(name for name in names if name != photographs[0])
@@ -798,6 +841,14 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
             "masks, give a table with --mask-column; otherwise give --kind classification"
         )
     refuse_variants(names, f"{folder.root}: the class folders")
+    bare: dict[tuple[str, ...], str] = {}
+    for name in names:
+        other = bare.setdefault(tuple(word for word in words(name) if word not in _SPLITS), name)
+        if other != name:
+            raise DataError(
+                f"{folder.root}: {other} and {name} differ in the split alone; "
+                "move them into folders train, val and test"
+            )
     most = min(MAX_CLASSES, max(4, len(items) / _IMAGES_OF_CLASS))
     if len(names) > most and not any_number:
         raise DataError(

@@ -17,7 +17,7 @@ from medflare.core.settings import no_such
 from medflare.core.text import read_text
 from medflare.data.attributes import age_problem, parse_attributes
 from medflare.data.datalist import patient_id
-from medflare.data.reading import stem
+from medflare.data.reading import image_suffixes, stem, suffix
 from medflare.preparation.dataset_import.folders import (
     MAX_CLASSES,
     WORDS,
@@ -79,12 +79,14 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
             "save it as CSV in UTF-8, or give another --table"
         ) from error
     frame = frame.fillna("").rename(columns=_clean)  # a short row lacks cells
+    frame = frame.map(_clean)
+    frame = frame[frame.ne("").any(axis=1)]  # Excel writes rows of separators
     if frame.empty:
         raise DataError(f"{path}: a table without rows; give another --table")
     for name in columns:
         if name not in frame:
             raise DataError(no_such("column", name, frame.columns, str(path)))
-    return frame.map(_clean)
+    return frame
 
 
 def _check_widths(text: str, separator: str, skipped: int) -> None:
@@ -139,6 +141,13 @@ def read_tables(
             read = [replace(item, split=item.split or find.split) for item in read]
         items += read
         missing += incomplete
+    used_files = {file for item in items for file in item.paths}
+    unlisted = [image for image in folder.images if image not in used_files]
+    if unlisted:
+        notes.append(
+            f"{len(unlisted)} of {len(folder.images)} files are in no complete row, "
+            f"the first: {folder.relative(unlisted[0])}"
+        )
     unsplit = sum(not item.split for item in items)
     names = labelled_by if len(labelled_by) > 1 else []
     labels = [item.label for item in items]
@@ -171,7 +180,7 @@ def _read_rows(
     """The images of a table with a list of labels each, and a line for each incomplete row."""
     items = []
     missing = []
-    for line, row in enumerate(frame.to_dict("records"), start=2):
+    for line, row in zip(frame.index + 2, frame.to_dict("records"), strict=True):
         place = f"{path} line {line}"
         cell = dict.fromkeys(used, "")
         for name, listed in used.items():
@@ -187,7 +196,8 @@ def _read_rows(
             split = "" if redraw else _split_of(cell["split"], place)
             patient = str(patient_id(cell["patient"]))
             attributes = parse_attributes(cell["sex"], cell["age"], cell["scanner"])
-            item = Item((image,), label, patient, split, cell["site"], attributes=attributes)
+            site = str(patient_id(cell["site"]))
+            item = Item((image,), label, patient, split, site, attributes=attributes)
             items.append(item)
     return items, missing
 
@@ -251,6 +261,9 @@ def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str)
     frame = read_frame(path)
     find = _FileFinder(folder, path)
     if not any(find.count(frame[name]) for name in frame):
+        for name in _usual_column(WORDS["column"]["image"], list(frame)):
+            for cell in frame[name].head(20):
+                find(cell, f"{folder.relative(path)} column {name}")  # raises if it can be several
         raise DataError(f"{folder.relative(path)} names no image of the folder")
     _used_columns(path, frame, columns, kind, find)
     return find.split
@@ -278,12 +291,11 @@ def _used_columns(
     for name, usual_names in WORDS["attribute_column"].items():
         used[name] = _usual_column(usual_names, others)  # see `data.attributes`
     if not used["image"]:
-        counts = {name: find.count(frame[name]) for name in header}
-        most = max(header, key=counts.__getitem__)
-        if counts[most] > 0:
-            used["image"] = [most]
+        used["image"] = _image_columns(path, frame, find)
     if not used["label"]:
         used["label"] = _label_columns(frame, used)
+    if not used["split"]:
+        used["split"] = _split_columns(frame, used)
     if kind == "classification" or (columns.label and not columns.mask):
         used["mask"] = []
     if used["mask"] or kind == "segmentation":
@@ -297,6 +309,30 @@ def _used_columns(
                 f"give --{name}-column, one of {', '.join(header)}"
             )
     return used
+
+
+def _image_columns(path: Path, frame: pd.DataFrame, find: "_FileFinder") -> list[str]:
+    """The column that names the most files, if there is one; of equals one whose cells have an
+    image's suffix.
+    """
+    counts = {}
+    for name, cells in frame.items():
+        counts[name] = find.count(cells), suffix(Path(cells.iloc[0])) in image_suffixes()
+    most = max(counts, key=counts.__getitem__)
+    if not counts[most][0]:
+        return []
+    if find.count(pd.Series([most])):
+        raise DataError(f"{path}: its first line names an image; put the names of columns above it")
+    return [most]
+
+
+def _split_columns(frame: pd.DataFrame, used: _Used) -> list[str]:
+    """The first other column whose cells all name splits, at least two."""
+    for name, cells in frame.items():
+        splits = set(map(split_name, cells))
+        if len(splits) > 1 and "" not in splits and [name] not in used.values():
+            return [name]
+    return []
 
 
 def _usual_column(usual_names: Sequence[str], header: Sequence[str]) -> list[str]:
@@ -334,6 +370,8 @@ class _FileFinder:
         self._homes = (table.parent, folder.root)
         self._images = frozenset(folder.images)
         self.split = next(filter(None, map(split_name, words(table.stem))), "")
+        if not self.split and table.is_relative_to(folder.root):
+            self.split = parse_name(table.relative_to(folder.root)).split
         self._by_end: defaultdict[str, list[Path]] = defaultdict(list)  # end of the path -> images
         self._by_path: defaultdict[str, list[Path]] = defaultdict(list)
         for image in folder.images:
@@ -391,6 +429,8 @@ def _encode_labels(place: str, cells: pd.DataFrame) -> tuple[list[Any], list[str
         if column.str.contains("|", regex=False).any():
             findings = column.str.get_dummies("|")
             names = [name for name in findings if name.lower() not in WORDS["no_finding"]]
+            if not names:
+                raise DataError(f"{place}: names no finding; give another --label-column")
             refuse_variants(names, place)
             return findings[names].to_numpy().tolist(), names
         names = sorted_labels(column.unique())
@@ -400,6 +440,13 @@ def _encode_labels(place: str, cells: pd.DataFrame) -> tuple[list[Any], list[str
                 "name the class with --label-column"
             )
         refuse_variants(names, place)
+        for mark in ";,/+&":
+            for name in names:
+                if mark in name and {part.strip() for part in name.split(mark)} <= {*names}:
+                    raise DataError(
+                        f"{place}: {name!r} joins other labels; if they are findings of one image, "
+                        "write | between them, otherwise rename it"
+                    )
         return column.map(names.index).tolist(), names
     columns = list(cells.columns)
     texts = cells.replace({"True": "1", "False": "0", "true": "1", "false": "0"})
