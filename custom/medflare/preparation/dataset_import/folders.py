@@ -496,6 +496,34 @@ def _several_series(folder: ImageFolder) -> str:
     )
 
 
+def _refuse_sites(folder: ImageFolder, inner: Mapping[str, Collection[str]]) -> None:
+    """Raise DataError if the folders of all classes hold folders, some of the same name; `inner`:
+    class -> the folders in it.
+    """
+    counts = Counter(chain.from_iterable(inner.values()))
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    if len(counts) > 1 and repeated and all(inner.values()):
+        names = sorted(inner)
+        raise DataError(
+            f"{folder.root}: several of {', '.join(names)} hold a folder {repeated[0]}; if "
+            f"{names[0]}, ... are sites, give --site-folders; if they are classes and the folders "
+            "in them patients, give --kind classification"
+        )
+
+
+def _refuse_names_of_splits(folder: ImageFolder, names: Sequence[str]) -> None:
+    """Raise DataError if names of classes differ in the word of a split alone."""
+    first_of: dict[tuple[str, ...], str] = {}
+    for name in names:
+        without = tuple(word for word in words(name) if word not in _SPLITS)
+        other = first_of.setdefault(without, name)
+        if other != name:
+            raise DataError(
+                f"{folder.root}: {other} and {name} differ in the split alone; "
+                "move them into folders train, val and test"
+            )
+
+
 def _refuse_patients(folder: ImageFolder, names: Sequence[str], items: Sequence[Item]) -> None:
     """Raise DataError if the folders of all classes hold volumes of the same names."""
     volumes = [set[str]() for _ in names]
@@ -815,15 +843,14 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
             f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}"
         )
     shared = set.intersection(*inner.values())
-    below = Counter(chain.from_iterable(inner.values()))
-    several = len(below) > 1 and max(below.values()) > 1 and all(inner.values())
-    if len(shared) > 1 or (several and not any_number):
-        shared = shared if len(shared) > 1 else below.keys()
+    if len(shared) > 1:
         raise DataError(
             f"{folder.root}: each of {', '.join(names)} holds the folders "
             f"{', '.join(sorted(shared))}; if {names[0]}, ... are sites, give --site-folders; if "
             "they are splits, rename them train, val or test; otherwise rename the folders in them"
         )
+    if not any_number:
+        _refuse_sites(folder, inner)
     for name in names:
         same = sorted(deeper[name] & {*names})
         if same:
@@ -841,14 +868,7 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
             "masks, give a table with --mask-column; otherwise give --kind classification"
         )
     refuse_variants(names, f"{folder.root}: the class folders")
-    bare: dict[tuple[str, ...], str] = {}
-    for name in names:
-        other = bare.setdefault(tuple(word for word in words(name) if word not in _SPLITS), name)
-        if other != name:
-            raise DataError(
-                f"{folder.root}: {other} and {name} differ in the split alone; "
-                "move them into folders train, val and test"
-            )
+    _refuse_names_of_splits(folder, names)
     most = min(MAX_CLASSES, max(4, len(items) / _IMAGES_OF_CLASS))
     if len(names) > most and not any_number:
         raise DataError(
