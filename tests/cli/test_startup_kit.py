@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cli.fake_kits import PLAIN
-from medflare.cli.startup_kit import TEMPLATES, Change, Kit, KitSettings, set_up, template
+from medflare.cli.startup_kit import Change, Kit, KitSettings, set_up, template
 from medflare.core.errors import ConfigError
 from medflare.flare.names import COMPONENTS
 
@@ -234,15 +234,3 @@ def test_json_of_another_shape_is_named_and_left(site: Kit, name: str, odd: obje
     with pytest.raises(ConfigError, match=str(site.local / name)):
         set_up(site, KitSettings(bring_code=True, device="cuda"))
     assert _all(site) == before
-
-
-@pytest.mark.parametrize("kind", ["site", "server"])
-def test_kits_list_the_components_of_the_one_table(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
-    """The templates list none."""
-    kit = request.getfixturevalue(kind)
-    file = json.loads((TEMPLATES / kind / "resources.json").read_text())
-    assert file["class_allow_list"] == []
-    set_up(kit, KitSettings())
-    assert _read(kit, "resources.json")["class_allow_list"] == list(COMPONENTS[kind])

@@ -150,6 +150,11 @@ def test_the_others_go_on_without_a_site_which_takes_part_again_once_the_job_is_
         min_sites=1,
         out=tmp_path / "job",
     )
+    for site in ("site-1", "site-2"):
+        local = federation.kit(site) / "local" / "medflare.json"
+        settings = json.loads(local.read_text())
+        settings["bounds"]["inside_sites"] = 1  # a step may use one site's update
+        local.write_text(json.dumps(settings))
     interrupted = federation.submit(job)
     wait_until(lambda: steps_done(federation, interrupted) >= 1, "the job does not get anywhere")
     federation.kill("site-2")

@@ -280,10 +280,12 @@ class TestOtherDistributions:
             "    models={'odd_kind': lambda task, message: 'built'})\n"
         )
         describe(tmp_path, "odd", {"odd": "odd:METHOD"})
-        describe(tmp_path, "other", {"other": "other:METHOD"})
+        describe(tmp_path, "other", {"other": "other_methods:METHOD"})
         discovered()
         model = Message({}, {"kind": "odd_kind"})
-        with pytest.raises(ConfigError, match=rf"'odd_kind'.*odd, other.*{VARIABLE}") as refused:
+        with pytest.raises(
+            ConfigError, match=rf"'odd_kind'.*odd, other_methods.*{VARIABLE}"
+        ) as refused:
             build_deployed(TASK, model)
         assert "odd" not in sys.modules and "\n" not in str(refused.value)
         if by == "the user":

@@ -148,9 +148,7 @@ def test_slices_of_different_grids_are_refused(tmp_path: Path) -> None:
     refused("p0_flair", folder, task)
 
 
-def test_masks_of_a_series_in_opposite_order_are_refused(
-    tmp_path: Path, make_site: SiteOf, edit: Edit
-) -> None:
+def test_masks_of_a_series_in_opposite_order_are_turned(make_site: SiteOf, edit: Edit) -> None:
     """The series is numbered from head to feet, the mask runs upwards."""
     folder, task = (
         make_site(),
@@ -161,10 +159,12 @@ def test_masks_of_a_series_in_opposite_order_are_refused(
     mask[1:3, 1:3, 1] = 1
     write(folder / "mask.nii.gz", mask, grid.affine)
     edit(folder, lambda listed: listed["training"][0].update(image="series", label="mask.nii.gz"))
-    assert len(load_site_data("A", task, folder).train) == 4 + 4
+    before = [bool(target.any()) for target in load_site_data("A", task, folder).train.targets]
+    assert len(before) == 4 + 4 and sum(before[:4]) == 1
     for number in range(4):
         change(series, (number,), InstanceNumber=4 - number)
-    refused(r"mask\.nii\.gz", folder, task)
+    after = [bool(target.any()) for target in load_site_data("A", task, folder).train.targets]
+    assert after == [*reversed(before[:4]), *before[4:]]
 
 
 def test_constant_volumes_are_refused(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509 import Certificate, load_pem_x509_certificate
 
 from medflare.core.errors import ConfigError
-from medflare.flare.names import COMPONENTS
 
 LOCAL_FILE: Final = "medflare.json"  # as in data/local.py, whose import takes a second
 TEMPLATES: Final = Path(__file__).parent / "templates"
@@ -382,13 +381,8 @@ def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
 
 
 def template(kind: str, name: str) -> _Json:
-    """The file `name` of a new kit's local/ folder; resources.json with the classes that a job
-    without code may name.
-    """
-    content = read_object(TEMPLATES / kind / name)
-    if name == "resources.json":
-        content["class_allow_list"] = list(COMPONENTS[kind])
-    return content
+    """The file `name` of a new kit's local/ folder."""
+    return read_object(TEMPLATES / kind / name)
 
 
 # -- a function for each file: its content, None if there is none -> its new content, None: no file

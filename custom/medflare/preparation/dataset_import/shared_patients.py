@@ -40,6 +40,7 @@ def shared_warning(sites: Sites, group: str, lists: Sequence[str] = SPLITS) -> s
         lists: the splits that are written; without "test", each site draws one later.
 
     Examples:
+        >>> from pathlib import Path
         >>> a, b = (Item((Path(site),), 0, "p1", "training", site) for site in ("A", "B"))
         >>> shared_warning({"A": [a], "B": [b]}, "patient")
         'patients at two sites: 1, for example p1 at A and B; each is in one split at all sites'
