@@ -17,6 +17,8 @@ from medflare.core.errors import ConfigError, FederationFailed, StateError
 from medflare.federation.settings import RUN_SETTINGS, WAITS, RunSettings, run_settings
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from medflare.methods.method import Method
     from medflare.tasks.config import TaskConfig
 
@@ -587,7 +589,6 @@ def results(paths: Annotated[list[Path], typer.Argument()], csv: Path | None = N
         medflare results runs/fedsm-phantom-seed0 --csv results.csv
         medflare results runs/fedavg-phantom-seed0 runs/fedsm-phantom-seed0   # compares them
     """
-    from medflare.core.store import csv_cell, write_atomically
     from medflare.evaluation.console import show_results
     from medflare.evaluation.results import COMPLETED, load_results, results_frame
 
@@ -609,7 +610,14 @@ def results(paths: Annotated[list[Path], typer.Argument()], csv: Path | None = N
         completed = all(run["status"] == COMPLETED for run in runs.values())
         table = pd.concat([results_frame(run).assign(run=name) for name, run in runs.items()])
     if csv is not None and table is not None:
-        text = table.map(csv_cell).to_csv(index=False)
-        write_atomically(csv, text.encode(), public=True)
-        print(f"table: {csv}")
+        write_csv(csv, table)
     return 0 if completed else 1
+
+
+def write_csv(path: Path, table: "pd.DataFrame") -> None:
+    """Write a table for a spreadsheet, and print its path."""
+    from medflare.core.store import csv_cell, write_atomically
+
+    text = table.map(csv_cell).to_csv(index=False)
+    write_atomically(path, text.encode(), public=True)
+    print(f"table: {path}")

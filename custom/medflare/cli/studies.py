@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from medflare.cli import options
-from medflare.cli.run import task_changes, with_usual_rate
+from medflare.cli.run import task_changes, with_usual_rate, write_csv
 from medflare.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from medflare.tasks.config import TaskConfig
 
 _SEEDS: Final = "0,1,2"
@@ -206,13 +204,6 @@ def run_study(
     return _reported_failures(groups)
 
 
-def _write_csv(path: Path, table: "pd.DataFrame") -> None:
-    from medflare.core.store import csv_cell, write_atomically
-
-    text = table.map(csv_cell).to_csv(index=False)
-    write_atomically(path, text.encode(), public=True)
-
-
 def _reported_failures(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> int:
     """Print a line for every row with failed runs; 1 if there is one."""
     failed = 0
@@ -294,11 +285,9 @@ def show_tables(
         print(f"page: {html}")
     _write_figures(figures, groups, wanted)
     if csv is not None:
-        _write_csv(csv, export.long_table(groups, study.metrics))
-        print(f"table: {csv}")
+        write_csv(csv, export.long_table(groups, study.metrics))
     if summary is not None:
-        _write_csv(summary, export.summary_table(study, target))
-        print(f"table: {summary}")
+        write_csv(summary, export.summary_table(study, target))
     return 0
 
 

@@ -6,6 +6,7 @@ same weights, bit by bit.
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from medflare.core.errors import one_line
-from medflare.core.states import StateDict, copy_on_device
 from medflare.training.computing import stays
 from medflare.training.site import Site
 
@@ -207,17 +207,7 @@ class StepReplay:
 
 def copied_moments(optimizer: Optimizer) -> Moments:
     """Copies of an optimizer's moments."""
-    moments = {weight: dict(slots) for weight, slots in optimizer.state.items()}
-    tensors: StateDict = {}
-    for index, slots in enumerate(moments.values()):
-        for slot, value in slots.items():
-            if isinstance(value, Tensor):
-                tensors[f"{index}.{slot}"] = value
-    copies = copy_on_device(tensors)
-    for index, slots in enumerate(moments.values()):
-        for slot in slots:
-            slots[slot] = copies.get(f"{index}.{slot}", slots[slot])
-    return moments
+    return {weight: deepcopy(slots) for weight, slots in optimizer.state.items()}
 
 
 def _load(moments: Moments, source: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
