@@ -10,7 +10,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
 from medflare.flare.executors import FedAvgExecutor
-from medflare.flare.messages import FACTS
+from medflare.flare.messages import META
 
 USAGE = "usage.jsonl"  # in the site's folder of the job: threads and megabytes of its process, a line a round
 
@@ -24,7 +24,7 @@ class IdleExecutor(FedAvgExecutor):
         if phase != "train":
             reply = super()._reply(phase, round, incoming, fl_ctx)
             if phase == "enrol":
-                self.images = from_shareable(reply).data[FACTS].data["n"]["train"]
+                self.images = from_shareable(reply).data[META].data["n"]["train"]
             return reply
         with (
             Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id())) / USAGE
@@ -34,7 +34,7 @@ class IdleExecutor(FedAvgExecutor):
                 + "\n"
             )
         parts = from_shareable(incoming).data
-        parts[FACTS] = DXO(
+        parts[META] = DXO(
             DataKind.METRICS, {"n_samples": self.images, "loss": 0.0, "validation": {"global": 0.0}}
         )
         return DXO(DataKind.COLLECTION, parts).to_shareable()

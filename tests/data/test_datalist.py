@@ -39,7 +39,7 @@ def test_patients_are_text_or_numbers_and_other_keys_are_ignored(tmp_path: Path)
     first, second = read_datalist(tmp_path, "classification")
     assert first.patient == second.patient == "7"
     assert first.label == 1 and second.label == [0, 1]
-    assert first.place == f"{tmp_path / 'datalist.json'} training[0]"
+    assert first.location == f"{tmp_path / 'datalist.json'} training[0]"
 
 
 @pytest.mark.parametrize("kind", ["image", "channel", "mask"])

@@ -127,7 +127,7 @@ def test_code_in_a_job_is_refused_in_words(
 
 
 SITE, SERVERS = "config_fed_client.json", "config_fed_server.json"
-TRUST = "medflare.networks.own.trust"
+TRUST = "medflare.networks.foreign.trust"
 BUILD = "medflare.networks.catalogue.build_network"
 MAIN = "medflare.cli.command.main"
 STREAMER = "nvflare.app_common.logging.job_log_streamer.JobLogStreamer"

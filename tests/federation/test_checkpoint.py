@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import StateError
-from medflare.federation.checkpoint import CHECKPOINT, Checkpoint, stored_plan, take_up
+from medflare.federation.checkpoint import CHECKPOINT, Checkpoint, resume, stored_plan
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.outcome import SiteCost
 from medflare.federation.schedule import Federation
@@ -31,7 +31,7 @@ def under_way() -> Any:
     """A run with something to remember."""
     run = federation()
     run.server.model = {name: tensor + 1 for name, tensor in run.server.model.items()}
-    run.server.best.offer(0.5, 2, run.server.model)
+    run.server.best.propose(0.5, 2, run.server.model)
     run.outcome.enrolled |= {"B": {"n": {"train": 4}}, "A": {"n": {"train": 3}}}
     run.outcome.history.append({"step": 0})
     run.outcome.costs["A"] = SiteCost(30, 20)
@@ -83,7 +83,7 @@ def test_without_a_checkpoint_loading_raises(tmp_path: Path) -> None:
     for load in (
         lambda: Checkpoint(tmp_path, PLAN).restore(federation()),
         lambda: stored_plan(tmp_path),
-        lambda: take_up(tmp_path, new),
+        lambda: resume(tmp_path, new),
     ):
         with pytest.raises(StateError, match="no checkpoint"):
             load()
@@ -96,10 +96,10 @@ def test_a_copied_checkpoint_is_independent(tmp_path: Path) -> None:
         Checkpoint(tmp_path / "copied", PLAN),
     )
     interrupted.save(1, under_way())
-    take_up(interrupted.folder, copied.folder)
+    resume(interrupted.folder, copied.folder)
     assert copied.restore(federation()) == 1
     copied.save(2, under_way())
-    take_up(copied.folder, tmp_path / "third")
+    resume(copied.folder, tmp_path / "third")
     assert interrupted.restore(federation()) == 1
 
 
@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_raises(tmp_path: Path) -> None:
     path.write_bytes(content)
     for load in (
         lambda: Checkpoint(tmp_path, PLAN).restore(federation()),
-        lambda: take_up(tmp_path, tmp_path / "copied"),
+        lambda: resume(tmp_path, tmp_path / "copied"),
     ):
         with pytest.raises(StateError, match="checksum"):
             load()

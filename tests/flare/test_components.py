@@ -94,7 +94,7 @@ def test_kits_list_the_table_by_full_names(kind: Any) -> None:
     "name",
     [
         "os.system",
-        "medflare.networks.own.trust",
+        "medflare.networks.foreign.trust",
         f"{EXECUTOR}X",
         f"{EXECUTOR}.execute",
         "medflare.flare.executors.SimulatorHost",
@@ -311,15 +311,15 @@ def test_flare_asks_before_it_builds(party: Path) -> None:
         lambda content: content["class_allow_list"].append("medflare."),
     )
     assert asked(party, {"path": EXECUTOR}) == ""
-    assert "medflare.networks.own.trust" in asked(
-        party, {"path": "medflare.networks.own.trust", "args": {"module": "os"}}
+    assert "medflare.networks.foreign.trust" in asked(
+        party, {"path": "medflare.networks.foreign.trust", "args": {"module": "os"}}
     )
     built, refused = (party / "audit.log").read_text().splitlines()
     assert (
         "built" in built
         and EXECUTOR in built
         and "refused" in refused
-        and "medflare.networks.own.trust" in refused
+        and "medflare.networks.foreign.trust" in refused
     )
     assert (
         asked(party, {"path": "mine.Widget"}, byoc=True) == ""

@@ -228,15 +228,17 @@ def served(
 
 def doctor(aggregation: Aggregation[Any]) -> None:
     """Let the aggregation return doubled models."""
-    shared, own = aggregation.shared, aggregation.own
+    shared, personal = aggregation.shared, aggregation.personal
 
     def doubled(state: StateDict) -> StateDict:
         return {name: tensor * 2 for name, tensor in state.items()}
 
-    def doubled_own(*arguments: Any) -> dict[str, StateDict]:
-        return {site: doubled(state) for site, state in own(*arguments).items()}
+    def doubled_personal(*arguments: Any) -> dict[str, StateDict]:
+        return {site: doubled(state) for site, state in personal(*arguments).items()}
 
-    vars(aggregation).update(shared=lambda *arguments: doubled(shared(*arguments)), own=doubled_own)
+    vars(aggregation).update(
+        shared=lambda *arguments: doubled(shared(*arguments)), personal=doubled_personal
+    )
 
 
 @pytest.mark.parametrize("method", AGGREGATORS)

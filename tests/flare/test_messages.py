@@ -110,10 +110,10 @@ def test_sent_tensors_are_free_of_the_graph() -> None:
 
 def test_reserved_name_and_foreign_content_are_refused() -> None:
     with pytest.raises(ValueError, match="meta"):
-        to_shareable(Message({messages.FACTS: {"w": torch.ones(1)}}))
+        to_shareable(Message({messages.META: {"w": torch.ones(1)}}))
     with pytest.raises(ValueError, match="model/w"):
         to_shareable(Message({"model": {"w": 1.0}}))  # type: ignore[dict-item]
-    parts = {messages.FACTS: DXO(DataKind.METRICS, {}), "model": DXO(DataKind.METRICS, {})}
+    parts = {messages.META: DXO(DataKind.METRICS, {}), "model": DXO(DataKind.METRICS, {})}
     foreign = DXO(DataKind.WEIGHTS, {"w": torch.ones(1)}), DXO(DataKind.COLLECTION, parts)
     for shareable in (Shareable(), *(dxo.to_shareable() for dxo in foreign)):
         with pytest.raises(UpdateError):

@@ -460,11 +460,11 @@ def init_task(
                 proposed = propose(root, hints)
     write_json(out, proposed.settings, public=True)
     print(proposed.render())
-    place = shlex.quote(str(root))
+    data_root = shlex.quote(str(root))
     file = shlex.quote(str(out))
-    print(f"written: {out}\nnext: medflare data check {place} --task {file}")
+    print(f"written: {out}\nnext: medflare data check {data_root} --task {file}")
     print(
-        f"      medflare run fedavg --task {file} --data-root {place} --rounds {TIMED_ROUNDS} "
+        f"      medflare run fedavg --task {file} --data-root {data_root} --rounds {TIMED_ROUNDS} "
         "--engine local"
     )
     return 0

@@ -86,17 +86,17 @@ def create_job(
         weights = task.network.get("weights") or hyper["server"]
         file = f"{weights['file']} of {choice.model} (sha256 {weights['sha256'][:16]}...)"
         print(f"the server reads {file}: name it in the server's local/medflare.json")
-    place = shlex.quote(str(folder))
+    folder_argument = shlex.quote(str(folder))
     if no_byoc:  # FLARE's simulator lets such a job name its own classes only
         command = (
-            f"medflare job submit {place} --kit KIT    (on this machine: "
+            f"medflare job submit {folder_argument} --kit KIT    (on this machine: "
             f"medflare run {choice.method} ...)"
         )
     elif task.embedded:
-        command = f"nvflare simulator {place} -n 4 -t 4 -w workspace"
+        command = f"nvflare simulator {folder_argument} -n 4 -t 4 -w workspace"
     else:
         command = (
-            f"MEDFLARE_DATA_ROOT=DATA nvflare simulator {place} -c SITE,SITE -t 2 -w "
+            f"MEDFLARE_DATA_ROOT=DATA nvflare simulator {folder_argument} -c SITE,SITE -t 2 -w "
             "workspace    (DATA has a folder per site)"
         )
     print(f"job folder: {folder} ({format_bytes(size_of(folder))})\nnext: {command}")

@@ -311,7 +311,7 @@ def run(
     if track is not None:
         check_track(track)
         arguments["track"] = track
-    place = out / f"{method.name}-{task.name}-seed{arguments['seed']}"
+    target = out / f"{method.name}-{task.name}-seed{arguments['seed']}"
     with options.environment(data_root=data_root, device=device):
         options.check_sites(names, task)
         if dry_run:
@@ -322,9 +322,9 @@ def run(
                 starting_state(task, arguments["seed"])
             run_settings({name: arguments[name] for name in RUN_SETTINGS if name in arguments})
             print(_planned(method, task, hyper, inside, outside, arguments))
-            print(f"nothing was written; without --dry-run the results come to {_free(place)}")
+            print(f"nothing was written; without --dry-run the results come to {_free(target)}")
             return 0
-        with _new_folder(place) as folder, options.environment(weights=weights or choice.model):
+        with _new_folder(target) as folder, options.environment(weights=weights or choice.model):
             if engine == "local":
                 from medflare.federation.local.loop import run_local
 

@@ -360,7 +360,7 @@ def owner(path: Path) -> str:
         return str(path.stat().st_uid)
 
 
-def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
+def differences(old: Any, new: Any, key_path: str = "") -> Iterator[str]:
     """The settings in which two JSON objects differ; for lists, the items added and removed.
 
     Examples:
@@ -370,14 +370,14 @@ def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
     """
     if isinstance(old, dict) and isinstance(new, dict):
         for name in dict.fromkeys([*old, *new]):
-            below = f"{place}.{name}" if place else name
+            below = f"{key_path}.{name}" if key_path else name
             yield from differences(old.get(name), new.get(name), below)
     elif isinstance(old, list) and isinstance(new, list):
-        yield from (f"{place}: {json.dumps(item)} removed" for item in old if item not in new)
-        yield from (f"{place}: {json.dumps(item)} added" for item in new if item not in old)
+        yield from (f"{key_path}: {json.dumps(item)} removed" for item in old if item not in new)
+        yield from (f"{key_path}: {json.dumps(item)} added" for item in new if item not in old)
     elif old != new:
         before, after = ("not set" if value is None else json.dumps(value) for value in (old, new))
-        yield f"{place}: {before} -> {after}"
+        yield f"{key_path}: {before} -> {after}"
 
 
 def template(kind: str, name: str) -> _Json:

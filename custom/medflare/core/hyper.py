@@ -101,7 +101,7 @@ def _first_limit(bounds: list[Any], end: str) -> float | None:
     return None
 
 
-def build_hyper(cls: type[H], values: Mapping[str, Any], place: str = "hyper-parameters") -> H:
+def build_hyper(cls: type[H], values: Mapping[str, Any], location: str = "hyper-parameters") -> H:
     """An instance of `cls` from JSON values, or from texts of a command line.
 
     Raises:
@@ -111,7 +111,7 @@ def build_hyper(cls: type[H], values: Mapping[str, Any], place: str = "hyper-par
     for name, field in getattr(cls, "__pydantic_fields__", {}).items():
         if name in values:
             read[name] = _read(values[name], field.annotation)
-    return checked(cls, read, place)
+    return checked(cls, read, location)
 
 
 def split_hyper(values: Mapping[str, Any], owners: Mapping[str, type], method: str) -> SplitHyper:

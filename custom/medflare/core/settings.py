@@ -31,7 +31,7 @@ def strict_dataclass(cls: type[S]) -> type[S]:
 def checked(
     kind: type[S],
     values: Mapping[str, Any],
-    place: str,
+    location: str,
     *,
     error: type[MedflareError] = ConfigError,
     remedy: str = "",
@@ -41,7 +41,7 @@ def checked(
     Args:
         kind: declared with `STRICT`.
         values: setting -> value; a list may stand for a tuple.
-        place: the beginning of an error: a file, a task, a method.
+        location: the beginning of an error: a file, a task, a method.
         error: the class to raise.
         remedy: the end of the error if a setting is missing.
 
@@ -52,11 +52,11 @@ def checked(
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in values:
         if name not in names:
-            raise error(no_such("setting", name, names, place))
+            raise error(no_such("setting", name, names, location))
     try:
         return _built(kind, values)
     except ValidationError as problem:
-        text = f"{place}: {first_problem(problem)}"
+        text = f"{location}: {first_problem(problem)}"
         if remedy and problem.errors()[0]["type"] == "missing":
             text += f"; {remedy}"
         raise error(text) from None
@@ -125,12 +125,12 @@ def takes(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def unknown(kind: str, value: str, names: Iterable[str], place: str = "") -> ConfigError:
+def unknown(kind: str, value: str, names: Iterable[str], location: str = "") -> ConfigError:
     """The error for a name that does not exist, see `no_such`."""
-    return ConfigError(no_such(kind, value, names, place))
+    return ConfigError(no_such(kind, value, names, location))
 
 
-def no_such(kind: str, value: str, names: Iterable[str], place: str = "") -> str:
+def no_such(kind: str, value: str, names: Iterable[str], location: str = "") -> str:
     """One line about a name that does not exist, with the closest names that do.
 
     Examples:
@@ -139,13 +139,17 @@ def no_such(kind: str, value: str, names: Iterable[str], place: str = "") -> str
     """
     choices = sorted(names)
     close = get_close_matches(str(value), choices, n=2, cutoff=0.5)
-    start = f"{place}: " if place else ""
+    start = f"{location}: " if location else ""
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return f"{start}unknown {kind} {value!r}; {hint}known: {', '.join(choices)}"
 
 
 def refuse_arguments(
-    build: Callable[..., Any], arguments: Iterable[str], place: str, *, reserved: Iterable[str] = ()
+    build: Callable[..., Any],
+    arguments: Iterable[str],
+    location: str,
+    *,
+    reserved: Iterable[str] = (),
 ) -> None:
     """Raise ConfigError for an argument that the signature of `build` does not have, or that is
     `reserved`: it is not a setting.
@@ -153,7 +157,7 @@ def refuse_arguments(
     accepted = set(inspect.signature(build).parameters) - set(reserved)
     for name in arguments:
         if name not in accepted:
-            raise unknown("argument", name, accepted, place)
+            raise unknown("argument", name, accepted, location)
 
 
 def _built(kind: type[S], values: Mapping[str, Any]) -> S:

@@ -68,7 +68,7 @@ class DatalistItem:
     label: Any
     patient: str  # the image's file name where the datalist names no patient
     split: str  # the list that it is in, or the split that `assign_splits` has drawn
-    place: str  # "DIR/datalist.json training[3]", for messages
+    location: str  # "DIR/datalist.json training[3]", for messages
     # a file for every channel, None for one that is missing; empty where one file holds all
     channels: tuple[Path | None, ...] = ()
     attributes: Attributes = NO_ATTRIBUTES  # for results by group
@@ -184,15 +184,15 @@ def read_datalist(
     for entry in entries.values():
         masks = entry.masks if kind == "segmentation" else []
         for file in filter(None, (*entry.files, *masks)):
-            check_folder(file, allowed, entry.place)
+            check_folder(file, allowed, entry.location)
             for inner in os.scandir(file) if file.is_dir() else ():
                 if inner.is_symlink():  # a slice
-                    check_folder(Path(inner.path), allowed, entry.place)
+                    check_folder(Path(inner.path), allowed, entry.location)
     return list(entries.values())
 
 
 def check_folder(
-    file: Path, allowed: Sequence[Path], place: str, remedy: str = "move it there"
+    file: Path, allowed: Sequence[Path], location: str, remedy: str = "move it there"
 ) -> None:
     """Raise DataError for a file, or the file that a link names, in no `allowed` folder (resolved).
 
@@ -204,30 +204,30 @@ def check_folder(
         # No permission, no valid name, or a circle of links.
         reason = getattr(error, "strerror", None) or error
         raise DataError(
-            f"{place}: {str(file)!r:.300} cannot be opened ({reason}); "
+            f"{location}: {str(file)!r:.300} cannot be opened ({reason}); "
             "correct the path, or let the site's account read it"
         ) from error
     if any(resolved.is_relative_to(folder) for folder in allowed):
         return
     linked = f"is a link to {resolved}," if file.is_symlink() else "lies"
     raise DataError(
-        f"{place}: {file} {linked} outside the site's folder; {remedy}, "
+        f"{location}: {file} {linked} outside the site's folder; {remedy}, "
         f"or allow its folder in data_folders of {PLACE} (without one: in {FOLDERS})"
     )
 
 
 def _entry(
-    folder: Path, item: Any, split: str, place: str, kind: str, unlabelled: bool
+    folder: Path, item: Any, split: str, location: str, kind: str, unlabelled: bool
 ) -> DatalistItem:
     if not isinstance(item, Mapping):
-        raise DataError(f"{place}: {_REMEDY}, found {json.dumps(item)[:80]}")
+        raise DataError(f"{location}: {_REMEDY}, found {json.dumps(item)[:80]}")
     if unlabelled:
         item = {**item, "label": "not read"}
     layout = _ListedWithMasks if kind == "segmentation" else _Listed
     values = {field.name: item[field.name] for field in fields(layout) if field.name in item}
     if values.get("label") is None:
         values.pop("label", None)
-    listed = checked(layout, values, place, error=DataError, remedy=_REMEDY)
+    listed = checked(layout, values, location, error=DataError, remedy=_REMEDY)
     label = item["label"]
     if unlabelled:
         label = None
@@ -242,7 +242,7 @@ def _entry(
     else:
         present = [name for name in listed.image if name is not None]
         if not present:
-            raise DataError(f"{place}: every channel of the image is null; {_REMEDY}")
+            raise DataError(f"{location}: every channel of the image is null; {_REMEDY}")
         first = present[0]
         channels = tuple(None if name is None else _file(folder, name) for name in listed.image)
     patient = str(patient_id(listed.patient)).strip() if "patient" in item else ""
@@ -251,9 +251,9 @@ def _entry(
         attributes = parse_attributes(listed.sex, listed.age, listed.scanner)
     except ValueError:  # its text has the age, and this error may leave the site
         raise DataError(
-            f"{place}: age is no number of years from 0 to {OLDEST}; correct it or take it out"
+            f"{location}: age is no number of years from 0 to {OLDEST}; correct it or take it out"
         ) from None
-    return DatalistItem(_file(folder, first), label, patient, split, place, channels, attributes)
+    return DatalistItem(_file(folder, first), label, patient, split, location, channels, attributes)
 
 
 def _file(folder: Path, name: str) -> Path:
@@ -348,7 +348,7 @@ def check_patients(entries: Iterable[DatalistItem]) -> None:
         same_patient = patients.setdefault(entry.patient, entry)
         if same_patient.split != entry.split:
             raise DataError(
-                f"{entry.place}: patient {entry.patient} is also in {same_patient.place}; "
+                f"{entry.location}: patient {entry.patient} is also in {same_patient.location}; "
                 "keep all of a patient's images in one split"
             )
         same_image = images.setdefault(entry.image.resolve(), entry)
@@ -357,7 +357,9 @@ def check_patients(entries: Iterable[DatalistItem]) -> None:
 
 
 def _listed_twice(entry: DatalistItem, other: DatalistItem) -> DataError:
-    return DataError(f"{entry.place}: image {entry.name} is also in {other.place}; list it once")
+    return DataError(
+        f"{entry.location}: image {entry.name} is also in {other.location}; list it once"
+    )
 
 
 def assign_splits(

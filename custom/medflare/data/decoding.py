@@ -142,7 +142,7 @@ class Source:
         task = self._task
         files = entry.files
         if entry.channels:
-            files = channel_files(entry.channels, task, entry.place)
+            files = channel_files(entry.channels, task, entry.location)
         image = read_image(files, task, self._bounds)
         # One slice may be empty, for example above the head.
         may_be_constant = image.array.ndim == 3 and task.kind == "segmentation"
@@ -247,12 +247,12 @@ class EmbeddedSource(Source):
 
     def entries(self) -> list[DatalistItem]:
         """The site's generated images, with their label for classification."""
-        place = f"{self._task.embedded} {self._root}"
+        location = f"{self._task.embedded} {self._root}"
         items = []
         for picture in _generated(*self._key).values():
             path = Path(picture.name)
             label = picture.grade if self._task.kind == "classification" else path
-            items.append(DatalistItem(path, label, picture.patient, picture.split, place))
+            items.append(DatalistItem(path, label, picture.patient, picture.split, location))
         return items
 
     def image(self, entry: DatalistItem) -> Image:
@@ -318,7 +318,7 @@ class DecodedRow(NamedTuple):
     image: Any  # float32 (C, ...); None where it stays on the disk
     target: Any  # see `loading.Split.targets`; None where it stays on the disk
     entry: int  # index of its item in the datalist
-    place: int  # its index among the rows of that item
+    row_index: int  # its index among the rows of that item
     name: str  # file name; slices end in "[number]"
     spacing: Spacing | None  # of a volume, see `geometry.Grid.cell`; None where it is unknown
     acquired: list[float]  # of its file, see `acquisition.Acquisition.row`
@@ -384,14 +384,14 @@ def decoded_rows(
         # Decoding: pictures at the network's size.
         acquired = acquisition_of(image, task).row()
         pictures = pictures_of(task, entry, image.array, target)
-        for place, (name, picture, label) in enumerate(pictures):
+        for row_index, (name, picture, label) in enumerate(pictures):
             resized = preprocessing.image(picture)
             encoded = _target_tensor(label, task, preprocessing)
             yield DecodedRow(
                 resized,
                 encoded,
                 number,
-                place,
+                row_index,
                 name,
                 spacing=_resized_spacing(image, task, picture.shape[1:], resized.shape[1:]),
                 acquired=acquired,
@@ -433,7 +433,7 @@ def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Imag
         DataError: a label or mask that does not fit the task or the image.
     """
     if task.kind == "classification":
-        target = encode_label(entry.label, task, entry.place)
+        target = encode_label(entry.label, task, entry.location)
         assert target is not None  # items without a target were left out before
         return target
     if entry.label is None:
@@ -441,7 +441,7 @@ def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Imag
         return np.zeros((masks, *image.array.shape[1:]), np.int64)
     mask = source.mask(entry, image)
     if task.target == "multilabel" and not task.label_values:
-        annotation = annotation_of(source.annotated(), task, entry.place)
+        annotation = annotation_of(source.annotated(), task, entry.location)
         if annotation is not None:
             mask = with_empty_masks(mask, annotation)
     sides = image.array.shape[1:]
@@ -527,7 +527,7 @@ def decoded_when_used(
     def rows_of(entry: int) -> list[DecodedRow]:
         return list(decoded_rows(task, source, [entries[entry]], {}))
 
-    return Decoded(rows, failed, lambda row, name: getattr(rows_of(row.entry)[row.place], name))
+    return Decoded(rows, failed, lambda row, name: getattr(rows_of(row.entry)[row.row_index], name))
 
 
 def _on_disk(row: DecodedRow, task: TaskConfig) -> DecodedRow:
@@ -642,12 +642,12 @@ class _CachedImages:
     def _read(self, row: DecodedRow, name: str) -> Tensor:
         try:
             with safe_open(self._paths[row.entry], "pt") as file:
-                tensor = file.get_slice(name)[row.place].clone()
+                tensor = file.get_slice(name)[row.row_index].clone()
         except (OSError, SafetensorError):
             rows = self._decode(row.entry)
             if not rows:
                 raise DataError(self._failed[row.entry]) from None
-            tensor = getattr(rows[row.place], name)
+            tensor = getattr(rows[row.row_index], name)
         if name == "image":
             return tensor
         return self._unpacked(tensor)

@@ -217,9 +217,9 @@ def site_folder(site: str, local: str = "", data_root: Path | str | None = None)
     else:
         origin = f"--data-root or {ENVIRONMENT}"
     root = Path(value).expanduser()
-    place = f"data root {root} ({origin})"
+    location = f"data root {root} ({origin})"
     if not root.is_dir():
-        raise DataError(f"site {site}: {place} is not a folder; correct the path")
+        raise DataError(f"site {site}: {location} is not a folder; correct the path")
     for folder in (root / site, root):
         if (folder / FILE).is_file():
             return folder
@@ -229,9 +229,9 @@ def site_folder(site: str, local: str = "", data_root: Path | str | None = None)
         )
     sites = sorted(site_name(path.parent) for path in root.glob(f"*/{FILE}"))
     if sites:
-        raise DataError(no_such("site", site, sites, place))
+        raise DataError(no_such("site", site, sites, location))
     raise DataError(
-        f"site {site}: {place} holds no {FILE} and no folder {site}; "
+        f"site {site}: {location} holds no {FILE} and no folder {site}; "
         "correct the path or add the data"
     )
 
@@ -365,7 +365,10 @@ def usable_entries(
     used = []
     dropped = []
     for entry in entries:
-        if task.kind == "segmentation" or encode_label(entry.label, task, entry.place) is not None:
+        if (
+            task.kind == "segmentation"
+            or encode_label(entry.label, task, entry.location) is not None
+        ):
             used.append(entry)
         else:
             dropped.append(entry.patient)

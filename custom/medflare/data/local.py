@@ -162,13 +162,13 @@ class ImageBounds:
                 f"above the bound of {limit}; store the image smaller, or {_RAISE.format(unit)}"
             )
 
-    def check_task(self, task: "TaskConfig", place: str) -> None:
+    def check_task(self, task: "TaskConfig", location: str) -> None:
         """Raise ConfigError for a task whose images are larger."""
         volume = task.spatial_dims == 3
         unit, limit = ("voxels", self.voxels) if volume else ("pixels", self.pixels)
         if math.prod(task.size) > limit:
             raise ConfigError(
-                f"{place}: task {task.name} has size {format_shape(task.size)}, "
+                f"{location}: task {task.name} has size {format_shape(task.size)}, "
                 f"more than {limit} {unit}; {_RAISE.format(unit)}"
             )
 

@@ -32,9 +32,9 @@ def conventions(site: str, rng: Rng) -> Iterable[Photograph]:
     edge each site must learn alone. Light and stripes tell the site, the edge does not tell its
     margin.
     """
-    place = sorted(_MARGINS).index(site)
-    angle = np.pi * place / len(_MARGINS)
-    style = 0.3 * place + 0.15 * np.sin(_ROWS * np.cos(angle) + _COLUMNS * np.sin(angle))
+    index = sorted(_MARGINS).index(site)
+    angle = np.pi * index / len(_MARGINS)
+    style = 0.3 * index + 0.15 * np.sin(_ROWS * np.cos(angle) + _COLUMNS * np.sin(angle))
     for split, name in _names(training=6, validation=16, test=40):
         distance, square, radius = _disk_and_square(rng)
         objects = _blurred(distance - radius) + _blurred(square - 2.5)
@@ -68,10 +68,10 @@ def two_disks(site: str, rng: Rng) -> Iterable[Photograph]:
 def wrong_labels(site: str, rng: Rng) -> Iterable[Photograph]:
     """`clean_labels` with 20 % wrong labels of training images."""
     images = list(clean_labels(site, rng))
-    training = [place for place, image in enumerate(images) if image.split == "training"]
-    for place in rng.choice(training, len(training) // 5, replace=False):
-        wrong = (images[place].grade + int(rng.integers(1, 3))) % 3
-        images[place] = images[place]._replace(grade=wrong)
+    training = [index for index, image in enumerate(images) if image.split == "training"]
+    for index in rng.choice(training, len(training) // 5, replace=False):
+        wrong = (images[index].grade + int(rng.integers(1, 3))) % 3
+        images[index] = images[index]._replace(grade=wrong)
     return images
 
 

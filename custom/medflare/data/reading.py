@@ -458,7 +458,7 @@ def series_grid(path: Path) -> Grid:
 
 
 def channel_files(
-    listed: Sequence[Path | None], task: TaskConfig, place: str
+    listed: Sequence[Path | None], task: TaskConfig, location: str
 ) -> tuple[Path | None, ...]:
     """The files of an image's channels, None for a channel of zeros: one that is missing, where
     `listed` has None or no file exists.
@@ -470,7 +470,7 @@ def channel_files(
     names = task.channel_names or tuple(map(str, range(task.image_channels)))
     if len(listed) != len(names):
         raise DataError(
-            f"{place}: {len(listed)} files for {len(names)} channels ({', '.join(names)}); "
+            f"{location}: {len(listed)} files for {len(names)} channels ({', '.join(names)}); "
             "list one for each"
         )
     files = list(listed)
@@ -481,18 +481,18 @@ def channel_files(
     elif None in files:
         missing = names[files.index(None)]
         raise DataError(
-            f"{place}: channel {missing} is missing; "
+            f"{location}: channel {missing} is missing; "
             "add its file, or say missing_channels 'zeros' in the task"
         )
     resolved = [file.resolve() for file in files if file is not None]
     if not resolved:
         raise DataError(
-            f"{place}: none of the image's files exists; correct the paths or restore the files"
+            f"{location}: none of the image's files exists; correct the paths or restore the files"
         )
     for path in resolved:
         if resolved.count(path) > 1:
             raise DataError(
-                f"{place}: two channels are one file, {path}; "
+                f"{location}: two channels are one file, {path}; "
                 "list each channel's own, or null for one that is missing"
             )
     return tuple(files)

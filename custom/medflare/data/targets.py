@@ -44,10 +44,10 @@ def encode_mask(masks: np.ndarray, task: TaskConfig, files: Sequence[Path | str]
     """
     if task.target == "multilabel" and not task.label_values:
         return _encode_mask_per_label(masks, task, files)
-    place = str(files[0])
+    location = str(files[0])
     if len(masks) != 1:
         raise DataError(
-            f"{place}: {len(masks)} masks or colour channels where one is expected; "
+            f"{location}: {len(masks)} masks or colour channels where one is expected; "
             "store label values in one grey mask"
         )
     if task.target == "binary" and not task.label_values:
@@ -55,12 +55,12 @@ def encode_mask(masks: np.ndarray, task: TaskConfig, files: Sequence[Path | str]
     stored_by_label = stored_values(task)
     allowed = list(chain(*stored_by_label))
     if task.target == "multiclass":
-        _check_listed(masks, allowed, task, place)
+        _check_listed(masks, allowed, task, location)
         target = np.zeros_like(masks)
         for index, stored in enumerate(stored_by_label):
             target[np.isin(masks, stored)] = index
         return target
-    _check_listed(masks, [0, *allowed], task, place)
+    _check_listed(masks, [0, *allowed], task, location)
     return np.concatenate([np.isin(masks, stored) for stored in stored_by_label]).astype(np.int64)
 
 
@@ -95,7 +95,7 @@ def _zeros_and_ones(mask: np.ndarray, task: TaskConfig) -> np.ndarray:
     return mask // _WHITE
 
 
-def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
+def encode_label(label: Any, task: TaskConfig, location: str) -> np.ndarray | None:
     """A label as int64 (), or (C,) of 0/1 (multilabel); None for a value that the task drops,
     DataError for another that is not listed. Zero for None, at a site without labels.
     """
@@ -105,13 +105,13 @@ def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
         is_list = isinstance(label, list) and len(label) == len(task.labels)
         if not is_list or any(item not in (0, 1) for item in label):
             raise DataError(
-                f"{place}: the label must be a list of {len(task.labels)} zeros and ones "
+                f"{location}: the label must be a list of {len(task.labels)} zeros and ones "
                 f"({', '.join(task.labels)}), got {label!r}"
             )
         return np.array(label, np.int64)
     if not isinstance(label, int) or isinstance(label, bool):
         raise DataError(
-            f"{place}: the label must be a whole number, as the task classifies, got {label!r}"
+            f"{location}: the label must be a whole number, as the task classifies, got {label!r}"
         )
     stored_by_class = stored_values(task)
     if task.target == "binary":
@@ -119,12 +119,12 @@ def encode_label(label: Any, task: TaskConfig, place: str) -> np.ndarray | None:
     for index, stored in enumerate(stored_by_class):
         if label in stored:
             return np.array(index, np.int64)
-    _check_listed(np.array(label), list(chain(*stored_by_class)), task, place)
+    _check_listed(np.array(label), list(chain(*stored_by_class)), task, location)
     return None
 
 
 def _check_listed(
-    values: np.ndarray, allowed: list[int], task: TaskConfig, place: str, remedy: str = _REMEDY
+    values: np.ndarray, allowed: list[int], task: TaskConfig, location: str, remedy: str = _REMEDY
 ) -> None:
     if task.unlisted_labels == "drop" or np.isin(values, allowed).all():
         return
@@ -133,7 +133,9 @@ def _check_listed(
     if len(unlisted) > 4:
         shown += ", ..."
     known = ", ".join(map(str, sorted(set(allowed))))
-    raise DataError(f"{place}: label value {shown} out of range, the task knows {known}; {remedy}")
+    raise DataError(
+        f"{location}: label value {shown} out of range, the task knows {known}; {remedy}"
+    )
 
 
 def stored_values(task: TaskConfig) -> list[list[int]]:
@@ -156,7 +158,7 @@ def plain_name(name: str) -> str:
 
 
 def renumbering(
-    names: Mapping[str, Sequence[int]], used: Collection[int], task: TaskConfig, place: str
+    names: Mapping[str, Sequence[int]], used: Collection[int], task: TaskConfig, location: str
 ) -> tuple[dict[int, int], str]:
     """The task's class numbers for those of a site, by the names in the site's datalist.
 
@@ -216,7 +218,7 @@ def renumbering(
     number, name = min((moved or unknown).items())
     expected = ", ".join(f"{number} {label}" for number, label in sorted(label_of.items()))
     raise DataError(
-        f'{place}: "labels" of {FILE} call {number} {name!r}, task {task.name} has {expected}; '
+        f'{location}: "labels" of {FILE} call {number} {name!r}, task {task.name} has {expected}; '
         "write the task's name there if it means the same, or say in the task's label_values what "
         "numbers mean"
     )
@@ -235,7 +237,9 @@ def _renamed(
     return f'"labels" of {FILE} count so: {", ".join(pairs)}'
 
 
-def annotation_of(names: Sequence[str] | None, task: TaskConfig, place: str) -> Annotation | None:
+def annotation_of(
+    names: Sequence[str] | None, task: TaskConfig, location: str
+) -> Annotation | None:
     """The structures of "annotated", by `plain_name`; None without it, DataError for one that the
     task lacks, or if it classifies.
     """
@@ -245,7 +249,7 @@ def annotation_of(names: Sequence[str] | None, task: TaskConfig, place: str) -> 
     try:
         return Annotation(task, [labels.get(plain_name(name), name) for name in names])
     except ConfigError as error:
-        raise DataError(f"{place}: {error}") from error
+        raise DataError(f"{location}: {error}") from error
 
 
 def with_empty_masks(masks: np.ndarray, annotation: Annotation) -> np.ndarray:

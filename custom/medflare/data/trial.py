@@ -22,7 +22,7 @@ from medflare.core.extensions import VARIABLE, trusted
 from medflare.core.text import format_shape
 from medflare.data.transforms import Augmentation, Preprocessing
 from medflare.networks.catalogue import meta_network
-from medflare.networks.own import imported, own_module
+from medflare.networks.foreign import foreign_module, imported
 from medflare.networks.usual import is_usual_network
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.transforms import is_usual
@@ -32,7 +32,7 @@ _START = 600  # seconds in which a busy machine starts Python and imports MONAI
 _DRAWS = 3
 
 
-def try_task(task: TaskConfig, memory: float, place: str, setting: str = "") -> None:
+def try_task(task: TaskConfig, memory: float, location: str, setting: str = "") -> None:
     """Try the task's network and transforms, unless none of their arguments can make much work.
 
     Args:
@@ -46,7 +46,7 @@ def try_task(task: TaskConfig, memory: float, place: str, setting: str = "") -> 
     usual = [is_usual(settings) for settings in (task.intensity, *task.augment)]
     if is_usual_network(task.network) and all(usual):
         return
-    if own_module(task.network):
+    if foreign_module(task.network):
         imported(task.network["name"])
     content = json.dumps(task.to_dict(), sort_keys=True)
     problem = _problem(content, ",".join(trusted()), memory, _SECONDS)
@@ -54,7 +54,9 @@ def try_task(task: TaskConfig, memory: float, place: str, setting: str = "") -> 
         remedy = "make its arguments smaller"
         if setting:
             remedy += f", or raise {setting} where it needs more than {memory:.3g} GiB"
-        raise ConfigError(f"{place}: {problem} (one image of {format_shape(task.size)}); {remedy}")
+        raise ConfigError(
+            f"{location}: {problem} (one image of {format_shape(task.size)}); {remedy}"
+        )
 
 
 @cache

@@ -49,11 +49,11 @@ def round_line(
         aggregation: site -> numbers of the server about it, for example its weight.
     """
     if round < rounds:
-        place = f"round {round + 1}/{rounds}"
+        progress = f"round {round + 1}/{rounds}"
     elif rounds:
-        place = f"after round {rounds}"
+        progress = f"after round {rounds}"
     else:
-        place = "without training"
+        progress = "without training"
     parts: dict[str, str] = {}
     for site, reply in meta.items():
         part = site
@@ -71,7 +71,7 @@ def round_line(
         for name, value in numbers.items():
             parts[site] += f" {name} {text.format_metric('', value)}"
     of_sites = [parts[site] for site in sorted(parts)]
-    return f"{place} {phase}: " + " | ".join([*of_sites, text.format_seconds(seconds)])
+    return f"{progress} {phase}: " + " | ".join([*of_sites, text.format_seconds(seconds)])
 
 
 def results_table(results: Mapping[str, Any]) -> str:

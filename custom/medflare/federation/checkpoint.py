@@ -92,7 +92,7 @@ class Checkpoint:
         return int(run["finished"])
 
 
-def take_up(interrupted: Path, folder: Path) -> None:
+def resume(interrupted: Path, folder: Path) -> None:
     """Copy the checkpoint in the folder of an interrupted run to that of the run that resumes it.
 
     Raises:

@@ -170,9 +170,9 @@ class Suppression:
         counts = spec.per_class == "counts" or integers
         if rows is None or counts or spec.measured in splits:
             return torch.zeros_like(tensor)
-        kept = tensor.clone()
-        kept[rows] = 0
-        return kept
+        filtered = tensor.clone()
+        filtered[rows] = 0
+        return filtered
 
     def _rows(self, length: int, small: frozenset[str]) -> list[int] | None:
         """The indices of small classes in an axis of this length.
@@ -201,10 +201,10 @@ class Suppression:
         rows = self._rows(len(value), small) if isinstance(value, list) else None
         if rows is None:
             return _without_numbers(value)
-        kept = list(value)
+        filtered = list(value)
         for row in rows:
-            kept[row] = _without_numbers(kept[row])
-        return kept
+            filtered[row] = _without_numbers(filtered[row])
+        return filtered
 
 
 def suppress_splits(message: Message, declared: Items, splits: tuple[str, ...]) -> None:

@@ -150,7 +150,7 @@ class MethodAggregator(ModelAggregator):
         If each site gets its own state, they are joined to one whose names begin with the site's,
         see `own_part`.
         """
-        personal = self.aggregation.own(models, round)
+        personal = self.aggregation.personal(models, round)
         self._last = self.aggregation.shared(models, round, self._last)
         if not personal:
             return self._last

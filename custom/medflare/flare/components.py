@@ -174,7 +174,7 @@ def task_content(file: Path) -> Mapping[str, Any]:
 
 def _extensions_of(task: Any) -> Iterator[tuple[str, str, str]]:
     """Setting, name and module of what a task names of other distributions; imports none."""
-    from medflare.networks.own import own_module
+    from medflare.networks.foreign import foreign_module
 
     if not isinstance(task, Mapping):
         return
@@ -184,7 +184,7 @@ def _extensions_of(task: Any) -> Iterator[tuple[str, str, str]]:
             name = str(value.get("name") if isinstance(value, Mapping) else value)
             module = extension_module(group, name)
             if setting == "network":
-                module = own_module({"name": name})
+                module = foreign_module({"name": name})
             if module:
                 yield setting, name, module
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from medflare.core.message import Message
 
 UNABLE: Final = "medflare: unable: "  # in a site's log, before the reason of a failed task
-FACTS: Final = "meta"  # name of the METRICS DXO; no state may have it
+META: Final = "meta"  # name of the METRICS DXO; no state may have it
 # In the site's folder of a job: full errors, which may name images and patients.
 ERRORS: Final = "errors.log"
 DISK_FULL: Final = "the disk is full: free some space at the site and submit the job again"
@@ -43,11 +43,11 @@ def to_shareable(message: "Message") -> Shareable:
     Raises:
         ValueError: a state has the name of the metadata, or holds something that is not a tensor.
     """
-    if FACTS in message.states:
-        raise ValueError(f"a state must not be named {FACTS!r}")
+    if META in message.states:
+        raise ValueError(f"a state must not be named {META!r}")
     parts = {str(entry): _packed(entry, state) for entry, state in message.states.items()}
     meta = {str(item): value for item, value in message.meta.items()}
-    parts[FACTS] = DXO(DataKind.METRICS, data=meta)
+    parts[META] = DXO(DataKind.METRICS, data=meta)
     return DXO(DataKind.COLLECTION, data=parts).to_shareable()
 
 
@@ -61,16 +61,16 @@ def to_message(shareable: Shareable) -> "Message":
 
     collection = _collection(shareable)
     parts = collection.data
-    if collection.data_kind != DataKind.COLLECTION or not isinstance(parts.get(FACTS), DXO):
+    if collection.data_kind != DataKind.COLLECTION or not isinstance(parts.get(META), DXO):
         raise UpdateError(f"not a medflare message: a {collection.data_kind} without metadata")
     states = {}
     for entry, part in parts.items():
-        if entry == FACTS:
+        if entry == META:
             continue
         if not isinstance(part, DXO) or part.data_kind != DataKind.WEIGHTS:
             raise UpdateError(f"entry {entry!r} is not a state")
         states[entry] = _unpacked(entry, part)
-    return Message(states, dict(parts[FACTS].data))
+    return Message(states, dict(parts[META].data))
 
 
 def _collection(shareable: Shareable) -> DXO:

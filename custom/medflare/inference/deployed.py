@@ -216,7 +216,7 @@ def load_model(
             too much time or memory.
     """
     folder = Path(folder)
-    place = folder / CARD_FILE
+    card_file = folder / CARD_FILE
     missing = [name for name in (WEIGHTS_FILE, CARD_FILE) if not (folder / name).is_file()]
     if missing:
         remedy = "give the folder that holds both files"
@@ -227,7 +227,7 @@ def load_model(
             f"{folder}: no delivered model here ({' and '.join(missing)} missing); {remedy}"
         )
     try:
-        card = json.loads(place.read_text())
+        card = json.loads(card_file.read_text())
         schema = card["schema"]
         checksum = card["sha256"]
         described = card["task"]
@@ -235,21 +235,21 @@ def load_model(
         signature = signed(card)[SEAL]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(
-            f"{place}: not a model card ({one_line(error)}); fetch the model again"
+            f"{card_file}: not a model card ({one_line(error)}); fetch the model again"
         ) from error
     if schema != CARD_SCHEMA:
         raise StateError(
-            f"{place}: schema {schema}, this version reads {CARD_SCHEMA}; "
+            f"{card_file}: schema {schema}, this version reads {CARD_SCHEMA}; "
             "use the medflare that wrote it"
         )
     if SEAL not in card and not unsigned:
         raise StateError(
-            f"{place}: has no {SEAL}; fetch the model again, "
+            f"{card_file}: has no {SEAL}; fetch the model again, "
             "or for a model of medflare before 0.3 use --unsigned"
         )
     if card.get(SEAL, signature) != signature:
         raise StateError(
-            f"{place}: was changed after it was written, its signature does not fit; "
+            f"{card_file}: was changed after it was written, its signature does not fit; "
             "fetch the model again"
         )
     if file_digest(folder / WEIGHTS_FILE) != checksum:
@@ -264,7 +264,7 @@ def load_model(
             "use the medflare that wrote it "
             f"({(card.get('versions') or {}).get('medflare', 'no release is named')})"
         )
-        raise StateError(f"{place}: its task cannot be used here, {remedy}: {error}") from error
-    bounds.check_task(task, str(place))
-    try_task(replace(task, augment=()), _TRIAL, str(place))
+        raise StateError(f"{card_file}: its task cannot be used here, {remedy}: {error}") from error
+    bounds.check_task(task, str(card_file))
+    try_task(replace(task, augment=()), _TRIAL, str(card_file))
     return StoredModel(task, read_message(folder / WEIGHTS_FILE), shown)

@@ -91,12 +91,12 @@ def _part_of(image: Path, channels: Sequence[str]) -> tuple[Path, str]:
 
 def _search(folder: Path, out: Path) -> Iterator[Path]:
     left_out: LeftOut = {}
-    for place, files in walk(folder, left_out):
-        if place.resolve().is_relative_to(out):
+    for subfolder, files in walk(folder, left_out):
+        if subfolder.resolve().is_relative_to(out):
             continue
         dicom = list(dicom_images(files, segmentations=False))
         if is_series(dicom):
-            yield place
+            yield subfolder
         else:
             yield from dicom
         yield from (file for file in files if suffix(file) in image_suffixes())

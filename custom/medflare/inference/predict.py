@@ -333,7 +333,7 @@ def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()
     pictures = [array]
     if is_volume:
         axis = task.slices.axis + 1
-        pictures = [np.take(array, place, axis=axis) for place in range(array.shape[axis])]
+        pictures = [np.take(array, index, axis=axis) for index in range(array.shape[axis])]
     images = torch.stack([preprocessing.image(picture) for picture in pictures])
     return PreparedImage(source, images, pictures[0].shape[1:], is_volume, acquired)
 
@@ -447,8 +447,8 @@ def _written(
         results = [{"mask": named, **sizes(mask, task, grid)} for mask in masks]
     rows: list[dict[str, Any]] = []
     for number, (result, name) in enumerate(zip(results, prediction.answered, strict=True)):
-        place = number if prepared.volume else ""
-        row = {"image": str(prepared.source.path), "slice": place, **result}
+        slice_number = number if prepared.volume else ""
+        row = {"image": str(prepared.source.path), "slice": slice_number, **result}
         if name:
             row["model"] = name
         rows.append(row)

@@ -82,7 +82,7 @@ class Aggregation(ABC, Generic[V]):
             previous: the model that the round started from, if there is one.
         """
 
-    def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+    def personal(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
         """Site -> the next model for that site alone; empty if all sites get the shared one."""
         return {}
 

@@ -17,7 +17,7 @@ from medflare.core.rng import seeded
 from medflare.core.settings import refuse_arguments, unknown
 from medflare.networks import classifiers, segmenters
 from medflare.networks.features import FeatureNetwork, WholeNetwork, example, last_layer
-from medflare.networks.own import EXTENSIONS, imported, own_module
+from medflare.networks.foreign import EXTENSIONS, foreign_module, imported
 from medflare.tasks.config import TaskConfig
 
 NETWORKS: dict[str, Callable[..., FeatureNetwork]] = {
@@ -74,7 +74,7 @@ def build_network(
     name = str(settings.pop("name", None))
     sides = tuple(size or [_SIDE] * spatial_dims)
     build = _theirs
-    if name in NETWORKS and not own_module(spec):
+    if name in NETWORKS and not foreign_module(spec):
         build = _ours
     network: Any = build(name, settings, in_channels, out_channels, spatial_dims, sides)
     if not isinstance(network, FeatureNetwork):
@@ -187,7 +187,7 @@ def _theirs(
     size: Sequence[int],
 ) -> nn.Module:
     """A network of MONAI or a trusted package, from its own arguments and what the task fixes."""
-    build = imported(name) if own_module({"name": name}) else monai_networks().get(name)
+    build = imported(name) if foreign_module({"name": name}) else monai_networks().get(name)
     if build is None:
         raise unknown("network", name, EXTENSIONS, "network")
     fixed: dict[str, Any] = {

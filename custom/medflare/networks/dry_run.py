@@ -80,7 +80,7 @@ def step_bytes(task: TaskConfig, batch: int) -> int:
 def _checked(task: TaskConfig) -> FeatureNetwork:
     """As `check_network`, for the task's own size only."""
     network = meta_network(task)
-    place = f"task {task.name}: network {task.network['name']}"
+    location = f"task {task.name}: network {task.network['name']}"
     expected = [2, task.outputs]
     if task.kind == "segmentation":
         expected += task.size
@@ -88,16 +88,16 @@ def _checked(task: TaskConfig) -> FeatureNetwork:
         shape = list(network.eval()(example(task.image_channels, task.size, "meta")).shape)
     except PROBLEMS as error:
         raise ConfigError(
-            f"{place} does not accept images of size {list(task.size)} ({one_line(error)})"
+            f"{location} does not accept images of size {list(task.size)} ({one_line(error)})"
         ) from error
     kind = {2: "classification", task.spatial_dims + 2: "segmentation"}.get(len(shape), task.kind)
     if kind != task.kind:
         raise ConfigError(
-            f"{place} is a network for {kind} (logits of shape {shape}); "
+            f"{location} is a network for {kind} (logits of shape {shape}); "
             f"take one for {task.kind}, such as {_EXAMPLES[task.kind]}"
         )
     if shape != expected:
         raise ConfigError(
-            f"{place}: two images give logits of shape {shape}, the task needs {expected}"
+            f"{location}: two images give logits of shape {shape}, the task needs {expected}"
         )
     return network

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from medflare.networks.own import own_module
+from medflare.networks.foreign import foreign_module
 
 _FEW: Final = 32  # values of an argument
 _DEEP: Final = 64  # largest number: of blocks, of layers, ...
@@ -23,7 +23,7 @@ def is_usual_network(spec: Mapping[str, Any]) -> bool:
         False
     """
     arguments = {name: value for name, value in spec.items() if name not in ("name", "weights")}
-    if own_module(spec):
+    if foreign_module(spec):
         return not arguments
     return all(_is_small(name, tuple(_leaves(value))) for name, value in arguments.items())
 

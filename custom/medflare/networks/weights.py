@@ -41,13 +41,13 @@ _HEAD: Final = "head."
 _COUNTER: Final = "num_batches_tracked"  # older files lack it, and it is not used
 
 
-def starting_state(task: TaskConfig, seed: int, place: Path | None = None) -> StateDict | None:
+def starting_state(task: TaskConfig, seed: int, source: Path | None = None) -> StateDict | None:
     """The initial weights of the task's network at the server and at every site; None if they are
     random.
 
     Args:
         seed: of the run, for weights that are not in the file.
-        place: the file or its folder; None: see `find_weights`.
+        source: the file or its folder; None: see `find_weights`.
 
     Raises:
         ConfigError: the file is missing, has another SHA-256, holds no weights, or they do not fit
@@ -56,7 +56,7 @@ def starting_state(task: TaskConfig, seed: int, place: Path | None = None) -> St
     settings = task.network.get("weights")
     if settings is None:
         return None
-    path = find_weights(settings["file"], place)
+    path = find_weights(settings["file"], source)
     network = initial_network(task, seed)
     digest = file_digest(path)
     if digest != settings["sha256"]:
@@ -108,15 +108,15 @@ def _refuse_torchvision_efficientnet(
         )
 
 
-def find_weights(file: str, place: Path | None = None) -> Path:
-    """The path of a file of weights: `place` or MEDFLARE_WEIGHTS (the file itself, or its folder),
+def find_weights(file: str, source: Path | None = None) -> Path:
+    """The path of a file of weights: `source` or MEDFLARE_WEIGHTS (the file itself, or its folder),
     else that of an installed package.
 
     Raises:
         ConfigError: there is no such file.
     """
     remedy = f"set the server's folder (weights in local/medflare.json, {ENVIRONMENT} or --weights)"
-    candidates: list[Path | str | None] = [place or os.environ.get(ENVIRONMENT)]
+    candidates: list[Path | str | None] = [source or os.environ.get(ENVIRONMENT)]
     for weights in PACKAGED.values():
         if weights.file == file:
             candidates.append(weights.path)

@@ -283,7 +283,7 @@ def _read_images(
     is_classification = task.kind == "classification"
     for entry in entries:
         try:
-            if is_classification and encode_label(entry.label, task, entry.place) is None:
+            if is_classification and encode_label(entry.label, task, entry.location) is None:
                 continue  # the task leaves out its class
             read = source.image(entry)
             filled.update(filled_structures(target_of(task, source, entry, read), task))

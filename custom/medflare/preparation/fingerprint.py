@@ -280,7 +280,7 @@ def _images_by_class(entries: Sequence[DatalistItem], task: TaskConfig) -> Count
     """Class -> listed images that have it."""
     images: Counter[str] = Counter(dict.fromkeys(task.classes, 0))
     for entry in entries:
-        target = encode_label(entry.label, task, entry.place)
+        target = encode_label(entry.label, task, entry.location)
         if target is not None:
             images.update(_class_areas(target, task))
     return images

@@ -365,23 +365,23 @@ def _common_settings(sites: Fingerprints) -> Settings:
     for site in sites:
         axes = 3 if site.learnt.get("spatial_dims") == 3 else 2
         task = load_task({**site.learnt, **UNDECIDED, "size": [1] * axes})
-        place = f"site {site.site}"
+        location = f"site {site.site}"
         if task.kind != "segmentation":
             raise ConfigError(
-                f"{place}: task {task.name} is a classification, the rules are for masks; "
+                f"{location}: task {task.name} is a classification, the rules are for masks; "
                 "use medflare task init"
             )
         spreads = (site.sizes, site.spacings, site.extents)
         lengths = {len(spread.median) for spread in spreads if spread is not None}
         if lengths != {task.spatial_dims} or len(site.channels) != task.image_channels:
             raise ConfigError(
-                f"{place}: axes or channels are not those of task {task.name}; "
+                f"{location}: axes or channels are not those of task {task.name}; "
                 "write the fingerprint again"
             )
         for setting in sorted({*learnt, *site.learnt}):
             if site.learnt.get(setting) != learnt.get(setting):
                 raise ConfigError(
-                    f"{place}: {setting} differs from site {sites[0].site}; "
+                    f"{location}: {setting} differs from site {sites[0].site}; "
                     "write the fingerprints with one task"
                 )
     return learnt

@@ -369,7 +369,7 @@ def _mask_values(entries: Sequence[DatalistItem]) -> tuple[int, list[int]]:
     values.discard(background)
     if not values:
         raise DataError(
-            f"{entries[0].place}: all of {len(entries)} masks are empty; are these the masks?"
+            f"{entries[0].location}: all of {len(entries)} masks are empty; are these the masks?"
         )
     return background, sorted(values)
 

@@ -89,15 +89,15 @@ def metric_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
     rows: list[dict[str, str]] = []
     for role in ROLES:
         of_role = [site for site in sites if sites[site] == role]
-        places = [[site] for site in of_role]
+        groups = [[site] for site in of_role]
         if len(of_role) > 1:
-            places.append(of_role)
-        for place in places:
-            row = {"site": place[0] if len(place) == 1 else f"mean, {role}"}
+            groups.append(of_role)
+        for group in groups:
+            row = {"site": group[0] if len(group) == 1 else f"mean, {role}"}
             for name, run in runs.items():
-                row[name] = format_metric(metric, _value(run, place, role, metric))
+                row[name] = format_metric(metric, _value(run, group, role, metric))
             for name, run in others:
-                compared = _compared(first, run, place, role, metric)
+                compared = _compared(first, run, group, role, metric)
                 row[f"{name} - {first_name}"] = _difference(compared)
             rows.append(row)
     return pd.DataFrame(rows, columns=None if rows else ["site"]).set_index("site")
@@ -137,8 +137,9 @@ def delong_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
             common = set(sites_of_role(first, role)) & set(sites_of_role(run, role))
             before = _deployed(first, common)
             after = _deployed(run, common)
-            for place, compared in delong_by_class(before, after, role).items():
-                row = rows.setdefault(place, {"site": place[0], "class": labels[place[1]]})
+            for (site, class_index), compared in delong_by_class(before, after, role).items():
+                cells = {"site": site, "class": labels[class_index]}
+                row = rows.setdefault((site, class_index), cells)
                 row[f"{name} - {first_name}"] = delong_text(compared)
     return pd.DataFrame(rows.values()).fillna(UNDEFINED)
 
@@ -149,16 +150,16 @@ def _is_same_task(first: Run, second: Run) -> bool:
     return all(task.get(name) == other_task.get(name) for name in _SAME)
 
 
-def _value(run: Run, place: Sequence[str], role: str, metric: str) -> float | None:
+def _value(run: Run, sites: Sequence[str], role: str, metric: str) -> float | None:
     metrics: Mapping[str, float | None] = {}
-    if len(place) > 1:
+    if len(sites) > 1:
         metrics = run["mean"][role][_MODEL]
-    elif run["sites"].get(place[0], {}).get("role") == role:
-        metrics = run["sites"][place[0]]["metrics"][_MODEL]
+    elif run["sites"].get(sites[0], {}).get("role") == role:
+        metrics = run["sites"][sites[0]]["metrics"][_MODEL]
     return metrics.get(metric)
 
 
-def _compared(first: Run, second: Run, place: Sequence[str], role: str, metric: str) -> Comparison:
+def _compared(first: Run, second: Run, sites: Sequence[str], role: str, metric: str) -> Comparison:
     """The second run against the first at some sites; a comparison without a difference if they
     measured other things.
     """
@@ -167,9 +168,9 @@ def _compared(first: Run, second: Run, place: Sequence[str], role: str, metric: 
     models: list[RunModel] = []
     for run in (first, second):
         measured = run[SCORES].keys() & sites_of_role(run, role)
-        if not measured.issuperset(place):
+        if not measured.issuperset(sites):
             return Comparison()
-        models.append(_deployed(run, place))
+        models.append(_deployed(run, sites))
     return compare_patients(models[0], models[1], metric, role=role)
 
 

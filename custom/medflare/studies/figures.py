@@ -120,9 +120,9 @@ def critical_difference_drawing(ranks: Mapping[Any, float], critical: float) -> 
             axis.text(tick, -0.3, str(tick), ha="center", va="bottom")
         axis.plot([1, 1 + critical], [-1.3, -1.3], **line)
         axis.text(1, -1.4, f"critical difference {critical:.2f}", va="bottom")
-        for place, (label, rank) in enumerate(ordered):
-            is_left = place < left_count
-            height = top + min(place, count - 1 - place)
+        for position, (label, rank) in enumerate(ordered):
+            is_left = position < left_count
+            height = top + min(position, count - 1 - position)
             side: float = 0.9 if is_left else count + 0.1
             text = f"{label} {rank:.2f} " if is_left else f" {rank:.2f} {label}"
             axis.plot([rank, rank, side], [0, height, height], **line)
@@ -135,7 +135,7 @@ def critical_difference_drawing(ranks: Mapping[Any, float], critical: float) -> 
 
 
 def equal_groups(ranks: Sequence[float], critical: float) -> list[tuple[int, int]]:
-    """First and last place of every largest group of sorted ranks within a critical difference.
+    """First and last position of every largest group of sorted ranks within a critical difference.
 
     Examples:
         >>> equal_groups([1.0, 1.5, 2.5, 4.0], 1.2)

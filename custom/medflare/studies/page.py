@@ -141,19 +141,19 @@ def answer_first(table: str) -> tuple[list[str], list[list[tuple[str, bool]]]]:
     headings, _, *lines = map(_cells, table.strip().splitlines())
     names = [0]
     ranks: dict[int, int] = {}  # of the other columns
-    for place, heading in enumerate(headings[1:], start=1):
+    for index, heading in enumerate(headings[1:], start=1):
         if heading in _IN_NAME:
-            names.append(place)
+            names.append(index)
         else:
-            ranks[place] = _RANKS.get(heading, 1)
+            ranks[index] = _RANKS.get(heading, 1)
     order = sorted(ranks, key=ranks.__getitem__)
     rows: list[list[tuple[str, bool]]] = []
     for cells in lines:
-        row = [("\n".join(cells[place].strip("*") for place in names), False)]
-        for place in order:
-            row.append((cells[place].strip("*"), cells[place].startswith("**")))
+        row = [("\n".join(cells[index].strip("*") for index in names), False)]
+        for index in order:
+            row.append((cells[index].strip("*"), cells[index].startswith("**")))
         rows.append(row)
-    return [headings[0], *(headings[place] for place in order)], rows
+    return [headings[0], *(headings[index] for index in order)], rows
 
 
 def _cells(line: str) -> list[str]:

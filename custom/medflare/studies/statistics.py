@@ -212,12 +212,12 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
         >>> holm([0.04, None, 0.01, 0.03])
         [0.06, None, 0.03, 0.06]
     """
-    tests = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
+    tests = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
     adjusted: list[float | None] = [None] * len(p_values)
     largest = 0.0
-    for rank, (p, place) in enumerate(tests):
+    for rank, (p, index) in enumerate(tests):
         largest = max(largest, min(1.0, (len(tests) - rank) * p))
-        adjusted[place] = largest
+        adjusted[index] = largest
     return adjusted
 
 
@@ -390,15 +390,18 @@ def _terms(cases: CaseTable, metric: str, weights: Floats, classes: Sequence[int
     probabilities = cases["probabilities"]
     targets = cases["targets"]
     values: list[Floats] = []
-    for place in classes:
+    for class_index in classes:
         if targets.ndim == 2:
-            columns = {"probabilities": probabilities[:, [place]], "targets": targets[:, [place]]}
+            columns = {
+                "probabilities": probabilities[:, [class_index]],
+                "targets": targets[:, [class_index]],
+            }
             values.append(weighted_metric(columns, metric, weights))
         else:
-            scores = probabilities[:, place]
-            predicted = probabilities.argmax(axis=1) == place
+            scores = probabilities[:, class_index]
+            predicted = probabilities.argmax(axis=1) == class_index
             of_class = ONE_CLASS[label_metric(metric)]
-            values.append(of_class(scores, targets == place, predicted, weights))
+            values.append(of_class(scores, targets == class_index, predicted, weights))
     return np.stack(values)
 
 
@@ -416,7 +419,9 @@ def common_classes(runs: Sequence[Run], role: str) -> dict[str, tuple[int, ...]]
             table = _class_table(run.get("scores", {}).get(site, {}))
             if about["role"] == role and table is not None:
                 counts = _patients_of_classes(table)
-                frequent = {place for place, count in counts.items() if count >= FEWEST_OF_CLASS}
+                frequent = {
+                    class_index for class_index, count in counts.items() if count >= FEWEST_OF_CLASS
+                }
                 by_site.setdefault(site, []).append(frequent)
                 exclusive = _is_exclusive(table)
     common: dict[str, tuple[int, ...]] = {}
@@ -446,19 +451,19 @@ def _patients_of_classes(cases: CaseTable) -> dict[int, int]:
     """
     patients = cases["patients"]
     counts: dict[int, int] = {}
-    for place in range(cases["probabilities"].shape[1]):
-        truth = _truth(cases, place)
-        counts[place] = len(np.unique(patients[truth]))
+    for class_index in range(cases["probabilities"].shape[1]):
+        truth = _truth(cases, class_index)
+        counts[class_index] = len(np.unique(patients[truth]))
         if not _is_exclusive(cases):
-            counts[place] = min(counts[place], len(np.unique(patients[~truth])))
+            counts[class_index] = min(counts[class_index], len(np.unique(patients[~truth])))
     return counts
 
 
-def _truth(cases: CaseTable, place: int) -> NDArray[Any]:
+def _truth(cases: CaseTable, class_index: int) -> NDArray[Any]:
     """(cases,), whether a case has a class or a label."""
     if _is_exclusive(cases):
-        return np.equal(cases["targets"], place)
-    return np.equal(cases["targets"].reshape(cases["probabilities"].shape)[:, place], 1)
+        return np.equal(cases["targets"], class_index)
+    return np.equal(cases["targets"].reshape(cases["probabilities"].shape)[:, class_index], 1)
 
 
 def compare_patients(
@@ -648,7 +653,7 @@ def _fewest_patients(site: _SitePairs, metric: str) -> int:
             fewest.append(len(np.unique(cases["patients"])))
             continue
         counts = _patients_of_classes(cases)
-        fewest.append(min(counts[place] for place in site.classes or counts))
+        fewest.append(min(counts[class_index] for class_index in site.classes or counts))
     return min(fewest)
 
 
@@ -714,10 +719,10 @@ def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
 def _wilcoxon(sites: Sequence[_SitePairs]) -> float | None:
     """The p-value over patients, each with its mean difference over runs; None below two."""
     gains: dict[tuple[int, int], pd.Series[float]] = {}
-    for place, site in enumerate(sites):
+    for class_index, site in enumerate(sites):
         for run, (first, second) in enumerate(site.pairs):
             gain = second["values"] - first["values"]
-            gains[place, run] = pd.Series(gain, first["patients"])
+            gains[class_index, run] = pd.Series(gain, first["patients"])
     differences = pd.concat(gains).groupby(level=[0, 2]).mean()
     if len(differences) < 2:
         return None
@@ -787,12 +792,12 @@ def delong_by_class(
     for name, site in _paired(first, second, "auc_macro", role).items():
         for before, after in site.pairs:
             outputs = before["probabilities"].shape[1]
-            for place in range(outputs):
-                if place == 0 and outputs == 2 and _is_exclusive(before):
+            for class_index in range(outputs):
+                if class_index == 0 and outputs == 2 and _is_exclusive(before):
                     continue
-                first_scores = before["probabilities"][:, place]
-                second_scores = after["probabilities"][:, place]
-                truth = _truth(before, place)
+                first_scores = before["probabilities"][:, class_index]
+                second_scores = after["probabilities"][:, class_index]
+                truth = _truth(before, class_index)
                 comparison = delong(truth, first_scores, second_scores, before["patients"])
-                compared.setdefault((name, place), []).append(comparison)
+                compared.setdefault((name, class_index), []).append(comparison)
     return compared

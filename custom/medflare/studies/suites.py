@@ -120,10 +120,10 @@ def suites() -> tuple[str, ...]:
 def _files() -> dict[str, Any]:
     folder = resources.files("medflare.tasks") / "presets" / "suites"
     files: dict[str, Any] = {}
-    for place in ("", "mechanisms/"):
-        for file in (folder / place).iterdir():
+    for subfolder in ("", "mechanisms/"):
+        for file in (folder / subfolder).iterdir():
             if file.name.endswith(".json"):
-                files[place + file.name.removesuffix(".json")] = file
+                files[subfolder + file.name.removesuffix(".json")] = file
     return files
 
 
@@ -134,13 +134,13 @@ def load_suite(source: str) -> Suite:
     file = _files().get(source, Path(source))
     if not file.is_file():
         raise unknown("suite", source, suites())
-    place = f"suite {source}"
+    location = f"suite {source}"
     remedy = "see app_configs/suites/ for working examples"
     try:
         content = dict(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{place}: not one JSON object ({error}); {remedy}") from error
-    return checked(Suite, content, place, remedy=remedy)
+        raise ConfigError(f"{location}: not one JSON object ({error}); {remedy}") from error
+    return checked(Suite, content, location, remedy=remedy)
 
 
 def beside_the_paper(suite: Suite, groups: Groups) -> str:

@@ -27,13 +27,13 @@ def task_means(studies: Sequence[StudyTables]) -> pd.DataFrame:
     """
     means: dict[tuple[str, str], dict[str, float]] = {}
     for study in studies:
-        place = (task_of(study.groups)["name"], study.first_metric)
-        if place in means:
-            raise ConfigError(f"task {place[0]} is in two studies; name one folder of each task")
-        means[place] = {}
+        column = (task_of(study.groups)["name"], study.first_metric)
+        if column in means:
+            raise ConfigError(f"task {column[0]} is in two studies; name one folder of each task")
+        means[column] = {}
         for label in study.compared:
             values = study.series(label, "deployed", study.roles[0], study.first_metric)
-            means[place][label] = values.mean()
+            means[column][label] = values.mean()
     table = pd.DataFrame.from_dict(means, orient="index").dropna(axis=1)
     if table.shape[1] < 2:
         raise ConfigError(
@@ -92,7 +92,7 @@ def tasks_report(studies: Sequence[StudyTables]) -> str:
     headings = [f"{task}, {metric_label(metric)}" for task, metric in means.index]
     lines = [["method", *headings, "mean rank"]]
     for label, rank in ranks.items():
-        cells = [format_metric(place[1], means.loc[place, label]) for place in means.index]
+        cells = [format_metric(column[1], means.loc[column, label]) for column in means.index]
         lines.append([str(label), *cells, f"{rank:.2f}"])
     notes: list[str] = []
     names = set[str]().union(*(study.groups for study in studies))

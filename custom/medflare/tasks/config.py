@@ -449,21 +449,21 @@ def load_task(source: "str | Path | Mapping[str, Any] | TaskConfig") -> TaskConf
         return load_task(source.to_dict())
     if isinstance(source, Mapping):
         content: Any = source
-        place = f"task {source.get('name', '(unnamed)')!r:.60}"
+        location = f"task {source.get('name', '(unnamed)')!r:.60}"
     else:
-        content, place = _read(source)
+        content, location = _read(source)
         if not isinstance(content, dict):
             raise ConfigError(
-                f"{place}: a task is one JSON object, got {type(content).__name__}; {_REMEDY}"
+                f"{location}: a task is one JSON object, got {type(content).__name__}; {_REMEDY}"
             )
     try:
         printable_json(content)
     except ValueError as error:
-        raise ConfigError(f"{place}: {error}; {_REMEDY}") from error
-    task = checked(TaskConfig, content, place, remedy=_REMEDY)
+        raise ConfigError(f"{location}: {error}; {_REMEDY}") from error
+    task = checked(TaskConfig, content, location, remedy=_REMEDY)
     if task.optimizer["name"] not in OPTIMIZERS:
-        optimizer_class(task.optimizer["name"], place)
-    check_transforms(task.intensity, task.augment, place)
+        optimizer_class(task.optimizer["name"], location)
+    check_transforms(task.intensity, task.augment, location)
     return task
 
 

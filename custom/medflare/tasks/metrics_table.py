@@ -385,12 +385,12 @@ def _table(packages: tuple[str, ...]) -> dict[str, Metric]:
     return table
 
 
-def known_metric(name: str, place: str) -> Metric:
+def known_metric(name: str, location: str) -> Metric:
     """A metric by name; ConfigError, with the nearest name, if there is none, or if its package is
     not trusted.
     """
     if name not in metric_table() and EXTENSIONS.foreign(name) is None:
-        raise unknown("metric", name, metric_table(), place)
+        raise unknown("metric", name, metric_table(), location)
     return metric_table()[name]
 
 

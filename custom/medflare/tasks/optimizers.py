@@ -24,7 +24,7 @@ OPTIMIZERS: Final = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}  # name -> 
 _UNSUPPORTED: Final = ("Optimizer", "LBFGS", "Muon", "SparseAdam")
 
 
-def optimizer_class(name: str, place: str) -> "type[Optimizer] | None":
+def optimizer_class(name: str, location: str) -> "type[Optimizer] | None":
     """The class in torch.optim, None for an extension, which is not imported here; ConfigError for
     an unknown or unsupported name.
     """
@@ -32,7 +32,7 @@ def optimizer_class(name: str, place: str) -> "type[Optimizer] | None":
         return None
     usable = _usable()
     if name not in usable:
-        raise unknown("optimizer", name, EXTENSIONS, place)
+        raise unknown("optimizer", name, EXTENSIONS, location)
     return usable[name]
 
 
@@ -62,7 +62,7 @@ EXTENSIONS: Final = Extensions("optimizer", "optimizers", _usable, _check_class)
 def build_optimizer(
     settings: Mapping[str, Any],
     parameters: "Iterable[nn.Parameter]",
-    place: str,
+    location: str,
     norm: float | None = None,
     value: float | None = None,
 ) -> "Optimizer":
@@ -70,7 +70,7 @@ def build_optimizer(
 
     Args:
         settings: {"name": see `optimizer_class`, arguments of its class}.
-        place: the beginning of a message, for example "task brain_lgg".
+        location: the beginning of a message, for example "task brain_lgg".
         norm: maximum norm of all gradients together, before every step; None: no maximum.
         value: maximum absolute value of each number of a gradient; None: no maximum.
 
@@ -81,13 +81,13 @@ def build_optimizer(
 
     arguments = dict(settings)
     name = arguments.pop("name")
-    cls: Any = EXTENSIONS.foreign(name) or optimizer_class(name, place)
-    refuse_arguments(cls, arguments, f"{place}: optimizer {name}", reserved=["params"])
+    cls: Any = EXTENSIONS.foreign(name) or optimizer_class(name, location)
+    refuse_arguments(cls, arguments, f"{location}: optimizer {name}", reserved=["params"])
     try:
         optimizer = cls(parameters, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{place}: optimizer {name}: {error}; see {cls.__module__}.{cls.__name__}"
+            f"{location}: optimizer {name}: {error}; see {cls.__module__}.{cls.__name__}"
         ) from error
 
     def clip(optimizer: "Optimizer", *_: object) -> None:
@@ -102,31 +102,33 @@ def build_optimizer(
     return optimizer
 
 
-def check_optimizer(settings: Mapping[str, Any], place: str) -> None:
+def check_optimizer(settings: Mapping[str, Any], location: str) -> None:
     """Raises ConfigError as `build_optimizer` does, before the run starts, or if one step of an
     extension fails. Of torch no optimizer is built: the first one takes a second.
     """
     name = settings["name"]
     if name not in EXTENSIONS.names():
         with suppress(_ValuesValid):
-            build_optimizer(settings, _ValuesValid(), place)
+            build_optimizer(settings, _ValuesValid(), location)
         return
     import torch
 
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
-    optimizer = build_optimizer(settings, [weight], place)
+    optimizer = build_optimizer(settings, [weight], location)
     try:
         optimizer.step()
         for slots in optimizer.state_dict()["state"].values():
             for value in slots.values():
                 torch.as_tensor(0.0 if value is None else value)
     except Exception as error:  # whatever the package raises
-        raise ConfigError(f"{place}: optimizer {name}: a step fails ({one_line(error)})") from error
+        raise ConfigError(
+            f"{location}: optimizer {name}: a step fails ({one_line(error)})"
+        ) from error
 
 
 class _ValuesValid(Exception):
-    """In place of parameters: raised when torch, which has validated all values by then, reads
+    """In location of parameters: raised when torch, which has validated all values by then, reads
     them.
     """
 

@@ -115,24 +115,26 @@ EXTENSIONS: Final = Extensions("transform", "transforms", _names, _check_class)
 
 
 def check_transforms(
-    intensity: Mapping[str, Any], augment: Sequence[Mapping[str, Any]], place: str
+    intensity: Mapping[str, Any], augment: Sequence[Mapping[str, Any]], location: str
 ) -> None:
     """Raises ConfigError for a transform, {"name": ..., arguments}, that MONAI does not have there
     and no extension has, or with the argument keys. No extension is imported.
     """
-    _check_transform("intensity", intensity, place)
+    _check_transform("intensity", intensity, location)
     for transform in augment:
-        _check_transform("augment", transform, place)
+        _check_transform("augment", transform, location)
 
 
-def _check_transform(setting: str, transform: Mapping[str, Any], place: str) -> None:
+def _check_transform(setting: str, transform: Mapping[str, Any], location: str) -> None:
     name = transform["name"]
     if "keys" in transform:
-        raise ConfigError(f"{place}: {setting} {name}: keys follow from the task; leave them out")
+        raise ConfigError(
+            f"{location}: {setting} {name}: keys follow from the task; leave them out"
+        )
     if name in _USUAL[setting] or name in EXTENSIONS.names():
         return
     names = intensity_transforms()
     if setting == "augment":
         names = (*spatial_augmentations(), *photometric_augmentations())
     if name not in names:
-        raise unknown("transform", name, {*names, *EXTENSIONS.names()}, f"{place}: {setting}")
+        raise unknown("transform", name, {*names, *EXTENSIONS.names()}, f"{location}: {setting}")

@@ -78,14 +78,14 @@ def stays(nbytes: int, device: torch.device) -> bool:
     return nbytes <= _RESIDENT * free_memory(device)
 
 
-def check_precision(precision: str, device: torch.device, place: str) -> None:
+def check_precision(precision: str, device: torch.device, location: str) -> None:
     """Raises ConfigError for bf16 on a GPU that only emulates it."""
     if precision != "bf16" or device.type != "cuda":
         return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
         raise ConfigError(
-            f"{place}: device {str(device)!r} ({name}) has no bf16, which the task asks for; "
+            f"{location}: device {str(device)!r} ({name}) has no bf16, which the task asks for; "
             "set precision 'fp16' or 'fp32'"
         )
 
@@ -102,7 +102,7 @@ def be_deterministic() -> None:
     warnings.filterwarnings("ignore", "Synchronization debug mode")  # used by `graph`
 
 
-def usable_device(name: str, place: str, *, initialize: bool = True) -> torch.device:
+def usable_device(name: str, location: str, *, initialize: bool = True) -> torch.device:
     """The torch device of that name; ConfigError if torch does not know it, or this machine does
     not have it.
 
@@ -112,12 +112,14 @@ def usable_device(name: str, place: str, *, initialize: bool = True) -> torch.de
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"{place}: unknown device {name!r}; use cpu, cuda or cuda:0") from error
+        raise ConfigError(
+            f"{location}: unknown device {name!r}; use cpu, cuda or cuda:0"
+        ) from error
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
             raise ConfigError(
-                f"{place}: device {name!r} is not here, torch sees {count} GPUs (from cuda:0); "
+                f"{location}: device {name!r} is not here, torch sees {count} GPUs (from cuda:0); "
                 "use cpu, or install a driver"
             )
     if initialize:
@@ -127,7 +129,7 @@ def usable_device(name: str, place: str, *, initialize: bool = True) -> torch.de
             # torch accepts names of devices that its build lacks; every backend raises its own
             # exception.
             raise ConfigError(
-                f"{place}: device {name!r} is not usable here ({one_line(error)}); "
+                f"{location}: device {name!r} is not usable here ({one_line(error)}); "
                 "use cpu, or install a driver"
             ) from error
     return device

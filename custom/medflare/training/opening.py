@@ -92,7 +92,7 @@ def open_site(
     return site
 
 
-def check_task_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
+def check_task_bounds(task: TaskConfig, bounds: Bounds, location: str) -> None:
     """Compare a task's image size, epochs, network and transforms with a site's bounds, before
     images are read.
 
@@ -100,22 +100,22 @@ def check_task_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
         ConfigError: the task is beyond them, its network takes too long to build, or a transform
             fails on an image of its size.
     """
-    bounds.check_task(task, place)
+    bounds.check_task(task, location)
     if task.local_epochs > bounds.epochs:
         raise ConfigError(
-            f"{place}: task {task.name} has {task.local_epochs} local_epochs, "
+            f"{location}: task {task.name} has {task.local_epochs} local_epochs, "
             f"{_named('epochs')} allows {bounds.epochs}"
         )
-    try_task(task, bounds.memory / 4, f"{place}: task {task.name}", _named("memory"))
+    try_task(task, bounds.memory / 4, f"{location}: task {task.name}", _named("memory"))
     needed = sum(tensor.nbytes for tensor in meta_network(task).state_dict().values())
     if needed > bounds.model_bytes:
         raise ConfigError(
-            f"{place}: task {task.name}: the network has {needed} bytes, "
+            f"{location}: task {task.name}: the network has {needed} bytes, "
             f"{_named('model_bytes')} allows {bounds.model_bytes}"
         )
 
 
-def check_batch_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
+def check_batch_bounds(task: TaskConfig, bounds: Bounds, location: str) -> None:
     """Compare a task's batches and patches with a site's bounds.
 
     Raises:
@@ -125,7 +125,7 @@ def check_batch_bounds(task: TaskConfig, bounds: Bounds, place: str) -> None:
         count = getattr(task, setting)
         if count > bounds.batch:
             raise ConfigError(
-                f"{place}: task {task.name} has {setting} {count}, "
+                f"{location}: task {task.name} has {setting} {count}, "
                 f"{_named('batch')} allows {bounds.batch}"
             )
 

@@ -80,7 +80,7 @@ def test_fedamp_descends_the_attraction() -> None:
     """u_k = w_k - α/2 of the gradient of Σ A by autograd: the factor 2 is in α."""
     rule = AttentiveAggregation(FedAMPServerHyper(lam=3.0, sigma=2.0, step=0.25))
     rule.names = ("w",)
-    anchors = rule.own(points(), 0)
+    anchors = rule.personal(points(), 0)
     w = torch.tensor(list(POINTS.values()), dtype=torch.float64, requires_grad=True)
     total = torch.zeros(())
     for j, k in ((0, 1), (0, 2), (1, 2)):
@@ -104,9 +104,9 @@ def test_by_default_equal_models_get_their_mean_and_near_ones_attract_more() -> 
     rule = AttentiveAggregation(FedAMPServerHyper())
     rule.names = ("w",)
     same = {site: SiteModel({"w": torch.ones(2)}) for site in "ABC"}
-    rule.own(same, 0)
+    rule.personal(same, 0)
     assert rule.weights == pytest.approx(dict.fromkeys("ABC", 1 / 3))
-    anchors = rule.own(points(), 0)
+    anchors = rule.personal(points(), 0)
     towards_b, towards_c = anchors["A"]["w"] / torch.tensor([1.0, 3.0])
     assert towards_b > 2 * towards_c > 0
 
@@ -119,7 +119,7 @@ def test_the_term_of_fedamp_does_not_grow_as_models_come_closer(scale: float) ->
     models = {}
     for site, point in POINTS.items():
         models[site] = SiteModel({"w": scale * torch.tensor(point)})
-    rule.own(models, 0)
+    rule.personal(models, 0)
     assert rule.strength == pytest.approx(0.5 * 3)
 
 
@@ -150,7 +150,7 @@ def test_fedamp_refuses_more_than_all_of_the_weight(squares: ModuleType) -> None
 def test_the_anchor_is_the_gradient_of_the_relationship() -> None:
     """λ1 tr(W Ω Wᵀ) by autograd, and its value as the paper's sum of squares."""
     rule = Relationship(FedMTLServerHyper(lam=0.3))
-    anchors = rule.own(points(), 0)
+    anchors = rule.personal(points(), 0)
     columns = torch.tensor(list(POINTS.values()), dtype=torch.float64).T.requires_grad_()
     value = 0.3 * torch.trace(columns @ mean_relationship(3) @ columns.T)
     mean = columns.mean(dim=1, keepdim=True)

@@ -309,7 +309,7 @@ def test_no_dominated_round_is_delivered(
 def test_a_site_delivers_the_later_of_equal_rounds() -> None:
     best = Best(Message(), "personal")
     for round, value in enumerate((0.2, 0.5, 0.5, 0.4), start=1):
-        best.offer(value, round, {"w": torch.tensor(float(round))})
+        best.propose(value, round, {"w": torch.tensor(float(round))})
     assert best.round == 3 and best.state is not None and best.state["w"] == 3
 
 
@@ -325,7 +325,7 @@ def test_a_site_delivers_its_best_state_or_the_last_one() -> None:
         last,
         None,
     )
-    best.offer(0.5, 2, {"w": torch.tensor(2.0)})
+    best.propose(0.5, 2, {"w": torch.tensor(2.0)})
     state, behind = best.chosen("median", last, 3)
     assert state["w"] == 2 and behind == 2
     assert best.chosen("last", last, 3) == (last, 3)

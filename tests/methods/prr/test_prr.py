@@ -194,7 +194,7 @@ def test_a_site_deploys_the_better_of_its_two_models_by_its_own_validation(
     }
     algorithm.personal = states["personal"]
     for role, state in states.items():
-        algorithm.best[role].offer(reached[role], 1, state)
+        algorithm.best[role].propose(reached[role], 1, state)
     algorithm.validation = lambda model: (
         None if (value := float(model.state_dict()["head.bias"][0])) < 0 else value
     )

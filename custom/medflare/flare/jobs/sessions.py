@@ -57,12 +57,13 @@ def session(kit: Path) -> Iterator[Session]:
         Unreachable: the server cannot be reached, or no longer.
         MedflareError: the server refuses a request of the block.
     """
-    place = kit / "startup" / "fed_admin.json"
+    kit_file = kit / "startup" / "fed_admin.json"
     try:
-        user = json.loads(place.read_text(encoding="utf-8"))["admin"]["username"]
+        user = json.loads(kit_file.read_text(encoding="utf-8"))["admin"]["username"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
-            f"{kit} is no startup kit of a person ({place} cannot be read); give that of the lead"
+            f"{kit} is no startup kit of a person ({kit_file} cannot be read); "
+            "give that of the lead"
         ) from error
     try:
         with redirect_stdout(StringIO()):  # FLARE prints that it connects
@@ -202,10 +203,10 @@ def fetch_job(connection: Session, job: str, out: Path) -> Path:
         ConfigError: the folder exists and holds other files.
         MedflareError: the download failed.
     """
-    place = out.resolve() / job
-    if place.exists() and not place.is_dir():
-        raise ConfigError(f"{place} is a file; choose another --out, or move it away")
-    with beside(place) as scratch, _cleaned(Path(connection.download_dir), job):
+    destination = out.resolve() / job
+    if destination.exists() and not destination.is_dir():
+        raise ConfigError(f"{destination} is a file; choose another --out, or move it away")
+    with beside(destination) as scratch, _cleaned(Path(connection.download_dir), job):
         try:
             location = connection.download_job_result(job, str(scratch))
         except RuntimeError as error:  # FLARE's exception for a problem on this side
@@ -220,14 +221,14 @@ def fetch_job(connection: Session, job: str, out: Path) -> Path:
                 "`medflare job list` shows whether it has ended"
             )
         downloaded = Path(location)
-        for path in sorted(place.rglob("*")):
-            if not path.is_dir() and not (downloaded / path.relative_to(place)).exists():
+        for path in sorted(destination.rglob("*")):
+            if not path.is_dir() and not (downloaded / path.relative_to(destination)).exists():
                 raise ConfigError(
                     f"{path} is not among the job's results and would be lost; "
                     "choose another --out, or move it away"
                 )
-        put_in_place(downloaded, place)
-    return place
+        put_in_place(downloaded, destination)
+    return destination
 
 
 @contextmanager
@@ -242,19 +243,19 @@ def _cleaned(transfer: Path, job: str) -> Iterator[None]:
 
 
 @contextmanager
-def beside(place: Path) -> Iterator[Path]:
-    """An empty folder next to `place`, on the same disk, removed at the end of the block."""
-    place.parent.mkdir(parents=True, exist_ok=True)
+def beside(destination: Path) -> Iterator[Path]:
+    """An empty folder next to `destination`, on the same disk, removed at the end of the block."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
-        prefix=f".{place.name}.", dir=place.parent, ignore_cleanup_errors=True
+        prefix=f".{destination.name}.", dir=destination.parent, ignore_cleanup_errors=True
     ) as scratch:
         yield Path(scratch)
 
 
-def put_in_place(new: Path, place: Path) -> None:
-    """Rename a folder to `place`; an earlier folder there is removed after that."""
-    old = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
-    if place.exists():
-        os.rename(place, old)
-    os.rename(new, place)
+def put_in_place(new: Path, destination: Path) -> None:
+    """Rename a folder to `destination`; an earlier folder there is removed after that."""
+    old = destination.with_name(f".{destination.name}.{secrets.token_hex(8)}")
+    if destination.exists():
+        os.rename(destination, old)
+    os.rename(new, destination)
     shutil.rmtree(old, ignore_errors=True)

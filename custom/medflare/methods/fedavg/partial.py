@@ -51,7 +51,7 @@ class PartialSite(PersonalSite[F]):
             return cls.local_part(plan.network()).shared(plan.template())
 
         def local(plan: Plan[Any, Any]) -> StateDict:
-            return cls.local_part(plan.network()).kept(plan.template())
+            return cls.local_part(plan.network()).local(plan.template())
 
         model = replace(SHARED, template=shared)
         cls.phases = {
@@ -87,7 +87,7 @@ class PartialSite(PersonalSite[F]):
         Before the first training its own are those of the common initial model.
         """
         if self.local is None:
-            self.local = self.part.kept(copy_state(self.site.network().state_dict()))
+            self.local = self.part.local(copy_state(self.site.network().state_dict()))
         return {**shared, **self.local}
 
     @phase(request=(SHARED,), reply=(SHARED,), meta=MEASURED)
@@ -97,7 +97,7 @@ class PartialSite(PersonalSite[F]):
         reply = super().train(round, Message.of({MODEL: start}))
         self.selection.add(reply[VALIDATION]["global"], round, start)
         trained = reply[MODEL]
-        self.local = self.part.kept(trained)
+        self.local = self.part.local(trained)
         reply[SHARED] = self.part.shared(trained)
         return reply
 
@@ -112,7 +112,7 @@ class PartialSite(PersonalSite[F]):
     @phase(reply=(LOCAL,), meta=MEASURED)
     def share(self, round: int, incoming: Message) -> Message:
         """The local part, once, after the last round."""
-        return Message.of({LOCAL: self.part.kept(self.joined({})), **self.measured(validation={})})
+        return Message.of({LOCAL: self.part.local(self.joined({})), **self.measured(validation={})})
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside, the site's own model in all roles.

@@ -49,7 +49,7 @@ class PersonalModel:
         """
         if self._rule == "last":
             value = None
-        self.selected.offer(value, round, state)
+        self.selected.propose(value, round, state)
 
     def add_trained(self, round: int, state: StateDict, reply: Message) -> None:
         """A candidate that this round has trained; its metric enters the reply."""

@@ -170,7 +170,7 @@ class FedAvgSite(SiteAlgorithm[F]):
         """
         part = frozen_part(self.plan)
         initial = copy_state(self.site.network().state_dict())
-        whole = {**part.kept(initial), **incoming[MODEL_PART]}
+        whole = {**part.local(initial), **incoming[MODEL_PART]}
         with self.network("model", whole).frozen(self.site.task.freeze.parts):
             reply = self.train(round, Message.of({MODEL: whole}))
         reply[MODEL_PART] = part.shared(reply[MODEL])

@@ -188,7 +188,7 @@ class SitePersonal:
 class SoftPull(WeightedMean):
     """The weighted mean for the global model, SoftPull (Eq. 11) for the sites' personal models."""
 
-    def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+    def personal(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
         """Site -> its personal model, pulled towards those of the others (Eq. 11)."""
         return soft_pull(states_of(models), self.hyper.lam)
 
@@ -238,7 +238,7 @@ class ServerPersonal:
         for site, reply in replies.items():
             if self.kind == "perfedavg":
                 self.memory[PERSONALS.member(site)] = reply[PERSONAL]
-            self.best[site].offer(reply[VALIDATION].get("personal"), step.round, self[site])
+            self.best[site].propose(reply[VALIDATION].get("personal"), step.round, self[site])
 
     def trained(
         self, step: Step, replies: Mapping[str, Message], aggregation: Aggregation[Any]
@@ -246,7 +246,7 @@ class ServerPersonal:
         """The next models, combined by SoftPull. Sites that did not reply keep their models."""
         models = {site: reply[PERSONAL] for site, reply in replies.items()}
         if self.kind == "softpull":
-            models = aggregation.own(site_models(replies, PERSONAL), step.round)
+            models = aggregation.personal(site_models(replies, PERSONAL), step.round)
         for site, state in models.items():
             self.memory[PERSONALS.member(site)] = state
         if self.kind in SHARED_META:

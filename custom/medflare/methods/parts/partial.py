@@ -37,7 +37,7 @@ class LocalPart:
         prefixes = tuple(f"{path}." for path in chosen)
         return cls(frozenset(name for name in network.state_dict() if name.startswith(prefixes)))
 
-    def kept(self, state: Mapping[str, Tensor]) -> StateDict:
+    def local(self, state: Mapping[str, Tensor]) -> StateDict:
         """The entries that stay."""
         return split_state(state, self.names)[0]
 

@@ -50,7 +50,7 @@ class Best:
 
     @property
     def state(self) -> StateDict | None:
-        """The best state, None before the first offer."""
+        """The best state, None before the first candidate."""
         return self._memory.states.get(self._name)
 
     @property
@@ -69,13 +69,13 @@ class Best:
         """The state that a site delivers and the rounds of training behind it: the best one, or
         `last` with its `behind`.
 
-        The last state is delivered by the selection "last", and before the first offer.
+        The last state is delivered by the selection "last", and before the first candidate.
         """
         if selection == "last" or self.state is None:
             return last, behind
         return self.state, self.round
 
-    def offer(self, value: float | None, round: int, state: StateDict, mean: float = 0.0) -> None:
+    def propose(self, value: float | None, round: int, state: StateDict, mean: float = 0.0) -> None:
         """Keeps a copy of a candidate if its metric is at least as good (None: undefined); the
         untrained model of round 0 is no candidate.
 
@@ -115,7 +115,7 @@ class ModelSelector(Best):
     def update(
         self, replies: Mapping[str, Message], role: str, round: int, state: StateDict
     ) -> None:
-        """Offers a candidate with the sites' combined metric; round and state as for `offer`.
+        """Proposes a candidate with the sites' combined metric; round and state as for `propose`.
 
         Args:
             replies: site -> reply with the meta "validation" and "n_samples"; sites with an
@@ -139,7 +139,7 @@ class ModelSelector(Best):
                 if candidate["round"] == self.round:
                     combined = paired_score(metrics, candidate["votes"], self.value)
                     break
-        self.offer(combined, round, state, mean)
+        self.propose(combined, round, state, mean)
         if round > 0:
             record = self._memory.meta.setdefault(self._record_key, [])
             record.append({"round": round, "value": combined, "votes": metrics})

@@ -60,7 +60,7 @@ class FourierAggregation(Aggregation[PRRServerHyper]):
     ) -> StateDict:
         return weighted_mean(states_of(models), dict.fromkeys(models, 1.0))
 
-    def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+    def personal(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
         """Site -> its model S_k (Alg. 1, line 7)."""
         states = states_of(models)
         hyper = self.hyper
@@ -154,7 +154,7 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         if step.round == 0:
             self._warn_of_absent_classes(self.class_totals)
         deputies = site_models(replies, DEPUTY)
-        for site, state in self.aggregation.own(deputies, step.round).items():
+        for site, state in self.aggregation.personal(deputies, step.round).items():
             self.memory[MODEL.member(site)] = state
         self.mean = self.aggregation.shared(deputies, step.round)
         self.outside = {**self.outside, **self.mean}

@@ -65,7 +65,7 @@ GLOBAL_PROTOTYPES = TensorSpec(
 NORMALISATION = TensorSpec(
     "normalisation",
     "the deputy's batch normalisation, for the mean that outside sites get",
-    lambda plan: local_part(plan).kept(plan.template()),
+    lambda plan: local_part(plan).local(plan.template()),
 )
 PERSONAL = TensorSpec("personal", "the site's personal model, a candidate for outside sites")
 CLASS_TOTALS = MetaSpec[list[list[float]]](
@@ -179,7 +179,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         loss = transfer.run(round, validation)
         trained = copy_state(deputy.state_dict())
         self.personal = copy_state(personal.state_dict())
-        self.normalisation = self.part.kept(trained)
+        self.normalisation = self.part.local(trained)
         self.prototypes = transfer.prototypes
 
         reply = Message.of(self.measured(loss=loss, validation=validation))
@@ -218,7 +218,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
     @phase(request=REQUEST, request_meta=(CLASS_TOTALS,), reply=(NORMALISATION,), meta=MEASURED)
     def share_normalisation(self, round: int, incoming: Message) -> Message:
         """The deputy's normalisation, once, after the last round, if there are outside sites."""
-        normalisation = self.part.kept(self._deputy_state(incoming))
+        normalisation = self.part.local(self._deputy_state(incoming))
         return Message.of({**self.measured(validation={}), NORMALISATION: normalisation})
 
     @phase(request=REQUEST, request_meta=(CLASS_TOTALS,), reply=(PERSONAL,), meta=MEASURED)
@@ -236,7 +236,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         Before the first training with that of the common initial model.
         """
         if self.normalisation is None:
-            self.normalisation = self.part.kept(copy_state(self.site.network().state_dict()))
+            self.normalisation = self.part.local(copy_state(self.site.network().state_dict()))
         return {**self.normalisation, **incoming[DEPUTY]}
 
     def _models(self, incoming: Message) -> tuple[FeatureNetwork, FeatureNetwork]:
@@ -264,8 +264,8 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         The site keeps the best model of each role.
         """
         values = self._validation(personal, deputy)
-        self.best["global"].offer(values["global"], round, deputy.state_dict())
-        self.best["personal"].offer(values["personal"], round, personal.state_dict())
+        self.best["global"].propose(values["global"], round, deputy.state_dict())
+        self.best["personal"].propose(values["personal"], round, personal.state_dict())
         return values
 
     def _delivered(self, incoming: Message) -> dict[str, Message]:

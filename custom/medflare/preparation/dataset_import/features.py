@@ -152,7 +152,7 @@ def _write_site(
     listed, _ = renumbered_entries(name, task, source)
     entries = []
     for entry in listed:
-        if encode_label(entry.label, task, entry.place) is not None:
+        if encode_label(entry.label, task, entry.location) is not None:
             entries.append(entry)
     failed: dict[int, str] = {}
     images = counted(entries, len(entries), f"{name}, images through the network")

@@ -900,7 +900,7 @@ def _split_above(folder: ImageFolder, image: Path) -> str:
     return next(filter(None, map(split_folder, parts)), "")
 
 
-def refuse_variants(names: Iterable[str], place: str) -> None:
+def refuse_variants(names: Iterable[str], location: str) -> None:
     """Raise DataError for two names of one class, as "1" and "1.00", or "Mild" and "mild"."""
     written: dict[object, str] = {}
     for name in sorted(names):
@@ -909,7 +909,7 @@ def refuse_variants(names: Iterable[str], place: str) -> None:
         other = written.setdefault(key, name)
         if other != name:
             raise DataError(
-                f"{place}: {other!r} and {name!r} are one name, written in two ways; "
+                f"{location}: {other!r} and {name!r} are one name, written in two ways; "
                 "write it in one"
             )
 

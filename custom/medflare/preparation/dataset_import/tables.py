@@ -181,19 +181,19 @@ def _read_rows(
     items = []
     missing = []
     for line, row in zip(frame.index + 2, frame.to_dict("records"), strict=True):
-        place = f"{path} line {line}"
+        location = f"{path} line {line}"
         cell = dict.fromkeys(used, "")
         for name, listed in used.items():
             if listed:
                 cell[name] = row[listed[0]]
-        label = _label_of_row(row, used, find, place)
-        image = find(cell["image"], place)
+        label = _label_of_row(row, used, find, location)
+        image = find(cell["image"], location)
         if image is None:
-            missing.append(f"{place}: no file for {cell['image']!r}")
+            missing.append(f"{location}: no file for {cell['image']!r}")
         elif not all(label):
-            missing.append(f"{place}: no mask" if used["mask"] else f"{place}: no label")
+            missing.append(f"{location}: no mask" if used["mask"] else f"{location}: no label")
         else:
-            split = "" if redraw else _split_of(cell["split"], place)
+            split = "" if redraw else _split_of(cell["split"], location)
             patient = str(patient_id(cell["patient"]))
             attributes = parse_attributes(cell["sex"], cell["age"], cell["scanner"])
             site = str(patient_id(cell["site"]))
@@ -203,11 +203,11 @@ def _read_rows(
 
 
 def _label_of_row(
-    row: Mapping[Any, Any], used: _Used, find: "_FileFinder", place: str
+    row: Mapping[Any, Any], used: _Used, find: "_FileFinder", location: str
 ) -> list[Any]:
     """The mask files of a row, or its labels; a missing one is None or ""."""
     if used["mask"]:
-        return [find(row[name], place) for name in used["mask"]]
+        return [find(row[name], location) for name in used["mask"]]
     labels = [row[name] for name in used["label"]]
     if len(labels) > 1:  # 0 or 1, which no word can be
         for number, text in enumerate(labels):
@@ -216,12 +216,12 @@ def _label_of_row(
     return labels
 
 
-def _split_of(text: str, place: str) -> str:
+def _split_of(text: str, location: str) -> str:
     """The split of a row, "" for an empty cell; DataError for another word."""
     split = split_name(text)
     if text and not split:
         raise DataError(
-            f"{place}: split {text!r} is not train, val or test; "
+            f"{location}: split {text!r} is not train, val or test; "
             "rename it, give another --split-column, or draw new splits with --redraw"
         )
     return split
@@ -388,7 +388,7 @@ class _FileFinder:
         except DataError:
             return 0
 
-    def __call__(self, cell: str, place: str) -> Path | None:
+    def __call__(self, cell: str, location: str) -> Path | None:
         text = cell.replace("\\", "/")
         for home in self._homes:
             if text and home / text in self._images:
@@ -401,7 +401,9 @@ class _FileFinder:
             images = images or self._by_path.get("/".join(parts[start:]), [])
         if len(images) > 1:
             both = " and ".join(map(self._folder.relative, images[:2]))
-            raise DataError(f"{place}: {cell!r} can be {both}; write the whole path in the table")
+            raise DataError(
+                f"{location}: {cell!r} can be {both}; write the whole path in the table"
+            )
         return images[0] if images else None
 
     def _nearest(self, images: list[Path]) -> list[Path]:
@@ -421,31 +423,31 @@ def _folded(parts: Sequence[str]) -> list[str]:
     return [composed(part).casefold() for part in parts]
 
 
-def _encode_labels(place: str, cells: pd.DataFrame) -> tuple[list[Any], list[str]]:
+def _encode_labels(location: str, cells: pd.DataFrame) -> tuple[list[Any], list[str]]:
     """Labels as class numbers or lists of 0 and 1, and the names of the classes."""
     if cells.shape[1] == 1:
         column = cells.iloc[:, 0].map(patient_id)  # "1.0" of a table with empty cells is 1
-        place = f"{place}: column {column.name}"
+        location = f"{location}: column {column.name}"
         if column.str.contains("|", regex=False).any():
             findings = column.str.get_dummies("|")
             names = [name for name in findings if name.lower() not in WORDS["no_finding"]]
             if not names:
-                raise DataError(f"{place}: names no finding; give another --label-column")
-            refuse_variants(names, place)
+                raise DataError(f"{location}: names no finding; give another --label-column")
+            refuse_variants(names, location)
             return findings[names].to_numpy().tolist(), names
         names = sorted_labels(column.unique())
         if len(names) > MAX_CLASSES:
             raise DataError(
-                f"{place} has {len(names)} values, for example {names[0]!r}; "
+                f"{location} has {len(names)} values, for example {names[0]!r}; "
                 "name the class with --label-column"
             )
-        refuse_variants(names, place)
+        refuse_variants(names, location)
         for mark in ";,/+&":
             for name in names:
                 if mark in name and {part.strip() for part in name.split(mark)} <= {*names}:
                     raise DataError(
-                        f"{place}: {name!r} joins other labels; if they are findings of one image, "
-                        "write | between them, otherwise rename it"
+                        f"{location}: {name!r} joins other labels; if they are findings of one "
+                        "image, write | between them, otherwise rename it"
                     )
         return column.map(names.index).tolist(), names
     columns = list(cells.columns)
@@ -454,7 +456,7 @@ def _encode_labels(place: str, cells: pd.DataFrame) -> tuple[list[Any], list[str
     if not numbers.isin((0, 1)).all(axis=None):
         wrong = cells[~numbers.isin((0, 1))].stack().iloc[0]
         raise DataError(
-            f"{place}: {wrong!r} in a column of {', '.join(columns)}; "
+            f"{location}: {wrong!r} in a column of {', '.join(columns)}; "
             "several label columns hold 0 or 1 each"
         )
     rows = numbers.astype(int).to_numpy()

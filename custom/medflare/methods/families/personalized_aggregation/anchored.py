@@ -131,7 +131,7 @@ class AnchoredServer(PersonalizedServer[G]):
         models = {}
         for site, state in self.memory.family(PERSONALS).items():
             models[site] = SiteModel(state)
-        for site, anchor in self.aggregation.own(models, step.round).items():
+        for site, anchor in self.aggregation.personal(models, step.round).items():
             self.memory[ANCHORS.member(site)] = anchor
         self.memory[STRENGTH] = self.aggregation.strength
         self.context.note(weight=self.aggregation.weights)
@@ -186,7 +186,7 @@ class AttentiveAggregation(AnchorRule):
         super().prepare(task, rounds)
         self.names = tuple(name for name, _ in meta_network(task).named_parameters())
 
-    def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+    def personal(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
         states = states_of(models)
         count = len(states)
         squared = squared_distances(list(states.values()), self.names)
@@ -249,7 +249,7 @@ class Relationship(AnchorRule):
 
     hyper: FedMTLServerHyper
 
-    def own(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+    def personal(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
         if len(models) == 1:  # it is related to no other
             return {}
         omega = mean_relationship(len(models))

@@ -12,16 +12,16 @@ from medflare.core.errors import ConfigError
 from medflare.core.extensions import VARIABLE
 from medflare.data.local import local_settings
 from medflare.data.trial import try_task
-from medflare.networks import own
+from medflare.networks import foreign
 from medflare.networks.catalogue import build_network
-from medflare.networks.own import own_module
+from medflare.networks.foreign import foreign_module
 from medflare.tasks.config import load_task
 
 CODE = """
 from torch import nn
 from torch.nn import Sequential
 from medflare.networks.features import FeatureNetwork
-from medflare.networks.own import register
+from medflare.networks.foreign import register
 
 LOUD = 1
 
@@ -77,7 +77,7 @@ def test_the_trial_of_a_task_trusts_what_this_process_trusts() -> None:
     task = load_task({**load_task("phantom").to_dict(), "network": network})
     with pytest.raises(ConfigError, match="lab_nets"):
         try_task(task, 4.0, "site A")
-    own.trust("lab_nets")
+    foreign.trust("lab_nets")
     try_task(task, 4.0, "site A")
 
 
@@ -96,7 +96,7 @@ def test_libraries_are_refused_even_if_they_are_named_as_trusted(
 ) -> None:
     package = name.partition(":")[0]
     monkeypatch.setenv(VARIABLE, package)
-    own.trust(package)
+    foreign.trust(package)
     with pytest.raises(ConfigError, match=package.split(".")[0]):
         build_network({"name": name}, 1, 2)
     with pytest.raises(ConfigError, match="packages"):
@@ -105,7 +105,7 @@ def test_libraries_are_refused_even_if_they_are_named_as_trusted(
 
 @pytest.mark.parametrize("name", ["unregistered", "Other", "LOUD", "Sequential", "register"])
 def test_only_a_network_or_what_the_package_registers_is_called(name: str) -> None:
-    own.trust("lab_nets")
+    foreign.trust("lab_nets")
     with pytest.raises(ConfigError, match=name):
         build_network({"name": f"lab_nets.small:{name}"}, 1, 2)
     assert importlib.import_module("lab_nets.small").CALLED == []
@@ -123,7 +123,7 @@ def test_the_environment_names_trusted_packages(
 
 
 def test_a_function_of_a_trusted_package_builds_a_feature_network() -> None:
-    own.trust("lab_nets.small")
+    foreign.trust("lab_nets.small")
     network = build_network({"name": "lab_nets.small:cut"}, 1, 2)
     assert set(network.state_dict()) == {"body.weight", "body.bias", "head.weight", "head.bias"}
     assert network.settings["spec"] == {"name": "lab_nets.small:cut"}
@@ -140,13 +140,13 @@ def test_a_function_of_a_trusted_package_builds_a_feature_network() -> None:
 def test_a_name_or_argument_that_the_package_lacks_is_refused(
     name: str, arguments: dict[str, int]
 ) -> None:
-    own.trust("lab_nets.small")
+    foreign.trust("lab_nets.small")
     with pytest.raises(ConfigError, match=name):
         build_network({"name": name, **arguments}, 1, 2)
 
 
 def test_only_a_name_with_a_colon_has_a_module() -> None:
     assert (
-        own_module({"name": "unet"}) == own_module({}) == ""
-        and own_module({"name": "lab_nets.small:Plain"}) == "lab_nets.small"
+        foreign_module({"name": "unet"}) == foreign_module({}) == ""
+        and foreign_module({"name": "lab_nets.small:Plain"}) == "lab_nets.small"
     )

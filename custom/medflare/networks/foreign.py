@@ -30,7 +30,7 @@ def register(factory: F) -> F:
 EXTENSIONS: Final = Extensions("network", "networks", tuple, check_callable)
 
 
-def own_module(spec: Mapping[str, Any]) -> str:
+def foreign_module(spec: Mapping[str, Any]) -> str:
     """The module of a network of another package, {"name": "package.module:name"} or of an entry
     point, without importing it; "" for every other network.
     """
@@ -40,7 +40,7 @@ def own_module(spec: Mapping[str, Any]) -> str:
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """The class or function of a network for which `own_module` has a module, not called;
+    """The class or function of a network for which `foreign_module` has a module, not called;
     ConfigError if its package is not trusted, or does not have it.
     """
     foreign: Callable[..., Any] | None = EXTENSIONS.foreign(name)
