@@ -32,8 +32,10 @@ from medflare.tasks.config import load_task
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-SITES, LIARS = ("site-1", "site-2", "site-3"), ("site-2",)
-FOUR, COLLUDING = (*SITES, "site-4"), ("site-2", "site-4")
+SITES = ("site-1", "site-2", "site-3")
+LIARS = ("site-2",)
+FOUR = (*SITES, "site-4")
+COLLUDING = ("site-2", "site-4")
 MANY = 10**9
 ALONE = "without the site"
 COUNTS = (24, 6, 8)  # training, validation and test images of a site

@@ -204,7 +204,8 @@ def processor_seconds(work: Callable[[], None]) -> float:
     adopt = ctypes.CDLL(None).prctl
     adopt(_ADOPT, 1, 0, 0, 0)
     try:
-        before, known = so_far(), _orphans()
+        before = so_far()
+        known = _orphans()
         work()
         deadline = time.monotonic() + _LAST
         while (left := _orphans() - known) and time.monotonic() < deadline:
@@ -253,7 +254,9 @@ def measured(name: str, sites: int, rounds: int, job: Path) -> dict[str, float]:
     started = time.monotonic()
     mark = f"{os.getpid()}-{started}"  # also found in what leaves the tree of processes
     process = subprocess.Popen(command, env={**environment(), "MEDFLARE_BENCHMARK": mark})
-    peak, times, done = [0.0], dict[int, float](), threading.Event()
+    peak = [0.0]
+    times = dict[int, float]()
+    done = threading.Event()
     watch = threading.Thread(target=_watch, args=(mark, peak, times, done), daemon=True)
     watch.start()
     _, status, usage = os.wait4(process.pid, 0)

@@ -464,7 +464,8 @@ def stacked(part: Part) -> None:
         computing.be_deterministic()
     if not part.tiny:
         torch.set_num_threads(2)
-    size, steps = part.sizes[0], 10
+    size = part.sizes[0]
+    steps = 10
     task = size.task("instance")
     loss = build_loss(task).to(part.device)
     _, train, _ = opened(part, task)
@@ -604,7 +605,8 @@ def simulated(part: Part, sites: int, rounds: int, scratch: Path) -> tuple[float
     """Seconds of the same run under FLARE's simulator, and its global model."""
     from safetensors.torch import load_file
 
-    job, workspace = benchmark("compare").written_job(rounds, scratch / "job"), scratch / "w"
+    job = benchmark("compare").written_job(rounds, scratch / "job")
+    workspace = scratch / "w"
     command = [sys.executable, "-m", "nvflare.cli", "simulator", str(job), "-w", str(workspace)]
     command += ["-n", str(sites), "-t", str(sites)]
     started = time.monotonic()

@@ -100,7 +100,8 @@ def loop(scratch: Path, sites: int, rounds: int, width: int) -> Steps:
     from medflare import run_local
 
     steps: Steps = []
-    beside, aside = bare(scratch, width), 0.0
+    beside = bare(scratch, width)
+    aside = 0.0
 
     def note(report: "StepReport") -> None:
         nonlocal aside
@@ -109,7 +110,9 @@ def loop(scratch: Path, sites: int, rounds: int, width: int) -> Steps:
         steps[-1]["bare"] = beside()
         aside += BESIDE * steps[-1]["bare"]
 
-    task, names, data = task_settings(width), names_of(sites), scratch / "data"
+    task = task_settings(width)
+    names = names_of(sites)
+    data = scratch / "data"
     results = run_local(
         "fedavg",
         task,
@@ -137,7 +140,8 @@ def simulator(scratch: Path, sites: int, rounds: int, width: int) -> Steps:
     config.write_text(json.dumps(server))
     command = [sys.executable, "-m", "nvflare.cli", "simulator", str(job), "-w", str(scratch / "w")]
     command += ["-c", ",".join(names_of(sites)), "-t", str(sites)]
-    data, said = {"MEDFLARE_DATA_ROOT": str(scratch / "data")}, scratch / "simulator.log"
+    data = {"MEDFLARE_DATA_ROOT": str(scratch / "data")}
+    said = scratch / "simulator.log"
     with said.open("w") as log:
         code = subprocess.run(
             command,
@@ -219,7 +223,8 @@ def by_sites(engine: str, runs: Mapping[int, Steps]) -> list[Row]:
     """A row for each number of sites."""
     rows: list[Row] = []
     for sites, steps in runs.items():
-        last, peak = trained(steps)[-1], max(step["megabytes"] for step in steps)
+        last = trained(steps)[-1]
+        peak = max(step["megabytes"] for step in steps)
         further = (peak - rows[0]["peak MB"]) / (sites - rows[0]["sites"]) if rows else None
         threads = {"processes": last["processes"], "threads": last["threads"]}
         rows.append(
@@ -241,7 +246,8 @@ def by_rounds(engine: str, sites: int, steps: Steps) -> list[Row]:
     written = of_rounds(steps, sites, "written")
     rows: list[Row] = []
     for begin in range(0, 10 * tenth, tenth):
-        part, end = slice(begin, begin + tenth), trained(steps)[begin + tenth - 1]
+        part = slice(begin, begin + tenth)
+        end = trained(steps)[begin + tenth - 1]
         row: Row = {
             "engine": engine,
             "rounds": f"{begin + 1} to {begin + tenth}",
@@ -257,7 +263,8 @@ def by_rounds(engine: str, sites: int, steps: Steps) -> list[Row]:
 
 
 def by_parameters(width: int, sites: int, steps: Steps) -> Row:
-    millions, peak = parameters(width) / 1e6, max(step["megabytes"] for step in steps)
+    millions = parameters(width) / 1e6
+    peak = max(step["megabytes"] for step in steps)
     first = trained(steps)[0]["megabytes"]
     return {
         "million parameters": millions,
@@ -363,7 +370,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         with tempfile.TemporaryDirectory() as folder:
-            scratch, sites = Path(folder), int(options.sites)
+            scratch = Path(folder)
+            sites = int(options.sites)
             make_sites(scratch / "data", sites)
             print(
                 json.dumps(

@@ -109,7 +109,8 @@ def seconds_per_task(folder: Path, sites: int) -> float:
 
 def seconds_per_noop(folder: Path, sites: int) -> float:
     """Of a task that does nothing at all, each in a process of its own: a round's seconds (the second round's) by its sites."""
-    config, custom = folder / "job-noop" / "app" / "config", folder / "job-noop" / "app" / "custom"
+    config = folder / "job-noop" / "app" / "config"
+    custom = folder / "job-noop" / "app" / "custom"
     config.mkdir(parents=True)
     custom.mkdir()
     (custom / "noop.py").write_text((HERE / "components" / "noop.py").read_text())
@@ -154,7 +155,8 @@ def main() -> None:
                 print(
                     f"  {site} {what}: {rounds[2][what]:.0f} in round 2, {rounds[-1][what]:.0f} in round {len(rounds) - 1}"
                 )
-        task, noop = seconds_per_task(Path(scratch), 2), seconds_per_noop(Path(scratch), 2)
+        task = seconds_per_task(Path(scratch), 2)
+        noop = seconds_per_noop(Path(scratch), 2)
         print(
             f"task in a process of its own: {task:.2f} s, one that does nothing: {noop:.2f} s, ratio {task / noop:.2f}"
         )

@@ -25,7 +25,9 @@ import numpy as np
 from PIL import Image
 
 HERE = Path(__file__).resolve().parent
-SIDE, GB, SITE = 128, 10**9, "site-1"
+SIDE = 128
+GB = 10**9
+SITE = "site-1"
 BYTES = SIDE * SIDE * (3 * 4 + 8)  # of an image and its mask in memory
 BATCHES = 5  # of 16 images, in every measurement: short ones, so that two that follow each other meet the same machine
 TASK: dict[str, Any] = {
@@ -50,10 +52,8 @@ def make_site(folder: Path, count: int) -> None:
     random = np.random.default_rng(0)
     listed: dict[str, list[dict[str, str]]] = {"training": [], "validation": [], "test": []}
     for number in range(count):
-        picture, mask = (
-            random.integers(0, 120, (SIDE, SIDE, 3), dtype=np.uint8),
-            np.zeros((SIDE, SIDE), np.uint8),
-        )
+        picture = random.integers(0, 120, (SIDE, SIDE, 3), dtype=np.uint8)
+        mask = np.zeros((SIDE, SIDE), np.uint8)
         row, column = random.integers(0, SIDE - 40, 2)
         mask[row : row + 40, column : column + 40] = 1
         picture[mask > 0] += 100
@@ -102,7 +102,9 @@ def measured(folder: Path, memory_gb: float) -> None:
     optimizer = site.optimizer(model.parameters())
     print("ready", flush=True)
     for epoch, what in enumerate(sys.stdin):
-        started, used, images = time.monotonic(), time.process_time(), 0
+        started = time.monotonic()
+        used = time.process_time()
+        images = 0
         for number, batch in enumerate(site.batches("train", 0, "model", epoch, augment=False)):
             if number == BATCHES:
                 break
@@ -155,7 +157,8 @@ def main() -> None:
             measured(Path(folder), 0 if what == "disk" else 1000)
         return
     with tempfile.TemporaryDirectory() as name:
-        scratch, count = Path(name), int(options.gb * GB / BYTES)
+        scratch = Path(name)
+        count = int(options.gb * GB / BYTES)
         make_site(scratch / "small", 30)
         make_site(scratch / "large", count)
         process = started("--one", "limited", name, "--limit", str(options.limit))

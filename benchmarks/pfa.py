@@ -58,7 +58,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     shapes = CONVOLUTIONS if arguments.convolutions_only else [*CONVOLUTIONS, *LINEAR]
-    plain, totals = 0.0, [0.0] * len(SETTINGS)
+    plain = 0.0
+    totals = [0.0] * len(SETTINGS)
     for place, shape in enumerate(shapes):
         weights = torch.randn(
             arguments.sites, *shape, generator=torch_generator(0, "benchmark", place)

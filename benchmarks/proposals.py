@@ -80,7 +80,8 @@ def augmentation(settings: Settings, heavy: bool) -> list[Settings]:
 def segmentation_ways(proposed: Settings) -> dict[str, Settings]:
     """Way -> the settings that it changes."""
     dims = proposed.get("spatial_dims", 2)
-    step, least = 8, 16
+    step = 8
+    least = 16
     half = [max(least, side // 2 // step * step) for side in proposed["size"]]
     patches = {"image_mode": "patch", "size": half, "patches_per_image": 4 if dims == 2 else 2}
     return {
@@ -152,10 +153,8 @@ def train(
         entry for entry in selection["candidates"] if entry["round"] == selection["round"]
     )
     tests = [site["metrics"]["deployed"][task.metric] for site in results["sites"].values()]
-    validation, test = (
-        mean(chosen["votes"].values()),
-        mean(value for value in tests if value is not None),
-    )
+    validation = mean(chosen["votes"].values())
+    test = mean(value for value in tests if value is not None)
     return {"rounds": rounds, "chosen": selection["round"], "validation": validation, "test": test}
 
 
@@ -183,9 +182,11 @@ def in_process(job: Mapping[str, Any], end: float) -> list[str]:
         ended = subprocess.run(
             command, capture_output=True, text=True, env=environment, timeout=limit, check=False
         )
-        output, error = ended.stdout, ended.stderr.strip().rpartition("\n")[2]
+        output = ended.stdout
+        error = ended.stderr.strip().rpartition("\n")[2]
     except subprocess.TimeoutExpired as expired:
-        output, error = (expired.stdout or b"").decode(), "more time than the limit"
+        output = (expired.stdout or b"").decode()
+        error = "more time than the limit"
     lines = [line for line in output.splitlines() if line.startswith("{")]
     return lines or [
         json.dumps({"federation": job["federation"], "way": job["way"], "problem": error})

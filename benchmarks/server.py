@@ -92,7 +92,9 @@ class Stored:
 
     def __init__(self, sites: list[str], folder: Path, manifest: Any, now: Callable[[], float]):
         self.sites, self.folder, self.manifest, self.now = sites, folder, manifest, now
-        self.left, self.sent, self.distinct = 0.0, 0.0, 0.0
+        self.left = 0.0
+        self.sent = 0.0
+        self.distinct = 0.0
 
     def present(self, round: int) -> list[str]:
         return self.sites
@@ -179,7 +181,8 @@ class Stored:
             for state in message.states.values():
                 for tensor in state.values():
                     tensor.sum()
-            reading, summing = reading + read - started, summing + self.now() - read
+            reading = reading + read - started
+            summing = summing + self.now() - read
         return reading, summing
 
 

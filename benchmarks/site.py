@@ -75,7 +75,8 @@ def plain_epoch(
     device: torch.device,
 ) -> Callable[[int], None]:
     """What trains the same network by hand for an epoch."""
-    loss, network = build_loss(task).to(device), network.to(device).train()
+    loss = build_loss(task).to(device)
+    network = network.to(device).train()
     optimizer = torch.optim.Adam(network.parameters(), lr=task.optimizer["lr"])
     batches = (
         loaded(task, images, targets)

@@ -21,7 +21,8 @@ def growth(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_late_round_writes_hardly_more_than_an_early_one(growth: Any, tmp_path: Path) -> None:
     growth.make_sites(tmp_path / "data", 2)
     steps = growth.loop(tmp_path, sites=2, rounds=14, width=1)
-    written, threads = growth.of_rounds(steps, 2, "written"), {step["threads"] for step in steps}
+    written = growth.of_rounds(steps, 2, "written")
+    threads = {step["threads"] for step in steps}
     assert len(written) == 13 and len(threads) == 1
     more = (mean(written[-3:]) - mean(written[1:4])) / 9  # bytes a site, from one round to the next
     assert more < 400, "its votes and the history of the steps in the checkpoint, some 250"

@@ -12,7 +12,8 @@ from e2e.simulation import environment
 from helpers.small_tasks import tiny_grades
 from medflare.flare.jobs.building import build_job
 
-SITES, ROUNDS = 2, 4
+SITES = 2
+ROUNDS = 4
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

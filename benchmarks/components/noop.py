@@ -37,7 +37,8 @@ class NoopController(Controller):
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         seconds = []
         for _ in range(self.rounds):
-            started, sites = time.monotonic(), len(self._engine.get_clients())
+            started = time.monotonic()
+            sites = len(self._engine.get_clients())
             self.broadcast_and_wait(
                 Task("noop", Shareable()), fl_ctx, min_responses=sites, abort_signal=abort_signal
             )

@@ -20,11 +20,9 @@ def usage() -> dict[str, float]:
     here = psutil.Process()
     for process in [here, *here.children(recursive=True)]:
         try:
-            times, threads, written = (
-                process.cpu_times(),
-                process.num_threads(),
-                process.io_counters().write_chars,
-            )
+            times = process.cpu_times()
+            threads = process.num_threads()
+            written = process.io_counters().write_chars
             memory = process.memory_full_info().pss
         except psutil.Error:  # it ended meanwhile
             continue

@@ -37,7 +37,10 @@ class Trainer(ProcessPoolClientTrainer[Up, Down, int]):
         weights: any, of the network's size.
     """
 
-    num_parallels, device, share_dir, ipc_mode = 2, "cpu", Path(), IPCMode.SHARED_MEMORY
+    num_parallels = 2
+    device = "cpu"
+    share_dir = Path()
+    ipc_mode = IPCMode.SHARED_MEMORY
 
     def __init__(self, weights: Tensor):
         self.cache: list[Up] = []
@@ -69,7 +72,8 @@ class Trainer(ProcessPoolClientTrainer[Up, Down, int]):
 
     def uplink_package(self) -> list[Up]:
         """The answers of the round."""
-        found, self.cache = self.cache, []
+        found = self.cache
+        self.cache = []
         return found
 
 

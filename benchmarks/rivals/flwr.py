@@ -15,7 +15,8 @@ def run(sites: int, rounds: int) -> None:
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    client, server = ClientApp(), ServerApp()
+    client = ClientApp()
+    server = ServerApp()
     counted: list[int] = []
 
     @client.train()

@@ -25,7 +25,8 @@ def run(sites: int, rounds: int) -> None:
 
         def __init__(self, number: int):
             super().__init__((), user_id=str(number))
-            self.site, self.round = hospital(number), 0
+            self.site = hospital(number)
+            self.round = 0
 
         def __len__(self) -> int:
             return self.site.n["train"]

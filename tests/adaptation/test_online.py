@@ -134,7 +134,8 @@ def test_memo_steps_along_the_entropy_of_all_parameters(make: Any) -> None:
     target = "multiclass" if make is pooling else "binary"
     memo = MEMO(model, target, MEMOSettings(rate=0.5, intensity=0.0, copies=5))
     shown = images(2)
-    first, second = memo(shown[:1]), memo(shown)[:1]
+    first = memo(shown[:1])
+    second = memo(shown)[:1]
     assert torch.equal(first, second)  # every image starts from the trained model
     reference = make()
     prediction_entropy(reference(shown[:1]), target).backward()

@@ -36,10 +36,8 @@ def test_stored_built_and_used(task: TaskConfig, tta: str, kind: type, tmp_path:
         else with_tent(plain, task, rate=0.02, steps=2, episodic=True)
     )
     save_model(tmp_path, task, message, {})
-    module, images = (
-        load_model(tmp_path).build(build_deployed),
-        squares.site("O", task).data.test.images,
-    )
+    module = load_model(tmp_path).build(build_deployed)
+    images = squares.site("O", task).data.test.images
     assert type(module) is kind
     if isinstance(module, TargetStatistics):
         module.adapt([images])
@@ -47,16 +45,19 @@ def test_stored_built_and_used(task: TaskConfig, tta: str, kind: type, tmp_path:
         size = task.batch_size
         assert module.settings == TentSettings(size, rate=0.02, steps=2, episodic=True)
         assert module.batch_size == size
-    actual, unadapted = module(images), build_deployed(task, plain)(images)
+    actual = module(images)
+    unadapted = build_deployed(task, plain)(images)
     assert actual.shape == unadapted.shape and not torch.allclose(actual, unadapted, atol=1e-3)
     assert ((actual >= 0) & (actual <= 1)).all()
 
 
 def test_dsbn_has_the_sites_statistics(task: TaskConfig, tmp_path: Path) -> None:
-    plain, site = plain_message(squares.start(task)), squares.site("O", task)
+    plain = plain_message(squares.start(task))
+    site = squares.site("O", task)
     message = adapted_at(site, plain, "dsbn", partial(build_deployed, task))
     save_model(tmp_path, task, message, {})
-    expected, images = TargetStatistics(build_deployed(task, plain)), site.data.test.images
+    expected = TargetStatistics(build_deployed(task, plain))
+    images = site.data.test.images
     expected.adapt([images])
     torch.testing.assert_close(load_model(tmp_path).build(build_deployed)(images), expected(images))
     assert (

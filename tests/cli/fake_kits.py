@@ -62,7 +62,8 @@ def make_kit(
 ) -> Kit:
     """A freshly provisioned kit: certificates, FLARE's own files, no policies of medflare's."""
     name, part = ("localhost", "server") if kind == "server" else (folder.name, "client")
-    startup, local = folder / "startup", folder / "local"
+    startup = folder / "startup"
+    local = folder / "local"
     for place in (startup, local):
         place.mkdir(mode=0o700, parents=True)
     key = ec.generate_private_key(ec.SECP256R1())

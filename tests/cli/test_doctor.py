@@ -161,7 +161,8 @@ def test_data_as_the_task_needs_them(
 def test_data_are_looked_for_where_a_run_does(
     site: Kit, tmp_path: Path, make_task: TaskOf, make_site: SiteOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, other = make_site(name=site.name), make_site(name="other")
+    own = make_site(name=site.name)
+    other = make_site(name="other")
     next(other.rglob("*.png")).write_bytes(b"another site's, and damaged")
     monkeypatch.setenv("HOME", str(own.parent.parent))
     set_up(site, KitSettings(minimum_patients=4))

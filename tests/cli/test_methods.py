@@ -46,7 +46,8 @@ def test_a_pair_says_whose_halves_it_has() -> None:
 @pytest.mark.parametrize("name", method_names())
 def test_every_hyper_parameter_is_there_and_fits(name: str) -> None:
     method = get_method(name)
-    plain, narrow = method_listing(method), method_listing(method, 60)
+    plain = method_listing(method)
+    narrow = method_listing(method, 60)
     assert max(map(len, narrow.splitlines())) <= 60 and plain.split() == narrow.split()
     lines = plain.splitlines()
     fields = {algorithm: described(owner) for algorithm, owner in method.hyper_classes.items()}

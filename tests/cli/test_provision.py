@@ -171,7 +171,8 @@ def test_the_root_key_is_locked_and_unlocked(state: Path) -> None:
 def test_two_root_keys_are_never_mixed(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["provision", "project.yml", "--new"])
     root_key.lock(state, PASSPHRASE)
-    locked, another = (state / root_key.LOCKED).read_text(), json.dumps({"root_pri_key": "another"})
+    locked = (state / root_key.LOCKED).read_text()
+    another = json.dumps({"root_pri_key": "another"})
     (state / "cert.json").write_text(another)
     assert main(["provision", "project.yml"]) == 1
     assert "different root keys" in capsys.readouterr().err

@@ -298,10 +298,8 @@ def test_an_earlier_run_is_kept(
 def test_a_run_may_start_from_the_earlier_one(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task, model = (
-        load_task(small_tasks.tiny_phantom()),
-        tmp_path / "fedavg-phantom-seed0" / "models" / "global",
-    )
+    task = load_task(small_tasks.tiny_phantom())
+    model = tmp_path / "fedavg-phantom-seed0" / "models" / "global"
     save_model(model, task, plain_message(initial_network(task, 0).state_dict()), {})
     actual: list[Path] = []
 

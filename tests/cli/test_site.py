@@ -22,7 +22,8 @@ OUTBOUND = "time,phase,round,entry,tensors,bytes,purpose,sent\n"
 
 def _job(kit: Kit) -> Path:
     """What medflare and FLARE leave of a job; returns the site's own folder of it."""
-    folder, own = kit.folder / JOB, kit.folder / "medflare" / JOB
+    folder = kit.folder / JOB
+    own = kit.folder / "medflare" / JOB
     SiteFolder(own, kit.name, get_method("fedavg"), small_task(), 0).note_step("train", 1, 20, True)
     folder.mkdir()
     rows = "t,train,0,model,3,2000,update,yes\nt,train,0,meta,0,100,loss,yes\nt,train,1,everything,,,too large,no\n"

@@ -62,7 +62,8 @@ def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
 
 def test_a_kit_is_for_its_account_alone(site: Kit, tmp_path: Path) -> None:
     """However it was unpacked; a file elsewhere, to which a link leads, stays as it is."""
-    script, elsewhere = site.folder / "startup" / "start.sh", tmp_path / "elsewhere"
+    script = site.folder / "startup" / "start.sh"
+    elsewhere = tmp_path / "elsewhere"
     script.write_text("#!/usr/bin/env bash\n")
     elsewhere.write_text("of others")
     (site.folder / "link").symlink_to(elsewhere)

@@ -16,7 +16,8 @@ def test_an_optional_declaration_keeps_everything_else() -> None:
 
 
 def test_entries_are_read_and_written_by_their_declarations() -> None:
-    model, loss = TensorSpec("model"), MetaSpec[float]("loss")
+    model = TensorSpec("model")
+    loss = MetaSpec[float]("loss")
     message = Message.of({model: {"w": torch.ones(1)}, loss: 0.5})
     assert message.states.keys() == {"model"} and message.meta == {"loss": 0.5}
     assert (

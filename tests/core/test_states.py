@@ -145,7 +145,8 @@ def test_copy_shares_no_memory() -> None:
 
 
 def test_difference_and_moved_are_inverse() -> None:
-    old, new = state([1.0, 2.0], 3), state([1.5, 0.0], 8)
+    old = state([1.0, 2.0], 3)
+    new = state([1.5, 0.0], 8)
     delta = difference(new, old)
     assert delta["weight"].tolist() == [0.5, -2.0]
     back = moved(old, delta)
@@ -155,7 +156,8 @@ def test_difference_and_moved_are_inverse() -> None:
 
 
 def test_blend_by_hand_and_at_its_ends() -> None:
-    first, second = state([0.0, 8.0], 1), state([4.0, 0.0], 2)
+    first = state([0.0, 8.0], 1)
+    second = state([4.0, 0.0], 2)
     assert blend(first, second, 0.25)["weight"].tolist() == [1.0, 6.0]
     assert blend(first, second, 0.0)["weight"].tolist() == [0.0, 8.0]
     assert blend(first, second, 1.0)["weight"].tolist() == [4.0, 0.0]

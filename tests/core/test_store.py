@@ -173,7 +173,8 @@ def test_the_content_is_on_disk_before_it_replaces_the_old_file(
         write_json(path, {"round": 1})
     else:
         write_message(path, Message({"model": {"w": torch.ones(3)}}))
-    written, folder = path.stat(), tmp_path.stat()
+    written = path.stat()
+    folder = tmp_path.stat()
     assert steps == [("sync", written.st_ino), ("rename", written.st_ino), ("sync", folder.st_ino)]
     assert sizes[0] == written.st_size > 0
 

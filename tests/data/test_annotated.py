@@ -22,7 +22,8 @@ LABELS = ["background", "square", "stripe"]
 
 def scene(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """A bright square and a dark stripe, 1 and 2 in the mask, on a grey ground."""
-    picture, mask = random.normal(110, 8, (24, 24)), np.zeros((24, 24), np.uint8)
+    picture = random.normal(110, 8, (24, 24))
+    mask = np.zeros((24, 24), np.uint8)
     row, column = random.integers(1, 8, 2)
     mask[row : row + 7, column : column + 7] = 1
     stripe = random.integers(17, 21)
@@ -132,7 +133,8 @@ def _federation(root: Path, annotated: list[str] | None) -> Path:
 def test_a_federation_learns_a_structure_that_one_site_did_not_annotate(
     two: TaskConfig, tmp_path: Path
 ) -> None:
-    reached, results = {}, {}
+    reached = {}
+    results = {}
     for name, annotated in (("without", None), ("with", ["square"])):
         root = _federation(tmp_path / name, annotated)
         task = {**two.to_dict(), "local_epochs": 4, "loss": {"name": "ce"}}
@@ -187,7 +189,8 @@ def test_methods_learn_from_such_a_site(
 def test_a_site_without_labels_has_training_images_that_count_for_no_class(
     kind: str, settings: dict[str, Any], make_task: TaskOf, tmp_path: Path, edit: Any
 ) -> None:
-    task, folder = make_task(kind, size=[24, 24], **settings), write_site(tmp_path / "A", 0)
+    task = make_task(kind, size=[24, 24], **settings)
+    folder = write_site(tmp_path / "A", 0)
 
     def without_labels(content: dict[str, Any]) -> None:
         content["annotated"] = []

@@ -51,7 +51,8 @@ def loaded(
 
 def equal(first: SiteData, second: SiteData) -> bool:
     for name in ("train", "validation", "test"):
-        one, other = first.split(name), second.split(name)
+        one = first.split(name)
+        other = second.split(name)
         assert (
             one.names == other.names
             and one.patients == other.patients
@@ -82,7 +83,8 @@ def test_once_per_process(
 def test_the_next_process_reads_what_was_decoded(
     kind: str, make_site: SiteOf, make_task: TaskOf, kept: CacheSettings, decoded: list[str]
 ) -> None:
-    folder, task = make_site(kind=kind), make_task(kind)
+    folder = make_site(kind=kind)
+    task = make_task(kind)
     first = loaded(task, folder, kept)
     decoded.clear()
     assert (
@@ -102,7 +104,8 @@ def test_only_changed_and_damaged_files_are_decoded_again(
     decoded: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder, task = make_site(), make_task()
+    folder = make_site()
+    task = make_task()
     before = loaded(task, folder, kept)
     files = set(_files(kept))
     (folder / "images/0.png").write_bytes((folder / "images/1.png").read_bytes())
@@ -126,12 +129,11 @@ def test_unreadable_images_are_tried_again(
     make_site: SiteOf, make_task: TaskOf, kept: CacheSettings
 ) -> None:
     """A file that was out of reach for a while keeps its size and time of change."""
-    folder, task = (
-        make_site(),
-        make_task(unreadable="skip", unreadable_limit={"share": 0.5, "count": 5}),
-    )
+    folder = make_site()
+    task = make_task(unreadable="skip", unreadable_limit={"share": 0.5, "count": 5})
     file = folder / "images/0.png"
-    whole, known = file.read_bytes(), file.stat()
+    whole = file.read_bytes()
+    known = file.stat()
     for content, images in ((whole[:20].ljust(len(whole), b"x"), 4), (whole, 5)):
         file.write_bytes(content)
         os.utime(file, ns=(known.st_atime_ns, known.st_mtime_ns))
@@ -143,7 +145,8 @@ def test_unreadable_images_are_tried_again(
 def test_the_least_recently_used_files_are_deleted(
     make_site: SiteOf, make_task: TaskOf, kept: CacheSettings
 ) -> None:
-    folder, task = make_site(), make_task()
+    folder = make_site()
+    task = make_task()
     loaded(task, folder, kept)
     size = sum(path.stat().st_size for path in _files(kept))
     oldest, *others = _files(kept)
@@ -161,11 +164,10 @@ def test_the_least_recently_used_files_are_deleted(
 def test_a_file_deleted_during_training_is_decoded_again(
     make_site: SiteOf, make_task: TaskOf, kept: CacheSettings
 ) -> None:
-    folder, task = make_site(), make_task()
-    whole, disk = (
-        loaded(task, folder),
-        loaded(task, folder, CacheSettings(kept.folder, memory_gb=0)),
-    )
+    folder = make_site()
+    task = make_task()
+    whole = loaded(task, folder)
+    disk = loaded(task, folder, CacheSettings(kept.folder, memory_gb=0))
     for path in _files(kept):
         path.unlink()
     images, targets = disk.train.take(torch.tensor([3, 0]))

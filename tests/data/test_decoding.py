@@ -91,7 +91,8 @@ def test_volumes_become_slices(
 
 
 def test_training_volumes_without_any_foreground(tmp_path: Path, make_task: TaskOf) -> None:
-    folder, task = _volumes(tmp_path / "V"), make_task(slices={"keep": "foreground"})
+    folder = _volumes(tmp_path / "V")
+    task = make_task(slices={"keep": "foreground"})
     for seed in range(3):  # slices are chosen again where splits are drawn again
         data = load_site_data(
             "V", replace(task, resplit=seed), folder, cache=CacheSettings(str(tmp_path / "cache"))
@@ -107,7 +108,8 @@ def test_training_volumes_without_any_foreground(tmp_path: Path, make_task: Task
 
 
 def test_all_slices_of_a_site_without_labels_are_used(tmp_path: Path, make_task: TaskOf) -> None:
-    folder, task = _volumes(tmp_path / "V"), make_task(slices={"keep": "foreground"})
+    folder = _volumes(tmp_path / "V")
+    task = make_task(slices={"keep": "foreground"})
     content = json.loads((folder / "datalist.json").read_text())
     (folder / "datalist.json").write_text(json.dumps({**content, "annotated": []}))
     data = load_site_data("V", task, folder, cache=CacheSettings(str(tmp_path / "cache")))
@@ -116,7 +118,8 @@ def test_all_slices_of_a_site_without_labels_are_used(tmp_path: Path, make_task:
 
 
 def test_masks_of_another_size(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
-    folder, other = make_site(), make_site(name="B", side=20)
+    folder = make_site()
+    other = make_site(name="B", side=20)
     edit(
         folder,
         lambda content: content["training"][0].update(
@@ -172,10 +175,8 @@ def test_the_state_of_files_changes_with_any_of_them(make_site: SiteOf, make_tas
 
 
 def test_one_file_for_two_channels(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:
-    folder, task = (
-        make_site(),
-        make_task(channels=["pre", "flair", "post"], missing_channels="zeros"),
-    )
+    folder = make_site()
+    task = make_task(channels=["pre", "flair", "post"], missing_channels="zeros")
     (folder / "images/link.png").symlink_to(folder / "images/0.png")
     for again in ("images/../images/0.png", "images/link.png"):
         edit(

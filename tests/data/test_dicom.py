@@ -206,7 +206,8 @@ def test_a_missing_attribute_is_named(tmp_path: Path) -> None:
     numbers = np.linspace(-1, 1, float_map.Rows * float_map.Columns, dtype=np.float32).reshape(
         float_map.Rows, float_map.Columns
     )
-    float_map.FloatPixelData, float_map.BitsAllocated = numbers.tobytes(), 32
+    float_map.FloatPixelData = numbers.tobytes()
+    float_map.BitsAllocated = 32
     del float_map.PixelData, float_map.BitsStored, float_map.HighBit, float_map.PixelRepresentation
     float_map.save_as(tmp_path / "map" / "0.dcm")
     np.testing.assert_array_equal(read_stored(tmp_path / "map" / "0.dcm").array[0].T, numbers)
@@ -280,9 +281,11 @@ def test_the_affine_equals_that_of_monai(
 def test_a_series_in_one_file_is_the_volume_of_its_slices(
     tmp_path: Path, order: tuple[int, ...]
 ) -> None:
-    series, file = dicom_series(tmp_path / "ct"), enhanced_series(tmp_path / "in/mr.dcm", order)
+    series = dicom_series(tmp_path / "ct")
+    file = enhanced_series(tmp_path / "in/mr.dcm", order)
     for task in (small_task(), cube_task(channels=1)):
-        expected, actual = read_image([series], task), read_image([file], task)
+        expected = read_image([series], task)
+        actual = read_image([file], task)
         np.testing.assert_array_equal(actual.array, expected.array)
         assert actual.grid is not None and expected.grid is not None
         np.testing.assert_array_equal(actual.grid.affine, expected.grid.affine)
@@ -313,7 +316,8 @@ def segmented(dims: int = 3, **changes: Any) -> TaskConfig:
 
 def structures() -> dict[str, np.ndarray]:
     """Two that share no voxel; the first slice shows neither, so that the object leaves it out."""
-    liver, spleen = np.zeros((5, 6, 4), bool), np.zeros((5, 6, 4), bool)
+    liver = np.zeros((5, 6, 4), bool)
+    spleen = np.zeros((5, 6, 4), bool)
     liver[1:3, 2:5, 1:3] = True
     spleen[4, 0, 3] = True
     return {"liver": liver, "spleen": spleen}
@@ -374,7 +378,8 @@ def test_segments_are_named_or_numbered(site: Path) -> None:
 def test_segmentations_that_do_not_fit_their_series(site: Path) -> None:
     from medflare.inference.dicom_seg import dicom_seg
 
-    both, grid = np.ones((5, 6, 4), bool), series_grid(site / "ct")
+    both = np.ones((5, 6, 4), bool)
+    grid = series_grid(site / "ct")
     moved = pydicom.dcmread(site / "seg.dcm")
     moved.PerFrameFunctionalGroupsSequence[0].PlanePositionSequence[0].ImagePositionPatient = [
         10,
@@ -398,9 +403,11 @@ def test_segmentations_that_do_not_fit_their_series(site: Path) -> None:
     [{"without": ("PixelSpacing",)}, *({"PixelSpacing": value} for value in (None, [0, 0], [0.5]))],
 )
 def test_a_missing_or_wrong_pixel_spacing_is_unknown(tmp_path: Path, tags: dict[str, Any]) -> None:
-    whole, folder = dicom_series(tmp_path / "whole"), change(dicom_series(tmp_path / "ct"), **tags)
+    whole = dicom_series(tmp_path / "whole")
+    folder = change(dicom_series(tmp_path / "ct"), **tags)
     task = cube_task(channels=1)
-    image, expected = read_image([folder], task), read_image([whole], task)
+    image = read_image([folder], task)
+    expected = read_image([whole], task)
     np.testing.assert_array_equal(image.array, expected.array)  # its orientation is known
     assert image.grid is not None and image.grid.spacing is None and image.grid.voxel_volume is None
     assert acquisition_of(image, task).spacing is None
@@ -413,7 +420,8 @@ def test_a_missing_or_wrong_pixel_spacing_is_unknown(tmp_path: Path, tags: dict[
 @pytest.mark.parametrize("angle", [0, 10, 25])
 def test_the_volume_of_a_series_with_a_tilted_gantry(angle: float, tmp_path: Path) -> None:
     """Slices shifted within their plane have the volume of straight ones: area times distance."""
-    folder, shift = dicom_series(tmp_path / "ct"), np.tan(np.radians(angle))
+    folder = dicom_series(tmp_path / "ct")
+    shift = np.tan(np.radians(angle))
     for number in range(4):
         place = [10, 20 + 2 * number * shift, 30 + 2 * number]
         change(folder, (number,), ImagePositionPatient=place)
@@ -524,7 +532,8 @@ def test_a_nifti_mask_of_a_series_from_the_head_lies_on_its_slices(
     if flipped:
         turn = np.diag([-1, -1, -1, 1])
         turn[:3, 3] = (4, 5, 3)
-        stored, matrix = mask[::-1, ::-1, ::-1].copy(), matrix @ turn
+        stored = mask[::-1, ::-1, ::-1].copy()
+        matrix = matrix @ turn
     file = write(tmp_path / "m.nii", stored, matrix)
     task = small_task()
     image = read_image([folder], task)

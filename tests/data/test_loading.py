@@ -23,7 +23,8 @@ def _no_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_root_by_precedence(
     make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, task = make_site(), make_task()
+    folder = make_site()
+    task = make_task()
     parent = folder.parent
     assert (
         resolve_data_root("A", task, data_root=parent)

@@ -10,7 +10,8 @@ from medflare.data.phantom import SIDE, photographs, write_photographs
 
 
 def test_a_site_is_a_function_of_its_name() -> None:
-    first, again = photographs("site-1"), photographs("site-1")
+    first = photographs("site-1")
+    again = photographs("site-1")
     assert all(
         (a.image == b.image).all() and (a.mask == b.mask).all()
         for a, b in zip(first, again, strict=True)
@@ -24,9 +25,11 @@ def test_what_photographs_are_and_two_eyes_of_a_patient_in_one_split(site: str) 
     for item in images:
         assert item.image.shape == (SIDE, SIDE, 3) and item.image.dtype == np.uint8
         assert item.mask.shape == (SIDE, SIDE) and set(np.unique(item.mask)) == {0, 1, 2}
-        cup, disc = (item.mask == 2).sum(), (item.mask > 0).sum()
+        cup = (item.mask == 2).sum()
+        disc = (item.mask > 0).sum()
         assert 150 < disc < 1100 and 0 < cup < disc
-        inside, outside = item.image[item.mask > 0].mean(), item.image[item.mask == 0].mean()
+        inside = item.image[item.mask > 0].mean()
+        outside = item.image[item.mask == 0].mean()
         assert inside > outside  # the disc is the bright thing
     assert len({item.name for item in images}) == len(images)
     assert {item.grade for item in images} <= {0, 1, 2}

@@ -175,9 +175,11 @@ def test_a_plain_tiff_is_turned_by_its_orientation(
     orientation: int, kind: str, tmp_path: Path
 ) -> None:
     """As Pillow turns the same pixels with Exif in a PNG, and as the compressed file is."""
-    pixels, exif = numbers(kind, *SIDES), Image.Exif()
+    pixels = numbers(kind, *SIDES)
+    exif = Image.Exif()
     exif[274] = orientation
-    picture, file = Image.fromarray(pixels), tmp_path / "a.png"
+    picture = Image.fromarray(pixels)
+    file = tmp_path / "a.png"
     picture.save(file, exif=exif)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(file)))
     assert expected.shape == SIDES[::-1]

@@ -196,8 +196,10 @@ def test_channels_in_several_files_and_missing_channels(tmp_path: Path) -> None:
 
 def odd_files(folder: Path) -> dict[str, Path]:
     """A file for each problem."""
-    nan, zero = VOLUME.copy(), affine()
-    nan[0, 0, 0], zero[:3, 0] = np.nan, 0
+    nan = VOLUME.copy()
+    zero = affine()
+    nan[0, 0, 0] = np.nan
+    zero[:3, 0] = 0
     page = Image.fromarray(GREY)
     page.save(folder / "pages.tif", save_all=True, append_images=[page])
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64), np.uint8)).save(

@@ -206,11 +206,9 @@ def test_augmentations_that_change_the_size_are_refused(
 def test_multilabel_and_class_targets(make_task: TaskOf) -> None:
     flip = [{"name": "RandFlip", "prob": 1.0, "spatial_axis": 0}]
     several = make_task(target="multilabel", labels=["a", "b"], augment=flip)
-    images, targets, labels = (
-        torch.rand(2, 1, 16, 16),
-        torch.rand(2, 2, 16, 16).round(),
-        torch.tensor([0, 2]),
-    )
+    images = torch.rand(2, 1, 16, 16)
+    targets = torch.rand(2, 2, 16, 16).round()
+    labels = torch.tensor([0, 2])
     moved = Augmentation(several)(images, targets, np.random.RandomState(0))[1]
     torch.testing.assert_close(moved, targets.flip(2))
     augmented, same = Augmentation(make_task("classification", augment=flip))(

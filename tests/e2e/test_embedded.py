@@ -19,7 +19,8 @@ from medflare.flare.jobs.building import build_job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROUNDS, SEED = 1, 5
+ROUNDS = 1
+SEED = 5
 
 
 def brought_along(names: set[str]) -> set[str]:
@@ -129,7 +130,8 @@ def test_parties_that_allow_code_run_it(
     )
     federation = ProvisionedFederation(tmp_path_factory.mktemp("federation"), ("site-1", "site-2"))
     federation.provision()
-    parties, lead = (SERVER, *federation.sites), federation.environment
+    parties = (SERVER, *federation.sites)
+    lead = federation.environment
     site, *others = (federation.kit(party) for party in reversed(parties))
     federation.command(sys.executable, SCRIPTS / "party.py", "setup", site, "--bring-code")
     for kit in others:  # the same command, in one process

@@ -90,7 +90,8 @@ def test_faults_cost_time_and_nothing_else(
         back = partial(said, f"Re-activate the client: {site}", log, before)
         wait_until(back, f"{site} does not come back to the new server")
 
-    lead, taken_up = federation.kit("lead"), steps_done(federation, interrupted)
+    lead = federation.kit("lead")
+    taken_up = steps_done(federation, interrupted)
     aborted = federation.script("resume.sh", lead, job, interrupted).stdout.strip()
     wait_until(
         lambda: steps_done(federation, aborted) > taken_up, "the resumed job does not get anywhere"

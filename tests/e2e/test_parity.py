@@ -91,7 +91,8 @@ def test_engines_end_in_the_same_weights(
     simulation = simulate(
         job, "-n", str(len(case.sites)), "-t", str(min(case.threads, len(case.sites))), **data
     )
-    local, sites = tmp_path / "local", case.sites[: case.inside]
+    local = tmp_path / "local"
+    sites = case.sites[: case.inside]
     run_local(
         method, sites=sites, **case.settings(tiny_task), **case.hyper, data_root=root, out=local
     )

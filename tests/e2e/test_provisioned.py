@@ -23,7 +23,8 @@ from medflare.flare.jobs.building import build_job
 
 pytestmark = END_TO_END
 
-ROUNDS, SEED = 2, 3
+ROUNDS = 2
+SEED = 3
 ROLES = ("global", "personal", "deployed")
 
 
@@ -66,7 +67,8 @@ def test_a_job_gives_the_plain_loops_models_and_metrics(
     shown = federation.script("fetch.sh", federation.kit("lead"), identity, tmp_path / "fetched")
     assert "COMPLETED" in shown.stdout and "site-2" in shown.stdout
 
-    actual, expected = load_results(tmp_path / "fetched"), load_results(plain)
+    actual = load_results(tmp_path / "fetched")
+    expected = load_results(plain)
     assert actual["cross_site"] == {sharing: expected["cross_site"][sharing]}
     unshared = [event for event in actual["events"] if "share_model" in event["message"]]
     assert [event["site"] for event in unshared] == [
@@ -126,7 +128,8 @@ def test_code_in_a_job_is_refused_in_words(
     assert "--no-byoc" in watched.stdout
 
 
-SITE, SERVERS = "config_fed_client.json", "config_fed_server.json"
+SITE = "config_fed_client.json"
+SERVERS = "config_fed_server.json"
 TRUST = "medflare.networks.foreign.trust"
 BUILD = "medflare.networks.catalogue.build_network"
 MAIN = "medflare.cli.command.main"
@@ -137,11 +140,10 @@ def test_a_job_without_code_runs_none(
     federation: ProvisionedFederation, job: Path, tmp_path: Path
 ) -> None:
     """What the job names beside its own classes is called nowhere; lead and party learn its name, and audit.log has it."""
-    marker, kit = tmp_path / "marker", federation.kit("site-1")
-    network, command = (
-        {"name": "os:system", "command": f"id > {marker}"},
-        {"command": f"id > {marker}"},
-    )
+    marker = tmp_path / "marker"
+    kit = federation.kit("site-1")
+    network = {"name": "os:system", "command": f"id > {marker}"}
+    command = {"command": f"id > {marker}"}
     setup = {
         "id": "a1",
         "path": MAIN,

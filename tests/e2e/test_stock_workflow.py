@@ -41,7 +41,8 @@ def stock_job(folder: Path, aggregator: str, args: dict[str, Any], rounds: int) 
         "components": [],
     }
     empty: dict[str, Any] = {"task_data_filters": [], "task_result_filters": []}
-    config, custom = folder / "app" / "config", folder / "app" / "custom"
+    config = folder / "app" / "config"
+    custom = folder / "app" / "custom"
     config.mkdir(parents=True)
     custom.mkdir()
     (config / "config_fed_server.json").write_text(

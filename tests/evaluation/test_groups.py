@@ -47,7 +47,8 @@ def test_the_mean_over_the_patients_of_each_group() -> None:
 def test_the_accuracy_over_the_images_of_each_group() -> None:
     """Patients p0 to p4 have two images, of which one is right; the others one right image."""
     names = tuple(f"p{number}" for number in [*range(10), *range(5)])
-    right, wrong = [0.8, 0.1, 0.1], [0.1, 0.8, 0.1]
+    right = [0.8, 0.1, 0.1]
+    wrong = [0.1, 0.8, 0.1]
     probabilities = torch.tensor([right] * 10 + [wrong] * 5, dtype=torch.float64)
     cases = Cases(names, {}, probabilities, torch.zeros(15, dtype=torch.long))
     rows = group_rows(cases, groups_of("aaaaabbbbb"), 0, small_task("classification"))

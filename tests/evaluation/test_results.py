@@ -127,7 +127,8 @@ def test_a_violation_of_the_schema_is_named(
     record: RunRecord, path: str, value: Any, named: str
 ) -> None:
     results: Any = copy.deepcopy(build_results(record))
-    place, (*above, last) = results, path.split(".")
+    place = results
+    (*above, last) = path.split(".")
     for key in above:
         place = place[int(key) if key.isdecimal() else key]
     place[last] = value
@@ -165,7 +166,8 @@ def test_written_results_are_returned_and_read_again(tmp_path: Path, record: Run
 
 
 def test_the_newest_results_below_a_folder_are_read(tmp_path: Path, record: RunRecord) -> None:
-    old, new = tmp_path / "flare/x/server/simulate_job/medflare", tmp_path / "local"
+    old = tmp_path / "flare/x/server/simulate_job/medflare"
+    new = tmp_path / "local"
     write_results(old, record)
     write_results(new, dataclasses.replace(record, seed=8))
     os.utime(old / "results.json", (1, 1))

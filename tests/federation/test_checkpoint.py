@@ -40,7 +40,9 @@ def under_way() -> Any:
 
 
 def test_a_checkpoint_restores_algorithm_and_run(tmp_path: Path) -> None:
-    checkpoint, before, after = Checkpoint(tmp_path, PLAN), under_way(), federation()
+    checkpoint = Checkpoint(tmp_path, PLAN)
+    before = under_way()
+    after = federation()
     checkpoint.save(4, before)
     after.events.add("warning", "at the new start")
     assert checkpoint.restore(after) == 4
@@ -91,10 +93,8 @@ def test_without_a_checkpoint_loading_raises(tmp_path: Path) -> None:
 
 
 def test_a_copied_checkpoint_is_independent(tmp_path: Path) -> None:
-    interrupted, copied = (
-        Checkpoint(tmp_path / "interrupted", PLAN),
-        Checkpoint(tmp_path / "copied", PLAN),
-    )
+    interrupted = Checkpoint(tmp_path / "interrupted", PLAN)
+    copied = Checkpoint(tmp_path / "copied", PLAN)
     interrupted.save(1, under_way())
     resume(interrupted.folder, copied.folder)
     assert copied.restore(federation()) == 1

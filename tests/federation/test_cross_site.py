@@ -25,7 +25,8 @@ from medflare.training.opening import open_site
 from methods import squares
 
 TASK = load_task(tiny_phantom())
-SITES, OUTSIDE = ("site-1", "site-2"), ("site-3",)
+SITES = ("site-1", "site-2")
+OUTSIDE = ("site-3",)
 
 
 def run(**more: Any) -> dict[str, Any]:

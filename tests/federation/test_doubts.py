@@ -106,7 +106,8 @@ def test_a_trained_model_is_not_questioned() -> None:
 
 
 def test_events_about_few_test_patients_are_suppressed(tmp_path: Any) -> None:
-    task, split = small_task("classification"), data(BALANCED, BALANCED, BALANCED[:6], blank=True)
+    task = small_task("classification")
+    split = data(BALANCED, BALANCED, BALANCED[:6], blank=True)
     results = federated(task, dict.fromkeys(SITES, split), minimum=7)
     assert results["sites"]["A"]["metrics"]["deployed"]["accuracy"] is None
     assert not doubts(results).keys() & {"constant_output", "at_chance"}
@@ -184,7 +185,8 @@ def test_a_rare_class_is_not_named_if_its_count_is_suppressed() -> None:
 
 def test_the_page_of_a_site_has_the_findings_of_the_training(tmp_path: Path) -> None:
     """All sites have few validation images; A alone has two training images of a class."""
-    task, members = small_task("classification"), {}
+    task = small_task("classification")
+    members = {}
     rare = [*[0] * 6, *[1] * 6, 2, 2]
     for name, train in (("A", rare), ("B", BALANCED)):
         site = Site(name, task, data(train, BALANCED[:4], BALANCED))

@@ -19,8 +19,10 @@ from medflare.federation.update_validation.clipping import usual_lengths
 from medflare.federation.update_validation.drift import DriftMemory, drift
 from medflare.testing import Killed
 
-NORTH, EAST = (0.0, 1.0), (1.0, 0.0)
-NORTH_EAST, NORTH_WEST = (1.0, 1.0), (-1.0, 1.0)
+NORTH = (0.0, 1.0)
+EAST = (1.0, 0.0)
+NORTH_EAST = (1.0, 1.0)
+NORTH_WEST = (-1.0, 1.0)
 NOBODY = [0.0, 0.0, 0.0]
 
 
@@ -86,7 +88,8 @@ class Drifting(LocalExchange):
         sent = {name: tensor.clone() for name, tensor in message.states.get("model", {}).items()}
         reply = super().answer(site, step, message)
         if site == "site-2" and reply.message is not None and "model" in reply.message.states:
-            state, drawn = reply.message.states["model"], torch_generator(1)
+            state = reply.message.states["model"]
+            drawn = torch_generator(1)
             direction = {
                 name: torch.randn(tensor.shape, generator=drawn) for name, tensor in state.items()
             }

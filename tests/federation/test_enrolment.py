@@ -178,10 +178,8 @@ def test_too_few_inside_sites_end_the_run_with_the_reasons() -> None:
 
 
 def test_a_rejected_site_is_named_once_and_not_invited_again() -> None:
-    invalid, suppressed = (
-        {"n": {"train": 10**400}, "class_counts": [1]},
-        {**COUNTS, "class_counts": []},
-    )
+    invalid = {"n": {"train": 10**400}, "class_counts": [1]}
+    suppressed = {**COUNTS, "class_counts": []}
     replies = {"B": Reply(Message({}, invalid)), "C": Reply(Message({}, suppressed))}
     sites = Sites({0: "ABCO", 1: "ABCO"}, broken=replies)
     admission = enrolment(sites)

@@ -185,7 +185,8 @@ def observed(
     outside = ["z"] if get_method(method).outside else []
     run = Observed(method, options, options.get("outside", outside))
     folder = tmp_path_factory.mktemp("records")
-    make, call = Participant, LocalExchange.__call__
+    make = Participant
+    call = LocalExchange.__call__
 
     def participant(name: str, *args: Any, **more: Any) -> Participant:
         record = StudyRecord(folder / name, data / name, "job", most_evaluations=1000)

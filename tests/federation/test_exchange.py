@@ -21,7 +21,8 @@ class Answering:
     """An exchange with prepared answers."""
 
     def __init__(self, **answers: Reply):
-        self.answers, self.calls = answers, 0
+        self.answers = answers
+        self.calls = 0
 
     def present(self, round: int) -> list[str]:
         return sorted(self.answers)

@@ -120,10 +120,8 @@ def test_every_site_has_a_separate_report(kept: Kept) -> None:
     _, folder = kept
     for name in ("site-2", "site-9"):
         file = folder / "sites" / name / "report.html"
-        page, scores = (
-            file.read_text(),
-            json.loads((file.parent / "scores" / "deployed.json").read_text()),
-        )
+        page = file.read_text()
+        scores = json.loads((file.parent / "scores" / "deployed.json").read_text())
         assert file.stat().st_mode & 0o777 == 0o600
         assert any(patient in page for patient in scores["patients"])
         assert page.count('src="data:image/png;base64,') == 3, (

@@ -126,14 +126,16 @@ class Noting(ArtifactStore):
 
 
 def test_each_step_is_noted_when_it_begins_and_ends_also_if_it_fails() -> None:
-    site, artifacts = squares.site("A"), Noting()
+    site = squares.site("A")
+    artifacts = Noting()
     participant = enrolled(site, artifacts=artifacts)
     for number, phase in enumerate(("train", FINALIZE)):
         asked(participant, phase, number)
     site.abort = lambda: 1 / 0 > 1
     with pytest.raises(ZeroDivisionError):
         asked(participant, FINALIZE, 1)
-    train, final = ("train", 0, 1), (FINALIZE, 1, 1)
+    train = ("train", 0, 1)
+    final = (FINALIZE, 1, 1)
     assert artifacts.notes == [
         (*train, True),
         (*train, False),
@@ -168,7 +170,8 @@ def worked(clock: Clock, store: MemoryStore, hours: float | None) -> Participant
 def test_a_site_stops_after_its_hours_but_evaluates_the_final_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, store = Clock(monkeypatch), MemoryStore()
+    clock = Clock(monkeypatch)
+    store = MemoryStore()
     worked(clock, store, 2.0).answer(ENROL, 0, Message({}, dict(INVITATION)))
     done = 0
     with suppress(ConfigError):
@@ -275,7 +278,8 @@ def test_a_site_that_does_not_train_cannot_choose_a_personal_model() -> None:
 def test_a_site_whose_update_may_be_used_alone_does_not_train(
     method: str, hyper: dict[str, Any], combined: dict[str, int], refused: bool
 ) -> None:
-    site, local = squares.site("A"), LocalSettings(bounds=Bounds(inside_sites=2))
+    site = squares.site("A")
+    local = LocalSettings(bounds=Bounds(inside_sites=2))
     participant = Participant("A", lambda role: site, get_method(method), hyper, local=local)
     invitation = Message({}, INVITATION | combined)
     if refused:

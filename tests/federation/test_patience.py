@@ -44,10 +44,8 @@ class TestEarlyStopping:
     @pytest.mark.parametrize("method", ["sha", "fedsm"])
     def test_it_equals_a_run_of_as_many_rounds(self, method: str, tmp_path: Path) -> None:
         """Best after two rounds; round 3 equals it, round 4 is worse, and by then the fifth is trained."""
-        early, plain = (
-            run(method, tmp_path / "early", patience=2),
-            run(method, tmp_path / "plain", rounds=5),
-        )
+        early = run(method, tmp_path / "early", patience=2)
+        plain = run(method, tmp_path / "plain", rounds=5)
         assert (early["status"], early["rounds"], early["configuration"]["settings"]["rounds"]) == (
             "COMPLETED",
             5,

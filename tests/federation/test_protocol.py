@@ -275,7 +275,8 @@ def test_an_item_of_another_run_raises(federation: str, phase: str, item: str, v
 
 
 def test_training_a_selector_without_its_models_raises() -> None:
-    recording, place = recorded("fedsm_extra"), ("train_selector", ROUNDS, 0)
+    recording = recorded("fedsm_extra")
+    place = ("train_selector", ROUNDS, 0)
     late = replayed_participant(recording, FAULTY)
     late.answer(ENROL, 0, Message({}, dict(INVITATION)))
     message = copied(recording.sent[place][FAULTY])

@@ -239,7 +239,8 @@ TWO = Rules(sites_per_round=2)
 
 def test_another_site_is_drawn_in_place_of_a_site_that_fails() -> None:
     """Once; a site that has answered gets a second request, and other rounds have the draws that they have without the fault."""
-    fine, faulty = Sites(), poisoned("B")
+    fine = Sites()
+    faulty = poisoned("B")
     run(fine, 5, TWO)
     repeated = run(faulty, 5, TWO).events.of("repeated")
     with_b = [(round, pair) for round, pair in fine.of_phase("train") if "B" in pair]

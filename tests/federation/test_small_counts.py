@@ -71,7 +71,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def replies(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """(method, task) -> reason of failure, and every reply of the sites, whose settings and records are those of a kit."""
-    make, call = Participant, LocalExchange.__call__
+    make = Participant
+    call = LocalExchange.__call__
     seen: list[tuple[str, Message]] = []
 
     def participant(name: str, *args: Any, **more: Any) -> Participant:

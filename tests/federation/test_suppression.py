@@ -60,7 +60,8 @@ KINDS: Final = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prototype_of_few_patients_is_suppressed(kind: str) -> None:
     task, rare, row = KINDS[kind]
-    site, method = rare_square(task), get_method("prr")
+    site = rare_square(task)
+    method = get_method("prr")
     assert small_classes(site, "train", 3) == {rare} and not small_classes(site, "train", 2)
     participants = [
         Participant(
@@ -279,7 +280,8 @@ def test_small_classes_of_a_multilabel_segmentation() -> None:
     """All patients have pixels without a structure; two of twelve have all their pixels without this one."""
     site = rare_square(squares.MULTILABEL)
     targets = site.data.train.targets
-    targets[:10, 1], targets[10:, 1] = 1, 0
+    targets[:10, 1] = 1
+    targets[10:, 1] = 0
     assert not small_classes(site, "train", 3)
 
 

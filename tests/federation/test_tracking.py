@@ -147,10 +147,8 @@ def test_the_calls_of_wandb(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "")
     results = federated(tmp_path, track="wandb")
-    opened, curves = (
-        wandb.init.call_args.kwargs,
-        [call.args[0] for call in wandb.log.call_args_list],
-    )
+    opened = wandb.init.call_args.kwargs
+    curves = [call.args[0] for call in wandb.log.call_args_list]
     own = opened.pop("settings")
     assert opened == {
         "project": "medflare",
@@ -181,7 +179,9 @@ def test_the_calls_of_wandb(
 
 
 def test_the_calls_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uris, batches, ended = list[Any](), list[dict[str, Any]](), list[Any]()
+    uris = list[Any]()
+    batches = list[dict[str, Any]]()
+    ended = list[Any]()
 
     def client(tracking_uri: str | None) -> Any:
         uris.append(tracking_uri)

@@ -97,7 +97,8 @@ def test_one_tensor_is_clipped_alone_and_variances_stay_variances() -> None:
         "steps": torch.tensor(1),
         "alone": torch.ones(0),
     }
-    step, along = torch.full((50,), 50**-0.5), torch.ones(2)
+    step = torch.full((50,), 50**-0.5)
+    along = torch.ones(2)
 
     def reply(b: float, variance: float) -> Message:
         moved = {

@@ -147,7 +147,8 @@ def test_threads_are_those_of_the_first_level(
 
 def test_the_site_whose_last_reply_took_longest_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = ForkedExchange(SITES, lambda site: pytest.fail("forked"), workers=1)
-    seconds, begun = {"A": 1.0, "B": 3.0, "C": 2.0}, list[str]()
+    seconds = {"A": 1.0, "B": 3.0, "C": 2.0}
+    begun = list[str]()
 
     def start(site: str, step: Step, message: Message) -> Connection:
         begun.append(site)

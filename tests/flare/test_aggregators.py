@@ -120,7 +120,8 @@ def test_filter_hands_out_the_receivers_part() -> None:
     ).params
 
     def received(site: str, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        fl_ctx, peer = FLContext(), FLContext()
+        fl_ctx = FLContext()
+        peer = FLContext()
         peer.set_prop(ReservedKey.IDENTITY_NAME, site, private=False)
         fl_ctx.set_peer_context(peer)
         shareable = DXO(DataKind.WEIGHTS, params, {"round": 2}).to_shareable()

@@ -28,7 +28,8 @@ from medflare.methods.aggregation import Aggregation
 from medflare.methods.catalogue import get_method
 from medflare.tasks.config import TaskConfig, load_task
 
-ROUNDS, SEED = 1, 3
+ROUNDS = 1
+SEED = 3
 # The best round may be the one before anything was aggregated.
 LAST: dict[str, Any] = {"server": {"selection": "last"}}
 
@@ -127,7 +128,8 @@ def test_a_bug_in_the_run_is_a_failure_with_its_reason(
 
 
 def test_heartbeats_are_noted_and_requests_for_work_are_held() -> None:
-    controller, sites = MedflareController(rounds=1, seed=0), FakeController(CS=never_fetches)
+    controller = MedflareController(rounds=1, seed=0)
+    sites = FakeController(CS=never_fetches)
     fl_ctx: Any = SimpleNamespace(
         get_peer_context=lambda: SimpleNamespace(get_identity_name=lambda: "CS")
     )
@@ -182,7 +184,8 @@ class Failing(WeightedAggregator):
     def __init__(self, fails: bool):
         super().__init__()
         formula: Any = self.aggregation
-        shared, calls = formula.shared, itertools.count(1)
+        shared = formula.shared
+        calls = itertools.count(1)
 
         def once(*arguments: Any) -> Any:
             if fails and next(calls) == 2:
@@ -228,7 +231,8 @@ def served(
 
 def doctor(aggregation: Aggregation[Any]) -> None:
     """Let the aggregation return doubled models."""
-    shared, personal = aggregation.shared, aggregation.personal
+    shared = aggregation.shared
+    personal = aggregation.personal
 
     def doubled(state: StateDict) -> StateDict:
         return {name: tensor * 2 for name, tensor in state.items()}
@@ -245,7 +249,8 @@ def doctor(aggregation: Aggregation[Any]) -> None:
 def test_the_component_makes_the_next_model(
     method: str, task: TaskConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, wrong = AGGREGATORS[method](LAST), AGGREGATORS[method](LAST)
+    right = AGGREGATORS[method](LAST)
+    wrong = AGGREGATORS[method](LAST)
     doctor(wrong.aggregation)
     models, doctored = (
         served(tmp_path / name, part, task, monkeypatch)

@@ -131,11 +131,9 @@ def test_a_site_lives_while_its_task_or_answer_travels(
     monkeypatch.setattr(Heartbeat, "end", lambda heartbeat: told.append("rests"))
     monkeypatch.setattr(executors, "wait_for_work", lambda fl_ctx: told.append("waits"))
     executor = FedAvgExecutor(seed=0)
-    pull, send, sent = (
-        EventType.BEFORE_PULL_TASK,
-        EventType.BEFORE_SEND_TASK_RESULT,
-        EventType.AFTER_SEND_TASK_RESULT,
-    )
+    pull = EventType.BEFORE_PULL_TASK
+    send = EventType.BEFORE_SEND_TASK_RESULT
+    sent = EventType.AFTER_SEND_TASK_RESULT
     for event in (pull, send, sent, EventType.END_RUN):
         told.append(event)
         executor.handle_event(event, fl_ctx)

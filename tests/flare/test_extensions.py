@@ -133,7 +133,8 @@ def test_a_job_that_names_what_the_party_does_not_trust_is_refused_when_it_arriv
     party: Path, change: dict[str, Any]
 ) -> None:
     app = party / "4711" / "app_site-1"
-    file, edit = app / "config" / "task.json", change
+    file = app / "config" / "task.json"
+    edit = change
     (setting,) = change
     if setting in ("rule", "server.rule", "adapt"):
         file = app / "config" / "config_fed_client.json"

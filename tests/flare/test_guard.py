@@ -422,7 +422,8 @@ def test_training_that_diverged_is_named(
 def test_rows_after_a_torn_line_begin_on_a_new_one(
     context: FLContext, spec: ParticipantSpec, update: Message
 ) -> None:
-    guard, file = OutboundGuard(), Path(spec.folder) / "outbound.csv"
+    guard = OutboundGuard()
+    file = Path(spec.folder) / "outbound.csv"
     guard.process(to_shareable(update), context)
     whole = report(spec)
     file.write_bytes(file.read_bytes()[:-20])  # as a full disk or a crash leaves it

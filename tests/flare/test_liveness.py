@@ -44,7 +44,8 @@ def context(engine: Engine, aborted: bool = False) -> FLContext:
     manager = FLContextManager(
         engine=engine, identity_name="CS", job_id="job", public_stickers={}, private_stickers={}
     )
-    fl_ctx, signal = manager.new_context(), Signal()
+    fl_ctx = manager.new_context()
+    signal = Signal()
     if aborted:
         signal.trigger(True)
     fl_ctx.put(ReservedKey.RUN_ABORT_SIGNAL, signal, private=True, sticky=False)
@@ -80,7 +81,8 @@ def test_an_aborted_run_does_not_wait_and_an_unreachable_server_holds_a_site_for
 def test_heartbeats_are_sent_until_they_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_INTERVAL", 0.01)
     engine = Engine(ReturnCode.OK)
-    fl_ctx, heartbeat = context(engine), Heartbeat()
+    fl_ctx = context(engine)
+    heartbeat = Heartbeat()
     engine.new_context = lambda: nullcontext(fl_ctx)
     for _ in range(2):
         heartbeat.begin(fl_ctx)

@@ -79,7 +79,8 @@ def test_a_worker_gets_the_gpu_that_flare_gave_its_sites_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    host, requests = SimulatorHost(0), list[dict[str, object]]()
+    host = SimulatorHost(0)
+    requests = list[dict[str, object]]()
     host.folder.mkdir()
 
     def answering() -> None:

@@ -97,7 +97,8 @@ def exchange(
     settings = run_settings(
         {"rounds": 1, "seed": 0, "enrol_timeout": 0.0, "heartbeat_timeout": LONG, **changes}
     )
-    context, signal = FLContext(), Signal()
+    context = FLContext()
+    signal = Signal()
     return TaskExchange(
         controller,
         context,
@@ -217,7 +218,8 @@ def test_the_run_waits_shortly_for_a_site_that_enrolls_later(
     controller = FakeController(
         CS=later(0.5, answers()), DU=later(1.0, answers()), FG=never_answers
     )
-    tasks, outgoing = exchange(controller, enrol_timeout=LONG), requests(controller)
+    tasks = exchange(controller, enrol_timeout=LONG)
+    outgoing = requests(controller)
     assert tasks(ENROLLMENT, {"CS": outgoing.pop("CS")})["CS"].message is not None, (
         "at the beginning there is time"
     )
@@ -230,10 +232,8 @@ def test_a_site_that_works_far_longer_than_the_others_is_reported(
 ) -> None:
     monkeypatch.setattr(steps, "_SLOW", 0.3)
     monkeypatch.setattr(steps, "_TIMES_SLOWEST", 0.01)
-    controller, lines = (
-        FakeController(CS=answers(), DU=later(0.9, answers()), FG=never_fetches),
-        list[str](),
-    )
+    controller = FakeController(CS=answers(), DU=later(0.9, answers()), FG=never_fetches)
+    lines = list[str]()
     assert received(
         exchange(controller, step_timeout=1.2, say=lines.append)(STEP, requests(controller))["DU"]
     )

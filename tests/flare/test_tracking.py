@@ -21,7 +21,8 @@ def context(*components: Any) -> Any:
 
 
 def test_a_job_names_an_mlflow_server_by_the_component_that_the_server_can_refuse() -> None:
-    plain, wandb = MedflareController(1, 0), MedflareController(1, 0, track="wandb=study")
+    plain = MedflareController(1, 0)
+    wandb = MedflareController(1, 0, track="wandb=study")
     assert plain._track(context(("mlflow", MLflowTracker(URI)))) == URI
     assert (plain._track(context()), wandb._track(context())) == (None, "wandb=study")
     for track in ("mlflow", URI):
@@ -30,7 +31,8 @@ def test_a_job_names_an_mlflow_server_by_the_component_that_the_server_can_refus
 
 
 def test_lines_and_events_once_and_in_order_in_log_and_statistics() -> None:
-    events, logged = EventLog(), list[str]()
+    events = EventLog()
+    logged = list[str]()
     progress = Progress(events, logged.append)
     progress.say("round 0")
     events.add("missing", "no sign of life", site="B", round=1)
@@ -53,14 +55,16 @@ def test_lines_and_events_once_and_in_order_in_log_and_statistics() -> None:
 
 def test_flare_is_told_when_it_asks() -> None:
     controller = MedflareController(rounds=1, seed=0)
-    collector, fl_ctx = GroupInfoCollector(), FLContext()
+    collector = GroupInfoCollector()
+    fl_ctx = FLContext()
     fl_ctx.set_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR, collector, private=True, sticky=False)
     controller.handle_event(InfoCollector.EVENT_TYPE_GET_STATS, fl_ctx)
     assert collector.info == {"medflare": {"lines": []}}
 
 
 def test_events_of_an_interrupted_run_are_no_news_and_hide_none() -> None:
-    events, logged = EventLog(), list[str]()
+    events = EventLog()
+    logged = list[str]()
     progress = Progress(events, logged.append)
     events.add("warning", "before")
     progress.take_events()

@@ -25,7 +25,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def same_weights(first: Path, second: Path) -> bool:
     """Whether two runs left the same models, bit for bit."""
-    one, other = weights(first), weights(second)
+    one = weights(first)
+    other = weights(second)
     return (
         len(one) > 0
         and one.keys() == other.keys()

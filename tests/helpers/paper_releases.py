@@ -23,7 +23,8 @@ def fed_isic2019(root: Path, *, crossing: bool = True) -> Path:
     lesions: list[tuple[object, ...]] = [("image", "age_approx", "lesion_id", "sex")]
     for centre in range(6):
         for number in range(20):
-            name, lesion = f"ISIC_{centre}{number:03}", f"L{centre}_{number // 2}"
+            name = f"ISIC_{centre}{number:03}"
+            lesion = f"L{centre}_{number // 2}"
             fold = "test" if (number % 10 == 1 if crossing else number // 2 % 5 == 0) else "train"
             picture(root / f"ISIC_2019_Training_Input/{name}.jpg", 60 + number, 8, 3)
             folds.append((name, number % 8, centre, fold, f"{fold}_{centre}"))

@@ -116,7 +116,8 @@ def _dicom_image(
     path: Path, kind: UID, modality: str, pixels: np.ndarray, series: str = "1.2.3"
 ) -> FileDataset:
     """The same with unsigned pixels (..., rows, columns)."""
-    file, bits = _dicom(path, kind, series), 8 * pixels.dtype.itemsize
+    file = _dicom(path, kind, series)
+    bits = 8 * pixels.dtype.itemsize
     (
         file.StudyInstanceUID,
         file.Modality,
@@ -124,7 +125,8 @@ def _dicom_image(
         file.PatientName,
         file.FrameOfReferenceUID,
     ) = "1.2", modality, "p", "p", "1.2.4"
-    file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
+    file.SamplesPerPixel = 1
+    file.PhotometricInterpretation = "MONOCHROME2"
     file.Rows, file.Columns = pixels.shape[-2:]
     file.BitsAllocated, file.BitsStored, file.HighBit, file.PixelRepresentation = (
         bits,

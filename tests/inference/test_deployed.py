@@ -71,7 +71,8 @@ def test_a_stored_model_is_the_delivered_one(tmp_path: Path, message: Message) -
         and stored.kind == "plain"
         and stored.message.meta["selected_round"] == 7
     )
-    network, images = initial_network(TASK, seed=3).eval(), torch.rand(2, 3, 64, 64)
+    network = initial_network(TASK, seed=3).eval()
+    images = torch.rand(2, 3, 64, 64)
     with torch.no_grad():
         assert torch.equal(stored.build()(images), network(images).sigmoid())
     assert {file.name for file in (tmp_path / "model").iterdir()} == {

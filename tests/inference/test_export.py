@@ -73,7 +73,8 @@ def test_torchscript_of_super_models(
         card["export"] == {"format": "torchscript", "largest_difference": result.difference}
         and signed(card) == card
     )
-    images, model = IMAGES, built(stored)
+    images = IMAGES
+    model = built(stored)
     with torch.no_grad():
         torch.testing.assert_close(
             torch.jit.load(tmp_path / "model.ts")(images), model(images), rtol=0, atol=1e-6
@@ -118,7 +119,8 @@ def test_a_site_adapted_model_keeps_its_statistics(
         plain.task, adapted_at(site, plain.message, "dsbn", partial(build_deployed, plain.task)), {}
     )
     export(stored, "torchscript", tmp_path, builder=build_deployed)
-    images, recorded = site.data.test.images, torch.jit.load(tmp_path / "model.ts")
+    images = site.data.test.images
+    recorded = torch.jit.load(tmp_path / "model.ts")
     with torch.no_grad():
         torch.testing.assert_close(recorded(images), built(stored)(images), rtol=0, atol=1e-6)
         assert not torch.allclose(recorded(images), built(plain)(images), atol=1e-3)
@@ -181,7 +183,8 @@ def run_bundle(
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     """Grey and colour, smaller, equal, larger and of other shape than the network's 16 x 16."""
-    random, folder = np.random.default_rng(0), tmp_path / "pictures"
+    random = np.random.default_rng(0)
+    folder = tmp_path / "pictures"
     folder.mkdir()
     shapes = {
         "same": (16, 16),

@@ -73,7 +73,9 @@ def test_one_mask_for_several_structures() -> None:
 def test_size_is_restored() -> None:
     p = torch.rand(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
     assert restored(p, (8, 8)) is p
-    larger, smaller, mixed = restored(p, (16, 24)), restored(p, (4, 2)), restored(p, (16, 4))
+    larger = restored(p, (16, 24))
+    smaller = restored(p, (4, 2))
+    mixed = restored(p, (16, 4))
     assert larger.shape == (1, 2, 16, 24) and mixed.shape == (1, 2, 16, 4)
     torch.testing.assert_close(smaller, p.reshape(1, 2, 4, 2, 2, 4).mean(dim=(3, 5)))
     ramp = torch.linspace(0.5, 7.5, 8).expand(1, 1, 8, 8)  # pixel centres at 0.5, 1.5, ...
@@ -124,10 +126,8 @@ def test_dicom_volumes_become_nifti_in_the_patients_space(tmp_path: Path) -> Non
 
 def test_masks_have_different_names(tmp_path: Path) -> None:
     labels = ["肝臓", "脾臓", "left lung", "Left-lung", "heart_1"]
-    task, masks = (
-        task_of("multilabel", labels),
-        np.stack([np.full((4, 4), number) for number in range(5)]),
-    )
+    task = task_of("multilabel", labels)
+    masks = np.stack([np.full((4, 4), number) for number in range(5)])
     files = write_masks(Input(tmp_path / "b.png", "b"), masks, task, tmp_path)
     assert [file.name[len("b_seg") : -len(".png")] for file in files] == [
         "_肝臓",

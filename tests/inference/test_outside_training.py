@@ -70,7 +70,8 @@ def test_unlike_volumes_are_named_and_the_sites_test_volumes_are_not(
     volumes: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, run = volumes
-    model, images = run / "sites/A/deployed", tmp_path / "images"
+    model = run / "sites/A/deployed"
+    images = tmp_path / "images"
     entries = json.loads((root / "A/datalist.json").read_text())["test"]
     images.mkdir()
     for entry in entries:
@@ -113,7 +114,8 @@ def test_pictures_in_colour_are_named(
     trained: Runs, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The task resizes pictures: another size in pixels is not named."""
-    model, images = trained("fedavg") / "models/global", tmp_path / "images"
+    model = trained("fedavg") / "models/global"
+    images = tmp_path / "images"
     images.mkdir()
     pixels = np.asarray(Image.open(data_root / "A/test/0.png"))
     Image.fromarray(pixels).save(images / "own.png")
@@ -184,7 +186,8 @@ def test_a_card_without_training_range_is_reported_and_refused_when_strict(
 
 def test_a_site_with_dp_noise_sends_no_image_range(data_root: Path) -> None:
     """Eight training images are of four patients at every site."""
-    task, cards = small_task(label_values={"square": [3, 4]}), {}
+    task = small_task(label_values={"square": [3, 4]})
+    cards = {}
 
     def opened(role: str) -> Site:
         return open_site("A", task, role=role, data_root=data_root)

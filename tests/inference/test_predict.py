@@ -38,7 +38,8 @@ from medflare.training.site import Site
 def test_the_package_predicts_as_the_command_does(
     trained: Runs, data_root: Path, tmp_path: Path
 ) -> None:
-    model, images = trained("fedsm") / "models/deployed", data_root / "A/test"
+    model = trained("fedsm") / "models/deployed"
+    images = data_root / "A/test"
     assert main(["predict", str(model), str(images), "--out", str(tmp_path / "command")]) == 0
     of_folder = medflare.predict(model, str(images), tmp_path / "folder")
     of_stored = medflare.predict(

@@ -213,7 +213,8 @@ def test_a_bundle_of_volumes_predicts_as_medflare_does(
     )
     predict(stored, [tmp_path / "in"], tmp_path / "medflare")
     (file,) = (tmp_path / "monai").glob("*.nii.gz")
-    ours, monais = nibabel.load(tmp_path / "medflare/scan_seg.nii.gz"), nibabel.load(file)
+    ours = nibabel.load(tmp_path / "medflare/scan_seg.nii.gz")
+    monais = nibabel.load(file)
     np.testing.assert_allclose(monais.affine, ours.affine, atol=1e-5)
     # Resampled back by another routine.
     assert (np.asarray(ours.dataobj) == np.asarray(monais.dataobj).reshape(SHAPE)).mean() > 0.99

@@ -38,7 +38,8 @@ def task(kind: str = "segmentation", **changes: Any) -> TaskConfig:
     return small_task(kind, **{"batch_size": 6, **changes})
 
 
-SEGMENTATION, CLASSIFICATION = task(), task("classification")
+SEGMENTATION = task()
+CLASSIFICATION = task("classification")
 MULTILABEL = task(target="multilabel", labels=["square", "corner"])
 MULTICLASS = task(target="multiclass", labels=["background", "square", "corner"])
 WITHOUT_BATCH_NORM = task(network=small_tasks.INSTANCE_UNET)
@@ -303,7 +304,8 @@ def trained(
     **hyper: Any,
 ) -> tuple[StateDict, Mapping[str, Any]]:
     """One site alone, every round from the initial model: its last local model and meta."""
-    alone, first = algorithm(cls, "A", task, counts, **hyper), start(task)
+    alone = algorithm(cls, "A", task, counts, **hyper)
+    first = start(task)
     for round in range(rounds):
         reply = alone.perform("train", round, Message({"model": copy_state(first)}))
     return reply.states["model"], reply.meta

@@ -40,10 +40,8 @@ class EchoHyper(SiteHyper):
     twice: bool = param(False, "send the copy too, which is then declared")
 
 
-MODEL, COPY = (
-    TensorSpec("model", "the incoming model", lambda plan: W),
-    TensorSpec("copy", "", lambda plan: W, lambda plan: plan.site_hyper.twice),
-)
+MODEL = TensorSpec("model", "the incoming model", lambda plan: W)
+COPY = TensorSpec("copy", "", lambda plan: W, lambda plan: plan.site_hyper.twice)
 LOSS = MetaSpec[float]("loss")
 COUNT = MetaSpec[int]("count")
 
@@ -79,7 +77,10 @@ def echo(**hyper: Any) -> Echo:
 
 
 def test_persistent_states_are_in_the_memory_of_one_algorithm_and_outlive_the_process() -> None:
-    algorithm, other, restored, store = echo(), echo(), echo(), MemoryStore()
+    algorithm = echo()
+    other = echo()
+    restored = echo()
+    store = MemoryStore()
     assert algorithm.last is None
     algorithm.perform("train", 0, Message({"model": W}))
     assert algorithm.memory.states == {"last": W} and other.last is None
@@ -98,10 +99,8 @@ class TestPhases:
     def test_a_declared_reply_passes_and_its_manifest_follows_the_plan(self) -> None:
         for twice, entries in ((False, {"model"}), (True, {"model", "copy"})):
             algorithm = echo(twice=twice)
-            reply, manifest = (
-                algorithm.perform("train", 0, Message({"model": W})),
-                Echo.manifest("train", algorithm.plan),
-            )
+            reply = algorithm.perform("train", 0, Message({"model": W}))
+            manifest = Echo.manifest("train", algorithm.plan)
             assert reply.states.keys() == manifest.keys() == entries and reply.meta == {"loss": 1.0}
             assert (
                 manifest["model"].tensors == {"w": ((2,), torch.float32)}
@@ -197,8 +196,10 @@ class OtherEchoServer(EchoServer):
 
 def test_a_servers_methods_are_called_for_the_phases_that_they_name() -> None:
     context = ServerContext(squares.plan_of(Echo, EchoServer), squares.SEED, 1, phases=Echo.phases)
-    server, other = EchoServer(context), OtherEchoServer(context)
-    train, look = Step.of(Echo.train, 0), Step.of(Echo.look, 0)
+    server = EchoServer(context)
+    other = OtherEchoServer(context)
+    train = Step.of(Echo.train, 0)
+    look = Step.of(Echo.look, 0)
     assert (train.phase, look.phase) == ("train", "look")
     assert server.configure(train, "A").states.keys() == {"model"}
     assert server.configure(look, "A") == Message(), "no method asks"
@@ -281,7 +282,8 @@ def test_a_plans_template_is_on_the_meta_device() -> None:
 
 
 def test_networks_are_built_once_and_loaded_in_place() -> None:
-    algorithm, weights = squares.algorithm(FedAvgSite), squares.start()
+    algorithm = squares.algorithm(FedAvgSite)
+    weights = squares.start()
     network = algorithm.network("model", weights)
     pointers = [tensor.data_ptr() for tensor in network.state_dict().values()]
     again = algorithm.network("model", {name: tensor + 1 for name, tensor in weights.items()})

@@ -74,10 +74,8 @@ def test_all_methods_but_prr_keep_the_optimizers_moments_by_default() -> None:
 @pytest.mark.parametrize("name", method_names())
 def test_hyper_parameters_are_described_and_no_settings_of_a_run(name: str) -> None:
     """One that shared its name with an argument of `run_local` would be swallowed by it."""
-    taken, method = (
-        {*RUN_SETTINGS, *inspect.signature(run_local).parameters, *ALGORITHMS},
-        get_method(name),
-    )
+    taken = {*RUN_SETTINGS, *inspect.signature(run_local).parameters, *ALGORITHMS}
+    method = get_method(name)
     for algorithm, owner in method.hyper_classes.items():
         assert not taken & described(owner).keys(), algorithm
         assert [about.name for about in described(owner).values() if not about.text] == []

@@ -63,7 +63,8 @@ def test_the_global_model_is_fedavgs(fedavg: StateDict, name: str, hyper: dict[s
     ids=str,
 )
 def test_a_site_with_one_image_trains(name: str, hyper: dict[str, Any]) -> None:
-    method, task = get_method(name), squares.task("classification")
+    method = get_method(name)
+    task = squares.task("classification")
     log, _, _ = squares.federation(
         method.site_class, method.server_class, task, counts={"C": (1, 1, 1)}, **hyper
     )
@@ -99,7 +100,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_changes_the_sites_training(name: str, kind: str) -> None:
     common = {"ema": 0.9} if name == "feddag" else {}  # the teacher differs from the student
-    site_class, task = get_method(name).site_class, squares.task(kind)
+    site_class = get_method(name).site_class
+    task = squares.task(kind)
     models = [
         squares.trained(site_class, task, rounds=2, **{**common, **option})[0]
         for option in OPTIONS[name]
@@ -200,8 +202,10 @@ def test_what_cannot_work_is_refused_by_name(
 @pytest.mark.parametrize("name", ["grace", "moon"])
 class TestLocalModel:
     def test_inside_the_best_one_is_used_and_outside_the_global_one(self, name: str) -> None:
-        site_class, start = get_method(name).site_class, squares.start()
-        algorithm, incoming = squares.algorithm(site_class), Message({"model": start})
+        site_class = get_method(name).site_class
+        start = squares.start()
+        algorithm = squares.algorithm(site_class)
+        incoming = Message({"model": start})
         assert equal(algorithm.finalize(incoming)["deployed"].states["model"], start), (
             "a site that never trained"
         )
@@ -227,10 +231,8 @@ class TestLocalModel:
         ids=["last", "unvalidated"],
     )
     def test_the_last_one(self, name: str, hyper: Any, counts: tuple[int, int, int]) -> None:
-        algorithm, start = (
-            squares.algorithm(get_method(name).site_class, counts=counts, **hyper),
-            squares.start(),
-        )
+        algorithm = squares.algorithm(get_method(name).site_class, counts=counts, **hyper)
+        start = squares.start()
         states = [
             algorithm.perform("train", round, Message({"model": copy_state(start)})).states["model"]
             for round in range(2)

@@ -97,10 +97,8 @@ def test_plan_and_algorithms_are_built_from_it() -> None:
     assert plan.site_hyper == FedAvgHyper(
         reset_optimizer=True
     ) and plan.server_hyper == FedAvgServerHyper(weighting="uniform")
-    algorithm, server = (
-        method.make_site(squares.site(), plan),
-        method.make_server(ServerContext(plan, squares.SEED, 2)),
-    )
+    algorithm = method.make_site(squares.site(), plan)
+    server = method.make_server(ServerContext(plan, squares.SEED, 2))
     assert type(algorithm) is FedAvgSite and algorithm.hyper is plan.site_hyper
     assert (
         type(server) is FedAvgServer
@@ -118,7 +116,8 @@ def test_algorithms_by_name_are_loaded_when_they_are_used() -> None:
 
 class TestPaired:
     def test_each_algorithm_keeps_what_it_has(self) -> None:
-        moon, grace = get_method("moon"), get_method("grace")
+        moon = get_method("moon")
+        grace = get_method("grace")
         assert paired(moon, moon) is moon
         pair = paired(moon, grace)
         assert (pair.name, pair.algorithms) == ("moon+grace", ("moon", "grace"))
@@ -175,7 +174,8 @@ def test_capabilities_are_inherited_and_needed_of_both_algorithms() -> None:
     class Server(FedAvgServer[Any]):
         pass
 
-    frozen, accumulated = squares.task(freeze=["body"]), squares.task(accumulate=2)
+    frozen = squares.task(freeze=["body"])
+    accumulated = squares.task(accumulate=2)
     for task in (frozen, accumulated):
         made(site=Mine, server=Server).check({}, task)
         with pytest.raises(ConfigError):

@@ -12,7 +12,8 @@ from medflare.networks.catalogue import initial_network
 from methods import squares
 
 # Images of a split, and what may be alive at once of images, masks and predictions together.
-MANY, FEW = (60, 40)
+MANY = 60
+FEW = 40
 TASK = squares.task(batch_size=4, network={"name": "unet", "channels": [2, 4], "norm": "batch"})
 
 

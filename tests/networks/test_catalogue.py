@@ -40,7 +40,8 @@ def test_every_parameter_takes_part_and_the_head_turns_features_into_the_output(
 ) -> None:
     size = (32, 48) if spec["name"] in ("unet", "deeplab") else (32, 32)
     area = size if spec["name"] in ("unet", "deeplab") else ()
-    network, images = build_network(spec, 1, 5, size=size), torch.randn(3, 1, *size)
+    network = build_network(spec, 1, 5, size=size)
+    images = torch.randn(3, 1, *size)
     features, logits = network.features_and_output(images)
     assert features.shape == (3, width, *area) and logits.shape == (3, 5, *area)
     logits.square().mean().backward()

@@ -67,7 +67,8 @@ def equal(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("format", ["safetensors", "torch", "medflare", "torchvision"])
 def test_every_format(tmp_path: Path, format: str) -> None:
-    state, path = other_state(), tmp_path / "weights.bin"
+    state = other_state()
+    path = tmp_path / "weights.bin"
     if format == "medflare":
         save_model(tmp_path / "model", small_task(network=NETWORK), plain_message(state), {})
         path = tmp_path / "model" / "model.safetensors"
@@ -130,7 +131,8 @@ def test_a_pickle_is_refused_by_name_and_not_run(
 
 
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    good, bad = tmp_path / "good.safetensors", tmp_path / "bad"
+    good = tmp_path / "good.safetensors"
+    bad = tmp_path / "bad"
     save_file(own_names(other_state()), good)
     task = task_with(good, "safetensors")
     save_file(own_names(initial_network(small_task(network=NETWORK), 4).state_dict()), good)
@@ -256,8 +258,10 @@ def test_efficientnet_lite0_classifies_photographs_with_imagenet_weights() -> No
         torch.testing.assert_close(network(ramp)[0, :6], expected, rtol=1e-4, atol=1e-4)
         # A palace, a daisy.
         for picture, label in zip(load_sample_images().images, (698, 985), strict=True):
-            side, (height, width) = min(picture.shape[:2]), picture.shape[:2]
-            top, left = (height - side) // 2, (width - side) // 2
+            side = min(picture.shape[:2])
+            (height, width) = picture.shape[:2]
+            top = (height - side) // 2
+            left = (width - side) // 2
             square = Image.fromarray(picture[top : top + side, left : left + side]).resize(
                 (224, 224), Image.Resampling.BICUBIC
             )

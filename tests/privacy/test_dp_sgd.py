@@ -170,7 +170,8 @@ class TestEpsilon:
         """T steps of deviation σ are one of σ / sqrt(T), whose exact δ(ε) is Balle and Wang's (ICML 2018, Theorem 8)."""
         from scipy.stats import norm
 
-        steps, noise = 4, 4.0
+        steps = 4
+        noise = 4.0
         epsilon = epsilon_of([Release(noise, 1.0, steps)], 1e-5)
         ratio = math.sqrt(steps) / noise
         exact_delta = norm.cdf(ratio / 2 - epsilon / ratio) - math.exp(epsilon) * norm.cdf(
@@ -179,7 +180,8 @@ class TestEpsilon:
         assert 1e-8 < exact_delta < 1e-5
 
     def test_grows_with_every_release(self) -> None:
-        one, two = Release(1.0, 0.1, 10), Release(3.0, 0.2, 10)
+        one = Release(1.0, 0.1, 10)
+        two = Release(3.0, 0.2, 10)
         assert epsilon_of([], 1e-5) == 0
         assert 0 < epsilon_of([two], 1e-5) < epsilon_of([one], 1e-5) < epsilon_of([one, two], 1e-5)
         assert epsilon_of([one, one], 1e-5) == pytest.approx(

@@ -66,7 +66,8 @@ def test_concurrent_jobs_cannot_exceed_the_budget(tmp_path: Path) -> None:
 
 
 def test_a_release_counts_for_the_run_and_for_the_budget(tmp_path: Path) -> None:
-    free, limited = Account(), Account(budget=Budget(7.0, 1e-5, tmp_path, "A"))
+    free = Account()
+    limited = Account(budget=Budget(7.0, 1e-5, tmp_path, "A"))
     for account in (free, limited):
         account.charge(Release(1.0, 0.5, 6), steps_of)
         assert account.ledger.releases() == [Release(1.0, 0.5, 6)]

@@ -191,7 +191,8 @@ class TestAccount:
 
     @pytest.fixture
     def ask(self, task: TaskConfig, tmp_path: Path) -> Any:
-        method, start = get_method("fedavg"), squares.start(task)
+        method = get_method("fedavg")
+        start = squares.start(task)
 
         def ask(
             phase: str,
@@ -274,7 +275,8 @@ class TestAccount:
 
 
 def test_a_run_continues_without_a_site_whose_budget_is_spent(tmp_path: Path) -> None:
-    method, sites = get_method("fedavg"), ("site-1", "site-2", "site-3")
+    method = get_method("fedavg")
+    sites = ("site-1", "site-2", "site-3")
 
     def opened(name: str) -> Participant:
         budget = Budget(1e-3, 1e-5, tmp_path, name) if name == "site-2" else None

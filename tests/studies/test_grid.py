@@ -279,7 +279,8 @@ def test_kept_runs_on_other_images_raise_an_error(
     tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However the data root is named, and wherever it was moved; without one, images are embedded in the task."""
-    rows, out = [Candidate.parse("fedavg")], tmp_path / "out"
+    rows = [Candidate.parse("fedavg")]
+    out = tmp_path / "out"
     root = datalists(tmp_path / "first", "p")
     monkeypatch.setenv("MEDFLARE_DATA_ROOT", str(root))
     run_study(rows, SETTING, [0], out)

@@ -421,7 +421,8 @@ def test_patients_in_another_order_are_paired_by_name() -> None:
     orders = dice(a=0.6, b=0.8, c=0.5, d=0.5), dice(d=0.5, c=0.5, b=0.8, a=0.6)
     same, reversed_ = (compared(first, run(0, {"A": cases})) for cases in orders)
     assert same == reversed_ and same.n == 3
-    truth, scores = [1, 1, 0, 0], [0.9, 0.5, 0.7, 0.1]
+    truth = [1, 1, 0, 0]
+    scores = [0.9, 0.5, 0.7, 0.1]
     areas = run(0, {"A": predictions(scores, truth, "abcd")})
     assert (
         compared(
@@ -459,7 +460,8 @@ def test_delong_is_the_variance_of_the_u_statistics() -> None:
     comparison = delong(truth, scores[0], scores[1], np.arange(35))
     areas = [roc_auc_score(truth, score) for score in scores]
     assert comparison.difference == pytest.approx(areas[1] - areas[0])
-    of_cases, of_controls = np.zeros((2, 13)), np.zeros((2, 22))
+    of_cases = np.zeros((2, 13))
+    of_controls = np.zeros((2, 22))
     for model, values in enumerate(scores):
         for i, x in enumerate(values[truth == 1]):
             for j, y in enumerate(values[truth == 0]):

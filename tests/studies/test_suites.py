@@ -59,7 +59,8 @@ TINY: dict[str, Any] = {
 
 def written(folder: Path, **changes: Any) -> str:
     """A JSON file of `TINY` with some settings changed."""
-    task, suite = folder / "task.json", folder / "suite.json"
+    task = folder / "task.json"
+    suite = folder / "suite.json"
     task.write_text(json.dumps(SEGMENTATION))
     suite.write_text(json.dumps({**TINY, "task": str(task), **changes}))
     return str(suite)
@@ -95,7 +96,8 @@ def test_every_task_of_a_suite_fits_its_network(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAPER_TABLES)
 def test_every_suite_can_run(name: str) -> None:
-    suite, task = load_suite(name), load_task(load_suite(name).task)
+    suite = load_suite(name)
+    task = load_task(load_suite(name).task)
     for text in (*suite.methods.values(), *NULLS.get(name, ())):
         check(text, task)
     assert set(NULLS.get(name, ())) <= set(suite.methods.values())
@@ -199,10 +201,8 @@ def test_a_suite_runs_and_resumes(
 ) -> None:
     for name in "ABC":
         make_site(name=name)
-    run, out = (
-        ["study", "--data-root", str(tmp_path), "--suite", written(tmp_path)],
-        tmp_path / "out",
-    )
+    run = ["study", "--data-root", str(tmp_path), "--suite", written(tmp_path)]
+    out = tmp_path / "out"
     assert main([*run, "--out", str(out)]) == 0
     assert "[4/4]" in capsys.readouterr().out
     table, lines = beside(out)
@@ -241,7 +241,8 @@ def test_rows_of_the_command_line_are_beside_the_suites_rows(
 ) -> None:
     for name in "AB":
         make_site(name=name)
-    out, suite = tmp_path / "out", written(tmp_path, seeds=[0])
+    out = tmp_path / "out"
+    suite = written(tmp_path, seeds=[0])
     run = [
         "study",
         "fedprox",

@@ -465,7 +465,8 @@ def test_unequal_rows_are_named(record: RunRecord) -> None:
             )
         ]
 
-    kept, fresh = {"reset_optimizer": False}, {"reset_optimizer": True}
+    kept = {"reset_optimizer": False}
+    fresh = {"reset_optimizer": True}
     groups = {"fresh": row(fresh), "kept": row(kept), "long": row(kept, rounds=3)}
     moments = caution(groups, "reset_optimizer")
     assert moments.index("kept, long") < moments.index("fresh")
@@ -652,7 +653,8 @@ def test_sites_where_training_alone_has_no_value_are_not_counted(record: RunReco
 
 def test_a_seed_with_equal_areas_counts_as_p_of_one() -> None:
     """Twice the median of 1, 1 and 0.01 is 2; of 1, 0.01 and 0.02 it is 0.04."""
-    equal, better = Comparison(0.0), Comparison(0.06, p=0.01)
+    equal = Comparison(0.0)
+    better = Comparison(0.06, p=0.01)
     assert delong_text([equal, equal, better]) == "+0.020, p 1.000"
     assert delong_text([equal, better, Comparison(0.06, p=0.02)]) == "+0.040, p 0.040"
     assert delong_text([Comparison(0.1), better]) == "+0.080, p 0.010", "one image of a class"

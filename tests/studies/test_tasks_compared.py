@@ -62,7 +62,8 @@ def study(record: RunRecord, task: str, **dice: float) -> StudyTables:
 def test_the_example_of_the_paper() -> None:
     ranks = mean_ranks(example())
     assert ranks.round(3).tolist() == [3.143, 2.0, 2.893, 1.964]
-    tasks, rows = 14, 4
+    tasks = 14
+    rows = 4
     chi2 = 12 * tasks / (rows * (rows + 1)) * (np.sum(ranks**2) - rows * (rows + 1) ** 2 / 4)
     assert chi2 == pytest.approx(9.28, abs=0.01), "as printed, without correction for ties"
     assert iman_davenport(chi2, tasks, rows)[0] == pytest.approx(3.69, abs=0.01)

@@ -60,10 +60,8 @@ def test_cross_entropy_by_hand() -> None:
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_every_loss_is_that_of_a_task_of_merged_classes(loss: dict[str, Any]) -> None:
     annotation = Annotation(organs(loss=loss), ["liver", "kidney"])
-    logits, targets = (
-        drawn().float().requires_grad_(),
-        torch.arange(512).remainder(3).reshape(2, 16, 16),
-    )
+    logits = drawn().float().requires_grad_()
+    targets = torch.arange(512).remainder(3).reshape(2, 16, 16)
     as_stored = torch.tensor([0, 1, 3])[targets]
     merged = torch.stack(
         [logits[:, [0, 2]].exp().sum(dim=1).log(), logits[:, 1], logits[:, 3]], dim=1
@@ -83,7 +81,8 @@ def test_every_loss_is_that_of_a_task_of_merged_classes(loss: dict[str, Any]) ->
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_all_annotated_is_the_task_loss_bit_by_bit(loss: dict[str, Any]) -> None:
     task = organs(loss=loss)
-    logits, targets = drawn().float(), torch.arange(512).remainder(4).reshape(2, 16, 16)
+    logits = drawn().float()
+    targets = torch.arange(512).remainder(4).reshape(2, 16, 16)
     for names in (None, ["liver", "spleen", "kidney"], ORGANS):
         assert torch.equal(
             Annotation(task, names).loss()(logits, targets), build_loss(task)(logits, targets)
@@ -120,7 +119,8 @@ def test_sigmoid_outputs_that_are_not_annotated_have_no_gradient(
 ) -> None:
     labels = ["disc", "vessel", "cup"]
     annotation = Annotation(small_task(target="multilabel", labels=labels, loss=loss), names)
-    logits, targets = drawn(3).float().requires_grad_(), (drawn(3) > 0.5).float()
+    logits = drawn(3).float().requires_grad_()
+    targets = (drawn(3) > 0.5).float()
     (gradient,) = torch.autograd.grad(annotation.loss()(logits, targets), logits)
     for place, label in enumerate(labels):
         assert bool(gradient[:, place].any()) == (label in names)
@@ -131,7 +131,8 @@ def test_a_focal_loss_of_one_sigmoid_keeps_its_weight() -> None:
         target="multilabel", labels=["disc", "cup"], loss={"name": "focal", "weights": [1, 5]}
     )
     plain = small_task(target="multilabel", labels=["cup"], loss={"name": "focal"})
-    logits, targets = drawn(2).float(), (drawn(2) > 0.5).float()
+    logits = drawn(2).float()
+    targets = (drawn(2) > 0.5).float()
     expected = 5 * build_loss(plain)(logits[:, 1:], targets[:, 1:])
     torch.testing.assert_close(Annotation(task, ["cup"]).loss()(logits, targets), expected)
 

@@ -121,7 +121,8 @@ def test_a_curve_does_not_reveal_scores() -> None:
         return sensitivity
 
     random = np.random.default_rng(0)
-    truth, scores = random.random(500) < 0.3, random.random(500)
+    truth = random.random(500) < 0.3
+    scores = random.random(500)
     assert curve(scores, truth) == curve(scores**3, truth)
     assert len(curve(scores, truth)) == 21 and curve(scores, truth)[-1] == 1.0
     assert curve(np.ones(4), np.array([True, False, True, False]))[:3] == [0.0, 0.05, 0.1], (

@@ -33,7 +33,8 @@ def test_sigmoid_cross_entropy(make_task: TaskOf) -> None:
     several = make_task(
         target="multilabel", labels=["a", "b"], loss={"name": "ce", "weights": [2, 5]}
     )
-    zeros, ones = torch.zeros(1, 2, 2, 2), torch.ones(1, 2, 2, 2)
+    zeros = torch.zeros(1, 2, 2, 2)
+    ones = torch.ones(1, 2, 2, 2)
     assert build_loss(several)(zeros, ones).item() == pytest.approx(3.5 * math.log(2))
     findings = make_task(
         "classification", target="multilabel", labels=["a", "b"], loss={"name": "ce"}
@@ -70,7 +71,8 @@ def test_batch_dice_does_not_punish_empty_images(make_task: TaskOf) -> None:
 
 
 def test_sum_of_dice_and_cross_entropy(make_task: TaskOf) -> None:
-    logits, targets = torch.randn(2, 1, 4, 4), torch.randint(0, 2, (2, 4, 4))
+    logits = torch.randn(2, 1, 4, 4)
+    targets = torch.randint(0, 2, (2, 4, 4))
     dice, entropy, both = (
         build_loss(make_task(loss=spec))(logits, targets)
         for spec in (
@@ -209,7 +211,8 @@ USUAL = (
 
 
 def test_activation_and_one_hot_follow_from_the_target() -> None:
-    binary, multiclass = small_task(), small_task(**THREE)
+    binary = small_task()
+    multiclass = small_task(**THREE)
     logits, targets = example(binary)
     expected = losses.TverskyLoss(sigmoid=True)(logits, targets.float())
     torch.testing.assert_close(

@@ -86,7 +86,8 @@ def test_overlap_is_pooled_over_a_patients_images() -> None:
 
 
 def test_empty_slices_of_a_patient_count_only_with_false_positives() -> None:
-    empty, half = _masks([1, 1, 0, 0], [0, 0, 0, 0]), _masks([1, 0, 0, 0])
+    empty = _masks([1, 1, 0, 0], [0, 0, 0, 0])
+    half = _masks([1, 0, 0, 0])
     assert _by_patient(empty, empty, "aa", "dice") == [[1]]
     assert _by_patient(empty, empty, "ab", "dice") == [pytest.approx([1, math.nan], nan_ok=True)]
     assert _by_patient(half, half & False, "a", "dice") == [[0]]
@@ -97,7 +98,9 @@ def test_boundary_distance_against_definition() -> None:
     rows, columns = np.mgrid[:24, :24]
     masks = []
     for _ in range(2):
-        row, column, radius = random.uniform(8, 16), random.uniform(8, 16), random.uniform(4, 7)
+        row = random.uniform(8, 16)
+        column = random.uniform(8, 16)
+        radius = random.uniform(4, 7)
         masks.append((rows - row) ** 2 + (columns - column) ** 2 < radius**2)
 
     def edge(mask: np.ndarray) -> np.ndarray:
@@ -120,10 +123,8 @@ def test_classification_against_scikit_learn(make_task: TaskOf, decimals: int) -
     task = make_task("classification", labels=["a", "b", "c", "d"])
     for number in range(10):
         random = numpy_generator(0, number, "classification")
-        probabilities, truth = (
-            random.dirichlet(np.ones(4), 15).round(decimals),
-            random.integers(0, 4, 15),
-        )
+        probabilities = random.dirichlet(np.ones(4), 15).round(decimals)
+        truth = random.integers(0, 4, 15)
         values = score(
             torch.from_numpy(probabilities),
             torch.from_numpy(truth),
@@ -131,7 +132,8 @@ def test_classification_against_scikit_learn(make_task: TaskOf, decimals: int) -
             task,
             CLASSIFICATION,
         ).values
-        chosen, present = probabilities.argmax(axis=1), np.unique(truth)
+        chosen = probabilities.argmax(axis=1)
+        present = np.unique(truth)
         assert values["accuracy"] == pytest.approx(metrics.accuracy_score(truth, chosen))
         assert values["balanced_accuracy"] == pytest.approx(
             metrics.recall_score(truth, chosen, labels=present, average="macro")
@@ -151,10 +153,8 @@ def test_several_labels_against_scikit_learn(make_task: TaskOf) -> None:
     undefined = 0
     for number in range(12):
         random = numpy_generator(0, number, "labels")
-        probabilities, truth = (
-            random.uniform(size=(12, 3)) * [1, 1, 0.55],
-            random.integers(0, 2, (12, 3)) * [1, 1, 0],
-        )
+        probabilities = random.uniform(size=(12, 3)) * [1, 1, 0.55]
+        truth = random.integers(0, 2, (12, 3)) * [1, 1, 0]
         values = score(
             torch.from_numpy(probabilities),
             torch.from_numpy(truth),
@@ -227,10 +227,8 @@ def test_a_single_class_has_no_auc(make_task: TaskOf) -> None:
     assert scores.values["auc_macro"] is None
     assert scores.values["accuracy"] == 0.5 and set(scores.undefined) == {"auc_macro"}
     several = make_task("classification", target="multilabel", labels=["a", "b"])
-    probabilities, truth = (
-        torch.tensor([[0.9], [0.2], [0.6], [0.4]]).repeat(1, 2),
-        torch.tensor([[1, 1], [0, 1], [0, 1], [1.0, 1]]),
-    )
+    probabilities = torch.tensor([[0.9], [0.2], [0.6], [0.4]]).repeat(1, 2)
+    truth = torch.tensor([[1, 1], [0, 1], [0, 1], [1.0, 1]])
     both = score(probabilities, truth, list("abcd"), several, CLASSIFICATION).values
     assert both["auc_macro"] == pytest.approx(0.75) and both["accuracy"] == 0.5, (
         "label b has one class only and is left out"
@@ -282,7 +280,8 @@ def test_images_of_different_sizes_are_scored_one_by_one() -> None:
     task = cube_task(target="multiclass", labels=["background", "cube", "core"])
     truths = [torch.zeros(side, 6, 6, dtype=torch.long) for side in (5, 7)]
     for truth in truths:
-        truth[1:4, 1:4, 1:4], truth[2, 2, 2] = 1, 2
+        truth[1:4, 1:4, 1:4] = 1
+        truth[2, 2, 2] = 2
     perfect = [torch.nn.functional.one_hot(truth, 3).movedim(-1, 0).float() for truth in truths]
     scores = score(perfect, truths, ["p", "q"], task, task.test_metrics, [(1.0, 1.0, 1.0)] * 2)
     assert scores.values == {"dice": 1.0, "iou": 1.0, "hd95_mm": 0.0, "surface_dice": 1.0}
@@ -372,7 +371,8 @@ def test_average_surface_distance_is_that_of_monai() -> None:
 
 def test_lesions_and_volumes_by_hand(make_task: TaskOf) -> None:
     """Two of three true lesions are met by one of two predicted ones; 5 pixels predicted of 4 true ones."""
-    truth, predicted = _masks([1, 0, 1, 0, 0, 0, 1, 1]), _masks([1, 1, 1, 0, 1, 1, 0, 0])
+    truth = _masks([1, 0, 1, 0, 0, 0, 1, 1])
+    predicted = _masks([1, 1, 1, 0, 1, 1, 0, 0])
     task = make_task(metrics=["lesion_f1", "volume_error"])
     assert lesion_f1(predicted, truth).item() == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
     assert _by_patient(predicted, truth, "a", "volume_error") == [[1 / 4]]
@@ -410,7 +410,8 @@ def test_distances_on_a_sheared_grid_are_those_of_the_affine(seed: int) -> None:
         inner = binary_erosion(mask[0, 0].numpy())
         surfaces.append(np.argwhere(mask[0, 0].numpy() & ~inner) @ affine.T)
     table = cdist(*surfaces)
-    there, back = table.min(axis=1), table.min(axis=0)
+    there = table.min(axis=1)
+    back = table.min(axis=0)
     expected = max(np.percentile(there, 95), np.percentile(back, 95))
     assert boundary_distance(predicted, truth, cell).item() == pytest.approx(expected, abs=1e-4)
     mean = np.concatenate([there, back]).mean()
@@ -428,7 +429,8 @@ def test_the_two_ways_to_distances_agree_where_nothing_is_sheared() -> None:
         for distance in (boundary_distance, average_surface_distance, near):
             expected = distance(*masks, spacing=straight)
             torch.testing.assert_close(distance(*masks, spacing=cell), expected)
-    filled, empty = _random_masks(0)[0], torch.zeros(1, 1, 9, 8, 7, dtype=torch.bool)
+    filled = _random_masks(0)[0]
+    empty = torch.zeros(1, 1, 9, 8, 7, dtype=torch.bool)
     for pair in ((filled, empty), (empty, filled), (empty, empty)):
         expected = near(*pair, spacing=straight)
         torch.testing.assert_close(near(*pair, spacing=cell), expected, equal_nan=True)
@@ -449,7 +451,8 @@ def test_the_distance_is_the_larger_of_both_95th_percentiles_of_numpy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     random = np.random.default_rng(2)
-    there, back = random.uniform(0, 9, 57), random.uniform(0, 8, 33)
+    there = random.uniform(0, 9, 57)
+    back = random.uniform(0, 8, 33)
     directed = iter(torch.tensor(values, dtype=torch.float32) for values in (there, back))
     monkeypatch.setattr(metrics_table, "_to_surface", lambda *_: next(directed))
     mask = _masks([1, 1, 0])

@@ -37,7 +37,8 @@ def test_half_precision_is_used_inside_the_network_only(
     spec: dict[str, Any], precision: str
 ) -> None:
     """Layers compute in it; logits, features, weights and gradients are float32, and near to what fp32 gives."""
-    exact, rounded = network(spec), network(spec, precision=precision)
+    exact = network(spec)
+    rounded = network(spec, precision=precision)
     inside: list[torch.dtype] = []
     rounded.head.register_forward_hook(lambda _layer, _given, actual: inside.append(actual.dtype))
     for ask in (
@@ -66,10 +67,8 @@ def test_fp32_does_not_cast() -> None:
 @pytest.mark.parametrize("dims", [2, 3])
 def test_channels_last_changes_the_memory_format_only(dims: int, tmp_path: Path) -> None:
     task = small_task(size=[8] * dims, spatial_dims=dims, network=UNET)
-    plain, ordered = (
-        initial_network(task, 0).eval(),
-        Computing(CPU, channels_last=True).placed(initial_network(task, 0)).eval(),
-    )
+    plain = initial_network(task, 0).eval()
+    ordered = Computing(CPU, channels_last=True).placed(initial_network(task, 0)).eval()
     order = torch.channels_last if dims == 2 else torch.channels_last_3d
     pictures = torch.rand(2, 1, *[8] * dims)
     features, logits = ordered.features_and_output(pictures)
@@ -106,7 +105,8 @@ def test_a_compiled_network_is_the_same_network(
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    plain, fast = network(spec), network(spec, compiled=True)
+    plain = network(spec)
+    fast = network(spec, compiled=True)
     assert list(fast.state_dict()) == list(plain.state_dict())
     for expected, actual in zip(
         plain.features_and_output(images()), fast.features_and_output(images()), strict=True

@@ -44,10 +44,8 @@ def trained(
 @pytest.mark.parametrize("count", [12, 11, 9])
 def test_accumulated_batches_equal_one_large_batch(count: int) -> None:
     """Also where the last batch is smaller, and where an epoch ends before all are there."""
-    large, small = (
-        trained((count, 2, 2), batch_size=6)[0],
-        trained((count, 2, 2), batch_size=3, accumulate=2)[0],
-    )
+    large = trained((count, 2, 2), batch_size=6)[0]
+    small = trained((count, 2, 2), batch_size=3, accumulate=2)[0]
     for name in large:
         torch.testing.assert_close(small[name], large[name], rtol=1e-4, atol=1e-5, msg=name)
     alone, _ = trained((count, 2, 2), batch_size=3)
@@ -117,7 +115,8 @@ class Scaled(nn.Module):
 
 
 def test_steps_with_infinite_gradients_are_skipped() -> None:
-    site, model = squares.site("A", squares.task(precision="fp16")), Scaled()
+    site = squares.site("A", squares.task(precision="fp16"))
+    model = Scaled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     steps = Steps(optimizer, site)
     scale = scaler_of(optimizer).get_scale()
@@ -128,7 +127,8 @@ def test_steps_with_infinite_gradients_are_skipped() -> None:
 
 
 def test_the_scale_is_kept_with_the_moments(tmp_path: Any) -> None:
-    memory, store = Message(), StateStore(tmp_path)
+    memory = Message()
+    store = StateStore(tmp_path)
     site = squares.site("A", squares.task(precision="fp16"))
     first, second = (torch.optim.Adam(Scaled().parameters(), lr=0.1) for _ in range(2))
     steps = Steps(first, site)
@@ -162,10 +162,8 @@ METHODS = [name for name in method_names() if name != "condist"]  # it needs two
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_trains_in_bf16(name: str) -> None:
-    method, task = (
-        get_method(name),
-        squares.task(precision="bf16", network={**INSTANCE_UNET, "norm": "batch"}),
-    )
+    method = get_method(name)
+    task = squares.task(precision="bf16", network={**INSTANCE_UNET, "norm": "batch"})
     hyper: dict[str, Any] = {"selector_rounds": 1} if name == "fedsm_extra" else {}
     played = squares.federation(method.site_class, method.server_class, task, rounds=1, **hyper)
     states = [

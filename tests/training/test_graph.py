@@ -96,7 +96,8 @@ def test_which_steps_are_captured(expected: bool, case: dict[str, Any]) -> None:
 
 def test_an_optimizer_of_other_weights_is_not_captured() -> None:
     site = squares.site("A", squares.task(), (2, 1, 1))
-    network, other = site.network(), site.network("other")
+    network = site.network()
+    other = site.network("other")
     site.computing = Computing(torch.device("cuda"))
     for weights in (network.head.parameters(), [*network.parameters(), *other.parameters()]):
         made = torch.optim.Adam(weights, lr=0.01)
@@ -139,7 +140,8 @@ class Recorder:
         return replay, result
 
     def _update(self, optimizer: Any) -> Callable[[], None]:
-        group, moments = optimizer.param_groups[0], dict(optimizer.state)
+        group = optimizer.param_groups[0]
+        moments = dict(optimizer.state)
         rate = group["lr"]
 
         def replay() -> None:
@@ -159,7 +161,8 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Every step is captured, by a `Recorder`; learning rates are tensors, as on a GPU."""
-    recorder, build = Recorder(), site_module.build_optimizer
+    recorder = Recorder()
+    build = site_module.build_optimizer
 
     def with_rate(*arguments: Any) -> torch.optim.Optimizer:
         optimizer = build(*arguments)
@@ -217,7 +220,8 @@ def test_replayed_rounds_end_in_equal_weights_and_moments(
     plain, without = in_rounds(method)
     assert recorder.replays == networks * 18
     for one, other in [*zip(replayed, plain, strict=True), (with_graph.memory, without.memory)]:
-        first, second = states(one), states(other)
+        first = states(one)
+        second = states(other)
         assert first.keys() == second.keys() and one.meta == other.meta
         for name, tensor in first.items():
             assert torch.equal(tensor, second[name]), name

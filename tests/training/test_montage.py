@@ -123,7 +123,8 @@ def test_a_volume_has_planes_directions_and_a_scale() -> None:
 def test_letters_of_a_flat_volume_are_large_and_beside_it() -> None:
     """Two slices of 5 mm, 100 mm wide: a strip of 24 pixels, less than two lines of text."""
     task = cube_task(orientation="LPS")
-    volume, truth = torch.rand(1, 20, 20, 2), torch.zeros(20, 20, 2, dtype=torch.long)
+    volume = torch.rand(1, 20, 20, 2)
+    truth = torch.zeros(20, 20, 2, dtype=torch.long)
     part = Split(volume[None], truth[None], ("p",), ("p",), spacings=((5.0, 5.0, 5.0),))
     picture, _ = colours(overlay(Site("A", task, SiteData(part, part, part)), nothing, 0))
     coronal = picture[:, 240:480]
@@ -165,7 +166,8 @@ def test_a_model_of_whole_patients_is_asked_for_all_images_of_one(site: Site) ->
 def test_the_fullest_image_of_a_patient_is_shown(site: Site) -> None:
     data = site.data.test
     targets = torch.zeros_like(data.targets)
-    targets[1, :2], targets[3, :5] = 1, 1
+    targets[1, :2] = 1
+    targets[3, :5] = 1
     site.data = replace(
         site.data, test=replace(data, targets=targets, patients=("one", "two", "one", "two", "one"))
     )

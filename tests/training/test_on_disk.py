@@ -101,10 +101,8 @@ def test_same_final_models(method: str, tmp_path: Path) -> None:
         }
         return results, models
 
-    (memory, kept), (disk, read) = (
-        run("memory", False),
-        run("disk", {"folder": str(tmp_path / "cache"), "memory_gb": 0}),
-    )
+    (memory, kept) = run("memory", False)
+    (disk, read) = run("disk", {"folder": str(tmp_path / "cache"), "memory_gb": 0})
     assert list((tmp_path / "cache").glob("*.safetensors"))
     assert (
         memory["status"] == "COMPLETED"
@@ -121,7 +119,8 @@ def test_same_final_models(method: str, tmp_path: Path) -> None:
 def test_memory_gb_decides_what_stays_on_disk(
     make_site: SiteOf, make_task: TaskOf, tmp_path: Path
 ) -> None:
-    folder, bytes_of_an_image = make_site(), 16 * 16 * (4 + 8)
+    folder = make_site()
+    bytes_of_an_image = 16 * 16 * (4 + 8)
     for images, resident in ((10.1, True), (9.9, False)):
         cache = CacheSettings(str(tmp_path / "cache"), memory_gb=images * bytes_of_an_image / 10**9)
         assert load_site_data("A", make_task(), folder, cache=cache).train.in_memory == resident

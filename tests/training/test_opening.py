@@ -63,7 +63,8 @@ def test_an_image_beyond_the_sites_bounds(make_site: SiteOf, make_task: TaskOf) 
 def test_files_in_other_folders_need_the_sites_permission(
     make_site: SiteOf, make_task: TaskOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, elsewhere = make_site(), tmp_path / "archive"
+    folder = make_site()
+    elsewhere = tmp_path / "archive"
     (folder / "images").rename(elsewhere)
     (folder / "images").symlink_to(elsewhere)
     with pytest.raises(DataError, match=r"images/0\.png"):
@@ -100,7 +101,8 @@ def test_opening(
     make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
-    folder, cache = make_site(), tmp_path / "cache"
+    folder = make_site()
+    cache = tmp_path / "cache"
     site = open_site(
         "A",
         make_task(),
@@ -144,7 +146,8 @@ def test_arguments_come_before_local_settings(make_task: TaskOf, make_site: Site
 
 
 def test_the_sites_batch_limit_is_a_note(make_task: TaskOf, make_site: SiteOf) -> None:
-    folder, task = make_site(), make_task(batch_size=8)
+    folder = make_site()
+    task = make_task(batch_size=8)
     site = open_site("A", task, data_root=folder, local=local_settings({"batch_size": 3}))
     assert site.scoring_batch == site.batch_size == 3 and len(site.notes) == 1
     assert site.task.fingerprint() == task.fingerprint()  # it takes part in the same federation

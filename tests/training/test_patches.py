@@ -33,7 +33,8 @@ def _samples(
 
 
 def test_patches_are_of_the_tasks_size_and_hold_foreground_half_of_the_time() -> None:
-    data, patches = _split(), Patches(TASK)
+    data = _split()
+    patches = Patches(TASK)
     images, targets = _samples(
         patches, data, torch.zeros(60, dtype=torch.long), numpy_random_state(0, "patches")
     )

@@ -54,7 +54,8 @@ def test_a_quarter_of_a_gpus_free_memory_may_be_taken(monkeypatch: pytest.Monkey
 
 
 def test_bytes_and_device_of_a_split() -> None:
-    images, targets = torch.zeros(3, 1, 2, 2), torch.zeros(3, 2, 2, dtype=torch.long)
+    images = torch.zeros(3, 1, 2, 2)
+    targets = torch.zeros(3, 2, 2, dtype=torch.long)
     for split in (Split(images, targets, (), ()), Split(tuple(images), list(targets), (), ())):
         assert split.nbytes == 3 * 4 * (4 + 8)
         moved = split.on(torch.device("meta"))

@@ -147,7 +147,8 @@ def test_sampling_is_of_training_images_alone(make_task: TaskOf) -> None:
 
 
 def test_predictions_come_in_order_and_without_gradients(make_task: TaskOf) -> None:
-    site, weight = numbered_site(make_task()), nn.Parameter(torch.ones(1))
+    site = numbered_site(make_task())
+    weight = nn.Parameter(torch.ones(1))
     probabilities, _, rows = (
         torch.cat(parts)
         for parts in zip(

@@ -36,7 +36,8 @@ def refused(named: str, folder: Path, task: TaskConfig) -> None:
 
 @pytest.mark.parametrize("image_mode", ["resize", "patch"])
 def test_volumes_are_read_from_files_and_from_the_cache(tmp_path: Path, image_mode: str) -> None:
-    task, folder = cube_task(image_mode=image_mode), make_volumes(tmp_path / "A")
+    task = cube_task(image_mode=image_mode)
+    folder = make_volumes(tmp_path / "A")
     first = load_site_data("A", task, folder, cache=CacheSettings(str(tmp_path / "cache")))
     _decoded_sites.clear()
     again = load_site_data("A", task, folder, cache=CacheSettings(str(tmp_path / "cache")))
@@ -65,7 +66,8 @@ def test_orientation_and_spacing_of_the_task_hold_for_image_and_mask(tmp_path: P
         0
     ] == pytest.approx((3.0, 2.0, 2.0))
     assert turned.train.image(0).shape[1:] == (10, 8, 12)
-    bright, mask = turned.train.image(0)[0] > 0.6, turned.train.targets[0] > 0
+    bright = turned.train.image(0)[0] > 0.6
+    mask = turned.train.targets[0] > 0
     assert 2 * (bright & mask).sum() / (bright.sum() + mask.sum()) > 0.8
 
 
@@ -107,7 +109,8 @@ def test_masks_and_channels_may_have_another_orientation(
     name: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Annotation tools store masks in other orientations; the affine says so."""
-    folder, task = make_volumes(tmp_path / "A"), cube_task(**changes)
+    folder = make_volumes(tmp_path / "A")
+    task = cube_task(**changes)
     expected = load_site_data("A", task, folder).train
     _decoded_sites.clear()
     stored = nibabel.load(folder / f"p0_{name}.nii.gz")
@@ -123,7 +126,8 @@ def test_masks_and_channels_may_have_another_orientation(
 
 def test_slices_of_different_grids_are_refused(tmp_path: Path) -> None:
     """A mask or a second channel of the same size may have another position in the patient."""
-    task, folder = cube_task(spatial_dims=2, size=[16, 16]), make_volumes(tmp_path / "A")
+    task = cube_task(spatial_dims=2, size=[16, 16])
+    folder = make_volumes(tmp_path / "A")
     flipped = np.diag([-1.0, 1, 1, 1]) @ affine()
     images = {
         name: nibabel.load(folder / f"p0_{name}.nii.gz").get_fdata(dtype=np.float32)
@@ -150,12 +154,11 @@ def test_slices_of_different_grids_are_refused(tmp_path: Path) -> None:
 
 def test_masks_of_a_series_in_opposite_order_are_turned(make_site: SiteOf, edit: Edit) -> None:
     """The series is numbered from head to feet, the mask runs upwards."""
-    folder, task = (
-        make_site(),
-        load_task({**TASK, "channels": 1, "spatial_dims": 2, "size": [16, 16]}),
-    )
+    folder = make_site()
+    task = load_task({**TASK, "channels": 1, "spatial_dims": 2, "size": [16, 16]})
     series = dicom_series(folder / "series")
-    mask, grid = np.zeros((5, 6, 4), np.uint8), series_grid(series)
+    mask = np.zeros((5, 6, 4), np.uint8)
+    grid = series_grid(series)
     mask[1:3, 1:3, 1] = 1
     write(folder / "mask.nii.gz", mask, grid.affine)
     edit(folder, lambda listed: listed["training"][0].update(image="series", label="mask.nii.gz"))

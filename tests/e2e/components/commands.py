@@ -13,7 +13,8 @@ from medflare.cli.command import main
 
 def run(words: list[str]) -> tuple[object, str, str]:
     """The exit status of a command, its output and its errors."""
-    output, errors = io.StringIO(), io.StringIO()
+    output = io.StringIO()
+    errors = io.StringIO()
     with redirect_stdout(output), redirect_stderr(errors):
         try:
             status: object = main(words)

@@ -21,7 +21,9 @@ from medflare.core.errors import ConfigError
 from medflare.flare.components import UnfinishedJobs
 from medflare.flare.jobs.sessions import _name, found_job, id_of, interrupted_job, jobs_of, listing
 
-OLD, NEW, OTHER = "11112222-old", "11113333-new", "44445555-other"
+OLD = "11112222-old"
+NEW = "11113333-new"
+OTHER = "44445555-other"
 
 
 def props(**about: Any) -> dict[str, Any]:

@@ -24,12 +24,10 @@ STEPS = [
     )
     for round in range(3)
 ]
-SUBMITTED, RUNNING, COMPLETED, FAILED = (
-    "SUBMITTED",
-    "RUNNING",
-    "FINISHED:COMPLETED",
-    "FINISHED:EXECUTION_EXCEPTION",
-)
+SUBMITTED = "SUBMITTED"
+RUNNING = "RUNNING"
+COMPLETED = "FINISHED:COMPLETED"
+FAILED = "FINISHED:EXECUTION_EXCEPTION"
 
 
 def told(*lines: str, **silent: float) -> dict[str, Any]:
@@ -137,10 +135,8 @@ GONE = Unreachable("no session with the server by kit: refused; is the server up
 
 
 def test_a_server_that_comes_back_is_watched_on() -> None:
-    first, second = (
-        Leaving(RUNNING, "", stats=(told(STEPS[0]),)),
-        Served(RUNNING, COMPLETED, stats=(told(*STEPS[:2]),)),
-    )
+    first = Leaving(RUNNING, "", stats=(told(STEPS[0]),))
+    second = Served(RUNNING, COMPLETED, stats=(told(*STEPS[:2]),))
     ended, output = watched(first, GONE, GONE, second)
     assert ended and output[:2] == ["id RUNNING", STEPS[0]]
     assert (

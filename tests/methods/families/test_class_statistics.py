@@ -226,7 +226,8 @@ def test_distance_to_prototypes_by_hand() -> None:
 
 
 def test_the_head_predicts_the_nearest_prototype(squares: ModuleType) -> None:
-    features, prototypes = drawn_features(20, 4), drawn_features(3, 4, seed=1)
+    features = drawn_features(20, 4)
+    prototypes = drawn_features(3, 4, seed=1)
     distances = torch.cdist(features, prototypes).square()
     logits = functional.linear(features, *prototype_head(prototypes, squares.MULTICLASS))
     torch.testing.assert_close(logits.softmax(1), (-distances).softmax(1))
@@ -304,7 +305,8 @@ def test_suppressed_counts_weigh_classes_equally(squares: ModuleType) -> None:
 
 def test_drawn_features_have_the_moments() -> None:
     root = drawn_features(2, 3, 3)
-    covariances, centres = root @ root.mT, drawn_features(2, 3, seed=1)
+    covariances = root @ root.mT
+    centres = drawn_features(2, 3, seed=1)
     samples = drawn(centres, covariances, drawn_features(2, 40000, 3, seed=2))
     for row in range(2):
         torch.testing.assert_close(samples[row].mean(dim=0), centres[row], atol=0.05, rtol=0)
@@ -316,7 +318,8 @@ def test_drawn_features_have_the_moments() -> None:
 def test_the_head_learns_the_present_classes(squares: ModuleType) -> None:
     centres = torch.tensor([[4.0, 0.0], [0.0, 0.0], [0.0, 4.0]], dtype=torch.float64)
     samples = centres[:, None] + drawn_features(3, 50, 2)
-    weight, bias = drawn_features(3, 2, seed=5), torch.zeros(3)
+    weight = drawn_features(3, 2, seed=5)
+    bias = torch.zeros(3)
     present = torch.tensor([True, False, True])
     new, offset = calibrated(weight, bias, samples, present, squares.MULTICLASS, 50)
     assert new[1].equal(weight[1]) and offset[1] == 0
@@ -329,7 +332,8 @@ def test_the_head_learns_the_present_classes(squares: ModuleType) -> None:
 def test_each_label_learns_from_its_own_features(squares: ModuleType) -> None:
     """Of the label "corner" (rows 2, 3) only: the other output does not change."""
     samples = drawn_features(4, 50, 2) + 4 * torch.arange(4)[:, None, None]
-    weight, bias = torch.zeros(2, 2), torch.zeros(2)
+    weight = torch.zeros(2, 2)
+    bias = torch.zeros(2)
     present = torch.tensor([True, False, True, True])
     new, offset = calibrated(weight, bias, samples, present, squares.MULTILABEL, 50)
     assert not new[0].any() and not offset[0]
@@ -364,7 +368,8 @@ def test_ridge_is_scikit_learns_on_all_images(squares: ModuleType, task: str) ->
     played = squares.federation(
         RidgeSite, RidgeServer, getattr(squares, task), rounds=1, lam=0.5, selection="last"
     )
-    rows, labels = [], []
+    rows = []
+    labels = []
     for algorithm in played.algorithms.values():
         network = algorithm.site.network()
         features, classes = collected(algorithm, network)
@@ -382,7 +387,8 @@ def test_ridge_is_scikit_learns_on_all_images(squares: ModuleType, task: str) ->
 
 
 def test_the_division_of_images_over_sites_does_not_matter() -> None:
-    rows, targets = drawn_features(30, 5), drawn_features(30, 2, seed=1)
+    rows = drawn_features(30, 5)
+    targets = drawn_features(30, 2, seed=1)
     whole = ridge_weights(rows.T @ rows, targets.T @ rows, 0.1)
     for sizes in ([10, 10, 10], [1, 25, 4]):
         parts = list(zip(rows.split(sizes), targets.split(sizes), strict=True))

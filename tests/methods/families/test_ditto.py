@@ -21,7 +21,8 @@ def by_hand(
     algorithm: Any, start: StateDict, shared: StateDict, round: int, lam: float
 ) -> StateDict:
     """v <- v - η (∇F_k(v) + λ (v - w_g)) over the round's batches (Alg. 1), written down anew."""
-    network, site = algorithm.site.network(), algorithm.site
+    network = algorithm.site.network()
+    site = algorithm.site
     network.load_state_dict(start)
     anchor = [shared[name] for name, _ in network.named_parameters()]
     network.train()

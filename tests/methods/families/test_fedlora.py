@@ -22,7 +22,8 @@ from medflare.methods.families.partial_sharing.fedlora import (
 )
 from medflare.networks.features import FeatureNetwork
 
-A, B = ".parametrizations.weight.0.A", ".parametrizations.weight.0.B"
+A = ".parametrizations.weight.0.A"
+B = ".parametrizations.weight.0.B"
 SHARES = ["both", "a", "b"]
 
 
@@ -45,7 +46,8 @@ def plain(adapters: StateDict, start: StateDict, algorithm: Any) -> StateDict:
 
 
 def test_the_update_of_a_weight() -> None:
-    a, b = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0], [-1.0]])
+    a = torch.tensor([[1.0, 2.0, 3.0]])
+    b = torch.tensor([[1.0], [-1.0]])
     expected = torch.tensor([[4.0, 8.0, 12.0], [-4.0, -8.0, -12.0]])
     assert low_rank_update(a, b, 4.0).equal(expected)
     halved = low_rank_update(torch.cat([a, 0 * a]), torch.cat([b, b], 1), 4.0)
@@ -150,7 +152,8 @@ class TestFederation:
         for share in ("b", "both"):
             # In the first round B is 0, and A has no gradient at its first step.
             played = federation(squares, share, rounds=2)
-            start, algorithm = squares.start(), played.algorithms["A"]
+            start = squares.start()
+            algorithm = played.algorithms["A"]
             replies = played.log[1].replies
             models = {s: plain(r.states["model"], start, algorithm) for s, r in replies.items()}
             mean = weighted_mean(models, dict.fromkeys(models, 1.0))
@@ -160,7 +163,8 @@ class TestFederation:
 
     def test_with_b_at_the_sites_the_models_are_personal(self, squares: ModuleType) -> None:
         played = federation(squares, "a", outside=("O",), selection="last")
-        start, algorithms = squares.start(), played.algorithms
+        start = squares.start()
+        algorithms = played.algorithms
         shared = {n: w for n, w in played.model.items() if not n.endswith(B)}
         for name, algorithm in algorithms.items():
             models = algorithm.finalize(played.server.configure_final(name))

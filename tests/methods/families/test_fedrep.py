@@ -32,7 +32,8 @@ def trained(squares: ModuleType, task: Any = None, **hyper: Any) -> StateDict:
 def test_a_round_by_hand(squares: ModuleType) -> None:
     """Two epochs of the head on the body as sent, then one of the body on that head, by plain gradient descent."""
     task = squares.task(optimizer={"name": "sgd", "lr": LR})
-    site, network = squares.site("A", task), squares.site("A", task).network()
+    site = squares.site("A", task)
+    network = squares.site("A", task).network()
 
     def descend(part: nn.Module, purpose: str, epochs: int) -> None:
         for epoch in range(epochs):
@@ -53,10 +54,8 @@ def test_a_round_by_hand(squares: ModuleType) -> None:
 
 def test_each_part_is_frozen_while_the_other_trains(squares: ModuleType) -> None:
     body, head = parts(squares.start())
-    only_head, only_body = (
-        parts(trained(squares, head_epochs=1, body_epochs=0)),
-        parts(trained(squares, head_epochs=0, body_epochs=1)),
-    )
+    only_head = parts(trained(squares, head_epochs=1, body_epochs=0))
+    only_body = parts(trained(squares, head_epochs=0, body_epochs=1))
     assert squares.equal(only_head[0], body) and not squares.equal(only_head[1], head), (
         "running statistics of the body included"
     )

@@ -68,7 +68,8 @@ def test_normalisation_and_adain_by_hand() -> None:
 @pytest.mark.parametrize("dims", [2, 3])
 def test_adain_gives_each_image_its_style(dims: int) -> None:
     images = random_images(3, 2, *[5] * dims)
-    mean, deviation = random_images(3, 2), random_images(3, 2).abs()
+    mean = random_images(3, 2)
+    deviation = random_images(3, 2).abs()
     of_styled = channel_statistics(adain(images, mean, deviation))
     torch.testing.assert_close(of_styled, (mean, deviation))
 
@@ -77,7 +78,8 @@ def test_adain_gives_each_image_its_style(dims: int) -> None:
 def test_amplitude_exchange_is_that_of_the_centred_spectrum(size: tuple[int, int]) -> None:
     """NumPy's full spectrum with its zero frequency in the middle, as in the authors' code."""
     image, other = random_images(2, 1, *size).unbind()
-    share, band = 0.3, amplitudes(other[None], 0.1)
+    share = 0.3
+    band = amplitudes(other[None], 0.1)
     result = with_amplitude(image[None], band, torch.tensor(share))
     of_image = np.fft.fftshift(np.fft.fft2(image[0].numpy()))
     of_other = np.fft.fftshift(np.fft.fft2(other[0].numpy()))
@@ -213,7 +215,8 @@ def test_fedrdn_with_one_set_of_statistics_is_fedavg_of_normalised_images(
     server = squares.server(FedAvgServer, rounds=2, outside=(), algorithms=members)
     expected = squares.play(server, members)
     assert squares.equal(played.model, expected.model)
-    last, of_fedavg = played.log[-1].replies["A"], expected.log[-1].replies["A"]
+    last = played.log[-1].replies["A"]
+    of_fedavg = expected.log[-1].replies["A"]
     assert last.meta["validation"] == of_fedavg.meta["validation"]
 
 
@@ -235,7 +238,8 @@ class Seen(torch.nn.Module):
 
 def seen(one: Any, bank: dict[str, Any], seed: int = 0) -> list[Tensor]:
     """The images that a network gets for the batch of the first training images."""
-    network, data = Seen(), one.site.data.train
+    network = Seen()
+    data = one.site.data.train
     one.bank = bank
     random = torch.Generator().manual_seed(seed)
     loss = one.batch_loss(network, data.images, data.targets, random)
@@ -287,7 +291,8 @@ def test_elcfs_trains_an_episode(squares: ModuleType) -> None:
     k = [(torch.fft.fftfreq(n) * n).abs() <= math.floor(0.1 * n) for n in size]
     low = k[0][:, None] & k[1]
     assert change[..., ~low].max() < 1e-3 < change[..., low].max()
-    network, data = Seen(), one.site.data.train
+    network = Seen()
+    data = one.site.data.train
     random = torch.Generator().manual_seed(0)
     total = one.batch_loss(network, data.images, data.targets, random)
     first = one.site.loss(raw * network.scale.reshape(1, 1, 1, 1), data.targets)
@@ -321,7 +326,8 @@ def test_deployed_models_change_their_images(
     squares: ModuleType, cls: type[BankSite[Any]], kind: str
 ) -> None:
     played = squares.federation(cls, BankServer, outside=("O",), rounds=1)
-    task, server = squares.SEGMENTATION, played.server
+    task = squares.SEGMENTATION
+    server = played.server
     images = squares.site("O").data.test.images
     network = task_network(task)
     network.load_state_dict(server.configure_final("O")[MODEL])

@@ -113,8 +113,10 @@ def test_a_compiled_network_is_refused(squares: ModuleType, method: Any) -> None
 
 
 def test_kl_is_that_of_torch() -> None:
-    mu, r_mu = normal(4, 5), normal(4, 5, seed=1)
-    sigma, r_sigma = normal(4, 5, seed=2).exp(), normal(4, 5, seed=3).exp()
+    mu = normal(4, 5)
+    r_mu = normal(4, 5, seed=1)
+    sigma = normal(4, 5, seed=2).exp()
+    r_sigma = normal(4, 5, seed=3).exp()
     expected = kl_divergence(
         Independent(Normal(mu, sigma), 1), Independent(Normal(r_mu, r_sigma), 1)
     )
@@ -264,7 +266,8 @@ def test_ddaig_step_by_hand(squares: ModuleType) -> None:
 
     network = site.network("expected", request.states["model"])
     data = site.site.data.train
-    images, domain = data.images, torch.ones(12, dtype=torch.long)
+    images = data.images
+    domain = torch.ones(12, dtype=torch.long)
     expected = type(site.networks)([*site.networks])
     expected.load_state_dict(request.states["networks"])
     generator, domains = expected

@@ -79,7 +79,8 @@ def test_feddyn_h_is_the_mean_of_all_h_k(squares: ModuleType) -> None:
     """With absent sites, and with replies that get lost."""
     algorithms = squares.algorithms(FedDynSite)
     server = squares.server(FedDynServer, rounds=4, outside=(), algorithms=algorithms)
-    absent, lost = {("C", 0), ("A", 2)}, {("B", 1), ("C", 3)}
+    absent = {("C", 0), ("A", 2)}
+    lost = {("B", 1), ("C", 3)}
     for step in server.steps()[:4]:
         replies = {}
         for name, algorithm in algorithms.items():

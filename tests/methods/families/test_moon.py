@@ -12,11 +12,9 @@ from methods import squares
 
 
 def test_loss_by_hand() -> None:
-    z, same, orthogonal = (
-        torch.tensor([[3.0, 0.0]]),
-        torch.tensor([[1.0, 0.0]]),
-        torch.tensor([[0.0, 2.0]]),
-    )
+    z = torch.tensor([[3.0, 0.0]])
+    same = torch.tensor([[1.0, 0.0]])
+    orthogonal = torch.tensor([[0.0, 2.0]])
     assert contrastive_loss(z, same, orthogonal, 0.5).item() == pytest.approx(
         math.log(1 + math.exp(-2))
     )

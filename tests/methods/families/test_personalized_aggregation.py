@@ -71,7 +71,8 @@ def alone(squares: ModuleType, name: str, rounds: int) -> StateDict:
 def test_attention_by_hand() -> None:
     squared = torch.tensor([[0.0, 1.0, 9.0], [1.0, 0.0, 10.0], [9.0, 10.0, 0.0]])
     xi = attention(squared, alpha=0.5, sigma=2.0)
-    near, far = 0.25 * math.exp(-0.5), 0.25 * math.exp(-4.5)
+    near = 0.25 * math.exp(-0.5)
+    far = 0.25 * math.exp(-4.5)
     assert xi[0].tolist() == pytest.approx([1 - near - far, near, far])
     assert xi.sum(dim=1).tolist() == pytest.approx([1.0] * 3)
 
@@ -167,7 +168,8 @@ def test_fedmtl_by_hand(squares: ModuleType) -> None:
     played = squares.federation(AnchoredSite, FedMTLServer, task, lam=0.7)
     first = {site: reply.states["model"] for site, reply in played.log[0].replies.items()}
     algorithm = squares.algorithm(AnchoredSite, "B", task, server_class=FedMTLServer)
-    network, site = algorithm.site.network(), algorithm.site
+    network = algorithm.site.network()
+    site = algorithm.site
     network.load_state_dict(first["B"])
     names = [name for name, _ in network.named_parameters()]
     network.train()

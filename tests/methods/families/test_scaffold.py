@@ -46,7 +46,8 @@ def test_correction_by_hand() -> None:
         dict.fromkeys(("weight", "bias"), torch.ones(1)),
     )
     for gradient in (3.0, 5.0):
-        network.weight.grad, network.bias.grad = torch.tensor([[gradient]]), None
+        network.weight.grad = torch.tensor([[gradient]])
+        network.bias.grad = None
         correction()
         assert network.weight.grad.item() == gradient - 2 + 1
         assert network.bias.grad is not None and network.bias.grad.item() == 1, (
@@ -68,7 +69,8 @@ def test_mean_gradient_along_the_path_is_the_printed_difference_of_weights(
     steps = 2 * 3  # epochs of 12 images in batches of 5
     for turn in played.log[:3]:
         for name, reply in turn.replies.items():
-            sent, update = turn.outgoing[name].states, reply.states["control_update"]
+            sent = turn.outgoing[name].states
+            update = reply.states["control_update"]
             way = difference(sent["model"], reply.states["model"])
             printed = {key: way[key] / (steps * LR) - sent["control"][key] for key in update}
             squares.assert_close(update, printed)
@@ -103,7 +105,8 @@ def control_variates(played: Any) -> dict[str, StateDict]:
 def test_c_is_the_mean_of_all_c_k_for_any_participation(
     squares: ModuleType, weighting: str
 ) -> None:
-    counts, missing = {"B": (6, 4, 5), "C": (9, 4, 5)}, {0: "C", 1: "C", 2: "A"}
+    counts = {"B": (6, 4, 5), "C": (9, 4, 5)}
+    missing = {0: "C", 1: "C", 2: "A"}
     absent = lambda step, name: missing.get(step.round) == name  # noqa: E731
     played = squares.federation(
         ScaffoldSite, ScaffoldServer, rounds=4, counts=counts, absent=absent, weighting=weighting

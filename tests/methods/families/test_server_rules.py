@@ -59,7 +59,9 @@ def again(made: Any) -> Any:
 
 def path_of(name: str, **hyper: Any) -> list[float]:
     """The trained entry after rounds in which every site adds 1, 2 and -1 to the incoming 0.5."""
-    made, state, path = aggregation(name, **hyper), previous(0.5), []
+    made = aggregation(name, **hyper)
+    state = previous(0.5)
+    path = []
     for round, delta in enumerate((1.0, 2.0, -1.0)):
         value = state["w"].item() + delta
         made = again(made)
@@ -80,12 +82,17 @@ class TestServerOptimizers:
 
     @pytest.mark.parametrize("name", ["fedadagrad", "fedadam", "fedyogi"])
     def test_algorithm_2_in_numpy(self, name: str) -> None:
-        eta, beta1, beta2, tau = 0.3, 0.8, 0.9, 0.05
+        eta = 0.3
+        beta1 = 0.8
+        beta2 = 0.9
+        tau = 0.05
         hyper = {"eta": eta, "beta1": beta1, "tau": tau}
         if name != "fedadagrad":
             hyper["beta2"] = beta2
         path = path_of(name, **hyper)
-        x, m, v = 0.5, 0.0, tau**2
+        x = 0.5
+        m = 0.0
+        v = tau**2
         for delta, reached in zip((1.0, 2.0, -1.0), path, strict=True):
             m = beta1 * m + (1 - beta1) * delta
             v = {
@@ -240,7 +247,8 @@ class TestIDA:
 
 class TestFedAWA:
     def test_loss_by_its_vectors(self) -> None:
-        vectors, start = torch.randn(3, 5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
+        vectors = torch.randn(3, 5, dtype=torch.float64)
+        start = torch.randn(5, dtype=torch.float64)
         logits = torch.randn(3, dtype=torch.float64)
         p = logits.softmax(0)
         sites = start + vectors
@@ -415,7 +423,8 @@ class TestFedCE:
     )
     def test_weights_by_hand(self, mode: str, expected: float) -> None:
         """1 - cosine is .5 and 1.5: shares .25 and .75; errors .3 and .2: shares .6 and .4."""
-        cosines, errors = torch.tensor([0.5, -0.5]).double(), torch.tensor([0.3, 0.2]).double()
+        cosines = torch.tensor([0.5, -0.5]).double()
+        errors = torch.tensor([0.3, 0.2]).double()
         actual = validated.contribution_weights(cosines, errors, mode)
         assert actual.tolist() == pytest.approx([expected, 1 - expected])
 
@@ -522,7 +531,8 @@ class TestAllRules:
         assert rule.fractions({"A": 3.0, "B": -1.0, "C": 1.0}) == {"A": 0.75, "B": 0.0, "C": 0.25}
 
     def test_second_moments(self) -> None:
-        one, four = torch.tensor(1.0), torch.tensor(4.0)
+        one = torch.tensor(1.0)
+        four = torch.tensor(4.0)
         assert fedopt.second_moment("adagrad", one, four).item() == 17
         assert fedopt.second_moment("adam", one, four, 0.5).item() == 8.5
         assert fedopt.second_moment("yogi", one, four, 0.5).item() == 9

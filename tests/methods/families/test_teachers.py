@@ -26,7 +26,8 @@ from medflare.methods.families.teachers.mean_teacher import (
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-PART, NONE = {"A": ("square",)}, {"C": ()}
+PART = {"A": ("square",)}
+NONE = {"C": ()}
 
 
 def played(
@@ -40,13 +41,15 @@ def played(
 ) -> Any:
     """Two rounds of a method; the structures that sites annotated, by site, where it is not all."""
     method = get_method(name)
-    site_class, server_class = method.site_class, method.server_class
+    site_class = method.site_class
+    server_class = method.server_class
     counts = {site: (12, 0, 0) for site, names in annotated.items() if not names}
     members = squares.algorithms(
         site_class, task, sites, counts, server_class=server_class, **hyper
     )
     for site, names in annotated.items():
-        data, plan = members[site].site.data, members[site].plan
+        data = members[site].site.data
+        plan = members[site].plan
         train = data.train if names else uncounted(data.train, task)
         data = replace(data, annotated=names, train=train)
         members[site] = site_class(Site(site, task, data, squares.SEED), plan)
@@ -101,13 +104,16 @@ class TestConDist:
         assert "fedavg" in event["message"]
 
     def test_the_site_follows_the_global_model(self, squares: ModuleType) -> None:
-        task, sites = replace(squares.MULTICLASS, local_epochs=12), ("A", "B")
-        start, apart = played(squares, "fedavg", task, sites=sites).model, {}
+        task = replace(squares.MULTICLASS, local_epochs=12)
+        sites = ("A", "B")
+        start = played(squares, "fedavg", task, sites=sites).model
+        apart = {}
         for lam in (0.0, 1.0):
             site = played(squares, "condist", task, PART, sites, lam=lam).algorithms["A"]
             trained = site.perform("train", 99, Message({"model": dict(start)})).states["model"]
             images, targets = next(site.site.ordered("train"))[:2]
-            teacher, student = site.frozen(start)(images), site.frozen(trained, "student")(images)
+            teacher = site.frozen(start)(images)
+            student = site.frozen(trained, "student")(images)
             apart[lam] = site._distil(student, teacher, targets).item()
         assert apart[1.0] < 0.9 * apart[0.0]
 
@@ -165,7 +171,8 @@ class TestMeanTeacher:
 def test_labels_of_a_site_without_labels_have_no_influence(
     kind: str, squares: ModuleType, make_site: SiteOf, make_task: TaskOf, edit: Edit
 ) -> None:
-    task, method = make_task(kind), get_method("mean_teacher")
+    task = make_task(kind)
+    method = get_method("mean_teacher")
     plan = method.plan(task, ("A", "B", "C"), {})
     folders = {name: make_site(kind=kind, name=name) for name in plan.sites}
     models = []

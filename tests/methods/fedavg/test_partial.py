@@ -57,7 +57,8 @@ def test_the_local_part_never_travels() -> None:
 
 @pytest.mark.parametrize("name", ["fedbn", "fedrep"])
 def test_local_parts_of_the_baselines(name: str) -> None:
-    network, method = squares.site().network(), get_method(name)
+    network = squares.site().network()
+    method = get_method(name)
     kept = batch_norm_entries(network) if name == "fedbn" else HEAD
     plan = method.plan(squares.SEGMENTATION, SITES, {})
     manifests = {name: method.site_class.manifest(name, plan) for name in method.site_class.phases}

@@ -54,7 +54,8 @@ class TestSite:
         )
         first = algorithm.perform("train", 0, request).states["model"]
         generation = algorithm._generation(request)
-        shared, student = request.states["model"], request.states.get("student")
+        shared = request.states["model"]
+        student = request.states.get("student")
         assert (student is not None) is (distribution == "type2")
         assert squares.equal(weights(generation.student), student or shared)
         assert squares.equal(
@@ -98,7 +99,8 @@ class TestFederation:
     def test_no_round_of_the_warm_up_is_selected(self, sha: bool) -> None:
         """Not even the best by validation, nor the last one, with which the first round of training begins."""
         server = squares.server(FedDAGServer, rounds=4, warmup=1, sha=sha, ndag=False)
-        values, models = {1: 0.9, 2: 0.3, 3: 0.5, 4: 0.4}, {}
+        values = {1: 0.9, 2: 0.3, 3: 0.5, 4: 0.4}
+        models = {}
         for shift, step in enumerate(server.steps(), start=1):
             models[step.round] = copy_state(server.model)
             meta = {"n_samples": 1, "loss": 0.0, "validation": {"global": values.get(step.round)}}
@@ -137,7 +139,8 @@ def generation(
     task: TaskConfig = squares.SEGMENTATION, **hyper: Any
 ) -> feddag_site.AdversarialGeneration:
     """Student, teacher and generator of a fresh site with some settings."""
-    site, settings = squares.site(task=task), build_hyper(feddag_site.FedDAGSiteHyper, hyper)
+    site = squares.site(task=task)
+    settings = build_hyper(feddag_site.FedDAGSiteHyper, hyper)
     networks = site.network(), site.network()
     return feddag_site.AdversarialGeneration(
         site, settings, *networks, feddag_site.initial_generator(site.task, site.seed, settings)
@@ -164,7 +167,8 @@ class TestStages:
                 dag.site.loss(logits, targets) - discrepancy(reference, pooled(features), 2.0)
             ).item()
 
-        before, frozen = objective(), (weights(dag.student), weights(dag.teacher))
+        before = objective()
+        frozen = (weights(dag.student), weights(dag.teacher))
         for _ in range(20):
             dag._generator_step(images, targets, reference)
         assert objective() < before
@@ -181,7 +185,8 @@ class TestStages:
         """Stage 2 lowers L_S and changes only the student."""
         dag = generation(alpha=1.0)
         images, targets, _ = first_batch(dag)
-        reference, frozen = dag.reference(images), (weights(dag.generator), weights(dag.teacher))
+        reference = dag.reference(images)
+        frozen = (weights(dag.generator), weights(dag.teacher))
         losses = [
             dag._student_step(images, targets, reference)["student"].item() for _ in range(20)
         ]
@@ -198,7 +203,8 @@ class TestStages:
             return {name: tensor for name, tensor in weights(network).items() if "running" in name}
 
         dag = generation(alpha=1.0, train_on=train_on, sam_rho=sam_rho)
-        clean, batch = dag.site.network().train(), first_batch(dag)
+        clean = dag.site.network().train()
+        batch = first_batch(dag)
         clean(batch.images)
         dag._generator_step(batch.images, batch.targets, dag.reference(batch.images))
         dag._student_step(batch.images, batch.targets, dag.reference(batch.images))

@@ -30,7 +30,8 @@ def state(value: float, count: int = 0) -> StateDict:
 
 
 def test_discrepancy_matches_the_reference(reference: dict[str, Tensor]) -> None:
-    f, f_hat = reference["dis/f"], reference["dis/f_hat"]
+    f = reference["dis/f"]
+    f_hat = reference["dis/f_hat"]
     torch.testing.assert_close(
         feddag.instance_discrepancy(f, f_hat), reference["dis/half_sq_dist_per_instance"], **CLOSE
     )
@@ -97,7 +98,8 @@ def test_the_teacher_of_the_round_before_decays_to_exp_minus_5(batches: int) -> 
 
 
 def test_ema_copies_integers_and_works_on_a_module_in_place() -> None:
-    teacher, student = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
+    teacher = torch.nn.BatchNorm1d(2)
+    student = torch.nn.BatchNorm1d(2)
     student(torch.randn(8, 2, generator=torch.Generator().manual_seed(0)))
     assert teacher.running_mean is not None and student.running_mean is not None
     expected = 0.75 * teacher.running_mean + 0.25 * student.running_mean
@@ -139,7 +141,8 @@ def test_centred_scores_do_not_have_the_evaluators_levels() -> None:
     constants = without_diagonal(
         torch.tensor([0.221, 0.256, 0.446], dtype=torch.float64).expand(3, 3)
     )
-    plain, centred = feddag.generalization_scores(constants), feddag.centred_scores(constants)
+    plain = feddag.generalization_scores(constants)
+    centred = feddag.centred_scores(constants)
     assert plain.max() - plain.min() > 0.1
     assert centred.unique().numel() == 1 and centred[0].item() == pytest.approx(plain.mean().item())
 

@@ -67,7 +67,8 @@ class TestPerturbation:
     def test_perturbed_model_has_distance_rho_and_a_higher_loss(self) -> None:
         algorithm = squares.algorithm(SHASite, rho=0.3)
         reply = algorithm.perform("train", 0, Message({"model": squares.start()}))
-        model, moved = reply.states["model"], reply.states["perturbed"]
+        model = reply.states["model"]
+        moved = reply.states["perturbed"]
         names = [name for name, _ in squares.site().network().named_parameters()]
         assert math.sqrt(
             sum((moved[name] - model[name]).square().sum() for name in names)
@@ -103,7 +104,8 @@ class TestScoring:
 
     def test_score_is_auc_if_the_task_has_it(self) -> None:
         task = squares.task("classification")
-        algorithm, start = squares.algorithm(SHASite, task=task), squares.start(task)
+        algorithm = squares.algorithm(SHASite, task=task)
+        start = squares.start(task)
         scores = algorithm.perform("score", 0, Message({"candidate/B": start})).meta["scores"]
         predictor = algorithm.site.predictor(algorithm.network("again", start).eval())
         assert (
@@ -198,7 +200,8 @@ class TestServer:
         assert ([event["site"] for event in rejected] == ["B"]) == (bad is not None)
 
     def test_only_scores_of_sent_models_count(self) -> None:
-        server, score = squares.server(SHAServer, evaluators=1), Step("score", 0)
+        server = squares.server(SHAServer, evaluators=1)
+        score = Step("score", 0)
         server.aggregate(Step("train", 0), replies_to_train((1, 2, 3)))
         sent = server.configure(score, "A").family(CANDIDATES)
         told: dict[str, Any] = {

@@ -179,10 +179,8 @@ def test_the_delivered_selector_is_divided_by_the_fitted_temperature() -> None:
         {site: reply.meta["calibration"] for site, reply in played.log[-2].replies.items()}
     )
     assert temperature != 1.0
-    sent, delivered = (
-        played.log[-2].outgoing["A"].states["selector"],
-        played.server.configure_final("A").states["selector"],
-    )
+    sent = played.log[-2].outgoing["A"].states["selector"]
+    delivered = played.server.configure_final("A").states["selector"]
     logits = [played.algorithms["A"].selector.logits(state, "test") for state in (sent, delivered)]
     torch.testing.assert_close(logits[1], logits[0] / temperature)
 
@@ -376,7 +374,8 @@ def test_who_answered_is_told_image_by_image() -> None:
 @torch.no_grad()
 def test_a_patients_images_are_answered_by_one_model() -> None:
     """Single images of a patient that look like another site's are outvoted by the others."""
-    model, images = super_model_of(), images_of(2.0, 2.0, 1.2, 0.0)
+    model = super_model_of()
+    images = images_of(2.0, 2.0, 1.2, 0.0)
     data = Split(
         images, torch.zeros(4, 16, 16, dtype=torch.long), ("p", "p", "p", "q"), tuple("abcd")
     )
@@ -397,7 +396,8 @@ def test_a_patients_images_are_answered_by_one_model() -> None:
 @pytest.mark.parametrize("combine", [None, "extra", "ensemble"])
 @torch.no_grad()
 def test_without_branches_the_answers_are_the_same(kind: str, combine: str | None) -> None:
-    model, images = super_model_of(kind, combine), images_of(2.0, 0.0, 0.5, 1.0, 0.1, 2.9)
+    model = super_model_of(kind, combine)
+    images = images_of(2.0, 0.0, 0.5, 1.0, 0.1, 2.9)
     torch.testing.assert_close(model.unbranched()(images), model(images), rtol=0, atol=1e-6)
     assert len(set(model.answered)) == 4, "all networks should have had their turn"
 
@@ -452,8 +452,10 @@ def assert_at(model: nn.Module, expected: Sequence[Tensor]) -> None:
 def test_pfedme_descends_to_a_proximal_point_and_w_goes_there() -> None:
     site = site_of(batch_size=12)
     (batch,) = batches_of(site)
-    shared, personal = network_of(site), network_of(site, shift=0.1)
-    origin, theta = copied(shared), copied(personal)
+    shared = network_of(site)
+    personal = network_of(site, shift=0.1)
+    origin = copied(shared)
+    theta = copied(personal)
     train_pfedme(
         shared,
         personal,
@@ -500,7 +502,8 @@ def test_the_shared_model_learns_at_the_defaults(personalization: str) -> None:
     log, _, algorithms = squares.federation(
         FedSMSite, FedSMServer, task, rounds=5, personalization=personalization, gamma=0.5
     )
-    algorithm, start = algorithms["A"], log[0].outgoing["A"].states
+    algorithm = algorithms["A"]
+    start = log[0].outgoing["A"].states
 
     def moved(entry: str) -> float:
         trained = log[4].replies["A"].states[entry]
@@ -513,11 +516,13 @@ def test_the_shared_model_learns_at_the_defaults(personalization: str) -> None:
         )
 
     def training_loss(state: StateDict) -> float:
-        network, images = algorithm.frozen(state), algorithm.site.data.train
+        network = algorithm.frozen(state)
+        images = algorithm.site.data.train
         return float(algorithm.site.loss(network(images.images), images.targets))
 
     assert moved("meta") > 0.1 * moved("model") > 0
-    before, after = training_loss(start["meta"]), training_loss(log[4].replies["A"].states["meta"])
+    before = training_loss(start["meta"])
+    after = training_loss(log[4].replies["A"].states["meta"])
     assert after < 0.8 * before
 
 
@@ -525,8 +530,10 @@ def test_apfl_learns_through_the_mixture() -> None:
     """v <- v - η α ∇f(v̄); running statistics are those that v̄ collected."""
     site = site_of(batch_size=12)
     (batch,) = batches_of(site)
-    local, shared = network_of(site, shift=0.3), network_of(site)
-    v, w = copied(local), copied(shared)
+    local = network_of(site, shift=0.3)
+    shared = network_of(site)
+    v = copied(local)
+    w = copied(shared)
     slope = gradients(site, [0.25 * a + 0.75 * b for a, b in zip(v, w, strict=True)], batch)
     optimizer = site.optimizer(trainable(local))
     mixture = train_apfl(local, copy_state(shared.state_dict()), site, 0, optimizer, share=0.25)

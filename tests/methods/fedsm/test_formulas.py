@@ -11,7 +11,8 @@ from helpers.fixture_types import Golden
 from medflare.core.states import weighted_mean
 from medflare.methods.fedsm import formulas as fedsm
 
-SITES, CASE = ("c0", "c1", "c2"), "K3_l0.7"
+SITES = ("c0", "c1", "c2")
+CASE = "K3_l0.7"
 
 
 @pytest.fixture
@@ -55,7 +56,8 @@ class TestSoftPull:
         assert fedsm.soft_pull({"a": state(2.0)}, 0.3)["a"]["w"].item() == 2.0, "of one site"
 
     def test_the_mean_stays_and_deviations_shrink_by_the_stated_factor(self) -> None:
-        states, lam = {"a": state(0.0), "b": state(3.0), "c": state(9.0)}, 0.7
+        states = {"a": state(0.0), "b": state(3.0), "c": state(9.0)}
+        lam = 0.7
         pulled = fedsm.soft_pull(states, lam)
         assert sum(s["w"].item() for s in pulled.values()) == pytest.approx(12.0)
         assert (pulled["c"]["w"].item() - 4) / (9 - 4) == pytest.approx((lam * 3 - 1) / 2)
@@ -179,10 +181,8 @@ class TestTunedGamma:
 
 
 def test_gains_are_of_patients_with_both_values() -> None:
-    values, reference = (
-        torch.tensor([0.9, 0.5, torch.nan, 0.3]),
-        torch.tensor([0.8, 0.6, 0.1, torch.nan]),
-    )
+    values = torch.tensor([0.9, 0.5, torch.nan, 0.3])
+    reference = torch.tensor([0.8, 0.6, 0.1, torch.nan])
     assert fedsm.paired_gain(values, reference) == pytest.approx(0.0, abs=1e-7)
     assert (
         fedsm.paired_gain(values[2:], reference[2:]) is None

@@ -230,13 +230,15 @@ class TestAlignment:
         """Squares of 300 leave float16's range long before their means over columns do."""
         x = torch.tensor([[300.0, -300.0], [-300.0, 300.0], [100.0, 0.0]])
         y = x + torch.tensor([3.0, 0.0])
-        expected, actual = float(distance(y, x)), distance(y.half(), x.half())
+        expected = float(distance(y, x))
+        actual = distance(y.half(), x.half())
         assert actual.dtype == torch.float16 and float(actual) == pytest.approx(expected, rel=1e-2)
         with pytest.raises(ValueError, match=r"\(3, 1\)"):
             distance(x, x[:, :1])
 
     def test_half_batch_of_one(self) -> None:
-        x, y = torch.ones(1, 3), torch.zeros(1, 3, requires_grad=True)
+        x = torch.ones(1, 3)
+        y = torch.zeros(1, 3, requires_grad=True)
         for form in CORAL_FORMS:
             loss = grace.coral(x, y, form)
             assert loss.item() == 0

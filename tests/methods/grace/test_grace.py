@@ -31,7 +31,8 @@ class TestLocalTraining:
         algorithm = squares.algorithm(GraceSite)
         local = algorithm.network("model", squares.trained(FedAvgSite)[0])
         shared = algorithm.frozen(copy_state(local.state_dict()))
-        before, images = copy_state(shared.state_dict()), algorithm.site.data.train.images
+        before = copy_state(shared.state_dict())
+        images = algorithm.site.data.train.images
         gap = algorithm.aligned(shared, distance)(
             images, local.train().features_and_output(images)[0]
         ).item()
@@ -40,7 +41,8 @@ class TestLocalTraining:
         assert not any(layer.training for layer in shared.modules())
 
     def test_the_discriminator_is_trained_and_kept(self) -> None:
-        algorithm, start = squares.algorithm(GraceSite, client="adv"), squares.start()
+        algorithm = squares.algorithm(GraceSite, client="adv")
+        start = squares.start()
         algorithm.perform("train", 0, Message({"model": copy_state(start)}))
         first = algorithm.discriminator
         algorithm.perform("train", 1, Message({"model": copy_state(start)}))
@@ -112,7 +114,8 @@ def test_the_update_is_the_gradient_at_the_adapted_weights() -> None:
     place = squares.site("A", task)
     start = place.network()
     images, targets, _ = next(iter(place.batches("train", 0, "model", 0)))
-    stepped, expected = copy.deepcopy(start), copy.deepcopy(start)
+    stepped = copy.deepcopy(start)
+    expected = copy.deepcopy(start)
     step(
         stepped,
         place.loss(stepped(images[:6]), targets[:6]),
@@ -135,15 +138,14 @@ def test_the_update_is_the_gradient_at_the_adapted_weights() -> None:
 def test_meta_train_takes_a_step_of_the_optimizer_and_restores_it() -> None:
     """theta' is the result of a step of Adam with its current moments; theta and moments are as before."""
     place = squares.site("A", squares.task("classification", clip={"norm": 0.5}))
-    network, twin = place.network(), place.network()
+    network = place.network()
+    twin = place.network()
     optimizer, other = (place.optimizer(trainable(each)) for each in (network, twin))
     images, targets, _ = next(iter(place.batches("train", 0, batch_size=12)))
     for model, steps in ((network, optimizer), (twin, other)):  # nonzero moments
         step(model, place.loss(model(images[:4]), targets[:4]), steps)
-    start, moments = (
-        copy_state(network.state_dict()),
-        copy.deepcopy(optimizer.state_dict()["state"]),
-    )
+    start = copy_state(network.state_dict())
+    moments = copy.deepcopy(optimizer.state_dict()["state"])
     with preserved_moments(optimizer):
         actual = optimizer_step(
             dict(network.named_parameters()),

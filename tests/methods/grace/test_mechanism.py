@@ -18,7 +18,8 @@ TASK = replace(load_task("mechanisms/noisy_sites"), batch_size=24)
 def test_sites_with_random_labels_get_less_weight(seed: int) -> None:
     """At a clean outside site the model is better than FedAvg's, and not perfect, so that a difference can show."""
     sites = ["A", "B", "C", "D", "E"]
-    f1, aggregations = {}, []
+    f1 = {}
+    aggregations = []
     for method in ("fedavg", "grace"):
         reports: list[StepReport] = []
         results = run_local(

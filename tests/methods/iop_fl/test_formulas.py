@@ -44,7 +44,9 @@ def test_trajectory_equals_the_published_code(iop: dict[str, Tensor]) -> None:
 
 
 def test_readings_of_equation_4(iop: dict[str, Tensor]) -> None:
-    weights, previous, tau = {"w": iop["eq4/w_g_t"]}, {"w": iop["eq4/P_t"]}, float(iop["eq4/tau"])
+    weights = {"w": iop["eq4/w_g_t"]}
+    previous = {"w": iop["eq4/P_t"]}
+    tau = float(iop["eq4/tau"])
     local_step = {"w": -iop["eq4/eta_l"] * iop["eq4/sum_local_grad"]}
     global_step = {"w": -iop["eq4/eta_g"] * iop["eq4/global_grad"]}
     local = {"w": weights["w"] + local_step["w"]}
@@ -82,10 +84,8 @@ def test_statistics_have_no_gradient_step() -> None:
 
 
 def test_result_shares_no_memory_with_the_live_model() -> None:
-    previous, local = (
-        {"w": torch.zeros(2), "n": torch.tensor(1)},
-        {"w": torch.ones(2), "n": torch.tensor(2)},
-    )
+    previous = {"w": torch.zeros(2), "n": torch.tensor(1)}
+    local = {"w": torch.ones(2), "n": torch.tensor(2)}
     adapted = iop_fl.local_adapted(previous, local, 1.0)
     local["w"].zero_(), local["n"].zero_()
     assert torch.equal(adapted["w"], torch.ones(2)) and adapted["n"] == 2
@@ -114,7 +114,8 @@ def test_consistency(iop: dict[str, Tensor], probabilities: tuple[Tensor, Tensor
         rtol=1e-6,
     )
     close(iop_fl.consistency_loss(*probabilities) / 2, iop["tta/official_consistency_mean"])
-    logits, noisy = iop["tta/logits"].double(), iop["tta/logits_noisy"].double()
+    logits = iop["tta/logits"].double()
+    noisy = iop["tta/logits_noisy"].double()
     close(
         iop_fl.consistency_loss(logits, noisy),
         iop["tta/ref64_paper_consistency_mean_pixel_logit"],
@@ -163,7 +164,9 @@ def test_published_total(iop: dict[str, Tensor], probabilities: tuple[Tensor, Te
 
 
 def test_turned_images_equal_the_published_augmentation(iop: dict[str, Tensor]) -> None:
-    images, turns, flips = iop["tta/rot_in"], iop["tta/rot_k"], iop["tta/flip"]
+    images = iop["tta/rot_in"]
+    turns = iop["tta/rot_k"]
+    flips = iop["tta/flip"]
     assert torch.equal(iop_fl.turned(images, turns, flips), iop["tta/rot_out"])
     assert torch.equal(iop_fl.turned_back(iop["tta/rot_out"], turns, flips), images)
 

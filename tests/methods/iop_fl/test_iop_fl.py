@@ -123,7 +123,8 @@ def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> N
 
 def test_the_state_with_the_lowest_loss_is_used() -> None:
     model, site = routed(route_epochs=5, **PRINTED)
-    losses, chosen = model.report()["losses"], model.report()["chosen"]
+    losses = model.report()["losses"]
+    chosen = model.report()["chosen"]
     assert len(losses) == 6 and chosen == losses.index(min(losses)) and losses[chosen] < losses[0]
     assert model.measure(site.data.test.images.tensor_split(2)).loss == pytest.approx(
         losses[chosen], rel=1e-5
@@ -131,7 +132,8 @@ def test_the_state_with_the_lowest_loss_is_used() -> None:
 
 
 def test_labels_are_not_used() -> None:
-    correct, wrong = site("O", counts=(0, 0, 5)), site("O", counts=(0, 0, 5))
+    correct = site("O", counts=(0, 0, 5))
+    wrong = site("O", counts=(0, 0, 5))
     test = wrong.data.test
     wrong.data = dataclasses.replace(
         wrong.data, test=dataclasses.replace(test, targets=1 - test.targets)
@@ -158,10 +160,8 @@ def test_no_epoch_leaves_the_uniform_router() -> None:
 
 
 def test_adaptation_changes_only_the_routers() -> None:
-    algorithm, incoming = (
-        IOPSite(site("O", counts=(0, 0, 5)), plan_of(IOPSite, IOPServer, **QUICK)),
-        trained(),
-    )
+    algorithm = IOPSite(site("O", counts=(0, 0, 5)), plan_of(IOPSite, IOPServer, **QUICK))
+    incoming = trained()
     before = {entry: copy_state(state) for entry, state in incoming.states.items()}
     models = algorithm.finalize(incoming)
     assert (
@@ -185,7 +185,8 @@ def test_every_option_changes_the_losses() -> None:
 
 
 def test_classification_has_no_shape_term() -> None:
-    p, noisy = torch.rand(4, 2).softmax(dim=1), torch.rand(4, 2).softmax(dim=1)
+    p = torch.rand(4, 2).softmax(dim=1)
+    noisy = torch.rand(4, 2).softmax(dim=1)
     hyper = build_hyper(IOPHyper, {"beta": 0.5, "objective": "paper"})
     expected = iop_math.consistency_loss(p, noisy) + 0.5 * iop_math.entropy_loss(p)
     torch.testing.assert_close(test_time_loss(p, noisy, CLASSIFICATION, hyper, start=p), expected)
@@ -209,7 +210,8 @@ def test_whole_objective_equals_the_reference(golden: Golden) -> None:
 
 
 def test_a_sigmoid_output_has_the_loss_of_two_classes() -> None:
-    p, noisy = torch.rand(2, 1, 8, 8), torch.rand(2, 1, 8, 8)
+    p = torch.rand(2, 1, 8, 8)
+    noisy = torch.rand(2, 1, 8, 8)
     softmax = load_task(
         {**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]}
     )
@@ -314,10 +316,8 @@ def test_a_summary_of_batches_is_that_of_all_images(task: Any) -> None:
     batches = list(algorithm.site.ordered("train"))
     p = [task.probabilities(algorithm.site.network()(batch.images)).detach() for batch in batches]
     loss = torch.tensor(2.0)
-    summary, expected = (
-        summarize(task, [(loss, q) for q in p]),
-        summarize(task, [(loss, torch.cat(p))]),
-    )
+    summary = summarize(task, [(loss, q) for q in p])
+    expected = summarize(task, [(loss, torch.cat(p))])
     assert summary.loss == 2.0 and summary.agreement == 1.0 and summary.information > 0
     assert summary.information == pytest.approx(expected.information, abs=1e-6)
 

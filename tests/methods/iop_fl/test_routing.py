@@ -72,7 +72,8 @@ def averaged(make: Callable[[], nn.Module], states: Any) -> nn.Module:
 @pytest.mark.parametrize("experts", [2, 5])
 def test_uniform_router_equals_the_averaged_network(per_layer: bool, experts: int) -> None:
     torch.manual_seed(0)
-    states, images = states_of(Everything, experts), torch.rand(3, 3, 8, 10)
+    states = states_of(Everything, experts)
+    images = torch.rand(3, 3, 8, 10)
     routed = RoutedNetwork(Everything(), states, Routing(per_layer=per_layer))
     with torch.no_grad():
         torch.testing.assert_close(
@@ -93,7 +94,8 @@ def drawn(network: nn.Module, states: list[StateDict], seed: int = 0, **routing:
 
 def test_a_softmax_mixture_of_equal_experts_is_the_expert() -> None:
     torch.manual_seed(0)
-    same, images = [states_of(Everything, 1)[0]] * 3, torch.rand(2, 3, 8, 8)
+    same = [states_of(Everything, 1)[0]] * 3
+    images = torch.rand(2, 3, 8, 8)
     kinds: tuple[tuple[Any, bool], ...] = (("softmax", True), ("sigmoid", False))
     for coefficients, unchanged in kinds:
         routed = drawn(Everything(), same, coefficients=coefficients)
@@ -168,7 +170,8 @@ def test_gradients_reach_every_router_and_nothing_else() -> None:
 
 def test_batch_norm_uses_the_test_batch() -> None:
     make = lambda: Everything(nn.BatchNorm2d)  # noqa: E731
-    states, images = states_of(make, 2), torch.rand(4, 3, 8, 8)
+    states = states_of(make, 2)
+    images = torch.rand(4, 3, 8, 8)
     reference: Any = averaged(make, states)
     with torch.no_grad():
         running = RoutedNetwork(make(), states, Routing(statistics="running"))(images)
@@ -202,7 +205,8 @@ def test_a_layer_used_twice_is_routed_at_both_places() -> None:
         layer = nn.Conv2d(2, 2, 3, padding=1)
         return nn.Sequential(layer, layer)
 
-    states, images = states_of(twice, 3), torch.rand(1, 2, 5, 5)
+    states = states_of(twice, 3)
+    images = torch.rand(1, 2, 5, 5)
     routed: Any = RoutedNetwork(twice(), states)
     assert routed.network[0] is routed.network[1]
     with torch.no_grad():
@@ -210,7 +214,8 @@ def test_a_layer_used_twice_is_routed_at_both_places() -> None:
 
 
 def test_the_adapted_state_is_restored_and_others_are_refused() -> None:
-    states, images = states_of(Everything, 3), torch.rand(2, 3, 8, 8)
+    states = states_of(Everything, 3)
+    images = torch.rand(2, 3, 8, 8)
     first, second = (drawn(Everything(), states, seed) for seed in (1, 2))
     assert not torch.equal(first(images), second(images))
     second.load_adapted_state(first.adapted_state())
@@ -237,7 +242,8 @@ MONAI: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("make", MONAI.values(), ids=MONAI)
 def test_monai_networks(make: Callable[[], nn.Module]) -> None:
-    states, images = states_of(make, 3), torch.rand(2, 1, 32, 32)
+    states = states_of(make, 3)
+    images = torch.rand(2, 1, 32, 32)
     routed = RoutedNetwork(make(), states, Routing(statistics="running"))
     with torch.no_grad():
         torch.testing.assert_close(

@@ -67,7 +67,8 @@ def test_step_of_fedprox_is_the_reference(golden: Golden, step: str) -> None:
     numbers = {
         name: torch.from_numpy(array) for name, array in golden("baselines").items() if "/" in name
     }
-    model, names = nn.Linear(4, 3), ("weight", "bias")
+    model = nn.Linear(4, 3)
+    names = ("weight", "bias")
     model.load_state_dict({name: numbers[f"theta/{name}"] for name in names})
     for name, weight in model.named_parameters():
         weight.grad = numbers[f"grad/{name}"]
@@ -138,7 +139,8 @@ IMAGES = 3 + torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("training", [True, False])
 def test_modes_and_statistics_are_given_back(training: bool) -> None:
     model = network().train(training)
-    before, modes = copy_state(model.state_dict()), [layer.training for layer in model.modules()]
+    before = copy_state(model.state_dict())
+    modes = [layer.training for layer in model.modules()]
     with batch_statistics(model):
         first = model[0](IMAGES)
         assert model[2].training is training  # dropout goes on as it was
@@ -157,10 +159,8 @@ def test_instance_normalisation_that_remembers_is_still_too(still: Any, training
     model = nn.InstanceNorm2d(2, track_running_stats=True).train(training)
     images = IMAGES[:6].reshape(3, 2, 2, 1).repeat(1, 1, 1, 2)
     model.load_state_dict({**model.state_dict(), "running_mean": torch.tensor([1 / 3, -1 / 3])})
-    before, expected = (
-        copy_state(model.state_dict()),
-        copy.deepcopy(model).train(training or still is batch_statistics)(images),
-    )
+    before = copy_state(model.state_dict())
+    expected = copy.deepcopy(model).train(training or still is batch_statistics)(images)
     with still(model, model):
         assert torch.equal(model(images), expected)
         torch.testing.assert_close(copy_state(model.state_dict()), before)
@@ -320,7 +320,8 @@ def test_who_votes_what_is_kept_but_not_on_the_untrained_model() -> None:
 
 
 def test_a_site_delivers_its_best_state_or_the_last_one() -> None:
-    best, last = Best(Message(), "personal"), {"w": torch.tensor(9.0)}
+    best = Best(Message(), "personal")
+    last = {"w": torch.tensor(9.0)}
     assert best.chosen("median", last, 3) == (last, 3) and best.chosen("median", last) == (
         last,
         None,

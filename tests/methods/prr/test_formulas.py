@@ -22,7 +22,8 @@ OFFICIAL_EPS: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.mark.parametrize("sequence", ["seq0", "seq1"])
 def test_stages_match_the_reference(golden: Golden, sequence: Any, rule: str, key: str) -> None:
     reference = golden("det")
-    stage, actual = 0, []
+    stage = 0
+    actual = []
     for deputy, personal in zip(
         reference[f"{sequence}/deputy"], reference[f"{sequence}/personal"], strict=True
     ):
@@ -64,7 +65,8 @@ def test_conjoint_mask_by_hand_and_for_classes_that_nobody_has() -> None:
 
 @pytest.mark.parametrize("signed", ["", "_signed"])
 def test_gamma_matches_the_reference(cpa: dict[str, Tensor], signed: bool) -> None:
-    local, global_ = cpa[f"local_proto{signed}"].double(), cpa[f"global_proto{signed}"].double()
+    local = cpa[f"local_proto{signed}"].double()
+    global_ = cpa[f"global_proto{signed}"].double()
     torch.testing.assert_close(
         prr.prototype_gamma(local, global_, 3.0),
         cpa[f"beta0.8_tau3.0/ref64_gamma{signed}"],
@@ -86,7 +88,9 @@ def test_gamma_of_aligned_orthogonal_opposite_and_missing_prototypes() -> None:
 
 
 def test_cpa_loss_matches_the_reference(cpa: dict[str, Tensor]) -> None:
-    logits, targets, counts = cpa["logits"].double(), cpa["targets"], cpa["counts"]
+    logits = cpa["logits"].double()
+    targets = cpa["targets"]
+    counts = cpa["counts"]
     gamma = {sign: cpa[f"beta0.8_tau3.0/ref64_gamma{sign}"] for sign in ("", "_signed")}
     group = "beta0.8_tau3.0"
     torch.testing.assert_close(
@@ -123,7 +127,8 @@ def test_gradient_of_the_cpa_loss_matches_the_reference(cpa: dict[str, Tensor]) 
 
 def test_pixels_are_samples(cpa: dict[str, Tensor]) -> None:
     logits, targets = cpa["logits"], cpa["targets"]  # (10, 3): two pictures of five pixels
-    pictures, labels = logits.reshape(2, 5, 3).transpose(1, 2), targets.reshape(2, 5)
+    pictures = logits.reshape(2, 5, 3).transpose(1, 2)
+    labels = targets.reshape(2, 5)
     gamma = torch.tensor([1.0, 1.5, 2.0])
     for counts, weight in ((cpa["counts"], gamma), (None, None)):
         torch.testing.assert_close(
@@ -133,7 +138,8 @@ def test_pixels_are_samples(cpa: dict[str, Tensor]) -> None:
     teacher = logits.flip(0)
     actual = prr.distillation_loss(pictures, teacher.reshape(2, 5, 3).transpose(1, 2))
     torch.testing.assert_close(actual, prr.distillation_loss(logits, teacher))
-    means, by_pixel = prr.PrototypeMean(3, 3), prr.PrototypeMean(3, 3)
+    means = prr.PrototypeMean(3, 3)
+    by_pixel = prr.PrototypeMean(3, 3)
     means.add(logits, targets)
     by_pixel.add(pictures, labels)
     torch.testing.assert_close(by_pixel.means(), means.means())
@@ -155,14 +161,16 @@ def test_cpa_loss_survives_large_logits() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_prototypes_of_half_precision_count_every_pixel(dtype: torch.dtype) -> None:
     """float16 ends at 65504, and bfloat16 counts to 256."""
-    mean, pixels = prr.PrototypeMean(2, 1), 70_001
+    mean = prr.PrototypeMean(2, 1)
+    pixels = 70_001
     mean.add(torch.full((1, 1, pixels), 1.5, dtype=dtype), torch.arange(pixels)[None] == 0)
     assert mean.counts.tolist() == [pixels - 1, 1]
     assert mean.means().tolist() == [[1.5], [1.5]]
 
 
 def test_global_prototypes_match_the_reference(cpa: dict[str, Tensor]) -> None:
-    local, noise = cpa["protos_clients"].double(), cpa["proto_gaussian_noise_seed77"].double()
+    local = cpa["protos_clients"].double()
+    noise = cpa["proto_gaussian_noise_seed77"].double()
     present = torch.ones(4, 3)
     torch.testing.assert_close(
         prr.global_prototypes(local, present, noise, "mean"), cpa["proto_mean"].double(), **CLOSE

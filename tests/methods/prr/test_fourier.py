@@ -60,17 +60,16 @@ def test_fourier_aggregation_matches_the_reference(
 def transcribed(matrices: Any, r: float, window: str, components: str, phase_mean: str) -> Tensor:
     """Eq. 1-4 word by word for (K, R, C): full complex FFT, centred spectrum, real part of the inverse."""
     spectra = torch.fft.fftshift(torch.fft.fft2(matrices), dim=(-2, -1))
-    amplitude, phase = spectra.abs(), spectra.angle()
+    amplitude = spectra.abs()
+    phase = spectra.angle()
     rows, columns = matrices.shape[-2:]
     inside = torch.zeros(rows, columns, dtype=torch.bool)
     for i in range(rows):
         for j in range(columns):
-            m, n, a, b = (
-                i - rows // 2,
-                j - columns // 2,
-                math.floor(rows * r),
-                math.floor(columns * r),
-            )
+            m = i - rows // 2
+            n = j - columns // 2
+            a = math.floor(rows * r)
+            b = math.floor(columns * r)
             inside[i, j] = (
                 (-a <= m <= a and -b <= n <= b)
                 if window == "closed"
@@ -269,7 +268,8 @@ def models(count: int) -> dict[str, dict[str, Tensor]]:
 
 
 def test_aggregate_models_calls_fourier_aggregate_for_each_kernel() -> None:
-    states, plan = models(3), treatments(mixed())
+    states = models(3)
+    plan = treatments(mixed())
     aggregated = aggregate_models(states, plan, 0.4)
     assert aggregated.keys() == states.keys()
     for name in states["site-0"]:

@@ -313,7 +313,8 @@ def test_the_paper_halves_the_rate_after_every_25_epochs() -> None:
     site = squares.algorithm(
         PRRSite, task=squares.task(local_epochs=10, batch_size=12), cpa="off", det=False
     )
-    site_optimizer, rates = site.site.optimizer, list[float]()
+    site_optimizer = site.site.optimizer
+    rates = list[float]()
 
     def observed(parameters: Any, **override: Any) -> torch.optim.Optimizer:
         optimizer = site_optimizer(parameters, **override)
@@ -350,7 +351,8 @@ def test_retrogress_is_measured_on_request() -> None:
 
 def test_gamma_has_a_curve_for_every_class() -> None:
     log, _, _ = federation(squares.task(local_epochs=3), rounds=3, tau=1.0)
-    first, last = log[0].replies["A"].meta, log[2].replies["A"].meta
+    first = log[0].replies["A"].meta
+    last = log[2].replies["A"].meta
     assert "gammas" not in first, "there is no refinement before there are prototypes"
     assert last["gammas"].keys() == {"not square", "square"} and all(
         len(curve) == 3 for curve in last["gammas"].values()
@@ -433,7 +435,8 @@ def test_comparison_losses() -> None:
 def test_refinement_weights_classes_by_their_distance() -> None:
     data = site("A", CLASSIFICATION)
     images, targets, _ = next(iter(data.ordered("train")))
-    logits, local = data.network()(images), torch.eye(3)
+    logits = data.network()(images)
+    local = torch.eye(3)
     opposite = local.clone()
     opposite[1] = torch.tensor([1.0, 0.0, 0.0])
     refined = supervision(data, "local", opposite)

@@ -65,7 +65,8 @@ def test_another_model_is_refused(trained: Path) -> None:
 
 def test_a_site_builds_kinds_of_medflare_that_fit_its_task() -> None:
     """The server names the kind: no other package is imported for it."""
-    method, site = get_method("evaluate"), squares.site("A")
+    method = get_method("evaluate")
+    site = squares.site("A")
     algorithm = EvaluateSite(site, method.plan(site.task, ("A",), {}))
     state = site.network().state_dict()
     assert algorithm.finalize(plain_message(state)).keys() == {"global", "deployed"}
