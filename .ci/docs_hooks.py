@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -31,7 +31,11 @@ FROM_THE_ROOT = {
 }
 ITEMS = "<!-- generated from the methods' declarations by: python .ci/docs_hooks.py -->"
 FAMILIES = "<!-- generated from the catalogue by: python .ci/docs_hooks.py -->"
+COST_NOTE = "The number is the processor time of a round beside FedAvg's (`benchmarks/cost.py --methods all --write`)."
 SETTINGS = "<!-- generated from TaskConfig by: python .ci/docs_hooks.py -->"
+BENCHMARKS_NOTE = """\
+Generated from `benchmarks/results.json`. Ratios were measured in one run; compare only numbers of one section. H100: NVIDIA H100 80GB HBM3,
+torch 2.11.0+cu130, Python 3.12, 16 CPU cores, where `...` is `python benchmarks/gpu.py --device cuda --seconds 44`."""
 STUDY = re.compile(r"\]\(results/(\w+)/study\.zip\)")
 # The figure that the repository shows.
 REPORT = re.compile(r"!\[([^\]]*)\]\((?:docs/)?report\.png\)")
@@ -197,24 +201,22 @@ def tables(study: Path) -> str:
 
 
 def benchmarks() -> str:
-    """The page of measurements, from benchmarks.json."""
-    note = "Generated from `benchmarks/results.json`. Ratios were measured in one run; compare only numbers of one table."
-    page = ["# Benchmarks", "", note, ""]
+    """The page of measurements, from benchmarks/results.json; one without columns has no table."""
+    page = ["# Benchmarks", "", BENCHMARKS_NOTE, ""]
     for measured in json.loads((ROOT / "benchmarks" / "results.json").read_text(encoding="utf-8")):
-        page += [f"## {measured['title']}", "", f"`{measured['command']}`", ""]
-        page += [
-            f"Commit {measured['commit']}, {measured['date']}, {measured['machine']}. {measured['note']}",
-            "",
-        ]
-        page += [
-            f"| {' | '.join(row)} |"
-            for row in (measured["columns"], ["---"] * len(measured["columns"]), *measured["rows"])
-        ] + [""]
+        about = f"`{measured['command']}`, commit {measured['commit']}, {measured['machine']}."
+        page += [f"## {measured['title']}", "", about, measured["note"], ""]
+        if measured["columns"]:
+            rule = f"|{'---|' * len(measured['columns'])}"
+            head, *rows = (
+                f"| {' | '.join(row)} |" for row in (measured["columns"], *measured["rows"])
+            )
+            page += [head, rule, *rows, ""]
     return "\n".join(page)
 
 
 def task_settings() -> str:
-    """The page on tasks, ending with every setting, its type, range, default and meaning, from `TaskConfig`."""
+    """The page on tasks, ending with every setting, its default, meaning and range, from `TaskConfig`."""
     from pydantic import TypeAdapter
 
     from medflare.tasks.config import TaskConfig
@@ -223,43 +225,66 @@ def task_settings() -> str:
     described = re.findall(
         r"^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(TaskConfig) or "", re.MULTILINE
     )
-    meaning = {name: " ".join(text.split()).replace("|", "\\|") for name, text in described}
-    rows = ["| setting | type and range | default | meaning |", "|---|---|---|---|"]
+    meaning = {name: " ".join(text.split()) for name, text in described}
+    required = []
+    optional = []
     for name, setting in schema["properties"].items():
-        default = (
-            "required"
-            if name in schema["required"]
-            else f"`{json.dumps(setting['default'])}`"
-            if "default" in setting
-            else "none"
-        )
-        rows.append(f"| `{name}` | {json_type(setting)} | {default} | {meaning[name]} |")
+        text = re.sub(r",? see `[a-z]+\.[a-z_]+`", "", meaning[name]).removesuffix(".")
+        limits = json_limits(setting)
+        if limits:
+            text += f" ({limits})"
+        if name in schema["required"]:
+            required.append(f"- `{name}`: {text}")
+            continue
+        default = ""
+        if "default" in setting:
+            default = f" (`{json.dumps(setting['default'], separators=(',', ':'))}`)"
+        optional.append(f"- `{name}`{default}: {text}")
     page = (ROOT / "docs" / "task.md").read_text(encoding="utf-8")
-    return page.split(SETTINGS)[0] + SETTINGS + "\n\n" + "\n".join(rows) + "\n"
+    rows = "\n".join(["Required:", "", *required, "", "Optional, with the default:", "", *optional])
+    return page.split(SETTINGS)[0] + SETTINGS + "\n\n" + rows + "\n"
 
 
 def families() -> str:
-    """The page on families of methods, ending with a table for each, from the catalogue."""
+    """The page on families of methods, ending with a list of them, from the catalogue."""
     from medflare.cli.methods import method_row
     from medflare.methods.catalogue import get_method, method_names
 
-    tables: dict[str, list[str]] = {}
-    for name in method_names():
-        method = get_method(name)
-        row = method_row(method)
-        cells = [f"`{name}`", row["title"], method.paper, row["stays at the site"], row["leaves"]]
-        cells += [row["cost"], row["outside"], row["DP-SGD"]]
-        tables.setdefault(row["family"] or "papers", []).append(f"| {' | '.join(cells)} |")
-    note = (
-        "*Stays*: what a site keeps from round to round beside the optimizer's moments. *Leaves*: tensors of its replies. *Cost*: processor time of a round "
-        "beside FedAvg's (`benchmarks/cost.py --methods all --write`). *Outside*: whether sites that do not train get a model."
-    )
-    lines = ["## Tables", "", note]
-    head = "| method | what it does | paper | stays | leaves | cost | outside | DP-SGD |"
-    for family, rows in tables.items():
-        lines += ["", f"### {family.capitalize()}", "", head, "|" + "---|" * 8, *rows]
+    described = {name: method_row(get_method(name)) for name in method_names()}
+    of_family: dict[str, list[str]] = {}
+    sent: dict[str, list[str]] = {}
+    for name, row in described.items():
+        if not row["family"]:
+            continue  # a method with a page of its own
+        of_family.setdefault(row["family"], []).append(f"- `{name}`, {row['cost']}: {row['title']}")
+        tensors = row["leaves"] if row["leaves"].startswith("model") else f"{row['leaves']} alone"
+        extra = tensors.removeprefix("model").removeprefix(", ")
+        if extra:
+            sent.setdefault(extra, []).append(name)
+    with_dp = [name for name, row in described.items() if row["DP-SGD"] == "yes"]
+    inside = [name for name, row in described.items() if row["outside"] == "no"]
+    beside = [f"{tensors} ({code_list(names)})" for tensors, names in sent.items()]
+    lines = [
+        "## All methods",
+        "",
+        COST_NOTE,
+        "",
+        f"- DP-SGD is possible with {code_list(with_dp)}; `sha` needs `rho=0`.",
+    ]
+    lines.append(f"- Sites that do not train get no model of {code_list(inside)}.")
+    lines.append(f"- These send other tensors than `model`, or more: {'; '.join(beside)}.")
+    for family, listed in of_family.items():
+        lines += ["", f"### {family.capitalize()}", "", *listed]
     page = (ROOT / "docs" / "methods" / "families.md").read_text(encoding="utf-8")
     return page.split(FAMILIES)[0] + FAMILIES + "\n\n" + "\n".join(lines) + "\n"
+
+
+def code_list(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+# (item, what it is) -> who sends it, on which conditions; both in order, each once.
+Sent = dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]]
 
 
 def governance() -> str:
@@ -269,81 +294,84 @@ def governance() -> str:
     from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
     from medflare.methods.catalogue import SURVEYS, get_method, method_names
 
-    senders: dict[tuple[str, str, str], list[str]] = {}
+    by_protection: dict[str, Sent] = {}
 
-    def note(spec: TensorSpec | MetaSpec, sender: str) -> None:
-        about = spec.purpose if isinstance(spec, TensorSpec) else spec.about
-        kind = "tensors" if isinstance(spec, TensorSpec) else "metadata"
-        names = senders.setdefault((f"`{spec.name}` ({kind})", about, protection(spec)), [])
-        if sender not in names:
-            names.append(sender)
+    def note(spec: TensorSpec | MetaSpec, sender: str, about: str) -> None:
+        protected, condition = protection(spec)
+        items = by_protection.setdefault(protected, {})
+        senders, conditions = items.setdefault((spec.name, about), ({}, {}))
+        senders.setdefault(sender)
+        conditions.setdefault(condition)
 
-    of_all = {
-        ENROL: "all, at enrollment",
-        FINALIZE: "all, at the end",
-        CROSS_SITE: "all, with `cross_site`",
-    }
+    of_all = {ENROL: "enrollment", FINALIZE: "end", CROSS_SITE: "`cross_site`"}
     for phase_of_all, sender in of_all.items():
         for reported in REPORTS_OF_ALL[phase_of_all][0]:
-            note(reported, sender)
-    note(SHARED, "all, with `cross_site` and `share_model`")
+            note(reported, sender, "")
+    note(SHARED, "`share_model`", SHARED.purpose)
     for name in (*method_names(), *SURVEYS):
         for phase in get_method(name).site_class.phases.values():
             for tensors in phase.reply:
-                note(tensors, f"`{name}`")
+                common = tensors.name == "model" and "receive" not in tensors.purpose
+                about = tensors.purpose.removeprefix("the site's ")
+                if common:
+                    about = "trained model, or its shared part"
+                note(tensors, f"`{name}`", about)
             for number in phase.meta:
-                note(number, f"`{name}`")
-    rows = ["| item | what it is | protection at the site | methods |", "|---|---|---|---|"]
-    rows += [
-        "| `events` (metadata) | what the site noticed, of declared kinds | no small count, no name of a file or patient | all |"
-    ]
-    trained = ", ".join(f"`{name}`" for name in method_names())
-    for (item, about, protected), names in senders.items():
-        listed = ", ".join(names) if names[0].startswith("`") else "; ".join(names)
-        rows.append(
-            f"| {item} | {about} | {protected} | {'all that train' if listed == trained else listed} |"
-        )
+                note(number, f"`{name}`", number.about if name in SURVEYS else "")
+    trained = {f"`{name}`" for name in method_names()}
+    lines = []
+    for protected, items in by_protection.items():
+        lines += ["", f"**{protected}**", "", *sent_items(items, trained)]
     page = (ROOT / "docs" / "governance.md").read_text(encoding="utf-8")
-    return page.split(ITEMS)[0] + ITEMS + "\n\n" + "\n".join(rows) + "\n"
+    return page.split(ITEMS)[0] + ITEMS + "\n" + "\n".join(lines) + "\n"
 
 
-def protection(spec: Any) -> str:
-    """What a site does with an item before it is sent, in words."""
-    words = []
-    if spec.name == "classes":
-        words.append("no counts if a cell of a matrix has fewer patients")
-    if spec.name == "reports":
-        words.append("not sent if a count is of fewer patients")
-    if spec.measured:
-        words.append(f"not sent if fewer than `minimum_patients` {spec.measured} patients")
+def sent_items(items: Sent, trained: set[str]) -> list[str]:
+    """A line for each item that says what it is, and one for all numbers; `trained` are the methods that train."""
+    lines = []
+    numbers = []
+    for (item, about), (senders, conditions) in items.items():
+        named = ", ".join(senders) if len(senders) <= 10 else "most methods"
+        if trained <= set(senders):
+            named = "all that train"
+        limits = " or ".join(filter(None, conditions))
+        words = "; ".join(filter(None, (about, limits)))
+        row = f"`{item}` ({named})" + (words and f": {words}")
+        if about:
+            lines.append(f"- {row}")
+        else:
+            numbers.append(row)
+    return [*lines, f"- {'; '.join(numbers)}"] if numbers else lines
+
+
+def protection(spec: Any) -> tuple[str, str]:
+    """What a site does with an item before it is sent, and a further condition of this item."""
+    conditions = {
+        "classes": "no counts if a cell has few",
+        "reports": "not if a count is of few",
+        "n": "not of a split of few",
+        "class_counts": "not if a class has few",
+    }
+    condition = conditions.get(spec.name, "")
     if spec.per_class == "values":
-        words.append("not sent for a class of fewer patients")
+        condition = "not of a class of few"
     if spec.per_class == "counts":
-        words.append("not sent if a class has fewer patients")
-    if spec.name == "n":
-        words.append("not sent for a split of fewer than `minimum_patients` patients")
-    if spec.name == "class_counts":
-        words.append("not sent if a class has fewer than `minimum_patients` patients")
-    if spec.name == "n_samples":
-        words.append("a site with fewer than `minimum_patients` patients does not train")
-    if not words and hasattr(spec, "template"):
-        words.append("none but DP-SGD, if the method has it")
-    return "; ".join(words) or "no number of patients"
+        condition = "not if a class has few"
+    if spec.measured:
+        split = {"train": "training"}.get(spec.measured, spec.measured)
+        return f"Not sent of few {split} patients", condition
+    if hasattr(spec, "template"):
+        return "Protected by DP-SGD only, if the method has it", condition
+    return "Numbers and names", condition
 
 
-def json_type(schema: Mapping[str, Any]) -> str:
-    """A JSON schema's type and range in words."""
-    if "anyOf" in schema:
-        return " or ".join(json_type(option) for option in schema["anyOf"])
-    if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"])
-    limits = [
-        f"{sign} {schema[key]}"
-        for key, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"))
-        if key in schema
-    ]
-    items = f" of {json_type(schema['items'])}" if isinstance(schema.get("items"), dict) else ""
-    return " ".join([str(schema.get("type", "object")) + items, *limits])
+def json_limits(schema: Mapping[str, Any]) -> str:
+    """The range of a number, or of the numbers of a list, in a JSON schema."""
+    items = schema.get("items")
+    if isinstance(items, dict):
+        return json_limits(items)
+    signs = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"))
+    return " ".join(f"{sign} {schema[key]}" for key, sign in signs if key in schema)
 
 
 def hyper_parameters() -> str:

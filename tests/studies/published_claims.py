@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from medflare.studies.statistics import ALL_SITES, holm
-from medflare.studies.tables import Model, StudyTables, markdown, task_of
+from medflare.studies.tables import Model, StudyTables, task_of
 
 FEDAVG: Final = ("fedavg:reset_optimizer=false", "deployed")
 ALONE: Final = ("single-site", "deployed")
@@ -77,10 +77,41 @@ CLAIMS: Final = (
     ),
     *(Claim(study, row, "outside", _OUTSIDE) for study, row in _FEDDAG.items()),
 )
-_COLUMNS: Final = "study|row|metric|sites|comparator|level|difference|over seeds|p, Holm|detectable|over patients|d|verdict"
 
 
-def claim_lines(claim: Claim, study: StudyTables) -> list[list[str]]:
+@dataclass(frozen=True)
+class Line:
+    """A claim against one comparator, as the page shows it."""
+
+    study: str
+    row: str
+    metric: str
+    role: str
+    comparator: str
+    level: str
+    difference: str
+    over_seeds: str
+    p: str
+    detectable: str
+    over_patients: str
+    d: str
+    verdict: str
+
+    @property
+    def effect(self) -> str:
+        return f"{self.difference} {bracketed(self.over_seeds)}"
+
+    @property
+    def measure(self) -> str:
+        return f"{self.metric} {self.role}"
+
+
+def bracketed(bounds: str) -> str:
+    """An interval "low to high" as "[low, high]"."""
+    return f"[{bounds.replace(' to ', ', ')}]"
+
+
+def claim_lines(claim: Claim, study: StudyTables) -> list[Line]:
     """A line for every comparator."""
     study = copy(study)
     study.metric = claim.metric or task_of(study.groups)["metric"]
@@ -96,8 +127,8 @@ def claim_lines(claim: Claim, study: StudyTables) -> list[list[str]]:
             difference.cells(p, judged=True)
         )
         level = study.values.loc[(claim.row, "deployed", role, study.metric, ALL_SITES)].mean()
-        about = [claim.study, f"`{claim.row}`", study.metric, role, name, f"{level:.3f}"]
-        lines.append([*about, gain, seeds, of_claim, detectable, patients, margin, verdict])
+        about = (claim.study, claim.row, study.metric, role, name, f"{level:.3f}")
+        lines.append(Line(*about, gain, seeds, of_claim, detectable, patients, margin, verdict))
     return lines
 
 
@@ -111,40 +142,22 @@ class Headline:
     row: str
     role: str
     comparator: str
-    why: str
 
 
-_FUNDUS: Final = "fundus_vessels, 64 x 64, ten seeds"
-_BRAIN: Final = "brain_lgg, 32 x 32, ten seeds"
-_PRR_SETTING: Final = "ham10000, 3 classes, ten seeds"
+_FUNDUS: Final = "fundus_vessels, ten seeds, Dice"
+_BRAIN: Final = "brain_lgg, ten seeds, Dice"
+_PRR_SETTING: Final = "ham10000, 3 classes, ten seeds, F1"
 HEADLINES: Final = (
+    Headline("FedSM > FedAvg", _FUNDUS, "fundus_fedsm", "fedsm", "inside", "FedAvg"),
     Headline(
         "FedSM > FedAvg",
-        _FUNDUS,
-        "fundus_fedsm",
-        "fedsm",
-        "inside",
-        "FedAvg",
-        "personal models pay at the smallest site",
-    ),
-    Headline(
-        "FedSM > FedAvg",
-        "brain_lgg volumes, ten seeds",
+        "brain_lgg volumes, ten seeds, Dice",
         "brain_lgg_3d",
         "fedsm",
         "inside",
         "FedAvg",
-        "nothing to personalize",
     ),
-    Headline(
-        "FedSM > training alone",
-        _FUNDUS,
-        "fundus_fedsm",
-        "fedsm",
-        "inside",
-        "single site",
-        "FedAvg is 0.020 below training alone",
-    ),
+    Headline("FedSM > training alone", _FUNDUS, "fundus_fedsm", "fedsm", "inside", "single site"),
     Headline(
         "IOP-FL > global model outside",
         _FUNDUS,
@@ -152,25 +165,12 @@ HEADLINES: Final = (
         _IOP,
         "outside",
         "its global model",
-        "statistics of the test batch",
     ),
     Headline(
-        "IOP-FL > uniform mixture",
-        _FUNDUS,
-        "fundus_iop_fl",
-        _IOP,
-        "outside",
-        "uniform mixture",
-        "experts hardly differ",
+        "IOP-FL > uniform mixture", _FUNDUS, "fundus_iop_fl", _IOP, "outside", "uniform mixture"
     ),
     Headline(
-        "IOP-FL > uniform mixture",
-        _BRAIN,
-        "brain_lgg_iop_fl",
-        _IOP,
-        "outside",
-        "uniform mixture",
-        "experts hardly differ",
+        "IOP-FL > uniform mixture", _BRAIN, "brain_lgg_iop_fl", _IOP, "outside", "uniform mixture"
     ),
     Headline(
         "IOP-FL > global model inside",
@@ -179,17 +179,8 @@ HEADLINES: Final = (
         _IOP,
         "inside",
         "its global model",
-        "2 to 7 validation patients",
     ),
-    Headline(
-        "PRR > FedBN",
-        _PRR_SETTING,
-        "ham10000_prr",
-        "prr",
-        "inside",
-        "FedBN",
-        "FedBN collapses at one site",
-    ),
+    Headline("PRR > FedBN", _PRR_SETTING, "ham10000_prr", "prr", "inside", "FedBN"),
     Headline(
         "PRR > training alone",
         _PRR_SETTING,
@@ -197,63 +188,79 @@ HEADLINES: Final = (
         "prr",
         "inside",
         "alone with PRR's loss",
-        "personal models memorize clean labels",
     ),
     Headline(
         "GRACE > FedAvg outside",
-        "ham10000 features, six seeds",
+        "ham10000, ImageNet features, six seeds, AUC",
         "ham10000_features",
         _GRACE,
         "outside",
         "FedAvg",
-        "one local epoch",
     ),
     Headline(
         "FedDAG > FedAvg outside",
-        "ham10000, small network from random weights, six seeds",
+        "ham10000, random weights, six seeds, AUC",
         "ham10000_feddag",
         "feddag",
         "outside",
         "FedAvg",
-        "features of random weights hardly move (methods/feddag.md)",
     ),
 )
 
 
-def headlines_table(lines: list[list[str]]) -> str:
+def headlines_table(lines: list[Line]) -> str:
     """The first table of the page, from the lines of all claims."""
-    table = [
-        [
-            "claim",
-            "setting",
-            "metric",
-            "level",
-            "effect",
-            "over seeds, 95 %",
-            "detectable",
-            "verdict",
-            "why",
-        ]
-    ]
+    table = [["claim", "setting", "effect (95 % over seeds)", "detectable", "verdict"]]
     for headline in HEADLINES:
-        key = [headline.study, f"`{headline.row}`", headline.role, headline.comparator]
-        (line, *_) = [line for line in lines if [line[0], line[1], line[3], line[4]] == key]
-        _, _, metric, _, _, level, effect, seeds, _, detectable, _, _, verdict = line
-        table.append(
-            [
-                headline.claim,
-                headline.setting,
-                metric,
-                level,
-                effect,
-                seeds,
-                detectable,
-                verdict,
-                headline.why,
-            ]
-        )
-    return markdown(table, left=3)
+        (line, *_) = [line for line in lines if _shows(headline, line)]
+        table.append([headline.claim, headline.setting, line.effect, line.detectable, line.verdict])
+    return _table(table)
 
 
-def claims_table(lines: list[list[str]]) -> str:
-    return markdown([_COLUMNS.split("|"), *lines], left=5)
+def _shows(headline: Headline, line: Line) -> bool:
+    return (line.study, line.row, line.role, line.comparator) == (
+        headline.study,
+        headline.row,
+        headline.role,
+        headline.comparator,
+    )
+
+
+def claims_tables(lines: list[Line]) -> list[str]:
+    """For every method its row, its d, and a table of its claims."""
+    methods: dict[str, list[Line]] = {}
+    for line in lines:
+        methods.setdefault(line.row.partition(":")[0], []).append(line)
+    return [_claims_of(of_method) for of_method in methods.values()]
+
+
+def _claims_of(lines: list[Line]) -> str:
+    """What is the same in all lines stands above the table; a claim's further comparators follow it."""
+    rows = {line.row for line in lines}
+    measures = {line.measure for line in lines}
+    margins: dict[str, dict[str, None]] = {}
+    for line in lines:
+        margins.setdefault(line.d, {})[line.measure] = None
+    about = ["study"]
+    about += ["row"] if len(rows) > 1 else []
+    about += ["measure"] if len(measures) > 1 else []
+    head = [f"{', '.join(about)}: level", "comparator", "difference (95 % over seeds)"]
+    table = [[*head, "p, Holm", "detectable", "95 % over patients", "verdict"]]
+    above = ""
+    for line in lines:
+        about = [f"[{line.study}](results/{line.study}/study.zip)"]
+        about += [f"`{line.row}`"] if len(rows) > 1 else []
+        about += [line.measure] if len(measures) > 1 else []
+        claim = f"{', '.join(about)}: {line.level}"
+        first = "" if claim == above else claim
+        numbers = [line.effect, line.p, line.detectable, bracketed(line.over_patients)]
+        table.append([first, line.comparator, *numbers, line.verdict])
+        above = claim
+    row = f"Row `{lines[0].row}`; " if len(rows) == 1 else ""
+    listed = "; ".join(f"{d} ({', '.join(named)})" for d, named in margins.items())
+    return f"{row}d: {listed}.\n\n{_table(table)}"
+
+
+def _table(table: list[list[str]]) -> str:
+    head, *rows = (f"| {' | '.join(cells)} |\n" for cells in table)
+    return f"{head}|{'---|' * len(table[0])}\n{''.join(rows)}"
