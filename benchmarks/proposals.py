@@ -82,14 +82,16 @@ def segmentation_ways(proposed: Settings) -> dict[str, Settings]:
     dims = proposed.get("spatial_dims", 2)
     step = 8
     least = 16
+    width = proposed["network"]["channels"][0]
     half = [max(least, side // 2 // step * step) for side in proposed["size"]]
     patches = {"image_mode": "patch", "size": half, "patches_per_image": 4 if dims == 2 else 2}
     return {
         PROPOSED: {},
         "mirroring alone": {"augment": augmentation(proposed, heavy=False)},
         "light augmentation": {"augment": augmentation(proposed, heavy=True)},
-        "half the width": {"network": unet(8)},
-        "twice the width": {"network": unet(32)},
+        "half the width": {"network": unet(width // 2)},
+        "twice the width": {"network": unet(width * 2)},
+        "four times the width": {"network": unet(width * 4)},
         "rate 0.003": {"optimizer": adam(0.003)},
         "half the size": {
             "image_mode": "resize",

@@ -137,6 +137,15 @@ def test_several_pictures_in_one_file_are_refused(kind: str, tmp_path: Path) -> 
     refused(tmp_path / "a.png", "2 pages or frames")
 
 
+def test_the_first_picture_of_a_camera_is_read(tmp_path: Path) -> None:
+    """MPO: a JPEG with a preview, or with the picture for the other eye."""
+    picture, preview = (Image.fromarray(numbers("u1", *sides)) for sides in (SIDES, (4, 5)))
+    picture.save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[preview])
+    with Image.open(tmp_path / "a.jpg") as first:
+        expected = np.asarray(first.convert("L")).T
+    assert (read_stored(tmp_path / "a.jpg").array[0] == expected).all()
+
+
 def test_pictures_of_other_formats_are_refused(tmp_path: Path) -> None:
     """A PPM of 16 bits, named like a PNG: Pillow would read 8."""
     pixels = numbers("u2", *SIDES, 3).astype(">u2")

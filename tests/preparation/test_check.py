@@ -12,6 +12,7 @@ from PIL import Image
 
 from helpers.downloaded_folders import classes
 from helpers.fixture_types import Edit, SiteOf, TaskOf
+from helpers.small_tasks import small_task
 from helpers.volume_sites import cube_task, make_volumes
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.loading import SiteData, Split, load_site_data
@@ -254,6 +255,23 @@ def test_an_unsuitable_intensity_transform_is_noted(tmp_path: Path) -> None:
     assert any("ScaleIntensityRange" in note for note in notes)
 
 
+@pytest.mark.parametrize("deep", [0, 1, 11, 20])
+def test_pictures_of_8_and_of_16_bits_are_noted(deep: int, tmp_path: Path) -> None:
+    """Scaled alike, those of 8 bits would be black, or those of 16 bits white."""
+    for number, file in enumerate(sorted(classes(tmp_path, patients=20, each=1).rglob("*.png"))):
+        if number < deep:
+            pixels = np.asarray(Image.open(file)).astype(np.uint16)
+            Image.fromarray(16 * pixels).save(file)
+    import_folder(tmp_path)
+    task = load_task(
+        small_task("classification", target="binary", labels=["dog"]).to_dict()
+        | {"intensity": {**PHOTOGRAPHS, "a_max": 65535}}
+    )
+    (site,) = check_site(tmp_path, task).sites.values()
+    notes = [note for note in site.notes if "as of 8 bits" in note]
+    assert len(notes) == (0 < deep < 20) and all(f"{20 - deep} of 20" in note for note in notes)
+
+
 def _data(brightness: float, seed: int, patients: int = 30) -> SiteData:
     images = torch.tensor(
         np.random.default_rng(seed).normal(brightness, 1, (2 * patients, 1, 16, 16)),
@@ -331,11 +349,13 @@ def test_batches_of_one_image_that_work(make_task: TaskOf) -> None:
 def test_images_that_are_decoded_when_used_are_those_in_memory(
     kind: str, make_site: SiteOf, make_task: TaskOf
 ) -> None:
-    folder, task = make_site(kind=kind), make_task(kind)
+    folder = make_site(kind=kind)
+    task = make_task(kind)
     held = load_site_data("A", task, folder)
     read = load_site_data("A", task, folder, in_memory=False)
     for name in ("train", "validation", "test"):
-        split, other = held.split(name), read.split(name)
+        split = held.split(name)
+        other = read.split(name)
         assert (
             split.in_memory
             and not other.in_memory
@@ -350,10 +370,8 @@ def test_images_that_are_decoded_when_used_are_those_in_memory(
 def test_slices_that_are_decoded_when_used_are_those_in_memory(tmp_path: Path) -> None:
     folder = make_volumes(tmp_path / "A")
     task = cube_task(spatial_dims=2, size=[8, 8], slices={"axis": 2, "keep": "foreground"})
-    held, read = (
-        load_site_data("A", task, folder).train,
-        load_site_data("A", task, folder, in_memory=False).train,
-    )
+    held = load_site_data("A", task, folder).train
+    read = load_site_data("A", task, folder, in_memory=False).train
     assert held.names == read.names and len(held) > len(set(held.patients))
     for row in range(len(held)):
         assert torch.equal(held.images[row], read.images[row]) and torch.equal(

@@ -19,7 +19,7 @@ from medflare.preparation.round_time import Stopwatch, round_seconds
 from medflare.preparation.step_cost import measure_step, step_operations
 from medflare.tasks.config import TaskConfig, load_task
 
-UNET = {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}
+UNET = {"name": "unet", "channels": [8, 16, 32, 64], "norm": "instance"}
 
 
 def proposed(root: Path, **hints: object) -> TaskConfig:
@@ -53,42 +53,38 @@ def test_operations_are_counted_by_hand() -> None:
 
 
 def test_a_step_has_a_time_and_a_memory_of_its_size() -> None:
-    small, large = (
-        small_task(network=UNET, size=[32, 32], batch_size=2),
-        small_task(network=UNET, size=[128, 128], batch_size=8),
-    )
+    small = small_task(network=UNET, size=[32, 32], batch_size=2)
+    large = small_task(network=UNET, size=[128, 128], batch_size=8)
     costs = [measure_step(task, torch.device("cpu")) for task in (small, large)]
     assert 0 < costs[0].seconds < costs[1].seconds
     weights = sum(weight.numel() for weight in initial_network(large, 0).parameters())
     # numbers; the first level halves the sides.
-    images, first_maps = (8 * 128 * 128, 8 * 16 * 64 * 64)
+    images = 8 * 128 * 128
+    first_maps = 8 * 16 * 64 * 64
     # Bytes of weights, gradients and Adam's moments, and of what the step keeps.
     least = 4 * (4 * weights + images + first_maps)
     assert costs[1].gibibytes * 2**30 > least
 
 
 def test_rates_follow_network_and_optimizer() -> None:
-    small, large = (
-        small_task(network=UNET),
-        small_task(network={"name": "unet", "channels": [64, 128, 256, 512]}),
-    )
+    small = small_task(network=UNET)
+    large = small_task(network={"name": "unet", "channels": [64, 128, 256, 512]})
     assert usual_rate(small)[0] == 0.01 and usual_rate(large)[0] < 0.01
     sgd = small_task(network=UNET, optimizer={"name": "sgd", "lr": 1.0})
     assert usual_rate(sgd)[0] == pytest.approx(0.1)
 
 
 def test_thin_structures_get_patches_and_broad_ones_whole_images(tmp_path: Path) -> None:
-    thin, broad = (
-        proposed(drawn(tmp_path / "thin", 256, 1)),
-        proposed(drawn(tmp_path / "broad", 256, 64)),
-    )
+    thin = proposed(drawn(tmp_path / "thin", 256, 1))
+    broad = proposed(drawn(tmp_path / "broad", 256, 64))
     assert thin.image_mode == "patch" and max(thin.size) <= 128 and thin.patches_per_image > 1
     assert broad.image_mode == "resize" and max(broad.size) < 128
 
 
 def test_fewer_minutes_give_smaller_images(tmp_path: Path) -> None:
     root = drawn(tmp_path / "broad", 128, 32)
-    plenty, little = proposed(root), proposed(root, minutes=0.0005)
+    plenty = proposed(root)
+    little = proposed(root, minutes=0.0005)
     assert (
         math.prod(little.size) <= math.prod(plenty.size)
         and little.local_epochs == 1 < plenty.local_epochs
@@ -101,7 +97,8 @@ def test_structures_in_order_are_not_mirrored(tmp_path: Path) -> None:
     root = drawn(tmp_path / "pair", 64, 16)
     for path in (root / "masks").iterdir():
         mask = np.zeros((64, 64), np.uint8)
-        mask[10:30, 20:40], mask[32:52, 20:40] = 1, 2
+        mask[10:30, 20:40] = 1
+        mask[32:52, 20:40] = 2
         Image.fromarray(mask).save(path)
     task = proposed(root)
     assert [

@@ -125,7 +125,8 @@ def test_numbers_of_few_patients_are_suppressed(make_site: SiteOf, make_task: Ta
     def with_minimum(minimum: int) -> DatasetFingerprint | None:
         return fingerprint_of("A", task, lambda task: Source(folder, task), minimum)
 
-    whole, guarded = with_minimum(1), with_minimum(2)
+    whole = with_minimum(1)
+    guarded = with_minimum(2)
     assert (
         whole == with_minimum(0)
         and whole is not None

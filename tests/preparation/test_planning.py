@@ -143,7 +143,8 @@ def test_poolings_and_sizes_are_those_of_the_published_program(
 class TestMemory:
     def test_less_memory_a_smaller_patch(self) -> None:
         actual = fingerprint(48, 48, 48)
-        large, little = planned(actual), planned(actual, memory=0.3)
+        large = planned(actual)
+        little = planned(actual, memory=0.3)
         assert large["size"] == [48, 48, 48]
         assert all(new < side for new, side in zip(little["size"], large["size"], strict=True))
         divisors = Topology((), little["network"]["strides"]).divisors
@@ -198,7 +199,8 @@ class TestIntensity:
             fingerprint(SIDE, SIDE, SIDE, site="B", images=30, channels=(Channel(VALUES, other),)),
         )
         intensity = planned(*sites, modality="ct")["intensity"]
-        mean, deviation = 20.0, (0.25 * (80**2 + 50**2) + 0.75 * (40**2 + 10**2) - 20**2) ** 0.5
+        mean = 20.0
+        deviation = (0.25 * (80**2 + 50**2) + 0.75 * (40**2 + 10**2) - 20**2) ** 0.5
         assert (intensity["a_min"], intensity["a_max"], intensity["clip"]) == (-25, 150, True)
         assert (intensity["b_min"], intensity["b_max"]) == pytest.approx(
             ((-25 - mean) / deviation, (150 - mean) / deviation), abs=1e-4
@@ -255,7 +257,8 @@ def test_a_planned_task_learns_with_all_transforms(dims: int) -> None:
     task = load_task(settings | {"augment": _always(settings["augment"])})
     check_task(task)
     images, targets = Augmentation(task)(*_noise(task), np.random.RandomState(0))
-    network, loss = initial_network(task, seed=0), build_loss(task)
+    network = initial_network(task, seed=0)
+    loss = build_loss(task)
     optimizer = build_optimizer(task.optimizer, network.parameters(), "task")
     losses = []
     for _ in range(4):

@@ -148,7 +148,7 @@ def test_hints_are_used(tmp_path: Path) -> None:
         (32, 16),
         "resize",
     )
-    assert task.network == {"name": "unet", "channels": [16, 32, 64, 128], "norm": "instance"}
+    assert task.network == {"name": "unet", "channels": [8, 16, 32, 64], "norm": "instance"}
     assert sum(choice.setting == "size" for choice in plan.choices) == 1
     assert load_task(
         propose(tmp_path, TaskHints(network="SegResNet", size=(16, 16))).settings

@@ -24,7 +24,8 @@ def two_structures(make_task: TaskOf) -> TaskConfig:
 
 
 def test_thin_structures_lose_more_than_broad_ones() -> None:
-    line, disc = np.zeros((64, 64), bool), np.zeros((64, 64), bool)
+    line = np.zeros((64, 64), bool)
+    disc = np.zeros((64, 64), bool)
     line[:, 30] = True
     rows, columns = np.ogrid[:64, :64]
     disc[(rows - 32) ** 2 + (columns - 32) ** 2 < 20**2] = True
@@ -88,12 +89,10 @@ def test_a_structure_inside_another_has_no_order(two_structures: TaskConfig) -> 
 def test_a_sample_is_kept_until_something_changes(
     make_site: Any, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, task = (
-        make_site(
-            {"training": [f"p{number}" for number in range(9)], "validation": ["v"], "test": ["t"]}
-        ),
-        make_task(),
+    folder = make_site(
+        {"training": [f"p{number}" for number in range(9)], "validation": ["v"], "test": ["t"]}
     )
+    task = make_task()
     (sample,) = fingerprints(folder, task, sample=4)
     assert (sample.images, sample.patients, sample.sampled) == (9, 9, True)
     assert sample.classes["square"].images is None and sample.classes[

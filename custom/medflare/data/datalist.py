@@ -265,15 +265,15 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def patient_id(value: Any) -> Any:
-    """A patient's id without what programs add to it: spaces around it, and the ".0" of whole
-    numbers that pandas reads beside empty cells.
+    """A patient's id without what programs add to it: spaces around it, and the ".0" or ",0" of
+    whole numbers in tables.
 
     Examples:
         >>> [patient_id(value) for value in (7.0, " 7", "7.0", "v7.0", 7.5)]
         [7, '7', '7', 'v7.0', 7.5]
     """
     if isinstance(value, str):
-        return re.sub(r"\A(\d+)\.0\Z", r"\1", printable(value))
+        return re.sub(r"\A(\d+)[.,]0\Z", r"\1", printable(value))
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value

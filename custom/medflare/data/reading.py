@@ -25,7 +25,7 @@ from medflare.data.geometry import Grid, apply_turn, check_same_grid, to_task_gr
 from medflare.data.local import ImageBounds
 from medflare.tasks.config import TaskConfig
 
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".gif")
 NIFTI = (".nii", ".nii.gz")
 DICOM = (".dcm", ".dicom", ".ima")
 _BUILTIN = frozenset(ending[1:] for ending in (*PICTURES, *NIFTI, *DICOM))
@@ -244,7 +244,8 @@ def _read_picture(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
         warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # `bounds` decides
         with _opened(path) as image:
             bounds.check(path, (image.height, image.width), volume=False)
-            pages = getattr(image, "n_frames", 1)
+            # Of a camera's MPO, the other pictures are previews or for the other eye.
+            pages = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
             if pages > 1:
                 raise DataError(
                     f"{path}: the file holds {pages} pages or frames; "
@@ -252,7 +253,7 @@ def _read_picture(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
                 )
             tags = image.tag_v2 if image.format == "TIFF" else {}
             _check_channels(image, tags, path, mask)
-            image = ImageOps.exif_transpose(image)
+            image = ImageOps.exif_transpose(_grey_of_gif(image))
             if mask and image.getbands()[-1] == "A":
                 _check_alpha(np.asarray(image), path)
             if mask and image.mode == "P":
@@ -317,6 +318,26 @@ def _check_palette(image: Any, path: Path) -> None:
             f"{path}: the mask's palette has white as a lower number than black; "
             "save the mask in grey, without a palette"
         )
+
+
+def _grey_of_gif(image: Any) -> Any:
+    """The image, of a GIF with a palette of greys in grey: GIF has no other way to store it."""
+    if image.format == "GIF" and image.mode == "P":
+        palette = np.array(image.getpalette("RGB")).reshape(-1, 3)
+        if (palette == palette[:, :1]).all():
+            return image.convert("L")
+    return image
+
+
+def palette_of(path: Path) -> dict[int, tuple[int, ...]]:
+    """Used number -> red, green and blue of a picture with a palette; {} for other files."""
+    if suffix(path) not in PICTURES:
+        return {}
+    with explained(path), _opened(path) as file:
+        image = _grey_of_gif(file)
+        palette = image.getpalette("RGB") if image.mode == "P" else []
+        numbers = [number for _, number in image.getcolors()] if palette else []
+    return {number: tuple(palette[3 * number : 3 * number + 3]) for number in numbers}
 
 
 def _check_alpha(array: np.ndarray, path: Path) -> None:
@@ -566,7 +587,7 @@ def _volume_grid(stored: Stored, path: Path, task: TaskConfig) -> Grid:
     if stored.grid is None:
         raise DataError(
             f"{path}: no volume, the task has spatial_dims 3; "
-            "give NIfTI files, or DICOM series with positions"
+            "give NIfTI files, or DICOM series with positions, or set spatial_dims 2 (--dims 2)"
         )
     stored.grid.check(path)
     if task.spacing is not None and stored.grid.spacing is None:

@@ -4,7 +4,7 @@ problems with their remedies.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -40,6 +40,7 @@ _MAX_SIZES: Final = 3  # printed per site
 _INTENSITY_IMAGES: Final = 20  # images of a site whose intensities are judged
 _CLIPPED: Final = 0.5  # fraction of an image's foreground that may be clipped
 _LARGE: Final = 20.0  # mean or deviation that is unusual for a network's input
+_BYTE: Final = 255  # the highest number of 8 bits
 _FLAT: Final = 0.005  # deviation below which an input is constant
 # Fraction of a mask, beyond which a structure that has its corners is probably the background.
 _FILLED: Final = 0.5
@@ -310,6 +311,7 @@ def _read_images(
             f"{judged} images, the first: {unsuitable[0]}; for images without a unit, set "
             '"intensity": {"name": "NormalizeIntensity", "nonzero": true, "channel_wise": true}'
         )
+    report.notes += filter(None, [depth_note([highest for *_, highest in moments], task)])
     for name, count in filled.items():
         if count == len(moments):
             report.notes.append(
@@ -323,6 +325,19 @@ def _read_images(
         )
     if moments:
         report.intensity = _overall_intensity(moments)
+
+
+def depth_note(highest: Sequence[float], task: TaskConfig) -> str:
+    """A line if pictures of 8 and of 16 bits, by the highest number of each, are scaled alike."""
+    dark = sum(number <= _BYTE for number in highest)
+    scaled = task.intensity["name"] == "ScaleIntensityRange" and task.intensity.get("a_min") == 0
+    if not scaled or dark in (0, len(highest)):
+        return ""
+    return (
+        f"WARNING: {dark} of {len(highest)} images have numbers up to {_BYTE}, as of 8 bits, the "
+        f"others up to {max(highest):g}, and the task scales all alike; save all with as many "
+        'bits, or set "intensity": {"name": "NormalizeIntensity", "channel_wise": true}'
+    )
 
 
 def _overall_intensity(moments: list[tuple[float, ...]]) -> dict[str, float]:

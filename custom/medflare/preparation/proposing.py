@@ -33,6 +33,7 @@ from medflare.data.reading import (
     explained,
     is_segmentation,
     label_values,
+    palette_of,
     read_stored,
     suffix,
 )
@@ -69,6 +70,9 @@ _SAMPLED_IMAGES: Final = 6  # of a site, to count channels
 _LEAST_MASKS: Final = 20
 _MOST_MASKS: Final = 200
 _MASK_PIXELS: Final = 200_000_000  # of these masks
+# Values below the one and above the other are rarely labels of one mask.
+_LOW: Final = 20
+_HIGH: Final = 200
 _MAX_VALUES: Final = 20  # a mask with more has grey levels, not labels
 _MAX_SIDE: Final = {2: 224, 3: 96}  # of a classifier's input
 _STEP: Final = 16  # sides are multiples of it
@@ -273,6 +277,7 @@ def _structures(
         reason = "as given" if hints.labels else "in the order of the mask files"
         target = Choice("target", "multilabel", "a mask file for each structure")
         return [target, Choice("labels", labels, reason)]
+    _check_palettes(entries)
     named: dict[str, Any] = {}
     for name, values in names.items():
         # nnU-Net's "ignore" is no structure: its pixels count neither in training nor in metrics.
@@ -284,7 +289,7 @@ def _structures(
         listed = ", ".join(named)
         _check_number_of_labels(hints, len(named), f"structures of the datalist ({listed})")
     else:
-        background, values = _mask_values(entries)
+        background, values = _mask_values(entries, named=bool(hints.labels))
         shown = ", ".join(map(str, values))
         _check_number_of_labels(hints, len(values), f"values ({shown}) in {len(entries)} masks")
         named = {f"structure_{value}": [value] for value in values}
@@ -335,13 +340,29 @@ def _check_number_of_labels(hints: TaskHints, count: int, what: str) -> None:
         )
 
 
-def _mask_values(entries: Sequence[DatalistItem]) -> tuple[int, list[int]]:
+def _check_palettes(entries: Sequence[DatalistItem]) -> None:
+    """Raise DataError for a label number that has two colours: palettes of single files differ."""
+    shown: dict[int, tuple[Path, tuple[int, ...]]] = {}
+    for entry in entries:
+        for number, colour in palette_of(entry.masks[0]).items():
+            other, first = shown.setdefault(number, (entry.masks[0], colour))
+            if colour != first:
+                raise DataError(
+                    f"{entry.masks[0]}: {number} has another colour in its palette than in "
+                    f"{other.name}; store the numbers of structures in grey, alike in all masks"
+                )
+
+
+def _mask_values(entries: Sequence[DatalistItem], *, named: bool) -> tuple[int, list[int]]:
     """The value of the background, and the other values of masks, sorted.
+
+    DataError for values of noise, or of a border as in Pascal VOC, unless the user has `named` all.
 
     The background is 0, or the value of all corners of all masks, as in REFUGE, where it is 255 and
     0 is the cup.
     """
     values: set[int] = set()
+    file_of: dict[int, Path] = {}  # value -> the first mask with it
     corners: set[int] = set()
     with_255: set[int] = set()  # values of the masks that have 255
     for entry in entries:
@@ -349,17 +370,18 @@ def _mask_values(entries: Sequence[DatalistItem]) -> tuple[int, list[int]]:
         if len(mask) > 1:
             raise DataError(
                 f"{entry.masks[0]}: a mask with {len(mask)} channels (colours, or volumes of a "
-                "4-D file); store label numbers in one grey mask"
+                "4-D file); store label numbers in one grey mask, or in a 3-D file"
             )
         shown = set(np.unique(mask).tolist())
         values |= shown
+        file_of = dict.fromkeys(shown, entry.masks[0]) | file_of
         if 255 in shown:
             with_255 |= shown
         corners.update(mask[0][np.ix_(*[[0, -1]] * (mask.ndim - 1))].ravel().tolist())
         if len(values) > _MAX_VALUES:
             raise DataError(
-                f"{entry.masks[0]}: masks have more than {_MAX_VALUES} values (soft edges?); "
-                "store label numbers as PNG"
+                f"{entry.masks[0]}: masks have more than {_MAX_VALUES} values (soft edges, or a "
+                "number for each object?); store the numbers of structures, as PNG or NIfTI"
             )
     if values == {0, 1, 255} and with_255 <= {0, 255}:
         values = {0, 1}  # `targets.encode_mask` reads 255 as 1 in masks of 0 and 255
@@ -367,6 +389,13 @@ def _mask_values(entries: Sequence[DatalistItem]) -> tuple[int, list[int]]:
     if len(corners) == 1 and len(values) > 1:
         background = corners.pop()
     values.discard(background)
+    if not named and min(values, default=0) < _LOW < _HIGH < max(values, default=0):
+        listed = ", ".join(map(str, sorted(values)))
+        raise DataError(
+            f"{file_of[min(values)]}: masks hold values near 0 and near 255 ({listed}); store 0 "
+            "for noise and for a border that does not count, and one value for each structure, or "
+            "name a structure for each value with --labels"
+        )
     if not values:
         raise DataError(
             f"{entries[0].location}: all of {len(entries)} masks are empty; are these the masks?"

@@ -102,7 +102,8 @@ def test_a_patient_in_two_given_splits_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("copy", [False, True])
 def test_simulated_sites_have_their_own_patients_and_files(copy: bool, tmp_path: Path) -> None:
-    home, out = classes(tmp_path / "pets", patients=30), tmp_path / "sites"
+    home = classes(tmp_path / "pets", patients=30)
+    out = tmp_path / "sites"
     options: dict[str, Any] = {"patient": BY_NAME, "out": out, "copy": copy}
     import_folder(home, ImportOptions(sites=3, **options))
     patients: set[str] = set()

@@ -45,12 +45,11 @@ def task(make_task: TaskOf, tmp_path: Path) -> TaskConfig:
 def test_features_are_those_of_the_frozen_body(
     spec: dict[str, Any], make_task: TaskOf, make_site: SiteOf, tmp_path: Path
 ) -> None:
-    task, folder = pretrained(spec, make_task, tmp_path), make_site(kind="classification")
+    task = pretrained(spec, make_task, tmp_path)
+    folder = make_site(kind="classification")
     actual = write_features(folder, task, tmp_path / "features", weights=tmp_path)
-    images, features = (
-        load_site_data("A", task, folder),
-        load_site_data("A", actual.task, tmp_path / "features"),
-    )
+    images = load_site_data("A", task, folder)
+    features = load_site_data("A", actual.task, tmp_path / "features")
     for before, after in (
         (images.train, features.train),
         (images.validation, features.validation),
@@ -58,7 +57,8 @@ def test_features_are_those_of_the_frozen_body(
     ):
         assert before.patients == after.patients and torch.equal(before.targets, after.targets)
     network = initial_network(task, 0, start=load_file(tmp_path / "weights.safetensors")).eval()
-    seen, images_of = features.test.take(torch.arange(3))[0], images.test.take(torch.arange(3))[0]
+    seen = features.test.take(torch.arange(3))[0]
+    images_of = images.test.take(torch.arange(3))[0]
     with torch.no_grad():
         torch.testing.assert_close(network.head(seen.flatten(1)), network(images_of))
     assert seen.shape == (3, 1, 1, actual.task.size[1])
@@ -102,7 +102,8 @@ def test_a_federation_trains_heads_on_them(
 def test_what_cannot_be_made(
     task: TaskConfig, make_task: TaskOf, make_site: SiteOf, tmp_path: Path
 ) -> None:
-    folder, home = make_site(kind="classification"), tmp_path / "features"
+    folder = make_site(kind="classification")
+    home = tmp_path / "features"
     for kind, named in (("segmentation", "squares"), ("classification", r"network\.weights")):
         with pytest.raises(ConfigError, match=named):
             write_features(folder, make_task(kind), home)

@@ -253,13 +253,15 @@ def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -
         "labels": ["background", "liver", "spleen"],
         "codes": {"liver": liver},
     }
-    expected, task = {}, load_task({**TASK, "channels": 1, **coded})
+    expected = {}
+    task = load_task({**TASK, "channels": 1, **coded})
     for number in range(6):
         series = series_of(tmp_path / f"study{number}" / f"1.2.{number}", number)
         mask = series / "900.dcm" if number % 2 else series.parent / "9.9" / "1.dcm"
         mask.parent.mkdir(exist_ok=True)
         structures = {"liver": np.zeros((5, 6, 4), bool), "spleen": np.zeros((5, 6, 4), bool)}
-        structures["liver"][1:3, 2:5, 1:3], structures["spleen"][4, 0, 3] = True, True
+        structures["liver"][1:3, 2:5, 1:3] = True
+        structures["spleen"][4, 0, 3] = True
         mask.write_bytes(dicom_seg(series, structures, series_grid(series).affine, task))
         expected[str(series.relative_to(tmp_path))] = (
             str(mask.relative_to(tmp_path)),

@@ -764,3 +764,85 @@ def test_folders_that_differ_in_the_split_alone_are_no_classes(tmp_path: Path) -
         folder = ("benign_train", "benign_test", "malignant_train", "malignant_test")[number % 4]
         picture(tmp_path / folder / f"{number}.png", value=40 + 9 * number)
     assert "differ in the split alone" in error_of(tmp_path)
+
+
+def test_folders_in_those_of_classes_may_be_the_classes(tmp_path: Path) -> None:
+    """As LC25000; folders of patients have numbers."""
+    for top in ("colon", "lung"):
+        classes(tmp_path / "two" / top, names=(f"{top}_benign", f"{top}_tumor"))
+        for patient in range(4):
+            pictures(tmp_path / "patients" / top / f"{top}{patient}", 3)
+    text = error_of(tmp_path / "two")
+    assert "move them up" in text and "--kind classification" in text
+    assert imported(tmp_path / "patients").dataset.labels == {"0": "colon", "1": "lung"}
+
+
+def test_folders_of_patients_of_the_same_numbers(tmp_path: Path) -> None:
+    for name in ("benign", "malignant"):
+        for patient in range(4):
+            pictures(tmp_path / "patients" / name / f"case{patient}", 3)
+            pictures(tmp_path / "sites" / name / str(patient), 3)
+    assert "otherwise give --kind classification" in error_of(tmp_path / "patients")
+    report = imported(tmp_path / "patients", kind="classification")
+    assert report.dataset.labels == {"0": "benign", "1": "malignant"}
+    # Single digits are rather grades, in folders of sites.
+    assert "--site-folders" in error_of(tmp_path / "sites", kind="classification")
+
+
+def test_a_folder_that_all_images_share_is_no_class(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        classes(tmp_path / split / "images")
+    report = imported(tmp_path)
+    assert report.dataset.labels == {"0": "cat", "1": "dog"}
+    assert {item.split for item in report.dataset.items} == {"training", "test"}
+
+
+def test_classes_that_are_called_like_masks(tmp_path: Path) -> None:
+    classes(tmp_path, names=("label_0", "label_1"))
+    error_of(tmp_path)
+    assert len(imported(tmp_path, kind="classification").sites[""]) == 40
+
+
+@pytest.mark.parametrize(("modality", "images"), [("CR", 16), ("US", 16), ("CT", 8)])
+def test_radiographs_of_one_series_are_no_slices(
+    modality: str, images: int, tmp_path: Path
+) -> None:
+    for number in range(8):
+        folder = tmp_path / ("healthy", "ill")[number % 2] / f"patient{number}"
+        folder.parent.mkdir(exist_ok=True)
+        tags = {"PatientID": f"P{number}", "SeriesInstanceUID": f"1.2.3.{number}"}
+        without = ("ImagePositionPatient",)
+        change(dicom_series(folder, 2), range(2), without, Modality=modality, **tags)
+    assert len(imported(tmp_path).sites[""]) == images
+
+
+def test_what_is_not_read_is_named(tmp_path: Path) -> None:
+    (classes(tmp_path) / "cow").mkdir()
+    for name in ("horse.zip", "Diagnosen.xlsx", "clip.avi"):
+        (tmp_path / name).write_bytes(b"PK")
+    notes = "\n".join(imported(tmp_path).dataset.notes)
+    assert "as they are empty: cow" in notes and "files to unpack: 1, the first: horse.zip" in notes
+    assert "files to save as CSV: 1, the first: Diagnosen.xlsx" in notes and "clip.avi" in notes
+
+
+@pytest.mark.parametrize("names", ["{split}{number}_0.png", "{split}_{number}.png"])
+def test_splits_by_the_names_of_files(names: str, tmp_path: Path) -> None:
+    """As MedMNIST writes them."""
+    for split, count in (("train", 6), ("val", 2), ("test", 4)):
+        for number in range(count):
+            for name in "ab":
+                picture(tmp_path / name / names.format(split=split, number=number), 60 + number)
+    items = imported(tmp_path).sites[""]
+    assert all(item.split[:3] == item.first.name[:3] for item in items)
+    assert sum(item.split == "test" for item in items) == 8
+
+
+def test_a_list_of_test_images_beside_the_others(tmp_path: Path) -> None:
+    """As ChestX-ray14."""
+    names = pictures(tmp_path, 20)
+    lines = [f"{name},{'ab'[number % 2]}" for number, name in enumerate(names)]
+    listed(tmp_path, "image,label", *lines)
+    (tmp_path / "train_val_list.txt").write_text("\n".join(names[:14]))
+    (tmp_path / "test_list.txt").write_text("\n".join(names[14:]))
+    tests = {item.first.name for item in imported(tmp_path).sites[""] if item.split == "test"}
+    assert tests == {*names[14:]}

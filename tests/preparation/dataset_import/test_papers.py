@@ -328,7 +328,8 @@ def real_prr() -> Path:
 def test_the_real_download_by_the_split_of_the_paper(real_prr: Path, tmp_path: Path) -> None:
     ham = pd.read_csv(real_prr / "HAM10000_metadata.csv")
     split = pd.read_csv(real_prr / "split_of_the_paper.csv")
-    prr, data = get_preparation("dermoscopy_prr"), tmp_path / "DATA"
+    prr = get_preparation("dermoscopy_prr")
+    data = tmp_path / "DATA"
     prepared = prepare(prr, real_prr, data, paper_split=True, strict=True)
     for site, of_site in split.merge(ham, on="image_id").groupby("site"):
         test = of_site[of_site.split == "test"]
@@ -442,7 +443,8 @@ def test_grades_keep_their_lists_and_wrong_lines_are_named(tmp_path: Path) -> No
 
 
 def test_cells_become_patches_of_their_tumour_and_image(tmp_path: Path) -> None:
-    root, data = paper_releases.midog2022(tmp_path / "from"), tmp_path / "DATA"
+    root = paper_releases.midog2022(tmp_path / "from")
+    data = tmp_path / "DATA"
     prepared = prepare(get_preparation("midog2022"), root, data)
     assert "canine_lung_cancer has 5 patients, published are 44" in prepared.warnings
     actual = [

@@ -10,10 +10,11 @@ import shutil
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final
 
 import numpy as np
@@ -24,10 +25,13 @@ from sklearn.model_selection import StratifiedGroupKFold
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.rng import numpy_random_state
 from medflare.core.store import write_atomically, write_json
+from medflare.core.text import read_text
 from medflare.data.datalist import FILE, SHARES, SPLITS, check_folder
 from medflare.data.local import allowed_folders
 from medflare.data.progress import counted
+from medflare.data.reading import stem
 from medflare.preparation.dataset_import.folders import (
+    WORDS,
     Dataset,
     ImageFolder,
     Item,
@@ -41,13 +45,26 @@ from medflare.preparation.dataset_import.folders import (
     refuse_variants,
     scan_folder,
     sorted_labels,
+    split_name,
+    structure_files,
     structure_folders,
+    words,
 )
 from medflare.preparation.dataset_import.shared_patients import Sites, across_sites, shared_warning
-from medflare.preparation.dataset_import.tables import GUESSED, Columns, read_tables, split_of_table
+from medflare.preparation.dataset_import.tables import (
+    GUESSED,
+    Columns,
+    UnrelatedTableError,
+    has_columns,
+    read_frame,
+    read_tables,
+    split_of_table,
+)
 
+_SUBJECT: Final = re.compile(r"(?:^|/)(sub-[A-Za-z0-9]+)")  # of BIDS
 # The end of the name of a photograph.
 _EYE: Final = re.compile(r"[ _-](?:left|right|od|os|l|r)$", re.IGNORECASE)
+_SPLIT_WORDS: Final = frozenset((*WORDS["split"], "split", "splits"))
 # Maximum of folders, and minimum of images in each, for which they may be sites.
 _MAX_SITES: Final = 30
 _MIN_IMAGES: Final = 5
@@ -132,16 +149,11 @@ def _find_dataset(folder: ImageFolder, options: ImportOptions) -> Dataset:
     """
     kind = options.kind
     columns = options.columns
-    candidates = [options.table] if options.table else list(folder.tables)
-    splits = {}
-    unused = {}
-    for path in candidates:
-        try:
-            splits[path] = split_of_table(path, folder, columns, kind)
-        except DataError as error:
-            unused[path] = str(error)
+    splits, unused, related = _usable_tables(folder, options)
     requested = options.table is not None or columns != GUESSED
-    tables = candidates if requested and len(candidates) == 1 else list(splits)
+    tables = list(splits)
+    if requested and len(splits) + len(unused) == 1:
+        tables = [*splits, *unused]
     if len(tables) > 1 and len({*splits.values()} - {""}) < len(tables):
         names = ", ".join(map(folder.relative, tables))
         raise DataError(
@@ -153,8 +165,13 @@ def _find_dataset(folder: ImageFolder, options: ImportOptions) -> Dataset:
         raise DataError("; ".join((problem, *unused.values())))
     if tables:
         dataset = read_tables(tables, folder, columns, kind=kind, redraw=options.redraw)
+        labelled = [path for path in related if has_columns(path, dataset.labelled_by)]
+        if labelled:
+            raise DataError(f"{unused[labelled[0]]}, or choose one table with --table")
+        if not options.redraw:
+            dataset = _with_listed_splits(folder, dataset, ())
         return replace(dataset, notes=(*prefixed("not used", unused.values()), *dataset.notes))
-    dataset = _by_folders(folder, kind, unused)
+    dataset = _by_names(folder, options, unused, related)
     strange = _beside_splits(folder, dataset)
     classes = dataset.kind == "classification"
     if strange and kind != "classification" and (classes or not options.redraw):
@@ -165,6 +182,111 @@ def _find_dataset(folder: ImageFolder, options: ImportOptions) -> Dataset:
             f"{remedy}"
         )
     return dataset
+
+
+def _by_names(
+    folder: ImageFolder, options: ImportOptions, unused: Mapping[Path, str], related: Sequence[Path]
+) -> Dataset:
+    """The images by the names of files and folders; DataError for classes beside `related` tables,
+    without a kind.
+    """
+    kind = options.kind
+    try:
+        dataset = _by_folders(folder, kind, unused)
+    except DataError as error:
+        if related and not any(name.mask for name in folder.names.values()):
+            raise DataError("; ".join(unused[path] for path in related)) from error
+        hints = [*unused.values(), *folder.notes]
+        if folder.texts:
+            hints.append(
+                f"text files are not read ({folder.relative(folder.texts[0])}); if they have "
+                "outlines or labels, make masks or a table of them"
+            )
+        raise DataError("; ".join((str(error), *hints))) from error
+    if related and dataset.kind == "classification" and not kind:
+        raise DataError(
+            f"{folder.root}: are the folders {', '.join(dataset.labels.values())} the classes? if "
+            f"so, give --kind classification; if not: {unused[related[0]]}"
+        )
+    if not options.redraw:
+        dataset = _with_listed_splits(folder, dataset, unused)
+    return dataset
+
+
+def _usable_tables(
+    folder: ImageFolder, options: ImportOptions
+) -> tuple[dict[Path, str], dict[Path, str], list[Path]]:
+    """Table -> the split that its name has; table -> why it is not used; and those of the second
+    that are of these images, as it seems.
+    """
+    splits = {}
+    unused = {}
+    related = []
+    for path in [options.table] if options.table else folder.tables:
+        try:
+            splits[path] = split_of_table(path, folder, options.columns, options.kind)
+        except DataError as error:
+            unused[path] = str(error)
+            if not isinstance(error, UnrelatedTableError):
+                related.append(path)
+    return splits, unused, related
+
+
+def _with_listed_splits(folder: ImageFolder, dataset: Dataset, unused: Collection[Path]) -> Dataset:
+    """The images with the splits of lists of names such as train.txt, if no folder names splits.
+
+    DataError for files that may name the splits, if not every image is in one list.
+    """
+    images = [stem(item.first) for item in dataset.items]
+    lists = []
+    for path in (*folder.texts, *unused):
+        named = path.stem not in images and not _SPLIT_WORDS.isdisjoint(words(path.stem))
+        if named or (path in unused and _has_splits(path)):
+            lists.append(path)
+    if not {item.split for item in dataset.items} <= {"", "training"}:
+        return dataset
+    begins = [_first_split(words(name)[0]) if words(name) else "" for name in images]
+    if not lists and len({*begins}) > 1 and "" not in begins:  # as MedMNIST's train0_1.png
+        items = [
+            replace(item, split=split) for item, split in zip(dataset.items, begins, strict=True)
+        ]
+        layout = f"{dataset.layout}, splits by the names of files"
+        return replace(dataset, items=tuple(items), layout=layout)
+    if not lists:
+        return dataset
+    splits: defaultdict[str, set[str]] = defaultdict(set)
+    for path in lists:
+        split = _first_split(path.stem)
+        if split and path not in unused and path.suffix.lower() in (".txt", ".lst"):
+            with suppress(ValueError):  # of the encoding
+                for line in read_text(path).splitlines():
+                    name = stem(PurePath(line.strip().replace("\\", "/")))
+                    splits[name].add(split)
+    for name, count in Counter(images).items():
+        if len(splits[name]) != 1 or count > 1:
+            raise DataError(
+                f"{lists[0]}: seems to name the splits, but no list of train, val and test names "
+                f"{name} alone; correct the lists, give a table with a column split, or draw the "
+                "splits with --redraw"
+            )
+    items = []
+    for item, name in zip(dataset.items, images, strict=True):
+        items.append(replace(item, split=min(splits[name])))
+    layout = f"{dataset.layout}, splits by {', '.join(map(folder.relative, lists))}"
+    return replace(dataset, items=tuple(items), layout=layout)
+
+
+def _first_split(name: str) -> str:
+    """The split that the first such word of a name means, or ""."""
+    return next(filter(None, map(split_name, words(name))), "")
+
+
+def _has_splits(table: Path) -> bool:
+    """Whether a table has a column with a usual name of splits; False if it cannot be read."""
+    with suppress(DataError):
+        columns = read_frame(table).columns
+        return any(" ".join(words(name)) in WORDS["column"]["split"] for name in columns)
+    return False
 
 
 def _beside_splits(folder: ImageFolder, dataset: Dataset) -> list[Path]:
@@ -195,22 +317,36 @@ def _by_folders(folder: ImageFolder, kind: str, unused: Mapping[Path, str]) -> D
     names = folder.names
     notes = prefixed("not used", unused.values())
     images = [image for image in folder.images if not names[image].mask]
+    if kind == "classification" and not images:  # the classes are called like masks
+        images = list(folder.images)
     masks = len(names) - len(images)
     structures: Dataset | None = None
     if kind != "classification" and (not masks or are_in_structures(names.values())):
         structures = structure_folders(folder, "segmentation" if masks else kind)
+    elif kind != "classification":
+        structures = structure_files(folder)
     if structures is not None:
         dataset = structures
+        if not kind:
+            _refuse_readers(dataset, folder)
     elif kind == "segmentation" or (masks and kind != "classification"):
         dataset = pair_masks(folder)
     else:
-        try:
-            dataset = class_folders(folder, images, any_number=kind == "classification")
-        except DataError as error:
-            raise DataError("; ".join((str(error), *unused.values(), *folder.notes))) from error
+        dataset = class_folders(folder, images, any_number=kind == "classification")
         if masks:
             notes.append(f"{masks} masks are not used")
     return replace(dataset, notes=(*notes, *dataset.notes))
+
+
+def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:
+    """Raise DataError for several structures whose names differ in a number alone."""
+    names = list(dataset.labels.values())
+    if len(names) > 1 and len({re.sub(r"\d+(st|nd|rd|th)?", "", name) for name in names}) == 1:
+        raise DataError(
+            f"{folder.root}: are {names[0]}, {names[1]}, ... structures? if so, give --kind "
+            "segmentation; if they are of several readers or objects, leave one, or unite them, or "
+            "give a table with --mask-column"
+        )
 
 
 def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> ImportReport:
@@ -461,8 +597,11 @@ def assign_patients(
         return _match_patients(items, folder, pattern), ""
     assigned = []
     without = []
-    for item in items:
+    subjects = [_SUBJECT.search(folder.relative(item.first)) for item in items]
+    for item, subject in zip(items, subjects, strict=True):
         patient = item.patient or folder.patients.get(item.first, "")
+        if subject and not patient and None not in subjects:
+            patient = subject[1]
         assigned.append(replace(item, patient=patient))
         if not patient:
             without.append(item.first)

@@ -44,8 +44,18 @@ MAX_CLASSES: Final = 30  # more folders or values are probably not classes
 _IMAGES_OF_CLASS: Final = 2.5  # folders with fewer, in the mean, are probably patients
 _TABLES: Final = (".csv", ".tsv")
 _SAMPLE: Final = 3  # pictures of a folder that are read to tell masks from photographs
-_TAGS: Final = ("Rows", "SOPClassUID", "SeriesInstanceUID", "PatientID", "ReferencedSeriesSequence")
-_UNREAD: Final = (".gif", ".webp", ".jfif", ".jpe", ".jp2", ".heic", ".avif")
+_TAGS: Final = (
+    "Rows",
+    "SOPClassUID",
+    "Modality",
+    "SeriesInstanceUID",
+    "PatientID",
+    "ReferencedSeriesSequence",
+    "ImagePositionPatient",
+)
+_PATIENT: Final = re.compile(r"\d\d|[^\W\d_]\d")  # in the name of a patient's folder
+# Modalities whose files are pictures, also in one series: radiographs, ultrasound and photographs.
+_PICTURES: Final = ("CR", "DX", "MG", "IO", "PX", "RF", "XA", "US", "OP", "XC", "ES", "GM")
 _HEADER: Final = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
 
 # Words in the names of files and folders, of which `other` ones say nothing of an image; column ->
@@ -60,10 +70,13 @@ _IMAGE: Final = frozenset(WORDS["image"])
 _SPLITS: Final[dict[str, str]] = WORDS["split"]
 _IGNORED_WORDS: Final = _IMAGE | _MASK_WORDS.union(WORDS["other"])
 _NO_NAMES: Final = _IGNORED_WORDS | _SPLITS.keys()
+_TEXTS: Final = (".txt", ".lst", ".json", ".xml")
 _LOWER: Final = r"[^\W\d_A-Z]"  # a letter, but A to Z
 _WORD: Final = re.compile(rf"[A-Z]?{_LOWER}+|[A-Z]+(?!{_LOWER})|\d+")
 # Ends in a number (nnU-Net), or in NIfTI files in a word (`_flair`).
-_CHANNEL: Final = re.compile(r"^(.+)_(\d{4}|[a-z][a-z0-9]*)$")
+_CHANNEL: Final = re.compile(r"^(.*[^_-])[_-]+(\d{4}|[a-z][a-z0-9]*)$")
+_ENTITY: Final = re.compile(r"_(seg|label|desc|space|res)-[^_]+")  # of BIDS; two are of masks
+_NNUNET: Final = {"Tr": "train", "Ts": "test", "Va": "val"}  # Va of AMOS
 
 
 @dataclass(frozen=True)
@@ -124,6 +137,7 @@ class Dataset:
     # Images without mask or label, and masks without image, one line each.
     missing: tuple[str, ...] = ()
     options: str = "--kind, --table or --label-column"  # against a wrong guess
+    labelled_by: tuple[str, ...] = ()  # columns of the labels or masks, if they are of tables
 
 
 @dataclass(frozen=True)
@@ -140,6 +154,7 @@ class ImageFolder:
     slices: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # folders that are left out, one line each
     unreadable: tuple[str, ...] = ()  # DICOM files, one line each
+    texts: tuple[Path, ...] = ()  # text files that are no tables, such as outlines or lists
 
     def relative(self, path: Path) -> str:
         """The path of a file within the folder."""
@@ -178,7 +193,10 @@ def scan_folder(root: Path) -> ImageFolder:
     unreadable = []
     others = []
     foreign: list[Path] = []
+    texts = []
     for folder, files in walk(root, left_out, _reason_of_datalist):
+        if not os.listdir(folder) and folder != root:
+            left_out.setdefault("as they are empty", []).append(folder.name)
         pictures = [file for file in files if suffix(file) in image_suffixes()]
         tables_here = [file for file in files if suffix(file) in _TABLES]
         dicom = [file for file in files if file.is_file() and is_dicom(file)]
@@ -191,16 +209,17 @@ def scan_folder(root: Path) -> ImageFolder:
         headers |= series_headers
         slices |= apart
         images += pictures
-        foreign += [file for file in files if suffix(file) in _UNREAD]
+        foreign += files
+        texts += [
+            file for file in files if suffix(file) in _TEXTS and file.name not in (_HEADER, FILE)
+        ]
         tables += tables_here
     images += headers
     notes = left_out_lines(left_out)
     if others:
         first = others[0].relative_to(root).as_posix()
         notes.append(f"left out, DICOM objects without an image: {len(others)}, the first: {first}")
-    if foreign:
-        first = foreign[0].relative_to(root).as_posix()
-        notes.append(f"left out, pictures to save as PNG: {len(foreign)}, the first: {first}")
+    notes += _not_read(foreign, root)
     if not images:
         suffixes = ", ".join((*image_suffixes(), ".dcm"))
         remedy = "; ".join(("give the folder of the images", *notes, *unreadable[:1]))
@@ -222,7 +241,19 @@ def scan_folder(root: Path) -> ImageFolder:
         slices,
         tuple(notes),
         tuple(unreadable),
+        tuple(texts),
     )
+
+
+def _not_read(files: Iterable[Path], root: Path) -> list[str]:
+    """A line for each kind of files that have to be converted or unpacked."""
+    lines = []
+    for remedy, endings in WORDS["unread_suffix"].items():
+        listed = [file for file in files if suffix(file) in endings]
+        if listed:
+            first = listed[0].relative_to(root).as_posix()
+            lines.append(f"left out, files to {remedy}: {len(listed)}, the first: {first}")
+    return lines
 
 
 LeftOut = dict[str, list[str]]  # why folders are left out -> their names
@@ -313,6 +344,7 @@ class _Header(NamedTuple):
     series: str  # UID of its series
     patient: str  # PatientID
     segments: str  # for a segmentation, the UID of the series that it refers to
+    picture: bool  # whether it is no slice, see `_PICTURES`
 
 
 def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[Path], list[Path]]:
@@ -339,7 +371,8 @@ def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[Path
         if tags.get("SOPClassUID") == SEGMENTATION:
             referenced = tags.get("ReferencedSeriesSequence") or [{}]
             segments = str(referenced[0].get("SeriesInstanceUID", ""))
-        headers[file] = _Header(series, patient, segments)
+        picture = tags.get("Modality") in _PICTURES and not tags.get("ImagePositionPatient")
+        headers[file] = _Header(series, patient, segments, picture)
     return headers, damaged, others
 
 
@@ -353,7 +386,7 @@ def _dicom_series(
     images = {}
     series: defaultdict[str, list[Path]] = defaultdict(list)
     for file, header in headers.items():
-        if header.segments:
+        if header.segments or header.picture:
             images[file] = header
         else:
             series[header.series].append(file)
@@ -394,6 +427,11 @@ class FileName(NamedTuple):
     name: str  # its name in lower case without suffix and without the words for images and masks
     mask: bool  # whether it is a mask
     split: str  # the split that a folder names, or ""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The name, and without the word of a split: DRIVE has 21_training and 21_manual1."""
+        return self.name, _without(self.name, _SPLITS)
 
 
 def composed(text: str) -> str:
@@ -457,8 +495,8 @@ def parse_name(path: Path) -> FileName:
     split = ""
     folders = []
     for folder in path.parent.parts:
-        folder = re.sub("^(images|labels)Tr$", r"\1 train", folder)  # nnU-Net
-        folder = re.sub("^(images|labels)Ts$", r"\1 test", folder)
+        for short, split_word in _NNUNET.items():
+            folder = re.sub(f"^(images|labels){short}$", rf"\1 {split_word}", folder)
         folder_words = words(folder)
         mask = mask or not _MASK.isdisjoint(folder_words)
         splits = [_SPLITS[word] for word in folder_words if word in _SPLITS]
@@ -467,18 +505,20 @@ def parse_name(path: Path) -> FileName:
         others = [word for word in folder_words if word not in _NO_NAMES]
         if others:
             folders.append(" ".join(others))
-    name = stem(path)
+    name = stem(Path(stem(path)))  # a.jpg.png is of a.jpg
+    mask = mask or not _MASK.isdisjoint(_ENTITY.findall(name))
+    name = _ENTITY.sub("", name)
     if {*words(name)} <= _MASK_WORDS:  # the mask of the images of its folder
         return FileName(tuple(folders), "", True, split)
-    without_mask = _without(name, _MASK)
-    short = _without(without_mask, ("image", "img")).lower()
+    without_mask = _without(name, _MASK, r"(?:[ _.-]?\d{1,2})?")  # masks may be numbered
+    short = _without(without_mask, _IMAGE).lower()
     return FileName(tuple(folders), short, mask or without_mask != name, split)
 
 
-def _without(name: str, affixes: Iterable[str]) -> str:
-    """The name without one of the words at its start or end."""
+def _without(name: str, affixes: Iterable[str], number: str = "") -> str:
+    """The name without one of the words at its start or end, there with a `number`."""
     listed = "|".join(sorted(affixes, key=len, reverse=True))
-    affix = rf"^(?:{listed})[ _.-]+(?=.)|(?<=.)[ _.-]+(?:{listed})$"
+    affix = rf"^(?:{listed})(?:[ _.-]+(?=.)|(?=\d))|(?<=.)[ _.-]+(?:{listed}){number}$"
     return re.sub(affix, "", name, count=1, flags=re.IGNORECASE)
 
 
@@ -497,17 +537,19 @@ def _several_series(folder: ImageFolder) -> str:
 
 
 def _refuse_sites(folder: ImageFolder, inner: Mapping[str, Collection[str]]) -> None:
-    """Raise DataError if the folders of all classes hold folders, some of the same name; `inner`:
-    class -> the folders in it.
+    """Raise DataError if the folders of classes hold folders that may be the classes: some of the
+    same name in all, or several without a number; `inner`: class -> the folders in it.
     """
     counts = Counter(chain.from_iterable(inner.values()))
-    repeated = sorted(name for name, count in counts.items() if count > 1)
-    if len(counts) > 1 and repeated and all(inner.values()):
+    repeated = [name for name, count in counts.items() if count > 1]
+    several = max(map(len, inner.values())) > 1 and not any(map(_PATIENT.search, counts))
+    if len(counts) > 1 and all(inner.values()) and (repeated or several):
         names = sorted(inner)
         raise DataError(
-            f"{folder.root}: several of {', '.join(names)} hold a folder {repeated[0]}; if "
+            f"{folder.root}: {', '.join(names)} hold folders, as {min(repeated or counts)}; if "
             f"{names[0]}, ... are sites, give --site-folders; if they are classes and the folders "
-            "in them patients, give --kind classification"
+            "in them patients, give --kind classification; if the folders in them are the classes, "
+            "move them up"
         )
 
 
@@ -522,6 +564,18 @@ def _refuse_names_of_splits(folder: ImageFolder, names: Sequence[str]) -> None:
                 f"{folder.root}: {other} and {name} differ in the split alone; "
                 "move them into folders train, val and test"
             )
+
+
+def _refuse_masks(folder: ImageFolder, images: Sequence[Path]) -> None:
+    """Raise DataError if some of the images, and not all, look like masks."""
+    masks = [image for image in images if _are_masks([image])]
+    others = [image for image in images if image not in masks]
+    if masks and others:
+        raise DataError(
+            f"{folder.root}: {folder.relative(masks[0])} has two values, as masks have, beside "
+            f"{folder.relative(others[0])}; if it is a mask, call it NAME_mask, or give a table "
+            "with --mask-column; otherwise give --kind classification"
+        )
 
 
 def _refuse_patients(folder: ImageFolder, names: Sequence[str], items: Sequence[Item]) -> None:
@@ -560,11 +614,7 @@ def pair_masks(folder: ImageFolder) -> Dataset:
         else:
             missing_images.append(f"{folder.relative(mask)}: a mask without an image")
     if not items:
-        found = f"none of {len(files_of)} masks belongs to an image by its name"
-        if without and len(_fitting_masks(folder, without[0])) > 1:
-            found += f": {_line_without_mask(folder, without[0])}"
-        found += _several_series(folder)
-        raise DataError(f"{folder.root}: {found}; supported: {LAYOUTS}")
+        raise DataError(f"{folder.root}: {_without_pairs(folder, [*files_of], without)}")
     if len(channels) > 1 and "" in channels:
         raise DataError(
             f"{folder.root}: some images have a file per channel ({channels[1]}), others do not; "
@@ -596,6 +646,16 @@ def pair_masks(folder: ImageFolder) -> Dataset:
     )
 
 
+def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[Path]) -> str:
+    """That no mask belongs to an image, with an example, and the remedy."""
+    found = f"none of {len(masks)} masks belongs to an image by its name"
+    if images and len(_fitting_masks(folder, images[0])) > 1:
+        found += f": {_line_without_mask(folder, images[0])}"
+    elif images:
+        found += f", as {folder.relative(masks[0])} beside {folder.relative(images[0])}"
+    return f"{found}{_several_series(folder)}; rename them, or give a table with --mask-column"
+
+
 def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], list[Path]]:
     """Mask -> channel -> image file; and the images without a mask."""
     names = folder.names
@@ -612,21 +672,19 @@ def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], lis
 
     def assign(image: Path, free: Collection[Path], same_folders: bool) -> bool:
         name = names[image].name
-        candidates = [(name, "")]  # names that the mask may have, with the channel of the image
+        # Names that the mask may have, with the channel of the image.
+        candidates = [(name, "")]
         channel = _CHANNEL.match(name)
         if channel and (channel[2].isdecimal() or suffix(image) in NIFTI):
             candidates.append((channel[1], channel[2]))
+        candidates.append((names[image].names[1], ""))
         if same_folders and names[image].folders:
             candidates.append(("", "" if in_folder[image.parent] == 1 else name))
         for name, part in candidates:
             masks = [mask for mask in by_name[name] if mask in free]
             masks = _masks_without_contradiction(folder, image, masks, same_folders)
             if len(masks) > 1 and same_folders:
-                both = " and ".join(map(folder.relative, masks[:2]))
-                raise DataError(
-                    f"{both}: two masks of one image; "
-                    "list them in a table, with --mask-column and a column for each"
-                )
+                raise _two_masks(folder, masks)
             if len(masks) == 1:
                 other = files_of[masks[0]].setdefault(part, image)
                 if other is not image:
@@ -641,7 +699,31 @@ def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], lis
     for same_folders in (True, False):
         free = {mask for mask, files in files_of.items() if same_folders or not files}
         images = [image for image in images if not assign(image, free, same_folders)]
+    _refuse_second_masks(folder, files_of)
     return files_of, images
+
+
+def _two_masks(folder: ImageFolder, masks: Sequence[Path]) -> DataError:
+    return DataError(
+        f"{' and '.join(map(folder.relative, masks[:2]))}: two masks of one image; unite them, "
+        "take one out (as a field of view), or list them in a table, with --mask-column and a "
+        "column for each"
+    )
+
+
+def _refuse_second_masks(folder: ImageFolder, files_of: Mapping[Path, Mapping[str, Path]]) -> None:
+    """Raise DataError for an unused mask with the name of an image that has another one."""
+    names = folder.names
+    unused: defaultdict[tuple[str, str], list[Path]] = defaultdict(list)
+    for mask, files in files_of.items():
+        if not files:
+            unused[names[mask].split, names[mask].name].append(mask)
+    for mask, files in files_of.items():
+        for image in [names[file] for file in files.values()]:
+            for name in image.names:
+                for other in unused[image.split, name]:
+                    if {*image.folders} <= {*names[other].folders}:
+                        raise _two_masks(folder, [mask, other])
 
 
 def _masks_without_contradiction(
@@ -667,8 +749,8 @@ def _masks_without_contradiction(
 
 def _fitting_masks(folder: ImageFolder, image: Path) -> list[Path]:
     """The masks with the name of an image, in any folder."""
-    names = folder.names
-    return [mask for mask, name in names.items() if name.mask and name.name == names[image].name]
+    possible = folder.names[image].names
+    return [mask for mask, name in folder.names.items() if name.mask and name.name in possible]
 
 
 def _line_without_mask(folder: ImageFolder, image: Path) -> str:
@@ -696,18 +778,24 @@ def _segment_labels(masks: Iterable[Path]) -> dict[str, str]:
 
 def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
     """Labels and channel names of a dataset.json; empty if there is none."""
-    for path in (folder.root / _HEADER, *sorted(folder.root.glob(f"*/{_HEADER}"))):
-        if path.is_file():
-            try:
-                content = read_json(path)
-                channels = content.get("channel_names", content.get("modality")) or {}
-                names = {str(number): str(name) for number, name in channels.items()}
-                return dict(content.get("labels") or {}), names
-            except (AttributeError, ValueError) as error:
-                raise DataError(
-                    f"{path}: not a header of Decathlon or nnU-Net ({error}); correct or delete it"
-                ) from error
-    return {}, {}
+    headers = []
+    paths = sorted(folder.root.rglob(_HEADER))
+    for path in paths:
+        try:
+            content = read_json(path)
+            channels = content.get("channel_names", content.get("modality")) or {}
+            names = {str(number): str(name) for number, name in channels.items()}
+            headers.append((dict(content.get("labels") or {}), names))
+        except (AttributeError, ValueError) as error:
+            raise DataError(
+                f"{path}: not a header of Decathlon or nnU-Net ({error}); correct or delete it"
+            ) from error
+        if headers[-1] != headers[0]:
+            raise DataError(
+                f"{path} and {paths[0]} name other labels or channels, as of two data sets; "
+                "give the folder of one of them, or --site-folders if they are sites"
+            )
+    return headers[0] if headers else ({}, {})
 
 
 _NamedFiles = dict[tuple[str, ...], Path]  # split, folders and name of an image -> the file
@@ -771,6 +859,37 @@ def structure_folders(folder: ImageFolder, kind: str) -> Dataset | None:
     return Dataset("segmentation", tuple(items), labels, layout, missing=tuple(missing))
 
 
+def structure_files(folder: ImageFolder) -> Dataset | None:
+    """Folders of one image each and a mask of every structure, or None.
+
+    As TotalSegmentator's case/ct.nii.gz, case/segmentations/liver.nii.gz.
+    """
+    masks: defaultdict[tuple[Any, ...], dict[str, Path]] = defaultdict(dict)
+    images: defaultdict[tuple[Any, ...], list[Path]] = defaultdict(list)
+    for path, name in folder.names.items():
+        if name.mask:
+            masks[name.split, name.folders][name.name] = path
+        else:
+            images[name.split, name.folders].append(path)
+    shared = set.intersection(*map(set[str], masks.values()))
+    if len(shared) < 2 or any(len(images[key]) != 1 for key in masks):
+        return None
+    structures = sorted(set[str]().union(*masks.values()))
+    items = []
+    missing = []
+    for key, (image, *others) in images.items():
+        of_image = [masks[key].get(structure) for structure in structures]
+        if None in of_image:
+            lacking = structures[of_image.index(None)]
+            for path in (image, *others):
+                missing.append(f"{folder.relative(path)}: no mask of {lacking}")
+        else:
+            items.append(Item((image,), of_image, split=key[0]))
+    layout = f"a folder for each image, with a mask for each structure: {', '.join(structures)}"
+    labels = numbered(structures)
+    return Dataset("segmentation", tuple(items), labels, layout, missing=tuple(missing))
+
+
 def are_in_structures(names: Iterable[FileName]) -> bool:
     """Whether folders of masks hold a folder for each structure.
 
@@ -829,8 +948,10 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
     missing = []
     inner: defaultdict[str, set[str]] = defaultdict(set)  # class -> folders in it
     deeper: defaultdict[str, set[str]] = defaultdict(set)  # class -> all folders below it
-    for image in images:
-        classes = _folders_below(common, image)
+    below = {image: _folders_below(common, image) for image in images}
+    shared_by_all = os.path.commonpath(["/".join(folders) for folders in below.values()])
+    for image, folders in below.items():
+        classes = folders[len(Path(shared_by_all).parts) :]  # without images of train/images/cat
         if classes:
             items.append(Item((image,), classes[0], split=_split_above(folder, image)))
             inner[classes[0]].update(classes[1:2])
@@ -843,11 +964,13 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
             f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}"
         )
     shared = set.intersection(*inner.values())
-    if len(shared) > 1:
+    patients = all(map(_PATIENT.search, shared))
+    if len(shared) > 1 and not (any_number and patients):
+        remedy = "give --kind classification" if patients else "rename the folders in them"
         raise DataError(
             f"{folder.root}: each of {', '.join(names)} holds the folders "
-            f"{', '.join(sorted(shared))}; if {names[0]}, ... are sites, give --site-folders; if "
-            "they are splits, rename them train, val or test; otherwise rename the folders in them"
+            f"{', '.join(sorted(shared)[:3])}; if {names[0]}, ... are sites, give --site-folders; "
+            f"if they are splits, rename them train, val or test; otherwise {remedy}"
         )
     if not any_number:
         _refuse_sites(folder, inner)
@@ -869,6 +992,8 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
         )
     refuse_variants(names, f"{folder.root}: the class folders")
     _refuse_names_of_splits(folder, names)
+    if not any_number:
+        _refuse_masks(folder, [item.first for item in items[: 2 * _SAMPLE]])
     most = min(MAX_CLASSES, max(4, len(items) / _IMAGES_OF_CLASS))
     if len(names) > most and not any_number:
         raise DataError(
@@ -904,7 +1029,7 @@ def refuse_variants(names: Iterable[str], location: str) -> None:
     """Raise DataError for two names of one class, as "1" and "1.00", or "Mild" and "mild"."""
     written: dict[object, str] = {}
     for name in sorted(names):
-        number = _number(name)
+        number = number_of(name)
         key = plain_name(name) if number is None else number
         other = written.setdefault(key, name)
         if other != name:
@@ -914,7 +1039,7 @@ def refuse_variants(names: Iterable[str], location: str) -> None:
             )
 
 
-def _number(text: str) -> float | None:
+def number_of(text: str) -> float | None:
     """The number that a text is, with a point or a comma, or None."""
     try:
         number = float(text.replace(",", "."))
@@ -933,7 +1058,7 @@ def sorted_labels(names: Iterable[str]) -> list[str]:
     ordered = sorted(names)
     rows = []
     for name in ordered:
-        number = _number(name)
+        number = number_of(name)
         if number is None:
             return ordered
         rows.append((number, name))

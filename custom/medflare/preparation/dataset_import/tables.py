@@ -1,12 +1,11 @@
 """A table of images (CSV or TSV): the columns, and the file that each row names."""
 
 import csv
-import warnings
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -17,7 +16,7 @@ from medflare.core.settings import no_such
 from medflare.core.text import read_text
 from medflare.data.attributes import age_problem, parse_attributes
 from medflare.data.datalist import patient_id
-from medflare.data.reading import image_suffixes, stem, suffix
+from medflare.data.reading import NIFTI, image_suffixes, stem, suffix
 from medflare.preparation.dataset_import.folders import (
     MAX_CLASSES,
     WORDS,
@@ -25,6 +24,7 @@ from medflare.preparation.dataset_import.folders import (
     ImageFolder,
     Item,
     composed,
+    number_of,
     numbered,
     parse_name,
     refuse_variants,
@@ -33,7 +33,7 @@ from medflare.preparation.dataset_import.folders import (
     words,
 )
 
-_BINARY: Final = ("0", "1", "0.0", "1.0")
+_SAMPLE: Final = 20  # rows by which columns and separators are recognized
 # How programs write a missing value, in lower case (those that pandas knows).
 _MISSING: Final[list[str]] = WORDS["missing_value"]
 
@@ -64,44 +64,67 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
     DataError if it is unreadable, empty, or lacks one of `columns`.
     """
     try:
-        text = read_text(path)
-        head = next(iter(text.splitlines()), "")
-        form: dict[str, Any] = {"sep": max(",;\t|", key=head.count), "index_col": False}
-        if head.casefold().startswith("sep=") and len(head) == len("sep=;"):  # a line for Excel
-            form |= {"sep": head[-1], "skiprows": 1}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", pd.errors.ParserWarning)  # rows that end in a separator
-            frame = pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, **form)
-        _check_widths(text, form["sep"], form.get("skiprows", 0))
+        header, rows = _read_rows_of_text(read_text(path))
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(
             f"{path}: cannot be read as a table ({one_line(error)}); "
             "save it as CSV in UTF-8, or give another --table"
         ) from error
-    frame = frame.fillna("").rename(columns=_clean)  # a short row lacks cells
-    frame = frame.map(_clean)
-    frame = frame[frame.ne("").any(axis=1)]  # Excel writes rows of separators
-    if frame.empty:
+    if not rows:
         raise DataError(f"{path}: a table without rows; give another --table")
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=header, dtype=object)
     for name in columns:
         if name not in frame:
             raise DataError(no_such("column", name, frame.columns, str(path)))
     return frame
 
 
-def _check_widths(text: str, separator: str, skipped: int) -> None:
-    """Raise ValueError for a row with more cells than the first one, whose cells pandas would
-    shift or drop.
+def _read_rows_of_text(text: str) -> tuple[list[str], dict[int, list[str]]]:
+    """The names of the columns, and line -> its cells without spaces at the ends; rows of empty
+    cells are left out.
+
+    ValueError for a row with more cells than the first one, and two columns of one name.
     """
-    width = 0
-    rows = csv.reader(StringIO(text, newline=None), delimiter=separator)
-    for cells in islice(rows, skipped, None):
-        width = width or len(cells)
-        if any(cell.strip() for cell in cells[width:]):
+    lines = list(StringIO(text, newline=None))
+    head = next(iter(lines), "").rstrip("\n")
+    if head.casefold().startswith("sep=") and len(head) == len("sep=;"):  # a line for Excel
+        separator = head[-1]
+        lines[0] = "\n"
+    else:
+        separator = max(",;\t|", key=lambda mark: (*_rows_alike(lines, mark), head.count(mark)))
+    header: list[str] = []
+    rows = {}
+    line = 0
+    reader = csv.reader(lines, delimiter=separator, skipinitialspace=True)
+    for cells in reader:
+        first_line = line + 1
+        line = reader.line_num
+        cells = list(map(_clean, cells))
+        if not any(cells):  # Excel writes rows of separators
+            continue
+        if not header:
+            header = cells
+            continue
+        if any(cells[len(header) :]):
             raise ValueError(
-                f"line {rows.line_num} has {len(cells)} cells, the first one {width}; "
-                "put texts with the separator in quotes"
+                f"line {first_line} has {len(cells)} cells, the first one {len(header)}; put texts "
+                "with the separator in quotes, and take lines above the names of columns out"
             )
+        rows[first_line] = [*cells, *[""] * len(header)][: len(header)]
+    for number, name in enumerate(header):
+        if name in header[:number] and name:
+            raise ValueError(f"two columns are called {name!r}; rename one")
+        header[number] = name or f"column {number + 1}"
+    return header, rows
+
+
+def _rows_alike(lines: Sequence[str], separator: str) -> tuple[int, int]:
+    """Of the first lines, how many have the same number of cells, and how many cells these are; a
+    line of one cell does not count.
+    """
+    reader = csv.reader(lines[:_SAMPLE], delimiter=separator, skipinitialspace=True)
+    widths = Counter(len(cells) for cells in reader if len(cells) > 1)
+    return max(((rows, width) for width, rows in widths.items()), default=(0, 0))
 
 
 def _clean(text: str) -> str:
@@ -127,6 +150,7 @@ def read_tables(
     missing = []
     notes = []
     labelled_by: list[str] = []
+    row_of: dict[Path, str] = {}
     for path in paths:
         frame = read_frame(path)
         find = _FileFinder(folder, path)
@@ -136,7 +160,7 @@ def read_tables(
         labelled_by = used["mask"] or used["label"]
         notes += _missing_words(path, frame, used)
         notes += _without_wrong_ages(path, frame, used)
-        read, incomplete = _read_rows(path, frame, used, find, redraw)
+        read, incomplete = _read_rows(path, frame, used, find, redraw, row_of)
         if len(paths) > 1:
             read = [replace(item, split=item.split or find.split) for item in read]
         items += read
@@ -162,43 +186,63 @@ def read_tables(
             f"{unsplit} of {len(items)} images have no split and count as training; "
             "--redraw draws all splits"
         )
+    several = any(isinstance(item.label, list) for item in items) and not used["mask"]
+    findings = ", several findings in an image" if several else ""
     layout = [f"{name} {'+'.join(listed)}" for name, listed in used.items() if listed]
     return Dataset(
         "segmentation" if used["mask"] else "classification",
         tuple(items),
         numbered(names),
-        f"{' and '.join(path.name for path in paths)}: {', '.join(layout)}",
+        f"{' and '.join(path.name for path in paths)}: {', '.join(layout)}{findings}",
         notes=tuple(notes),
         missing=tuple(missing),
         options="--image-column, --label-column and the other columns",
+        labelled_by=tuple(labelled_by),
     )
 
 
 def _read_rows(
-    path: Path, frame: pd.DataFrame, used: _Used, find: "_FileFinder", redraw: bool
+    path: Path,
+    frame: pd.DataFrame,
+    used: _Used,
+    find: "_FileFinder",
+    redraw: bool,
+    row_of: dict[Path, str],
 ) -> tuple[list[Item], list[str]]:
-    """The images of a table with a list of labels each, and a line for each incomplete row."""
+    """The images of a table with a list of labels each, and a line for each incomplete row.
+
+    `row_of`: image -> its row in this and earlier tables; DataError for one in two rows.
+    """
     items = []
     missing = []
-    for line, row in zip(frame.index + 2, frame.to_dict("records"), strict=True):
+    for line, row in zip(frame.index, frame.to_dict("records"), strict=True):
         location = f"{path} line {line}"
         cell = dict.fromkeys(used, "")
         for name, listed in used.items():
             if listed:
                 cell[name] = row[listed[0]]
         label = _label_of_row(row, used, find, location)
-        image = find(cell["image"], location)
-        if image is None:
+        images = find.images(cell["image"], location)
+        for image in images:
+            other = row_of.setdefault(image, location)
+            if other != location:
+                raise DataError(
+                    f"{location}: image {image.name} is also in {other}; keep one row of an image"
+                )
+        if not images:
             missing.append(f"{location}: no file for {cell['image']!r}")
         elif not all(label):
             missing.append(f"{location}: no mask" if used["mask"] else f"{location}: no label")
         else:
             split = "" if redraw else _split_of(cell["split"], location)
             patient = str(patient_id(cell["patient"]))
+            if images != [find(cell["image"], location)]:
+                patient = patient or cell["image"]
             attributes = parse_attributes(cell["sex"], cell["age"], cell["scanner"])
             site = str(patient_id(cell["site"]))
-            item = Item((image,), label, patient, split, site, attributes=attributes)
-            items.append(item)
+            for image in images:
+                item = Item((image,), label, patient, split, site, attributes=attributes)
+                items.append(item)
     return items, missing
 
 
@@ -253,6 +297,10 @@ def _without_wrong_ages(path: Path, frame: pd.DataFrame, used: _Used) -> list[st
     return []
 
 
+class UnrelatedTableError(DataError):
+    """A table names no image, and has fewer rows than there are images."""
+
+
 def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str) -> str:
     """The split that the name of a table has, or "".
 
@@ -260,13 +308,28 @@ def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str)
     """
     frame = read_frame(path)
     find = _FileFinder(folder, path)
-    if not any(find.count(frame[name]) for name in frame):
-        for name in _usual_column(WORDS["column"]["image"], list(frame)):
-            for cell in frame[name].head(20):
-                find(cell, f"{folder.relative(path)} column {name}")  # raises if it can be several
-        raise DataError(f"{folder.relative(path)} names no image of the folder")
+    patients = [columns.patient] if columns.patient in frame else []
+    patients = patients or _usual_columns(WORDS["column"]["patient"], list(frame))
+    named = any(find.count(frame[name]) for name in frame)
+    if not named and not find.names_patients(frame, patients):
+        names = _usual_columns(WORDS["column"]["image"], list(frame)) or list(frame)
+        for cell in frame[names[0]].head(_SAMPLE):
+            find(cell, f"{folder.relative(path)} column {names[0]}")  # raises if it can be several
+        kind_of_error = UnrelatedTableError if len(frame) < len(folder.images) else DataError
+        raise kind_of_error(
+            f"{folder.relative(path)} names no image of the folder, as {frame[names[0]].iloc[0]!r} "
+            f"in column {names[0]}; correct the names, or give --image-column"
+        )
     _used_columns(path, frame, columns, kind, find)
     return find.split
+
+
+def has_columns(path: Path, names: Iterable[str]) -> bool:
+    """Whether a table can be read and has all these columns."""
+    try:
+        return {*names} <= {*read_frame(path).columns}
+    except DataError:
+        return False
 
 
 def _used_columns(
@@ -278,26 +341,20 @@ def _used_columns(
     last word of its name, or several that hold 0 and 1.
     """
     header = list(frame.columns)
-    used = {}
-    for name, requested in asdict(columns).items():
-        used[name] = [_clean(part) for part in requested.split(",") if part.strip()]
-        missing = [column for column in used[name] if column not in header]
-        if missing:
-            raise DataError(no_such("column", missing[0], header, f"{path}: --{name}-column"))
-        if not used[name]:
-            used[name] = _usual_column(WORDS["column"][name], header)
+    used = _requested_columns(path, columns, header)
+    for name in {*used} - {"image", "label"}:
+        used[name] = used[name] or _usual_columns(WORDS["column"][name], header)[:1]
     taken = set(chain(*used.values()))
     others = [column for column in header if column not in taken]
     for name, usual_names in WORDS["attribute_column"].items():
-        used[name] = _usual_column(usual_names, others)  # see `data.attributes`
-    if not used["image"]:
-        used["image"] = _image_columns(path, frame, find)
-    if not used["label"]:
-        used["label"] = _label_columns(frame, used)
-    if not used["split"]:
-        used["split"] = _split_columns(frame, used)
+        used[name] = _usual_columns(usual_names, others)[:1]  # see `data.attributes`
+    used["image"] = used["image"] or _image_columns(path, frame, find, used)
     if kind == "classification" or (columns.label and not columns.mask):
         used["mask"] = []
+    if not used["label"] and not used["mask"] and kind != "segmentation":
+        used["label"] = _label_columns(path, frame, used)
+    if not used["split"]:
+        used["split"] = _split_columns(frame, used)
     if used["mask"] or kind == "segmentation":
         used["label"] = []
     needed = {"image": used["image"]}
@@ -311,16 +368,32 @@ def _used_columns(
     return used
 
 
-def _image_columns(path: Path, frame: pd.DataFrame, find: "_FileFinder") -> list[str]:
-    """The column that names the most files, if there is one; of equals one whose cells have an
-    image's suffix.
+def _requested_columns(path: Path, columns: Columns, header: Sequence[str]) -> _Used:
+    """The columns that options name; DataError for one that the table lacks."""
+    used = {}
+    for name, requested in asdict(columns).items():
+        names = [requested] if _clean(requested) in header else requested.split(",")
+        used[name] = [_clean(part) for part in names if part.strip()]
+        missing = [column for column in used[name] if column not in header]
+        if missing:
+            raise DataError(no_such("column", missing[0], header, f"{path}: --{name}-column"))
+    return used
+
+
+def _image_columns(path: Path, frame: pd.DataFrame, find: "_FileFinder", used: _Used) -> list[str]:
+    """The column with the likeliest of its usual names that names files, otherwise the one that
+    names the most, of equals one whose cells have an image's suffix; or the one of the patients.
     """
+    usual = _usual_columns(WORDS["column"]["image"], list(frame))
     counts = {}
     for name, cells in frame.items():
         counts[name] = find.count(cells), suffix(Path(cells.iloc[0])) in image_suffixes()
+    for name in usual:
+        if counts[name][0]:
+            return [name]
     most = max(counts, key=counts.__getitem__)
     if not counts[most][0]:
-        return []
+        return used["patient"] if find.names_patients(frame, used["patient"]) else usual[:1]
     if find.count(pd.Series([most])):
         raise DataError(f"{path}: its first line names an image; put the names of columns above it")
     return [most]
@@ -335,25 +408,33 @@ def _split_columns(frame: pd.DataFrame, used: _Used) -> list[str]:
     return []
 
 
-def _usual_column(usual_names: Sequence[str], header: Sequence[str]) -> list[str]:
-    """The first column with the likeliest of its usual names, if there is one."""
+def _usual_columns(usual_names: Sequence[str], header: Sequence[str]) -> list[str]:
+    """The columns with usual names, the likeliest first."""
     by_words = {" ".join(words(name)): name for name in reversed(header)}
-    for usual in usual_names:
-        if usual in by_words:
-            return [by_words[usual]]
-    return []
+    return [by_words[usual] for usual in usual_names if usual in by_words]
 
 
-def _label_columns(frame: pd.DataFrame, used: _Used) -> list[str]:
-    """The first column whose name ends in a word for labels, or several that hold 0 and 1."""
-    binary = []
-    for name in frame.columns:
-        last = words(name)[-1:]
-        if last and last[0] in WORDS["label_column_end"]:
-            return [name]
-        if [name] not in used.values() and frame[name].isin(_BINARY).all():
-            binary.append(name)
-    return binary if len(binary) > 1 else []
+def _label_columns(path: Path, frame: pd.DataFrame, used: _Used) -> list[str]:
+    """The column with a usual name, otherwise the one whose name ends in a word for labels,
+    otherwise several that hold 0 and 1.
+
+    DataError if two columns are called so, and divide the rows in different classes.
+    """
+    others = [name for name in frame.columns if [name] not in used.values()]
+    named = _usual_columns(WORDS["column"]["label"], others)
+    if not named:
+        named = [name for name in others if {*words(name)[-1:]} & {*WORDS["label_column_end"]}]
+    for name in named[1:]:
+        pairs = frame[[named[0], name]].drop_duplicates()
+        if pairs[named[0]].duplicated().any() or pairs[name].duplicated().any():
+            raise DataError(
+                f"{path}: {named[0]} and {name} can both be the label; give --label-column"
+            )
+    if named:
+        return named[:1]
+    binary = [name for name in others if frame[name].map(number_of).isin((0, 1)).all()]
+    varying = any(frame[name].nunique() > 1 for name in binary)
+    return binary if varying and len(binary) > 1 else []
 
 
 class _FileFinder:
@@ -374,36 +455,61 @@ class _FileFinder:
             self.split = parse_name(table.relative_to(folder.root)).split
         self._by_end: defaultdict[str, list[Path]] = defaultdict(list)  # end of the path -> images
         self._by_path: defaultdict[str, list[Path]] = defaultdict(list)
+        self._by_patient: defaultdict[str, list[Path]] = defaultdict(list)
         for image in folder.images:
-            parts = _folded(image.relative_to(folder.root).parent.parts)
-            for name in {composed(image.name), composed(stem(image))}:
+            inner = image.relative_to(folder.root).parent.parts
+            parts = _folded(inner)
+            for name in {*_folded((image.name, stem(image)))}:
                 for start in range(len(parts) + 1):
                     self._by_end["/".join((*parts[start:], name))].append(image)
                 self._by_path["/".join((*parts, name))].append(image)
+            patient = folder.patients.get(image, "")
+            for name in {patient} if patient else {*map(composed, inner)}:
+                self._by_patient[name].append(image)
 
     def count(self, cells: "pd.Series[str]") -> int:
         """How many images the first rows of a column name; 0 if a cell can be several."""
         try:
-            return len({self(cell, str(cells.name)) for cell in cells.head(20)} - {None})
+            return len({self(cell, str(cells.name)) for cell in cells.head(_SAMPLE)} - {None})
         except DataError:
             return 0
+
+    def names_patients(self, frame: pd.DataFrame, columns: Sequence[str]) -> bool:
+        """Whether one of the columns names patients of images, see `images`."""
+        return any(frame[name].isin(self._by_patient.keys()).any() for name in columns)
+
+    def images(self, cell: str, location: str) -> list[Path]:
+        """The image that a cell names, otherwise those of a patient: of DICOM's PatientID, or in
+        folders of this name. DataError for several volumes, which may be of different kinds.
+        """
+        image = self(cell, location)
+        if image is not None:
+            return [image]
+        images = self._by_patient.get(cell, [])
+        if any(suffix(image) in NIFTI or not image.is_file() for image in images):
+            self._refuse_several(images, cell, location)
+        return images
+
+    def _refuse_several(self, images: Sequence[Path], cell: str, location: str) -> None:
+        if len(images) > 1:
+            both = " and ".join(map(self._folder.relative, images[:2]))
+            raise DataError(
+                f"{location}: {cell!r} can be {both}; write the whole path in the table"
+            )
 
     def __call__(self, cell: str, location: str) -> Path | None:
         text = cell.replace("\\", "/")
         for home in self._homes:
             if text and home / text in self._images:
                 return home / text
-        *folders, name = [part for part in text.split("/") if part not in ("", ".", "..")] or [""]
-        parts = (*_folded(folders), name)
+        parts = _folded([part for part in text.split("/") if part not in ("", ".", "..")])
         whole = "/".join(parts)
         images = self._by_path.get(whole) or self._nearest(self._by_end.get(whole, []))
         for start in range(1, len(parts)):
             images = images or self._by_path.get("/".join(parts[start:]), [])
-        if len(images) > 1:
-            both = " and ".join(map(self._folder.relative, images[:2]))
-            raise DataError(
-                f"{location}: {cell!r} can be {both}; write the whole path in the table"
-            )
+        name = composed(text).rpartition("/")[2]
+        images = [image for image in images if composed(image.name) == name] or images
+        self._refuse_several(images, cell, location)
         return images[0] if images else None
 
     def _nearest(self, images: list[Path]) -> list[Path]:
@@ -419,7 +525,7 @@ class _FileFinder:
 
 
 def _folded(parts: Sequence[str]) -> list[str]:
-    """Names of folders for a comparison without regard to case."""
+    """Names of files and folders for a comparison without regard to case."""
     return [composed(part).casefold() for part in parts]
 
 
@@ -442,24 +548,37 @@ def _encode_labels(location: str, cells: pd.DataFrame) -> tuple[list[Any], list[
                 "name the class with --label-column"
             )
         refuse_variants(names, location)
-        for mark in ";,/+&":
-            for name in names:
-                if mark in name and {part.strip() for part in name.split(mark)} <= {*names}:
-                    raise DataError(
-                        f"{location}: {name!r} joins other labels; if they are findings of one "
-                        "image, write | between them, otherwise rename it"
-                    )
+        _refuse_joined(names, location)
         return column.map(names.index).tolist(), names
     columns = list(cells.columns)
-    texts = cells.replace({"True": "1", "False": "0", "true": "1", "false": "0"})
-    numbers = texts.apply(pd.to_numeric, errors="coerce")
-    if not numbers.isin((0, 1)).all(axis=None):
-        wrong = cells[~numbers.isin((0, 1))].stack().iloc[0]
-        raise DataError(
-            f"{location}: {wrong!r} in a column of {', '.join(columns)}; "
-            "several label columns hold 0 or 1 each"
-        )
+    numbers = cells.map(_flag)
+    for name in columns:
+        for text in cells[name][numbers[name].isna()]:
+            raise DataError(
+                f"{location}: {text!r} in column {name}; several label columns hold 0 or 1 each, "
+                "write one of them, or empty the cell and give --skip"
+            )
     rows = numbers.astype(int).to_numpy()
     if (rows.sum(axis=1) == 1).all():
         return rows.argmax(axis=1).tolist(), columns
     return rows.tolist(), columns
+
+
+def _flag(text: str) -> float | None:
+    """The 0 or 1 of a finding, or None for another text."""
+    number = {"true": 1.0, "false": 0.0}.get(text.lower(), number_of(text))
+    return number if number in (0, 1) else None
+
+
+def _refuse_joined(names: Sequence[str], location: str) -> None:
+    """Raise DataError for a class that lists several labels, as JSON and Python write them too."""
+    for name in names:
+        joined = name.startswith(("[", "{"))
+        for mark in ";,/+&":
+            parts = {part.strip() for part in name.split(mark)}
+            joined = joined or (len(parts) > 1 and (mark == ";" or parts <= {*names}))
+        if joined:
+            raise DataError(
+                f"{location}: {name!r} joins other labels; if they are findings of one image, "
+                "write | between them, otherwise rename it, or give another --label-column"
+            )

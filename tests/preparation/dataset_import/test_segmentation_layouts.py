@@ -1,0 +1,297 @@
+"""Masks of public data sets and of annotators: read as they are meant, or refused in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from helpers.downloaded_folders import mask, picture, table
+from helpers.volume_sites import write
+from medflare.core.errors import DataError
+from medflare.data.datalist import read_datalist
+from medflare.data.reading import read_stored
+from medflare.preparation.dataset_import.datalists import ImportOptions, ImportReport, import_folder
+from medflare.preparation.proposing import TaskHints, summarise
+
+NUMBERS = range(10)
+
+
+def imported(root: Path, **options: Any) -> ImportReport:
+    return import_folder(root, ImportOptions(**options))
+
+
+def error_of(root: Path, **options: Any) -> str:
+    with pytest.raises(DataError) as error:
+        imported(root, **options)
+    assert "\n" not in str(error.value) and not [*root.rglob("datalist.json")]
+    return str(error.value)
+
+
+def files(root: Path, *names: str) -> Path:
+    """A file of each name for each number {n}; masks are those whose name ends in "*"."""
+    for number in NUMBERS:
+        for name in names:
+            path = root / name.rstrip("*").format(n=number, n4=f"{number:04}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            values = np.arange(24, dtype=np.int16).reshape(4, 3, 2) + number
+            if path.suffix == ".gz":
+                write(
+                    path, (values < 9 + number).astype(np.uint8) if name.endswith("*") else values
+                )
+            else:
+                (mask if name.endswith("*") else picture)(path)
+    return root
+
+
+def masks_of(root: Path) -> dict[str, list[str]]:
+    """First file of an image -> its masks."""
+    pairs = {}
+    for entry in read_datalist(root, "segmentation"):
+        relative = [path.relative_to(root).as_posix() for path in entry.masks]
+        pairs[entry.image.relative_to(root).as_posix()] = relative
+    return pairs
+
+
+@pytest.mark.parametrize(
+    ("image", "label"),
+    [
+        ("volume-{n}.nii.gz", "segmentation-{n}.nii.gz"),  # LiTS
+        ("volume_pt1/volume-{n}.nii.gz", "segmentations/segmentation-{n}.nii.gz"),
+        ("img/img{n4}.nii.gz", "label/label{n4}.nii.gz"),  # BTCV
+        ("sub-v{n}/sub-v{n}_ct.nii.gz", "derivatives/sub-v{n}/sub-v{n}_seg-vert_msk.nii.gz"),
+        ("sub-v{n}/sub-v{n}_T1w.nii.gz", "derivatives/sub-v{n}/sub-v{n}_label-lesion.nii.gz"),
+        ("images/{n}.jpg", "masks/{n}.jpg.png"),
+        ("images/{n}_training.png", "1st_manual/{n}_manual1.gif"),  # DRIVE
+        ("images/{n}.png", "groundtruths/{n}.png"),
+    ],
+)
+def test_names_of_images_and_masks(image: str, label: str, tmp_path: Path) -> None:
+    imported(files(tmp_path, image, f"{label}*"))
+    expected = {}
+    for number in NUMBERS:
+        names = {"n": number, "n4": f"{number:04}"}
+        expected[image.format(**names)] = [label.format(**names)]
+    assert masks_of(tmp_path) == expected
+
+
+@pytest.mark.parametrize("ends", [("-t1c", "-t2w"), ("__CT", "__PT"), ("_t1", "_flair")])
+def test_marks_before_the_name_of_a_channel(ends: tuple[str, str], tmp_path: Path) -> None:
+    names = [f"B-{{n4}}-0/B-{{n4}}-0{end}.nii.gz" for end in ends]
+    report = imported(files(tmp_path, *names, "B-{n4}-0/B-{n4}-0-seg.nii.gz*"))
+    expected = sorted(end.strip("_-").lower() for end in ends)
+    assert [*report.dataset.channels.values()] == expected
+    assert all(len(item.files) == 2 for item in report.sites[""])
+
+
+def test_validation_images_of_amos(tmp_path: Path) -> None:
+    files(tmp_path, "imagesTr/a{n}.nii.gz", "labelsTr/a{n}.nii.gz*")
+    files(tmp_path, "imagesVa/b{n}.nii.gz", "labelsVa/b{n}.nii.gz*")
+    for item in imported(tmp_path).sites[""]:
+        assert (item.split == "validation") == (item.first.name[0] == "b")
+
+
+def test_a_mask_of_each_structure_in_a_folder_of_each_image(tmp_path: Path) -> None:
+    """As in TotalSegmentator."""
+    names = [f"s{{n}}/segmentations/{name}.nii.gz*" for name in ("liver", "aorta")]
+    files(tmp_path, "s{n}/ct.nii.gz", *names)
+    assert imported(tmp_path).dataset.labels == {"0": "aorta", "1": "liver"}
+    for image, masks in masks_of(tmp_path).items():
+        folder = image.removesuffix("ct.nii.gz") + "segmentations"
+        assert masks == [f"{folder}/aorta.nii.gz", f"{folder}/liver.nii.gz"]
+
+
+def test_a_structure_without_its_mask(tmp_path: Path) -> None:
+    names = [f"s{{n}}/segmentations/{name}.nii.gz*" for name in ("liver", "aorta", "spleen")]
+    files(tmp_path, "s{n}/ct.nii.gz", *names)
+    (tmp_path / "s3" / "segmentations" / "liver.nii.gz").unlink()
+    assert "s3/ct.nii.gz: no mask of liver" in error_of(tmp_path)
+    assert len(imported(tmp_path, skip=True).sites[""]) == 9
+
+
+@pytest.mark.parametrize(
+    ("image", "masks"),
+    [
+        ("s{n}/ct.nii.gz", "s{{n}}/masks/reader{}.nii.gz"),
+        ("images/{n}.png", "masks_reader{}/{{n}}.png"),
+    ],
+)
+def test_masks_of_several_readers_are_asked_about(image: str, masks: str, tmp_path: Path) -> None:
+    names = [f"{masks.format(number)}*" for number in (1, 2)]
+    text = error_of(files(tmp_path, image, *names))
+    assert "reader1, " in text and "--kind segmentation" in text and "--mask-column" in text
+    assert len(imported(tmp_path, kind="segmentation").dataset.labels) == 2
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        ("mask/{n}_training_mask.png", "1st_manual/{n}_manual1.png"),  # the first: field of view
+        ("1st_manual/{n}_manual1.png", "2nd_manual/{n}_manual2.png"),
+        ("images/{n}_training_mask.png", "images/{n}_training_mask_1.png"),  # BUSI
+    ],
+)
+def test_two_masks_of_one_image(masks: tuple[str, str], tmp_path: Path) -> None:
+    files(tmp_path, "images/{n}_training.png", *(f"{name}*" for name in masks))
+    for skip in (False, True):
+        text = error_of(tmp_path, skip=skip)
+        assert all(name.format(n=0) in text for name in masks)
+    for number in NUMBERS:
+        (tmp_path / masks[0].format(n=number)).unlink()
+    imported(tmp_path)
+    assert masks_of(tmp_path)["images/0_training.png"] == [masks[1].format(n=0)]
+
+
+def test_masks_without_pairs_are_named(tmp_path: Path) -> None:
+    text = error_of(files(tmp_path, "images/image_{n}.png", "masks/mask_{n4}.png*"))
+    assert "masks/mask_0000.png beside images/image_0.png" in text and "--mask-column" in text
+
+
+def test_masks_among_photographs_are_no_class(tmp_path: Path) -> None:
+    """As in PH2: a folder for each photograph, with its lesion."""
+    for number in range(4):
+        name = f"IMD{number}"
+        for view in range(3):
+            picture(tmp_path / name / f"{name}_{view}.png", 70 + 9 * number + view)
+        mask(tmp_path / name / f"{name}_lesion.png")
+    text = error_of(tmp_path)
+    assert "IMD0/IMD0_lesion.png" in text and "--kind classification" in text
+    assert imported(tmp_path, kind="classification").dataset.kind == "classification"
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("p{n}.mhd", "NIfTI"), ("p{n}.ppm", "PNG"), ("p{n}.npy", "PNG or NIfTI")]
+)
+def test_files_that_are_not_read_are_named(name: str, form: str, tmp_path: Path) -> None:
+    for number in NUMBERS:
+        file = tmp_path / "masks" / name.format(n=number)
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"NDims = 3")
+    assert f"save as {form}: 10, the first: masks/{file.name[:1]}0" in error_of(tmp_path)
+    files(tmp_path, "images/p{n}.png")
+    assert f"save as {form}: 10" in error_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["annotations/instances.json", "a.xml", "labels/im1.txt"])
+def test_files_of_outlines_are_named(name: str, tmp_path: Path) -> None:
+    files(tmp_path, "images/{n}.png")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("{}")
+    assert f"text files are not read ({name})" in error_of(tmp_path)
+
+
+def header(root: Path, **names: int) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "dataset.json").write_text(json.dumps({"labels": {"background": 0, **names}}))
+
+
+def test_the_header_of_nnunet_is_found_in_any_folder(tmp_path: Path) -> None:
+    folder = files(tmp_path / "raw" / "Task5", "imagesTr/a{n}_0000.nii.gz", "labelsTr/a{n}.nii.gz*")
+    header(folder, liver=1)
+    assert imported(tmp_path).dataset.labels == {"background": 0, "liver": 1}
+    files(tmp_path / "raw" / "Task6", "imagesTr/b{n}_0000.nii.gz", "labelsTr/b{n}.nii.gz*")
+    header(tmp_path / "raw" / "Task6", heart=1)
+    (tmp_path / "datalist.json").unlink()
+    text = error_of(tmp_path)
+    assert "Task5/dataset.json" in text and "Task6/dataset.json" in text
+
+
+@pytest.mark.parametrize("end", ["", ".png"])
+def test_lists_of_names_are_the_splits(end: str, tmp_path: Path) -> None:
+    files(tmp_path, "images/{n}.png", "masks/{n}.png*")
+    (tmp_path / "lists").mkdir()
+    for split, numbers in {"train": "012345", "val": "67", "test": "89"}.items():
+        lines = "\r\n".join(f"images\\{number}{end}" for number in numbers)
+        (tmp_path / "lists" / f"{split}.txt").write_text(lines)
+    report = imported(tmp_path)
+    found = {item.first.stem: item.split for item in report.sites[""]}
+    expected = dict.fromkeys("012345", "training") | dict.fromkeys("67", "validation")
+    assert found == expected | dict.fromkeys("89", "test") and "train.txt" in report.dataset.layout
+    assert imported(tmp_path, redraw=True, force=True).dataset.layout == "images and masks by name"
+    (tmp_path / "datalist.json").unlink()
+    (tmp_path / "lists" / "val.txt").write_text("6")
+    assert "names 7 alone" in error_of(tmp_path) and "--redraw" in error_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["splits_final.json", "meta.csv", "test.csv"])
+def test_splits_that_cannot_be_read(name: str, tmp_path: Path) -> None:
+    files(tmp_path, "images/{n}.png", "masks/{n}.png*")
+    table(tmp_path / name, ("case", "split"), ("s1", "train"), ("s2", "test"))
+    assert name in error_of(tmp_path) and "--redraw" in error_of(tmp_path)
+    assert len(imported(tmp_path, redraw=True).sites[""]) == 10
+
+
+def test_the_subjects_of_bids_are_the_patients(tmp_path: Path) -> None:
+    names = [f"sub-{{n}}/ses-{visit}/sub-{{n}}_ses-{visit}_T1w" for visit in (1, 2)]
+    report = imported(
+        files(tmp_path, *(f"{n}.nii.gz" for n in names), *(f"{n}_mask.nii.gz*" for n in names))
+    )
+    assert not report.warnings
+    for item in report.sites[""]:
+        assert item.patient == item.first.name.partition("_")[0]
+
+
+def test_counts_of_outlines_are_no_classes(tmp_path: Path) -> None:
+    """As in the table of VGG Image Annotator."""
+    rows = [(picture(tmp_path / f"{number}.png").name, 1, 0) for number in NUMBERS]
+    table(tmp_path / "via.csv", ("filename", "region_count", "region_id"), *rows)
+    assert "via.csv: no column is recognized as the label" in error_of(tmp_path)
+
+
+# -- numbers of masks ------------------------------------------------------------------------------
+
+
+def indexed(path: Path, numbers: tuple[int, ...], colours: tuple[int, ...]) -> None:
+    """A mask of two stripes with a palette; `colours`: of 0, of 1 and of 2, reds alone."""
+    pixels = np.zeros((16, 16), np.uint8)
+    pixels[2:6, 3:9], pixels[9:12, 3:9] = numbers
+    image = Image.fromarray(pixels)
+    image.putpalette([part for red in colours for part in (red, 0, 0)] + [0] * (768 - 9))
+    path.parent.mkdir(exist_ok=True)
+    image.save(path)
+
+
+@pytest.mark.parametrize("suffix", ["png", "gif"])
+@pytest.mark.parametrize("alike", [True, False])
+def test_palettes_that_number_colours_anew_are_refused(
+    alike: bool, suffix: str, tmp_path: Path
+) -> None:
+    for number in NUMBERS:
+        picture(tmp_path / "images" / f"{number}.png")
+        swap = number % 2 and not alike
+        colours = (0, 99, 200) if swap else (0, 200, 99)
+        indexed(tmp_path / "masks" / f"{number}.{suffix}", (2, 1) if swap else (1, 2), colours)
+    imported(tmp_path)
+    if alike:
+        assert summarise(tmp_path, TaskHints()).settings["target"] == "multiclass"
+        return
+    with pytest.raises(DataError, match="has another colour in its palette") as error:
+        summarise(tmp_path, TaskHints())
+    assert f"5.{suffix}: 1 has" in str(error.value) and f"in 0.{suffix};" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "refused"),
+    [((1, 254, 255), True), ((1, 2, 255), True), ((128, 255), False), ((1, 2, 3), False)],
+)
+def test_noise_and_borders_are_no_structures(
+    values: tuple[int, ...], refused: bool, tmp_path: Path
+) -> None:
+    """JPEG and smoothing change 0 and 255 a little; 255 is the border of objects in Pascal VOC."""
+    for number in NUMBERS:
+        picture(tmp_path / f"{number}.png")
+        mask(tmp_path / f"{number}_mask.png", values if number == 4 else values[-2:])
+    imported(tmp_path)
+    if refused:
+        with pytest.raises(DataError, match=r"4_mask.png: .*near 255 \(1, ") as error:
+            summarise(tmp_path, TaskHints())
+        assert "--labels" in str(error.value)
+    names = tuple("abc"[: len(values)])
+    assert summarise(tmp_path, TaskHints(labels=names)).settings["labels"][1:] == [*names]
+
+
+def test_masks_stored_as_gif(tmp_path: Path) -> None:
+    file = mask(tmp_path / "a.gif", (255,))
+    assert np.unique(read_stored(file, mask=True).array).tolist() == [0, 255]

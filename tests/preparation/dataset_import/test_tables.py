@@ -1,0 +1,265 @@
+"""Tables of hospitals and public data sets: the columns, the lines in messages, the images of a row."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.downloaded_folders import classes, mask, picture, table
+from helpers.volume_sites import change, dicom_series, write
+from medflare.core.errors import DataError
+from medflare.preparation.dataset_import.datalists import ImportOptions, import_folder
+from medflare.preparation.dataset_import.tables import Columns, read_frame
+
+
+def pictures(root: Path, count: int = 12, name: str = "{n}.png") -> list[str]:
+    """The names of so many pictures."""
+    names = [name.format(n=number) for number in range(count)]
+    for number, file in enumerate(names):
+        picture(root / file, 60 + 9 * number)
+    return names
+
+
+def labels_of(root: Path, **options: Any) -> dict[str, Any]:
+    """Image -> its class, or its findings, as imported."""
+    import_folder(root, ImportOptions(force=True, **options))
+    content = json.loads((root / "datalist.json").read_text())
+    labels = {}
+    for split in ("training", "validation", "test"):
+        for entry in content[split]:
+            label = entry["label"]
+            if isinstance(label, list):
+                positive = [number for number, value in enumerate(label) if value]
+                labels[entry["image"]] = [content["labels"][str(number)] for number in positive]
+            else:
+                labels[entry["image"]] = content["labels"][str(label)]
+    return labels
+
+
+def error_of(root: Path, **options: Any) -> str:
+    """The error of one line, after which nothing was written."""
+    with pytest.raises(DataError) as error:
+        import_folder(root, ImportOptions(**options))
+    assert not [*root.rglob("datalist.json")] and "\n" not in str(error.value)
+    return str(error.value)
+
+
+# -- text ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_the_separator_is_that_of_most_rows(separator: str, tmp_path: Path) -> None:
+    rows = [(name, str(number % 3)) for number, name in enumerate(pictures(tmp_path))]
+    header = ("image", "grade (0, 1, 2)")
+    lines = [separator.join(row) for row in (header, *rows)]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    assert "grade (0, 1, 2)" in error_of(tmp_path)
+    assert labels_of(tmp_path, columns=Columns(label="grade (0, 1, 2)")) == dict(rows)
+
+
+@pytest.mark.parametrize(
+    ("above", "wrong", "line"),
+    [
+        ("sep=;\nimage;label\n", "lost.png;a", 9),
+        ("image,label\n\n\n", "lost.png,a", 10),
+        ('image,label,note\nx.png,a,"two\nlines"\n', "lost.png,a,", 10),
+    ],
+)
+def test_messages_name_the_line_of_the_file(
+    above: str, wrong: str, line: int, tmp_path: Path
+) -> None:
+    mark = ";" if "sep" in above else ","
+    names = pictures(tmp_path, 6)
+    picture(tmp_path / "x.png")
+    rows = [f"{name}{mark}{'ab'[number % 2]}" for number, name in enumerate(names)]
+    (tmp_path / "t.csv").write_text(above + "\n".join([*rows, wrong]))
+    assert f"t.csv line {line}: no file for 'lost.png'" in error_of(tmp_path)
+
+
+def test_lines_above_the_header_and_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    rows = [f"{name},{'ab'[number % 2]},c" for number, name in enumerate(pictures(tmp_path))]
+    for header, words in (
+        ("Export of 2024\nimage,label,note", "lines above"),
+        ("image,diagnosis,diagnosis", "two columns are called 'diagnosis'"),
+    ):
+        (tmp_path / "t.csv").write_text("\n".join([header, *rows]))
+        assert words in error_of(tmp_path)
+    # Excel's columns and rows without a name or a value are none.
+    text = "\n".join(["image,label,,", *(f"{row}," for row in rows), ",,,", ",,,"])
+    (tmp_path / "t.csv").write_text(text.replace(",c,", ",,"))
+    assert len(read_frame(tmp_path / "t.csv")) == 12
+
+
+# -- columns -------------------------------------------------------------------------------------
+
+
+def test_two_columns_that_can_be_the_label_are_asked_about(tmp_path: Path) -> None:
+    """As ISIC 2020, beside its sample of a submission."""
+    names = pictures(tmp_path)
+    rows = [
+        (name, ("nevus", "unknown", "melanoma")[n % 3], int(n % 3 == 2))
+        for n, name in enumerate(names)
+    ]
+    table(tmp_path / "train.csv", ("image_name", "diagnosis", "target"), *rows)
+    assert "diagnosis and target can both be the label" in error_of(tmp_path)
+    table(tmp_path / "sample.csv", ("image_name", "target"), *((name, 0) for name in names[:4]))
+    assert "diagnosis and target" in error_of(tmp_path), "the other table is no way out"
+    (tmp_path / "sample.csv").unlink()
+    expected = {name: str(target) for name, _, target in rows}
+    assert labels_of(tmp_path, columns=Columns(label="target")) == expected
+    coded = [(name, n % 3, "abc"[n % 3]) for n, name in enumerate(names)]
+    table(tmp_path / "train.csv", ("image_name", "label", "category"), *coded)
+    assert labels_of(tmp_path) == {name: str(number) for name, number, _ in coded}
+
+
+@pytest.mark.parametrize("endings", [("quality_grade", "dr_grade"), ("T-stage", "N-stage")])
+def test_two_columns_that_end_like_a_label(endings: Sequence[str], tmp_path: Path) -> None:
+    rows = [(name, n % 2, n % 3) for n, name in enumerate(pictures(tmp_path))]
+    table(tmp_path / "t.csv", ("image", *endings), *rows)
+    assert f"{endings[0]} and {endings[1]} can both be the label" in error_of(tmp_path)
+
+
+def test_the_usual_column_that_names_files_is_the_image(tmp_path: Path) -> None:
+    names = pictures(tmp_path, name="scan_{n}.png")
+    rows = [(1000 + n, name, "ab"[n % 2]) for n, name in enumerate(names)]
+    table(tmp_path / "t.csv", ("image_id", "file_name", "label"), *rows)
+    assert labels_of(tmp_path) == {name: label for _, name, label in rows}
+
+
+def test_a_table_with_masks_has_labels_on_request(tmp_path: Path) -> None:
+    rows = [(name, f"gt/{name}", "ab"[n % 2]) for n, name in enumerate(pictures(tmp_path))]
+    for _, file, _ in rows:
+        mask(tmp_path / file)
+    table(tmp_path / "t.csv", ("image", "mask", "diagnosis"), *rows)
+    assert labels_of(tmp_path, kind="classification") == {name: label for name, _, label in rows}
+
+
+def test_findings_with_other_values_than_0_and_1(tmp_path: Path) -> None:
+    """As CheXpert: the columns of valid.csv are 0 or 1, those of train.csv are not."""
+    for split, values in (("train", ("1.0", "-1.0", "0.0")), ("valid", ("1.0", "0.0", "1.0"))):
+        names = pictures(tmp_path, name=f"{split}/{{n}}.png")
+        rows = [(name, values[n % 3], values[(n + 1) % 3]) for n, name in enumerate(names)]
+        table(tmp_path / f"{split}.csv", ("Path", "Edema", "Mass"), *rows)
+    assert "train.csv: no column is recognized as the label" in error_of(tmp_path)
+    text = error_of(tmp_path, columns=Columns(label="Edema,Mass"))
+    assert "'-1.0' in column Edema" in text and "hold 0 or 1 each" in text
+
+
+@pytest.mark.parametrize("cells", [("1,0", "0,0"), ("TRUE", "FALSE")])
+def test_findings_as_excel_writes_them(cells: tuple[str, str], tmp_path: Path) -> None:
+    names = pictures(tmp_path)
+    lines = [f"{name};{cells[n % 2]};{cells[n % 3 > 0]}" for n, name in enumerate(names)]
+    (tmp_path / "t.csv").write_text("\n".join(["image;A;B", *lines]))
+    expected = {name: ["A"] * (n % 2 == 0) + ["B"] * (n % 3 == 0) for n, name in enumerate(names)}
+    assert labels_of(tmp_path, columns=Columns(label="A,B")) == expected
+    assert (
+        "several findings"
+        in import_folder(tmp_path, ImportOptions(columns=Columns(label="A,B"), force=True)).render()
+    )
+
+
+def test_a_class_with_a_decimal_comma_is_a_number(tmp_path: Path) -> None:
+    names = pictures(tmp_path)
+    lines = [f"{name};{n % 2},0" for n, name in enumerate(names)]
+    (tmp_path / "t.csv").write_text("\n".join(["image;label", *lines]))
+    assert labels_of(tmp_path) == {name: str(n % 2) for n, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("joined", ["['a', 'b']", "[1, 0]", "a;b"])
+def test_a_cell_that_lists_labels_is_refused(joined: str, tmp_path: Path) -> None:
+    """As PadChest and ODIR-5K."""
+    names = pictures(tmp_path)
+    lines = [f'{name},"{joined if n % 2 else "c"}"' for n, name in enumerate(names)]
+    (tmp_path / "t.csv").write_text("\n".join(["image,label", *lines]))
+    text = error_of(tmp_path)
+    assert repr(joined) in text and "write | between them" in text
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", ["a", "b"])
+def test_an_image_in_two_rows_is_refused(label: str, tmp_path: Path) -> None:
+    rows = [(name, "ab"[n % 2]) for n, name in enumerate(pictures(tmp_path))]
+    table(tmp_path / "t.csv", ("image", "label"), *rows, ("3.png", label))
+    text = error_of(tmp_path)
+    assert "t.csv line 14: image 3.png is also in" in text and "t.csv line 5;" in text
+
+
+def test_files_are_found_in_upper_and_lower_case(tmp_path: Path) -> None:
+    names = pictures(tmp_path, name="IMG_{n}.PNG")
+    rows = [(name.lower(), "ab"[n % 2]) for n, name in enumerate(names)]
+    table(tmp_path / "t.csv", ("image", "label"), *rows)
+    expected = {name: "ab"[n % 2] for n, name in enumerate(names)}
+    assert labels_of(tmp_path) == expected
+    for name in names:  # another file, whose name is that of the row
+        picture(tmp_path / name.lower(), 200)
+    assert labels_of(tmp_path) == {name.lower(): label for name, label in expected.items()}
+
+
+def test_a_row_for_each_patient(tmp_path: Path) -> None:
+    """By folders, by DICOM's PatientID; a patient with several volumes is asked about."""
+    rows = [(f"P{number:03}", "ab"[number % 2]) for number in range(8)]
+    for root in ("pictures", "dicom", "bids"):
+        table(tmp_path / root / "t.csv", ("patient_id", "label"), *rows)
+    folders, series, bids = (tmp_path / root for root in ("pictures", "dicom", "bids"))
+    for number, (patient, _) in enumerate(rows):
+        pictures(folders / "images" / patient, 3)
+        change(
+            dicom_series(series / f"s{number}"), PatientID=patient, SeriesInstanceUID=f"1.{number}"
+        )
+        (bids / patient / "anat").mkdir(parents=True)
+        write(bids / patient / "anat" / "T1w.nii.gz", np.ones((3, 4, 5)) * number)
+    expected = {f"images/{patient}/{n}.png": label for patient, label in rows for n in range(3)}
+    assert labels_of(folders) == expected
+    entries = json.loads((folders / "datalist.json").read_text())["training"]
+    assert all(entry["patient"] == entry["image"].split("/")[1] for entry in entries)
+    assert labels_of(series) == {f"s{number}": label for number, (_, label) in enumerate(rows)}
+    assert labels_of(bids) == {f"{patient}/anat/T1w.nii.gz": label for patient, label in rows}
+    (bids / "datalist.json").unlink()
+    write(bids / "P003" / "anat" / "FLAIR.nii.gz", np.zeros((3, 4, 5)))
+    text = error_of(bids)
+    assert "t.csv line 5: 'P003' can be P003/anat/FLAIR.nii.gz and P003/anat/T1w.nii.gz" in text
+
+
+# -- tables that cannot be used ------------------------------------------------------------------
+
+
+def _sites(root: Path) -> list[str]:
+    """Pictures of the same names in two folders that are no classes."""
+    for site in ("north", "south"):
+        pictures(root / site, 8)
+    return [f"{site}/{number}.png" for site in ("north", "south") for number in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("header", "cells", "problem"),
+    [
+        (("image", "label"), lambda names: [name.partition("/")[2] for name in names], "can be"),
+        (("image", "outcome"), lambda names: names, "--label-column"),
+        (("image", "label"), lambda names: [f"x{name}x" for name in names], "names no image"),
+    ],
+)
+def test_folders_are_no_classes_beside_a_table_of_the_images(
+    header: tuple[str, str], cells: Any, problem: str, tmp_path: Path
+) -> None:
+    names: Iterable[str] = cells(_sites(tmp_path))
+    table(tmp_path / "t.csv", header, *((name, "ab"[n % 2]) for n, name in enumerate(names)))
+    text = error_of(tmp_path)
+    assert "are the folders north, south the classes?" in text and problem in text
+    assert {*labels_of(tmp_path, kind="classification").values()} == {"north", "south"}
+
+
+def test_a_table_that_names_fewer_images_than_there_are_is_only_noted(tmp_path: Path) -> None:
+    table(classes(tmp_path) / "names.csv", ("number", "meaning"), (0, "cat"), (1, "dog"))
+    report = import_folder(tmp_path)
+    assert "names.csv names no image of the folder, as '0' in column number" in report.render()
+
+
+def test_the_error_of_a_table_is_the_only_one(tmp_path: Path) -> None:
+    rows = [(name, "ab"[n % 2]) for n, name in enumerate(pictures(tmp_path))]
+    table(tmp_path / "t.csv", ("image", "outcome"), *rows)
+    assert error_of(tmp_path).startswith(f"{tmp_path}/t.csv: no column is recognized as the label")
