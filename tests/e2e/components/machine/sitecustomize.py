@@ -21,9 +21,7 @@ _FOLDER = os.environ.get("MISSING_FOLDER")
 _IMPORTS = os.environ.get("TORCH_IMPORTS")
 _EDITABLE = "__editable__"  # how modules begin that an editable installation may bring for finding its package
 
-_time = time.time
-_time_ns = time.time_ns
-_datetime = datetime.datetime
+_time, _time_ns, _datetime = time.time, time.time_ns, datetime.datetime
 
 
 class _Hiding(PathFinder):
