@@ -55,10 +55,10 @@ from medflare.preparation.dataset_import.tables import (
     GUESSED,
     Columns,
     UnrelatedTableError,
-    has_columns,
-    read_frame,
     read_tables,
     split_of_table,
+    table_columns,
+    usual_columns,
 )
 
 _SUBJECT: Final = re.compile(r"(?:^|/)(sub-[A-Za-z0-9]+)")  # of BIDS
@@ -165,9 +165,9 @@ def _find_dataset(folder: ImageFolder, options: ImportOptions) -> Dataset:
         raise DataError("; ".join((problem, *unused.values())))
     if tables:
         dataset = read_tables(tables, folder, columns, kind=kind, redraw=options.redraw)
-        labelled = [path for path in related if has_columns(path, dataset.labelled_by)]
-        if labelled:
-            raise DataError(f"{unused[labelled[0]]}, or choose one table with --table")
+        for path in related:
+            if {*dataset.labelled_by} <= {*table_columns(path)}:
+                raise DataError(f"{unused[path]}, or choose one table with --table")
         if not options.redraw:
             dataset = _with_listed_splits(folder, dataset, ())
         return replace(dataset, notes=(*prefixed("not used", unused.values()), *dataset.notes))
@@ -233,27 +233,45 @@ def _usable_tables(
 
 
 def _with_listed_splits(folder: ImageFolder, dataset: Dataset, unused: Collection[Path]) -> Dataset:
-    """The images with the splits of lists of names such as train.txt, if no folder names splits.
+    """The images with the splits of lists of names such as train.txt, or of their own names such as
+    train0_1.png (MedMNIST), if no folder names splits.
 
     DataError for files that may name the splits, if not every image is in one list.
     """
+    if not {item.split for item in dataset.items} <= {"", "training"}:
+        return dataset
     images = [stem(item.first) for item in dataset.items]
+    lists = _split_lists(folder, images, unused)
+    if lists:
+        splits = _listed_splits(images, lists, unused)
+        source = ", ".join(map(folder.relative, lists))
+    else:
+        splits = [_first_split("".join(words(name)[:1])) for name in images]
+        source = "the names of files"
+        if "" in splits or len({*splits}) < 2:
+            return dataset
+    items = []
+    for item, split in zip(dataset.items, splits, strict=True):
+        items.append(replace(item, split=split))
+    return replace(dataset, items=tuple(items), layout=f"{dataset.layout}, splits by {source}")
+
+
+def _split_lists(
+    folder: ImageFolder, images: Sequence[str], unused: Collection[Path]
+) -> list[Path]:
+    """Text files and unused tables that name splits in their names, tables also in a column."""
     lists = []
     for path in (*folder.texts, *unused):
         named = path.stem not in images and not _SPLIT_WORDS.isdisjoint(words(path.stem))
         if named or (path in unused and _has_splits(path)):
             lists.append(path)
-    if not {item.split for item in dataset.items} <= {"", "training"}:
-        return dataset
-    begins = [_first_split(words(name)[0]) if words(name) else "" for name in images]
-    if not lists and len({*begins}) > 1 and "" not in begins:  # as MedMNIST's train0_1.png
-        items = [
-            replace(item, split=split) for item, split in zip(dataset.items, begins, strict=True)
-        ]
-        layout = f"{dataset.layout}, splits by the names of files"
-        return replace(dataset, items=tuple(items), layout=layout)
-    if not lists:
-        return dataset
+    return lists
+
+
+def _listed_splits(
+    images: Sequence[str], lists: Sequence[Path], unused: Collection[Path]
+) -> list[str]:
+    """The split of each image by the lists of names; DataError for an image that is not in one."""
     splits: defaultdict[str, set[str]] = defaultdict(set)
     for path in lists:
         split = _first_split(path.stem)
@@ -269,11 +287,7 @@ def _with_listed_splits(folder: ImageFolder, dataset: Dataset, unused: Collectio
                 f"{name} alone; correct the lists, give a table with a column split, or draw the "
                 "splits with --redraw"
             )
-    items = []
-    for item, name in zip(dataset.items, images, strict=True):
-        items.append(replace(item, split=min(splits[name])))
-    layout = f"{dataset.layout}, splits by {', '.join(map(folder.relative, lists))}"
-    return replace(dataset, items=tuple(items), layout=layout)
+    return [min(splits[name]) for name in images]
 
 
 def _first_split(name: str) -> str:
@@ -283,10 +297,7 @@ def _first_split(name: str) -> str:
 
 def _has_splits(table: Path) -> bool:
     """Whether a table has a column with a usual name of splits; False if it cannot be read."""
-    with suppress(DataError):
-        columns = read_frame(table).columns
-        return any(" ".join(words(name)) in WORDS["column"]["split"] for name in columns)
-    return False
+    return bool(usual_columns(WORDS["column"]["split"], table_columns(table)))
 
 
 def _beside_splits(folder: ImageFolder, dataset: Dataset) -> list[Path]:

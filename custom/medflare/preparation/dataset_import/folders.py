@@ -648,12 +648,12 @@ def pair_masks(folder: ImageFolder) -> Dataset:
 
 def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[Path]) -> str:
     """That no mask belongs to an image, with an example, and the remedy."""
-    found = f"none of {len(masks)} masks belongs to an image by its name"
+    problem = f"none of {len(masks)} masks belongs to an image by its name"
     if images and len(_fitting_masks(folder, images[0])) > 1:
-        found += f": {_line_without_mask(folder, images[0])}"
+        problem += f": {_line_without_mask(folder, images[0])}"
     elif images:
-        found += f", as {folder.relative(masks[0])} beside {folder.relative(images[0])}"
-    return f"{found}{_several_series(folder)}; rename them, or give a table with --mask-column"
+        problem += f", as {folder.relative(masks[0])} beside {folder.relative(images[0])}"
+    return f"{problem}{_several_series(folder)}; rename them, or give a table with --mask-column"
 
 
 def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], list[Path]]:

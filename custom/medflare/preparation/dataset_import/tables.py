@@ -2,7 +2,7 @@
 
 import csv
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from itertools import chain
@@ -309,10 +309,10 @@ def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str)
     frame = read_frame(path)
     find = _FileFinder(folder, path)
     patients = [columns.patient] if columns.patient in frame else []
-    patients = patients or _usual_columns(WORDS["column"]["patient"], list(frame))
+    patients = patients or usual_columns(WORDS["column"]["patient"], list(frame))
     named = any(find.count(frame[name]) for name in frame)
     if not named and not find.names_patients(frame, patients):
-        names = _usual_columns(WORDS["column"]["image"], list(frame)) or list(frame)
+        names = usual_columns(WORDS["column"]["image"], list(frame)) or list(frame)
         for cell in frame[names[0]].head(_SAMPLE):
             find(cell, f"{folder.relative(path)} column {names[0]}")  # raises if it can be several
         kind_of_error = UnrelatedTableError if len(frame) < len(folder.images) else DataError
@@ -324,12 +324,12 @@ def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str)
     return find.split
 
 
-def has_columns(path: Path, names: Iterable[str]) -> bool:
-    """Whether a table can be read and has all these columns."""
+def table_columns(path: Path) -> list[str]:
+    """The names of a table's columns; [] if it cannot be read."""
     try:
-        return {*names} <= {*read_frame(path).columns}
+        return list(read_frame(path).columns)
     except DataError:
-        return False
+        return []
 
 
 def _used_columns(
@@ -343,11 +343,11 @@ def _used_columns(
     header = list(frame.columns)
     used = _requested_columns(path, columns, header)
     for name in {*used} - {"image", "label"}:
-        used[name] = used[name] or _usual_columns(WORDS["column"][name], header)[:1]
+        used[name] = used[name] or usual_columns(WORDS["column"][name], header)[:1]
     taken = set(chain(*used.values()))
     others = [column for column in header if column not in taken]
     for name, usual_names in WORDS["attribute_column"].items():
-        used[name] = _usual_columns(usual_names, others)[:1]  # see `data.attributes`
+        used[name] = usual_columns(usual_names, others)[:1]  # see `data.attributes`
     used["image"] = used["image"] or _image_columns(path, frame, find, used)
     if kind == "classification" or (columns.label and not columns.mask):
         used["mask"] = []
@@ -384,7 +384,7 @@ def _image_columns(path: Path, frame: pd.DataFrame, find: "_FileFinder", used: _
     """The column with the likeliest of its usual names that names files, otherwise the one that
     names the most, of equals one whose cells have an image's suffix; or the one of the patients.
     """
-    usual = _usual_columns(WORDS["column"]["image"], list(frame))
+    usual = usual_columns(WORDS["column"]["image"], list(frame))
     counts = {}
     for name, cells in frame.items():
         counts[name] = find.count(cells), suffix(Path(cells.iloc[0])) in image_suffixes()
@@ -408,7 +408,7 @@ def _split_columns(frame: pd.DataFrame, used: _Used) -> list[str]:
     return []
 
 
-def _usual_columns(usual_names: Sequence[str], header: Sequence[str]) -> list[str]:
+def usual_columns(usual_names: Sequence[str], header: Sequence[str]) -> list[str]:
     """The columns with usual names, the likeliest first."""
     by_words = {" ".join(words(name)): name for name in reversed(header)}
     return [by_words[usual] for usual in usual_names if usual in by_words]
@@ -421,7 +421,7 @@ def _label_columns(path: Path, frame: pd.DataFrame, used: _Used) -> list[str]:
     DataError if two columns are called so, and divide the rows in different classes.
     """
     others = [name for name in frame.columns if [name] not in used.values()]
-    named = _usual_columns(WORDS["column"]["label"], others)
+    named = usual_columns(WORDS["column"]["label"], others)
     if not named:
         named = [name for name in others if {*words(name)[-1:]} & {*WORDS["label_column_end"]}]
     for name in named[1:]:
