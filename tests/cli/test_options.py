@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from medflare.networks.catalogue import initial_network
 ROOT = "MEDFLARE_DATA_ROOT"
 
 
-def read(*settings: str, method: Method = PAIR, **more: Any) -> tuple[dict[str, Any], Any]:
+def read(*settings: str, method: Method = PAIR, **more: Any) -> tuple[Mapping[str, Any], Any]:
     """What `medflare run pair --set ...` makes of its settings."""
     return hyper_and_task(FederationOptions("pair", set=list(settings), **more), method)
 

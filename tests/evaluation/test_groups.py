@@ -100,6 +100,10 @@ def test_a_site_report_has_a_table_for_each_attribute() -> None:
         task,
         {"train": 4, "validation": 2, "test": 13},
         {"deployed": deployed},
+        pictures={},
+        events=[],
+        constant=None,
+        of_training=[],
         groups=groups,
         minimum_patients=6,
     )

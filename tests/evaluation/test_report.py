@@ -20,7 +20,6 @@ from medflare.evaluation.presentation import metric_label
 from medflare.evaluation.report import (
     SiteReport,
     class_tables,
-    mean_interval,
     patient_values,
     render_report,
     render_site_report,
@@ -385,9 +384,9 @@ def test_counts_of_other_classes_are_left_out(classified: RunRecord) -> None:
 def test_roc_curves_of_every_site(classified: RunRecord) -> None:
     tables = class_tables(build_results(classified))
     assert [of_model["model"] for of_model in tables] == ["deployed", "global"]
-    text = text_of(roc_curves(tables[0]["points"], tables[0]["auc"], "roc"))
+    text = text_of(roc_curves(tables[0]["roc"], "roc"))
     assert all(word in text for word in ("<ill>", "A, AUC 0.750", "B", "sensitivity"))
-    assert roc_curves({}, {}, "roc") is None
+    assert roc_curves({}, "roc") is None
 
 
 NAMES = ("Meier", "<b>Roe</b>", "Xu")
@@ -407,6 +406,12 @@ def segmented(**changes: object) -> SiteReport:
         "task": task,
         "models": models,
         "n": {"train": 4, "validation": 2, "test": 3},
+        "pictures": {},
+        "events": (),
+        "constant": None,
+        "of_training": (),
+        "groups": {},
+        "minimum_patients": 0,
         **changes,
     }
     return SiteReport("fedsm", "A", "inside", **content)
@@ -516,11 +521,3 @@ def test_a_site_report_has_the_interval_of_each_structure() -> None:
         ["disc", "0.5000.500 to 0.500"],
         ["cup", cup],
     ], "five patients have a cup"
-
-
-def test_an_interval_needs_six_patients() -> None:
-    assert mean_interval({}) is None and mean_interval(dict.fromkeys("abcde", 0.3)) is None
-    values = {str(place): place / 20 for place in range(20)}
-    low, high = mean_interval(values) or (0.0, 0.0)
-    assert 0.3 < low < 0.475 < high < 0.65, "about 1.96 x 0.288 / sqrt(20) on either side"
-    assert mean_interval(dict(reversed(values.items()))) == (low, high), "whatever the order"

@@ -302,6 +302,9 @@ def test_the_site_report_has_the_findings_of_its_site(task: TaskConfig) -> None:
         {},
         [event],
         0.2,
+        of_training=[],
+        groups={},
+        minimum_patients=0,
     )
     text = Page(render_site_report(report)).text
     for part in (
@@ -326,7 +329,7 @@ def test_a_site_report_has_findings_of_the_training(task: TaskConfig, record: Ru
     good = Summary({"dice": 0.9, "iou": 0.8}, by_label={"disc": {"dice": 0.9}})
     n = {"train": 1, "validation": 4, "test": 1}
     report = SiteReport(
-        "fedavg", "B", "inside", task, n, {"deployed": good}, of_training=of_sites["B"]
+        "fedavg", "B", "inside", task, n, {"deployed": good}, {}, [], None, of_sites["B"], {}, 0
     )
     page = Page(render_site_report(report))
     for finding in findings_of(results):

@@ -96,10 +96,10 @@ def test_a_copied_checkpoint_is_independent(tmp_path: Path) -> None:
     interrupted = Checkpoint(tmp_path / "interrupted", PLAN)
     copied = Checkpoint(tmp_path / "copied", PLAN)
     interrupted.save(1, under_way())
-    resume(interrupted.folder, copied.folder)
+    resume(tmp_path / "interrupted", tmp_path / "copied")
     assert copied.restore(federation()) == 1
     copied.save(2, under_way())
-    resume(copied.folder, tmp_path / "third")
+    resume(tmp_path / "copied", tmp_path / "third")
     assert interrupted.restore(federation()) == 1
 
 

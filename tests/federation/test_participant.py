@@ -115,20 +115,10 @@ def test_a_full_gpu_is_an_error_of_the_site() -> None:
         asked(participant, "train")
 
 
-class Noting(ArtifactStore):
-    """Collects the notes of steps."""
-
-    def __init__(self) -> None:
-        self.notes: list[Any] = []
-
-    def note_step(self, *step: Any) -> None:
-        self.notes.append(step)
-
-
 def test_each_step_is_noted_when_it_begins_and_ends_also_if_it_fails() -> None:
     site = squares.site("A")
-    artifacts = Noting()
-    participant = enrolled(site, artifacts=artifacts)
+    notes: list[Any] = []
+    participant = enrolled(site, note_step=lambda *step: notes.append(step))
     for number, phase in enumerate(("train", FINALIZE)):
         asked(participant, phase, number)
     site.abort = lambda: 1 / 0 > 1
@@ -136,11 +126,7 @@ def test_each_step_is_noted_when_it_begins_and_ends_also_if_it_fails() -> None:
         asked(participant, FINALIZE, 1)
     train = ("train", 0, 1)
     final = (FINALIZE, 1, 1)
-    assert artifacts.notes == [
-        (*train, True),
-        (*train, False),
-        *[(*final, True), (*final, False)] * 2,
-    ]
+    assert notes == [(*train, True), (*train, False), *[(*final, True), (*final, False)] * 2]
 
 
 # ---- hours of a job ---------------------------------------------------------------------------------------------------------

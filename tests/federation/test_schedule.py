@@ -108,10 +108,8 @@ def test_every_update_unusable_repeats_the_step_and_then_fails() -> None:
 
 
 def test_min_sites_decides_how_many_are_enough() -> None:
-    assert [event["round"] for event in run(poisoned("B")).events.of("rejected", site="B")] == [
-        0,
-        1,
-    ]
+    rejected = run(poisoned("B")).events.of("rejected")
+    assert [(event["site"], event["round"]) for event in rejected] == [("B", 0), ("B", 1)]
     with pytest.raises(FederationFailed, match="3"):
         run(poisoned("B"), rules=Rules(min_sites=3))
 
@@ -145,7 +143,8 @@ def test_a_metric_that_is_not_a_number_does_not_cost_the_update() -> None:
 
 def test_a_metric_outside_its_range_is_no_vote() -> None:
     federation = run(praised(1e9))
-    assert [event["round"] for event in federation.events.of("rejected", site="B")] == [0, 1]
+    rejected = federation.events.of("rejected")
+    assert [event["round"] for event in rejected if event["site"] == "B"] == [0, 1]
     assert "its vote does not count" in federation.events.of("rejected")[0]["message"]
     assert federation.outcome.model_selection["global"]["candidates"][0]["votes"].keys() == {
         "A",
@@ -187,10 +186,9 @@ def test_no_site_counts_for_more_than_its_share() -> None:
     for rules, counts in ((None, 10**9), (Rules(max_client_weight=0.5), 24)):
         federation = run(Sites(spoil=lie), rounds=1, rules=rules)
         assert federation.outcome.history[0]["sites"]["B"]["n_samples"] == counts
-        assert (
-            "has 100% of all training images"
-            in federation.events.of("warning", site="B")[0]["message"]
-        )
+        warnings = federation.events.of("warning")
+        (share,) = [event["message"] for event in warnings if event["site"] == "B"]
+        assert "has 100% of all training images" in share
 
 
 # -- presence --------------------------------------------------------------------------------------------------------------------

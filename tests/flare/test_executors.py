@@ -350,7 +350,7 @@ def test_the_simulators_host(
     assert host.started()
     with pytest.raises(FileExistsError):
         host.start("fedavg", files[0])
-    spec = ParticipantSpec("CS", "fedavg", "", 0, *files)
+    spec = ParticipantSpec("CS", "fedavg", "", 0, Path(files[0]), Path(files[1]), Path(files[2]))
 
     def answer(phase: str, message: Message, round: int = 0, aborted: bool = False) -> Message:
         return to_message(

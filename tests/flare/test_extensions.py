@@ -61,8 +61,7 @@ def test_a_site_trusts_its_packages_before_it_reads_the_task(
 ) -> None:
     local = tmp_path / "site" / "local" / LOCAL_FILE
     local.parent.mkdir(parents=True)
-    folder = str(tmp_path / "job")
-    spec = ParticipantSpec("A", "fedavg", "", 0, str(server.task_file), str(local), folder)
+    spec = ParticipantSpec("A", "fedavg", "", 0, server.task_file, local, tmp_path / "job")
     with pytest.raises(ConfigError, match=f"does not trust {LAB}"):
         spec.participant(lambda: False)
     trust(local)

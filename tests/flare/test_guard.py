@@ -46,7 +46,7 @@ def spec(tmp_path: Path, task: Any) -> ParticipantSpec:
         "membership", Message({}, {"site": SITE, "sites": [SITE, "other"], "role": "inside"})
     )
     task_file, local_file, folder = (
-        str(tmp_path / name) for name in ("task.json", "medflare.json", "medflare")
+        tmp_path / name for name in ("task.json", "medflare.json", "medflare")
     )
     return ParticipantSpec(SITE, "fedavg", "", 0, task_file, local_file, folder)
 
@@ -83,7 +83,7 @@ def blocked(result: Shareable) -> str:
 
 
 def report(spec: ParticipantSpec) -> list[dict[str, str]]:
-    with (Path(spec.folder) / "outbound.csv").open() as file:
+    with (spec.folder / "outbound.csv").open() as file:
         return list(csv.DictReader(file))
 
 
@@ -122,7 +122,7 @@ def test_a_personal_model_leaves_only_with_the_sites_consent(
         {"metrics": {"global": {"dice": 0.5}}, "n": {"train": 1}},
     )
     assert "personal" in blocked(OutboundGuard().process(to_shareable(final), context))
-    Path(spec.local_file).write_text('{"share_model": true}')
+    spec.local_file.write_text('{"share_model": true}')
     assert to_message(OutboundGuard().process(to_shareable(final), context)).states.keys() == {
         "personal"
     }
@@ -389,7 +389,7 @@ def test_the_sites_own_limits_and_that_a_misspelt_one_is_not_taken_for_none(
     context: FLContext, spec: ParticipantSpec, update: Message
 ) -> None:
     def left(**outbound: Any) -> Shareable:
-        Path(spec.local_file).write_text(json.dumps({"outbound": outbound}))
+        spec.local_file.write_text(json.dumps({"outbound": outbound}))
         return OutboundGuard().process(to_shareable(update), context)
 
     assert {
@@ -423,7 +423,7 @@ def test_rows_after_a_torn_line_begin_on_a_new_one(
     context: FLContext, spec: ParticipantSpec, update: Message
 ) -> None:
     guard = OutboundGuard()
-    file = Path(spec.folder) / "outbound.csv"
+    file = spec.folder / "outbound.csv"
     guard.process(to_shareable(update), context)
     whole = report(spec)
     file.write_bytes(file.read_bytes()[:-20])  # as a full disk or a crash leaves it

@@ -109,8 +109,6 @@ def test_the_sites_own_settings_reach_its_participant(tmp_path: Path) -> None:
     local = tmp_path / "local" / "medflare.json"
     local.parent.mkdir()
     local.write_text(json.dumps({"minimum_patients": 5, "keep": "personal"}))
-    spec = ParticipantSpec(
-        "clinic", "fedavg", "", 0, str(place.task_file), str(local), str(tmp_path / "job")
-    )
+    spec = ParticipantSpec("clinic", "fedavg", "", 0, place.task_file, local, tmp_path / "job")
     participant = spec.participant(lambda: False)
     assert (participant.local.minimum_patients, participant.local.keep) == (5, "personal")

@@ -40,7 +40,7 @@ from medflare.studies.grid import (
     write_rows,
     write_run,
 )
-from medflare.studies.references import CENTRALISED, POOLED, REFERENCES, SINGLE_SITE, Setting
+from medflare.studies.references import CENTRALISED, POOLED, REFERENCES, SINGLE_SITE, Draw, Setting
 from medflare.studies.statistics import Run
 from medflare.studies.tables import StudyTables, study_report
 from medflare.tasks.config import load_task
@@ -169,21 +169,18 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Labels of the rows that were run; a run only records how it was called."""
     labels: list[str] = []
 
-    def run(
-        row: Candidate, setting: Setting, seed: int, outside: tuple[str, ...] = ()
-    ) -> dict[str, Any]:
+    def run(row: Candidate, draw: Draw) -> dict[str, Any]:
         labels.append(row.label)
-        task = dataclasses.replace(setting.task, resplit=seed)
         metrics = {"deployed": {"dice": 0.5}}
         sites = {}
-        for site in setting.sites:
-            sites[site] = SiteRecord("outside" if site in outside else "inside", metrics=metrics)
+        for site in draw.setting.sites:
+            sites[site] = SiteRecord(draw.role(site), metrics=metrics)
         return build_results(
             RunRecord(
                 row.method,
-                task,
-                seed,
-                setting.rounds,
+                draw.task,
+                draw.seed,
+                draw.setting.rounds,
                 sites,
                 hyper=row.effective,
                 seconds={"total": 1.0},
@@ -204,9 +201,8 @@ def test_a_row_has_the_hyper_parameters_of_its_runs(
     fork_trials(monkeypatch)
     task = dataclasses.replace(TASK, network={**TASK.network, "norm": "batch"}, size=(8, 8))
     row = Candidate.parse(text, None if text == "constant" else "last")
-    assert row.run(Setting(task, SETTING.sites, 1), seed=0)["configuration"]["hyper"] == json.loads(
-        json.dumps(row.effective)
-    )
+    run = row.run(Draw(Setting(task, SETTING.sites, 1), 0))
+    assert run["configuration"]["hyper"] == json.loads(json.dumps(row.effective))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +229,7 @@ def test_kept_runs_with_other_settings_raise_an_error(
 
 
 def test_a_kept_run_of_an_earlier_version_has_the_defaults_of_new_settings(
-    tmp_path: Path, trained: list[str]
+    tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     candidates = [Candidate.parse("fedavg")]
     run_study(candidates, SETTING, [0], tmp_path)
@@ -245,12 +241,9 @@ def test_a_kept_run_of_an_earlier_version_has_the_defaults_of_new_settings(
     del results["configuration"]["settings"]["datalists"]  # not compared
     write_run(tmp_path, "fedavg/seed0", results)
     run_study(candidates, SETTING, [0], tmp_path)
-    run_study(
-        candidates,
-        dataclasses.replace(SETTING, data_root=datalists(tmp_path / "data", "p")),
-        [0],
-        tmp_path,
-    )
+    with monkeypatch.context() as environment:
+        environment.setenv("MEDFLARE_DATA_ROOT", str(datalists(tmp_path / "data", "p")))
+        run_study(candidates, SETTING, [0], tmp_path)
     with pytest.raises(StateError, match="accumulate"):
         run_study(
             candidates,
@@ -278,20 +271,19 @@ def datalists(root: Path, patient: str) -> Path:
 def test_kept_runs_on_other_images_raise_an_error(
     tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the data root is named, and wherever it was moved; without one, images are embedded in the task."""
+    """Wherever the data root was moved; without one, images are embedded in the task."""
     rows = [Candidate.parse("fedavg")]
     out = tmp_path / "out"
     root = datalists(tmp_path / "first", "p")
     monkeypatch.setenv("MEDFLARE_DATA_ROOT", str(root))
     run_study(rows, SETTING, [0], out)
-    monkeypatch.delenv("MEDFLARE_DATA_ROOT")
-    run_study(
-        rows, dataclasses.replace(SETTING, data_root=root.rename(tmp_path / "moved")), [0], out
-    )
+    monkeypatch.setenv("MEDFLARE_DATA_ROOT", str(root.rename(tmp_path / "moved")))
+    run_study(rows, SETTING, [0], out)
     assert trained == ["fedavg"] and str(tmp_path) not in json.dumps(read_runs(out))
-    for other in (None, datalists(tmp_path / "second", "q")):
+    for other in ("", str(datalists(tmp_path / "second", "q"))):
+        monkeypatch.setenv("MEDFLARE_DATA_ROOT", other)
         with pytest.raises(StateError, match=r"datalist\.site-1"):
-            run_study(rows, dataclasses.replace(SETTING, data_root=other), [0], out)
+            run_study(rows, SETTING, [0], out)
 
 
 def fork_processes(patch: pytest.MonkeyPatch) -> None:
@@ -303,7 +295,7 @@ def test_results_can_be_sent_by_another_process(monkeypatch: pytest.MonkeyPatch)
     """IOP-FL's results once held keys with validators, so that --processes 2 failed."""
     fork_processes(monkeypatch)
     setting = Setting(TASK, ("site-1", "site-2", "site-3"), rounds=1)
-    job = _Job(Candidate.parse("iop_fl:route_epochs=1"), setting, 0, ("site-3",))
+    job = _Job(Candidate.parse("iop_fl:route_epochs=1"), Draw(setting, 0, ("site-3",)))
     ((_, results),) = _finished([job], 2)
     assert (
         results["sites"]["site-3"]["role"] == "outside"
@@ -372,7 +364,7 @@ def test_a_row_that_fails_fails_alone(
 @pytest.mark.slow
 def test_a_process_that_ends_fails_its_run(foreign: Path) -> None:
     foreign.write_text(BUGGY.replace("raise KeyError(", "import os; os._exit(3 or "))
-    jobs = [_Job(Candidate.parse("buggy"), SETTING, 0, ())]
+    jobs = [_Job(Candidate.parse("buggy"), Draw(SETTING, 0))]
     ((job, results),) = _finished(jobs, 2)
     assert job is jobs[0] and results["reason"].startswith("BrokenProcessPool")
 

@@ -18,6 +18,7 @@ from medflare.studies import references
 from medflare.studies.references import (
     CONSTANT,
     CROSS_SITE,
+    Draw,
     Setting,
     augmentation,
     batch_statistics,
@@ -62,9 +63,7 @@ def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:
     )
     last = {"server": {"selection": "last"}}
     results = single_site(
-        Setting(task, ("site-1", "site-2"), rounds=2),
-        0,
-        (),
+        Draw(Setting(task, ("site-1", "site-2"), rounds=2), 0),
         last | {"site": {"cpa": "local"}},
         method="prr",
     )
@@ -73,7 +72,7 @@ def test_a_method_alone_is_that_method_in_a_federation_of_one() -> None:
     )
     assert results["method"] == "single-site"
     assert results["sites"]["site-2"]["metrics"] == one["sites"]["site-2"]["metrics"]
-    plain = single_site(Setting(task, ("site-2",), rounds=2), 0, (), last)
+    plain = single_site(Draw(Setting(task, ("site-2",), rounds=2), 0), last)
     assert plain["sites"]["site-2"]["metrics"] != one["sites"]["site-2"]["metrics"]
 
 
@@ -81,7 +80,7 @@ def test_batch_statistics_are_measured_beside_the_plain_model() -> None:
     task = load_task(tiny_phantom(network={"name": "unet", "channels": [4, 8], "norm": "batch"}))
     setting = Setting(task, ("site-1", "site-2", "site-3"), rounds=1)
     results = batch_statistics(
-        setting, 0, outside=("site-3",), hyper={"server": {"selection": "last"}}
+        Draw(setting, 0, ("site-3",)), hyper={"server": {"selection": "last"}}
     )
     plain = run_local(
         "fedavg",
@@ -140,7 +139,8 @@ def test_fedavg_with_another_task_is_that_fedavg(
         tiny_phantom(augment=[{"name": "RandFlip", "prob": 0.5, "spatial_axis": 1}], local_epochs=2)
     )
     setting = Setting(task, ("site-1", "site-2", "site-3"), rounds=1)
-    results = reference(setting, 0, outside=("site-3",), hyper={"server": {"selection": "last"}})
+    draw = Draw(setting, 0, ("site-3",))
+    results = reference(draw, hyper={"server": {"selection": "last"}})
     validate_results(
         {name: content for name, content in results.items() if name not in ("scores", "curves")}
     )
@@ -166,7 +166,7 @@ def test_fedavg_with_another_task_is_that_fedavg(
 
 
 def test_a_site_that_fails_alone_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(method: str, setting: Setting, seed: int, sites: list[str], **_: Any) -> dict[str, Any]:
+    def run(method: str, draw: Draw, sites: list[str], **_: Any) -> dict[str, Any]:
         means = {role: {"deployed": {"dice": None}} for role in ("inside", "outside")}
         value = {"deployed": {"dice": 0.5 if sites == ["A"] else None}}
         reason = None if sites == ["A"] else "no images"
@@ -193,7 +193,7 @@ def test_a_site_that_fails_alone_does_not_stop_the_others(monkeypatch: pytest.Mo
         }
 
     monkeypatch.setattr(references, "recorded_run", run)
-    results = single_site(Setting(load_task("phantom"), ("A", "B", "C"), 1), 0, ("C",), {})
+    results = single_site(Draw(Setting(load_task("phantom"), ("A", "B", "C"), 1), 0, ("C",)), {})
     assert (results["method"], results["status"], results["reason"]) == (
         "single-site",
         "FAILED",
@@ -224,7 +224,7 @@ def test_the_constant_class_is_chosen_on_training_images(monkeypatch: pytest.Mon
     }
     opened(monkeypatch, data)
     results = constant_answer(
-        Setting(small_task("classification"), ("A", "B", "X"), 5), 0, outside=("X",)
+        Draw(Setting(small_task("classification"), ("A", "B", "X"), 5), 0, outside=("X",))
     )
     validate_results({name: content for name, content in results.items() if name != "scores"})
     metrics = {
@@ -253,7 +253,7 @@ def test_the_constant_mask_is_the_best_on_validation_images(
 ) -> None:
     training = rows if rows == 8 else 4
     opened(monkeypatch, {"A": SiteData(masks(training, 3), masks(training, 2), masks(rows, 2))})
-    results = constant_answer(Setting(small_task(), ("A",), 1), 0)
+    results = constant_answer(Draw(Setting(small_task(), ("A",), 1), 0))
     assert results["sites"]["A"]["metrics"]["deployed"]["dice"] == pytest.approx(expected)
 
 
@@ -275,15 +275,16 @@ def test_constant_predictions_of_segmentation() -> None:
 
 def test_every_sites_model_is_tested_at_every_site() -> None:
     setting = Setting(load_task(tiny_phantom()), ("site-1", "site-2"), rounds=1, cross_site=True)
-    personal = recorded_run("ditto", setting, 0, setting.sites)
+    draw = Draw(setting, 0)
+    personal = recorded_run("ditto", draw, setting.sites)
     matrix = personal[CROSS_SITE]
     assert {owner: matrix[owner][owner] for owner in matrix} == {
         site: content["metrics"]["personal"]["dice"] for site, content in personal["sites"].items()
     }
     assert matrix["site-1"] != matrix["site-2"]
-    shared = recorded_run("fedavg", setting, 0, setting.sites)[CROSS_SITE]
+    shared = recorded_run("fedavg", draw, setting.sites)[CROSS_SITE]
     assert shared["site-1"] == shared["site-2"], "one model"
-    alone = single_site(setting, 0, (), {})[CROSS_SITE]
+    alone = single_site(draw, {})[CROSS_SITE]
     assert {owner: sorted(row) for owner, row in alone.items()} == {
         site: list(setting.sites) for site in setting.sites
     }
@@ -294,18 +295,21 @@ def test_every_sites_model_is_tested_at_every_site() -> None:
     )
 
 
-def without_test_list(make_site: SiteOf) -> Setting:
+def without_test_list(make_site: SiteOf, monkeypatch: pytest.MonkeyPatch) -> Draw:
     """Ten patients at each of three sites; two of ten are 20 %, the share of a missing test list."""
     for name in ("A", "B", "X"):
         folder = make_site({"training": list("abcdefghij")}, "classification", name)
     task = small_task("classification", size=[8, 8])
-    return Setting(task, ("A", "B", "X"), 1, folder.parent, cross_site=True)
+    monkeypatch.setenv("MEDFLARE_DATA_ROOT", str(folder.parent))
+    return Draw(Setting(task, ("A", "B", "X"), 1, cross_site=True), 3, ("X",))
 
 
-def test_centralised_is_tested_on_the_test_images_of_fedavg(make_site: SiteOf) -> None:
-    setting = without_test_list(make_site)
-    fedavg = recorded_run("fedavg", setting, 3, ["A", "B"], outside=["X"])
-    one_model = centralised(setting, 3, ["X"], {})
+def test_centralised_is_tested_on_the_test_images_of_fedavg(
+    make_site: SiteOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = without_test_list(make_site, monkeypatch)
+    fedavg = recorded_run("fedavg", draw, ["A", "B"], outside=["X"])
+    one_model = centralised(draw, {})
     patients = {}
     for run in (fedavg, one_model):
         of_run = {name: of["deployed"]["patients"] for name, of in run["scores"].items()}
@@ -318,7 +322,7 @@ def test_sites_alone_are_tested_on_test_images_of_other_sites(
     make_site: SiteOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(references, "metric_of", lambda model, site: len(site.data.test))
-    matrix = single_site(without_test_list(make_site), 3, ["X"], {})[CROSS_SITE]
+    matrix = single_site(without_test_list(make_site, monkeypatch), {})[CROSS_SITE]
     images = {"A": 2, "B": 2, "X": 10}
     assert matrix == {"A": images, "B": images}
 
@@ -333,7 +337,7 @@ def test_batch_statistics_drop_events_of_the_plain_model(monkeypatch: pytest.Mon
         return build_results(RunRecord("fedavg", task, 0, 1, sites, events=events))
 
     monkeypatch.setattr(references, "recorded_run", plain)
-    results = batch_statistics(Setting(task, ("A",), 1), 0, (), {})
+    results = batch_statistics(Draw(Setting(task, ("A",), 1), 0), {})
     assert [event["kind"] for event in results["events"]] == ["rejected"]
     findings = {finding["kind"] for finding in results["findings"]}
     assert not findings & {"at_chance", "constant_output"}

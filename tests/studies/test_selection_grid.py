@@ -14,7 +14,7 @@ from medflare.core.errors import ConfigError
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.candidates import Candidate
 from medflare.studies.grid import STUDY_FILE, read_study, run_study, study_tables
-from medflare.studies.references import Setting
+from medflare.studies.references import Draw, Setting
 from medflare.studies.selection_grid import TRIED, cells_of, parse_grid, selected, validation_values
 from medflare.tasks.config import load_task
 
@@ -71,12 +71,12 @@ def test_a_cell_trains_with_its_task_and_has_the_task_of_the_study() -> None:
     of_row = cells(["fedavg", "equal-compute"], "lr=0.001,0.1")
     curves = []
     for cell in of_row["fedavg"]:
-        run = cell.run(SETTING, 0)
+        run = cell.run(Draw(SETTING, 0))
         assert run["configuration"]["task"]["optimizer"] == TASK.optimizer
         changes = run["configuration"]["settings"]["task_changes"]
         curves.append(run["curves"])
     assert changes["optimizer"]["lr"] == 0.1 and curves[0] != curves[1]
-    changes = of_row["equal-compute"][0].run(SETTING, 0)["configuration"]["settings"]
+    changes = of_row["equal-compute"][0].run(Draw(SETTING, 0))["configuration"]["settings"]
     assert set(changes["task_changes"]) == {"optimizer", "local_epochs"}
 
 
@@ -116,14 +116,11 @@ def test_a_label_with_a_failed_run_is_not_selected() -> None:
 def test_validation_images_select_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """mu = 0.1 is better on validation images, mu = 0.01 on test images."""
 
-    def run(
-        row: Candidate, setting: Setting, seed: int, outside: tuple[str, ...] = ()
-    ) -> dict[str, Any]:
+    def run(row: Candidate, draw: Draw) -> dict[str, Any]:
         mu = row.hyper["site"].get("mu", 0)
         test = {"deployed": {"dice": 0.5 - mu}}
-        sites = {site: SiteRecord("inside", metrics=test) for site in setting.sites}
-        task = dataclasses.replace(setting.task, resplit=seed)
-        record = RunRecord("fedprox", task, seed, 1, sites, seconds={"total": 1.0})
+        sites = {site: SiteRecord("inside", metrics=test) for site in draw.setting.sites}
+        record = RunRecord("fedprox", draw.task, draw.seed, 1, sites, seconds={"total": 1.0})
         results = build_results(dataclasses.replace(record, hyper=row.effective))
         return results | {"curves": {"global": {"site-1": [[0, 1.0], [1, mu]]}}}
 

@@ -21,29 +21,19 @@ from medflare.studies.statistics import (
     common_classes,
     compare,
     compare_patients,
+    conclusion,
     delong,
     detectable_difference,
     equivalence_p,
     holm,
     joined_cases,
-    mean_interval,
     split_ratio,
     study_values,
-    verdict,
     weighted_metric,
 )
 from studies.conftest import leaving_out
 
 NAN = float("nan")
-
-
-def test_the_interval_of_a_mean_needs_six_values() -> None:
-    # A resample has k threes with the binomial probability (6 over k) / 64: 1.6 % for none, 10.9 % for at most one.
-    assert mean_interval([0.0, 0.0, 0.0, 3.0, 3.0, 3.0]) == (0.5, 2.5)
-    # Of three values 3.7 % of the resamples have the smallest one only: the interval would be the smallest and the largest value.
-    assert (
-        mean_interval([0.0, 1.0, 3.0]) is None and mean_interval([0.0, 0.0, 0.0, 3.0, 3.0]) is None
-    )
 
 
 def test_compare_by_hand() -> None:
@@ -156,7 +146,7 @@ def test_verdicts_by_hand(
     expected: str,
 ) -> None:
     over_patients = Comparison(over_seeds.difference, interval, None, 100)
-    assert verdict(over_seeds, over_patients, adjusted_p, 0.05) == expected
+    assert conclusion(over_seeds, over_patients, adjusted_p, 0.05) == expected
 
 
 def values_of(

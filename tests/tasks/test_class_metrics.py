@@ -18,7 +18,7 @@ from medflare.tasks import metrics_table
 from medflare.tasks.class_metrics import by_class, of_outputs, quadratic_kappa
 from medflare.tasks.classes import Cases
 from medflare.tasks.metrics_table import METRICS, Metric, metric_table
-from medflare.tasks.summaries import summarize
+from medflare.tasks.summaries import mean_interval, summarize
 
 N = 60
 LABELS = {"multiclass": ["x", "y", "z"], "multilabel": ["x", "y"], "binary": ["x"]}
@@ -293,3 +293,14 @@ def test_a_class_of_one_patient_leaves_intervals_of_means_over_images_alone(
     over_images = ("accuracy", "brier", "ece")
     intervals = of_patients(target, probabilities, torch.tensor(targets), *of_classes, *over_images)
     assert intervals.keys() == set(over_images)
+
+
+def test_the_interval_of_a_mean_needs_six_values() -> None:
+    # A resample has k threes with the binomial probability (6 over k) / 64: 1.6 % for none, 10.9 % for at most one.
+    assert mean_interval([0.0, 0.0, 0.0, 3.0, 3.0, 3.0]) == (0.5, 2.5)
+    # Of three values 3.7 % of the resamples have the smallest one only: the interval would be the smallest and the largest value.
+    assert (
+        mean_interval([0.0, 1.0, 3.0]) is None and mean_interval([0.0, 0.0, 0.0, 3.0, 3.0]) is None
+    )
+    low, high = mean_interval([place / 20 for place in range(20)], resamples=999) or (0.0, 0.0)
+    assert 0.3 < low < 0.475 < high < 0.65, "about 1.96 x 0.288 / sqrt(20) on either side"

@@ -131,13 +131,8 @@ def test_a_curve_does_not_reveal_scores() -> None:
 
 
 def test_patients_behind_the_counts() -> None:
-    assert patients_of_classes("aabc", np.array([1, 1, 0, 1]), "binary", 1) == [2, 1]
-    assert patients_of_classes("abc", np.array([[1, 0], [0, 0], [1, 0]]), "multilabel", 2) == [
-        2,
-        1,
-        0,
-        3,
-    ]
+    assert patients_of_classes("aabc", np.array([1, 1, 0, 1]), 1) == [2, 1]
+    assert patients_of_classes("abc", np.array([[1, 0], [0, 0], [1, 0]]), 2) == [2, 1, 0, 3]
 
 
 def test_stored_probabilities_have_the_area_of_the_probabilities() -> None:

@@ -93,7 +93,7 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
     sums: dict[str, Tensor] = {}  # (count, sum, sum of squares) by channel, float64 (3, C)
 
     def add(name: str, inputs: Tensor) -> None:
-        values = inputs.detach().transpose(0, 1).flatten(1).to(torch.float64)  # (C, N * pixels)
+        values = inputs.detach().transpose(0, 1).flatten(1).double()  # (C, N * pixels)
         total = values.sum(dim=1)
         squares = values.square().sum(dim=1)
         count = torch.full_like(total, values.shape[1])
@@ -144,8 +144,7 @@ class TargetStatistics(nn.Module):
     def predict_patient(self, parts: Sequence[Tensor]) -> Tensor:
         """See `training.scoring.PatientPredictor`."""
         model: Any = self.model
-        probabilities: Tensor = model.predict_patient(parts)
-        return probabilities
+        return model.predict_patient(parts)
 
     def statistics(self) -> StateDict:
         """Mean and variance of every layer with running statistics, by name."""

@@ -22,7 +22,6 @@ CLASS_SHARES: Final = "class_shares"  # item of a final model: class shares of t
 UNKNOWN_SHARES: Final = (
     "the model does not hold the class shares of its training, which are taken as equal"
 )
-_PASSES: Final = 1000
 _CLOSE: Final = 1e-7
 _LEAST: Final = 1e-6  # share of a class, so that no probability is divided by 0
 
@@ -43,7 +42,7 @@ def estimated_shares(p: Tensor, trained: Tensor) -> Tensor:
     """q (C,) by the fixed point of Eq. 2.9, in float64; arguments as of `corrected`."""
     p = p.double()
     shares = trained = trained.double()
-    for _ in range(_PASSES):
+    for _ in range(1000):
         before = shares
         shares = corrected(p, trained, before).mean(dim=0).clamp_min(_LEAST)
         if (shares - before).abs().max() < _CLOSE:
@@ -90,7 +89,7 @@ class LabelShift(nn.Module):
 
     def _classes(self, images: Tensor) -> Tensor:
         """Probabilities (N, classes) by the model alone."""
-        p: Tensor = self.model(images)
+        p = self.model(images)
         return torch.cat([1 - p, p], dim=1) if self.binary else p
 
     @torch.no_grad()

@@ -50,13 +50,8 @@ class MEMO(Online):
 
     def __init__(self, model: nn.Module, target: str, settings: MEMOSettings):
         model = copy.deepcopy(model).eval()
-
-        super().__init__(
-            model,
-            list(model.parameters()),
-            partial(torch.optim.SGD, lr=settings.rate),
-            batch_size=1,
-        )
+        sgd = partial(torch.optim.SGD, lr=settings.rate)
+        super().__init__(model, model.parameters(), sgd, batch_size=1)
         self.target = target
         self.settings = settings
 
@@ -76,7 +71,7 @@ class MEMO(Online):
 
     def marginal(self, augmented: Tensor, flips: Tensor) -> Tensor:
         """p(y | x), (1, outputs, ...), by the augmented images (B, C, ...) and their flips."""
-        p: Tensor = self.model(augmented)
+        p = self.model(augmented)
         if p.ndim == augmented.ndim:
             p = flipped(p, flips)
         return p.mean(dim=0, keepdim=True)

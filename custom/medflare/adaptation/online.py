@@ -1,10 +1,12 @@
 """Models that adapt while they predict: some weights take steps on the images of each batch."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from medflare.networks.features import overwrite
 
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
@@ -22,7 +24,7 @@ class Online(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        weights: Sequence[nn.Parameter],
+        weights: Iterable[nn.Parameter],
         optimizer: Optimizer,
         batch_size: int | None,
     ):
@@ -36,7 +38,7 @@ class Online(nn.Module):
 
     def reset(self) -> None:
         """Restore the trained model, with a fresh optimizer."""
-        self._restore(self._trained)
+        overwrite(self.weights, self._trained)
         for weight in self.weights:
             weight.requires_grad_()
         self.optimizer = self._new_optimizer(self.weights)
@@ -55,11 +57,6 @@ class Online(nn.Module):
     def adapted(self, images: Tensor) -> Tensor:
         """Adapts to a batch, and returns its probabilities."""
         raise NotImplementedError
-
-    @torch.no_grad()
-    def _restore(self, values: Sequence[Tensor]) -> None:
-        for weight, value in zip(self.weights, values, strict=True):
-            weight.copy_(value)
 
     def descend(self, loss: Tensor) -> None:
         """A step of the optimizer."""

@@ -5,7 +5,9 @@ own kind is its item "base"; the item of the kind's name has its arguments.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Protocol, TypeVar, runtime_checkable
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Final, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -28,11 +30,9 @@ from medflare.training.site import Site
 STATISTICS = "statistics"  # the entry with what an adaptation estimated from all images
 NONE: Final = "none"
 LABEL_SHIFT: Final = "labelshift"
-ROUTING: Final = "routing"  # of IOP-FL's models alone, whose kind is:
-_ROUTED: Final = "routed"
+ROUTING: Final = "routing"  # of IOP-FL's models alone, whose kind is "routed"
 
 Build = Callable[[Message], nn.Module]
-T = TypeVar("T")
 
 
 @runtime_checkable
@@ -54,53 +54,40 @@ class _NoSettings:
     """An adaptation without arguments."""
 
 
-def _settings(kind: str, cls: type[T], message: Message) -> T:
-    return build_hyper(cls, message.meta.get(kind, {}), f"adaptation {kind}")
+def _in_batches(adaptation: Any) -> Callable[..., nn.Module]:
+    """Of Tent and SAR, whose batches are the task's unless the settings say otherwise."""
+    return lambda model, task, message, settings: adaptation(
+        model, task.target, settings, settings.batch_size or task.batch_size
+    )
 
 
-def _dsbn(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
-    _settings("dsbn", _NoSettings, message)
-    return TargetStatistics(model)
+# Kind -> class of its arguments, and (built model, task, message, arguments) -> module.
+_BUILTIN: Final[dict[str, tuple[type[Any], Callable[..., nn.Module]]]] = {
+    "dsbn": (_NoSettings, lambda model, *_: TargetStatistics(model)),
+    "tent": (TentSettings, _in_batches(Tent)),
+    "sar": (SARSettings, _in_batches(SAR)),
+    "memo": (MEMOSettings, lambda model, task, _, settings: MEMO(model, task.target, settings)),
+    "ttt": (TTTSettings, TestTimeTraining),
+    LABEL_SHIFT: (
+        _NoSettings,
+        lambda model, task, message, _: LabelShift(model, task, message.meta.get(CLASS_SHARES)),
+    ),
+}
 
 
-def _tent(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
-    settings = _settings("tent", TentSettings, message)
-    return Tent(model, task.target, settings, settings.batch_size or task.batch_size)
-
-
-def _sar(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
-    settings = _settings("sar", SARSettings, message)
-    return SAR(model, task.target, settings, settings.batch_size or task.batch_size)
-
-
-def _memo(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
-    return MEMO(model, task.target, _settings("memo", MEMOSettings, message))
-
-
-def _ttt(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
-    return TestTimeTraining(model, task, message, _settings("ttt", TTTSettings, message))
-
-
-def _labelshift(model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
-    _settings(LABEL_SHIFT, _NoSettings, message)
-    return LabelShift(model, task, message.meta.get(CLASS_SHARES))
+def _built(kind: str, model: nn.Module, task: TaskConfig, message: Message) -> nn.Module:
+    settings_class, adaptation = _BUILTIN[kind]
+    settings = build_hyper(settings_class, message.meta.get(kind, {}), f"adaptation {kind}")
+    return adaptation(model, task, message, settings)
 
 
 class _Adaptations(Extensions):
     """kind -> (built model, task, message) -> module, images to probabilities."""
 
     def __getitem__(self, kind: str) -> Callable[[nn.Module, TaskConfig, Message], nn.Module]:
-        return self.foreign(kind) or _BUILTIN[kind]
+        return self.foreign(kind) or partial(_built, kind)
 
 
-_BUILTIN: Final = {
-    "dsbn": _dsbn,
-    "tent": _tent,
-    "sar": _sar,
-    "memo": _memo,
-    "ttt": _ttt,
-    LABEL_SHIFT: _labelshift,
-}
 ADAPTATIONS: Final = _Adaptations("adaptation", "adaptations", lambda: _BUILTIN, check_callable)
 
 
@@ -138,7 +125,7 @@ def with_adaptation(message: Message, adapt: str) -> Message:
     name, arguments = parsed(adapt)
     kind = message.meta["kind"]
     if name == ROUTING:
-        if kind != _ROUTED:
+        if kind != "routed":
             raise ConfigError(
                 "adaptation routing: the model holds no experts, "
                 "as those of iop_fl at its outside sites do"
@@ -154,22 +141,10 @@ def with_adaptation(message: Message, adapt: str) -> Message:
     return around
 
 
-def with_tent(
-    message: Message,
-    task: TaskConfig,
-    *,
-    rate: float = 1e-3,
-    steps: int = 1,
-    episodic: bool = False,
-) -> Message:
-    """The final model with Tent around it; the settings are `TentSettings`."""
+def with_tent(message: Message, task: TaskConfig, **settings: Any) -> Message:
+    """The final model with Tent around it; `settings` are those of `TentSettings`."""
     adapted = _around(message, "tent")
-    adapted.meta["tent"] = {
-        "rate": rate,
-        "steps": steps,
-        "episodic": episodic,
-        "batch_size": task.batch_size,
-    }
+    adapted.meta["tent"] = asdict(TentSettings(batch_size=task.batch_size, **settings))
     return adapted
 
 

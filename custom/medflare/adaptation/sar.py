@@ -26,6 +26,7 @@ from medflare.adaptation.tent import entropies
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
 from medflare.core.settings import strict_dataclass
+from medflare.networks.features import overwrite
 
 
 @strict_dataclass
@@ -82,8 +83,7 @@ class SAR(Online):
 
     def adapted(self, images: Tensor) -> Tensor:
         probabilities = self.model(images)
-        exclusive = self.target == "multiclass"
-        largest = math.log(probabilities.shape[1] if exclusive else 2)
+        largest = math.log(probabilities.shape[1] if self.target == "multiclass" else 2)
         limit = self.settings.margin * largest
         first = entropies(probabilities, self.target)
         reliable = first.detach() < limit
@@ -99,7 +99,7 @@ class SAR(Online):
             loss = second[reliable].mean()
             self.optimizer.zero_grad()
             loss.backward()
-            self._restore(trained)
+            overwrite(self.weights, trained)
             if reliable.any():
                 self.optimizer.step()
                 self._watch(loss.item(), self.settings.reset * largest)

@@ -24,8 +24,8 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.settings import strict_dataclass
 from medflare.core.states import misfit
-from medflare.networks.catalogue import meta_network
-from medflare.networks.features import FeatureNetwork, Probabilities, example, pooled
+from medflare.networks.catalogue import feature_width
+from medflare.networks.features import FeatureNetwork, Probabilities, pooled
 from medflare.tasks.config import TaskConfig
 
 ROTATION: Final = "rotation"  # the entry of a message with θ_s
@@ -63,11 +63,8 @@ def rotation_loss(
 
 def rotation_head(task: TaskConfig) -> nn.Linear:
     """θ_s of the task's network, zeros."""
-    with torch.no_grad():
-        images = example(task.image_channels, task.size, "meta")
-        features, _ = meta_network(task).eval().features_and_output(images)
     turns = 4 if task.size[-1] == task.size[-2] else 2
-    head: nn.Linear = nn.utils.skip_init(nn.Linear, pooled(features).shape[1], turns)
+    head: nn.Linear = nn.utils.skip_init(nn.Linear, feature_width(task), turns)
     for weight in head.parameters():
         nn.init.zeros_(weight)
     return head
@@ -96,10 +93,8 @@ class TestTimeTraining(Online):
         head.load_state_dict(message.states[ROTATION])
 
         network: Any = model.network
-        body = network.body.parameters()
-        super().__init__(
-            model, list(body), partial(torch.optim.SGD, lr=settings.rate), batch_size=1
-        )
+        sgd = partial(torch.optim.SGD, lr=settings.rate)
+        super().__init__(model, network.body.parameters(), sgd, batch_size=1)
         self.settings = settings
         self.network = network
         self.head = head.requires_grad_(False)

@@ -3,15 +3,13 @@
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from medflare.cli.options import PathArguments
 from medflare.cli.run import checkpoint_of, locked
 from medflare.core.errors import StateError
 
 
-def clean(folders: Annotated[list[Path], typer.Argument()], yes: bool = False) -> int:
+def clean(folders: PathArguments, yes: bool = False) -> None:
     """Say what runs hold and what can be freed: states, checkpoints, and copies of equal models.
     Deletes with --yes only.
 
@@ -44,7 +42,6 @@ def clean(folders: Annotated[list[Path], typer.Argument()], yes: bool = False) -
         print(f"{format_bytes(total)} freed")
     else:
         print(f"{format_bytes(total)} would be freed; delete with --yes")
-    return 0
 
 
 def runs_in(folders: list[Path]) -> Iterator[Path]:
@@ -52,12 +49,14 @@ def runs_in(folders: list[Path]) -> Iterator[Path]:
 
     StateError: a folder without a run.
     """
+    from medflare.evaluation.results import RESULTS_FILE
+
     seen = set()
     for folder in folders:
-        candidates = [folder]
-        if folder.is_dir():
-            candidates += sorted(path for path in folder.iterdir() if path.is_dir())
-        runs = [path for path in candidates if _is_run(path)]
+        runs = []
+        for path in (folder, *sorted(folder.glob("*"))):
+            if (path / RESULTS_FILE).is_file() or checkpoint_of(path).is_file():
+                runs.append(path)
         if not runs:
             raise StateError(
                 f"{folder}: no run here; name the folder of a run, or the folder that holds runs"
@@ -99,12 +98,6 @@ def size_of(path: Path) -> int:
     """Bytes of a file, or of all files in a folder; links count nothing."""
     files = [path, *path.rglob("*")]
     return sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink())
-
-
-def _is_run(folder: Path) -> bool:
-    from medflare.evaluation.results import RESULTS_FILE
-
-    return (folder / RESULTS_FILE).is_file() or checkpoint_of(folder).is_file()
 
 
 def _copies(run: Path) -> Iterator[Path]:

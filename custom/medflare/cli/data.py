@@ -6,18 +6,17 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from medflare.cli import options
-from medflare.cli.options import AUTO_HELP, add_commands, names_in
+from medflare.cli.options import AUTO_HELP, PathArgument, PathArguments, add_commands, names_in
 from medflare.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
-_TASK_FILE: Final = "task.json"
 Root = Annotated[
     Path,
     typer.Argument(
@@ -56,7 +55,7 @@ def add_groups(app: typer.Typer) -> None:
 
 
 def init(
-    root: Annotated[Path, typer.Argument()],
+    root: PathArgument,
     kind: Kind | None = None,
     table: Path | None = None,
     image_column: str = "",
@@ -75,7 +74,7 @@ def init(
     copy: bool = False,
     skip: bool = False,
     force: bool = False,
-) -> int:
+) -> None:
     """Write datalist.json for a folder of images: class folders, images with masks, or a table.
 
     Recognises a folder per class, images with masks by name (a.png, a_mask.png; images/ and masks/;
@@ -146,14 +145,13 @@ def init(
     report = import_folder(root, options)
     print(report.render())
     print(f"next: medflare task init {shlex.quote(str(report.home))} --out task.json")
-    return 0
 
 
 def phantom(
-    out: Annotated[Path, typer.Argument()],
+    out: PathArgument,
     kind: Kind = "segmentation",
     layout: Annotated[Literal["png", "csv", "dicom"], typer.Option("--format")] = "png",
-) -> int:
+) -> None:
     """Write synthetic photographs of the optic disc, to try the other commands without images of
     your own.
 
@@ -180,7 +178,6 @@ def phantom(
     }[layout]
     print(f"{count} synthetic images of 64 x 64 pixels in {out}; two eyes per patient, {patients}")
     print(f"next: medflare data init {shlex.quote(str(out))} {arguments} --out DATA")
-    return 0
 
 
 def check(
@@ -210,7 +207,7 @@ def check(
     return 0 if report.ok else 1
 
 
-def fingerprint(root: Root, task: str | None = None, out: Path | None = None) -> int:
+def fingerprint(root: Root, task: str | None = None, out: Path | None = None) -> None:
     """Write sizes, spacings, intensities and classes of the training images as JSON, to plan a
     task.
 
@@ -232,12 +229,11 @@ def fingerprint(root: Root, task: str | None = None, out: Path | None = None) ->
     sites = fingerprints(root, _task(task, root))
     if out is None:
         print(json.dumps(to_json(sites), indent=2))
-        return 0
+        return
     write_json(out, to_json(sites), public=True)
     for site in sites:
         print(f"{site.site}: {site.images} training images of {site.patients} patients")
     print(f"written: {out}; read it before it leaves the site")
-    return 0
 
 
 def prepare(
@@ -251,7 +247,7 @@ def prepare(
     seed: int = 0,
     copy: bool = False,
     force: bool = False,
-) -> int:
+) -> None:
     """Make the sites of a paper from its downloads.
 
     Makes a folder per site with its files and datalist.json, and compares the counts with the
@@ -279,7 +275,7 @@ def prepare(
 
     if listed:
         print(listing())
-        return 0
+        return
     if name is None or source is None or out is None:
         raise ConfigError(
             "data prepare: give NAME, --from DOWNLOADS and --out DATA; --list shows the names"
@@ -296,12 +292,11 @@ def prepare(
         force=force,
     )
     print(prepared.render())
-    return 0
 
 
 def features(
     root: Root, task: str, out: Path, weights: Path | None = None, force: bool = False
-) -> int:
+) -> None:
     """Compute features of every image with a pretrained network, so that heads train in seconds.
 
     Makes sites whose images are the features, without augmentation, and a task that trains a head
@@ -320,7 +315,6 @@ def features(
     from medflare.tasks.config import load_task
 
     print(write_features(root, load_task(task), out, weights=weights, force=force).render())
-    return 0
 
 
 def _task(name: str | None, root: Path) -> "TaskConfig":
@@ -335,7 +329,7 @@ def _task(name: str | None, root: Path) -> "TaskConfig":
         return load_task(name)
     root = root.resolve()
     for folder in (root, root.parent):
-        file = folder / _TASK_FILE
+        file = folder / "task.json"
         if file.is_file():
             print(f"task: {file}", file=sys.stderr)
             return load_task(file)
@@ -351,14 +345,14 @@ def _task(name: str | None, root: Path) -> "TaskConfig":
 
 
 def plan(
-    fingerprints: Annotated[list[Path], typer.Argument()],
+    fingerprints: PathArguments,
     out: Path,
     memory: float = 8.0,
     modality: Modality = "mr",
     voxels: bool = False,
     name: str | None = None,
     force: bool = False,
-) -> int:
+) -> None:
     """Propose a segmentation task from the fingerprints of its sites, by nnU-Net's rules.
 
     Writes a task with spacing, patch, network, batch and normalisation, and prints each setting
@@ -390,7 +384,6 @@ def plan(
     images = sum(site.images for site in sites)
     names = ", ".join(site.site for site in sites)
     print(f"planned from {images} training images ({names}); written: {out}")
-    return 0
 
 
 def init_task(
@@ -409,7 +402,7 @@ def init_task(
     device: options.Device = None,
     yes: bool = False,
     force: bool = False,
-) -> int:
+) -> None:
     """Write a task for the images of a folder with datalist.json; on a terminal it asks for labels,
     size and network.
 
@@ -467,7 +460,6 @@ def init_task(
         f"      medflare run fedavg --task {file} --data-root {data_root} --rounds {TIMED_ROUNDS} "
         "--engine local"
     )
-    return 0
 
 
 def _changes(proposed: Mapping[str, Any], texts: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -478,7 +470,7 @@ def _changes(proposed: Mapping[str, Any], texts: Mapping[str, str | None]) -> di
         "size": ",".join(map(str, proposed["size"])),
         "network": proposed["network"]["name"],
     }
-    changed: dict[str, str | None] = {}
+    changed = {}
     for option, text in texts.items():
         if text is None:
             answer = typer.prompt(option, default=defaults[option])

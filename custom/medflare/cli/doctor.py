@@ -4,11 +4,11 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from medflare.cli.startup_kit import (
     MALFORMED,
@@ -22,6 +22,7 @@ from medflare.cli.startup_kit import (
     template,
 )
 from medflare.core.errors import ConfigError, MedflareError
+from medflare.core.text import JsonDict
 from medflare.data.loading import site_folder
 from medflare.data.local import (
     CACHE,
@@ -37,7 +38,6 @@ from medflare.tasks.config import TaskConfig
 from medflare.training.computing import usable_device
 
 _GB: Final = 10**9
-_EXPIRES_SOON: Final = timedelta(days=30)
 
 
 class CheckResult(NamedTuple):
@@ -57,10 +57,10 @@ def examine(kit: Kit, task: TaskConfig | None = None) -> Iterator[CheckResult]:
 
     `task`: a site's images are read for it; None: only the datalist is read.
     """
-    local: LocalSettings | None = None
+    local = None
     with suppress(MedflareError, OSError):  # the check "settings" reports it
         local = local_settings(read_local(kit.local / LOCAL_FILE))
-    checks: dict[str, Callable[[Kit], str]] = {
+    checks = {
         "policies": _policies,
         "keys": _keys,
         "certificate": _certificate,
@@ -107,7 +107,7 @@ def _policies(kit: Kit) -> str:
     return "jobs may name medflare's components and bring no code"
 
 
-def _code(kit: Kit, authorization: dict[str, Any]) -> None:
+def _code(kit: Kit, authorization: JsonDict) -> None:
     for right in authorization.get("permissions", {}).values():
         brings_code = isinstance(right, dict) and right.get("byoc", "none") != "none"
         if right == "any" or brings_code:
@@ -117,7 +117,7 @@ def _code(kit: Kit, authorization: dict[str, Any]) -> None:
             )
 
 
-def _classes(kit: Kit, resources: dict[str, Any]) -> None:
+def _classes(kit: Kit, resources: JsonDict) -> None:
     file = kit.local / "resources.json"
     remedy = f"medflare site setup {kit.folder} --replace-policies"
     allowed = [str(name) for name in resources.get("class_allow_list", [])]
@@ -146,7 +146,7 @@ def _classes(kit: Kit, resources: dict[str, Any]) -> None:
         )
 
 
-def _guard(kit: Kit, privacy: dict[str, Any]) -> None:
+def _guard(kit: Kit, privacy: JsonDict) -> None:
     if not _result_filters(template("site", "privacy.json")) <= _result_filters(privacy):
         raise _Warning(
             "no OutboundGuard in privacy.json: nothing compares what leaves the site with the "
@@ -154,7 +154,7 @@ def _guard(kit: Kit, privacy: dict[str, Any]) -> None:
         )
 
 
-def _result_filters(privacy: dict[str, Any]) -> set[str]:
+def _result_filters(privacy: JsonDict) -> set[str]:
     """Class paths of the result filters in the default scope."""
     scopes = {scope.get("name"): scope for scope in privacy.get("scopes", ())}
     default = scopes.get(privacy.get("default_scope"), {})
@@ -175,7 +175,7 @@ def _keys(kit: Kit) -> str:
 def _certificate(kit: Kit) -> str:
     end = certificate_end(kit.name, kit.root, kit.certificate)
     check_root(kit)
-    if end - datetime.now(timezone.utc) < _EXPIRES_SOON:
+    if end - datetime.now(timezone.utc) < timedelta(days=30):
         raise _Warning(f"valid until {end:%F} only; ask the project admin for a new kit")
     return f"valid until {end:%F} by this machine's clock"
 
@@ -261,7 +261,7 @@ def _data(kit: Kit, local: LocalSettings, task: TaskConfig | None) -> str:
             f"{len(problems)} problems, the first: {problems[0]}; "
             f"see medflare data check {root} --task {task.name}"
         )
-    splits: list[str] = []
+    splits = []
     for site in report.sites.values():
         splits += [f"{name} {images}" for name, (images, _) in site.splits.items()]
     return f"every image can be read: {', '.join(splits)}"

@@ -4,15 +4,15 @@ import os
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from medflare.cli.clean import size_of
-from medflare.cli.options import AUTO_HELP, DefaultGroup, Track, add_commands, takes
+from medflare.cli.options import AUTO_HELP, DefaultGroup, PathArgument, Track, add_commands, takes
 from medflare.cli.run import FederationOptions, chosen
 from medflare.core.errors import ConfigError
-from medflare.core.text import printable
+from medflare.core.text import JsonDict, printable
 from medflare.federation.settings import RunSettings
 
 Kit = Annotated[Path, typer.Option(help="Startup kit of the lead, or of the project admin")]
@@ -37,14 +37,14 @@ def add_groups(app: typer.Typer) -> None:
 @takes("federation", FederationOptions)
 @takes("settings", RunSettings, skip=("resume",))
 def create_job(
-    federation: dict[str, Any],
-    settings: dict[str, Any],
+    federation: JsonDict,
+    settings: JsonDict,
     out: Path,
     track: Track = None,
     no_byoc: bool = False,
     embed_code: bool = False,
     force: bool = False,
-) -> int:
+) -> None:
     """Write a FLARE job folder for the simulator, POC or production; `medflare job METHOD` is short
     for it.
 
@@ -100,10 +100,9 @@ def create_job(
             "workspace    (DATA has a folder per site)"
         )
     print(f"job folder: {folder} ({format_bytes(size_of(folder))})\nnext: {command}")
-    return 0
 
 
-def submit_job(folder: Annotated[Path, typer.Argument()], kit: Kit) -> int:
+def submit_job(folder: PathArgument, kit: Kit) -> None:
     """Submit a job folder to the server of a federation, and print the job's id.
 
     Args:
@@ -119,7 +118,6 @@ def submit_job(folder: Annotated[Path, typer.Argument()], kit: Kit) -> int:
         raise ConfigError(f"{folder} is no job folder; write one with medflare job create")
     with session(kit) as connection:
         print(printable(connection.submit_job(str(folder.resolve()))))
-    return 0
 
 
 def watch_job(job: Job, kit: Kit, timeout: float = 0.0, patience: float = 600.0) -> int:
@@ -169,7 +167,7 @@ def fetch_job(job: Job, kit: Kit, out: Path | None = None) -> int:
     return 0 if show_results(folder) else 1
 
 
-def list_jobs(kit: Kit) -> int:
+def list_jobs(kit: Kit) -> None:
     """List the jobs of a federation, the newest last.
 
     Examples:
@@ -180,7 +178,6 @@ def list_jobs(kit: Kit) -> int:
     _check_certificate(kit)
     with session(kit) as connection:
         print(listing(jobs_of(connection)))
-    return 0
 
 
 def _check_certificate(folder: Path) -> None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from medflare.methods.method import Method
 
 _WIDE: Final = 10_000  # columns, where nothing is wrapped
-_WIDEST: Final = 160  # of the table
 _PAPERS: Final = "papers"  # methods of no family
 _COLUMNS: Final = ("method", "title", "stays at the site", "leaves", "cost", "outside", "DP-SGD")
 
@@ -96,7 +95,8 @@ def method_row(method: "Method") -> dict[str, str]:
     leaves: dict[str, None] = {}
     for phase in method.site_class.phases.values():
         leaves |= dict.fromkeys(spec.name for spec in phase.reply)
-    cost = _costs().get(method.name)
+    costs = resources.files("medflare.methods") / "costs.json"  # of benchmarks/cost.py
+    cost = json.loads(costs.read_text(encoding="utf-8")).get(method.name)
     return {
         "family": method.family,
         "method": method.name,
@@ -109,13 +109,6 @@ def method_row(method: "Method") -> dict[str, str]:
     }
 
 
-def _costs() -> Mapping[str, float]:
-    """Method -> processor time of a round beside FedAvg's, measured by benchmarks/cost.py."""
-    file = resources.files("medflare.methods") / "costs.json"
-    costs: Mapping[str, float] = json.loads(file.read_text(encoding="utf-8"))
-    return costs
-
-
 def methods_table(rows: Iterable[Mapping[str, str]], width: int) -> str:
     """The methods by family, those of the papers first, in lines of at most `width` characters."""
     from rich.console import Console
@@ -124,7 +117,7 @@ def methods_table(rows: Iterable[Mapping[str, str]], width: int) -> str:
     families: dict[str, list[Mapping[str, str]]] = {_PAPERS: []}
     for row in rows:
         families.setdefault(row["family"] or _PAPERS, []).append(row)
-    console = Console(width=min(width, _WIDEST), no_color=True, highlight=False)
+    console = Console(width=min(width, 160), no_color=True, highlight=False)
     with console.capture() as captured:
         for family, of_family in families.items():
             console.print(f"\n{family}")

@@ -6,12 +6,14 @@ from typing import Annotated, Literal
 
 import typer
 
+from medflare.cli.options import PathArguments
+
 Model = Annotated[Path, typer.Argument(help="Folder with model.safetensors and card.json")]
 
 
 def predict(
     model: Model,
-    images: Annotated[list[Path], typer.Argument()],
+    images: PathArguments,
     out: Path,
     adapt: str = "auto",
     device: str = "cpu",
@@ -74,7 +76,7 @@ def predict(
 
 def export(
     model: Model, format: Literal["torchscript", "onnx", "monai"], out: Path, unsigned: bool = False
-) -> int:
+) -> None:
     """Write a delivered model as TorchScript, ONNX or a MONAI bundle.
 
     The exported model maps prepared images to probabilities. It is written only if it gives the
@@ -95,4 +97,3 @@ def export(
 
     stored = load_model(model, unsigned=unsigned)
     print(export(stored, format, out, builder=build_deployed).render())
-    return 0

@@ -19,12 +19,12 @@ from typer.core import TyperGroup
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import check_site_name
-from medflare.core.text import read_json
+from medflare.core.text import Json, read_json
 
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
-AUTO_HELP: Final[dict[str, Any]] = {
+AUTO_HELP: dict[str, Any] = {
     "rich_markup_mode": None,
     "add_completion": False,
     "no_args_is_help": True,
@@ -33,6 +33,8 @@ DEFAULT_ROUNDS: Final = 10
 PHANTOM: Final = "phantom"
 TASK: Final = "task."  # prefix of a task's setting in --set
 
+PathArgument = Annotated[Path, typer.Argument()]
+PathArguments = Annotated[list[Path], typer.Argument()]
 DataRoot = Annotated[
     Path | None,
     typer.Option(
@@ -76,12 +78,12 @@ def _take_file(context: typer.Context, file: Path | None) -> Path | None:
         raise ConfigError(
             f'--options {file}: one JSON object is needed, for example {{"rounds": 20}}'
         )
-    names: dict[str, Any] = {}  # name of an option, as it is written -> its parameter
+    names = {}  # name of an option, as it is written -> its parameter
     for parameter in context.command.params:
         for written in (parameter.name or "", *parameter.opts):
             names[written.lstrip("-").replace("-", "_")] = parameter
     del names["options"], names["options_file"]
-    values: dict[str, Any] = {}
+    values = {}
     for name, value in content.items():
         option = names.get(name.replace("-", "_"))
         if option is None:
@@ -186,7 +188,7 @@ def takes(name: str, settings: type, skip: Sequence[str] = ()) -> Callable[[_Com
     for field in dataclasses.fields(settings):
         if field.name in skip:
             continue
-        default: Any = field.default
+        default = field.default
         annotation = hints[field.name]
         if field.name in described:
             metavar, text = described[field.name]
@@ -269,7 +271,7 @@ def refuse_used(reason: str, **values: Any) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {reason}")
 
 
-def set_values(settings: Iterable[str]) -> dict[str, Any]:
+def set_values(settings: Iterable[str]) -> Json:
     """Name -> value of every --set NAME=VALUE, the last one of a name.
 
     ConfigError: a setting that is not of that form.
@@ -288,7 +290,7 @@ def set_values(settings: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def task_with(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -> "TaskConfig":
+def task_with(source: str | Json, changes: Json) -> "TaskConfig":
     """The task of a preset name, JSON file or mapping with some settings changed.
 
     `changes`: "task.NAME" -> value; "task.optimizer.lr" reaches into the mapping `optimizer`.
@@ -380,7 +382,7 @@ def environment(
     from medflare.data.local import DEVICE_VARIABLE
     from medflare.networks.weights import ENVIRONMENT as WEIGHTS
 
-    values: dict[str, str] = {}
+    values = {}
     for name, path in ((DATA_ROOT, data_root), (WEIGHTS, weights)):
         if path is not None:
             values[name] = str(path.expanduser().resolve())

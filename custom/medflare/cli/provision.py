@@ -8,16 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final
-
-import typer
+from typing import Final
 
 from medflare.cli import root_key
+from medflare.cli.options import PathArgument
 from medflare.cli.startup_kit import KitSettings, make_private, open_kit, set_up
 from medflare.core.errors import ConfigError, one_line
 
-# In startup/ of a server's and a site's kit; people have none of them.
-_KIT_FILES: Final = ("fed_server.json", "fed_client.json")
 # The same federation as poc_workspace/project.yml.
 _EXAMPLE: Final = """\
 # A federation: one server, four hospitals, four people, mutual TLS. Set the names of the server, sites, organizations and people.
@@ -50,13 +47,13 @@ builders:
 
 
 def provision(
-    project: Annotated[Path, typer.Argument()],
+    project: PathArgument,
     workspace: Path = Path("federation"),
     add_client: Path | None = None,
     add_user: Path | None = None,
     leave_root_key: bool = False,
     new: bool = False,
-) -> int:
+) -> None:
     """Write a startup kit for each party of a federation, with medflare's policies.
 
     The project admin runs it: the root key and all private keys are made here. It locks the root
@@ -77,7 +74,8 @@ def provision(
         medflare provision project.yml --add-client site-5.yml      # a kit for one more site
     """
     if new:
-        return _write_example(project)
+        _write_example(project)
+        return
     name = _project_name(project)
     state = workspace / name / "state"
     _check_root_key(state, leave_root_key)
@@ -106,7 +104,6 @@ def provision(
         "next: medflare site doctor KIT    (not nvflare preflight-check, "
         "which disturbs a party that runs)"
     )
-    return 0
 
 
 @contextmanager
@@ -127,12 +124,11 @@ def _root_key_opened(state: Path, passphrase: str) -> Iterator[None]:
             signal.signal(stop, handler)
 
 
-def _write_example(project: Path) -> int:
+def _write_example(project: Path) -> None:
     if project.exists():
         raise ConfigError(f"{project} exists; give --new another name")
     project.write_text(_EXAMPLE, encoding="utf-8")
     print(f"written: {project}\nnext: set the names in it, then: medflare provision {project}")
-    return 0
 
 
 def _project_name(project: Path) -> str:
@@ -145,7 +141,7 @@ def _project_name(project: Path) -> str:
             f"medflare provision {project} --new"
         )
     try:
-        content: Any = yaml.safe_load(project.read_text(encoding="utf-8"))
+        content = yaml.safe_load(project.read_text(encoding="utf-8"))
         return str(content["name"])
     except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
@@ -188,7 +184,8 @@ def _set_up_newest(federation: Path) -> Path:
     # By name, prod_100 comes before prod_99.
     newest = max(federation.glob("prod_*"), key=lambda path: path.stat().st_mtime)
     for kit in sorted(newest.iterdir()):
-        if any((kit / "startup" / name).is_file() for name in _KIT_FILES):
+        files = ("fed_server.json", "fed_client.json")  # people have none of them
+        if any((kit / "startup" / name).is_file() for name in files):
             set_up(open_kit(kit), KitSettings())
     make_private(newest)  # FLARE lets all accounts read its scripts, also those of people
     return newest

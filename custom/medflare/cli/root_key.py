@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from cryptography.fernet import Fernet, InvalidToken
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
@@ -74,7 +74,7 @@ def unlock(state: Path, passphrase: str) -> None:
     file = state / LOCKED
     opened = state / OPEN
     try:
-        locked: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        locked = json.loads(file.read_text(encoding="utf-8"))
         cipher = _cipher(passphrase, base64.b64decode(locked["salt"]))
         content = cipher.decrypt(locked["token"].encode())
     except InvalidToken:

@@ -4,7 +4,7 @@ import fcntl
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import typer
 
 from medflare.cli import options
 from medflare.core.errors import ConfigError, FederationFailed, StateError
+from medflare.core.text import Json, JsonDict
 from medflare.federation.settings import RUN_SETTINGS, WAITS, RunSettings, run_settings
 
 if TYPE_CHECKING:
@@ -107,8 +108,8 @@ class FederationOptions:
 
 
 def chosen(
-    federation: FederationOptions, settings: Mapping[str, Any]
-) -> "tuple[Method, TaskConfig, dict[str, Any], dict[str, Any]]":
+    federation: FederationOptions, settings: Json
+) -> "tuple[Method, TaskConfig, Json, JsonDict]":
     """The method, the task, the hyper-parameters of each algorithm, and arguments of `run_local`,
     `MedflareRecipe` and `build_job`.
 
@@ -143,7 +144,7 @@ def chosen(
 
 def hyper_and_task(
     federation: FederationOptions, method: "Method", adapt: str = RunSettings.adapt
-) -> "tuple[dict[str, Any], TaskConfig]":
+) -> "tuple[Json, TaskConfig]":
     """The hyper-parameters of each algorithm and the task; errors as of `chosen`."""
     from medflare.adaptation.registry import with_adaptation
     from medflare.core.hyper import described, split_hyper
@@ -163,7 +164,7 @@ def hyper_and_task(
             )
     if federation.resplit is not None:
         changes[f"{options.TASK}resplit"] = federation.resplit
-    source: str | Mapping[str, Any] = federation.task or options.PHANTOM
+    source: str | Json = federation.task or options.PHANTOM
     evaluates = method.name == EVALUATE
     model = None
     if federation.model is not None:
@@ -193,7 +194,7 @@ def hyper_and_task(
     return split_hyper(hyper, method.hyper_classes, method.name), task
 
 
-def task_changes(values: Mapping[str, Any], **short: Any) -> dict[str, Any]:
+def task_changes(values: Json, **short: Any) -> JsonDict:
     """The changes of the task, see `options.task_with`.
 
     First the short options that are used, then those of --set, which are more specific.
@@ -215,7 +216,7 @@ def task_changes(values: Mapping[str, Any], **short: Any) -> dict[str, Any]:
     return changes
 
 
-def with_usual_rate(task: "TaskConfig", changes: Mapping[str, Any]) -> "TaskConfig":
+def with_usual_rate(task: "TaskConfig", changes: Json) -> "TaskConfig":
     """A task with the usual learning rate, which is printed, if `changes` name another network or
     optimizer and no rate.
     """
@@ -233,8 +234,8 @@ def with_usual_rate(task: "TaskConfig", changes: Mapping[str, Any]) -> "TaskConf
 @options.takes("federation", FederationOptions)
 @options.takes("settings", RunSettings, skip=("resume",))
 def run(
-    federation: dict[str, Any],
-    settings: dict[str, Any],
+    federation: JsonDict,
+    settings: JsonDict,
     sites: str | None = None,
     engine: Literal["flare", "local"] = "flare",
     data_root: options.DataRoot = None,
@@ -346,7 +347,7 @@ def run(
     return 0 if show_results(folder) else 1
 
 
-def _check_number(inside: int, settings: Mapping[str, Any]) -> None:
+def _check_number(inside: int, settings: Json) -> None:
     """Raise ConfigError if fewer sites train than the settings need; `inside`: sites that train."""
     if not inside:
         raise ConfigError("--outside: no site is left to train; name one more with --sites")
@@ -362,10 +363,10 @@ def _check_number(inside: int, settings: Mapping[str, Any]) -> None:
 def _planned(
     method: "Method",
     task: "TaskConfig",
-    hyper: Mapping[str, Any],
+    hyper: Json,
     inside: list[str],
     outside: list[str],
-    arguments: Mapping[str, Any],
+    arguments: Json,
 ) -> str:
     """What a run would do, a line each; raises ConfigError if it cannot."""
     from medflare.core.states import state_bytes
@@ -492,7 +493,7 @@ def _resume_hint(folder: Path, **options: Any) -> Iterator[None]:
 
 
 def resume(
-    path: Annotated[Path, typer.Argument()],
+    path: options.PathArgument,
     job: str | None = None,
     out: Path | None = None,
     workers: Workers = None,
@@ -572,7 +573,7 @@ def _check_resumable(path: Path) -> None:
     options.check_sites([*plan["sites"], *plan["outside"]], load_task(plan["task"]))
 
 
-def results(paths: Annotated[list[Path], typer.Argument()], csv: Path | None = None) -> int:
+def results(paths: options.PathArguments, csv: Path | None = None) -> int:
     """Show the results of a finished run; exits non-zero if it failed.
 
     Of several runs: the settings that differ, and the deployed models' test metric by site with

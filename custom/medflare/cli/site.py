@@ -40,7 +40,7 @@ def add_groups(app: typer.Typer) -> None:
 def setup(
     kits: Annotated[list[Path], typer.Argument(metavar="KIT...", help=_KIT)],
     settings: dict[str, Any],
-) -> int:
+) -> None:
     """Write policies and settings to a kit's local/ folder: add what is missing, change what is
     named, print every change.
 
@@ -51,7 +51,6 @@ def setup(
     for kit in [open_kit(folder) for folder in kits]:
         for change in set_up(kit, KitSettings(**settings)):
             print("\n         ".join([f"{change.verdict:8} {change.file}", *change.settings]))
-    return 0
 
 
 def doctor(kit: KitFolder, task: str | None = None) -> int:
@@ -110,7 +109,7 @@ class JobState:
     folder: str
 
 
-def status(kit: KitFolder, as_json: Annotated[bool, typer.Option("--json")] = False) -> int:
+def status(kit: KitFolder, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """Jobs here: why one was refused, round and phase, what left the site, where the models are.
 
     Args:
@@ -127,13 +126,12 @@ def status(kit: KitFolder, as_json: Annotated[bool, typer.Option("--json")] = Fa
         listed = [dataclasses.asdict(job) for job in jobs]
         content = {"name": party.name, "kind": party.kind, "server": server, "jobs": listed}
         print(json.dumps(content, indent=2))
-        return 0
+        return
     print(f"{party.name}, {party.kind}; server {server}")
     for job in jobs:
         print("\n    ".join([f"\n  job {job.id} {job.name}".rstrip(), *_job_lines(job)]))
     if not jobs:
         print("  no job yet")
-    return 0
 
 
 def _job_lines(job: JobState) -> list[str]:
@@ -175,7 +173,7 @@ def _job_state(kit: Kit, folder: Path, refused: Iterable[str]) -> JobState:
     private = private_folder(folder) if kit.kind == "site" else folder / FOLDER
     progress = _read_json(private / PROGRESS)
     outbound = private / OUTBOUND
-    rows: list[dict[str, str]] = []
+    rows = []
     if outbound.exists():
         rows = list(csv.DictReader(outbound.read_text(encoding="utf-8").splitlines()))
     sent = [row for row in rows if row["sent"] == "yes"]

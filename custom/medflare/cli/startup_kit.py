@@ -22,7 +22,6 @@ from cryptography.x509 import Certificate, load_pem_x509_certificate
 from medflare.core.errors import ConfigError
 
 LOCAL_FILE: Final = "medflare.json"  # as in data/local.py, whose import takes a second
-TEMPLATES: Final = Path(__file__).parent / "templates"
 VALIDATOR: Final = "app_validator"  # FLARE's name: the component that inspects a job on arrival
 PREFIX: Final = "medflare."
 # Raised when FLARE's JSON has another structure.
@@ -41,8 +40,6 @@ _DEFAULT_LAUNCHER: Final = (
 _RESTARTING_LAUNCHER: Final = "medflare.flare.launcher.RestartingLauncher"
 # FLARE's default, shared by all federations of a machine and deleted at a reboot.
 _DEFAULT_STORAGE: Final = "/tmp/nvflare/"
-_HEARTBEAT_TIMEOUT: Final = 120  # seconds; FLARE's default is ten minutes
-_HANDSHAKE_WAIT: Final = 0.5  # seconds in which a server rejects a certificate after the handshake
 _Json = dict[str, Any]
 
 
@@ -159,7 +156,7 @@ def server_problem(kit: Kit, timeout: float = 5.0) -> str:
             socket.create_connection((kit.host, kit.port), timeout) as plain,
             context.wrap_socket(plain, server_hostname=kit.host) as tls,
         ):
-            tls.settimeout(_HANDSHAKE_WAIT)
+            tls.settimeout(0.5)  # the server rejects a certificate after the handshake
             if _closed_by_server(tls):
                 return (
                     f"{address} rejects this kit's certificate: "
@@ -300,7 +297,7 @@ def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
             ) from error
     if settings.storage is not None:
         _make_storage(settings.storage.expanduser().resolve(), kit)
-    changes: list[Change] = []
+    changes = []
     for path, (old, new) in contents.items():
         if old is not None or new is not None:
             changes.append(_write(kit, path, old, new))
@@ -382,7 +379,7 @@ def differences(old: Any, new: Any, key_path: str = "") -> Iterator[str]:
 
 def template(kind: str, name: str) -> _Json:
     """The file `name` of a new kit's local/ folder."""
-    return read_object(TEMPLATES / kind / name)
+    return read_object(Path(__file__).parent / "templates" / kind / name)
 
 
 # -- a function for each file: its content, None if there is none -> its new content, None: no file
@@ -466,7 +463,7 @@ def _new_resources(kit: Kit, content: _Json, storage: Path) -> _Json:
         content["allow_log_streaming"] = usual["allow_log_streaming"]
     _replace_launcher(content, _DEFAULT_LAUNCHER, _RESTARTING_LAUNCHER)
     for server in content.get("servers", ()):
-        server["heart_beat_timeout"] = _HEARTBEAT_TIMEOUT
+        server["heart_beat_timeout"] = 120  # seconds; FLARE's default is ten minutes
     if "job_manager" in components(content):
         content["components"] += [
             item for item in usual["components"] if item["path"].startswith(PREFIX)

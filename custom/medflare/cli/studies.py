@@ -10,6 +10,7 @@ import typer
 from medflare.cli import options
 from medflare.cli.run import task_changes, with_usual_rate, write_csv
 from medflare.core.errors import ConfigError
+from medflare.core.text import Json
 
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
@@ -136,7 +137,7 @@ def run_study(
     from medflare.studies.references import Setting
     from medflare.studies.selection_grid import cells_of, parse_grid
     from medflare.studies.suites import BESIDE_FILE, beside_the_paper, load_suite
-    from medflare.studies.tables import TABLE_FILE
+    from medflare.studies.tables import TABLE_FILE, StudyTables
 
     methods = candidates or []
     left_out = options.names_in(leave_out)
@@ -200,11 +201,12 @@ def run_study(
         text = beside_the_paper(paper, groups)
         write_atomically(out / BESIDE_FILE, text.encode(), public=True)
         print(text)
-    _write_figures(figures, groups)
+    if figures is not None:
+        _write_figures(figures, StudyTables(groups))
     return _reported_failures(groups)
 
 
-def _reported_failures(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> int:
+def _reported_failures(groups: Mapping[str, Sequence[Json]]) -> int:
     """Print a line for every row with failed runs; 1 if there is one."""
     failed = 0
     for row, runs in groups.items():
@@ -215,9 +217,7 @@ def _reported_failures(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> int
     return failed
 
 
-def _changed_task(
-    source: str, values: Mapping[str, Any], network: str | None, lr: float | None
-) -> "TaskConfig":
+def _changed_task(source: str, values: Json, network: str | None, lr: float | None) -> "TaskConfig":
     """The task with the settings of --set, --network and --lr; `values`: of --set."""
     for name in values:
         if not name.startswith(options.TASK):
@@ -229,7 +229,7 @@ def _changed_task(
 
 
 def show_tables(
-    folders: Annotated[list[Path], typer.Argument()],
+    folders: options.PathArguments,
     metrics: str = "",
     latex: bool = False,
     figures: Figures = None,
@@ -237,7 +237,7 @@ def show_tables(
     summary: Path | None = None,
     target: float | None = None,
     html: Path | None = None,
-) -> int:
+) -> None:
     """Print the tables of a study's folder again, or compare rows over several tasks; trains
     nothing.
 
@@ -276,22 +276,23 @@ def show_tables(
             summary=summary,
             html=html,
         )
-        return _show_tasks(folders, wanted, figures)
+        _show_tasks(folders, wanted, figures)
+        return
     groups = grid.read_study(folders[0])
     study = grid.study_tables(folders[0], wanted)
     print(latex_tables(study) if latex else tables.study_report(study))
     if html is not None:
         write_atomically(html, page.study_page(study).encode(), public=True)
         print(f"page: {html}")
-    _write_figures(figures, groups, wanted)
+    if figures is not None:
+        _write_figures(figures, study)
     if csv is not None:
         write_csv(csv, export.long_table(groups, study.metrics))
     if summary is not None:
         write_csv(summary, export.summary_table(study, target))
-    return 0
 
 
-def _show_tasks(folders: Sequence[Path], metrics: Sequence[str], figures: Path | None) -> int:
+def _show_tasks(folders: Sequence[Path], metrics: Sequence[str], figures: Path | None) -> None:
     """Print the comparison over tasks, and write ranks.pdf into the folder of figures."""
     from medflare.core.store import write_atomically
     from medflare.studies import grid, tables
@@ -312,16 +313,13 @@ def _show_tasks(folders: Sequence[Path], metrics: Sequence[str], figures: Path |
         file = figures / "ranks.pdf"
         write_atomically(file, drawing.pdf(), public=True)
         print(f"figure: {file}")
-    return 0
 
 
-def _write_figures(folder: Path | None, groups: Any, metrics: Sequence[str] = ()) -> None:
+def _write_figures(folder: Path, study: Any) -> None:
     from medflare.studies.figures import write_figures
-    from medflare.studies.tables import StudyTables
 
-    if folder is not None:
-        for file in write_figures(folder, StudyTables(groups, metrics)):
-            print(f"figure: {file}")
+    for file in write_figures(folder, study):
+        print(f"figure: {file}")
 
 
 def _selected(task: "TaskConfig", selection: str | None) -> "tuple[TaskConfig, str | None]":

@@ -4,10 +4,10 @@ An event is a dict {"round", "site", "kind", "message"}, so that a site can send
 metadata. `round` and `site` are None if the event belongs to no round or to the whole federation.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from medflare.core.text import printable
+from medflare.core.text import Json, printable
 
 Event = dict[str, Any]
 
@@ -40,7 +40,7 @@ OF_SITES = ("undefined", "reverted", "left_out", *DOUBTS, "warning")
 class EventLog:
     """Events in the order in which they were added."""
 
-    def __init__(self, events: Iterable[Mapping[str, Any]] = ()):
+    def __init__(self, events: Iterable[Json] = ()):
         self._events: list[Event] = []
         self.restored = 0  # events of an interrupted run, which come first
         self.extend(events)
@@ -59,33 +59,22 @@ class EventLog:
         return event
 
     def extend(
-        self, events: Iterable[Mapping[str, Any]], site: str | None = None, round: int | None = None
+        self, events: Iterable[Json], site: str | None = None, round: int | None = None
     ) -> None:
         """Add events as mappings; `site` and `round` are used for those without."""
         for event in events:
-            context: dict[str, Any] = {"site": site, "round": round}
-            for name in context:
-                if event.get(name) is not None:
-                    context[name] = event[name]
-            self.add(event["kind"], event["message"], **context)
+            given = {name: value for name, value in event.items() if value is not None}
+            self.add(**{"site": site, "round": round, **given})
 
-    def restore(self, events: Iterable[Mapping[str, Any]]) -> None:
+    def restore(self, events: Iterable[Json]) -> None:
         """Put the events of the interrupted run before those of the run that resumes it."""
-        new = list(self._events)
-        self._events.clear()
-        self.extend(events)
-        self.restored = len(self._events)
-        self._events += new
+        earlier = EventLog(events).to_list()
+        self.restored = len(earlier)
+        self._events[:0] = earlier
 
-    def of(self, *kinds: str, site: str | None = None) -> list[Event]:
-        """The events of these kinds and of this site, by default of all."""
-        events: list[Event] = []
-        for event in self:
-            if kinds and event["kind"] not in kinds:
-                continue
-            if site in (None, event["site"]):
-                events.append(event)
-        return events
+    def of(self, *kinds: str) -> list[Event]:
+        """The events of these kinds."""
+        return [event for event in self if event["kind"] in kinds]
 
     def to_list(self) -> list[Event]:
         """A copy."""

@@ -82,9 +82,6 @@ class Extensions:
         """All names, built-in ones first."""
         return iter(dict.fromkeys((*self.builtin(), *self.names())))
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.names() or name in self.builtin()
-
     def names(self) -> tuple[str, ...]:
         """Names of other distributions, sorted; imports none."""
         return tuple(sorted(_points(self.group)))
@@ -145,10 +142,10 @@ def module_of(point: EntryPoint) -> str:
 
 def described(kind: str, points: Sequence[EntryPoint]) -> str:
     """Kind, name and distributions of entry points of one name, for messages."""
-    owners: dict[str, None] = {}
-    for point in points:
-        owners[f"the distribution {point.dist.name}" if point.dist else point.value] = None
-    return f"{kind} {points[0].name!r} of {' and '.join(owners)}"
+    owners = [
+        f"the distribution {point.dist.name}" if point.dist else point.value for point in points
+    ]
+    return f"{kind} {points[0].name!r} of {' and '.join(dict.fromkeys(owners))}"
 
 
 def extension_module(group: str, name: str) -> str:

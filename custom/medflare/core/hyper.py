@@ -16,10 +16,11 @@ from pydantic import Field
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import checked, unknown
+from medflare.core.text import Json, JsonDict
 
 H = TypeVar("H")
 ALGORITHMS = ("site", "server")
-SplitHyper = dict[str, dict[str, Any]]  # {"site": {name: value}, "server": {name: value}}
+SplitHyper = dict[str, JsonDict]  # {"site": {name: value}, "server": {name: value}}
 
 
 def param(
@@ -72,7 +73,7 @@ def described(cls: type) -> dict[str, Described]:
     descriptions = {}
     for name, field in getattr(cls, "__pydantic_fields__", {}).items():
         extra = field.json_schema_extra or {}
-        bounds: list[Any] = list(field.metadata)
+        bounds = list(field.metadata)
         choices: list[Any] = []
         for option in _options(field.annotation):
             bounds += getattr(option, "__metadata__", ())
@@ -101,7 +102,7 @@ def _first_limit(bounds: list[Any], end: str) -> float | None:
     return None
 
 
-def build_hyper(cls: type[H], values: Mapping[str, Any], location: str = "hyper-parameters") -> H:
+def build_hyper(cls: type[H], values: Json, location: str = "hyper-parameters") -> H:
     """An instance of `cls` from JSON values, or from texts of a command line.
 
     Raises:
@@ -114,7 +115,7 @@ def build_hyper(cls: type[H], values: Mapping[str, Any], location: str = "hyper-
     return checked(cls, read, location)
 
 
-def split_hyper(values: Mapping[str, Any], owners: Mapping[str, type], method: str) -> SplitHyper:
+def split_hyper(values: Json, owners: Mapping[str, type], method: str) -> SplitHyper:
     """Every value by the algorithm that owns it, not yet checked.
 
     Args:
@@ -177,7 +178,7 @@ def parsed_value(text: str) -> Any:
         return tuple(parsed_value(part) for part in text.split(","))
 
 
-def plain(hyper: Any) -> dict[str, Any]:
+def plain(hyper: Any) -> JsonDict:
     """An algorithm's hyper-parameters as JSON values, sorted by name."""
     return json.loads(json.dumps(dataclasses.asdict(hyper), sort_keys=True))
 

@@ -23,7 +23,12 @@ def lazy_imports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
         package: `__name__` of the package.
         file: its `__file__`.
     """
-    modules = imported_names(Path(file).read_text(encoding="utf-8"))
+    modules: dict[str, str] = {}  # name -> module
+    for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for line in node.body:
+                if isinstance(line, ast.ImportFrom):
+                    modules |= {alias.name: str(line.module) for alias in line.names}
 
     def get(name: str) -> Any:
         if name not in modules:
@@ -31,14 +36,3 @@ def lazy_imports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
         return getattr(import_module(modules[name]), name)
 
     return get, lambda: sorted(modules)
-
-
-def imported_names(source: str) -> dict[str, str]:
-    """Name -> module, for every `from module import name` under `if TYPE_CHECKING`."""
-    modules: dict[str, str] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            for line in node.body:
-                if isinstance(line, ast.ImportFrom):
-                    modules |= {alias.name: str(line.module) for alias in line.names}
-    return modules

@@ -9,6 +9,7 @@ from medflare.core.specs import EntrySpec, Spec, TensorSpec
 from medflare.core.states import StateDict, copy_state, state_bytes
 
 T = TypeVar("T")
+Messages = Mapping[str, "Message"]  # by site, or final models by role
 
 
 @dataclass
@@ -35,8 +36,7 @@ class Message:
         return self.states if isinstance(spec, TensorSpec) else self.meta
 
     def __getitem__(self, spec: EntrySpec[T]) -> T:
-        value: T = self._part(spec)[spec.name]
-        return value
+        return self._part(spec)[spec.name]
 
     def __setitem__(self, spec: EntrySpec[T], value: T) -> None:
         self._part(spec)[spec.name] = value

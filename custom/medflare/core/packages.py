@@ -81,12 +81,7 @@ def installed_versions() -> dict[str, str]:
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Package -> version, of those that are installed."""
-    version_of: dict[str, str] = {}
-    for package in packages:
-        number = _version(package)
-        if number:
-            version_of[package] = number
-    return version_of
+    return {package: _version(package) for package in packages if _version(package)}
 
 
 @cache  # reads a file
@@ -138,7 +133,7 @@ def _distribution(package: str) -> str:
 @cache  # reads all files of the package; its code in this process does not change later
 def _code_hash(package: str) -> str:
     spec = find_spec(package)
-    files: dict[str, Path] = {}
+    files = {}
     if spec is not None:
         for folder in spec.submodule_search_locations or ():
             for file in Path(folder).rglob("*.py"):

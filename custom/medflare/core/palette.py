@@ -9,10 +9,8 @@ COLOURS = ("#0f7fc4", "#dd8a00", "#0a9b74", "#d4590a", "#c26a9c", "#4aa8d8", "#8
 TRUTH = "#e69f00"
 PREDICTION = "#56b4e9"
 
-Pair = tuple[str, str]  # colours of the truth and the prediction of a structure
 
-
-def structure_colours(count: int) -> list[Pair]:
+def structure_colours(count: int) -> list[tuple[str, str]]:
     """The colours of truth and prediction of each structure.
 
     Those of a single structure differ. Each of several has one colour for both: its truth is an

@@ -20,8 +20,12 @@ from medflare.core.specs import Manifest, MetaSpec, TensorSpec
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 Tensors = tuple[TensorSpec, ...]
-Items = tuple[MetaSpec[Any], ...]
-_PHASE, _ADDED, _ASKS, _HANDLES = "_phase", "_added", "_asks", "_handles"  # marks of methods
+Items = tuple[MetaSpec, ...]
+# Marks of methods.
+_PHASE = "_phase"
+_ADDED = "_added"
+_ASKS = "_asks"
+_HANDLES = "_handles"
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,11 @@ class Phase:
 
     def extended(self, more: "Phase") -> "Phase":
         """This phase with the entries of another one added."""
-        return Phase(
-            self.name,
-            self.request + more.request,
-            self.reply + more.reply,
-            self.meta + more.meta,
-            self.request_meta + more.request_meta,
+        return replace(
+            self,
+            request=self.request + more.request,
+            reply=self.reply + more.reply,
+            meta=self.meta + more.meta,
         )
 
     def replied(self, plan: Any) -> dict[str, TensorSpec]:
@@ -76,7 +79,7 @@ def difference(kind: str, expected: Any, names: Any) -> str | None:
     """What is missing and what is unexpected among names, in words, or None."""
     missing = set(expected) - set(names)
     unexpected = set(names) - set(expected)
-    parts: list[str] = []
+    parts = []
     if missing:
         parts.append(f"missing {kind} {min(missing)!r}")
     if unexpected:
@@ -95,10 +98,10 @@ def phase(
 
 
 def extends(
-    *, request: Tensors = (), reply: Tensors = (), meta: Items = (), request_meta: Items = ()
+    *, request: Tensors = (), reply: Tensors = (), meta: Items = ()
 ) -> Callable[[Handler], Handler]:
     """Declares what a method adds to the phase that the class inherits or is mixed into."""
-    return _marked(_ADDED, Phase("", request, reply, meta, request_meta))
+    return _marked(_ADDED, Phase("", request, reply, meta))
 
 
 def asks(*replying: Callable[..., Any]) -> Callable[[Handler], Handler]:
@@ -130,7 +133,7 @@ def _marked(mark: str, value: Any) -> Callable[[Handler], Handler]:
 
 def declared_phases(algorithm: type) -> dict[str, Phase]:
     """Name -> phase of a site algorithm's class."""
-    phases: dict[str, Phase] = {}
+    phases = {}
     for name, method in _methods(algorithm):
         if hasattr(method, _PHASE):
             phases[name] = replace(getattr(method, _PHASE), name=name)
@@ -150,7 +153,7 @@ def reply_methods(algorithm: type) -> dict[str, str]:
 
 
 def _names_by_phase(algorithm: type, mark: str) -> dict[str, str]:
-    names: dict[str, str] = {}
+    names = {}
     for name, method in _methods(algorithm):
         for replying in getattr(method, mark, ()):
             names[replying.__name__] = name

@@ -46,7 +46,7 @@ def seeded(seed: int, *keys: Key) -> Iterator[None]:
 
     For code that can only draw from the global generator: module initialisation and dropout.
     """
-    devices: list[int] = []
+    devices = []
     if torch.cuda.is_initialized():
         devices = list(range(torch.cuda.device_count()))
     number = derived_seed(seed, *keys)

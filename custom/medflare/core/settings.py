@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import dataclass_transform
 
 from medflare.core.errors import ConfigError, MedflareError
-from medflare.core.text import is_name
+from medflare.core.text import Json, is_name
 
 # Of a pydantic dataclass: no conversion between numbers, texts and booleans.
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True)
@@ -30,7 +30,7 @@ def strict_dataclass(cls: type[S]) -> type[S]:
 
 def checked(
     kind: type[S],
-    values: Mapping[str, Any],
+    values: Json,
     location: str,
     *,
     error: type[MedflareError] = ConfigError,
@@ -145,11 +145,7 @@ def no_such(kind: str, value: str, names: Iterable[str], location: str = "") -> 
 
 
 def refuse_arguments(
-    build: Callable[..., Any],
-    arguments: Iterable[str],
-    location: str,
-    *,
-    reserved: Iterable[str] = (),
+    build: Callable[..., Any], arguments: Iterable[str], location: str, reserved: Iterable[str]
 ) -> None:
     """Raise ConfigError for an argument that the signature of `build` does not have, or that is
     `reserved`: it is not a setting.
@@ -160,7 +156,7 @@ def refuse_arguments(
             raise unknown("argument", name, accepted, location)
 
 
-def _built(kind: type[S], values: Mapping[str, Any]) -> S:
+def _built(kind: type[S], values: Json) -> S:
     return kind(**{str(name): _with_tuples(value) for name, value in values.items()})
 
 

@@ -8,11 +8,10 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import torch
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
-from torch import Tensor
 from typing_extensions import Self
 
 from medflare.core.settings import first_problem
-from medflare.core.states import StateDict
+from medflare.core.states import State, StateDict
 from medflare.core.text import is_name
 
 T_co = TypeVar("T_co", covariant=True)
@@ -38,7 +37,7 @@ class StateSpec:
     nonnegative: frozenset[str] = frozenset()
 
     @classmethod
-    def like(cls, state: Mapping[str, Tensor], purpose: str) -> "StateSpec":
+    def like(cls, state: State, purpose: str) -> "StateSpec":
         """The spec of `state` (any device, meta included); running variances are always
         nonnegative.
         """
@@ -87,7 +86,7 @@ class TensorSpec(EntrySpec[StateDict]):
     """
 
     purpose: str = ""
-    template: Callable[[Any], Mapping[str, Tensor]] = lambda plan: plan.template()
+    template: Callable[[Any], State] = lambda plan: plan.template()
     when: Callable[[Any], bool] = lambda plan: True
     _: KW_ONLY
     of: Callable[[Any], Iterable[str]] | None = None
@@ -146,9 +145,8 @@ class MetaSpec(EntrySpec[T_co]):
         return None
 
     @cached_property
-    def _adapter(self) -> TypeAdapter[Any]:
-        kind: Any = self.type
-        return TypeAdapter(kind)
+    def _adapter(self) -> TypeAdapter:
+        return TypeAdapter(self.type)
 
 
 Spec = EntrySpec[Any]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 StateDict = dict[str, Tensor]
+State = Mapping[str, Tensor]  # one that is only read
 # Values of each tensor at a time, so that intermediate results stay in the processor's cache.
 CHUNK = 2**15
 # The same for sums that decide about weights: most tensors fit, so that their sums are not split.
@@ -25,7 +26,7 @@ def iter_chunks(tensors: Sequence[Tensor], size: int = CHUNK) -> Iterator[tuple[
     return zip(*(tensor.detach().reshape(-1).split(size) for tensor in tensors), strict=True)
 
 
-def copy_state(state: Mapping[str, Tensor]) -> StateDict:
+def copy_state(state: State) -> StateDict:
     """A detached copy on the CPU that shares no memory with `state`."""
     return {
         name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
@@ -33,16 +34,16 @@ def copy_state(state: Mapping[str, Tensor]) -> StateDict:
     }
 
 
-def on_cpu(state: Mapping[str, Tensor]) -> StateDict:
+def on_cpu(state: State) -> StateDict:
     """The state with tensors on the CPU; those that are there are not copied."""
     on_gpu = {name: tensor for name, tensor in state.items() if not tensor.is_cpu}
     return {**state, **moved_together(on_gpu, _to_cpu)}
 
 
-def copy_on_device(state: Mapping[str, Tensor]) -> StateDict:
+def copy_on_device(state: State) -> StateDict:
     """A detached copy on the same devices that shares no memory with `state`."""
-    on_gpu: StateDict = {}
-    copies: StateDict = {}
+    on_gpu = {}
+    copies = {}
     for name, tensor in state.items():
         if tensor.is_cpu or not tensor.is_contiguous():
             copies[name] = tensor.detach().clone()
@@ -53,7 +54,7 @@ def copy_on_device(state: Mapping[str, Tensor]) -> StateDict:
 
 
 def moved_together(
-    state: Mapping[str, Tensor], move: Callable[[Tensor], Tensor], *, pinned: bool = False
+    state: State, move: Callable[[Tensor], Tensor], *, pinned: bool = False
 ) -> StateDict:
     """The state, detached, after one `move` of all tensors of a device and dtype: every copy from
     or to a GPU takes a while, however small it is. The result shares no memory with `state`.
@@ -65,7 +66,7 @@ def moved_together(
     groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, tensor in state.items():
         groups.setdefault((tensor.device, tensor.dtype), []).append(name)
-    result: StateDict = {}
+    result = {}
     for (device, dtype), names in groups.items():
         sizes = [state[name].numel() for name in names]
         pin = pinned and device.type == "cpu"
@@ -119,7 +120,7 @@ def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float])
     check_same_shapes(states)
     counting = [site for site in sites if by_site[site]]  # 0 times NaN would be NaN
     shares = [by_site[site] / total for site in counting]
-    mean: StateDict = {}
+    mean = {}
     for name in states[sites[0]]:
         mean[name] = _mean_tensor([states[site][name] for site in counting], shares)
     return mean
@@ -157,21 +158,19 @@ def cosines(gram: Tensor) -> Tensor:
     return torch.where(scale > 0, gram / scale, torch.zeros_like(gram))
 
 
-def difference(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> StateDict:
+def difference(new: State, old: State) -> StateDict:
     """new - old for floating entries; integer entries keep the new value."""
-    delta: StateDict = {}
+    delta = {}
     for name, tensor in new.items():
         delta[name] = tensor - old[name] if tensor.is_floating_point() else tensor.clone()
     return delta
 
 
-def moved(
-    state: Mapping[str, Tensor], delta: Mapping[str, Tensor], scale: float = 1.0
-) -> StateDict:
+def moved(state: State, delta: State, scale: float = 1.0) -> StateDict:
     """state + scale * delta for floating entries; integer entries take delta's value (see
     `difference`).
     """
-    result: StateDict = {}
+    result = {}
     for name, tensor in state.items():
         if tensor.is_floating_point():
             result[name] = tensor + scale * delta[name].to(tensor.dtype)
@@ -180,11 +179,11 @@ def moved(
     return result
 
 
-def blend(first: Mapping[str, Tensor], second: Mapping[str, Tensor], share: float) -> StateDict:
+def blend(first: State, second: State, share: float) -> StateDict:
     """(1 - share) * first + share * second in the dtypes of `first`; integer entries are those of
     `second`.
     """
-    result: StateDict = {}
+    result = {}
     for name, tensor in first.items():
         if tensor.is_floating_point():
             result[name] = torch.lerp(tensor, second[name].to(tensor.dtype), share)
@@ -207,24 +206,18 @@ def batch_norm_entries(module: nn.Module) -> frozenset[str]:
             continue
         if isinstance(layer, _BatchNorm) or layer.track_running_stats:
             start = f"{prefix}." if prefix else ""
-            for name in layer.state_dict():
-                names.add(start + name)
+            names.update(start + name for name in layer.state_dict())
     return frozenset(names)
 
 
-def split_state(state: Mapping[str, Tensor], chosen: frozenset[str]) -> tuple[StateDict, StateDict]:
+def split_state(state: State, chosen: frozenset[str]) -> tuple[StateDict, StateDict]:
     """(entries in `chosen`, all others)."""
-    selected: StateDict = {}
-    others: StateDict = {}
-    for name, tensor in state.items():
-        if name in chosen:
-            selected[name] = tensor
-        else:
-            others[name] = tensor
+    selected = {name: tensor for name, tensor in state.items() if name in chosen}
+    others = {name: tensor for name, tensor in state.items() if name not in chosen}
     return selected, others
 
 
-def misfit(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
+def misfit(state: State, like: State) -> str:
     """Why `state` cannot be loaded in place of `like`, naming up to three tensors; "" if it can."""
     names = _different(state, like)
     if not names:
@@ -232,7 +225,7 @@ def misfit(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
     return f"{', '.join(names[:3])} missing, unexpected or of another shape"
 
 
-def _different(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
+def _different(first: State, second: State) -> list[str]:
     """Names that only one of two states has, sorted; if there are none, those of unequal shapes."""
     unmatched = first.keys() ^ second.keys()
     if unmatched:
@@ -240,6 +233,6 @@ def _different(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> lis
     return sorted(name for name in first if first[name].shape != second[name].shape)
 
 
-def state_bytes(state: Mapping[str, Tensor]) -> int:
+def state_bytes(state: State) -> int:
     """Bytes of all tensors together."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    return sum(tensor.nbytes for tensor in state.values())

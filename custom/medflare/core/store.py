@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from medflare.core.errors import StateError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state, on_cpu
-from medflare.core.text import escaped
+from medflare.core.text import Json, JsonDict, escaped
 
 SEPARATOR = "//"  # between entry and tensor name
 _FORMULA = re.compile(r"[=@\t\r\n]|[+-](?![\d.]+(?:e[+-]?\d+)?\Z)", re.ASCII | re.IGNORECASE)
@@ -132,9 +132,7 @@ def write_json(path: Path, content: Any, *, public: bool = False) -> None:
     write_atomically(path, text.encode(), public=public)
 
 
-def csv_text(
-    rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool = True
-) -> str:
+def csv_text(rows: Iterable[Json], columns: Sequence[str], *, header: bool = True) -> str:
     """Rows (column -> value) as CSV of `csv_cell`; a missing column is empty."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
@@ -183,7 +181,7 @@ def flat(message: Message) -> StateDict:
     """All tensors by entry and name for safetensors: on the CPU, contiguous, and without shared
     memory.
     """
-    named: StateDict = {}
+    named = {}
     for entry, state in message.states.items():
         for name, tensor in on_cpu(state).items():
             named[f"{entry}{SEPARATOR}{name}"] = tensor.detach().contiguous()
@@ -230,7 +228,7 @@ def read_message(path: Path) -> Message:
     return Message(states, content["meta"])
 
 
-def _digest(tensors: StateDict, content: dict[str, Any]) -> str:
+def _digest(tensors: StateDict, content: JsonDict) -> str:
     """A checksum of tensors (names, dtypes, shapes, values), of metadata and of entry names."""
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16)
     for key, tensor in sorted(tensors.items()):

@@ -4,11 +4,14 @@ that people write.
 
 import codecs
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 NAME = 100  # maximum characters of a name
+Json = Mapping[str, Any]  # a JSON object
+JsonDict = dict[str, Any]  # one that may be changed
+Say = Callable[[str], None]  # takes a line of progress
 
 
 def printable(text: str) -> str:
@@ -30,7 +33,7 @@ def escaped(text: str) -> str:
     """The same, with line feeds and tabs as they are."""
     if text.isprintable():
         return text
-    letters: list[str] = []
+    letters = []
     for letter in text.encode(errors="replace").decode():
         if letter.isprintable() or letter in "\t\n":
             letters.append(letter)
@@ -48,10 +51,8 @@ def printable_json(value: Any, depth: int = 32) -> Any:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
-        table: dict[str, Any] = {}
-        for name, inner in value.items():
-            table[printable(str(name))] = printable_json(inner, depth - 1)
-        return table
+        items = value.items()
+        return {printable(str(name)): printable_json(inner, depth - 1) for name, inner in items}
     if isinstance(value, list | tuple):
         return [printable_json(inner, depth - 1) for inner in value]
     return value

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from medflare.core.packages import installed
+from medflare.core.text import Json
 from medflare.evaluation import presentation as text
 from medflare.evaluation.results import (
     COMPLETED,
@@ -34,7 +35,7 @@ def round_line(
     phase: str,
     round: int,
     rounds: int,
-    meta: Mapping[str, Mapping[str, Any]],
+    meta: Mapping[str, Json],
     rejected: Mapping[str, str],
     seconds: float,
     aggregation: Mapping[str, Mapping[str, float | None]] | None = None,
@@ -54,7 +55,7 @@ def round_line(
         progress = f"after round {rounds}"
     else:
         progress = "without training"
-    parts: dict[str, str] = {}
+    parts = {}
     for site, reply in meta.items():
         part = site
         if reply.get("loss") is not None:
@@ -74,14 +75,14 @@ def round_line(
     return f"{progress} {phase}: " + " | ".join([*of_sites, text.format_seconds(seconds)])
 
 
-def results_table(results: Mapping[str, Any]) -> str:
+def results_table(results: Json) -> str:
     """The result table as plain text for a log, with the verdict and a line for each finding."""
     buffer = io.StringIO()
     print_results(results, buffer)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
-def print_results(results: Mapping[str, Any], stream: IO[str]) -> None:
+def print_results(results: Json, stream: IO[str]) -> None:
     """Print the result tables, each with as many metrics as 100 columns hold; a terminal gets
     colour.
     """
@@ -133,7 +134,7 @@ def print_results(results: Mapping[str, Any], stream: IO[str]) -> None:
         console.print(Text(f"WARNING {finding.line}", "bold yellow"))
 
 
-def _summary(results: Mapping[str, Any]) -> list[str]:
+def _summary(results: Json) -> list[str]:
     """Method, task, status, cost and number of events; the reason of a failure."""
     weights = (results["configuration"]["task"].get("network") or {}).get("weights")
     if weights and not results["rounds"]:
@@ -155,7 +156,7 @@ def _summary(results: Mapping[str, Any]) -> list[str]:
     return [line for line in (*lines, text.event_counts(events)) if line]
 
 
-def _metrics_table(results: Mapping[str, Any], metrics: Sequence[str]) -> "Table":
+def _metrics_table(results: Json, metrics: Sequence[str]) -> "Table":
     """A row for each site, a column for each metric and model; the best model of a site is bold."""
     from rich.table import Table
     from rich.text import Text
@@ -174,11 +175,11 @@ def _metrics_table(results: Mapping[str, Any], metrics: Sequence[str]) -> "Table
     for name, role, n, models in text.table_rows(results):
         if not n and not metrics:
             continue  # the mean of no metric
-        counts: list[str] = []
+        counts = []
         if n:
             for split in SPLITS:
                 counts.append("?" if n[split] is None else str(n[split]))
-        cells: list[Text] = []
+        cells = []
         for metric in metrics:
             for model in columns.values():
                 style = "bold green" if text.is_best(models, model, metric) else ""
@@ -187,7 +188,7 @@ def _metrics_table(results: Mapping[str, Any], metrics: Sequence[str]) -> "Table
     return table
 
 
-def _method_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> "Table":
+def _method_table(title: str, rows: Mapping[str, Json]) -> "Table":
     """What a method reports of its sites beside metrics, one column per site: there are more values
     than sites.
     """
@@ -211,4 +212,4 @@ def show_results(path: Path) -> bool:
     report = find_results(path).with_name(REPORT_FILE)
     if report.is_file():
         sys.stdout.write(f"report: {report.resolve()}\n")
-    return bool(results["status"] == COMPLETED)
+    return results["status"] == COMPLETED

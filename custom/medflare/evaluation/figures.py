@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
 from medflare.core.packages import installed, require
 from medflare.core.palette import COLOURS
+from medflare.evaluation.labels import task_metric
 from medflare.evaluation.presentation import metric_label
 from medflare.evaluation.results import MODELS
 from medflare.tasks.metrics_table import metric_table
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LINES: Final = ("-", "--", ":", "-.")
 INK: Final = "#010203"  # replaced by the page's text colour in the finished SVG
-_RASTERIZED: Final = 500  # patients; more are drawn as one image
 _WIDTH: Final = 4.2  # inches: on a phone the text has its size
 _ROW_NAME: Final = 20  # characters of a line
 _GOLDEN: Final = 0.6180339887  # its multiples modulo 1 are spread evenly
 
 Points = Sequence[tuple[float, float]]
+RocCurves = dict[str, dict[str, tuple[Points, float]]]  # class -> line -> points and area
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,25 @@ class Drawing:
     height: float
 
     def svg(self, name: str) -> str | None:
-        """As `as_svg`."""
-        return as_svg(self, name)
+        """An SVG element without a fixed size; None without matplotlib.
+
+        Ids in it depend on `name`, so that figures of one page share none.
+        """
+        if not installed("matplotlib"):
+            return None
+        buffer = io.StringIO()
+        style = {"svg.fonttype": "none", "svg.hashsalt": name}
+        metadata = {"Date": None, "Creator": None}
+        self._save(buffer, style, format="svg", metadata=metadata)
+        svg = buffer.getvalue()
+        svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
+        used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
+
+        def only_used(match: re.Match[str]) -> str:
+            return match[0] if match[1] in used else ""
+
+        svg = re.sub(r' id="([^"]*)"', only_used, svg)
+        return re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
 
     def pdf(self) -> bytes:
         """A PDF file with embedded TrueType fonts; equal plots give equal bytes.
@@ -64,8 +82,22 @@ class Drawing:
         buffer = io.BytesIO()
         style = {"pdf.fonttype": 42}
         metadata = {"CreationDate": None}
-        _save(self, buffer, style, format="pdf", metadata=metadata, bbox_inches="tight")
+        self._save(buffer, style, format="pdf", metadata=metadata, bbox_inches="tight")
         return buffer.getvalue()
+
+    def _save(self, file: IO[Any], style: Mapping[str, Any], **options: Any) -> None:
+        """Draw and save with a transparent background; `options`: of `Figure.savefig`."""
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+
+        ink = dict.fromkeys(
+            ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
+        )
+        plain = {"font.size": 10, "axes.facecolor": "none", "path.simplify": True}
+        with rc_context({**ink, **plain, **style}):
+            figure = Figure(figsize=(self.width, self.height))
+            self.draw(figure)
+            figure.savefig(file, transparent=True, **options)
 
 
 def line_panels(panels: Sequence[Panel], name: str, *, unit_square: bool = False) -> str | None:
@@ -137,7 +169,7 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
     marks the selected round.
     """
     lines: dict[str, dict[str, list[tuple[float, float]]]] = {}  # title -> site -> points
-    metric = results["configuration"]["task"].get("metric", "metric")
+    metric = task_metric(results)
 
     def add(title: str, site: str, round: int, value: object) -> None:
         if isinstance(value, int | float):
@@ -156,10 +188,9 @@ def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, A
         for site, numbers in step.get("aggregation", {}).items():
             for name, value in numbers.items():
                 add(f"Aggregation {name}", site, step["round"] + 1, value)
-    selected: dict[str, float | None] = {}
-    for model, selection in results.get("model_selection", {}).items():
-        selected[validation(model)] = selection["round"]
-    panels: list[Panel] = []
+    selections = results.get("model_selection", {})
+    selected = {validation(model): selections[model]["round"] for model in selections}
+    panels = []
     for title, sites in lines.items():
         bounds = unit_bounds(metric) if title.startswith("Validation") else None
         panels.append(Panel(title, sites, "round", at=selected.get(title), bounds=bounds))
@@ -180,18 +211,14 @@ def unit_bounds(metric: str) -> tuple[float, float] | None:
     return (0.0, 1.0)
 
 
-def roc_curves(
-    curves: Mapping[str, Mapping[str, Points]], areas: Mapping[str, Mapping[str, float]], name: str
-) -> str | None:
+def roc_curves(curves: RocCurves, name: str) -> str | None:
     """ROC curves as SVG, one for each class, with the areas in the legend; None if there are none.
-    `name` is unique in its page.
-
-    `curves`: class -> label of a line -> points (1 - specificity, sensitivity); `areas`: class ->
-    label of a line -> area.
+    `name` is unique in its page; points are (1 - specificity, sensitivity).
     """
-    panels: list[Panel] = []
-    for title, lines in curves.items():
-        notes = {line: f"{line}, AUC {areas[title][line]:.3f}" for line in lines}
+    panels = []
+    for title, of_class in curves.items():
+        lines = {line: points for line, (points, _) in of_class.items()}
+        notes = {line: f"{line}, AUC {area:.3f}" for line, (_, area) in of_class.items()}
         panels.append(Panel(title, lines, "1 - specificity", "sensitivity", notes=notes))
     return line_panels(panels, name, unit_square=True)
 
@@ -225,7 +252,7 @@ def patients_drawing(
                 markersize=4,
                 alpha=0.5,
                 color=COLOURS[row % len(COLOURS)],
-                rasterized=len(points) > _RASTERIZED,
+                rasterized=len(points) > 500,  # as one image
             )
             interval = intervals.get(model)
             if interval:
@@ -249,40 +276,3 @@ def _plain_axis(axis: "Axes", grid: Literal["x", "y"] = "y") -> None:
     axis.grid(axis=grid, color=INK, alpha=0.12, linewidth=0.8)
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(length=0)
-
-
-def as_svg(drawing: Drawing, name: str) -> str | None:
-    """A drawing as an SVG element without a fixed size; None without matplotlib.
-
-    Ids in it depend on `name`, so that figures of one page share none.
-    """
-    if not installed("matplotlib"):
-        return None
-    buffer = io.StringIO()
-    style = {"svg.fonttype": "none", "svg.hashsalt": name}
-    metadata = {"Date": None, "Creator": None}
-    _save(drawing, buffer, style, format="svg", metadata=metadata)
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
-    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
-
-    def only_used(match: re.Match[str]) -> str:
-        return match[0] if match[1] in used else ""
-
-    svg = re.sub(r' id="([^"]*)"', only_used, svg)
-    return re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
-
-
-def _save(drawing: Drawing, file: IO[Any], style: Mapping[str, Any], **options: Any) -> None:
-    """Draw and save with a transparent background; `options`: of `Figure.savefig`."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    ink = dict.fromkeys(
-        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
-    )
-    plain = {"font.size": 10, "axes.facecolor": "none", "path.simplify": True}
-    with rc_context({**ink, **plain, **style}):
-        figure = Figure(figsize=(drawing.width, drawing.height))
-        drawing.draw(figure)
-        figure.savefig(file, transparent=True, **options)

@@ -5,8 +5,9 @@ value of all patients is known, so the suppressed groups together must be large 
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,7 +17,7 @@ from medflare.tasks.class_metrics import of_outputs
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import metric_table
-from medflare.tasks.summaries import ALL, Interval, summarize
+from medflare.tasks.summaries import ALL, Interval, intervals_of
 
 FEWEST_OF_GROUP: Final = 5  # patients of a group that is shown
 
@@ -42,23 +43,21 @@ def group_rows(
         groups: patient -> group; every patient of `cases` is in one.
         minimum: smallest number of patients that is shown; at least `FEWEST_OF_GROUP` in any case.
     """
-    # Group -> patient -> its rows in `cases`.
-    by_group: dict[str, dict[str, list[int]]] = {}
+    by_group = defaultdict(list)  # group -> its rows in `cases`
     for row in _defined_rows(cases, task):
-        patient = cases.patients[row]
-        by_patient = by_group.setdefault(groups[patient], {})
-        by_patient.setdefault(patient, []).append(row)
-    sizes = {group: len(by_group[group]) for group in in_order(by_group)}
+        by_group[groups[cases.patients[row]]].append(row)
+    sizes = {}  # group -> its patients
+    for group in in_order(by_group):
+        sizes[group] = len({cases.patients[row] for row in by_group[group]})
     suppressed = suppressed_groups(sizes, max(minimum, FEWEST_OF_GROUP))
-    rows: list[GroupRow] = []
+    rows = []
     for group, patients in sizes.items():
         if group in suppressed:
             rows.append(GroupRow(group, None))
             continue
-        numbers = [row for of_patient in by_group[group].values() for row in of_patient]
-        of_group = _cases_of(cases, numbers)
+        of_group = _cases_of(cases, by_group[group])
         value = _value(of_group, task)
-        intervals = summarize({task.metric: value}, of_group, task).intervals
+        intervals = intervals_of(of_group, [task.metric], task)
         interval = intervals.get(ALL, {}).get(task.metric)
         rows.append(GroupRow(group, patients, value, interval))
     return rows
@@ -92,7 +91,7 @@ def suppressed_groups(sizes: Mapping[str, int], minimum: int) -> set[str]:
 
 def _defined_rows(cases: Cases, task: TaskConfig) -> list[int]:
     """The rows of `cases` that have a value of the task's metric; for classification all."""
-    if cases.probabilities is not None:
+    if cases.outputs is not None:
         return list(range(len(cases.patients)))
     values = cases.values.get(task.metric)
     if values is None:
@@ -100,28 +99,20 @@ def _defined_rows(cases: Cases, task: TaskConfig) -> list[int]:
     return (~values.isnan()).nonzero().flatten().tolist()
 
 
-def _cases_of(cases: Cases, rows: Sequence[int]) -> Cases:
+def _cases_of(cases: Cases, rows: list[int]) -> Cases:
     """Some rows of the cases, without structures."""
-    index = list(rows)
     patients = tuple(cases.patients[row] for row in rows)
     if cases.probabilities is None or cases.targets is None:
-        values = {metric: column[index] for metric, column in cases.values.items()}
+        values = {metric: column[rows] for metric, column in cases.values.items()}
         return Cases(patients, values)
-    return replace(
-        cases,
-        patients=patients,
-        probabilities=cases.probabilities[index],
-        targets=cases.targets[index],
-    )
+    return Cases(patients, {}, cases.probabilities[rows], cases.targets[rows])
 
 
 def _value(cases: Cases, task: TaskConfig) -> float | None:
     """The task's metric; the mean over patients for segmentation; None where it is undefined."""
-    if cases.probabilities is None or cases.targets is None:
+    if cases.outputs is None:
         value = float(cases.values[task.metric].mean())
     else:
         compute = metric_table()[task.metric].compute
-        weights = np.ones(len(cases.patients))
-        outputs = cases.probabilities.numpy(), cases.targets.long().numpy(), weights
-        value = float(of_outputs(compute, *outputs))
+        value = float(of_outputs(compute, *cases.outputs, np.ones(len(cases.patients))))
     return value if math.isfinite(value) else None

@@ -2,15 +2,21 @@
 classes.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+
+from medflare.core.text import Json
 
 # Beside a model's metrics: label -> metric -> value.
 STRUCTURES = "structures"
 CLASSES = "classes"
 
 
-def named_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+def task_metric(results: Json) -> str:
+    """The metric that selects models; "" for a task that could not be read."""
+    return results["configuration"]["task"].get("metric", "")
+
+
+def named_metrics(metrics: Json) -> dict[str, float | None]:
     """The metrics of a model, without those of its structures and classes."""
     named = dict(metrics)
     named.pop(STRUCTURES, None)
@@ -18,9 +24,7 @@ def named_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     return named
 
 
-def labels_of(
-    site: Mapping[str, Any], model: str
-) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+def labels_of(site: Json, model: str) -> Iterator[tuple[str, Json, Json]]:
     """Every structure or class of a model at a site, its metrics and their intervals."""
     metrics = site["metrics"].get(model, {})
     intervals = site.get("intervals", {}).get(model, {})

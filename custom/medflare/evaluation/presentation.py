@@ -2,11 +2,13 @@
 tables of studies.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
-from medflare.evaluation.labels import labels_of, named_metrics
+from medflare.core.text import Json
+from medflare.evaluation.labels import labels_of, named_metrics, task_metric
 from medflare.tasks.metrics_table import metric_table
 
 UNDEFINED: Final = "–"
@@ -17,7 +19,7 @@ _WORDS: Final = {  # of a class
     "auprc": "AUPRC",
 }
 _MOST: Final = 5  # sites that one line names
-_Tables = dict[str, Mapping[str, Mapping[str, Any]]]  # title -> site -> column -> cell
+_Tables = dict[str, Mapping[str, Json]]  # title -> site -> column -> cell
 
 
 def metric_label(metric: str) -> str:
@@ -130,7 +132,7 @@ def is_best(models: Mapping[str, Mapping[str, float | None]], model: str, metric
     return value is not None and value == best
 
 
-def outcome(results: Mapping[str, Any]) -> str:
+def outcome(results: Json) -> str:
     """The status of a run; of a failed run with its reason."""
     return ": ".join(filter(None, (results["status"], results["reason"])))
 
@@ -138,17 +140,17 @@ def outcome(results: Mapping[str, Any]) -> str:
 # -- parts of a results dict -----------------------------------------------------------------------
 
 
-def metric_names(results: Mapping[str, Any]) -> tuple[str, ...]:
+def metric_names(results: Json) -> tuple[str, ...]:
     """The metrics that have a value anywhere, the task's own metric (the one that selects models)
     first.
     """
-    names: list[str] = []
+    names = []
     for site in results["sites"].values():
         for metrics in site["metrics"].values():
             for metric, value in named_metrics(metrics).items():
                 if value is not None and metric not in names:
                     names.append(metric)
-    key = results["configuration"]["task"].get("metric")
+    key = task_metric(results)
     return tuple(sorted(names, key=lambda metric: metric != key))
 
 
@@ -157,7 +159,7 @@ def label_metric(metric: str) -> str:
     return {"balanced_accuracy": "sensitivity"}.get(metric, metric.removesuffix("_macro"))
 
 
-def label_tables(results: Mapping[str, Any], *, intervals: bool = False) -> _Tables:
+def label_tables(results: Json, *, intervals: bool = False) -> _Tables:
     """Tables of the deployed model by structure or class: title -> site -> label -> value as text;
     first that of the task's own metric.
 
@@ -178,32 +180,30 @@ def label_tables(results: Mapping[str, Any], *, intervals: bool = False) -> _Tab
     return {title: table for title, table in tables.items() if max(map(len, table.values())) > 1}
 
 
-def method_tables(results: Mapping[str, Any]) -> _Tables:
+def method_tables(results: Json) -> _Tables:
     """The cross-site matrix, if there is one, and the tables that the method reports: title -> row
     -> column -> number or text.
     """
-    metric = results["configuration"]["task"].get("metric", "")
+    metric = task_metric(results)
     matrix: dict[str, dict[str, str]] = {}
     for model, row in results.get("cross_site", {}).items():
-        matrix[model] = {}
-        for site, value in row.items():
-            matrix[model][f"images of {site}"] = format_metric(metric, value)
-    tables: _Tables = {}
+        matrix[model] = {f"images of {site}": format_metric(metric, row[site]) for site in row}
+    tables = {}
     if matrix:
         tables[f"{metric_label(metric)} of personal models"] = matrix
     return tables | results.get("tables", {})
 
 
-def model_columns(results: Mapping[str, Any]) -> dict[str, str]:
+def model_columns(results: Json) -> dict[str, str]:
     """Heading ("global = deployed") of a column -> the model whose numbers it shows; the heading of
     a single column is "model".
 
     Models with the same numbers at every site share a column, models without any number do not.
     """
-    metrics: dict[str, list[Any]] = {}  # model -> its metrics at every site
+    metrics = defaultdict(list)  # model -> its metrics at every site
     for site in results["sites"].values():
         for model, of_site in site["metrics"].items():
-            metrics.setdefault(model, []).append(of_site)
+            metrics[model].append(of_site)
     groups: list[list[str]] = []
     for model, of_sites in metrics.items():
         defined = any(value is not None for of_site in of_sites for value in of_site.values())
@@ -237,38 +237,33 @@ def deployed_first(columns: Mapping[str, str]) -> dict[str, str]:
     return first | others
 
 
-def spread_over_sites(results: Mapping[str, Any], metric: str) -> dict[str, dict[str, str]]:
+def spread_over_sites(results: Json, metric: str) -> dict[str, dict[str, str]]:
     """Rows of the worst inside site and of the disparity (best minus worst): heading -> model ->
     text; empty below two inside sites.
 
     A model with values at fewer than two of them has dashes.
     """
-    inside = 0
-    values: dict[str, list[tuple[float, str]]] = {}  # model -> (value, site)
-    for name, site in ordered_sites(results).items():
-        if site["role"] != "inside":
-            continue
-        inside += 1
-        for model, metrics in site["metrics"].items():
-            of_model = values.setdefault(model, [])
-            if metrics.get(metric) is not None:
-                of_model.append((metrics[metric], name))
-    if inside < 2:
+    inside = sites_of_role(results, "inside")
+    if len(inside) < 2:
         return {}
     worst_row = {}
     gap_row = {}
-    for model, of_model in values.items():
-        if len(of_model) < 2:
-            worst_row[model] = gap_row[model] = UNDEFINED
-            continue
-        of_model.sort(reverse=lower_is_better(metric))
-        worst, name = of_model[0]
-        worst_row[model] = f"{format_metric(metric, worst)}\n{name}"
-        gap_row[model] = format_metric(metric, abs(of_model[-1][0] - worst))
+    for model in results["sites"][inside[0]]["metrics"]:
+        values = []
+        for name in inside:
+            value = results["sites"][name]["metrics"][model].get(metric)
+            if value is not None:
+                values.append((value, name))
+        values.sort(reverse=lower_is_better(metric))
+        worst_row[model] = gap_row[model] = UNDEFINED
+        if len(values) >= 2:
+            worst, name = values[0]
+            worst_row[model] = f"{format_metric(metric, worst)}\n{name}"
+            gap_row[model] = format_metric(metric, abs(values[-1][0] - worst))
     return {"worst inside site": worst_row, "disparity (best minus worst)": gap_row}
 
 
-def task_description(task: Mapping[str, Any]) -> str:
+def task_description(task: Json) -> str:
     """What a task is, in one sentence; "" for no task.
 
     Examples:
@@ -293,7 +288,17 @@ def task_description(task: Mapping[str, Any]) -> str:
     return description
 
 
-def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
+def sites_of_role(results: Json, role: str) -> list[str]:
+    """The names of the sites of a role, sorted."""
+    return sorted(name for name, site in results["sites"].items() if site["role"] == role)
+
+
+def voters(selection: Json) -> set[str]:
+    """The sites whose validation selected a round of a model."""
+    return set(chain.from_iterable(item["votes"] for item in selection["candidates"]))
+
+
+def ordered_sites(results: Json) -> Json:
     """Site -> its part of the results: inside sites by name, then outside sites by name.
 
     Examples:
@@ -305,11 +310,11 @@ def ordered_sites(results: Mapping[str, Any]) -> dict[str, Any]:
     return dict(sorted(by_name, key=lambda item: item[1]["role"] != "inside"))
 
 
-def table_rows(results: Mapping[str, Any]) -> list[tuple[str, str, Any, Any]]:
+def table_rows(results: Json) -> list[tuple[str, str, Any, Any]]:
     """(name, role, images of each split, model -> metrics) of the sites, then of the mean of each
     role with several of them.
     """
-    rows: list[tuple[str, str, Any, Any]] = []
+    rows = []
     sites: Counter[str] = Counter()
     for name, site in ordered_sites(results).items():
         rows.append((name, site["role"], site["n"], site["metrics"]))
@@ -320,7 +325,7 @@ def table_rows(results: Mapping[str, Any]) -> list[tuple[str, str, Any, Any]]:
     return rows
 
 
-def event_counts(events: Iterable[Mapping[str, Any]]) -> str:
+def event_counts(events: Iterable[Json]) -> str:
     """The number of events by kind and site in words; more than five sites are counted, not named.
 
     Examples:
@@ -348,7 +353,7 @@ def _at_sites(counts: Counter[str]) -> str:
     return f" at {sites}" if sites else ""
 
 
-def selector_line(results: Mapping[str, Any]) -> str:
+def selector_line(results: Json) -> str:
     """How a model that selects one of several networks does so, in one line; "" for all other
     models.
     """
@@ -371,7 +376,7 @@ def selector_line(results: Mapping[str, Any]) -> str:
     return line
 
 
-def synthetic_source(results: Mapping[str, Any]) -> str:
+def synthetic_source(results: Json) -> str:
     """The task's description of its images if they are synthetic, else ""."""
     source = str(results["configuration"]["task"].get("source", ""))
     if "synthetic" not in source.lower():

@@ -3,8 +3,9 @@ patients, written at each site.
 """
 
 import base64
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -14,11 +15,13 @@ import numpy as np
 
 from medflare.core.packages import installed
 from medflare.core.palette import structure_colours
-from medflare.core.rng import numpy_generator
 from medflare.core.store import write_atomically, write_json
+from medflare.core.text import Json, JsonDict
 from medflare.evaluation import presentation as text
 from medflare.evaluation.figures import (
     Panel,
+    Points,
+    RocCurves,
     line_panels,
     patients_drawing,
     roc_curves,
@@ -41,17 +44,15 @@ from medflare.evaluation.results import (
 from medflare.evaluation.verdicts import UNUSABLE, findings_at_site, findings_of, verdict
 from medflare.tasks import classes
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.summaries import Summary
+from medflare.tasks.summaries import RESAMPLES, Summary, mean_interval
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 # Of a model selection in the page; long runs of many sites would make it too large to open.
 _CANDIDATES: Final = 200
-_RESAMPLES: Final = 999
 _LISTED: Final = 10  # patients by name, those with the lowest values
 
-_Curves = dict[str, dict[str, list[tuple[float, float]]]]  # class -> site or model -> points
 _Table = tuple[list[str], list[list[Any]]]  # headings, rows
 
 
@@ -75,21 +76,14 @@ def template(name: str) -> "Template":
         base64=lambda content: base64.b64encode(content).decode(),
         by_site=_by_site,
     )
-    environment.globals.update(
-        zip=zip,
-        text=text,
-        shown=text.format_metric,
-        best=text.is_best,
-        lower_is_better=text.lower_is_better,
-        UNUSABLE=UNUSABLE,
-    )
+    environment.globals.update(zip=zip, text=text, UNUSABLE=UNUSABLE)
     return environment.get_template(name)
 
 
 # -- the server's report ---------------------------------------------------------------------------
 
 
-def write_results(folder: Path, record: RunRecord) -> dict[str, Any]:
+def write_results(folder: Path, record: RunRecord) -> JsonDict:
     """Write results.json and then report.html into `folder`; returns the results dict, see
     `build_results`.
     """
@@ -102,8 +96,8 @@ def write_results(folder: Path, record: RunRecord) -> dict[str, Any]:
 
 
 def render_report(
-    results: Mapping[str, Any],
-    history: Sequence[Mapping[str, Any]] = (),
+    results: Json,
+    history: Sequence[Json] = (),
     pictures: Mapping[str, bytes] | None = None,
     models: Collection[str] = (),
 ) -> str:
@@ -112,16 +106,13 @@ def render_report(
     """
     sites = text.ordered_sites(results)
     columns = text.deployed_first(text.model_columns(results))
-    selections: dict[str, Any] = {}
-    for model, selection in results.get("model_selection", {}).items():
-        selections[model] = _shown_selection(selection)
+    selections = results.get("model_selection", {})
     class_figures = []
     for number, table in enumerate(class_tables(results)):
-        curves = roc_curves(table["points"], table["auc"], f"roc-{number}")
+        curves = roc_curves(table["roc"], f"roc-{number}")
         class_figures.append((table, curves))
     return template("report.html").render(
         results=results,
-        metrics=text.metric_names(results),
         constants=_mean_constants(sites),
         best_model=_usable_folder(columns, models),
         verdict=verdict(results),
@@ -132,7 +123,7 @@ def render_report(
         tiles=_tiles(results),
         curves=training_curves(results, history),
         drawable=installed("matplotlib"),
-        model_selection=selections,
+        model_selection={model: _shown_selection(selections[model]) for model in selections},
         confusion=_confusion(results),
         reports=_reports(sites),
         pictures=pictures or {},
@@ -140,31 +131,30 @@ def render_report(
     )
 
 
-def _confusion(results: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+def _confusion(results: Json) -> dict[str, dict[str, int]]:
     """Site -> site predicted by the selector -> number of test images; empty without a selector."""
-    rows: dict[str, dict[str, int]] = {}
+    rows = {}
     if results.get("selector"):
-        sites = text.ordered_sites(results)
-        inside = [name for name, site in sites.items() if site["role"] == "inside"]
+        inside = text.sites_of_role(results, "inside")
         for site, row in results["selector"]["confusion"].items():
             rows[site] = {predicted: row.get(predicted, 0) for predicted in inside}
     return rows
 
 
-def _reports(sites: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+def _reports(sites: Json) -> dict[str, dict[str, JsonDict]]:
     """Model -> site -> what the model reports of its predictions there."""
-    reports: dict[str, dict[str, dict[str, Any]]] = {}
+    reports: dict[str, dict[str, JsonDict]] = defaultdict(dict)
     for name, site in sites.items():
         for model, content in site.get("reports", {}).items():
             numbers = dict(content)
             numbers.pop("selector", None)  # the table of the selector has it
-            reports.setdefault(model, {})[name] = _flattened(numbers)
+            reports[model][name] = _flattened(numbers)
     return reports
 
 
-def _mean_constants(sites: Mapping[str, Any]) -> dict[str, float | None]:
+def _mean_constants(sites: Json) -> dict[str, float | None]:
     """Role -> mean of the constant answer over its sites that have one; empty if no site has it."""
-    means: dict[str, float | None] = {}
+    means = {}
     for role in ROLES:
         of_role = [site.get("constant") for site in sites.values() if site["role"] == role]
         means[role] = defined_mean(of_role)
@@ -183,7 +173,7 @@ def _usable_folder(columns: Mapping[str, str], models: Collection[str]) -> str:
     return "global" if "global" in models else ""
 
 
-def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def _tiles(results: Json) -> list[tuple[str, str, str]]:
     """(heading, number, explanation) of the numbers that a reader looks for first."""
     tiles = []
     sites = results["sites"].values()
@@ -200,7 +190,7 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             tiles.append((heading, text.format_metric(metric, mean), where))
     for model, selection in results.get("model_selection", {}).items():
         if selection["round"] is not None:
-            voters = text.counted(len(_voters(selection)), "site")
+            voters = text.counted(len(text.voters(selection)), "site")
             where = f"of training, {model} model, by the validation of {voters}"
             tiles.append(("Selected round", f"{selection['round']} of {results['rounds']}", where))
     down = results["traffic"]["down_bytes"]
@@ -214,7 +204,7 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _shown_selection(selection: Mapping[str, Any]) -> dict[str, Any]:
+def _shown_selection(selection: Json) -> Json:
     """A model selection with its latest candidates and the selected one, and "sites" and "cut"
     (whether there were more).
     """
@@ -224,16 +214,12 @@ def _shown_selection(selection: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **selection,
         "candidates": earlier + candidates[-_CANDIDATES:],
-        "sites": sorted(_voters(selection)),
+        "sites": sorted(text.voters(selection)),
         "cut": len(candidates) > _CANDIDATES,
     }
 
 
-def _voters(selection: Mapping[str, Any]) -> set[str]:
-    return set(chain.from_iterable(item["votes"] for item in selection["candidates"]))
-
-
-def _by_site(rows: Mapping[str, Mapping[str, Any]]) -> _Table:
+def _by_site(rows: Mapping[str, Json]) -> _Table:
     """A table from site -> column -> value; an empty cell without a value."""
     columns = list(dict.fromkeys(chain.from_iterable(rows.values())))
     cells = []
@@ -242,10 +228,10 @@ def _by_site(rows: Mapping[str, Mapping[str, Any]]) -> _Table:
     return ["site", *columns], cells
 
 
-def _flattened(content: Any, prefix: str = "") -> dict[str, Any]:
+def _flattened(content: Any, prefix: str = "") -> JsonDict:
     """Nested mappings as one, keys joined by spaces; lists as text."""
     if isinstance(content, Mapping):
-        flat: dict[str, Any] = {}
+        flat: JsonDict = {}
         for key, value in content.items():
             flat |= _flattened(value, f"{prefix} {key}".strip())
         return flat
@@ -256,7 +242,7 @@ def _flattened(content: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix or "value": content}
 
 
-def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+def class_tables(results: Json) -> list[Json]:
     """Confusion matrices and ROC areas of every model that differs from the others, the deployed
     one first.
 
@@ -267,7 +253,7 @@ def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         "pooled", "single": (title, classes, counts) of all sites of a role, and of each site;
         "curves": classes with a ROC curve;
         "areas": rows of site, then the area of each curve as text;
-        "points", "auc": class -> site -> points of the ROC curve, and its area.
+        "roc": class -> site -> points of the ROC curve, and its area.
     """
     task = results["configuration"]["task"]
     if task.get("kind") != "classification":
@@ -278,7 +264,7 @@ def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     sizes = [len(curves), *map(len, matrices.values())]
     tables = []
     for heading, model in text.model_columns(results).items():
-        reports: dict[str, Any] = {}
+        reports = {}
         for site, content in sites.items():
             report = content.get("classes", {}).get(model)
             if report and [len(report["roc"]), *map(len, report["confusion"])] == sizes:
@@ -289,25 +275,24 @@ def class_tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         single = []
         for number, (name, labels) in enumerate(matrices.items()):
             suffix = f", {name}" if name else ""
-            by_role: dict[str, list[Any]] = {}
+            by_role = defaultdict(list)
             for site, report in reports.items():
                 counts = report["confusion"][number]
                 single.append((f"{site}{suffix}", labels, counts))
-                by_role.setdefault(sites[site]["role"], []).append(counts)
+                by_role[sites[site]["role"]].append(counts)
             for role, of_sites in by_role.items():
                 if len(of_sites) > 1:
                     title = f"{len(of_sites)} {role} sites together{suffix}"
-                    pooled.append((title, labels, classes.pooled(of_sites)))
+                    pooled.append((title, labels, np.sum(of_sites, axis=0).tolist()))
         table = {"model": heading, "pooled": pooled, "single": single, "curves": curves}
         tables.append(table | _roc_parts(reports, curves))
     return sorted(tables, key=lambda table: "deployed" not in table["model"].split(" = "))
 
 
-def _roc_parts(reports: Mapping[str, Any], curves: Sequence[str]) -> dict[str, Any]:
-    """ "areas", "points" and "auc" of `class_tables`."""
+def _roc_parts(reports: Json, curves: Sequence[str]) -> JsonDict:
+    """ "areas" and "roc" of `class_tables`."""
     areas = []
-    points: _Curves = {}
-    auc: dict[str, dict[str, float]] = {}
+    roc: RocCurves = defaultdict(dict)
     for site, report in reports.items():
         row = [site]
         for name, curve in zip(curves, report["roc"], strict=True):
@@ -315,10 +300,9 @@ def _roc_parts(reports: Mapping[str, Any], curves: Sequence[str]) -> dict[str, A
             row.append(text.format_metric("auc", curve["auc"], bounds))
             if curve["sensitivity"]:
                 corners = zip(classes.FALSE_ALARMS, curve["sensitivity"], strict=True)
-                points.setdefault(name, {})[site] = list(corners)
-                auc.setdefault(name, {})[site] = curve["auc"]
+                roc[name][site] = (list(corners), curve["auc"])
         areas.append(row)
-    return {"areas": areas, "points": points, "auc": auc}
+    return {"areas": areas, "roc": roc}
 
 
 # -- a site's own report ---------------------------------------------------------------------------
@@ -340,58 +324,46 @@ class SiteReport:
     task: TaskConfig
     n: Mapping[str, int]
     models: Mapping[str, Summary]
-    pictures: Mapping[str, bytes] = field(default_factory=dict)
-    events: Sequence[Mapping[str, Any]] = ()
-    constant: float | None = None
-    of_training: Sequence[str] = ()
-    groups: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    minimum_patients: int = 0
+    pictures: Mapping[str, bytes]
+    events: Sequence[Json]
+    constant: float | None
+    of_training: Sequence[str]
+    groups: Mapping[str, Mapping[str, str]]
+    minimum_patients: int
 
 
 def render_site_report(report: SiteReport) -> str:
     """The site's page as HTML. It names patients and stays at the site."""
     task = report.task
-    cases: dict[str, classes.Cases] = {}
-    few: dict[str, dict[str, str]] = {}
-    metrics: dict[str, Any] = {}
-    counts: dict[str, Any] = {}
-    by_label: dict[str, Any] = {}
-    intervals: dict[str, Any] = {}
-    for model, summary in report.models.items():
-        cases[model] = summary.cases
-        few[model] = _values_of_few(summary.cases.values)
-        metrics[model] = summary.metrics
-        by_label[model] = summary.by_label
-        intervals[model] = summary.intervals
-        of_classes = classes.class_report(summary.cases, task.target, task.labels)
-        if of_classes:
-            counts[model] = of_classes
+    models = report.models
     record = SiteRecord(
         report.role,
         report.n,
-        metrics,
-        classes=counts,
-        by_label=by_label,
-        intervals=intervals,
+        metrics={model: summary.metrics for model, summary in models.items()},
+        classes={model: summary.classes for model, summary in models.items()},
+        by_label={model: summary.by_label for model, summary in models.items()},
+        intervals={model: summary.intervals for model, summary in models.items()},
         constant=report.constant,
     )
-    site = site_results(record, tuple(metrics), task)
+    site = site_results(record, tuple(models), task)
     results = {
         "sites": {report.site: site},
         "configuration": {"task": task.to_dict()},
         "events": report.events,
     }
     columns = text.deployed_first(text.model_columns(results))
-    values: dict[str, dict[str, float]] = {}
+    values = {}
+    means = {}
     for heading, model in columns.items():
-        of_patients = patient_values(cases[model], task)
+        of_patients = patient_values(models[model].cases, task)
         if of_patients:
             values[heading] = of_patients
-    means = {heading: mean_interval(of_patients) for heading, of_patients in values.items()}
+            by_name = [of_patients[name] for name in sorted(of_patients)]
+            means[heading] = mean_interval(by_name, "bootstrap over patients", RESAMPLES)
     plot = None
     if values:
         plot = patients_drawing(values, means, value_label(task)).svg("patients")
-    deployed = cases.get("deployed", classes.Cases())
+    deployed = models.get("deployed", Summary({})).cases
     of_deployed = patient_values(deployed, task)
     lowest = []
     for name in sorted(of_deployed, key=lambda name: (of_deployed[name], name))[:_LISTED]:
@@ -410,37 +382,34 @@ def render_site_report(report: SiteReport) -> str:
         headings=list(values),
         lowest=lowest,
         plot=plot,
-        few=few,
+        few={model: _values_of_few(summary.cases.values) for model, summary in models.items()},
         labels=_by_label(site, task, deployed.structures),
         groups=_by_group(report, deployed),
         fewest_of_group=max(report.minimum_patients, FEWEST_OF_GROUP),
         structure_colours=_structure_colours(task),
         classes=class_tables(results),
-        **_curves(columns, cases, task),
+        **_curves(columns, models, task),
         pictures=report.pictures,
     )
 
 
 def _curves(
-    columns: Mapping[str, str], cases: Mapping[str, classes.Cases], task: TaskConfig
+    columns: Mapping[str, str], models: Mapping[str, Summary], task: TaskConfig
 ) -> dict[str, str | None]:
     """The ROC and reliability curves of a site's page as SVG, a panel for each class."""
-    points: _Curves = {}
-    areas: dict[str, dict[str, float]] = {}
-    calibration: _Curves = {}
+    roc: RocCurves = defaultdict(dict)
+    calibration: dict[str, dict[str, Points]] = defaultdict(dict)
     for heading, model in columns.items():
-        curves = classes.one_against_rest(cases[model], task.target, task.labels)
+        curves = classes.one_against_rest(models[model].cases, task.target, task.labels)
         for name, (scores, truth) in curves.items():
             corners = classes.curve_points(scores, truth)
             if corners:
-                points.setdefault(name, {})[heading] = corners
-                areas.setdefault(name, {})[heading] = classes.area_interval(scores, truth).value
-            calibration.setdefault(name, {})[heading] = classes.reliability_points(scores, truth)
-    panels = []
-    for name, lines in calibration.items():
-        panels.append(Panel(name, lines, "predicted probability", "frequency of the class"))
+                roc[name][heading] = (corners, classes.area_interval(scores, truth).value)
+            calibration[name][heading] = classes.reliability_points(scores, truth)
+    axes = ("predicted probability", "frequency of the class")
+    panels = [Panel(name, lines, *axes) for name, lines in calibration.items()]
     return {
-        "curves": roc_curves(points, areas, "roc"),
+        "curves": roc_curves(roc, "roc"),
         "reliability": line_panels(panels, "reliability", unit_square=True),
     }
 
@@ -453,7 +422,7 @@ def _structure_colours(task: TaskConfig) -> list[tuple[str, str, str]]:
 
 def _values_of_few(values: Mapping[str, Any]) -> dict[str, str]:
     """Metric -> the value of each patient, for metrics with too few values for an interval."""
-    texts: dict[str, str] = {}
+    texts = {}
     for metric, of_patients in values.items():
         defined = [value for value in of_patients.tolist() if value == value]
         if not classes.has_interval(len(defined)):
@@ -494,9 +463,9 @@ def _by_group(report: SiteReport, deployed: classes.Cases) -> dict[str, _Table]:
     `deployed`: its cases.
     """
     metric = report.task.metric
-    tables: dict[str, _Table] = {}
+    tables = {}
     for name, groups in report.groups.items():
-        rows: list[list[str]] = []
+        rows = []
         for row in group_rows(deployed, groups, report.minimum_patients, report.task):
             if row.patients is None:
                 rows.append([row.group, "not shown", "too few"])
@@ -518,15 +487,9 @@ def patient_values(cases: classes.Cases, task: TaskConfig) -> dict[str, float]:
     if task.kind == "segmentation":
         pairs = zip(cases.patients, cases.values.get(task.metric, ()), strict=False)
         return {name: float(value) for name, value in pairs if value == value}
-    if cases.probabilities is None or cases.targets is None:
+    if cases.outputs is None:
         return {}
-    probabilities = cases.probabilities.numpy()
-    truth = cases.targets.long().numpy()
-    if task.target == "multiclass":
-        of_truth = np.take_along_axis(probabilities, truth[:, None], axis=1)
-    else:
-        is_true = truth.reshape(probabilities.shape) == 1
-        of_truth = np.where(is_true, probabilities, 1 - probabilities)
+    of_truth = classes.of_truth(*cases.outputs, task.target)
     names, rows = np.unique(np.array(cases.patients), return_inverse=True)
     means = np.bincount(rows, of_truth.mean(axis=1)) / np.bincount(rows)
     return dict(zip(names.tolist(), means.tolist(), strict=True))
@@ -537,18 +500,3 @@ def value_label(task: TaskConfig) -> str:
     if task.kind == "segmentation":
         return text.metric_label(task.metric)
     return "probability of the true class"
-
-
-def mean_interval(values: Mapping[str, float]) -> tuple[float, float] | None:
-    """The 95 % percentile bootstrap interval of a mean over patients (Efron, Annals of Statistics
-    7, 1979).
-
-    None where `classes.has_interval` forbids it.
-    """
-    if not classes.has_interval(len(values)):
-        return None
-    sample = np.array([values[name] for name in sorted(values)])
-    random = numpy_generator(0, "bootstrap over patients")
-    rows = random.integers(len(sample), size=(_RESAMPLES, len(sample)))
-    low, high = np.quantile(sample[rows].mean(axis=1), (0.025, 0.975))
-    return float(low), float(high)

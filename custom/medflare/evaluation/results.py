@@ -12,13 +12,22 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    ValidationError,
+    model_validator,
+)
 
 import medflare
 from medflare.core.errors import StateError
 from medflare.core.events import KINDS, Event
 from medflare.core.packages import code_versions, extension_modules, installed_versions
-from medflare.core.text import NAME, is_name, printable_json
+from medflare.core.text import NAME, Json, JsonDict, is_name, printable_json
 from medflare.evaluation.labels import CLASSES, STRUCTURES, labels_of, named_metrics
 from medflare.evaluation.verdicts import findings
 from medflare.tasks.config import TaskConfig
@@ -61,9 +70,9 @@ class SiteRecord:
     role: str
     n: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, Values] = field(default_factory=dict)
-    reports: Mapping[str, Any] = field(default_factory=dict)
-    privacy: Mapping[str, Any] = field(default_factory=dict)
-    classes: Mapping[str, Any] = field(default_factory=dict)
+    reports: Json = field(default_factory=dict)
+    privacy: Json = field(default_factory=dict)
+    classes: Json = field(default_factory=dict)
     by_label: Mapping[str, Mapping[str, Values]] = field(default_factory=dict)
     intervals: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]] = field(
         default_factory=dict
@@ -104,21 +113,19 @@ class RunRecord:
     down_bytes: int = 0
     up_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    hyper: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=lambda: {"site": {}, "server": {}}
-    )
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    history: list[dict[str, Any]] = field(default_factory=list)
+    hyper: Mapping[str, Json] = field(default_factory=lambda: {"site": {}, "server": {}})
+    settings: Json = field(default_factory=dict)
+    history: list[JsonDict] = field(default_factory=list)
     pictures: Mapping[str, bytes] = field(default_factory=dict)
-    model_selection: Mapping[str, Any] = field(default_factory=dict)
-    tables: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    model_selection: Json = field(default_factory=dict)
+    tables: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
     cross_site: Mapping[str, Values] = field(default_factory=dict)
-    selector: Mapping[str, Any] = field(default_factory=dict)
+    selector: Json = field(default_factory=dict)
     costs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     citation: str = ""
 
 
-def build_results(record: RunRecord) -> dict[str, Any]:
+def build_results(record: RunRecord) -> JsonDict:
     """The content of results.json, see `json_ready`: every site and mean has the same models and
     metrics; undefined values are None.
 
@@ -126,7 +133,7 @@ def build_results(record: RunRecord) -> dict[str, Any]:
     """
     task = record.task
     models = dict.fromkeys(MODELS)
-    samples: dict[str, float] = {}
+    samples = {}
     for name, site in record.sites.items():
         models |= dict.fromkeys(site.metrics)
         if site.role == "inside" and "train" in site.n:
@@ -163,7 +170,7 @@ def build_results(record: RunRecord) -> dict[str, Any]:
             results[name] = getattr(record, name)
     if record.selector:
         results["selector"] = {**record.selector, "confusion": confusion(sites)}
-    ready: dict[str, Any] = json_ready(results)
+    ready = json_ready(results)
     about_model = findings(ready, json_ready(record.history))
     ready["findings"] = [finding.to_dict() for finding in about_model]
     return ready
@@ -189,22 +196,22 @@ def versions_of_run(method: str, task: TaskConfig | None) -> dict[str, str]:
 
 def site_results(
     site: SiteRecord, models: tuple[str, ...], task: TaskConfig | None, share: float | None = None
-) -> dict[str, Any]:
+) -> Json:
     """A site's part of results.json."""
     metrics = task.test_metrics if task else ()
-    values: dict[str, dict[str, Any]] = {}
+    values = {}
     for model in models:
         of_model = site.metrics.get(model, {})
         values[model] = {metric: of_model.get(metric) for metric in metrics}
         values[model] |= _of_labels(site.by_label.get(model, {}), task)
-    intervals: dict[str, dict[str, Any]] = {}
+    intervals = {}
     for model, content in site.intervals.items():
         limits = content.get(ALL, {}).items()
         bounds = {metric: low_high for metric, low_high in limits if low_high and metric in metrics}
         bounds |= _of_labels(content, task)
         if bounds:
             intervals[model] = bounds
-    results: dict[str, Any] = {
+    results: JsonDict = {
         "role": site.role,
         "n": {split: site.n.get(split) for split in SPLITS},
         "metrics": values,
@@ -224,11 +231,11 @@ def site_results(
     return results
 
 
-def _of_labels(content: Mapping[str, Mapping[str, Any]], task: TaskConfig | None) -> dict[str, Any]:
+def _of_labels(content: Mapping[str, Json], task: TaskConfig | None) -> Json:
     """The metrics of the task's labels under "structures" or "classes"; without any, nothing."""
     if task is None:
         return {}
-    of_label: dict[str, Any] = {}
+    of_label = {}
     for label in task.labels:
         if label in content:
             values = content[label].items()
@@ -249,11 +256,11 @@ def shares(samples: Mapping[str, float]) -> dict[str, float]:
     return {site: count / total for site, count in samples.items()}
 
 
-def confusion(sites: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+def confusion(sites: Json) -> dict[str, dict[str, int]]:
     """Inside site -> site predicted by the selector -> number of test images; only sites that
     report counts.
     """
-    rows: dict[str, dict[str, int]] = {}
+    rows = {}
     for name, site in sites.items():
         if site["role"] != "inside":
             continue
@@ -265,12 +272,12 @@ def confusion(sites: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     return rows
 
 
-def mean_over_sites(sites: Mapping[str, Any], shape: Mapping[str, Iterable[str]]) -> dict[str, Any]:
+def mean_over_sites(sites: Json, shape: Mapping[str, Iterable[str]]) -> Json:
     """Role -> model -> metric -> unweighted mean of the defined values of the sites of that role;
     `shape`: model -> its metrics.
     """
 
-    means: dict[str, dict[str, Any]] = {}
+    means: dict[str, JsonDict] = {}
     for role in ROLES:
         means[role] = {}
         of_sites = [site["metrics"] for site in sites.values() if site["role"] == role]
@@ -310,7 +317,7 @@ def json_ready(value: Any) -> Any:
     raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written to results.json")
 
 
-def results_frame(results: Mapping[str, Any]) -> "pd.DataFrame":
+def results_frame(results: Json) -> "pd.DataFrame":
     """The test metrics of a run as a table: one row per site, model, label and metric, NaN for
     undefined values.
 
@@ -319,7 +326,7 @@ def results_frame(results: Mapping[str, Any]) -> "pd.DataFrame":
     """
     import pandas as pd  # not needed to write results: a job that carries its code runs without it
 
-    rows: list[tuple[Any, ...]] = []
+    rows = []
     for name, site in results["sites"].items():
         for model, metrics in site["metrics"].items():
             intervals = site.get("intervals", {}).get(model, {})
@@ -336,7 +343,6 @@ def results_frame(results: Mapping[str, Any]) -> "pd.DataFrame":
 
 _Values = dict[str, float | None]
 _Metrics = dict[str, float | dict[str, _Values] | None]
-_Count = Annotated[int, Field(ge=0)]
 _Text = Annotated[str, Field(min_length=1)]
 
 
@@ -364,17 +370,17 @@ class _Models(_Open):
 
 class _Site(_Open):
     role: Literal["inside", "outside"]
-    n: dict[Literal["train", "validation", "test"], _Count | None]
+    n: dict[Literal["train", "validation", "test"], NonNegativeInt | None]
     metrics: _Models
 
 
 class _Traffic(_Open):
-    down_bytes: _Count
-    up_bytes: _Count
+    down_bytes: NonNegativeInt
+    up_bytes: NonNegativeInt
 
 
 class _Cost(_Traffic):
-    seconds: Annotated[float, Field(ge=0)]
+    seconds: NonNegativeFloat
 
 
 class _Event(_Open):
@@ -395,14 +401,14 @@ class _Finding(BaseModel):
 
 
 class _HyperParameters(_Open):
-    site: dict[str, Any]
-    server: dict[str, Any]
+    site: JsonDict
+    server: JsonDict
 
 
 class _Configuration(_Open):
     hyper: _HyperParameters
-    settings: dict[str, Any]
-    task: dict[str, Any]
+    settings: JsonDict
+    task: JsonDict
 
 
 class _Results(_Open):
@@ -410,7 +416,7 @@ class _Results(_Open):
     method: _Text
     task: _Text
     seed: int
-    rounds: _Count
+    rounds: NonNegativeInt
     status: Literal["COMPLETED", "FAILED"]
     reason: str | None
     sites: dict[Annotated[str, AfterValidator(_site_name)], _Site]
@@ -433,14 +439,14 @@ class _Results(_Open):
         return self
 
 
-def validate_results(results: Mapping[str, Any]) -> None:
+def validate_results(results: Json) -> None:
     """Check a results dict against the schema; raises ValueError with every violation and its
     location, on one line.
     """
     try:
         _Results.model_validate(results)
     except ValidationError as error:
-        problems: list[str] = []
+        problems = []
         for problem in error.errors():
             location = ".".join(str(part)[:NAME] for part in problem["loc"])
             problems.append(f"{location or 'results'}: {problem['msg']}")
@@ -465,7 +471,7 @@ def find_results(path: Path) -> Path:
     return max(files, key=lambda file: file.stat().st_mtime)
 
 
-def load_results(path: Path) -> dict[str, Any]:
+def load_results(path: Path) -> JsonDict:
     """The results dict of a run, validated; `path` as for `find_results`.
 
     Raises StateError also if the file is damaged.
@@ -477,7 +483,7 @@ def load_results(path: Path) -> dict[str, Any]:
         raise StateError(f"{file}: not the {RESULTS_FILE} of a run: {error}") from error
 
 
-def parse_results(content: bytes) -> dict[str, Any]:
+def parse_results(content: bytes) -> JsonDict:
     """The results dict of a file's content, validated; all its text is printable, since another
     party may have written it.
 
@@ -488,11 +494,10 @@ def parse_results(content: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("nested too deep") from None
     validate_results(results)
-    printed: dict[str, Any] = printable_json(results)
-    return printed
+    return printable_json(results)
 
 
-def append_round(folder: Path, line: Mapping[str, Any]) -> None:
+def append_round(folder: Path, line: Json) -> None:
     """Append one step to metrics.jsonl; it is on disk when this returns. After a line that a crash
     cut short, a new line begins.
 
@@ -511,14 +516,14 @@ def append_round(folder: Path, line: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_rounds(folder: Path) -> list[dict[str, Any]]:
+def read_rounds(folder: Path) -> list[Json]:
     """The steps of metrics.jsonl in order; the last line of a step counts (a resumed run repeats
     steps), damaged lines are skipped.
     """
     path = folder / ROUNDS_FILE
     if not path.exists():
         return []
-    steps: dict[int, dict[str, Any]] = {}
+    steps = {}
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             line = json.loads(text)

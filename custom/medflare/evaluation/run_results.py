@@ -7,6 +7,7 @@ from typing import Any
 
 from medflare.evaluation import presentation as text
 from medflare.evaluation.figures import training_curves
+from medflare.evaluation.labels import task_metric
 from medflare.evaluation.report import template
 from medflare.evaluation.results import ROLES
 from medflare.evaluation.verdicts import findings_of, verdict
@@ -37,7 +38,7 @@ class RunResults(dict[str, Any]):
         rounds = text.counted(self["rounds"], "round")
         about = f"{self['method']} on {self['task']}, {rounds}, seed {self['seed']}"
         parts = [f"{about}: {text.outcome(self)}"]
-        metric = self["configuration"]["task"].get("metric", "")
+        metric = task_metric(self)
         for role in ROLES:
             value = self["mean"][role]["deployed"].get(metric)
             if value is not None:
@@ -51,9 +52,7 @@ class RunResults(dict[str, Any]):
         """The table of results, the findings, and the curves as inline SVG."""
         return template("notebook.html").render(
             title=repr(self)[1:-1],
-            metrics=text.metric_names(self),
-            columns=text.model_columns(self),
-            rows=text.table_rows(self),
+            results=self,
             verdict=verdict(self),
             findings=findings_of(self),
             curves=training_curves(self, self.history),

@@ -4,22 +4,23 @@ results.json and studies show this list.
 Everything is computed from a results dict: nothing more than the results leaves a site.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from statistics import fmean
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from medflare.evaluation.labels import labels_of, named_metrics
+from medflare.core.text import Json
+from medflare.evaluation.labels import labels_of, named_metrics, task_metric
 from medflare.evaluation.presentation import counted, format_metric, metric_label, ordered_sites
 from medflare.training.constant import is_at_chance
 
 Curve = dict[int, float]  # rounds of training -> validation metric
-_Steps = Sequence[Mapping[str, Any]]  # of a run, see `results.append_round`
-_Point = tuple[str, str, int, float]  # model, site, round, validation metric
-_Curves = dict[str, dict[str, list[tuple[int, float]]]]  # model -> site -> points
+_Steps = Sequence[Json]  # of a run, see `results.append_round`
+_Curves = dict[str, dict[str, Curve]]  # model -> site -> curve
 
 # A mask whose volume is more than nine times the true one, or less than a ninth of it, cannot reach
 # a Dice of 0.2: 2 / (1 + 9). So a Dice below the floor is named without the volumes, which do not
@@ -63,7 +64,7 @@ class Finding:
             return self.brief
         return f"{self.brief} at {', '.join(self.sites)}"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """As JSON."""
         return {**asdict(self), "sites": list(self.sites)}
 
@@ -139,9 +140,7 @@ class _Note(NamedTuple):
     text: str
 
 
-def findings(
-    results: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = (), model: str = "deployed"
-) -> list[Finding]:
+def findings(results: Json, history: Sequence[Json] = (), model: str = "deployed") -> list[Finding]:
     """The findings about a model, in the order of `KINDS`.
 
     Args:
@@ -152,9 +151,7 @@ def findings(
     return _grouped(_notes(results, history, model))
 
 
-def kinds_of_training(
-    results: Mapping[str, Any], history: _Steps, sites: Iterable[str]
-) -> dict[str, list[str]]:
+def kinds_of_training(results: Json, history: _Steps, sites: Iterable[str]) -> dict[str, list[str]]:
     """Site -> the findings about the training that concern it, for its page.
 
     They have no numbers: those are of other sites, too.
@@ -167,9 +164,7 @@ def kinds_of_training(
     return kinds
 
 
-def findings_at_site(
-    results: Mapping[str, Any], site: str, kinds: Iterable[str] = ()
-) -> list[Finding]:
+def findings_at_site(results: Json, site: str, kinds: Iterable[str]) -> list[Finding]:
     """The findings of a site's page: about its test images, and those of `kinds_of_training`."""
     notes = _notes(results, (), "deployed")
     images = results["sites"][site]["n"]["validation"]
@@ -182,7 +177,7 @@ def findings_at_site(
     return _grouped(notes)
 
 
-def _notes(results: Mapping[str, Any], history: _Steps, model: str) -> list[_Note]:
+def _notes(results: Json, history: _Steps, model: str) -> list[_Note]:
     notes: list[_Note] = []
     task = results["configuration"]["task"]
     if task:
@@ -200,14 +195,12 @@ def _notes(results: Mapping[str, Any], history: _Steps, model: str) -> list[_Not
     return notes
 
 
-def findings_of(results: Mapping[str, Any]) -> list[Finding]:
+def findings_of(results: Json) -> list[Finding]:
     """The findings that results.json has; those of an older version are computed."""
     if "findings" not in results:
         return findings(results)
-    saved: list[Finding] = []
-    for content in results["findings"]:
-        saved.append(Finding(**{**content, "sites": tuple(content["sites"])}))
-    return saved
+    saved = results["findings"]
+    return [Finding(**{**content, "sites": tuple(content["sites"])}) for content in saved]
 
 
 def _grouped(notes: Iterable[_Note]) -> list[Finding]:
@@ -236,9 +229,7 @@ def _grouped(notes: Iterable[_Note]) -> list[Finding]:
 # -- test metrics ----------------------------------------------------------------------------------
 
 
-def _against_constant(
-    name: str, site: Mapping[str, Any], metric: str, model: str
-) -> Iterator[_Note]:
+def _against_constant(name: str, site: Json, metric: str, model: str) -> Iterator[_Note]:
     standing = _standing(site, metric, model)
     if standing not in ("not better", "open"):
         return
@@ -254,7 +245,7 @@ def _against_constant(
         yield _Note("indistinct", name, f"{numbers} ({interval}), {of_constant}")
 
 
-def _of_structures(name: str, site: Mapping[str, Any], model: str) -> Iterator[_Note]:
+def _of_structures(name: str, site: Json, model: str) -> Iterator[_Note]:
     """Structures below the floor, and of wrong volume; without numbers by structure those of all
     together.
     """
@@ -272,9 +263,7 @@ def _of_structures(name: str, site: Mapping[str, Any], model: str) -> Iterator[_
             yield _Note("wrong_volume", name, f"{label}volume error {number}")
 
 
-def _of_classes(
-    name: str, site: Mapping[str, Any], task: Mapping[str, Any], model: str
-) -> Iterator[_Note]:
+def _of_classes(name: str, site: Json, task: Json, model: str) -> Iterator[_Note]:
     """Classes with true images, of which none is recognized: their sensitivity and F1 are 0."""
     if task.get("kind") != "classification":
         return
@@ -287,9 +276,7 @@ def _of_classes(
         yield _Note("class_missed", name, label)
 
 
-def _images_of(
-    site: Mapping[str, Any], task: Mapping[str, Any], label: str, model: str
-) -> int | None:
+def _images_of(site: Json, task: Json, label: str, model: str) -> int | None:
     """The number of test images of a class, from the confusion counts; None if the site keeps them
     back.
     """
@@ -357,81 +344,76 @@ def is_rising(curve: Mapping[int, float]) -> bool:
     return slope * (late[-1] - late[0]) > RISING and slope > 2 * error
 
 
-def mean_curve(of_sites: Iterable[Iterable[Sequence[float]]]) -> Curve:
+def mean_curve(of_sites: Iterable[Curve]) -> Curve:
     """The mean over the sites that have a value after the last round, at the rounds where all of
     them have one.
 
     So a site that is missing in some rounds does not look like progress.
 
     Args:
-        of_sites: points (rounds of training, value) of each site; the last value of a round counts.
+        of_sites: the curve of each site, or its points (rounds of training, value).
     """
-    curves: list[Curve] = []
-    for points in of_sites:
-        curves.append({int(at): float(value) for at, value in points})
+    curves = [dict(points) for points in of_sites]
     last = max(chain.from_iterable(curves), default=0)
     compared = [curve for curve in curves if last in curve]
     if not compared:
         return {}
-    mean: Curve = {}
+    mean = {}
     for at in sorted(set(compared[0]).intersection(*compared)):
         mean[at] = fmean(curve[at] for curve in compared)
     return mean
 
 
-def _curve(results: Mapping[str, Any], history: _Steps, model: str) -> Curve:
+def _curve(results: Json, history: _Steps, model: str) -> Curve:
     """The mean validation metric of a model over the sites.
 
     The deployed model has the personal model's if there is one, else the global one's.
     """
     curves = results.get("curves")
     if not curves:
-        curves = _curves(_points_of_steps(history)) or _curves(_points_of_selection(results))
+        curves = validation_curves(history) or _curves_of_selection(results)
     for name in ("global",) if model == "global" else ("personal", "global"):
         if curves.get(name):
             return mean_curve(curves[name].values())
     return {}
 
 
-def _curves(points: Iterable[_Point]) -> _Curves:
-    """The points by model and site; the last value of a round counts, see `mean_curve`."""
+def validation_curves(history: _Steps) -> _Curves:
+    """The validation metric in the steps of a run; the last value of a round counts."""
     curves: _Curves = {}
-    for model, site, at, value in points:
-        curves.setdefault(model, {}).setdefault(site, []).append((at, value))
-    return curves
-
-
-def _points_of_steps(history: _Steps) -> Iterator[_Point]:
     for step in history:
         for site, meta in step["sites"].items():
             for model, value in (meta.get("validation") or {}).items():
                 if value is not None and np.isfinite(value):
-                    yield model, site, step["round"], value
+                    curves.setdefault(model, {}).setdefault(site, {})[step["round"]] = value
+    return curves
 
 
-def _points_of_selection(results: Mapping[str, Any]) -> Iterator[_Point]:
+def _curves_of_selection(results: Json) -> _Curves:
+    curves: _Curves = {}
     for model, selection in results.get("model_selection", {}).items():
         for candidate in selection["candidates"]:
             for site, value in candidate["votes"].items():
-                yield model, site, candidate["round"], value
+                curves.setdefault(model, {}).setdefault(site, {})[candidate["round"]] = value
+    return curves
 
 
 # -- the sentence below the results ----------------------------------------------------------------
 
 
-def verdict(results: Mapping[str, Any]) -> str:
+def verdict(results: Json) -> str:
     """The deployed model against the constant answer: the level, and at how many sites it is
     better; "" without constant answers.
     """
-    metric = results["configuration"]["task"].get("metric", "")
-    standings: dict[str, list[str]] = {}  # standing -> sites
+    metric = task_metric(results)
+    standings = defaultdict(list)  # standing -> sites
     values: list[float] = []
     constants: list[float] = []
     for name, site in ordered_sites(results).items():
         if site.get("constant") is None:
             continue
         standing = _standing(site, metric)
-        standings.setdefault(standing, []).append(name)
+        standings[standing].append(name)
         if standing != "undefined":
             values.append(site["metrics"]["deployed"][metric])
             constants.append(site["constant"])
@@ -468,7 +450,7 @@ _STANDINGS: Final = {
 }
 
 
-def _standing(site: Mapping[str, Any], metric: str, model: str = "deployed") -> str:
+def _standing(site: Json, metric: str, model: str = "deployed") -> str:
     """How a model stands to the constant answer at a site: "better" or a key of `_STANDINGS`."""
     value = site["metrics"].get(model, {}).get(metric)
     constant = site.get("constant")

@@ -4,7 +4,6 @@ A killed server continues after the last finished step.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,26 +25,29 @@ class Checkpoint:
     """The checkpoint of one run in a folder.
 
     Attributes:
+        folder: None: nothing is stored.
         plan: method, task, settings, ... of the run; only the same run can resume from the
             checkpoint.
     """
 
-    folder: Path
-    plan: Mapping[str, Any]
+    folder: Path | None
+    plan: dict[str, Any]
 
     def save(self, finished: int, federation: Federation) -> None:
         """Store the server algorithm and the state of the run after so many steps."""
+        if self.folder is None:
+            return
         outcome = federation.outcome
         members = {site: meta["n"] for site, meta in outcome.enrolled.items()}
         run = {
             "finished": finished,
             # Also those that have not returned yet.
-            "enrolled": dict(sorted({**federation.returning, **members}.items())),
+            "enrolled": {**federation.returning, **members},
             "history": outcome.history,
             "events": federation.events.to_list(),
             "costs": {site: asdict(cost) for site, cost in outcome.costs.items()},
             "drift": federation.drift.memory.meta,
-            "plan": dict(self.plan),
+            "plan": self.plan,
         }
         algorithm = federation.server.state()
         message = Message(dict(algorithm.states), {**algorithm.meta, _RUN: run})
@@ -59,9 +61,11 @@ class Checkpoint:
         Raises:
             StateError: there is none, or it belongs to another run.
         """
+        if self.folder is None:
+            raise StateError("a run without a folder cannot be resumed")
         message = _stored(self.folder)
         before = message.meta[_RUN]["plan"]
-        for name, value in json.loads(json.dumps(dict(self.plan))).items():
+        for name, value in json.loads(json.dumps(self.plan)).items():
             if before.get(name) != value:
                 raise StateError(
                     f"the checkpoint in {self.folder} has {name} = {before.get(name)!r}, "
@@ -89,7 +93,7 @@ class Checkpoint:
         outcome.costs = {site: SiteCost(**cost) for site, cost in run["costs"].items()}
         federation.events.restore(run["events"])
         federation.events.add("resumed", f"continued after {run['finished']} finished steps")
-        return int(run["finished"])
+        return run["finished"]
 
 
 def resume(interrupted: Path, folder: Path) -> None:
@@ -101,13 +105,13 @@ def resume(interrupted: Path, folder: Path) -> None:
     StateStore(folder).save(CHECKPOINT, _stored(interrupted))
 
 
-def stored_plan(folder: Path) -> dict[str, Any]:
+def stored_plan(folder: Path) -> Any:
     """The `Checkpoint.plan` of the checkpoint in a folder.
 
     Raises:
         StateError: there is none, or it is damaged.
     """
-    return dict(_stored(folder).meta[_RUN]["plan"])
+    return _stored(folder).meta[_RUN]["plan"]
 
 
 def _stored(folder: Path) -> Message:

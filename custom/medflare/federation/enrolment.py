@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from medflare.core.errors import FederationFailed
 from medflare.core.message import Message
 from medflare.core.packages import CODE, versions
+from medflare.core.text import Json, JsonDict
 from medflare.data.acquisition import joined_range, read_range
 from medflare.evaluation.results import shares, versions_of_run
 from medflare.federation.exchange import Reply, Transport
@@ -53,9 +53,9 @@ class Enrolment:
 
     context: ServerContext
     transport: Transport
-    identity: Mapping[str, Any]
-    returning: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    finished: int = 0
+    identity: Json
+    returning: Mapping[str, Mapping[str, int]]
+    finished: int
     max_client_weight: float | None = None
     combined_sites: int | None = None
     _problems: dict[str, Reply] = field(default_factory=dict)  # of sites that are not enrolled
@@ -66,7 +66,7 @@ class Enrolment:
         return versions_here(self.identity["method"], self.context.task)
 
     @property
-    def enrolled(self) -> dict[str, dict[str, Any]]:
+    def enrolled(self) -> dict[str, Json]:
         """site -> metadata that it enrolled with."""
         return self.transport.outcome.enrolled
 
@@ -101,8 +101,9 @@ class Enrolment:
         self._weigh(0)
         everyone = {*self.context.sites, *self.context.outside}
         for site in sorted(everyone - self.enrolled.keys() - problems.keys()):
-            text = "not there when the federation started; it may join later"
-            self.context.events.add("missing", text, site, 0)
+            self.context.events.add(
+                "missing", "not there when the federation started; it may join later", site, 0
+            )
 
     def members(self, step: Step) -> list[str]:
         """The enrolled inside sites that are present for a step, sorted; new sites enroll first."""
@@ -117,8 +118,12 @@ class Enrolment:
         present = self.transport.exchange.present(step.round)
         for site in self.inside:
             if site not in present:
-                text = f"not there for '{step.phase}' of round {step.round}"
-                events.add("missing", text, site, step.round)
+                events.add(
+                    "missing",
+                    f"not there for '{step.phase}' of round {step.round}",
+                    site,
+                    step.round,
+                )
         return [site for site in self.inside if site in present]
 
     def admit(self, round: int) -> None:
@@ -127,14 +132,11 @@ class Enrolment:
         A site whose reply was rejected is not invited again.
         """
         context = self.context
-        # The present sites that are not enrolled, without those whose reply was rejected.
-        uninvited = {*context.sites, *context.outside} - self.enrolled.keys()
-        for site, reply in self._problems.items():
-            if reply.kind == "rejected":
-                uninvited.discard(site)
-        uninvited &= {*self.transport.exchange.present(round)}
-        outgoing = {site: self._invitation(site) for site in sorted(uninvited)}
-        for site, reply in self.transport.ask(Step(ENROL, round), outgoing).items():
+        present = {*self.transport.exchange.present(round)}
+        rejected = {site for site, reply in self._problems.items() if reply.kind == "rejected"}
+        invited = present & {*context.sites, *context.outside} - self.enrolled.keys() - rejected
+        invitations = {site: self._invitation(site) for site in sorted(invited)}
+        for site, reply in self.transport.ask(Step(ENROL, round), invitations).items():
             if reply.message is not None:
                 problem = self._problem(site, reply.message)
                 if not problem:
@@ -207,9 +209,7 @@ class Enrolment:
 
         Of two sites: more than three quarters.
         """
-        images = {}
-        for site in self.inside:
-            images[site] = self.enrolled[site][COUNTS.name].get("train", 0)
+        images = {site: self.enrolled[site][COUNTS.name].get("train", 0) for site in self.inside}
         if self.max_client_weight is not None and all(images.values()):
             counted = capped(images, self.max_client_weight)
             self.context.counted = {site: count / images[site] for site, count in counted.items()}
@@ -229,17 +229,17 @@ class Enrolment:
             self._heaviest = heaviest
 
 
-def trained_on(enrolled: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+def trained_on(enrolled: Mapping[str, Json]) -> JsonDict | None:
     """The range of the training images of all sites that report theirs, as JSON.
 
     None if no site does.
     """
-    reported = [meta[RANGE.name] for _, meta in sorted(enrolled.items()) if RANGE.name in meta]
-    total = joined_range(list(map(read_range, reported)))
+    metas = [meta for _, meta in sorted(enrolled.items()) if RANGE.name in meta]
+    total = joined_range([read_range(meta[RANGE.name]) for meta in metas])
     return None if total is None else total.to_dict()
 
 
-def class_shares(enrolled: Mapping[str, Mapping[str, Any]]) -> list[float] | None:
+def class_shares(enrolled: Mapping[str, Json]) -> list[float] | None:
     """Class shares of the training images of all inside sites, rounded, so that no number of images
     follows from them; None if a site does not send its counts.
     """
@@ -263,7 +263,7 @@ def package_difference(site: Mapping[str, str], server: Mapping[str, str]) -> st
 
     Builds of one version (+cpu, +cu124) are the same.
     """
-    differences: dict[str, str] = {}
+    differences = {}
     for name, version in server.items():
         there = site.get(name, version)
         package = name.removesuffix(CODE)

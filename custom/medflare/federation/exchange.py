@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from medflare.core.message import Message
+from medflare.core.message import Message, Messages
 from medflare.federation.outcome import Outcome, SiteCost
 from medflare.federation.protocol import (
     REPORTS_OF_ALL,
@@ -39,6 +39,9 @@ class Reply:
     seconds: float = field(default=0.0, compare=False)
 
 
+Replies = dict[str, Reply]  # by site
+
+
 class Exchange(Protocol):
     """How messages reach the sites. A site's MedflareError becomes a Reply with a problem.
 
@@ -48,7 +51,7 @@ class Exchange(Protocol):
     def present(self, round: int) -> list[str]:
         """Names of the sites that can be reached in this round."""
 
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> Mapping[str, Reply]:
+    def __call__(self, step: Step, outgoing: Messages) -> Mapping[str, Reply]:
         """Ask every site in `outgoing`; a site without an entry in the result is missing."""
 
 
@@ -62,14 +65,14 @@ class Transport:
     exchange: Exchange
     outcome: Outcome
 
-    def ask(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+    def ask(self, step: Step, outgoing: Messages) -> Replies:
         """site -> reply for every site in `outgoing`, sorted.
 
         Without a reply its kind is "missing".
         """
         replies = self.exchange(step, outgoing) if outgoing else {}
         missing = Reply(None, f"no answer to '{step.phase}' of round {step.round}", "missing")
-        valid: dict[str, Reply] = {}
+        valid = {}
         for site in sorted(outgoing):
             reply = _validated(replies.get(site, missing), site, step.phase)
             cost = self.outcome.costs.setdefault(site, SiteCost())

@@ -1,28 +1,30 @@
 """A site's final models: evaluated on its test images, and stored with their cards."""
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from medflare.adaptation.registry import NONE, adapted_at, parsed, remark
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.events import EventLog
-from medflare.core.message import Message
+from medflare.core.message import Message, Messages
 from medflare.core.packages import installed
 from medflare.core.store import write_atomically, write_json
+from medflare.core.text import JsonDict
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.local import PLACE, PROGRESS
 from medflare.data.targets import scarce_classes, scarce_line
 from medflare.evaluation.presentation import format_metric, metric_label
 from medflare.evaluation.report import SiteReport, patient_values, render_site_report, value_label
 from medflare.evaluation.results import REPORT_FILE
+from medflare.federation.protocol import CONSTANT, EVENTS
 from medflare.federation.suppression import (
     counts_of_splits,
     has_small_cell,
@@ -31,12 +33,13 @@ from medflare.federation.suppression import (
     small_report,
 )
 from medflare.inference.deployed import KEPT, save_model
+from medflare.methods.base import SiteAlgorithm
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg.site import SELECTED_ROUND
 from medflare.methods.method import MODEL_ROLES, Method
-from medflare.tasks.classes import class_report, most_wrong
+from medflare.tasks.classes import Cases, most_wrong
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.summaries import Interval, Summary, summarize
+from medflare.tasks.summaries import Summary, summarize
 from medflare.training.constant import constant_value, is_at_chance
 from medflare.training.epochs import finite_or_none
 from medflare.training.montage import fullest_row, overlay, photograph
@@ -45,35 +48,34 @@ from medflare.training.site import Site
 PICTURES = "pictures"  # folder of a site's pictures
 SCORES = "scores"  # folder of scores by patient; not beside the models, which may leave the site
 Metrics = Mapping[str, float | None]
-Keep = Callable[[str, Message, Summary], None]  # (role, final model, its test results)
 
 
+@dataclass(frozen=True)
 class ArtifactStore:
-    """Stores what stays at a participant's site. This one stores nothing; engines supply others."""
+    """Stores what stays at a participant's site. This one stores nothing; engines supply others.
+
+    Attributes:
+        delivered: called with the role, a final model and its test scores by patient.
+    """
+
+    _: KW_ONLY
+    delivered: Callable[[str, Message, Cases], None] = lambda role, model, cases: None
 
     def keep(self, role: str, model: Message, summary: Summary) -> None:
         """Store a final model of a role ("global", "deployed", ...) and its test results."""
+        self.delivered(role, model, summary.cases)
 
     def show(self, title: str, png: bytes) -> None:
         """Store a picture that the method makes for the site itself."""
 
     def finish(
-        self,
-        site: Site,
-        role: str,
-        models: Mapping[str, Message],
-        events: Sequence[Mapping[str, Any]],
-        constant: float | None,
-        of_training: Sequence[str],
+        self, algorithm: SiteAlgorithm, models: Messages, reply: Message, of_training: Sequence[str]
     ) -> None:
         """Write the site's report, after all final models.
 
-        `constant`: the metric of the constant answer, None if it is suppressed; `of_training`: see
-        `verdicts.kinds_of_training`.
+        `reply`: with the events, and the metric of the constant answer if it is not suppressed;
+        `of_training`: see `verdicts.kinds_of_training`.
         """
-
-    def note_step(self, phase: str, round: int, rounds: int, begins: bool) -> None:
-        """A step begins, or has ended."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,12 @@ class SiteFolder(ArtifactStore):
     method: Method
     task: TaskConfig
     seed: int
-    delivered: dict[str, Summary] = field(default_factory=dict)
+    summaries: dict[str, Summary] = field(default_factory=dict)
     pictures: dict[str, bytes] = field(default_factory=dict)
 
     def keep(self, role: str, model: Message, summary: Summary) -> None:
         """Write a final model and its card into a folder of the role's name, and its scores."""
+        super().keep(role, model, summary)
         card = {
             "method": self.method.name,
             "site": self.site,
@@ -107,7 +110,7 @@ class SiteFolder(ArtifactStore):
                 card[name] = model.meta[name]
         save_model(self.folder / role, self.task, model, card)
         write_json(self.folder / SCORES / f"{role}.json", summary.cases.to_dict())
-        self.delivered[role] = summary
+        self.summaries[role] = summary
 
     def show(self, title: str, png: bytes) -> None:
         """Write a picture."""
@@ -115,33 +118,28 @@ class SiteFolder(ArtifactStore):
         self.pictures[title] = png
 
     def finish(
-        self,
-        site: Site,
-        role: str,
-        models: Mapping[str, Message],
-        events: Sequence[Mapping[str, Any]],
-        constant: float | None,
-        of_training: Sequence[str],
+        self, algorithm: SiteAlgorithm, models: Messages, reply: Message, of_training: Sequence[str]
     ) -> None:
         """Write the site's report, if it has a final model."""
-        if not self.delivered:
+        if not self.summaries:
             return
-        pictures = {**examples(site, models, self.delivered), **self.pictures}
+        site = algorithm.site
+        pictures = {**examples(site, models, self.summaries), **self.pictures}
         log = EventLog()
-        log.extend(events, site=self.site)
+        log.extend(reply[EVENTS], site=self.site)
         scarce = scarce_classes(site.data.train.targets, site.task, site.data.annotated)
         if scarce:
             log.add("rare_class", scarce_line(scarce), site=self.site)
         report = SiteReport(
             self.method.name,
             self.site,
-            role,
+            "inside" if algorithm.inside else "outside",
             self.task,
             site.n,
-            self.delivered,
+            self.summaries,
             pictures,
             log.to_list(),
-            constant,
+            reply.get(CONSTANT),
             of_training,
             groups=site.data.test_groups,
             minimum_patients=site.minimum_patients,
@@ -161,9 +159,7 @@ class SiteFolder(ArtifactStore):
             write_json(self.folder / PROGRESS, note)
 
 
-def with_choice(
-    models: Mapping[str, Message], keep: str | None
-) -> tuple[dict[str, Message], list[str]]:
+def with_choice(models: Messages, keep: str | None) -> tuple[dict[str, Message], list[str]]:
     """The final models with the site's choice as "deployed", and notes about it."""
     final = dict(models)
     if keep is None or "deployed" not in models:
@@ -179,9 +175,7 @@ def with_choice(
     return final, [f"deployed is its {keep} model: its {PLACE} has keep {keep!r}"]
 
 
-def with_adapted(
-    site: Site, models: Mapping[str, Message], adapt: str
-) -> tuple[dict[str, Message], list[str]]:
+def with_adapted(site: Site, models: Messages, adapt: str) -> tuple[dict[str, Message], list[str]]:
     """The final models with the deployed one adapted to the site's test images, without their
     labels, under the adaptation's name; and notes about it.
     """
@@ -190,8 +184,7 @@ def with_adapted(
         name, _ = parsed(adapt)
         if name == NONE or "deployed" not in models:
             return final, []
-        build = partial(build_deployed, site.task)
-        adapted = adapted_at(site, models["deployed"], adapt, build)
+        adapted = adapted_at(site, models["deployed"], adapt, partial(build_deployed, site.task))
     except (ConfigError, StateError) as error:
         return final, [f"the adapted model is not tested: {error}"]
     final[name] = adapted
@@ -201,20 +194,20 @@ def with_adapted(
 
 def evaluated(
     site: Site,
-    models: Mapping[str, Message],
-    keep: Keep,
+    models: Messages,
+    keep: Callable[[str, Message, Summary], None],
     minimum_patients: int = 0,
     *,
     method: Method,
     inside: bool = True,
-) -> dict[str, Any]:
+) -> JsonDict:
     """Build the final models, evaluate them on the site's test images and pass them to `keep`.
 
     Args:
         models: role -> final model, of `MODEL_ROLES` and others to compare; equal objects are
             evaluated once.
-        keep: stores a model with its scores by patient, which are not metadata: they do not leave
-            the site.
+        keep: (role, model, test results) -> stores them; scores by patient are not metadata: they
+            do not leave the site.
         minimum_patients: see `suppression`.
         inside: whether the site trained.
 
@@ -226,10 +219,10 @@ def evaluated(
             of the constant prediction.
     """
     log = EventLog()
-    meta: dict[str, Any] = {}
     metrics: dict[str, Metrics] = {}
-    reports: dict[str, dict[str, Any]] = {}
-    tables: dict[str, dict[str, Any]] = defaultdict(dict)  # item of metadata -> role -> content
+    reports: dict[str, JsonDict] = {}
+    meta = {"metrics": metrics, "n": counts_of_splits(site, minimum_patients), "reports": reports}
+    tables: dict[str, JsonDict] = defaultdict(dict)  # item of metadata -> role -> content
     measured: dict[int, tuple[Summary, tuple[str, ...]]] = {}
     # A smaller count may be of fewer patients.
     least_images = minimum_patients * most_images(site.data.test.patients)
@@ -250,21 +243,19 @@ def evaluated(
         metrics[role] = _of_enough_patients(summary, role, minimum_patients, log)
         small = has_small_class(summary.cases, site.task, minimum_patients)
         if not small:
-            content = class_report(summary.cases, site.task.target, site.task.labels)
+            content = dict(summary.classes)
             if content and has_small_cell(summary.cases, site.task, minimum_patients):
                 content["confusion"] = []
             tables["classes"][role] = content
             if role in MODEL_ROLES:
                 tables["by_label"][role] = summary.by_label
-                tables["intervals"][role] = _as_lists(summary.intervals)
+                # As JSON has them.
+                tables["intervals"][role] = json.loads(json.dumps(summary.intervals))
         if role == "deployed":
             constant = constant_value(site)
             _doubt(site, metrics[role], outputs, constant, log, named=not small)
             if not small:
                 meta["constant"] = constant
-    meta["metrics"] = metrics
-    meta["n"] = counts_of_splits(site, minimum_patients)
-    meta["reports"] = reports
     meta["events"] = log.to_list()
     for name, by_role in tables.items():
         defined = {role: content for role, content in by_role.items() if content}
@@ -273,29 +264,24 @@ def evaluated(
     return meta
 
 
-def _as_lists(intervals: Mapping[str, Mapping[str, Interval]]) -> dict[str, Any]:
-    """Intervals as JSON has them."""
-    lists: dict[str, Any] = {}
-    for label, by_metric in intervals.items():
-        lists[label] = {metric: list(bounds) for metric, bounds in by_metric.items()}
-    return lists
-
-
 def _report(
     module: nn.Module, model: Message, role: str, least_images: int, log: EventLog
-) -> dict[str, Any] | None:
+) -> JsonDict | None:
     """What a model reports of its predictions, for example how often each member answered.
 
     Under `KEPT` it has which of the site's models this is. None if there is neither. Each
     adaptation that the model reverted becomes an event.
     """
-    report: dict[str, Any] | None = None
+    report = None
     make_report = getattr(module, "report", None)
     if make_report is not None:
         report = dict(make_report())
         if getattr(module, "counts_images", True) and small_report(report, least_images):
-            problem = "a count in it is of fewer patients than minimum_patients"
-            log.add("warning", f"{role}: no report leaves the site: {problem}")
+            log.add(
+                "warning",
+                f"{role}: no report leaves the site: "
+                "a count in it is of fewer patients than minimum_patients",
+            )
             report = {}
     if KEPT in model.meta:
         report = {**(report or {}), KEPT: model.meta[KEPT]["model"]}
@@ -319,9 +305,7 @@ def _why_missing(role: str, method: Method, inside: bool) -> str:
     return f"method {method.name} made no {role} model for this site"
 
 
-def examples(
-    site: Site, models: Mapping[str, Message], summaries: Mapping[str, Summary]
-) -> dict[str, bytes]:
+def examples(site: Site, models: Messages, summaries: Mapping[str, Summary]) -> dict[str, bytes]:
     """Title -> PNG of test images with the deployed model's prediction.
 
     Segmentation: overlays of the worst, the median and the best patient. Classification: of the
@@ -329,7 +313,7 @@ def examples(
     """
     if "deployed" not in models or not (installed("PIL") and installed("scipy")):
         return {}
-    pictures: dict[str, bytes] = {}
+    pictures = {}
     cases = summaries["deployed"].cases
     if site.task.kind == "classification":
         for row, text in most_wrong(cases, site.task).items():
@@ -397,7 +381,10 @@ def _measured(
     for metric, count in (("dice and iou", scores.left_out), (distance, scores.hd95_left_out)):
         if count:
             number = "some" if minimum_patients > 1 else count
-            text = f"undefined for {number} patients and structures, left out of the means"
-            log.add("undefined", f"{role} {metric}: {text}")
+            log.add(
+                "undefined",
+                f"{role} {metric}: undefined for {number} patients and structures, "
+                "left out of the means",
+            )
     metrics = {metric: finite_or_none(value) for metric, value in scores.values.items()}
     return summarize(metrics, scores.cases, site.task), measured.constant_outputs()

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
@@ -20,8 +19,6 @@ from medflare.core.store import StateStore, Store
 from medflare.federation.protocol import ROLE, SITES, START
 from medflare.methods.base import SiteAlgorithm
 
-# (role, inside sites, initial weights) -> a new algorithm
-Make = Callable[[str, tuple[str, ...], StateDict | None], SiteAlgorithm[Any]]
 _PREFIX = "algorithm-"
 _MEMBERSHIP = "membership"
 _WORK = "work"
@@ -41,11 +38,11 @@ class StoredAlgorithm:
 
     name: str
     store: Store
-    make: Make
-    _algorithm: SiteAlgorithm[Any] | None = None
+    make: Callable[[str, tuple[str, ...], StateDict | None], SiteAlgorithm]
+    _algorithm: SiteAlgorithm | None = None
     _precedes: int = 0  # the step that the algorithm of this process is ready for
 
-    def begin(self, role: str, sites: tuple[str, ...], start: StateDict | None = None) -> None:
+    def begin(self, role: str, sites: tuple[str, ...], start: StateDict | None) -> None:
         """Begin a new run and delete what an earlier run stored.
 
         Without `start` the initial weights are drawn from the seed.
@@ -62,7 +59,7 @@ class StoredAlgorithm:
         self._save(0, self._algorithm.memory)
 
     @contextmanager
-    def ready(self, step: int, *, keep: bool = True) -> Iterator[SiteAlgorithm[Any]]:
+    def ready(self, step: int, *, keep: bool) -> Iterator[SiteAlgorithm]:
         """The algorithm as the last step before `step` left it.
 
         If `keep`, it is stored as this step leaves it.
@@ -82,7 +79,7 @@ class StoredAlgorithm:
             self._algorithm = None
             raise
 
-    def recall(self, step: int) -> SiteAlgorithm[Any]:
+    def recall(self, step: int) -> SiteAlgorithm:
         """The algorithm as the last step before `step` left it.
 
         Raises:

@@ -1,8 +1,8 @@
 """What the schedule leaves behind: a report after every step, and the outcome of the run."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from medflare.core.text import Json, JsonDict
 from medflare.methods.base import Step
 
 
@@ -19,12 +19,12 @@ class StepReport:
 
     step: Step
     index: int
-    meta: dict[str, dict[str, Any]]
+    meta: dict[str, JsonDict]
     rejected: dict[str, str]
     seconds: float
-    aggregation: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    aggregation: dict[str, dict[str, float | None]]
 
-    def line(self) -> dict[str, Any]:
+    def line(self) -> JsonDict:
         """The step as a line of metrics.jsonl."""
         return {
             "step": self.index,
@@ -65,14 +65,14 @@ class Outcome:
         cross_site: site of a personal model -> site of the test images -> the task's metric.
     """
 
-    enrolled: dict[str, dict[str, Any]] = field(default_factory=dict)
-    delivered: dict[str, dict[str, Any]] = field(default_factory=dict)
-    history: list[dict[str, Any]] = field(default_factory=list)
+    enrolled: dict[str, Json] = field(default_factory=dict)
+    delivered: dict[str, Json] = field(default_factory=dict)
+    history: list[JsonDict] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     costs: dict[str, SiteCost] = field(default_factory=dict)
-    model_selection: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    selector: dict[str, Any] = field(default_factory=dict)
+    model_selection: dict[str, Json] = field(default_factory=dict)
+    tables: dict[str, dict[str, JsonDict]] = field(default_factory=dict)
+    selector: Json = field(default_factory=dict)
     rounds: int | None = None
     class_shares: list[float] | None = None
     cross_site: dict[str, dict[str, float | None]] = field(default_factory=dict)

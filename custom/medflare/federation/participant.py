@@ -15,6 +15,7 @@ from medflare.core.message import Message
 from medflare.core.packages import installed
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
+from medflare.core.text import Json, JsonDict
 from medflare.data.loading import NOT_LISTED
 from medflare.data.local import PLACE, LocalSettings
 from medflare.data.targets import scarce_classes, scarce_line
@@ -31,7 +32,6 @@ from medflare.federation.protocol import (
     ADAPT,
     CLASS_COUNTS,
     COMBINED,
-    CONSTANT,
     COUNTS,
     CROSS,
     DELIVERS,
@@ -79,9 +79,7 @@ _MOST_NOTES = 20
 _LONGEST_NOTE = 400  # characters
 
 
-def identity_of(
-    method: Method, hyper: Mapping[str, Any], task_fingerprint: str, seed: int
-) -> dict[str, Any]:
+def identity_of(method: Method, hyper: Json, task_fingerprint: str, seed: int) -> JsonDict:
     """The metadata in which server and site must agree.
 
     They are "method", "hyper" (all, with defaults), "task" and "seed".
@@ -140,12 +138,13 @@ class Participant:
         hours: limit of the site's work on the run; None: no limit.
         study: opens the record of the site's data over all jobs; None: there is none, as for a site
             without secrets.
+        note_step: called with phase, round, rounds and True when a step begins, False when it ends.
     """
 
     name: str
     open_site: Callable[[str], Site]
     method: Method
-    hyper: Mapping[str, Any]
+    hyper: Json
     _: KW_ONLY
     store: Store = field(default_factory=MemoryStore)
     artifacts: ArtifactStore = field(default_factory=ArtifactStore)
@@ -153,6 +152,7 @@ class Participant:
     local: LocalSettings = LocalSettings()
     hours: float | None = None
     study: Callable[[], StudyRecord | None] = lambda: None
+    note_step: Callable[[str, int, int, bool], None] = lambda *step: None
 
     def __post_init__(self) -> None:
         bounds = self.local.bounds
@@ -161,7 +161,6 @@ class Participant:
         self._account = Account(Ledger(self.store), self.budget)
         self._algorithm = StoredAlgorithm(self.name, self.store, self._make)
         self._site: Site | None = None
-        self._validator = RequestValidator(self.name)
         self._order = RequestOrder(self.name, self.store, self.method, bounds.rounds)
 
     def answer(self, phase: str, round: int, incoming: Message) -> Message:
@@ -186,7 +185,8 @@ class Participant:
             return self._step(phase, round, incoming)
 
     def _step(self, phase: str, round: int, incoming: Message) -> Message:
-        numbers = self._validator.pop_numbers(phase, round, incoming)
+        validator = RequestValidator(self.name, phase, round)
+        numbers = validator.pop_numbers(incoming)
         step = numbers[STEP]
         rounds = numbers[RUN_ROUNDS]
         recalled = self._algorithm.recall(step)
@@ -196,7 +196,7 @@ class Participant:
                 f"site {self.name} refuses '{phase}' of round {round}: "
                 "it is an outside site, which does not train"
             )
-        self._validator.check_request(phase, round, incoming, recalled)
+        validator.check_request(incoming, recalled)
         adaptation = {item.name: numbers[item] for item in (ADAPT, SHARES) if item in numbers}
 
         def note_evaluation() -> None:
@@ -209,7 +209,7 @@ class Participant:
         self._order.admit(
             phase, round, incoming, step, rounds, recalled, adaptation, note_evaluation
         )
-        self.artifacts.note_step(phase, round, rounds, True)
+        self.note_step(phase, round, rounds, True)
         try:
             with self._algorithm.ready(step, keep=of_method) as algorithm:
                 site = algorithm.site
@@ -226,14 +226,15 @@ class Participant:
                 f"set a smaller batch_size in its {PLACE}, or end other programs on the GPU"
             ) from error
         finally:
-            self.artifacts.note_step(phase, round, rounds, False)
+            self.note_step(phase, round, rounds, False)
 
     def _enrol(self, round: int, incoming: Message) -> Message:
         """Check that server and site run the same federation, and report the site's data.
 
         The membership is stored.
         """
-        self._validator.check_invitation(round, incoming)
+        validator = RequestValidator(self.name, ENROL, round)
+        validator.check_invitation(incoming)
         role = incoming[ROLE]
         sites = tuple(incoming[SITES])
         site = self._opened(role)
@@ -254,7 +255,7 @@ class Participant:
                 f"site {self.name}: keep in its {PLACE} is 'personal', "
                 "but a site that does not train has no personal model"
             )
-        self._validator.check_start(round, incoming, plan)
+        validator.check_start(incoming, plan)
         finished = incoming.get(FINISHED)
         if finished:
             self._algorithm.recall(finished)
@@ -276,7 +277,7 @@ class Participant:
         reply[EVENTS] = _data_events(site, self._minimum, small)
         return reply
 
-    def _check_identity(self, site: Site, role: str, server: Mapping[str, Any]) -> None:
+    def _check_identity(self, site: Site, role: str, server: Json) -> None:
         """Raise ConfigError if site and server run different federations.
 
         Or if the site's settings forbid this one.
@@ -320,9 +321,7 @@ class Participant:
             self._suppression = Suppression(site, self._minimum)
         return self._site
 
-    def _make(
-        self, role: str, sites: tuple[str, ...], start: StateDict | None
-    ) -> SiteAlgorithm[Any]:
+    def _make(self, role: str, sites: tuple[str, ...], start: StateDict | None) -> SiteAlgorithm:
         site = self._opened(role)
         site.start = start
         algorithm = self.method.make_site(site, self.method.plan(site.task, sites, self.hyper))
@@ -330,9 +329,7 @@ class Participant:
         algorithm.minimum_patients = self._minimum
         return algorithm
 
-    def _finalize(
-        self, algorithm: SiteAlgorithm[Any], incoming: Message, numbers: Message
-    ) -> Message:
+    def _finalize(self, algorithm: SiteAlgorithm, incoming: Message, numbers: Message) -> Message:
         """Make, evaluate and store the final models.
 
         Of `NUMBERED`: RANGE and SHARES go into their metadata, ADAPT adapts the deployed one, SHARE
@@ -362,10 +359,7 @@ class Participant:
         for name, png in algorithm.pictures(incoming).items():
             self.artifacts.show(name, png)
         try:
-            role = "inside" if algorithm.inside else "outside"
-            findings = numbers.get(TRAINING_FINDINGS) or []
-            constant = reply.get(CONSTANT)
-            self.artifacts.finish(algorithm.site, role, models, events, constant, findings)
+            self.artifacts.finish(algorithm, models, reply, numbers.get(TRAINING_FINDINGS) or [])
         except Aborted:
             raise
         except Exception as error:  # models and metrics are not lost because of the site's report
@@ -412,11 +406,17 @@ def _data_events(site: Site, minimum_patients: int, small: bool) -> list[Event]:
     """
     log = EventLog()
     for split in small_splits(site, minimum_patients):
-        reason = f"they are fewer than {minimum_patients}"
-        log.add("warning", f"no metric of its {split} patients leaves the site: {reason}")
+        log.add(
+            "warning",
+            f"no metric of its {split} patients leaves the site: "
+            f"they are fewer than {minimum_patients}",
+        )
     if small:  # neither the class nor the number is sent
-        reason = f"a class has fewer than {minimum_patients} training patients"
-        log.add("warning", f"no counts by class leave the site: {reason}")
+        log.add(
+            "warning",
+            "no counts by class leave the site: "
+            f"a class has fewer than {minimum_patients} training patients",
+        )
         log.add(
             "rare_class", "a class has too few training images for its number to leave the site"
         )

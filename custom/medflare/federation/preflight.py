@@ -12,7 +12,6 @@ from medflare.adaptation.registry import NONE, ROUTING, holds_experts, parsed, w
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.phases import Phase
-from medflare.core.specs import Spec
 from medflare.data.loading import SiteData, Split
 from medflare.federation.protocol import request_problem
 from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, Step
@@ -84,9 +83,7 @@ def _names(method: Method) -> str:
     return f"the site algorithm of {of_site!r} does not match the server algorithm of {of_server!r}"
 
 
-def _dry_run(
-    method: Method, plan: Plan[Any, Any], outside: Sequence[str], adapt: str
-) -> str | None:
+def _dry_run(method: Method, plan: Plan, outside: Sequence[str], adapt: str) -> str | None:
     """What goes wrong in the whole schedule if all replies are zeros, in words, or None."""
     phases = method.site_class.phases
     context = ServerContext(plan, 0, 1, tuple(outside), phases=phases)
@@ -110,9 +107,7 @@ def _dry_run(
     return _role_problem(method, plan, last, adapt)
 
 
-def _step_problem(
-    server: ServerAlgorithm[Any], step: Step, phase: Phase, plan: Plan[Any, Any]
-) -> str | None:
+def _step_problem(server: ServerAlgorithm, step: Step, phase: Phase, plan: Plan) -> str | None:
     """Why a step with replies of zeros is not possible, in words, or None."""
     try:
         for site in _SITES:
@@ -124,8 +119,7 @@ def _step_problem(
         return str(error)
     except KeyError as missing:
         name = missing.args[0] if missing.args else None
-        specs: list[Spec] = [*phase.reply, *phase.meta]
-        declared = [spec.name for spec in specs]
+        declared = [spec.name for spec in (*phase.reply, *phase.meta)]
         if isinstance(name, str) and name not in declared:
             return (
                 f"the server needs {name!r}, which the site's reply to {phase.name!r} does not hold"
@@ -133,9 +127,7 @@ def _step_problem(
     return None
 
 
-def _role_problem(
-    method: Method, plan: Plan[Any, Any], last: Sequence[Message], adapt: str
-) -> str | None:
+def _role_problem(method: Method, plan: Plan, last: Sequence[Message], adapt: str) -> str | None:
     """Why a site that never trained would have no model to deploy or to adapt, in words, or None.
 
     `last`: the messages with the final models of an inside and of an outside site, if there is one.
@@ -145,8 +137,7 @@ def _role_problem(
     site = Site(_SITES[0], task, SiteData(image, image, image))
     models = method.make_site(site, plan).finalize(last[0])
     if "deployed" in method.roles and "deployed" not in models:
-        made = ", ".join(models)
-        return f"its finalize makes no model 'deployed', it makes {made or 'none'}"
+        return f"its finalize makes no model 'deployed', it makes {', '.join(models) or 'none'}"
     if adapt == ROUTING and any(map(holds_experts, last)):
         return None
     if adapt != NONE and "deployed" in models:
@@ -160,11 +151,10 @@ def _image(task: TaskConfig) -> Split:
     target = torch.zeros(1, *shape, dtype=torch.long)
     if task.target == "multilabel":
         target = torch.zeros(1, task.outputs, *shape)
-    image = torch.zeros(1, task.image_channels, *task.size)
-    return Split(image, target, ("one",), ("one",))
+    return Split(torch.zeros(1, task.image_channels, *task.size), target, ("one",), ("one",))
 
 
-def _zeros(phase: Phase, plan: Plan[Any, Any]) -> Message:
+def _zeros(phase: Phase, plan: Plan) -> Message:
     """A reply to a phase whose tensors are zeros."""
     reply = Message.of({N_SAMPLES: 1, LOSS: None, VALIDATION: {}})
     for entry, spec in phase.manifest(plan).items():

@@ -35,7 +35,7 @@ from medflare.core.specs import (
     text,
 )
 from medflare.core.states import StateDict
-from medflare.core.text import printable
+from medflare.core.text import JsonDict, printable
 from medflare.data.acquisition import TRAINED_ON, check_range
 from medflare.evaluation.verdicts import OF_TRAINING
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, META_LIMIT
@@ -77,8 +77,10 @@ def state_problem(states: object) -> str | None:
             return f"entry {shown(entry)} is not a state ({type(state).__name__})"
         for name, tensor in state.items():
             if not _is_name(name) or not _is_plain_tensor(tensor):
-                kind = type(tensor).__name__
-                return f"{entry}/{shown(name)} is not a dense, detached tensor in memory ({kind})"
+                return (
+                    f"{entry}/{shown(name)} is not a dense, detached tensor in memory "
+                    f"({type(tensor).__name__})"
+                )
     return None
 
 
@@ -125,16 +127,15 @@ def _check_plain(value: object, depth: int) -> None:
         _check_plain(item, depth + 1)
 
 
-def event_problem(events: object, site: str) -> str | None:
+def event_problem(events: Any, site: str) -> str | None:
     """Why the events of a reply cannot be recorded, in words, or None.
 
     A site may send events in its name only.
     """
-    listed: Any = list(events) if isinstance(events, tuple) else events
-    problem = EVENTS.problem(listed)
+    problem = EVENTS.problem(events)
     if problem:
         return f"events: {problem}"
-    for event in listed:
+    for event in events:
         if event.get("site") not in (None, site):
             return f"an event in the name of {shown(event['site'])}"
     return None
@@ -160,7 +161,7 @@ def reason_line(text: object) -> str:
 
 
 def declaration_problem(
-    message: Message, declared: Items, required: Iterable[MetaSpec[Any]] = ()
+    message: Message, declared: Items, required: Iterable[MetaSpec] = ()
 ) -> str | None:
     """Which item of plain metadata is not declared, missing or of another type, in words, or None.
 
@@ -192,15 +193,6 @@ class _Event(TypedDict, total=False):
     message: Required[_Reason]
     site: str | None
     round: _Count | None
-
-
-class _Counts(TypedDict, total=False):
-    """A split of too few patients is missing."""
-
-    __pydantic_config__ = _FORBID  # type: ignore[misc]
-    train: _Count
-    validation: _Count
-    test: _Count
 
 
 class _Curve(TypedDict):
@@ -239,7 +231,7 @@ class _Classes(TypedDict):
 METRIC = MetaSpec[float | None]("metric", "a metric from 0 to 1", number(0.0, 1.0, optional=True))
 
 
-def _check_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+def _check_metrics(metrics: JsonDict) -> JsonDict:
     known = metric_table()
     for name, value in metrics.items():
         if name in known:
@@ -268,9 +260,10 @@ _Metrics = Annotated[
 _Interval = Annotated[list[float], Field(max_length=2)]
 _Intervals = Annotated[dict[str, _Interval], AfterValidator(_check_metrics)]
 _Range = Annotated[Any, AfterValidator(check_range)]
-_Table = dict[str, Any]
+# A split of too few patients is missing.
+_Counts = dict[Literal["train", "validation", "test"], _Count]
 
-EVENTS = MetaSpec[list[_Table]]("events", "what the site noticed", listing(_Event, 100))
+EVENTS = MetaSpec[list[JsonDict]]("events", "what the site noticed", listing(_Event, 100))
 
 # -- enrollment: an invitation and its reply ------------------------------------------------------
 
@@ -290,7 +283,7 @@ INVITES = (
     COMBINED,
     FINISHED,
     MetaSpec[str]("method", "name of the method", text(), optional=True),
-    MetaSpec[_Table]("hyper", "all hyper-parameters", table(), optional=True),
+    MetaSpec[JsonDict]("hyper", "all hyper-parameters", table(), optional=True),
     MetaSpec[str]("task", "hash of the task", text(), optional=True),
     MetaSpec[float]("seed", "of the run", number(), optional=True),
 )
@@ -301,7 +294,7 @@ CLASS_COUNTS = MetaSpec[list[int]](
 VERSIONS = MetaSpec[dict[str, str]](
     "versions", "of the packages that results depend on", table(_Version)
 )
-RANGE = MetaSpec[_Table](
+RANGE = MetaSpec[JsonDict](
     TRAINED_ON,
     "range of size, spacing and intensities of the training images, for the models' cards",
     _Range,
@@ -312,24 +305,24 @@ ENROLS = (COUNTS, CLASS_COUNTS, VERSIONS, RANGE)
 
 # -- the end: the request for final models and its reply ------------------------------------------
 
-METRICS = MetaSpec[_Table](
+METRICS = MetaSpec[JsonDict](
     "metrics", "model -> metric -> value on test images", models(_Metrics, 1000), "test"
 )
 CONSTANT = MetaSpec[float | None](
     "constant", "the task's metric of the constant prediction on test images", METRIC.type, "test"
 )
-PRIVACY_COST = MetaSpec[_Table](
+PRIVACY_COST = MetaSpec[JsonDict](
     "privacy", "privacy cost of the run for the site's patients", PrivacyCost
 )
 DELIVERS = (
     METRICS,
-    MetaSpec[_Table](
+    MetaSpec[JsonDict](
         "by_label",
         "model -> structure or class -> metric -> value on test images",
         models(table(_Metrics, MOST_LABELS), 1000),
         "test",
     ),
-    MetaSpec[_Table](
+    MetaSpec[JsonDict](
         "intervals",
         "model -> structure, class or all -> metric -> 95 % interval over test patients",
         models(table(_Intervals, MOST_LABELS + 1), 1000),
@@ -337,10 +330,10 @@ DELIVERS = (
     ),
     CONSTANT,
     COUNTS,
-    MetaSpec[_Table](
+    MetaSpec[JsonDict](
         "reports", "what models report of their predictions", models(table(), 1000), "test"
     ),
-    MetaSpec[_Table](
+    MetaSpec[JsonDict](
         "classes",
         "model -> confusion counts and ROC curves of test images",
         models(_Classes, 1000),
@@ -379,7 +372,7 @@ SHARES = MetaSpec[list[float]](
 )
 NUMBERED = (STEP, RUN_ROUNDS, RANGE, SHARE, TRAINING_FINDINGS, ADAPT, SHARES)
 # Phase of every run -> (metadata of a reply, those that it must have).
-REPORTS_OF_ALL: Mapping[str, tuple[Items, Items]] = {
+REPORTS_OF_ALL = {
     ENROL: (ENROLS, (COUNTS, CLASS_COUNTS)),
     FINALIZE: (DELIVERS, (METRICS,)),
     CROSS_SITE: (CROSS.meta, (TESTED,)),
@@ -444,67 +437,64 @@ def negative(message: Message, manifest: Manifest) -> str | None:
 
 @dataclass(frozen=True)
 class RequestValidator:
-    """Checks the messages of a server at one site.
+    """Checks the server's message for one step of a site.
 
     Every method raises MessageError with the site, the step and the problem.
     """
 
     site: str
+    phase: str
+    round: int
 
-    def check_invitation(self, round: int, message: Message) -> None:
+    def check_invitation(self, message: Message) -> None:
         """Check an invitation, as far as is possible before the site's task is loaded."""
-        problem = _form_problem(round, message) or _request_meta_problem(message, INVITES)
-        self._check(ENROL, round, problem)
+        self._check_form(message)
+        self._check(_request_meta_problem(message, INVITES))
         role = message[ROLE]
         if (role == "inside") != (self.site in message[SITES]):
-            problem = f"item {SITES.name!r} and the role {role!r} of {self.site} do not agree"
-            self._check(ENROL, round, problem)
+            self._check(f"item {SITES.name!r} and the role {role!r} of {self.site} do not agree")
 
-    def check_start(self, round: int, message: Message, plan: Plan[Any, Any]) -> None:
+    def check_start(self, message: Message, plan: Plan) -> None:
         """Check that an invitation holds no tensors but the initial weights.
 
         It holds these if the task names a weights file.
         """
         request = (START,) if plan.task.network.get("weights") else ()
         invitation = Phase(ENROL, request=request, request_meta=INVITES)
-        self._check(ENROL, round, request_problem(invitation, plan, message))
+        self._check(request_problem(invitation, plan, message))
 
-    def pop_numbers(self, phase: str, round: int, message: Message) -> Message:
+    def pop_numbers(self, message: Message) -> Message:
         """The items of `NUMBERED`, which do not belong to the method.
 
         They are removed from the message.
         """
-        self._check(phase, round, _form_problem(round, message))
+        self._check_form(message)
         numbers = Message()
         for item in NUMBERED:
             if item in message:
                 numbers[item] = message.meta.pop(item.name)
-        self._check(phase, round, _request_meta_problem(numbers, NUMBERED))
+        self._check(_request_meta_problem(numbers, NUMBERED))
         return numbers
 
-    def check_request(
-        self, phase: str, round: int, message: Message, algorithm: SiteAlgorithm[Any]
-    ) -> None:
+    def check_request(self, message: Message, algorithm: SiteAlgorithm) -> None:
         """Check a message, without the items of `NUMBERED`, against its phase's declaration."""
-        if phase == CROSS_SITE:
-            self._check(phase, round, request_problem(CROSS, algorithm.plan, message))
-        elif phase != FINALIZE or FINALIZE in algorithm.phases:
-            problem = request_problem(algorithm.phase(phase), algorithm.plan, message)
-            self._check(phase, round, problem or algorithm.validate_request(message))
+        if self.phase == CROSS_SITE:
+            self._check(request_problem(CROSS, algorithm.plan, message))
+        elif self.phase != FINALIZE or FINALIZE in algorithm.phases:
+            problem = request_problem(algorithm.phase(self.phase), algorithm.plan, message)
+            self._check(problem or algorithm.validate_request(message))
 
-    def _check(self, phase: str, round: int, problem: str | None) -> None:
+    def _check_form(self, message: Message) -> None:
+        self._check(state_problem(message.states) or meta_problem(message.meta, _REQUEST_LIMIT))
+        if type(self.round) is not int or self.round < 0:
+            self._check(f"its round is {shown(self.round)}")
+
+    def _check(self, problem: str | None) -> None:
         if problem is not None:
             raise MessageError(
-                f"site {self.site} rejects the server's message for '{phase}' of round {round}: "
-                f"{problem}"
+                f"site {self.site} rejects the server's message for '{self.phase}' of round "
+                f"{self.round}: {problem}"
             )
-
-
-def _form_problem(round: object, message: Message) -> str | None:
-    problem = state_problem(message.states) or meta_problem(message.meta, _REQUEST_LIMIT)
-    if problem or (type(round) is int and round >= 0):
-        return problem
-    return f"its round is {shown(round)}"
 
 
 def _request_meta_problem(message: Message, declared: Items) -> str | None:
@@ -512,7 +502,7 @@ def _request_meta_problem(message: Message, declared: Items) -> str | None:
     return declaration_problem(message, declared, required)
 
 
-def request_problem(phase: Phase, plan: Plan[Any, Any], message: Message) -> str | None:
+def request_problem(phase: Phase, plan: Plan, message: Message) -> str | None:
     """How a server's message differs from its phase's declaration, in words, or None.
 
     The message is without the items of `NUMBERED`.
@@ -536,7 +526,7 @@ def request_problem(phase: Phase, plan: Plan[Any, Any], message: Message) -> str
 
 
 def _entry_problem(
-    name: str, state: StateDict, specs: Iterable[TensorSpec], plan: Plan[Any, Any]
+    name: str, state: StateDict, specs: Iterable[TensorSpec], plan: Plan
 ) -> str | None:
     """Why a state is as none of its specs declares, in words, or None."""
     part = Message({name: state})

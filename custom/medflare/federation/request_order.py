@@ -5,9 +5,8 @@ likes and with any models, can find out which patients a site has.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
 
 import torch
 
@@ -15,6 +14,7 @@ from medflare.core.errors import MessageError, StateError
 from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.core.store import Store, states_digest
+from medflare.core.text import Json
 from medflare.data.local import PLACE
 from medflare.federation.settings import CROSS_SITE, FINALIZE
 from medflare.methods.base import Plan, ServerContext, SiteAlgorithm, Step
@@ -23,23 +23,20 @@ from medflare.methods.method import Method
 _STORED = "request"  # name of the last request in the site's store
 # Phase of every run -> its place, after the schedule.
 _ENDINGS = {FINALIZE: 10**9, CROSS_SITE: 10**9 + 1}
-_NOTHING: dict[str, Any] = {"step": -1, "phase": "", "round": -1, "rounds": 10**9, "position": -1}
+_NOTHING = {"step": -1, "phase": "", "round": -1, "rounds": 10**9, "position": -1}
 
 
 class _ScheduleContext(ServerContext):
     """A server algorithm's context for its schedule alone: no initial weights are drawn."""
 
     def initial_state(
-        self,
-        purpose: str = "model",
-        spec: Mapping[str, Any] | None = None,
-        outputs: int | None = None,
+        self, purpose: str = "model", spec: Json | None = None, outputs: int | None = None
     ) -> StateDict:
         template = self.plan.template(spec, outputs)
         return {name: torch.zeros_like(tensor, device="cpu") for name, tensor in template.items()}
 
 
-def schedule_of(method: Method, plan: Plan[Any, Any], seed: int, rounds: int) -> list[Step]:
+def schedule_of(method: Method, plan: Plan, seed: int, rounds: int) -> list[Step]:
     """The steps of a run of so many rounds with outside sites.
 
     Without them its last steps may be missing.
@@ -82,13 +79,11 @@ class RequestOrder:
         incoming: Message,
         step: int,
         rounds: int,
-        algorithm: SiteAlgorithm[Any],
-        adaptation: Mapping[str, Any],
-        note: Callable[[], None] = lambda: None,
-    ) -> bool:
+        algorithm: SiteAlgorithm,
+        adaptation: Json,
+        note: Callable[[], None],
+    ) -> None:
         """Check a request and note it as the last one.
-
-        Returns whether it is new, not the last one again.
 
         A site may miss steps. A step that is asked again has the same number and the same models.
 
@@ -103,55 +98,58 @@ class RequestOrder:
             MessageError: the request is not in the schedule after the last one, or it asks for the
                 last step with other models or another adaptation.
         """
+        refused = f"site {self.site} refuses '{phase}' of round {round}"
         if rounds > self.most_rounds:
-            allowed = f"bounds.rounds in its {PLACE} allows {self.most_rounds}"
-            self._refuse(phase, round, f"the run has {rounds} rounds, {allowed}")
+            raise MessageError(
+                f"{refused}: the run has {rounds} rounds, "
+                f"bounds.rounds in its {PLACE} allows {self.most_rounds}"
+            )
         stored = self.store.load(_STORED)
         if stored is None:
             raise StateError(
                 f"site {self.site} has not enrolled, or its state is lost; start the run again"
             )
         last = stored.meta
-        request = {"phase": phase, "round": round, "digest": states_digest(incoming.states)}
-        request["adaptation"] = json.dumps(adaptation)
+        request = {
+            "phase": phase,
+            "round": round,
+            "digest": states_digest(incoming.states),
+            "adaptation": json.dumps(adaptation),
+        }
         if rounds > last["rounds"]:
-            self._refuse(
-                phase, round, f"the run has {rounds} rounds, and had {last['rounds']} before"
+            raise MessageError(
+                f"{refused}: the run has {rounds} rounds, and had {last['rounds']} before"
             )
         if (step, phase) == (last["step"], last["phase"]):
             if request.items() <= last.items():
-                return False
-            self._refuse(
-                phase,
-                round,
-                "the same step was asked before, with other models, another adaptation or in "
-                "another round",
+                return
+            raise MessageError(
+                f"{refused}: the same step was asked before, with other models, "
+                "another adaptation or in another round"
             )
         trains = self.method.trains and self.site in algorithm.plan.sites
         in_time = last["enrolled"] < rounds  # it enrolled before the last round ended
         if phase == FINALIZE and trains and in_time and last["position"] < 0:
-            self._refuse(phase, round, "the site was asked for no step of the schedule before")
+            raise MessageError(f"{refused}: the site was asked for no step of the schedule before")
         position = self._position(phase, round, rounds, last["position"], algorithm)
         if position is None or step < last["step"]:
             before = f", after '{last['phase']}' of round {last['round']}" if last["phase"] else ""
-            self._refuse(
-                phase, round, f"the schedule of {rounds} rounds has no such step now{before}"
+            raise MessageError(
+                f"{refused}: the schedule of {rounds} rounds has no such step now{before}"
             )
         noted = {**last, **request, "step": step, "rounds": rounds, "position": position}
         note()
         self.store.save(_STORED, Message({}, noted))
-        return True
 
     def _position(
-        self, phase: str, round: int, rounds: int, last: int, algorithm: SiteAlgorithm[Any]
+        self, phase: str, round: int, rounds: int, last: int, algorithm: SiteAlgorithm
     ) -> int | None:
         """The first place of a phase and round in the schedule after the place `last`.
 
         None if there is none.
         """
         if phase in _ENDINGS:
-            follows = _ENDINGS[phase] > last and round == rounds
-            return _ENDINGS[phase] if follows else None
+            return _ENDINGS[phase] if _ENDINGS[phase] > last and round == rounds else None
         plan = algorithm.plan
         key = plan.sites, rounds
         if key not in self._schedules:
@@ -162,6 +160,3 @@ class RequestOrder:
             if position > last and (step.phase, step.round) == (phase, round):
                 return position
         return None
-
-    def _refuse(self, phase: str, round: int, problem: str) -> NoReturn:
-        raise MessageError(f"site {self.site} refuses '{phase}' of round {round}: {problem}")

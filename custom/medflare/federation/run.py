@@ -2,15 +2,15 @@
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from medflare.core.errors import Aborted, MedflareError, StateError
+from medflare.core.errors import Aborted, MedflareError
 from medflare.core.events import EventLog
 from medflare.core.store import StateStore, make_folder, write_json
+from medflare.core.text import Json, JsonDict
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.progress import RoundsLeft
 from medflare.evaluation.console import round_line
@@ -71,22 +71,23 @@ class Run:
 
     method: Method
     task: TaskConfig
-    hyper: Mapping[str, Any]
+    hyper: Json
     settings: RunSettings
     sites: tuple[str, ...]
-    aggregation: Aggregation[Any] | None = None
+    aggregation: Aggregation | None = None
     folder: Path | None = None
     checkpoints: Path | None = None
     weights: Path | None = None
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: Json = field(default_factory=dict)
     say: Callable[[str], None] = lambda line: None
     observe: Callable[[StepReport], None] = lambda report: None
     track: str | None = None
     events: EventLog = field(default_factory=EventLog)
+    outcome: Outcome = field(default_factory=Outcome)
 
     def execute(
         self, exchange: Exchange, *, resume: bool = False, checked: bool = False
-    ) -> dict[str, Any]:
+    ) -> JsonDict:
         """Run to the end and return the results dict.
 
         After a MedflareError its status is FAILED, with the reason.
@@ -101,7 +102,6 @@ class Run:
                 the results were written.
         """
         started = time.monotonic()
-        outcome = Outcome()
         reason = ""
         if self.folder is not None:
             # Others may read its report, not the folders in it.
@@ -113,12 +113,12 @@ class Run:
         try:
             if not checked:
                 self.check()
-            federation = self._federation(exchange, outcome, tracker)
+            federation = self._federation(exchange, tracker)
             finished = 0
             if resume:
-                finished = self._required_checkpoint.restore(federation)
+                finished = self._checkpoint.restore(federation)
             federation.run(finished)
-            self._store(federation.server, outcome)
+            self._store(federation.server)
         except (Aborted, KeyboardInterrupt) as error:
             reason = "interrupted from the keyboard"
             if isinstance(error, Aborted):
@@ -133,8 +133,8 @@ class Run:
             self.events.add("failed", reason)
             raise
         finally:
-            outcome.seconds["total"] = time.monotonic() - started
-            record = self._record(outcome, reason)
+            self.outcome.seconds["total"] = time.monotonic() - started
+            record = self._record(reason)
             if self.folder is None:
                 results = build_results(record)
             else:
@@ -163,7 +163,7 @@ class Run:
         one that cannot `resume`.
         """
         if resume:
-            self._required_checkpoint.stored()
+            self._checkpoint.stored()
         check_run(
             self.method,
             self.task,
@@ -174,7 +174,7 @@ class Run:
             adapt=self.settings.adapt,
         )
 
-    def _federation(self, exchange: Exchange, outcome: Outcome, tracker: Tracker) -> Federation:
+    def _federation(self, exchange: Exchange, tracker: Tracker) -> Federation:
         seed = self.settings.seed
         rounds = self.settings.rounds
         context = ServerContext(
@@ -210,24 +210,18 @@ class Run:
             self.observe(report)
 
         identity = identity_of(self.method, self.hyper, self.task.fingerprint(), seed)
-        federation = Federation(
-            self.method.make_server(context), exchange, self.settings, identity, after_step, outcome
+        return Federation(
+            self.method.make_server(context),
+            exchange,
+            self.settings,
+            identity,
+            after_step,
+            self.outcome,
+            self._checkpoint.save,
         )
-        if self._checkpoint is not None:
-            federation.checkpoint = self._checkpoint.save
-        return federation
-
-    @property
-    def _required_checkpoint(self) -> Checkpoint:
-        if self._checkpoint is None:
-            raise StateError("a run without a folder cannot be resumed")
-        return self._checkpoint
 
     @cached_property
-    def _checkpoint(self) -> Checkpoint | None:
-        folder = self.checkpoints or self.folder
-        if folder is None:
-            return None
+    def _checkpoint(self) -> Checkpoint:
         plan = {
             "method": self.method.name,
             "algorithms": list(self.method.algorithms),
@@ -238,10 +232,11 @@ class Run:
         for name, value in self.settings.to_dict().items():
             if name not in (*WAITS, "resume"):
                 plan[name] = value
-        return Checkpoint(folder, plan)
+        return Checkpoint(self.checkpoints or self.folder, plan)
 
-    def _store(self, server: ServerAlgorithm[Any], outcome: Outcome) -> None:
+    def _store(self, server: ServerAlgorithm) -> None:
         """Write the models and files that the server algorithm holds into the folder."""
+        outcome = self.outcome
         outcome.tables = server.tables()
         outcome.selector = server.selector_summary()
         if self.folder is None:
@@ -250,7 +245,7 @@ class Run:
         for path, model in server.models().items():
             if outcome.class_shares:
                 model[SHARES] = outcome.class_shares
-            card: dict[str, Any] = {
+            card: JsonDict = {
                 "method": self.method.name,
                 "site": None,
                 "role": path,
@@ -270,18 +265,19 @@ class Run:
             return []
         return sorted(self.folder.glob(f"{SITES}/*/{PICTURES}/*.png"))
 
-    def _site_record(self, site: str, outcome: Outcome) -> SiteRecord:
+    def _site_record(self, site: str) -> SiteRecord:
         role = "outside" if site in self.settings.outside else "inside"
-        counts = outcome.enrolled.get(site, {}).get("n", {})
-        delivered = outcome.delivered.get(site, {})
+        counts = self.outcome.enrolled.get(site, {}).get("n", {})
+        delivered = self.outcome.delivered.get(site, {})
         parts = {name: delivered[name] for name in _EVALUATION if name in delivered}
         return SiteRecord(role, counts, **parts)
 
-    def _record(self, outcome: Outcome, reason: str) -> RunRecord:
+    def _record(self, reason: str) -> RunRecord:
         """The record of the run so far; `reason` why it failed."""
+        outcome = self.outcome
         sites = (*self.sites, *self.settings.outside)
         costs = outcome.costs
-        pictures: dict[str, bytes] = {}
+        pictures = {}
         for path in self._pictures():
             site = path.parts[-3]
             pictures[f"{site}: {path.stem}"] = path.read_bytes()
@@ -290,7 +286,7 @@ class Run:
             task=self.task,
             seed=self.settings.seed,
             rounds=self.settings.rounds if outcome.rounds is None else outcome.rounds,
-            sites={site: self._site_record(site, outcome) for site in sites},
+            sites={site: self._site_record(site) for site in sites},
             reason=reason,
             events=self.events.to_list(),
             down_bytes=sum(cost.down_bytes for cost in costs.values()),

@@ -14,11 +14,12 @@ from typing import Any
 from medflare.adaptation.registry import LABEL_SHIFT, NONE
 from medflare.core.errors import FederationFailed
 from medflare.core.events import EventLog
-from medflare.core.message import Message
+from medflare.core.message import Message, Messages
 from medflare.core.phases import Phase
 from medflare.core.rng import numpy_generator
 from medflare.core.specs import Manifest, StateSpec
 from medflare.core.states import StateDict
+from medflare.core.text import Json
 from medflare.evaluation.verdicts import kinds_of_training
 from medflare.federation.enrolment import Enrolment, class_shares, join_problems, trained_on
 from medflare.federation.exchange import Exchange, Transport, numbered
@@ -66,10 +67,10 @@ class Federation:
         returning: site -> image counts, of sites that enrolled before the run was interrupted.
     """
 
-    server: ServerAlgorithm[Any]
+    server: ServerAlgorithm
     exchange: Exchange
     rules: Rules = field(default_factory=Rules)
-    identity: Mapping[str, Any] = field(default_factory=dict)
+    identity: Json = field(default_factory=dict)
     on_step: Callable[[StepReport], None] = lambda report: None
     outcome: Outcome = field(default_factory=Outcome)
     checkpoint: Callable[[int, "Federation"], None] = lambda finished, federation: None
@@ -185,10 +186,10 @@ class Federation:
                 return [site for site in members if site in drawn]
         others = [site for site in members if site not in failed]
         candidates = others if len(others) >= count else members
-        keys: tuple[str | int, ...] = ("server", step.round, "participants")
-        if attempt:
-            keys = (*keys, attempt)
-        generator = numpy_generator(self._context.seed, *keys)
+        repeated = [attempt] if attempt else []
+        generator = numpy_generator(
+            self._context.seed, "server", step.round, "participants", *repeated
+        )
         return sorted(generator.choice(candidates, size=count, replace=False).tolist())
 
     def _drawn_before(self, step: Step) -> Collection[str] | None:
@@ -200,8 +201,7 @@ class Federation:
         if not history or history[-1]["round"] != step.round:
             return None
         repeated = [event["round"] for event in self.events.of("repeated")]
-        sites: Collection[str] = history[-1]["sites"]
-        return sites if step.round in repeated else None
+        return history[-1]["sites"] if step.round in repeated else None
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -219,10 +219,8 @@ class Federation:
 
         # 3. Limit the weight of single sites.
         if self.rules.max_client_weight is not None:
-            samples = {}
-            for site, message in accepted.items():
-                if N_SAMPLES in message:
-                    samples[site] = message[N_SAMPLES]
+            counting = {site: reply for site, reply in accepted.items() if N_SAMPLES in reply}
+            samples = {site: reply[N_SAMPLES] for site, reply in counting.items()}
             for site, count in capped(samples, self.rules.max_client_weight).items():
                 accepted[site][N_SAMPLES] = count
 
@@ -247,7 +245,10 @@ class Federation:
         for attempt in range(_REPEATS + 1):
             members = enrolment.members(step)
             participants = self._participants(step, members, attempt, failed)
-            outgoing = {site: self._request(index, step, site) for site in participants}
+            outgoing = {}
+            for site in participants:
+                request = self.server.configure(step, site)
+                outgoing[site] = numbered(request, index, self._context.rounds)
             validated = self._exchange(step, outgoing)
             usable = len(validated.accepted)
             if usable >= self._needed:
@@ -259,24 +260,20 @@ class Federation:
             problems = "no site is present"
             if participants:
                 absent = [site for site in enrolment.inside if site not in members]
-                reasons = {**dict.fromkeys(absent, "not there"), **validated.rejected}
-                problems = join_problems(reasons)
+                problems = join_problems(dict.fromkeys(absent, "not there") | validated.rejected)
             if attempt == _REPEATS:
                 raise FederationFailed(f"{reason} ({problems})")
             self.events.add("repeated", f"{reason}; asking again ({problems})", round=step.round)
             failed |= validated.rejected.keys()
         return validated
 
-    def _request(self, index: int, step: Step, site: str) -> Message:
-        return numbered(self.server.configure(step, site), index, self._context.rounds)
-
-    def _exchange(self, step: Step, outgoing: Mapping[str, Message]) -> Validated:
+    def _exchange(self, step: Step, outgoing: Messages) -> Validated:
         """The validated replies, and site -> reason for every other site.
 
         Each reason becomes an event.
         """
-        replies: dict[str, Message] = {}
-        rejected: dict[str, str] = {}
+        replies = {}
+        rejected = {}
         for site, reply in self._transport.ask(step, outgoing).items():
             if reply.message is None:
                 rejected[site] = reply.problem
@@ -294,9 +291,7 @@ class Federation:
             self.events.extend(message.meta.pop(EVENTS.name, []), site, step.round)
         return replace(validated, rejected={**rejected, **validated.rejected})
 
-    def _validate(
-        self, step: Step, outgoing: Mapping[str, Message], replies: Mapping[str, Message]
-    ) -> Validated:
+    def _validate(self, step: Step, outgoing: Messages, replies: Messages) -> Validated:
         """The replies that are as the phase declares them; see `update_validation`."""
         phase = self._context.phases.get(step.phase) or Phase(step.phase)
         if phase.name not in self._manifests:
@@ -337,13 +332,14 @@ class Federation:
         """
         step = Step(FINALIZE, self._context.rounds)
         enrolment.admit(step.round)
-        shared: dict[str, StateDict] = {}
+        shared = {}
         for site, reply in self._transport.ask(step, self._final_requests(index, step)).items():
             if reply.message is None:
-                text = f"final models not evaluated: {reply.problem}"
-                self.events.add(reply.kind, text, site, step.round)
+                self.events.add(
+                    reply.kind, f"final models not evaluated: {reply.problem}", site, step.round
+                )
                 continue
-            message = Message(reply.message.states, dict(reply.message.meta))
+            message = reply.message
             self.events.extend(message.meta.pop(EVENTS.name, []), site)
             self.outcome.delivered[site] = message.meta
             if message.states and self._is_shared(site, step, message):
@@ -385,7 +381,7 @@ class Federation:
 
     def _is_shared(self, site: str, step: Step, message: Message) -> bool:
         """Whether a site's personal model can be tested at the others; else an event says why."""
-        manifest: Manifest = {}
+        manifest = {}
         if self.rules.cross_site:
             manifest = {SHARED.name: SHARED.spec(self._context.plan)}
         problem = violation(message, manifest) or non_finite(message)
@@ -423,12 +419,10 @@ class Federation:
             if enrolled[ROLE.name] == "inside":
                 images[site] = enrolled[COUNTS.name].get("validation", 0)
         for model, selection in outcome.model_selection.items():
-            voters: set[str] = set()
-            for candidate in selection["candidates"]:
-                voters |= candidate["votes"].keys()
+            votes = [candidate["votes"] for candidate in selection["candidates"]]
+            voters = set().union(*votes)
             counts = {site: images[site] for site in sorted(voters & images.keys())}
-            few = images_behind(counts, selection["rule"]) < FEW_IMAGES
-            if selection["candidates"] and few:
+            if votes and images_behind(counts, selection["rule"]) < FEW_IMAGES:
                 listed = ", ".join(f"{site} {count}" for site, count in counts.items()) or "none"
                 text = f"the round of the {model} model was chosen on few validation images"
                 self.events.add("few_validation_images", f"{text} ({listed})")

@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-from pydantic.dataclasses import dataclass
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
-from medflare.core.settings import STRICT, checked
+from medflare.core.settings import checked, strict_dataclass
 
 ENROL = "enrol"
 FINALIZE = "finalize"
@@ -18,10 +17,10 @@ PHASES_OF_ALL = (ENROL, FINALIZE, CROSS_SITE)  # of every run, whatever the meth
 # Bytes of JSON in a message: enough for counts and metrics, not for a model.
 META_LIMIT = 65_536
 Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = NonNegativeFloat
 
 
-@dataclass(frozen=True, config=STRICT, kw_only=True)
+@strict_dataclass
 class Rules:
     """How a federation treats its members.
 
@@ -40,6 +39,7 @@ class Rules:
             (`share_model` in local/medflare.json).
     """
 
+    _: dataclasses.KW_ONLY
     min_sites: Count | None = None
     sites_per_round: Count | None = None
     max_client_weight: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -49,7 +49,7 @@ class Rules:
     cross_site: bool = False
 
 
-@dataclass(frozen=True, config=STRICT, kw_only=True)
+@strict_dataclass
 class RunSettings(Rules):
     """The settings of a run.
 
@@ -64,7 +64,8 @@ class RunSettings(Rules):
         resume: id of the interrupted job that this one resumes.
     """
 
-    rounds: Annotated[int, Field(ge=0)]
+    _: dataclasses.KW_ONLY
+    rounds: NonNegativeInt
     seed: int
     outside: tuple[str, ...] = ()
     step_timeout: Seconds = 0.0

@@ -63,12 +63,9 @@ class StudyRecord:
         with locked(self.folder / _LOCK):  # two jobs at the same time are not both the first
             first = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             same_data = first.get("datalist") == present["datalist"]
-            fixed: list[str] = []
-            if same_data:
-                fixed.append("selection")
-            if self.private:
-                fixed.append("resplit")
-            if first and any(first[name] != present[name] for name in fixed):
+            other_images = same_data and first["selection"] != present["selection"]
+            other_split = first and self.private and first["resplit"] != present["resplit"]
+            if other_images or other_split:
                 raise ConfigError(
                     f"site {site.name}: an earlier job used other images, classes or splits of "
                     "this data, and two such jobs would tell the numbers of single patients; use "
@@ -86,7 +83,7 @@ class StudyRecord:
         """
         path = self.folder / EVALUATIONS
         with locked(self.folder / _LOCK):
-            earlier: list[dict[str, Any]] = []
+            earlier = []
             if path.exists():
                 earlier = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
             evaluated = sum(int(row["models"] or 1) for row in earlier)  # a torn line has none

@@ -35,7 +35,7 @@ def small_splits(site: Site, minimum: int) -> tuple[str, ...]:
 
     0 and 1 suppress nothing.
     """
-    small: list[str] = []
+    small = []
     for split in SPLITS:
         if 0 < len(set(site.data.split(split).patients)) < minimum:
             small.append(split)
@@ -95,9 +95,7 @@ def has_small_class(cases: Cases, task: TaskConfig, minimum: int) -> bool:
                 if 0 < defined < minimum:
                     return True
         return False
-    counts = patients_of_classes(
-        cases.patients, cases.targets.numpy(), task.target, len(task.labels)
-    )
+    counts = patients_of_classes(cases.patients, cases.targets.numpy(), len(task.labels))
     return any(0 < patients < minimum for patients in counts)
 
 
@@ -138,7 +136,7 @@ class Suppression:
     minimum: int
     _small: dict[str, frozenset[str]] = field(default_factory=dict)  # by split
 
-    def suppressed(self, reply: Message, phase: Phase, plan: Plan[Any, Any]) -> Message:
+    def suppressed(self, reply: Message, phase: Phase, plan: Plan) -> Message:
         """A new reply; suppressed tensors keep their shapes and are zero."""
         splits = small_splits(self.site, self.minimum)
         specs = phase.replied(plan)
@@ -155,7 +153,7 @@ class Suppression:
                 sent[item] = self._without_classes(sent[item], item.per_class, small)
         return sent
 
-    def _small_of(self, spec: TensorSpec | MetaSpec[Any]) -> frozenset[str]:
+    def _small_of(self, spec: TensorSpec | MetaSpec) -> frozenset[str]:
         """The classes whose values are suppressed."""
         if not spec.per_class:
             return frozenset()

@@ -9,13 +9,14 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.packages import installed, require
+from medflare.core.text import Json, JsonDict, Say
 from medflare.evaluation.results import COMPLETED
 from medflare.federation.outcome import StepReport
 
@@ -54,12 +55,7 @@ class Tracker:
     """
 
     def __init__(
-        self,
-        track: str | None,
-        folder: Path | None,
-        experiment: str,
-        name: str,
-        warn: Callable[[str], None],
+        self, track: str | None, folder: Path | None, experiment: str, name: str, warn: Say
     ):
         self._warn = warn
         self._writer: Any = None  # a `_TensorBoard`, `_MLflow` or `_Wandb`
@@ -77,26 +73,26 @@ class Tracker:
             curves = site_curves(report.meta.get(site, {}), aggregation, rate)
             self._log(site, curves, report.step.round)
 
-    def end(self, results: Mapping[str, Any]) -> None:
+    def end(self, results: Json) -> None:
         """Take the results."""
         for site, content in results["sites"].items():
-            tests: dict[str, Any] = {}
+            tests: JsonDict = {}
             for model, values in content["metrics"].items():
-                for tag, value in values.items():
-                    tests[f"test_{model}_{tag}"] = value
+                tests |= {f"test_{model}_{tag}": value for tag, value in values.items()}
             self._log(site, tests, results["rounds"])
         with self._guarded():
             if self._writer:
                 settings = flat_settings(results["configuration"])
                 self._writer.end(settings, results["status"] == COMPLETED)
 
-    def _log(self, site: str, values: Mapping[str, Any], round: int) -> None:
+    def _log(self, site: str, values: Json, round: int) -> None:
         """Write those that are finite numbers."""
         with self._guarded():
-            numbers: dict[str, float] = {}
-            for tag, value in values.items():
-                if isinstance(value, int | float) and math.isfinite(value):
-                    numbers[tag] = float(value)
+            numbers = {
+                tag: float(value)
+                for tag, value in values.items()
+                if isinstance(value, int | float) and math.isfinite(value)
+            }
             if self._writer and numbers:
                 self._writer.log(site, numbers, round)
 
@@ -109,34 +105,29 @@ class Tracker:
             self._warn(f"the run is not tracked any more: {one_line(error)}")
 
 
-def site_curves(
-    meta: Mapping[str, Any], aggregation: Mapping[str, Any], rate: float
-) -> dict[str, Any]:
+def site_curves(meta: Json, aggregation: Json, rate: float) -> JsonDict:
     """A site's curves after a step: loss, learning rate, validation metric by role, aggregation.
 
     Examples:
         >>> site_curves({"loss": 0.5, "validation": {"global": 0.75}}, {"weight": 1}, 0.01)
         {'loss': 0.5, 'learning_rate': 0.01, 'validation_global': 0.75, 'aggregation_weight': 1}
     """
-    curves: dict[str, Any] = {}
+    curves: JsonDict = {}
     if meta.get("loss") is not None:
-        curves["loss"] = meta["loss"]
-        curves["learning_rate"] = rate
-    for role, value in (meta.get("validation") or {}).items():
-        curves[f"validation_{role}"] = value
-    for name, value in aggregation.items():
-        curves[f"aggregation_{name}"] = value
-    return curves
+        curves |= {"loss": meta["loss"], "learning_rate": rate}
+    validation = meta.get("validation") or {}
+    curves |= {f"validation_{role}": value for role, value in validation.items()}
+    return curves | {f"aggregation_{name}": value for name, value in aggregation.items()}
 
 
-def flat_settings(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(content: Json, prefix: str = "") -> JsonDict:
     """Settings by dotted names, in characters that all writers take.
 
     Examples:
         >>> flat_settings({"hyper": {"site": {"lam": 0.3}}, "outside": ["A"], "patience": None})
         {'hyper.site.lam': 0.3, 'outside': '["A"]', 'patience': 'null'}
     """
-    settings: dict[str, Any] = {}
+    settings: JsonDict = {}
     for key, value in content.items():
         name = prefix + re.sub(r"[^\w.-]", "_", key)
         if isinstance(value, Mapping) and value:
@@ -158,7 +149,7 @@ class _TensorBoard:
             raise ConfigError("TensorBoard needs files; give the run a folder")
         self._package = tensorboard
         self._folder = folder / TENSORBOARD
-        self._sites: dict[str, Any] = {}
+        self._sites: JsonDict = {}
 
     def log(self, site: str, values: Mapping[str, float], round: int) -> None:
         if site not in self._sites:
@@ -167,7 +158,7 @@ class _TensorBoard:
             self._sites[site].add_scalar(tag, value, round)
         self._sites[site].flush()
 
-    def end(self, settings: Mapping[str, Any], completed: bool) -> None:
+    def end(self, settings: Json, completed: bool) -> None:
         for writer in self._sites.values():
             _, *summaries = self._package.summary.hparams(dict(settings), {})
             for summary in summaries:  # `add_hparams` would open a second file
@@ -201,7 +192,7 @@ class _MLflow:
         metrics = [metric(f"{site}/{tag}", value, now, round) for tag, value in values.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
-    def end(self, settings: Mapping[str, Any], completed: bool) -> None:
+    def end(self, settings: Json, completed: bool) -> None:
         param = self._package.entities.Param
         params = [param(name, str(value)) for name, value in settings.items()]
         for start in range(0, len(params), _BATCH):
@@ -236,9 +227,9 @@ class _Wandb:
         curves = {f"{site}/{tag}": value for tag, value in values.items()}
         self._run.log({"round": round, **curves})
 
-    def end(self, settings: Mapping[str, Any], completed: bool) -> None:
+    def end(self, settings: Json, completed: bool) -> None:
         self._run.config.update(settings)
         self._run.finish(exit_code=0 if completed else 1)
 
 
-_WRITERS: dict[str, Any] = {"tensorboard": _TensorBoard, "mlflow": _MLflow, "wandb": _Wandb}
+_WRITERS: JsonDict = {"tensorboard": _TensorBoard, "mlflow": _MLflow, "wandb": _Wandb}

@@ -9,7 +9,7 @@ its part.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
@@ -47,7 +47,7 @@ class MethodAggregator(ModelAggregator):
             knows its own.
     """
 
-    default_method: ClassVar[str] = ""
+    default_method = ""
 
     hyper: dict[str, Any] | None = None
     method: str = ""
@@ -65,7 +65,7 @@ class MethodAggregator(ModelAggregator):
         return self.method or self.default_method
 
     @cached_property
-    def aggregation(self) -> "Aggregation[Any]":
+    def aggregation(self) -> "Aggregation":
         """The object that the server algorithm of a run calls, too.
 
         Raises:
@@ -75,11 +75,8 @@ class MethodAggregator(ModelAggregator):
         if self.fl_ctx is not None:  # FLARE has set it
             authorize((self.method_name,), {}, self.fl_ctx)
         method = get_method(self.method_name)
-        values: dict[str, Any] = {}
-        for name, value in (self.hyper or {}).items():
-            algorithm, _, _ = name.partition(".")
-            if algorithm != "site":
-                values[name] = value
+        given = (self.hyper or {}).items()
+        values = {name: value for name, value in given if name.split(".")[0] != "site"}
         server_values = split_hyper(values, method.hyper_classes, method.name)["server"]
         hyper: Any = build_hyper(
             method.server_class.Hyper, server_values, f"method {method.name}, server algorithm"
@@ -94,7 +91,7 @@ class MethodAggregator(ModelAggregator):
         An exception here would end the round for all sites.
         """
         try:
-            return bool(super().accept(shareable, fl_ctx))
+            return super().accept(shareable, fl_ctx)
         except UpdateError as error:
             self.log_error(fl_ctx, f"medflare: {error}")
             return False
@@ -156,8 +153,7 @@ class MethodAggregator(ModelAggregator):
             return self._last
         joined: StateDict = {}
         for site, part in {**personal, _OTHERS: self._last}.items():
-            for name, tensor in part.items():
-                joined[f"{site}{_SEPARATOR}{name}"] = tensor
+            joined |= {f"{site}{_SEPARATOR}{name}": tensor for name, tensor in part.items()}
         return joined
 
     def reset_stats(self) -> None:
@@ -204,12 +200,9 @@ def own_part(joined: "Mapping[str, Tensor]", site: str) -> "StateDict":
     """The site's part of what `MethodAggregator.combine` joined, or the part for other sites."""
     for owner in (site, _OTHERS):
         prefix = f"{owner}{_SEPARATOR}"
-        part: StateDict = {}
-        for name, tensor in joined.items():
-            if name.startswith(prefix):
-                part[name.removeprefix(prefix)] = tensor
-        if part:
-            return part
+        names = [name for name in joined if name.startswith(prefix)]
+        if names:
+            return {name.removeprefix(prefix): joined[name] for name in names}
     return {}
 
 
@@ -236,14 +229,11 @@ def _mean_metrics(models: "Mapping[str, SiteModel]") -> dict[str, float] | None:
 
     It is unweighted if no site reports samples.
     """
-    reported = []
-    for model in models.values():
-        numbers = {name for name, value in model.meta.items() if isinstance(value, (int, float))}
-        reported.append(numbers)
     samples = [model.samples for model in models.values()]
     weights = samples if any(samples) else None
-    means: dict[str, float] = {}
-    for name in sorted(set.intersection(*reported)):
+    means = {}
+    for name in sorted(set.intersection(*(set(model.meta) for model in models.values()))):
         values = [model.meta[name] for model in models.values()]
-        means[name] = float(np.average(values, weights=weights))
+        if all(isinstance(value, (int, float)) for value in values):
+            means[name] = float(np.average(values, weights=weights))
     return means or None

@@ -38,7 +38,7 @@ from nvflare.fuel.utils.config_factory import ConfigFactory
 from medflare.core.errors import ConfigError
 from medflare.core.extensions import extension_module, trust
 from medflare.core.packages import untrusted
-from medflare.core.text import read_json
+from medflare.core.text import Json, JsonDict, read_json
 from medflare.data.local import LOCAL_FILE, LocalSettings, local_settings, read_local
 from medflare.flare.flare_patches import JSON_ONLY, parse_json_only
 from medflare.flare.names import BUILT, COMPONENTS, REFUSED, TASK_FILE
@@ -74,7 +74,7 @@ class JobComponents(FLComponent, AppValidator):
         super().__init__()
         parse_json_only()
 
-    def validate(self, app_folder: str) -> tuple[str, dict[str, Any]]:
+    def validate(self, app_folder: str) -> tuple[str, JsonDict]:
         """FLARE calls this when a job arrives.
 
         Returns:
@@ -101,7 +101,7 @@ class JobComponents(FLComponent, AppValidator):
         if event_type != EventType.BEFORE_BUILD_COMPONENT:
             return
         try:
-            workspace: Workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
+            workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
             path = _path_of(fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG))
             job = str(fl_ctx.get_prop(FLContextKey.CURRENT_JOB_ID))
             reason = ""
@@ -132,9 +132,7 @@ class UnfinishedJobs(FLComponent):
             fl_ctx.get_engine().job_runner.update_unfinished_jobs(fl_ctx)
 
 
-def authorize(
-    methods: Iterable[str], task: Mapping[str, Any], fl_ctx: FLContext
-) -> tuple[str, ...]:
+def authorize(methods: Iterable[str], task: Json, fl_ctx: FLContext) -> tuple[str, ...]:
     """Require that the party's local settings name the packages of a job's methods and task.
 
     It is called before the task is validated and anything of another distribution is imported. This
@@ -163,7 +161,7 @@ def authorize(
     return tuple(modules)
 
 
-def task_content(file: Path) -> Mapping[str, Any]:
+def task_content(file: Path) -> Json:
     """The content of a job's task.json, not validated; empty if `load_task` refuses the file."""
     with suppress(OSError, ValueError):
         content = read_json(file)
@@ -347,7 +345,7 @@ def _component_paths(config: Any, inside: bool = False) -> Iterator[Any]:
             yield from _component_paths(part, inside)
 
 
-def _path_of(config: Mapping[str, Any]) -> Any:
+def _path_of(config: Json) -> Any:
     for key in _PATH_KEYS:
         if key in config:
             return config[key]

@@ -243,15 +243,13 @@ class MedflareController(Controller):
         except Exception:  # which is the reason
             task = None
         outside = self.outside if isinstance(self.outside, (list, tuple)) else ()
-        sites: dict[str, SiteRecord] = {}
-        for site in self._members():
-            sites[site] = SiteRecord("outside" if site in outside else "inside")
+        roles = {site: "outside" if site in outside else "inside" for site in self._members()}
         record = RunRecord(
             method=str(getattr(self._aggregator(fl_ctx), "method_name", "")) or UNKNOWN,
             task=task,
             seed=self.seed if isinstance(self.seed, int) else 0,
             rounds=max(0, self.rounds) if isinstance(self.rounds, int) else 0,
-            sites=sites,
+            sites={site: SiteRecord(role) for site, role in roles.items()},
             reason=reason,
             events=events.to_list(),
         )

@@ -14,7 +14,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.executor import Executor
@@ -22,7 +22,6 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
-from nvflare.apis.workspace import Workspace
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
@@ -69,7 +68,7 @@ class MedflareExecutor(Executor):
         resume: id of the interrupted job that this job resumes.
     """
 
-    default_method: ClassVar[str] = ""
+    default_method = ""
 
     seed: int
     hyper: dict[str, Any] | None = None
@@ -130,9 +129,8 @@ class MedflareExecutor(Executor):
         try:
             if self._spec is None:
                 self._spec = self._make_spec(fl_ctx)
-            fl_ctx.set_prop(
-                SITE_TASK, SiteTask(task_name, round, self._spec), private=True, sticky=False
-            )
+            task = SiteTask(task_name, round, self._spec)
+            fl_ctx.set_prop(SITE_TASK, task, private=True, sticky=False)
             return self._reply(task_name, round, shareable, fl_ctx)
         except Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)
@@ -148,8 +146,8 @@ class MedflareExecutor(Executor):
             refuse_result_filters(fl_ctx)
             spec = self._spec or self._make_spec(fl_ctx)
             methods = (spec.method, spec.server_algorithm or spec.method)
-            task = task_content(Path(spec.task_file))
-            self._authorized = replace(spec, trusted=authorize(methods, task, fl_ctx))
+            trusted = authorize(methods, task_content(spec.task_file), fl_ctx)
+            self._authorized = replace(spec, trusted=trusted)
         if self._host.started():
             return self._host.reply(self._authorized, phase, round, incoming, self._aborted)
         if self._participant is None:
@@ -157,20 +155,20 @@ class MedflareExecutor(Executor):
         return to_shareable(self._participant.answer(phase, round, to_message(incoming)))
 
     def _make_spec(self, fl_ctx: FLContext) -> ParticipantSpec:
-        workspace: Workspace = fl_ctx.get_workspace()
+        workspace = fl_ctx.get_workspace()
         job = fl_ctx.get_job_id()
-        resumed = ""
+        resumed = None
         if self.resume:
             interrupted = Path(workspace.get_run_dir(interrupted_id(self.resume)))
-            resumed = str(find_private_folder(interrupted))
+            resumed = find_private_folder(interrupted)
         return ParticipantSpec(
             name=fl_ctx.get_identity_name(),
             method=self.method_name,
             server_algorithm=self.server_algorithm,
             seed=self.seed,
-            task_file=str(Path(workspace.get_app_config_dir(job)) / TASK_FILE),
-            local_file=str(Path(workspace.get_site_config_dir()) / LOCAL_FILE),
-            folder=str(private_folder(Path(workspace.get_run_dir(job)))),
+            task_file=Path(workspace.get_app_config_dir(job)) / TASK_FILE,
+            local_file=Path(workspace.get_site_config_dir()) / LOCAL_FILE,
+            folder=private_folder(Path(workspace.get_run_dir(job))),
             hyper=self.hyper or {},
             resumed=resumed,
         )
@@ -179,15 +177,15 @@ class MedflareExecutor(Executor):
         """Append the current error to a file of the site; FLARE's own log may leave the site."""
         from medflare.core.store import make_folder, private_opener
 
-        with suppress(OSError, MedflareError):
+        with suppress(OSError):
             if self._spec is not None:
-                errors = Path(self._spec.folder) / ERRORS
+                errors = self._spec.folder / ERRORS
                 make_folder(errors.parent)
                 with open(errors, "a", encoding="utf-8", opener=private_opener) as file:
                     file.write(traceback.format_exc())
 
     def _aborted(self) -> bool:
-        return bool(self._abort_signal.triggered)
+        return self._abort_signal.triggered
 
 
 def _started_by_flare() -> bool:

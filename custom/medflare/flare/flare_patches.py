@@ -33,11 +33,10 @@ class _RefusedFormat(ConfigLoader):
     def load_config(self, file_path: str) -> NoReturn:
         raise ValueError(f"configuration {PurePath(file_path).name} refused: {JSON_ONLY}")
 
-    def load_config_from_str(self, config_str: str) -> NoReturn:
+    def load_config_from_str(self, content: Any) -> NoReturn:
         raise ValueError(f"configuration in {self.format.value} refused: {JSON_ONLY}")
 
-    def load_config_from_dict(self, config_dict: dict[str, Any]) -> NoReturn:
-        raise ValueError(f"configuration in {self.format.value} refused: {JSON_ONLY}")
+    load_config_from_dict = load_config_from_str
 
 
 def parse_json_only() -> None:

@@ -15,7 +15,6 @@ import math
 import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from nvflare.apis.filter import Filter
@@ -25,6 +24,7 @@ from nvflare.apis.fl_exception import UnsafeJobError
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
 from medflare.core.errors import ConfigError, MedflareError, UpdateError
+from medflare.core.text import JsonDict
 from medflare.data.local import OUTBOUND, OutboundLimits, local_settings, read_local
 from medflare.flare.components import refuse_result_filters
 from medflare.flare.messages import (
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from medflare.core.specs import Manifest, MetaSpec
     from medflare.methods.base import Plan, SiteAlgorithm
 
-    _Planned = tuple[ParticipantSpec, type[SiteAlgorithm[Any]], Plan[Any, Any]]
+    _Planned = tuple[ParticipantSpec, type[SiteAlgorithm], Plan]
 
 _COLUMNS = ("time", "phase", "round", "entry", "tensors", "bytes", "purpose", "sent")
 _RETURN_CODES: Final = {
@@ -81,7 +81,7 @@ class OutboundGuard(Filter):
         except ConfigError as error:
             self.log_error(fl_ctx, f"{UNABLE}{error}")
             raise UnsafeJobError(str(error)) from error
-        task: SiteTask | None = fl_ctx.get_prop(SITE_TASK)
+        task = fl_ctx.get_prop(SITE_TASK)
         if task is None:
             return _undeclared(shareable, site)
         try:
@@ -103,7 +103,7 @@ class OutboundGuard(Filter):
         try:
             _check_headers(shareable)
             message = to_message(shareable)
-            local = local_settings(read_local(Path(task.spec.local_file)))
+            local = local_settings(read_local(task.spec.local_file))
             shares = local.share_model and bool(message.states)
             manifest, declared = self._declared(task, shares=shares)
             validate_tensors(message, manifest, local.outbound)
@@ -122,9 +122,7 @@ class OutboundGuard(Filter):
         _record(task, [{"entry": "everything", "purpose": reason, "sent": "no"}])
         return error_reply(reason)
 
-    def _declared(
-        self, task: SiteTask, *, shares: bool
-    ) -> "tuple[Manifest, tuple[MetaSpec[Any], ...]]":
+    def _declared(self, task: SiteTask, *, shares: bool) -> "tuple[Manifest, tuple[MetaSpec, ...]]":
         """The tensors and metadata that the method declares for a reply.
 
         Args:
@@ -143,9 +141,8 @@ class OutboundGuard(Filter):
             return {}, REPORTS_OF_ALL[task.phase][0]
         if self._planned is None or self._planned[0] != spec:
             method = get_method(spec.method, server=spec.server_algorithm or None)
-            plan = method.plan(
-                load_task(Path(spec.task_file)), stored_members(spec.state_folder), spec.hyper
-            )
+            sites = stored_members(spec.state_folder)
+            plan = method.plan(load_task(spec.task_file), sites, spec.hyper)
             self._planned = spec, method.site_class, plan
         _, algorithm, plan = self._planned
         if task.phase == FINALIZE:
@@ -177,9 +174,7 @@ def validate_tensors(message: "Message", manifest: "Manifest", limits: OutboundL
         )
 
 
-def plain_meta(
-    meta: Mapping[str, Any], declared: "tuple[MetaSpec[Any], ...]", site: str
-) -> dict[str, Any]:
+def plain_meta(meta: Mapping[str, Any], declared: "tuple[MetaSpec, ...]", site: str) -> JsonDict:
     """The metadata of a reply as new plain JSON values, each declared and valid by its declaration.
 
     An error names the item and not its value, since the error leaves the site.
@@ -192,7 +187,7 @@ def plain_meta(
     problem = meta_problem(meta)
     if problem:
         raise UpdateError(problem)
-    plain: dict[str, Any] = json.loads(json.dumps(meta))
+    plain = json.loads(json.dumps(meta))
     by_name = {item.name: item for item in declared}
     extra = sorted(plain.keys() - by_name.keys() - {EVENTS.name})
     if extra:
@@ -247,7 +242,7 @@ def _undeclared(shareable: Shareable, site: str) -> Shareable:
 
 def _failure(shareable: Shareable, code: str) -> str:
     """A failed task's line, whatever else the result holds."""
-    return _one_line(error_text(shareable) or f"the task ended with FLARE's return code {code}")
+    return _one_line(error_text(shareable, code))
 
 
 def _one_line(text: str) -> str:
@@ -258,14 +253,14 @@ def _one_line(text: str) -> str:
 
 
 def _rows(
-    message: "Message", manifest: "Manifest", declared: "tuple[MetaSpec[Any], ...]"
-) -> list[dict[str, Any]]:
+    message: "Message", manifest: "Manifest", declared: "tuple[MetaSpec, ...]"
+) -> list[JsonDict]:
     """A row of outbound.csv for each entry and for each item of the metadata."""
     from medflare.core.states import state_bytes
     from medflare.federation.protocol import EVENTS
 
     purposes = {item.name: item.about for item in (EVENTS, *declared)}
-    rows: list[dict[str, Any]] = []
+    rows = []
     for entry, state in sorted(message.states.items()):
         rows.append(_row(entry, len(state), state_bytes(state), manifest[entry].purpose))
     for item, value in sorted(message.meta.items()):
@@ -273,16 +268,16 @@ def _rows(
     return rows
 
 
-def _row(entry: str, tensors: int, size: int, purpose: str) -> dict[str, Any]:
+def _row(entry: str, tensors: int, size: int, purpose: str) -> JsonDict:
     """A row of outbound.csv about something that leaves the site."""
     return {"entry": entry, "tensors": tensors, "bytes": size, "purpose": purpose, "sent": "yes"}
 
 
-def _record(task: SiteTask, rows: list[dict[str, Any]]) -> None:
+def _record(task: SiteTask, rows: list[JsonDict]) -> None:
     """Append rows to outbound.csv in the site's folder of the job."""
     from medflare.core.store import csv_text, make_folder, private_opener
 
-    path = Path(task.spec.folder) / OUTBOUND
+    path = task.spec.folder / OUTBOUND
     make_folder(path.parent)
     common = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -84,12 +84,14 @@ def _packed(entry: str, state: Mapping[str, Any]) -> DXO:
     """A state as contiguous arrays in main memory."""
     import torch
 
-    arrays: dict[str, Any] = {}
+    arrays = {}
     bfloat16 = []
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
-            kind = type(tensor).__name__
-            raise ValueError(f"{entry}/{name} is {kind}, not a tensor; numbers belong to the meta")
+            raise ValueError(
+                f"{entry}/{name} is {type(tensor).__name__}, not a tensor; "
+                "numbers belong to the meta"
+            )
         array = tensor.detach().to("cpu").contiguous()
         if array.dtype == torch.bfloat16:
             bfloat16.append(name)
@@ -169,18 +171,16 @@ def error_reply(text: str, code: str = ReturnCode.EXECUTION_EXCEPTION) -> Sharea
 def error_of(shareable: Shareable) -> str | None:
     """Why a task failed, or None if it did not fail."""
     code = shareable.get_return_code()
-    if code == ReturnCode.OK:
-        return None
-    return error_text(shareable) or f"the task ended with FLARE's return code {code}"
+    return None if code == ReturnCode.OK else error_text(shareable, code)
 
 
-def error_text(shareable: Shareable) -> str:
-    """The line of text of a failed task's reply; "" without one."""
+def error_text(shareable: Shareable, code: str) -> str:
+    """The line of text of a failed task's reply, else one that names its return code."""
     headers = shareable.get(ReservedHeaderKey.HEADERS)
     text = headers.get(_ERROR_HEADER) if isinstance(headers, dict) else None
-    if isinstance(text, str):
+    if isinstance(text, str) and text:
         return text
-    return ""
+    return f"the task ended with FLARE's return code {code}"
 
 
 def outward(error: Exception, phase: str, round: int) -> str:

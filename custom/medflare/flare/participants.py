@@ -10,9 +10,11 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.data.local import CACHE, local_settings, read_local
@@ -35,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ParticipantSpec:
-    """What makes a site's participant; JSON-serialisable for another process.
+    """What makes a site's participant; another process makes it anew from its JSON.
 
     Attributes:
         method: name of the method whose site algorithm runs.
@@ -43,7 +45,7 @@ class ParticipantSpec:
         task_file: the job's task.json.
         local_file: the site's local/medflare.json; may be missing.
         folder: the site's own folder of the job, see `data.local.private_folder`.
-        resumed: the site's folder in the interrupted job that this job resumes; "" for none.
+        resumed: the site's folder in the interrupted job that this job resumes.
         trusted: modules of other distributions that the task names and the site allows, see
             `components.authorize`.
     """
@@ -52,17 +54,17 @@ class ParticipantSpec:
     method: str
     server_algorithm: str
     seed: int
-    task_file: str
-    local_file: str
-    folder: str
+    task_file: Path
+    local_file: Path
+    folder: Path
     hyper: Mapping[str, Any] = field(default_factory=dict)
-    resumed: str = ""
+    resumed: Path | None = None
     trusted: Sequence[str] = ()
 
     @property
     def state_folder(self) -> Path:
         """Where the participant's state is stored between tasks."""
-        return Path(self.folder) / _STATE
+        return self.folder / _STATE
 
     def participant(self, aborted: Callable[[], bool], *, shares: bool = False) -> "Participant":
         """The site's participant; it reads its data when the first task needs them.
@@ -85,11 +87,11 @@ class ParticipantSpec:
         from medflare.training.opening import check_task_bounds, open_site
 
         if self.resumed:
-            self._resume(Path(self.resumed) / _STATE)
-        local = local_settings(read_local(Path(self.local_file)))
+            self._resume(self.resumed / _STATE)
+        local = local_settings(read_local(self.local_file))
         for module in (*local.packages, *self.trusted):
             trust(module)
-        task = load_task(Path(self.task_file))
+        task = load_task(self.task_file)
         method = get_method(self.method, server=self.server_algorithm or None)
         check_task_bounds(task, local.bounds, f"site {self.name}")  # `check` builds the network
         method.check(self.hyper, task)
@@ -101,7 +103,7 @@ class ParticipantSpec:
                 seed=self.seed,
                 role=role,
                 local=local,
-                cache=Path(self.local_file).parents[1] / CACHE,
+                cache=self.local_file.parents[1] / CACHE,
             )
             site.abort = aborted
             for note in (*site.notes, site.data.dropped_line):
@@ -109,34 +111,34 @@ class ParticipantSpec:
                     _log.info("%s: %s", self.name, note)
             return site
 
-        records = Path(self.local_file).with_name(_LEDGER)
+        records = self.local_file.with_name(_LEDGER)
         keeps_record = local.minimum_patients > 1 or local.privacy is not None
 
         def study() -> StudyRecord | None:
-            if not keeps_record:
-                return None
             root = resolve_data_root(self.name, task, local.data_root)
-            if root is None:
+            if root is None or not keeps_record:
                 return None
             return StudyRecord(
                 folder=study_folder(records, root),
                 data=root,
-                job=Path(self.folder).name,
+                job=self.folder.name,
                 most_evaluations=local.bounds.evaluations,
                 private=local.privacy is not None,
             )
 
+        artifacts = SiteFolder(self.folder, self.name, method, task, self.seed)
         return Participant(
             self.name,
             opened,
             method,
             self.hyper,
             store=StateStore(self.state_folder),
-            artifacts=SiteFolder(Path(self.folder), self.name, method, task, self.seed),
+            artifacts=artifacts,
             budget=budget_of(local.privacy, self.name, records),
             local=replace(local, share_model=shares or local.share_model),
             hours=local.bounds.hours,
             study=study,
+            note_step=artifacts.note_step,
         )
 
     def _resume(self, interrupted: Path) -> None:
@@ -151,8 +153,7 @@ class ParticipantSpec:
             partial.rename(self.state_folder)
 
 
-@dataclass(frozen=True)
-class SiteTask:
+class SiteTask(NamedTuple):
     """The task that a site is working on, for the filters of its result."""
 
     phase: str

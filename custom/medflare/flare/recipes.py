@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from nvflare.recipe import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
@@ -39,7 +39,7 @@ class MedflareRecipe(Recipe):
         ConfigError: an unknown method or hyper-parameter, or a value outside its range.
     """
 
-    default_method: ClassVar[str] = ""
+    default_method = ""
 
     def __init__(
         self,

@@ -83,10 +83,8 @@ class SimulatorHost:
             OSError: it cannot be started, or has been started already.
         """
         self.folder.mkdir(mode=0o700)
-        path = str(_PACKAGES)
-        if os.environ.get("PYTHONPATH"):
-            path += os.pathsep + os.environ["PYTHONPATH"]
-        environment = {**os.environ, "PYTHONPATH": path}
+        paths = filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH")))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen(128)
@@ -126,11 +124,9 @@ class SimulatorHost:
             try:
                 worker.send_bytes(json.dumps({"phase": phase, "round": round}).encode())
                 worker.send_bytes(to_bytes(incoming))
-                answered = False
-                while not answered:
+                while not worker.poll(_ABORT_CHECK):
                     if aborted():
                         raise Aborted(f"site {spec.name}: stopped on request")
-                    answered = worker.poll(_ABORT_CHECK)
                 status = json.loads(worker.recv_bytes())
                 if "problem" not in status:
                     return fobs.loads(worker.recv_bytes())
@@ -148,7 +144,7 @@ class SimulatorHost:
         try:
             while True:
                 with Client(self.address, family="AF_UNIX") as host:
-                    host.send_bytes(json.dumps(request).encode())
+                    host.send_bytes(json.dumps(request, default=str).encode())
                     address = host.recv_bytes().decode()
                 # A worker that has just ended because it was idle refuses.
                 with suppress(ConnectionRefusedError):

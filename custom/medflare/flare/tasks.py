@@ -21,7 +21,7 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
-from medflare.federation.exchange import Reply
+from medflare.federation.exchange import Replies, Reply
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL, RunSettings
 from medflare.flare.messages import error_of, to_message, to_shareable
 from medflare.methods.base import Step
@@ -101,7 +101,7 @@ class TaskExchange:
             )
         return [site for site in members if site not in self._lost | self._not_ready]
 
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> Replies:
         """Send each site its message and wait for the replies.
 
         Raises:
@@ -223,7 +223,7 @@ class TaskExchange:
             return None
         return site_task
 
-    def _wait(self, step: Step, timeout: float) -> dict[str, Reply]:
+    def _wait(self, step: Step, timeout: float) -> Replies:
         """Return when each site has replied or is given up.
 
         Returns:
@@ -231,7 +231,7 @@ class TaskExchange:
         """
         started = time.monotonic()
         busy = started  # when any site was last at work
-        missing: dict[str, Reply] = {}
+        missing: Replies = {}
         while True:
             for site_task in self._tasks.values():
                 _read(site_task)  # while other sites still work
@@ -253,8 +253,10 @@ class TaskExchange:
                 for site, site_task in pending.items():
                     if self._gone(site, site_task, busy):
                         self._lost.add(site)
-                        problem = f"no sign of life in {_name(step)}; going on without the site"
-                        missing[site] = Reply(problem=problem, kind="missing")
+                        missing[site] = Reply(
+                            problem=f"no sign of life in {_name(step)}; going on without the site",
+                            kind="missing",
+                        )
                     elif site_task.fetched is not None:
                         at_work = True
                 if at_work:
@@ -310,9 +312,9 @@ def _read(site_task: _SiteTask) -> Reply:
     return site_task.reply or Reply(problem="no answer", kind="missing")
 
 
-def _late_replies(step: Step, pending: Mapping[str, _SiteTask], timeout: float) -> dict[str, Reply]:
+def _late_replies(step: Step, pending: Mapping[str, _SiteTask], timeout: float) -> Replies:
     """The replies that stand for those of the sites that a closed step did not wait for."""
-    replies: dict[str, Reply] = {}
+    replies = {}
     for site, site_task in pending.items():
         state = "had not fetched its task" if site_task.fetched is None else "was still at work"
         problem = f"{_name(step)} was closed after {timeout:g} s; the site {state}"

@@ -18,15 +18,14 @@ from torch import nn
 from medflare.core.errors import ExportError
 from medflare.core.packages import installed_versions
 from medflare.core.store import write_json
+from medflare.core.text import JsonDict
 from medflare.data.reading import PICTURES
 from medflare.inference.deployed import StoredModel
 from medflare.networks.features import FeatureNetwork
 from medflare.tasks.config import TaskConfig
 from medflare.training.patches import OVERLAP, Predictor
 
-_TEMPLATE: dict[str, Any] = json.loads(
-    Path(__file__).with_name("bundle.json").read_text(encoding="utf-8")
-)
+_TEMPLATE = json.loads(Path(__file__).with_name("bundle.json").read_text(encoding="utf-8"))
 _CODE = ("$", "@", "%")  # MONAI evaluates texts that begin with one of these
 _PREDICTED = (
     "monai.data.MetaTensor(@inferer(item['image'][None].to(@device), @network)[0].detach().cpu(), "
@@ -58,7 +57,7 @@ def write_bundle(
     torch.save(model.state_dict(), folder / "models" / "model.pt")
     save_net_with_metadata(script, str(folder / "models" / "model.ts"), meta_values=described)
 
-    network: nn.Module = bundle.load(
+    network = bundle.load(
         name=folder.name, bundle_dir=folder.parent, device="cpu", workflow_type="inference"
     )
     return network.eval()
@@ -117,7 +116,7 @@ def as_data(value: Any) -> Any:
     return value
 
 
-def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
+def inference_config(task: TaskConfig, network: Any) -> JsonDict:
     """A workflow over a folder of pictures or NIfTI volumes.
 
     ExportError: the task has `pick`.
@@ -134,7 +133,7 @@ def inference_config(task: TaskConfig, network: Any) -> dict[str, Any]:
         steps = _read_pictures(task)
     intensity = as_data(task.intensity)
     steps.append({"_target_": f"{intensity.pop('name')}d", "keys": "image", **intensity})
-    inferer: Any = _resizing(task)
+    inferer = _resizing(task)
     if task.image_mode == "patch":
         inferer = _TEMPLATE["window"] | {"roi_size": list(task.size), "overlap": OVERLAP}
     content = _TEMPLATE["inference"] | {
@@ -207,7 +206,7 @@ def _read_volumes(task: TaskConfig) -> list[Any]:
     return steps
 
 
-def metadata(stored: StoredModel) -> dict[str, Any]:
+def metadata(stored: StoredModel) -> JsonDict:
     """configs/metadata.json by MONAI's schema."""
     task = stored.task
     versions = installed_versions()

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ from medflare.core.packages import installed_versions
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, misfit
 from medflare.core.store import file_digest, read_message, write_json, write_message
-from medflare.core.text import printable_json
+from medflare.core.text import Json, JsonDict, printable_json
 from medflare.data.local import ImageBounds
 from medflare.data.trial import try_task
 from medflare.networks.catalogue import task_network
@@ -47,7 +47,7 @@ _PREPROCESSING = (
     "spacing",
 )
 
-Builder: TypeAlias = Callable[[TaskConfig, Message], nn.Module]
+Builder = Callable[[TaskConfig, Message], nn.Module]
 T = TypeVar("T")
 
 
@@ -90,7 +90,7 @@ def plain_message(state: StateDict, **meta: Any) -> Message:
 def network_with(
     task: TaskConfig,
     state: Mapping[str, Tensor],
-    spec: Mapping[str, Any] | None = None,
+    spec: Json | None = None,
     outputs: int | None = None,
 ) -> nn.Module:
     """A `networks.catalogue.task_network` with the weights `state`, in evaluation mode.
@@ -145,7 +145,7 @@ class StoredModel:
 
     task: TaskConfig
     message: Message
-    card: dict[str, Any]
+    card: JsonDict
 
     @property
     def kind(self) -> str:
@@ -160,9 +160,7 @@ class StoredModel:
         return builder(self.task, self.message)
 
 
-def save_model(
-    folder: Path | str, task: TaskConfig, message: Message, card: Mapping[str, Any]
-) -> None:
+def save_model(folder: Path | str, task: TaskConfig, message: Message, card: Json) -> None:
     """Write a delivered model to `folder`: the weights first, then the card with their checksum.
 
     An older model is replaced. `card`: further JSON values: method, site, role, round, seed,
@@ -189,7 +187,7 @@ def save_model(
     write_json(folder / CARD_FILE, signed(whole))
 
 
-def signed(card: Mapping[str, Any]) -> dict[str, Any]:
+def signed(card: Json) -> JsonDict:
     """The card with the SHA-256 of its content, which contains the checksum of the weights.
 
     It has no key: to prove where a model comes from, the signature is compared with the one that

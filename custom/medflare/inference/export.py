@@ -8,7 +8,7 @@ than that of the recording.
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ class Exported:
 
     files: tuple[Path, ...]
     difference: float
-    note: str = ""
+    note: str
 
     def render(self) -> str:
         """The files and the difference, one a line."""
@@ -133,8 +133,8 @@ def _write_torchscript(stored: StoredModel, model: nn.Module, folder: Path) -> A
 
 
 def _write_onnx(stored: StoredModel, model: nn.Module, folder: Path) -> Predictor:
-    packages = ("onnx", "onnxruntime", "onnxscript")
-    missing = [package for package in packages if not installed(package)]
+    needed = ("onnx", "onnxruntime", "onnxscript")
+    missing = [package for package in needed if not installed(package)]
     if missing:
         raise ConfigError(f"ONNX export needs {', '.join(missing)}; pip install 'medflare[export]'")
     import onnxruntime
@@ -163,11 +163,7 @@ def _write_monai(stored: StoredModel, model: nn.Module, folder: Path) -> Predict
     return write_bundle(stored, model, _traced(model, stored.task), folder)
 
 
-_WRITERS: dict[str, Callable[[StoredModel, nn.Module, Path], Predictor]] = {
-    "torchscript": _write_torchscript,
-    "onnx": _write_onnx,
-    "monai": _write_monai,
-}
+_WRITERS = {"torchscript": _write_torchscript, "onnx": _write_onnx, "monai": _write_monai}
 FORMATS = tuple(_WRITERS)
 
 

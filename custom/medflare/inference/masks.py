@@ -32,10 +32,10 @@ def restored(probabilities: Tensor, size: tuple[int, ...]) -> Tensor:
     """
     if tuple(probabilities.shape[2:]) == tuple(size):
         return probabilities
-    if all(side <= old for side, old in zip(size, probabilities.shape[2:], strict=True)):
-        return functional.interpolate(probabilities, size, mode="area")
     mode = "bilinear" if len(size) == 2 else "trilinear"
-    return functional.interpolate(probabilities, size, mode=mode, align_corners=False)
+    if all(side <= old for side, old in zip(size, probabilities.shape[2:], strict=True)):
+        mode = "area"
+    return functional.interpolate(probabilities, size, mode=mode)
 
 
 def in_place(
@@ -52,7 +52,7 @@ def in_place(
 
 
 def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:
-    """Stored values of the predicted labels: (outputs, ...) -> int64 (M, ...).
+    """Stored values of the predicted labels: (outputs, ...) on the CPU -> int64 (M, ...).
 
     M = 1, or one mask per label.
 
@@ -63,14 +63,14 @@ def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:
     maximizes the product of p_l over its structures and 1 - p_l over the others.
     """
     if task.target == "multilabel" and not task.label_values:
-        return (probabilities > 0.5).long().cpu().numpy()
+        return (probabilities > 0.5).long().numpy()
     values = stored_values(task)
     if task.target == "multilabel":
-        return _most_probable_value(probabilities, values).cpu().numpy()[None]
+        return _most_probable_value(probabilities, values).numpy()[None]
     if task.target == "binary":
-        return torch.where(probabilities > 0.5, values[0][0], 0).cpu().numpy()
+        return torch.where(probabilities > 0.5, values[0][0], 0).numpy()
     first_values = torch.tensor([listed[0] for listed in values])
-    return first_values[probabilities.argmax(dim=0).cpu()].numpy()[None]
+    return first_values[probabilities.argmax(dim=0)].numpy()[None]
 
 
 def _most_probable_value(probabilities: Tensor, values: list[list[int]]) -> Tensor:
@@ -79,7 +79,7 @@ def _most_probable_value(probabilities: Tensor, values: list[list[int]]) -> Tens
     # has[v, l]: 1 if value v has structure l, else 0.
     rows = [[float(value in listed) for listed in values] for value in candidates]
     has = torch.tensor(rows, dtype=torch.float64)
-    p = probabilities.cpu().double().clamp(1e-12, 1 - 1e-12)
+    p = probabilities.double().clamp(1e-12, 1 - 1e-12)
     # log of the product: sum over l of has[v, l] log(p_l) + (1 - has[v, l]) log(1 - p_l).
     inside = torch.einsum("vc,c...->v...", has, p.log())
     outside = torch.einsum("vc,c...->v...", 1 - has, (1 - p).log())

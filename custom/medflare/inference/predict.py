@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from medflare.adaptation.registry import ADAPTATIONS, NONE, parsed, remark, with
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.packages import require
 from medflare.core.store import csv_text, make_folder, write_atomically
+from medflare.core.text import JsonDict, Say
 from medflare.data.acquisition import (
     TRAINED_ON,
     Acquisition,
@@ -90,7 +91,7 @@ class PredictionSummary:
     """The result of a call of `predict`."""
 
     table: Path
-    say: Callable[[str], None]
+    say: Say
     images: int = 0  # predicted inputs
     pictures: int = 0  # the same, counting every slice of a volume
     # One line for each input that could not be predicted.
@@ -137,8 +138,9 @@ class PredictionSummary:
             for differences in self.outside.values():
                 kinds.update(differences.keys())
                 first = {**differences, **first}
-            counts = kinds.most_common()
-            listed = "; ".join(f"{kind} {first[kind]} ({count})" for kind, count in counts)
+            listed = "; ".join(
+                f"{kind} {first[kind]} ({count})" for kind, count in kinds.most_common()
+            )
             lines.append(f"{len(self.outside)} of {self.images} images are {_UNSEEN}: {listed}")
         if self.adapted:
             lines.append(f"adapted to these images: {self.adapted}")
@@ -160,7 +162,7 @@ def predict(
     bounds: ImageBounds = ImageBounds(),
     strict: bool = False,
     force: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> PredictionSummary:
     """Predict images and write masks (segmentation) and `predictions.csv` to `out`.
 
@@ -200,7 +202,7 @@ def predict(
     note = remark(stored.message)
     if note:
         say(note)
-    rows: list[dict[str, Any]] = []
+    rows = []
     for prediction in predictions(model, prepared, task, device):
         try:
             written = _written(prediction, task, out, seg)
@@ -304,14 +306,21 @@ def fit(
         images = (image for part in prepared for image in part.images)
         if task.image_mode == "patch":
             images = (window for image in images for window in windows_of(image, task.size))
-        while batch := list(islice(images, size)):
+        for batch in _stacked(images, size):
             count += len(batch)
-            yield torch.stack(batch).to(device)
+            yield batch.to(device)
 
     if next(batches(), None) is None:
         return ""
     model.adapt(Repeated(batches))
     return f"{kind}, adapted to {count} picture{'s' * (count != 1)} before the first was predicted"
+
+
+def _stacked(images: Iterable[Tensor], size: int) -> Iterator[Tensor]:
+    """The images in batches of `size`; the last one may be smaller."""
+    rest = iter(images)
+    while batch := list(islice(rest, size)):
+        yield torch.stack(batch)
 
 
 def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()) -> PreparedImage:
@@ -342,7 +351,7 @@ def _readable(
     inputs: list[Input],
     task: TaskConfig,
     bounds: ImageBounds,
-    fail: Callable[[str], None],
+    fail: Say,
     check: Callable[[PreparedImage], None],
 ) -> Iterator[PreparedImage]:
     """The prepared inputs.
@@ -374,7 +383,7 @@ def predictions(
             outputs = predict_each(model, images, task, size)
             yield Prediction(whole, torch.stack(outputs), ("",) * len(outputs))
         return
-    selected: list[str] = []  # the networks of a super model, of the last batch
+    selected = []  # the networks of a super model, of the last batch
     for module in model.modules():  # it may be inside an adapted model
         if isinstance(module, Choosing):
             module.register_forward_hook(
@@ -398,31 +407,29 @@ def _in_batches(
 ) -> Iterator[Prediction]:
     """Predictions by batches of `size` that run across inputs."""
     waiting: deque[PreparedImage] = deque()
-    rows: list[Tensor] = []
     done: list[tuple[Tensor, str]] = []
-    for part in chain(prepared, [None]):  # None: the end
-        if part is not None:
+
+    def images() -> Iterator[Tensor]:
+        for part in prepared:
             waiting.append(part)
-            rows.extend(part.images)
-        while len(rows) >= size or (part is None and rows):
-            selected.clear()
-            with torch.no_grad():
-                batch = model(torch.stack(rows[:size]).to(device)).float().cpu()
-            # Tent runs a batch several times.
-            names = selected if len(selected) == len(batch) else [""] * len(batch)
-            done += zip(batch, names, strict=True)
-            del rows[:size]
+            yield from part.images
+
+    for batch in _stacked(images(), size):
+        selected.clear()
+        with torch.no_grad():
+            outputs = model(batch.to(device)).float().cpu()
+        # Tent runs a batch several times.
+        names = selected if len(selected) == len(batch) else [""] * len(batch)
+        done += zip(outputs, names, strict=True)
         while waiting and len(done) >= len(waiting[0].images):
             first = waiting.popleft()
             count = len(first.images)
-            outputs, answered = zip(*done[:count], strict=True)
+            probabilities, answered = zip(*done[:count], strict=True)
             del done[:count]
-            yield Prediction(first, torch.stack(outputs), answered)
+            yield Prediction(first, torch.stack(probabilities), answered)
 
 
-def _written(
-    prediction: Prediction, task: TaskConfig, out: Path, seg: bool
-) -> list[dict[str, Any]]:
+def _written(prediction: Prediction, task: TaskConfig, out: Path, seg: bool) -> list[JsonDict]:
     """Write the masks of an input, and return its rows of the table: one per picture or slice.
 
     DataError: NaN or infinity in the prediction.
@@ -445,7 +452,7 @@ def _written(
         files = write_masks(prepared.source, whole, task, out, grid, seg=seg)
         named = ";".join(str(file.relative_to(out)) for file in files)
         results = [{"mask": named, **sizes(mask, task, grid)} for mask in masks]
-    rows: list[dict[str, Any]] = []
+    rows = []
     for number, (result, name) in enumerate(zip(results, prediction.answered, strict=True)):
         slice_number = number if prepared.volume else ""
         row = {"image": str(prepared.source.path), "slice": slice_number, **result}
@@ -455,7 +462,7 @@ def _written(
     return rows
 
 
-def _classified(probabilities: Tensor, task: TaskConfig) -> dict[str, Any]:
+def _classified(probabilities: Tensor, task: TaskConfig) -> JsonDict:
     """The predicted label (multilabel: all that apply) and a column for every class.
 
     Nine digits represent a float32 exactly.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from medflare.methods.base import (
         PersistentState,
         Plan,
+        Replies,
         ServerAlgorithm,
         ServerContext,
         ServerHyper,
@@ -54,10 +55,11 @@ if TYPE_CHECKING:
     from medflare.methods.parts.partial import LocalPart
     from medflare.methods.parts.proximal import proximal_term
     from medflare.methods.parts.selection import Best, ModelSelector
-    from medflare.networks.features import FeatureNetwork
+    from medflare.networks.features import FeatureNetwork, copied_state
     from medflare.privacy.settings import PrivacyHyper
     from medflare.tasks.config import TaskConfig
     from medflare.training.epochs import (
+        Loss,
         Steps,
         epochs,
         finite_or_none,
@@ -86,6 +88,7 @@ __all__ = [
     "FedAvgSite",
     "FedAvgSiteHyper",
     "LocalPart",
+    "Loss",
     "Message",
     "MetaSpec",
     "Method",
@@ -97,6 +100,7 @@ __all__ = [
     "Phase",
     "Plan",
     "PrivacyHyper",
+    "Replies",
     "ServerAlgorithm",
     "ServerContext",
     "ServerHyper",
@@ -114,6 +118,7 @@ __all__ = [
     "blend",
     "build",
     "build_deployed",
+    "copied_state",
     "copy_state",
     "count",
     "epochs",

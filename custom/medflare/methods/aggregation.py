@@ -8,7 +8,7 @@ on the models of FLARE's workflows.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from medflare.core.errors import ConfigError, UpdateError
 from medflare.core.message import Message
@@ -32,8 +32,16 @@ class SiteModel:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
-def states_of(models: Mapping[str, SiteModel]) -> dict[str, StateDict]:
+Models: TypeAlias = Mapping[str, SiteModel]  # by site
+
+
+def states_of(models: Models) -> dict[str, StateDict]:
     return {site: model.state for site, model in models.items()}
+
+
+def plain_mean(states: Mapping[str, StateDict]) -> StateDict:
+    """(1/K) Σ_k w_k, see `weighted_mean`."""
+    return weighted_mean(states, dict.fromkeys(states, 1.0))
 
 
 def site_models(replies: Mapping[str, Message], entry: TensorSpec) -> dict[str, SiteModel]:
@@ -71,9 +79,7 @@ class Aggregation(ABC, Generic[V]):
         self.rounds = rounds
 
     @abstractmethod
-    def shared(
-        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
-    ) -> StateDict:
+    def shared(self, models: Models, round: int, previous: StateDict | None = None) -> StateDict:
         """The next model for all sites.
 
         Args:
@@ -82,7 +88,7 @@ class Aggregation(ABC, Generic[V]):
             previous: the model that the round started from, if there is one.
         """
 
-    def personal(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+    def personal(self, models: Models, round: int) -> dict[str, StateDict]:
         """Site -> the next model for that site alone; empty if all sites get the shared one."""
         return {}
 
@@ -93,27 +99,23 @@ class Aggregation(ABC, Generic[V]):
         """Takes out what `pack` added."""
 
 
-class NoAggregation(Aggregation[Any]):
+class NoAggregation(Aggregation):
     """Of a server algorithm that averages no models."""
 
-    def shared(
-        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
-    ) -> StateDict:
+    def shared(self, models: Models, round: int, previous: StateDict | None = None) -> StateDict:
         raise ConfigError(
             "the method's server algorithm averages no models; run it with its own server algorithm"
         )
 
 
-class WeightedMean(Aggregation[Any]):
+class WeightedMean(Aggregation):
     """w <- sum_k p_k w_k with p_k = n_k / n, or 1 / K if `hyper.weighting` is "uniform" (McMahan et
     al. 2017, Alg. 1).
 
     If `hyper.rule` is not "mean", a robust mean takes its place (`parts.robust`).
     """
 
-    def shared(
-        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
-    ) -> StateDict:
+    def shared(self, models: Models, round: int, previous: StateDict | None = None) -> StateDict:
         return self.combined(states_of(models), self.shares(models), previous)
 
     def combined(
@@ -133,7 +135,7 @@ class WeightedMean(Aggregation[Any]):
         model, self.weights = combined(states, shares, rule, limits, origin)
         return model
 
-    def shares(self, models: Mapping[str, SiteModel]) -> dict[str, float]:
+    def shares(self, models: Models) -> dict[str, float]:
         """Site -> p_k, up to a common factor."""
         if self.hyper.weighting == "uniform":
             return dict.fromkeys(models, 1.0)

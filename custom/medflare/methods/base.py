@@ -8,7 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, get_args
 
 from torch import nn
 
@@ -19,12 +19,13 @@ from medflare.core.message import Message
 from medflare.core.phases import Phase, declared_phases, reply_methods, request_methods
 from medflare.core.settings import strict_dataclass
 from medflare.core.specs import Manifest, MetaSpec, TensorSpec
-from medflare.core.states import StateDict, copy_state
+from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, NoAggregation
 from medflare.methods.parts.measured import LOSS, N_SAMPLES, VALIDATION
 from medflare.methods.parts.selection import ModelSelector, Selection
 from medflare.networks.catalogue import initial_network, meta_network
-from medflare.networks.features import FeatureNetwork
+from medflare.networks.features import FeatureNetwork, copied_state
+from medflare.networks.foreign import NetworkSpec
 from medflare.privacy.ledger import Account
 from medflare.tasks.config import TaskConfig
 from medflare.training.epochs import finite_or_none
@@ -47,17 +48,19 @@ class ServerHyper:
     )
 
 
+Replies: TypeAlias = Mapping[str, Message]  # site -> its reply, in sorted order
 S = TypeVar("S", bound=SiteHyper)
 V = TypeVar("V", bound=ServerHyper)
 
 
-def _type_parameter(algorithm: type) -> type | None:
-    """The class of hyper-parameters in `class MySite(FedAvgSite[MyHyper])`; None without one."""
-    for base in vars(algorithm).get("__orig_bases__", ()):
-        for argument in get_args(base):
-            if isinstance(argument, type) and argument is not Any:
-                return argument
-    return None
+def _hyper_class(algorithm: Any) -> type:
+    """The class's own `Hyper`, the one in `class MySite(FedAvgSite[MyHyper])`, or the inherited."""
+    if "Hyper" not in vars(algorithm):
+        for base in vars(algorithm).get("__orig_bases__", ()):
+            for argument in get_args(base):
+                if isinstance(argument, type) and argument is not Any:
+                    return argument
+    return algorithm.Hyper
 
 
 def _not_json(meta: Mapping[str, Any]) -> str | None:
@@ -112,14 +115,12 @@ class Plan(Generic[S, V]):
     )
 
     def network(
-        self, spec: Mapping[str, Any] | None = None, outputs: int | None = None
+        self, spec: NetworkSpec | None = None, outputs: int | None = None
     ) -> FeatureNetwork:
         """The task's network, or one by `spec`, on the meta device."""
         return meta_network(self.task, spec, outputs)
 
-    def template(
-        self, spec: Mapping[str, Any] | None = None, outputs: int | None = None
-    ) -> StateDict:
+    def template(self, spec: NetworkSpec | None = None, outputs: int | None = None) -> StateDict:
         """That network's state on the meta device: names, shapes and dtypes."""
         key = repr((spec, outputs))
         if key not in self._templates:
@@ -145,12 +146,12 @@ class ServerContext:
             limits it.
     """
 
-    plan: Plan[Any, Any]
+    plan: Plan
     seed: int
     rounds: int
     outside: tuple[str, ...] = ()
     phases: Mapping[str, Phase] = dataclasses.field(default_factory=dict)
-    aggregation: Aggregation[Any] | None = None
+    aggregation: Aggregation | None = None
     site_counts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     events: EventLog = dataclasses.field(default_factory=EventLog)
     notes: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
@@ -184,18 +185,19 @@ class ServerContext:
             for site, value in by_site.items():
                 self.notes.setdefault(site, {})[name] = finite_or_none(value)
 
+    def warn(self, text: str, **place: Any) -> None:
+        """Adds a warning to the events; `place`: its site and round, as of `EventLog.add`."""
+        self.events.add("warning", text, **place)
+
     def initial_state(
-        self,
-        purpose: str = "model",
-        spec: Mapping[str, Any] | None = None,
-        outputs: int | None = None,
+        self, purpose: str = "model", spec: NetworkSpec | None = None, outputs: int | None = None
     ) -> StateDict:
         """The initial weights that every site would draw from the same seed.
 
         Arguments as of `SiteAlgorithm.network`.
         """
         network = initial_network(self.task, self.seed, purpose, spec, outputs, self.start)
-        return copy_state(network.state_dict())
+        return copied_state(network)
 
 
 class PersistentState:
@@ -242,7 +244,7 @@ class SiteAlgorithm(ABC, Generic[S]):
 
     Hyper: ClassVar[type] = SiteHyper
     server_hyper: ClassVar[type] = ServerHyper
-    phases: ClassVar[Mapping[str, Phase]] = {}
+    phases: ClassVar[dict[str, Phase]] = {}
     accumulates: ClassVar[bool] = False
     freezes: ClassVar[bool] = False
     dp_unsupported_reason: ClassVar[str] = "its training takes no gradient of each patient's own"
@@ -250,8 +252,7 @@ class SiteAlgorithm(ABC, Generic[S]):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "Hyper" not in vars(cls):
-            cls.Hyper = _type_parameter(cls) or cls.Hyper
+        cls.Hyper = _hyper_class(cls)
         cls.phases = declared_phases(cls)
 
     def __init__(self, site: Site, plan: Plan[S, Any]):
@@ -299,7 +300,7 @@ class SiteAlgorithm(ABC, Generic[S]):
         return None
 
     @classmethod
-    def manifest(cls, phase: str, plan: Plan[Any, Any]) -> Manifest:
+    def manifest(cls, phase: str, plan: Plan) -> Manifest:
         """All states of a reply to `phase`: nothing else may leave the hospital."""
         return cls.phase(phase).manifest(plan)
 
@@ -329,15 +330,27 @@ class SiteAlgorithm(ABC, Generic[S]):
         server's message.
         """
 
-    def measured(
-        self, *, validation: Mapping[str, float | None], loss: float | None = None
-    ) -> dict[MetaSpec[Any], Any]:
-        """The metadata `MEASURED` of a reply.
+    def reply(
+        self,
+        entries: Mapping[Any, Any] | None = None,
+        *,
+        validation: Mapping[str, float | None] | None = None,
+        loss: float | None = None,
+    ) -> Message:
+        """A reply with the metadata `MEASURED`.
 
         Args:
+            entries: its further ones, as of `Message.of`.
             validation: role -> metric of the incoming model; None if undefined.
             loss: mean training loss, also if it is not finite; None if the phase does not train.
         """
+        measured = self.measured(validation=validation or {}, loss=loss)
+        return Message.of({**measured, **(entries or {})})
+
+    def measured(
+        self, *, validation: Mapping[str, float | None], loss: float | None = None
+    ) -> dict[MetaSpec, Any]:
+        """The metadata `MEASURED` of a reply; arguments as of `reply`."""
         by_role = {role: finite_or_none(value) for role, value in validation.items()}
         return {N_SAMPLES: self.site.n["train"], LOSS: loss, VALIDATION: by_role}
 
@@ -364,7 +377,7 @@ class SiteAlgorithm(ABC, Generic[S]):
         self,
         purpose: str,
         state: StateDict,
-        spec: Mapping[str, Any] | None = None,
+        spec: NetworkSpec | None = None,
         outputs: int | None = None,
     ) -> FeatureNetwork:
         """A network with the weights `state`, built once per process and purpose.
@@ -417,17 +430,16 @@ class ServerAlgorithm(ABC, Generic[V]):
     """
 
     Hyper: ClassVar[type] = ServerHyper
-    site_algorithm: ClassVar[type[SiteAlgorithm[Any]]] = SiteAlgorithm  # type: ignore[type-abstract]
-    aggregation_class: ClassVar[type[Aggregation[Any]]] = NoAggregation
+    site_algorithm: ClassVar[type[SiteAlgorithm]] = SiteAlgorithm  # type: ignore[type-abstract]
+    aggregation_class: ClassVar[type[Aggregation]] = NoAggregation
     freezes: ClassVar[bool] = False
-    site_extension: ClassVar[type[SiteAlgorithm[Any]] | None] = None
+    site_extension: ClassVar[type[SiteAlgorithm] | None] = None
     _requests: ClassVar[Mapping[str, str]] = {}
     _handlers: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "Hyper" not in vars(cls):
-            cls.Hyper = _type_parameter(cls) or cls.Hyper
+        cls.Hyper = _hyper_class(cls)
         cls._requests = request_methods(cls)
         cls._handlers = reply_methods(cls)
 
@@ -446,14 +458,17 @@ class ServerAlgorithm(ABC, Generic[V]):
         rounds = [Step("train", round) for round in range(self.context.rounds)]
         return [*rounds, Step("validate", self.context.rounds, everyone=True)]
 
+    def final_step(self, replying: Callable[..., Any], part: int = 0) -> Step:
+        """A step of all inside sites after the last round, see `Step.of`."""
+        return Step.of(replying, self.context.rounds, everyone=True, part=part)
+
     def configure(self, step: Step, site: str) -> Message:
         """The request to a site for a step; empty if no method makes the phase's requests."""
         if step.phase not in self._requests:
             return Message()
-        request: Message = getattr(self, self._requests[step.phase])(step, site)
-        return request
+        return getattr(self, self._requests[step.phase])(step, site)
 
-    def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate(self, step: Step, replies: Replies) -> None:
         """Processes the valid replies of a step, by site in sorted order.
 
         Raises:

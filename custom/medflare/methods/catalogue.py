@@ -200,5 +200,4 @@ def _from_entry_point(point: EntryPoint) -> Method:
         if not isinstance(candidate, Method) or candidate.name != point.name:
             raise TypeError(f"must be a Method of that name, is {candidate!r}")
 
-    method: Method = extensions.load("method", point, check)
-    return method
+    return extensions.load("method", point, check)

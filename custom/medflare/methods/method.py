@@ -45,8 +45,8 @@ class Method:
     name: str
     title: str
     paper: str
-    site: "str | type[SiteAlgorithm[Any]]"
-    server: "str | type[ServerAlgorithm[Any]]"
+    site: "str | type[SiteAlgorithm]"
+    server: "str | type[ServerAlgorithm]"
     models: "Mapping[str, str | Builder]" = field(default_factory=dict)
     trains: bool = True
     roles: tuple[str, ...] = MODEL_ROLES
@@ -61,16 +61,16 @@ class Method:
         return self.origin or (self.name, self.name)
 
     @cached_property
-    def site_class(self) -> "type[SiteAlgorithm[Any]]":
+    def site_class(self) -> "type[SiteAlgorithm]":
         """The site algorithm, extended by the server algorithm's `site_extension`."""
         return extended(loaded(self.site), self.server_class.site_extension)
 
     @cached_property
-    def server_class(self) -> "type[ServerAlgorithm[Any]]":
+    def server_class(self) -> "type[ServerAlgorithm]":
         return loaded(self.server)
 
     @property
-    def hyper_classes(self) -> dict[str, type]:
+    def hyper_classes(self) -> dict[str, type[Any]]:
         """ "site" and "server" -> class of its hyper-parameters."""
         return {"site": self.site_class.Hyper, "server": self.server_class.Hyper}
 
@@ -149,12 +149,12 @@ class Method:
         for name in names:
             if name.startswith("dp_") and self.dp_unsupported_reason:
                 raise ConfigError(f"{name}: {self.dp_unsupported_reason}")
-        by_algorithm = split_hyper(values, self.hyper_classes, self.name)
-        built: dict[str, Any] = {}
-        for algorithm, cls in self.hyper_classes.items():
-            source = f"method {self.name}, {algorithm} algorithm"
-            built[algorithm] = build_hyper(cls, by_algorithm[algorithm], source)
-        return built["site"], built["server"]
+        split = split_hyper(values, self.hyper_classes, self.name)
+        site, server = [
+            build_hyper(cls, split[algorithm], f"method {self.name}, {algorithm} algorithm")
+            for algorithm, cls in self.hyper_classes.items()
+        ]
+        return site, server
 
     def _check_pair(self) -> None:
         """Raises ConfigError if an algorithm needs its own method's other algorithm."""
@@ -179,9 +179,7 @@ class Method:
         reason = self.site_class.dp_unsupported_reason
         return f"method {self.name!r} cannot train with differential privacy: {reason}"
 
-    def plan(
-        self, task: "TaskConfig", sites: tuple[str, ...], values: Mapping[str, Any]
-    ) -> "Plan[Any, Any]":
+    def plan(self, task: "TaskConfig", sites: tuple[str, ...], values: Mapping[str, Any]) -> "Plan":
         """The plan of the inside sites (sorted names), with hyper-parameters as in `check`, which
         raises the same errors.
         """
@@ -190,10 +188,10 @@ class Method:
         self._check_pair()
         return Plan(task, sites, *self._built(values))
 
-    def make_site(self, site: "Site", plan: "Plan[Any, Any]") -> "SiteAlgorithm[Any]":
+    def make_site(self, site: "Site", plan: "Plan") -> "SiteAlgorithm":
         return self.site_class(site, plan)
 
-    def make_server(self, context: "ServerContext") -> "ServerAlgorithm[Any]":
+    def make_server(self, context: "ServerContext") -> "ServerAlgorithm":
         return self.server_class(context)
 
 
@@ -235,8 +233,8 @@ def loaded(target: Any) -> Any:
 
 
 def extended(
-    site_class: "type[SiteAlgorithm[Any]]", extension: "type[SiteAlgorithm[Any]] | None"
-) -> "type[SiteAlgorithm[Any]]":
+    site_class: "type[SiteAlgorithm]", extension: "type[SiteAlgorithm] | None"
+) -> "type[SiteAlgorithm]":
     """The site algorithm with a server algorithm's `site_extension` mixed in; its hyper-parameters
     stay its own.
     """

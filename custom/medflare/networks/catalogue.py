@@ -17,7 +17,7 @@ from medflare.core.rng import seeded
 from medflare.core.settings import refuse_arguments, unknown
 from medflare.networks import classifiers, segmenters
 from medflare.networks.features import FeatureNetwork, WholeNetwork, example, last_layer
-from medflare.networks.foreign import EXTENSIONS, foreign_module, imported
+from medflare.networks.foreign import EXTENSIONS, NetworkSpec, foreign_module, imported
 from medflare.tasks.config import TaskConfig
 
 NETWORKS: dict[str, Callable[..., FeatureNetwork]] = {
@@ -49,7 +49,7 @@ PROBLEMS: Final = (
 
 
 def build_network(
-    spec: Mapping[str, Any],
+    spec: NetworkSpec,
     in_channels: int,
     out_channels: int,
     spatial_dims: int = 2,
@@ -231,8 +231,7 @@ def _last_layer(
     name = settings.pop("name")
     build = partial(_theirs, name, settings, in_channels, out_channels, spatial_dims, size)
     try:
-        network = _on_meta(build)
-        return last_layer(network, example(in_channels, size, "meta"))
+        return last_layer(_on_meta(build), example(in_channels, size, "meta"))
     except (*PROBLEMS, ConfigError) as error:
         raise ConfigError(
             f"network {name} does not accept images of size {list(size)} ({one_line(error)})"
@@ -252,7 +251,7 @@ def _on_meta(build: Callable[[], nn.Module]) -> Any:
 
 
 def task_network(
-    task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None
+    task: TaskConfig, spec: NetworkSpec | None = None, outputs: int | None = None
 ) -> FeatureNetwork:
     """The task's network, or one by `spec` and with other output channels for its images, with
     random weights.
@@ -263,7 +262,7 @@ def task_network(
 
 
 def meta_network(
-    task: TaskConfig, spec: Mapping[str, Any] | None = None, outputs: int | None = None
+    task: TaskConfig, spec: NetworkSpec | None = None, outputs: int | None = None
 ) -> FeatureNetwork:
     """As `task_network`, on the meta device (no memory, no random numbers): for names, shapes and
     layer types.
@@ -271,11 +270,19 @@ def meta_network(
     return _on_meta(partial(task_network, task, spec, outputs))
 
 
+@torch.no_grad()
+def feature_width(task: TaskConfig, spec: NetworkSpec | None = None) -> int:
+    """D, the channels of the features of the task's network or of one by `spec`."""
+    images = example(task.image_channels, task.size, "meta")
+    features, _ = meta_network(task, spec).eval().features_and_output(images)
+    return features.shape[1]
+
+
 def initial_network(
     task: TaskConfig,
     seed: int,
     purpose: str = "model",
-    spec: Mapping[str, Any] | None = None,
+    spec: NetworkSpec | None = None,
     outputs: int | None = None,
     start: Mapping[str, Tensor] | None = None,
 ) -> FeatureNetwork:

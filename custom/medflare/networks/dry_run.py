@@ -15,7 +15,6 @@ from medflare.networks.catalogue import PROBLEMS, meta_network
 from medflare.networks.features import FeatureNetwork, example
 from medflare.tasks.config import TaskConfig
 
-_DIVISORS: Final = (2, 4, 8, 16, 32, 64)
 # Kind of task -> a network for it.
 _EXAMPLES: Final = {"segmentation": "unet", "classification": "resnet18"}
 _COPIES: Final = 4  # of the weights: themselves, their gradients and Adam's two moments
@@ -41,7 +40,7 @@ def check_network(task: TaskConfig) -> FeatureNetwork:
 
 def _larger_size(task: TaskConfig) -> list[int] | None:
     """The smallest size with a common divisor that the network accepts; None if it accepts none."""
-    for divisor in _DIVISORS:
+    for divisor in (2, 4, 8, 16, 32, 64):
         size = tuple(math.ceil(side / divisor) * divisor for side in task.size)
         with suppress(ConfigError):
             _checked(replace(task, size=size))

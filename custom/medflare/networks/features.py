@@ -3,7 +3,7 @@ any other module as such a network.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
+from medflare.core.states import StateDict, copy_state
 from medflare.tasks.config import TaskConfig
 
 T = TypeVar("T")
@@ -141,6 +142,18 @@ def pooled(features: Tensor) -> Tensor:
     return features.flatten(2).mean(dim=2) if features.ndim > 2 else features
 
 
+def copied_state(network: nn.Module) -> StateDict:
+    """A copy of a network's state on the CPU."""
+    return copy_state(network.state_dict())
+
+
+@torch.no_grad()
+def overwrite(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Copies values into the tensors of a network, in place."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
 def example(in_channels: int, size: Sequence[int], device: torch.device | str) -> Tensor:
     """Two images of zeros, (2, C, ...)."""
     return torch.zeros(2, in_channels, *size, device=device)
@@ -192,10 +205,10 @@ class WholeNetwork(FeatureNetwork):
 
     def names(self) -> dict[str, str]:
         """Name of a weight in the original network -> its name in `state_dict`."""
-        names: dict[str, str] = {}
+        names = {}
         for name in self.state_dict():
             part, _, rest = name.partition(".")
-            original = f"{self.last}.{rest}" if part == "head" and self.last is not None else rest
+            original = f"{self.last}.{rest}" if part == "head" else rest
             names[original] = name
         return names
 
@@ -213,8 +226,7 @@ class _LastLayer(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         if self.inputs is not None:
             self.inputs.append(inputs)
-        output: Tensor = self._network[0].head(inputs)
-        return output
+        return self._network[0].head(inputs)
 
 
 def main_output(output: Any, images: Tensor) -> Tensor:

@@ -7,13 +7,14 @@ with `register` is called; an entry point is such a declaration.
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.extensions import VARIABLE as VARIABLE
 from medflare.core.extensions import Extensions, check_callable, require_trust
 from medflare.core.extensions import trust as trust
 
+NetworkSpec: TypeAlias = Mapping[str, Any]  # {"name": ..., arguments}
 _factories: set[Callable[..., Any]] = set()
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,7 +31,7 @@ def register(factory: F) -> F:
 EXTENSIONS: Final = Extensions("network", "networks", tuple, check_callable)
 
 
-def foreign_module(spec: Mapping[str, Any]) -> str:
+def foreign_module(spec: NetworkSpec) -> str:
     """The module of a network of another package, {"name": "package.module:name"} or of an entry
     point, without importing it; "" for every other network.
     """
@@ -43,14 +44,14 @@ def imported(name: str) -> Callable[..., Any]:
     """The class or function of a network for which `foreign_module` has a module, not called;
     ConfigError if its package is not trusted, or does not have it.
     """
-    foreign: Callable[..., Any] | None = EXTENSIONS.foreign(name)
+    foreign = EXTENSIONS.foreign(name)
     if foreign is not None:
         return foreign
     module, _, attribute = name.partition(":")
     package = module.split(".")[0]
     require_trust(f"network {name}", module)
     try:
-        candidate: Any = getattr(importlib.import_module(module), attribute)
+        candidate = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever the package raises
         raise ConfigError(f"network {name}: cannot be imported ({one_line(error)})") from error
     from torch import nn

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from medflare.networks.foreign import foreign_module
+from medflare.networks.foreign import NetworkSpec, foreign_module
 
 _FEW: Final = 32  # values of an argument
 _DEEP: Final = 64  # largest number: of blocks, of layers, ...
@@ -13,7 +13,7 @@ _WIDTHS: Final = frozenset(
 )
 
 
-def is_usual_network(spec: Mapping[str, Any]) -> bool:
+def is_usual_network(spec: NetworkSpec) -> bool:
     """Whether no argument of {"name": ..., arguments} can make the network slow to build.
 
     Examples:

@@ -86,10 +86,9 @@ def starting_state(task: TaskConfig, seed: int, source: Path | None = None) -> S
     for name, tensor in loaded.items():
         if not torch.isfinite(tensor).all():
             raise ConfigError(f"weights {path}: {name} holds NaN or infinity")
-    start: StateDict = {}
-    for name, tensor in template.items():
-        start[name] = loaded.get(name, tensor).to(tensor.dtype).clone()
-    return start
+    return {
+        name: loaded.get(name, tensor).to(tensor.dtype).clone() for name, tensor in template.items()
+    }
 
 
 def _refuse_torchvision_efficientnet(
@@ -260,7 +259,7 @@ def _by_name(state: Mapping[str, Tensor], network: FeatureNetwork) -> StateDict:
     names = {name[5:]: name for name in ours if name.startswith("body.")}
     if isinstance(network, WholeNetwork):
         names = network.names()
-    renamed: StateDict = {}
+    renamed = {}
     for name, tensor in state.items():
         renamed[name if name in ours else names.get(name, name)] = tensor
     return renamed

@@ -150,8 +150,7 @@ def drawn_patients(
     # MONAI's kind of generator, on the same stream.
     augmenting = np.random.RandomState(random.bit_generator)
     for _ in range(steps):
-        joins = random.random(len(rows)) < rate
-        draws = zip(rows.values(), joins, strict=True)
+        draws = zip(rows.values(), random.random(len(rows)) < rate, strict=True)
         chosen = [random.choice(images) for images, join in draws if join]
         batch = site.take("train", torch.tensor(chosen, dtype=torch.long), augmenting)
         yield site.augmented(batch, augmenting) if chosen else batch

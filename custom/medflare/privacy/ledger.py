@@ -56,7 +56,7 @@ class Ledger:
         releases = self.releases()
         if releases and releases[-1][:2] == release[:2]:
             release = release._replace(steps=release.steps + releases.pop().steps)
-        entries = [list(entry) for entry in [*releases, release]]
+        entries = [list(entry) for entry in (*releases, release)]
         self._store.save(self._name, Message({}, {"releases": entries}))
 
 

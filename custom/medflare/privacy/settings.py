@@ -127,7 +127,7 @@ def train_privately(
     site: Site,
     account: Account,
     hyper: PrivacyHyper,
-    loss: Loss | None = None,
+    loss: Loss | None,
 ) -> None:
     """A round of DP-SGD in place; arguments as of `dp_sgd.train_dp_sgd`. It is counted before its
     first step, in case of a crash.

@@ -1,14 +1,14 @@
 """The rows of a study: methods with their hyper-parameters, and references."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from medflare.adaptation.registry import check_adaptable
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.hyper import SplitHyper, parsed_value, split_hyper
+from medflare.core.text import Json
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results, versions_of_run
 from medflare.federation.preflight import check_run
 from medflare.methods.catalogue import get_method
@@ -19,8 +19,8 @@ from medflare.studies.references import (
     REFERENCES,
     SINGLE_SITE,
     TRAINED_AS,
+    Draw,
     Results,
-    Setting,
     recorded_run,
     single_site,
     with_other_task,
@@ -46,11 +46,11 @@ class Candidate:
 
     label: str
     method: str
-    hyper: Mapping[str, Any] = field(default_factory=dict)
+    hyper: Json = field(default_factory=dict)
     site_algorithm: str | None = None
     server_algorithm: str | None = None
     trained_as: str = TRAINED_AS
-    task_changes: Mapping[str, Any] = field(default_factory=dict)
+    task_changes: Json = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str, selection: str | None = None) -> "Candidate":
@@ -62,7 +62,7 @@ class Candidate:
         reference does not have.
         """
         method, _, settings = text.partition(":")
-        values: dict[str, Any] = {}
+        values = {}
         for setting in filter(None, settings.split(",")):
             name, equals, value = setting.partition("=")
             if not equals:
@@ -72,7 +72,7 @@ class Candidate:
             values[name] = parsed_value(value)
         algorithms = {"site_algorithm", "server_algorithm"}
         special = {name: values.pop(name) for name in {"method", *algorithms} & values.keys()}
-        allowed: set[str] = set()
+        allowed = set()
         if method == SINGLE_SITE:
             allowed = {"method"}
         elif method not in REFERENCES:
@@ -107,15 +107,13 @@ class Candidate:
     @property
     def hyper_names(self) -> set[str]:
         """The hyper-parameters that it has, also as "site.NAME" and "server.NAME"."""
-        names: set[str] = set()
+        names = set()
         for algorithm, values in self.effective.items():
             for name in values:
                 names |= {name, f"{algorithm}.{name}"}
         return names
 
-    def varied(
-        self, named: Mapping[str, Any], hyper: Mapping[str, Any], task: Mapping[str, Any]
-    ) -> "Candidate":
+    def varied(self, named: Json, hyper: Json, task: Json) -> "Candidate":
         """The row with further hyper-parameters and settings of the task, which are `named` in its
         label; ConfigError for a wrong hyper-parameter.
         """
@@ -124,7 +122,7 @@ class Candidate:
         for algorithm, values in self.hyper.items():
             merged[algorithm] = {**values, **merged[algorithm]}
         trained.check(merged)
-        settings: list[str] = []
+        settings = []
         for name, value in named.items():
             text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
             settings.append(f"{name}={text}")
@@ -161,47 +159,39 @@ class Candidate:
         """The outside sites that get a model; a method may have none for them."""
         return tuple(outside) if self._trained.outside else ()
 
-    def run(self, setting: Setting, seed: int, outside: Sequence[str] = ()) -> Results:
-        """Results dict of one run, with curves and scores; the seed also draws the split by
-        patient, and `outside` sites do not train.
+    def run(self, draw: Draw) -> Results:
+        """Results dict of one run, with curves and scores.
 
         It has the study's task, which all rows share, and the row's changes in its settings.
         """
         if not self.task_changes:
-            return self._run(setting, seed, outside)
-        run = partial(self._run, seed=seed, outside=outside)
-        return with_other_task(self.task_changes, setting, run)
+            return self._run(draw)
+        return with_other_task(self.task_changes, draw, self._run)
 
-    def failed(
-        self, setting: Setting, seed: int, outside: Sequence[str], error: Exception
-    ) -> Results:
+    def failed(self, draw: Draw, error: Exception) -> Results:
         """Results dict of a run that ended with an error."""
-        sites: dict[str, SiteRecord] = {}
-        for site in setting.sites:
-            sites[site] = SiteRecord("outside" if site in outside else "inside")
         record = RunRecord(
             self.method if self.method in REFERENCES else self._trained.name,
-            replace(setting.task, resplit=seed),
-            seed,
-            setting.rounds,
-            sites,
+            draw.task,
+            draw.seed,
+            draw.setting.rounds,
+            {site: SiteRecord(draw.role(site)) for site in draw.setting.sites},
             reason=f"{type(error).__name__}: {one_line(error)}",
             seconds={"total": 0.0},
             hyper=self.effective,
         )
         return build_results(record)
 
-    def _run(self, setting: Setting, seed: int, outside: Sequence[str]) -> Results:
+    def _run(self, draw: Draw) -> Results:
         if self.method == SINGLE_SITE:
-            return single_site(setting, seed, outside, self.hyper, self.trained_as)
+            return single_site(draw, self.hyper, self.trained_as)
         if self.method in REFERENCES:
-            return REFERENCES[self.method](setting, seed, outside, self.hyper)
+            return REFERENCES[self.method](draw, self.hyper)
         return recorded_run(
             self.method,
-            setting,
-            seed,
-            setting.inside(outside),
-            outside=self._served(outside),
+            draw,
+            draw.inside,
+            outside=self._served(draw.outside),
             site_algorithm=self.site_algorithm,
             server_algorithm=self.server_algorithm,
             **self.hyper,
@@ -235,7 +225,7 @@ def rows_of(
     return rows
 
 
-def weighs_by_samples(server: Mapping[str, Any]) -> bool:
+def weighs_by_samples(server: Json) -> bool:
     """Whether a server with these hyper-parameters weights sites by training images alone: not by
     scores (SHA) or consistency (GRACE).
     """

@@ -11,12 +11,11 @@ from medflare.core.store import make_folder
 
 FOLDER: Final = "cluster"  # in a study's folder: the logs of its jobs
 _CLUSTERS: Final = ("slurm", "local")  # local: processes of this machine, to try it
-_MINUTES: Final = 24 * 60  # of a job, unless the user sets timeout_min
 
 Job = TypeVar("Job", bound=Callable[[], Any])
 
 
-def executor_of(cluster: str, folder: Path, processes: int = 1) -> Any:
+def executor_of(cluster: str, folder: Path, processes: int) -> Any:
     """submitit's executor for "slurm:gpus_per_node=1,slurm_partition=gpu"; ConfigError for an
     unknown cluster or setting.
 
@@ -28,7 +27,7 @@ def executor_of(cluster: str, folder: Path, processes: int = 1) -> Any:
     name, _, text = cluster.partition(":")
     if name not in _CLUSTERS:
         raise ConfigError(f"--cluster {name!r} is unknown; choose {' or '.join(_CLUSTERS)}")
-    settings: dict[str, Any] = {"name": "medflare", "timeout_min": _MINUTES}
+    settings = {"name": "medflare", "timeout_min": 24 * 60}
     if processes > 1:
         settings["slurm_array_parallelism"] = processes
     for setting in filter(None, text.split(",")):

@@ -10,24 +10,19 @@ from typing import Any, Final
 import pandas as pd
 
 from medflare.core.errors import StateError
+from medflare.evaluation.labels import task_metric
 from medflare.evaluation.presentation import (
     UNDEFINED,
     format_metric,
     format_setting,
     metric_label,
     ordered_sites,
+    sites_of_role,
 )
 from medflare.evaluation.results import ROLES, load_results
 from medflare.federation.final_models import SCORES as SCORES_FOLDER
 from medflare.studies.references import SCORES
-from medflare.studies.statistics import (
-    Comparison,
-    Run,
-    RunModel,
-    compare_patients,
-    delong_by_class,
-    sites_of_role,
-)
+from medflare.studies.statistics import Comparison, Run, RunModel, compare_patients, delong_by_class
 from medflare.studies.tables import bounds_text, delong_text
 
 _MODEL: Final = "deployed"
@@ -45,7 +40,7 @@ def read_run(path: Path) -> dict[str, Any]:
     results = load_results(path)
     folder = path if path.is_dir() else path.parent
     files = [file for file in folder.glob(f"**/{SCORES_FOLDER}/{_MODEL}.json") if file.is_file()]
-    scores: dict[str, dict[str, Any]] = {}
+    scores = {}
     for site in results["sites"]:
         of_site = [file for file in files if site in file.relative_to(folder).parts]
         if len(of_site) == 1:  # several are of several runs
@@ -62,7 +57,7 @@ def differing_settings(runs: Mapping[str, Run]) -> pd.DataFrame:
     """A row for each setting that is not the same in all runs, a column for each run; UNDEFINED
     where a run has no such setting.
     """
-    columns: dict[str, dict[Any, str]] = {}
+    columns = {}
     for name, run in runs.items():
         content = {key: run[key] for key in ("method", "seed", "rounds", "status")}
         content |= {"sites": sites_of_role(run, "inside"), **run["configuration"]}
@@ -81,12 +76,12 @@ def metric_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
     have scores of the same patients for the same labels.
     """
     (first_name, first), *others = runs.items()
-    metric = first["configuration"]["task"].get("metric", "")
+    metric = task_metric(first)
     sites: dict[str, str] = {}
     for run in runs.values():
         for site, content in ordered_sites(run).items():
             sites.setdefault(site, content["role"])
-    rows: list[dict[str, str]] = []
+    rows = []
     for role in ROLES:
         of_role = [site for site in sites if sites[site] == role]
         groups = [[site] for site in of_role]
@@ -106,7 +101,7 @@ def metric_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
 def comparison(runs: Mapping[str, Run]) -> str:
     """Both tables as text."""
     settings = differing_settings(runs)
-    metric = next(iter(runs.values()))["configuration"]["task"].get("metric", "metric")
+    metric = task_metric(next(iter(runs.values()))) or "metric"
     parts = [
         "Settings that differ",
         settings.to_string() if len(settings) else "none",
@@ -151,7 +146,7 @@ def _is_same_task(first: Run, second: Run) -> bool:
 
 
 def _value(run: Run, sites: Sequence[str], role: str, metric: str) -> float | None:
-    metrics: Mapping[str, float | None] = {}
+    metrics = {}
     if len(sites) > 1:
         metrics = run["mean"][role][_MODEL]
     elif run["sites"].get(sites[0], {}).get("role") == role:
@@ -165,7 +160,7 @@ def _compared(first: Run, second: Run, sites: Sequence[str], role: str, metric: 
     """
     if not _is_same_task(first, second):
         return Comparison()
-    models: list[RunModel] = []
+    models = []
     for run in (first, second):
         measured = run[SCORES].keys() & sites_of_role(run, role)
         if not measured.issuperset(sites):

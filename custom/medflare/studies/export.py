@@ -1,11 +1,13 @@
 """A study as tables for other programs: every value, and a line for every row."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import pandas as pd
 
 from medflare.evaluation.presentation import label_metric
+from medflare.evaluation.results import defined_mean
 from medflare.studies.costs import PEAK, PROCESSOR
 from medflare.studies.references import CONSTANT, TRAINED_AS
 from medflare.studies.statistics import Groups, Run, all_runs, compare, distinct, metrics_frame
@@ -46,19 +48,21 @@ def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFra
     runs = [run for run in all_runs(study.groups) if run["method"] != CONSTANT]
     has_processor = all(run["seconds"].get(PROCESSOR) is not None for run in runs)
     stage = PROCESSOR if has_processor else "total"
-    lines: list[dict[str, Any]] = []
+    lines = []
     for label, of_row in study.groups.items():
         line: dict[str, Any] = {"method": label} | _means(study, label)
         line["seeds"] = len(distinct(of_row, "seed"))
         line["runs"] = len(of_row)
         traffic = [sum(run["traffic"].values()) for run in of_row]
         line["traffic_MB"] = sum(traffic) / len(of_row) / 1e6
-        line[_SECONDS[stage]] = _mean([run["seconds"].get(stage) for run in of_row])
-        peak = _mean([run.get(PEAK) for run in of_row])
+        line[_SECONDS[stage]] = defined_mean(run["seconds"].get(stage) for run in of_row)
+        peak = defined_mean(run.get(PEAK) for run in of_row)
         if peak is not None:
             line["peak_memory_MB"] = peak / 1e6
         line["rounds"] = _joined(distinct(of_row, "rounds"))
-        line[reached] = _first_round(of_row, target)
+        curve = curve_of(of_row, "deployed")
+        enough = [round for round in curve if target is not None and curve[round] >= target]
+        line[reached] = min(enough, default=None)
         line["selection"] = _joined(set(map(selection, of_row)))
         lines.append(line | _versions(of_row))
     return pd.DataFrame(lines)
@@ -68,7 +72,7 @@ def default_target(study: StudyTables) -> tuple[float | None, str]:
     """95 % of the final validation metric of FedAvg, or without FedAvg of the best row, and what it
     is; None without curves.
     """
-    finals: dict[str, float] = {}
+    finals = {}
     for label, runs in study.groups.items():
         curve = curve_of(runs, "deployed")
         if curve:
@@ -82,7 +86,7 @@ def default_target(study: StudyTables) -> tuple[float | None, str]:
 
 
 def _means(study: StudyTables, label: str) -> dict[str, float | None]:
-    cells: dict[str, float | None] = {}
+    cells = {}
     for metric in study.metrics:
         for role in study.roles:
             values = study.series(label, "deployed", role, metric)
@@ -94,26 +98,13 @@ def _means(study: StudyTables, label: str) -> dict[str, float | None]:
     return cells
 
 
-def _first_round(runs: Sequence[Run], target: float | None) -> int | None:
-    """None if the target is not reached."""
-    if target is None:
-        return None
-    curve = curve_of(runs, "deployed")
-    return min((round for round, value in curve.items() if value >= target), default=None)
-
-
 def _versions(runs: Sequence[Run]) -> dict[str, str]:
     """Package -> its versions."""
-    versions: dict[str, set[str]] = {}
+    versions = defaultdict(set)
     for run in runs:
         for package, version in run["versions"].items():
-            versions.setdefault(package, set()).add(str(version))
+            versions[package].add(str(version))
     return {package: _joined(numbers) for package, numbers in sorted(versions.items())}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    measured = [value for value in values if value is not None]
-    return sum(measured) / len(measured) if measured else None
 
 
 def _joined(values: Iterable[Any]) -> str:

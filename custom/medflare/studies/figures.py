@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -25,14 +25,12 @@ from medflare.studies.tables import MARGIN, StudyTables, curve_of, task_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LINE: Final = 0.25  # inches between the names of a diagram
-
 
 def curve_panel(groups: Groups) -> Panel | None:
     """The task's metric on validation images over the rounds, a line for every row and model; None
     without curves.
     """
-    lines: dict[str, list[tuple[int, float]]] = {}
+    lines = {}
     for label, runs in groups.items():
         if label == CONSTANT:
             continue
@@ -78,8 +76,8 @@ def differences_drawing(study: StudyTables) -> Drawing | None:
     """
     against, *others = study.groups
     values = deployed_values(study)
-    points: dict[str, dict[str, float]] = {}
-    intervals: dict[str, tuple[float, float] | None] = {}
+    points = {}
+    intervals = {}
     for label in others:
         differences = (values[label] - values[against]).dropna()
         if differences.empty or label not in study.compared:
@@ -131,7 +129,7 @@ def critical_difference_drawing(ranks: Mapping[Any, float], critical: float) -> 
             ends = [ordered[first][1] - 0.05, ordered[last][1] + 0.05]
             axis.plot(ends, [0.3 + 0.3 * number] * 2, color=INK, linewidth=3)
 
-    return Drawing(draw, 7.0, _LINE * (top + left_count + 2))
+    return Drawing(draw, 7.0, 0.25 * (top + left_count + 2))  # inches; 0.25 for a name
 
 
 def equal_groups(ranks: Sequence[float], critical: float) -> list[tuple[int, int]]:
@@ -160,14 +158,14 @@ def write_figures(folder: Path, study: StudyTables) -> list[Path]:
     """
     drawings = {"differences": differences_drawing(study)}
     panel = curve_panel(study.groups)
-    contents: dict[str, bytes] = {}
+    contents = {}
     if panel is not None:
         drawings["curves"] = line_drawing(panel, sorted(panel.lines))
         contents["curves.svg"] = (learning_curves(study.groups) or "").encode()
     for name, drawing in drawings.items():
         if drawing is not None:
             contents[f"{name}.pdf"] = drawing.pdf()
-    files: list[Path] = []
+    files = []
     for name, content in sorted(contents.items()):
         files.append(folder / name)
         write_atomically(files[-1], content, public=True)

@@ -18,11 +18,11 @@ import re
 import time
 import traceback
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
@@ -36,18 +36,19 @@ import torch
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.packages import CODE
 from medflare.core.store import file_digest, locked, replacing, write_atomically
-from medflare.core.text import about
+from medflare.core.text import JsonDict, Say, about
 from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
+from medflare.evaluation.presentation import sites_of_role
 from medflare.evaluation.results import COMPLETED, RESULTS_FILE, json_ready, parse_results
 from medflare.federation.settings import CROSS_SITE
 from medflare.studies import cluster as clusters
 from medflare.studies.candidates import Candidate
 from medflare.studies.costs import with_costs
 from medflare.studies.page import PAGE_FILE, study_page
-from medflare.studies.references import CONSTANT, SCORES, Results, Setting
+from medflare.studies.references import CONSTANT, SCORES, Draw, Results, Setting
 from medflare.studies.selection_grid import TRIED, selected, tried
-from medflare.studies.statistics import Run, sites_of_role
+from medflare.studies.statistics import Run
 from medflare.studies.tables import TABLE_FILE, StudyTables, study_report
 from medflare.tasks.config import load_task
 
@@ -77,7 +78,7 @@ def write_rows(out: Path, labels: Iterable[str], grids: Mapping[str, Iterable[st
     """
     with _locked(out) as contents:
         before = _rows(contents)
-        content: dict[str, Any] = {"rows": list(dict.fromkeys([*labels, *before["rows"]]))}
+        content: JsonDict = {"rows": list(dict.fromkeys([*labels, *before["rows"]]))}
         merged = dict(before["grids"])
         for row, tries in grids.items():
             merged[row] = list(dict.fromkeys([*tries, *merged.get(row, ())]))
@@ -89,7 +90,7 @@ def write_rows(out: Path, labels: Iterable[str], grids: Mapping[str, Iterable[st
 def write_run(out: Path, name: str, results: Run) -> None:
     """Add or replace a run."""
     content = dict(results)
-    scores: dict[str, dict[str, Any]] = {}
+    scores: dict[str, JsonDict] = {}
     for site, models in content.pop(SCORES, {}).items():
         scores[site] = {}
         for model, cases in models.items():
@@ -106,7 +107,7 @@ def read_runs(out: Path) -> dict[str, Results]:
     Raises StateError if it is damaged.
     """
     contents = _contents(out)
-    runs: dict[str, Results] = {}
+    runs = {}
     for entry in sorted(contents):
         if not entry.endswith(f"/{RESULTS_FILE}"):
             continue
@@ -136,7 +137,7 @@ def read_study(out: Path) -> dict[str, list[Results]]:
     groups = _all_groups(out)
     content = _rows(_contents(out))
     grids = content["grids"]
-    labels: list[str] = []
+    labels = []
     for row in content["rows"]:
         if row in grids:
             labels.append(selected(grids[row], groups))
@@ -155,9 +156,9 @@ def study_tables(out: Path, metrics: Sequence[str] = ()) -> StudyTables:
 
 
 def _all_groups(out: Path) -> dict[str, list[Results]]:
-    groups: dict[str, list[Results]] = {}
+    groups = defaultdict(list)
     for run in read_runs(out).values():
-        groups.setdefault(_label(run), []).append(run)
+        groups[_label(run)].append(run)
     if not groups:
         raise StateError(
             f"{out}: no run of a study here; "
@@ -167,7 +168,7 @@ def _all_groups(out: Path) -> dict[str, list[Results]]:
 
 
 def _label(run: Run) -> str:
-    return str(run["configuration"]["settings"].get("label", run["method"]))
+    return run["configuration"]["settings"].get("label", run["method"])
 
 
 def _contents(out: Path) -> dict[str, bytes]:
@@ -200,7 +201,7 @@ def _write(out: Path, contents: dict[str, bytes], changes: Mapping[str, Any]) ->
             archive.writestr(entry, contents[name], ZIP_DEFLATED, compresslevel=9)
 
 
-def _rows(contents: Mapping[str, bytes]) -> dict[str, Any]:
+def _rows(contents: Mapping[str, bytes]) -> JsonDict:
     """The content of study.json."""
     return {"rows": [], "grids": {}, **json.loads(contents.get(_ROWS, "{}"))}
 
@@ -208,21 +209,18 @@ def _rows(contents: Mapping[str, bytes]) -> dict[str, Any]:
 @dataclass(frozen=True)
 class _Job:
     candidate: Candidate
-    setting: Setting
-    seed: int
-    outside: tuple[str, ...]
+    draw: Draw
 
     @property
     def name(self) -> str:
-        return run_name(self.candidate.label, self.seed, self.outside)
+        return run_name(self.candidate.label, self.draw.seed, self.draw.outside)
 
     def __call__(self) -> Results:
         """The results in JSON types: another process can send them. Any error fails this run."""
         torch.set_num_threads(1)
         versions = self.versions  # before the code can change
         try:
-            run = partial(self.candidate.run, self.setting, self.seed, self.outside)
-            results = with_costs(run)
+            results = with_costs(partial(self.candidate.run, self.draw))
         except Exception as error:
             traceback.print_exc()
             return self.failed(error)
@@ -231,19 +229,19 @@ class _Job:
 
     @property
     def versions(self) -> dict[str, str]:
-        return self.candidate.versions(self.setting.task)
+        return self.candidate.versions(self.draw.setting.task)
 
     def failed(self, error: Exception) -> Results:
         """The results of the run that ended with an error."""
-        return self._labelled(self.candidate.failed(self.setting, self.seed, self.outside, error))
+        return self._labelled(self.candidate.failed(self.draw, error))
 
     def _labelled(self, results: Results) -> Results:
         results["configuration"]["settings"] |= {
             "label": self.candidate.label,
-            "resplit": self.seed,
-            _DATALISTS: _datalists(self.setting),
+            "resplit": self.draw.seed,
+            _DATALISTS: _datalists(self.draw.setting),
         }
-        return dict(json_ready(results))
+        return json_ready(results)
 
 
 def run_study(
@@ -257,7 +255,7 @@ def run_study(
     rerun: Sequence[str] = (),
     processes: int = 1,
     cluster: str | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> dict[str, list[Results]]:
     """Run what has not completed yet, and write study.zip, and table.md and study.html of all rows
     in the folder. A run that fails does not stop the others.
@@ -287,7 +285,7 @@ def run_study(
             f"without {setting.sites[0]} no site is left to train; name at least two sites"
         )
     grids = grids or {}
-    rows: dict[str, list[str]] = {}  # label -> labels of what is run in its place
+    rows = {}  # label -> labels of what is run in its place
     cells: dict[str, Candidate] = {}
     for candidate in candidates:
         of_row = {cell.label: cell for cell in grids.get(candidate.label, [candidate])}
@@ -296,11 +294,11 @@ def run_study(
     for candidate in cells.values():
         candidate.check(setting.task, setting.rounds, left_out)
     splits: list[tuple[str, ...]] = [(site,) for site in left_out] or [()]
-    jobs: dict[str, _Job] = {}
+    jobs = {}
     for seed, candidate, outside in product(seeds, cells.values(), splits):
-        job = _Job(candidate, setting, seed, outside)
+        job = _Job(candidate, Draw(setting, seed, outside))
         jobs[job.name] = job
-    repeated: set[str] = set()
+    repeated = set()
     for label in rerun:
         if label not in rows and label not in cells:
             raise ConfigError(f"--rerun {label}: no row of this study; name it as a row, too")
@@ -320,9 +318,9 @@ def run_study(
             line += f", about {about(left)} left"
         say(line)
     runs = read_runs(out)
-    groups: dict[str, list[Results]] = {}
+    groups = defaultdict(list)
     for name, job in jobs.items():
-        groups.setdefault(job.candidate.label, []).append(runs[name])
+        groups[job.candidate.label].append(runs[name])
     study = study_tables(out)
     write_atomically(out / TABLE_FILE, study_report(study).encode(), public=True)
     write_atomically(out / PAGE_FILE, study_page(study).encode(), public=True)
@@ -346,7 +344,7 @@ def _missing(
     cells: Mapping[str, Candidate],
     setting: Setting,
     repeated: Container[str],
-    say: Callable[[str], None],
+    say: Say,
 ) -> list[_Job]:
     """The jobs without a kept run, and all jobs of repeated rows, also with other seeds.
 
@@ -354,7 +352,7 @@ def _missing(
     code of medflare.
     """
     earlier = read_runs(out)
-    missing: list[_Job] = []
+    missing = []
     older: dict[str, None] = {}
     for name, job in {**_other_jobs(earlier, cells, setting), **jobs}.items():
         run = earlier.get(name)
@@ -378,12 +376,13 @@ def _other_jobs(
     earlier: Mapping[str, Run], cells: Mapping[str, Candidate], setting: Setting
 ) -> dict[str, _Job]:
     """Name -> job of every earlier run of these rows."""
-    jobs: dict[str, _Job] = {}
+    jobs = {}
     for name, run in earlier.items():
         label = _label(run)
         if label in cells:
             site = name.removeprefix(run_name(label, run["seed"])).removeprefix("-")
-            jobs[name] = _Job(cells[label], setting, run["seed"], (site,) if site else ())
+            draw = Draw(setting, run["seed"], (site,) if site else ())
+            jobs[name] = _Job(cells[label], draw)
     return jobs
 
 
@@ -401,7 +400,7 @@ def _is_same_code(out: Path, job: _Job, run: Run) -> bool:
                 f"{out}: {job.name} is a run with {name} {before[name]}, here is {value}; "
                 f"run the row again with --rerun {job.candidate.label}, or use another --out"
             )
-    return bool(before[medflare_code] == job.versions[medflare_code])
+    return before[medflare_code] == job.versions[medflare_code]
 
 
 def _is_complete(run: Run, setting: Setting) -> bool:
@@ -415,7 +414,7 @@ def _check_same(out: Path, job: _Job, run: Run) -> None:
     compared.
     """
     configuration = run["configuration"]
-    setting = job.setting
+    setting = job.draw.setting
     try:
         task = load_task(configuration["task"]).to_dict()
     except ConfigError:  # the settings of an earlier version
@@ -432,8 +431,8 @@ def _check_same(out: Path, job: _Job, run: Run) -> None:
     now = _flat(
         {
             "rounds": setting.rounds,
-            "sites": sorted(setting.inside(job.outside)),
-            "task": load_task(replace(setting.task, resplit=job.seed)).to_dict(),
+            "sites": sorted(job.draw.inside),
+            "task": load_task(job.draw.task).to_dict(),
             **job.candidate.effective,
             "datalist": _datalists(setting),
         }
@@ -448,14 +447,14 @@ def _check_same(out: Path, job: _Job, run: Run) -> None:
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[Any, Any]:
-    return dict(pd.json_normalize(json_ready(settings)).to_dict("records")[0])
+    return pd.json_normalize(json_ready(settings)).to_dict("records")[0]
 
 
 def _datalists(setting: Setting) -> dict[str, str]:
     """Site -> checksum of its datalist, "" for images embedded in the task."""
-    checksums: dict[str, str] = {}
+    checksums = {}
     for site in setting.sites:
-        folder = site_folder(site, data_root=setting.data_root)
+        folder = site_folder(site)
         checksums[site] = "" if folder is None else file_digest(folder / FILE)[:16]
     return checksums
 

@@ -1,6 +1,6 @@
 """The tables of a study for a paper, in LaTeX."""
 
-from typing import Final, TypeAlias
+from typing import Final
 
 import pandas as pd
 
@@ -8,10 +8,8 @@ from medflare.evaluation.presentation import UNDEFINED, lower_is_better, metric_
 from medflare.studies.statistics import ALL_SITES
 from medflare.studies.tables import StudyTables, spread
 
-_BEST: Final = "textbf:--rwrap"
-_SECOND: Final = "underline:--rwrap"
 _UNDEFINED: Final = "--"
-_Columns: TypeAlias = dict[str, tuple[str, str, str]]  # heading -> metric, role and site
+_Columns = dict[str, tuple[str, str, str]]  # heading -> metric, role and site
 
 
 def latex_tables(study: StudyTables) -> str:
@@ -37,9 +35,9 @@ def latex_tables(study: StudyTables) -> str:
 
 def _table(study: StudyTables, columns: _Columns) -> str:
     cells: dict[str, dict[str, str]] = {}
-    styles: dict[str, list[str]] = {}
+    styles = {}
     for heading, (metric, role, site) in columns.items():
-        means: dict[str, float] = {}
+        means = {}
         cells[heading] = {}
         for label in study.groups:
             values = study.series(label, "deployed", role, metric, site)
@@ -47,11 +45,11 @@ def _table(study: StudyTables, columns: _Columns) -> str:
             cells[heading][label] = _UNDEFINED if text == UNDEFINED else text.replace("±", r"$\pm$")
             means[label] = values.mean()
         ranks = pd.Series(means).rank(method="dense", ascending=lower_is_better(metric))
-        marks = {1: _BEST, 2: _SECOND} if ranks.max() > 1 else {}
+        marks = {1: "textbf:--rwrap", 2: "underline:--rwrap"} if ranks.max() > 1 else {}
         styles[heading] = [marks.get(rank, "") for rank in ranks]
     labels = list(study.groups)
     styler = pd.DataFrame(cells, index=labels).style
     css = pd.DataFrame(styles, index=labels)
     styler.apply(lambda _: css, axis=None)
     styler.format_index(escape="latex").format_index(escape="latex", axis=1)
-    return str(styler.to_latex(hrules=True, column_format="l" + "r" * len(columns)))
+    return styler.to_latex(hrules=True, column_format="l" + "r" * len(columns))

@@ -3,8 +3,7 @@ and every table.
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import pandas as pd
 
@@ -14,7 +13,6 @@ from medflare.evaluation.presentation import (
     format_metric,
     format_seconds,
     lower_is_better,
-    task_description,
 )
 from medflare.evaluation.report import template
 from medflare.studies.figures import (
@@ -23,9 +21,9 @@ from medflare.studies.figures import (
     learning_curves,
     marked_range,
 )
-from medflare.studies.references import SINGLE_SITE
-from medflare.studies.statistics import all_runs, distinct, mean_interval
-from medflare.studies.tables import StudyTables, cautions, sign_of, spread, task_of
+from medflare.studies.statistics import all_runs, distinct
+from medflare.studies.tables import StudyTables, cautions, spread, task_of
+from medflare.tasks.summaries import mean_interval
 
 PAGE_FILE: Final = "study.html"
 
@@ -39,9 +37,7 @@ def study_page(study: StudyTables) -> str:
     runs = all_runs(groups)
     return template("study.html").render(
         task=task_of(groups),
-        description=task_description(task_of(groups)),
         metric=metric,
-        lower=lower_is_better(metric),
         findings=[],
         sites=study.inside,
         seeds=distinct(runs, "seed"),
@@ -49,7 +45,7 @@ def study_page(study: StudyTables) -> str:
         banner=study.banner(),
         cautions=[*cautions(groups), *study.same_answers(), *study.notes()],
         overview=_overview(study, values),
-        gains=_gains(study, values),
+        gains=_gains(study),
         plot=plot.svg("differences") if plot else None,
         reference=next(iter(groups)),
         margin=marked_range(metric),
@@ -67,7 +63,7 @@ def _overview(study: StudyTables, values: pd.DataFrame) -> tuple[list[str], list
     ranks = compared.dropna().rank(axis=1, ascending=lower_is_better(study.first_metric))
     headings = ["method", *(f"mean {role}" for role in study.roles)]
     headings += ["mean rank", "traffic", "time", "runs", "warnings"]
-    lines: list[list[str]] = []
+    lines = []
     for label, runs in study.groups.items():
         cells = [label]
         for role in study.roles:
@@ -79,11 +75,8 @@ def _overview(study: StudyTables, values: pd.DataFrame) -> tuple[list[str], list
             bounds = mean_interval(ranks[label].tolist())
             if bounds is not None:
                 rank += f"\n{bounds[0]:.1f} to {bounds[1]:.1f}"
-        traffic = 0
-        seconds = 0.0
-        for run in runs:
-            traffic += sum(run["traffic"].values())
-            seconds += run["seconds"].get("total") or 0.0
+        traffic = sum(sum(run["traffic"].values()) for run in runs)
+        seconds = sum(run["seconds"].get("total") or 0.0 for run in runs)
         cells += [
             rank,
             format_bytes(traffic / len(runs)) if traffic else UNDEFINED,
@@ -95,25 +88,19 @@ def _overview(study: StudyTables, values: pd.DataFrame) -> tuple[list[str], list
     return headings, lines
 
 
-def _gains(study: StudyTables, values: pd.DataFrame) -> Mapping[str, Any]:
-    """Row -> {"sites": site -> (text, whether it loses), "losers": sites}, against the row of
-    training alone; empty without it.
+def _gains(study: StudyTables) -> dict[str, dict[str, tuple[str, bool]]]:
+    """Row -> site -> its gain over training alone, and whether it is a loss; empty without that
+    row.
     """
-    alone = study.label_of(SINGLE_SITE)
-    if alone is None:
-        return {}
-    sign = sign_of(study.first_metric)
-    gains: dict[str, dict[str, Any]] = {}
-    for label in values.columns.drop(alone):
-        if label not in study.compared:
-            continue
-        by_site = (sign * (values[label] - values[alone])).dropna().groupby("site").mean()
-        cells: dict[Any, tuple[str, bool]] = {}
-        for site, gain in by_site.items():
-            text = f"{gain:+.3f}" if sign > 0 else format_metric(study.first_metric, gain)
+    metric = study.first_metric
+    gains = {}
+    for label in study.compared:
+        cells = {}
+        for site, gain in study.gains(label, "deployed", metric).items():
+            text = format_metric(metric, gain) if lower_is_better(metric) else f"{gain:+.3f}"
             cells[site] = (text, gain < 0)
         if cells:
-            gains[label] = {"sites": cells, "losers": list(by_site.index[by_site < 0])}
+            gains[label] = cells
     return gains
 
 
@@ -140,14 +127,14 @@ def answer_first(table: str) -> tuple[list[str], list[list[tuple[str, bool]]]]:
     """
     headings, _, *lines = map(_cells, table.strip().splitlines())
     names = [0]
-    ranks: dict[int, int] = {}  # of the other columns
+    ranks = {}  # of the other columns
     for index, heading in enumerate(headings[1:], start=1):
         if heading in _IN_NAME:
             names.append(index)
         else:
             ranks[index] = _RANKS.get(heading, 1)
     order = sorted(ranks, key=ranks.__getitem__)
-    rows: list[list[tuple[str, bool]]] = []
+    rows = []
     for cells in lines:
         row = [("\n".join(cells[index].strip("*") for index in names), False)]
         for index in order:

@@ -14,7 +14,7 @@ from medflare.evaluation.presentation import UNDEFINED, best_value, format_metri
 from medflare.studies.candidates import Candidate
 from medflare.studies.references import CURVES, SINGLE_SITE
 from medflare.studies.statistics import Groups, Run
-from medflare.studies.tables import markdown
+from medflare.studies.tables import markdown, task_of
 from medflare.tasks.config import TaskConfig
 
 TRIED: Final = "tried, selected on validation images: no row is selected by its test metric"
@@ -52,23 +52,23 @@ def cells_of(
     `changed`: gives a task's mapping with some of its settings ("task.NAME") changed. ConfigError:
     a name that no row has, or a wrong value.
     """
-    cells: dict[str, list[Candidate]] = {}
+    cells = {}
     unused = set(grid)
     planned = task.to_dict()
     for row in rows:
         names = [name for name in grid if _varies(row, name)]
         unused -= set(names)
-        of_row: dict[str, Candidate] = {}
+        of_row = {}
         for combination in product(*(grid[name] for name in names)):
             named = dict(zip(names, combination, strict=True))
-            hyper: dict[str, Any] = {}
-            settings: dict[str, Any] = {}
+            hyper = {}
+            settings = {}
             for name, value in named.items():
                 if name in row.hyper_names:
                     hyper[name] = value
                 else:
                     settings[_SHORT.get(name, name)] = value
-            changes: dict[str, Any] = {}
+            changes = {}
             if settings:
                 for name, value in changed(planned, settings).to_dict().items():
                     if value != planned[name]:
@@ -104,7 +104,7 @@ def validation_values(run: Run) -> list[float]:
     metric = run["configuration"]["task"]["metric"]
     of_server = run["configuration"]["hyper"]["server"].get("selection")
     shared = {} if run["method"] == SINGLE_SITE else run["model_selection"].get(model, {})
-    values: list[float] = []
+    values = []
     for points in curves.get(model, {}).values():
         by_round = {round: value for round, value in points if round > 0}
         if shared.get("round") in by_round:
@@ -126,7 +126,7 @@ def assessed(labels: Sequence[str], groups: Groups) -> dict[str, float | None]:
         for run in groups.get(label, ()):
             of_labels[label] += validation_values(run)
     most = max(1, *map(len, of_labels.values()))
-    means: dict[str, float | None] = {}
+    means = {}
     for label, values in of_labels.items():
         means[label] = fmean(values) if len(values) == most else None
     return means
@@ -135,7 +135,7 @@ def assessed(labels: Sequence[str], groups: Groups) -> dict[str, float | None]:
 def selected(labels: Sequence[str], groups: Groups) -> str:
     """The label with the best mean validation metric, the first of equal ones."""
     means = assessed(labels, groups)
-    best = best_value(_metric(labels, groups), means.values())
+    best = best_value(task_of(groups)["metric"], means.values())
     for label, mean in means.items():
         if mean is not None and best in (None, mean):
             return label
@@ -144,19 +144,12 @@ def selected(labels: Sequence[str], groups: Groups) -> str:
 
 def tried(grids: Mapping[str, Sequence[str]], groups: Groups) -> str:
     """Everything that was tried, as a table in Markdown; the selected ones are bold."""
+    metric = task_of(groups)["metric"]
     lines = [["tried", "mean validation metric", "runs"]]
     for labels in grids.values():
         best = selected(labels, groups)
         for label, mean in assessed(labels, groups).items():
-            metric = _metric(labels, groups)
             value = UNDEFINED if mean is None else f"{metric} {format_metric(metric, mean)}"
             runs = str(len(groups.get(label, ())))
             lines.append([label, f"**{value}**" if label == best else value, runs])
     return markdown(lines, left=1)
-
-
-def _metric(labels: Sequence[str], groups: Groups) -> str:
-    for label in labels:
-        for run in groups.get(label, ()):
-            return str(run["configuration"]["task"]["metric"])
-    return ""

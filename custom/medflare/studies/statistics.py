@@ -4,10 +4,11 @@ Over seeds: would another training give the same difference? Over patients: woul
 """
 
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -17,25 +18,24 @@ from scipy.stats import bootstrap, nct, norm, rankdata, wilcoxon
 from scipy.stats import t as student
 
 from medflare.core.rng import numpy_generator
-from medflare.core.settings import unknown
-from medflare.evaluation.presentation import label_metric
+from medflare.core.text import Json
+from medflare.evaluation.presentation import label_metric, sites_of_role
 from medflare.evaluation.results import results_frame
-from medflare.tasks.class_metrics import ONE_CLASS, Floats, of_outputs
+from medflare.tasks.class_metrics import ONE_CLASS, Floats, is_exclusive, of_outputs, one_hot
 from medflare.tasks.classes import has_interval
-from medflare.tasks.metrics_table import metric_table
-from medflare.tasks.summaries import ALL, MEANS_OVER_IMAGES, Interval, weighted_mean
+from medflare.tasks.metrics_table import known_metric
+from medflare.tasks.summaries import ALL, MEANS_OVER_IMAGES, Interval, percentiles, weighted_mean
 
-Run: TypeAlias = Mapping[str, Any]  # a results dict
+Run = Json  # a results dict
 # Results dicts with scores of single patients, and the name of a model in them.
-RunModel: TypeAlias = tuple[Sequence[Run], str]
+RunModel = tuple[Sequence[Run], str]
 # Row of a study -> runs that differ in their seed and in the sites left out.
-Groups: TypeAlias = Mapping[str, Sequence[Run]]
-CaseTable: TypeAlias = Mapping[str, NDArray[Any]]  # the cases of one model, see `case_table`
+Groups = Mapping[str, Sequence[Run]]
+CaseTable = Mapping[str, NDArray[Any]]  # the cases of one model, see `case_table`
 
 ALL_SITES: Final = ""  # in place of a site: the mean over the sites of a role
 RESAMPLES: Final = 1999
 _BATCH: Final = 200  # resamples in memory at once
-_UNDEFINED: Final = 0.1  # largest fraction of undefined resamples
 # Patients of a class in each test set; resamples of fewer miss it, or hold one patient many times.
 FEWEST_OF_CLASS: Final = 10
 LEVEL: Final = 0.05  # of tests, two-sided
@@ -66,16 +66,11 @@ def all_sites(runs: Sequence[Run]) -> list[str]:
     return sorted(set[str]().union(*(run["sites"] for run in runs)))
 
 
-def sites_of_role(run: Run, role: str) -> list[str]:
-    """The names of a run's sites of a role, sorted."""
-    return sorted(name for name, site in run["sites"].items() if site["role"] == role)
-
-
 def metrics_frame(groups: Groups) -> pd.DataFrame:
     """The rows of `results_frame` of all runs, with columns method (the row of the study), seed and
     run (its number within the row).
     """
-    frames: list[pd.DataFrame] = []
+    frames = []
     for row, runs in groups.items():
         for number, run in enumerate(runs):
             frames.append(results_frame(run).assign(method=row, seed=run["seed"], run=number))
@@ -131,7 +126,7 @@ def compare(first: ArrayLike, second: ArrayLike, split_ratio: float = 0.0) -> Co
     n = len(differences)
     if n == 0:
         return Comparison()
-    mean = float(differences.mean())
+    mean = differences.mean()
     if n == 1 or np.ptp(differences) <= 1e-12 * np.abs(differences).max():
         return Comparison(mean, n=n)  # no spread to test against
     return _tested(mean, standard_error(differences, split_ratio), student(n - 1), n)
@@ -139,12 +134,12 @@ def compare(first: ArrayLike, second: ArrayLike, split_ratio: float = 0.0) -> Co
 
 def _tested(difference: float, error: float, distribution: Any, n: int) -> Comparison:
     """With interval and p, where difference / error has this distribution if there is none."""
-    half = float(distribution.ppf(1 - LEVEL / 2)) * error
-    p = 2 * float(distribution.sf(abs(difference) / error))
+    half = distribution.ppf(1 - LEVEL / 2) * error
+    p = 2 * distribution.sf(abs(difference) / error)
     return Comparison(difference, (difference - half, difference + half), p, n, error)
 
 
-def standard_error(differences: Sequence[float] | Floats, split_ratio: float = 0.0) -> float:
+def standard_error(differences: Sequence[float] | Floats, split_ratio: float) -> float:
     """The standard error of a mean over seeds, sd * sqrt(1 / n + test / train); NaN below two
     values.
 
@@ -235,7 +230,7 @@ def equivalence_p(over_seeds: Comparison, margin: float) -> float | None:
     return float(student.sf(distance, over_seeds.n - 1))
 
 
-def verdict(
+def conclusion(
     over_seeds: Comparison, over_patients: Comparison, adjusted_p: float | None, margin: float
 ) -> str:
     """What a study says of a difference of a metric of which more is better.
@@ -267,23 +262,10 @@ def verdict(
     return "study too small"
 
 
-def mean_interval(values: Sequence[float]) -> Interval | None:
-    """The 95 % percentile bootstrap interval of a mean (Efron and Tibshirani, An Introduction to
-    the Bootstrap, 1993, Sec. 13.3).
-
-    None where `has_interval` forbids it.
-    """
-    if not has_interval(len(values)):
-        return None
-    rng = numpy_generator(0, "bootstrap")
-    low, high = bootstrap((values,), np.mean, method="percentile", rng=rng).confidence_interval
-    return float(low), float(high)
-
-
 # -- metrics of weighted cases, as a bootstrap over patients needs them ----------------------------
 
 
-def case_table(cases: Mapping[str, Any], metric: str) -> CaseTable | None:
+def case_table(cases: Json, metric: str) -> CaseTable | None:
     """The cases of `tasks.classes.Cases.to_dict` that a metric is computed from; None without any.
 
     Returns:
@@ -313,7 +295,7 @@ def _cases_of(run: Run, site: str, model: str, metric: str) -> CaseTable | None:
 
 def joined_cases(tables: Sequence[CaseTable]) -> CaseTable:
     """The cases of several sites as of one."""
-    joined: dict[str, NDArray[Any]] = {}
+    joined = {}
     for name in tables[0]:
         joined[name] = np.concatenate([table[name] for table in tables])
     return joined
@@ -333,17 +315,15 @@ def weighted_metric(cases: CaseTable, metric: str, weights: Floats) -> Floats:
     """
     if "values" in cases:
         return weighted_mean(cases["values"], weights)
-    metrics = metric_table()
-    if metric not in metrics:
-        raise unknown("metric", metric, metrics)
-    return of_outputs(metrics[metric].compute, cases["probabilities"], cases["targets"], weights)
+    compute = known_metric(metric, "").compute
+    return of_outputs(compute, cases["probabilities"], cases["targets"], weights)
 
 
 def pooled_values(runs: Sequence[Run], model: str, metric: str, role: str) -> "pd.Series[float]":
     """The metric of all test images of the role's sites as of one site, one value per run; NaN
     without scores of patients.
     """
-    values: list[float] = []
+    values = []
     for run in runs:
         tables = [_cases_of(run, site, model, metric) for site in sites_of_role(run, role)]
         measured = [table for table in tables if table is not None]
@@ -373,7 +353,7 @@ class _SitePairs:
         """Run by run second - first, (terms, ...), see `_terms`; counts (..., patients): how often
         each patient was drawn.
         """
-        gains: list[Floats] = []
+        gains = []
         for (first, second), rows in zip(self.pairs, self.rows, strict=True):
             weights = counts[..., rows]
             after = _terms(second, metric, weights, self.classes)
@@ -389,7 +369,7 @@ def _terms(cases: CaseTable, metric: str, weights: Floats, classes: Sequence[int
         return weighted_metric(cases, metric, weights)[None]
     probabilities = cases["probabilities"]
     targets = cases["targets"]
-    values: list[Floats] = []
+    values = []
     for class_index in classes:
         if targets.ndim == 2:
             columns = {
@@ -412,19 +392,19 @@ def common_classes(runs: Sequence[Run], role: str) -> dict[str, tuple[int, ...]]
     Of exclusive classes there are at least two, else none. A label needs as many patients without
     it; a binary task has the label 0.
     """
-    by_site: dict[str, list[set[int]]] = {}
+    by_site = defaultdict(list)
     exclusive = False
     for run in runs:
-        for site, about in run["sites"].items():
+        for site in sites_of_role(run, role):
             table = _class_table(run.get("scores", {}).get(site, {}))
-            if about["role"] == role and table is not None:
+            if table is not None:
                 counts = _patients_of_classes(table)
                 frequent = {
                     class_index for class_index, count in counts.items() if count >= FEWEST_OF_CLASS
                 }
-                by_site.setdefault(site, []).append(frequent)
-                exclusive = _is_exclusive(table)
-    common: dict[str, tuple[int, ...]] = {}
+                by_site[site].append(frequent)
+                exclusive = is_exclusive(table["probabilities"], table["targets"])
+    common = {}
     for site, of_runs in sorted(by_site.items()):
         classes = set.intersection(*of_runs)
         if exclusive and len(classes) < 2:
@@ -433,7 +413,7 @@ def common_classes(runs: Sequence[Run], role: str) -> dict[str, tuple[int, ...]]
     return common
 
 
-def _class_table(scores: Mapping[str, Mapping[str, Any]]) -> CaseTable | None:
+def _class_table(scores: Mapping[str, Json]) -> CaseTable | None:
     """The cases of the first model that has classes; `scores`: model -> `Cases.to_dict`."""
     for cases in scores.values():
         if cases and "targets" in cases:
@@ -441,29 +421,23 @@ def _class_table(scores: Mapping[str, Mapping[str, Any]]) -> CaseTable | None:
     return None
 
 
-def _is_exclusive(cases: CaseTable) -> bool:
-    return bool(cases["targets"].ndim == 1 and cases["probabilities"].shape[1] > 1)
-
-
 def _patients_of_classes(cases: CaseTable) -> dict[int, int]:
     """Class -> its patients in one test set; of a label the fewer of those with it and those
     without it.
     """
     patients = cases["patients"]
-    counts: dict[int, int] = {}
-    for class_index in range(cases["probabilities"].shape[1]):
-        truth = _truth(cases, class_index)
+    exclusive = is_exclusive(cases["probabilities"], cases["targets"])
+    counts = {}
+    for class_index, truth in enumerate(_truths(cases).T):
         counts[class_index] = len(np.unique(patients[truth]))
-        if not _is_exclusive(cases):
+        if not exclusive:
             counts[class_index] = min(counts[class_index], len(np.unique(patients[~truth])))
     return counts
 
 
-def _truth(cases: CaseTable, class_index: int) -> NDArray[Any]:
-    """(cases,), whether a case has a class or a label."""
-    if _is_exclusive(cases):
-        return np.equal(cases["targets"], class_index)
-    return np.equal(cases["targets"].reshape(cases["probabilities"].shape)[:, class_index], 1)
+def _truths(cases: CaseTable) -> NDArray[np.bool_]:
+    """(cases, outputs), whether a case has a class or a label."""
+    return one_hot(cases["targets"], cases["probabilities"].shape[1])
 
 
 def compare_patients(
@@ -521,7 +495,7 @@ def _with_classes(
     """The sites that have an interval, with the classes that count."""
     if metric in MEANS_OVER_IMAGES:
         return list(sites.values())
-    usable: list[_SitePairs] = []
+    usable = []
     for name, site in sites.items():
         classes = common.get(name, ())
         table = site.pairs[0][0]
@@ -531,7 +505,7 @@ def _with_classes(
             usable.append(site)
         elif classes and separable:
             # A binary task has one output, and its metric may count both classes.
-            binary = table["targets"].ndim == 1 and not _is_exclusive(table)
+            binary = table["targets"].ndim == table["probabilities"].shape[1] == 1
             usable.append(site if binary else replace(site, classes=classes))
     return usable
 
@@ -540,7 +514,7 @@ def _paired(first: RunModel, second: RunModel, metric: str, role: str) -> dict[s
     """The sites that both models were measured at, patient by patient."""
     runs, model = first
     other_runs, other_model = second
-    by_site: dict[str, list[tuple[CaseTable, CaseTable]]] = {}
+    by_site = defaultdict(list)
     for run in runs:
         other = _of_same_split(run, other_runs)
         if other is None:
@@ -549,8 +523,8 @@ def _paired(first: RunModel, second: RunModel, metric: str, role: str) -> dict[s
             cases = _cases_of(run, site, model, metric)
             pair = _aligned(cases, _cases_of(other, site, other_model, metric))
             if pair is not None:
-                by_site.setdefault(site, []).append(pair)
-    sites: dict[str, _SitePairs] = {}
+                by_site[site].append(pair)
+    sites = {}
     for name, pairs in sorted(by_site.items()):
         names = [cases["patients"] for cases, _ in pairs]
         patients = np.unique(np.concatenate(names))
@@ -607,27 +581,16 @@ def _percentile_interval(sites: Sequence[_SitePairs], metric: str) -> Interval |
         return None
     defined = [_defined(site, metric) for site in sites]
     rng = numpy_generator(0, "bootstrap over patients")
-    values: list[Floats] = []
+    values = []
     for start in range(0, RESAMPLES, _BATCH):
         size = min(_BATCH, RESAMPLES - start)
-        of_sites: list[Floats] = []
+        of_sites = []
         for site, terms in zip(sites, defined, strict=True):
             gain = _mean_gain(site, metric, _counts(rng, site.patients, size), terms)
             if gain is not None:
                 of_sites.append(gain)
         values.append(np.mean(of_sites, axis=0))
-    return _percentiles(np.concatenate(values), expanded_level(fewest))
-
-
-def _percentiles(resamples: Floats, level: float) -> Interval | None:
-    """The interval outside which is this share of the defined resamples; None if too many are
-    undefined.
-    """
-    defined = resamples[np.isfinite(resamples)]
-    if len(defined) < (1 - _UNDEFINED) * RESAMPLES:
-        return None
-    low, high = np.percentile(defined, (50 * level, 100 - 50 * level))
-    return float(low), float(high)
+    return percentiles(np.concatenate(values), expanded_level(fewest))
 
 
 def expanded_level(n: int) -> float:
@@ -647,13 +610,13 @@ def expanded_level(n: int) -> float:
 
 def _fewest_patients(site: _SitePairs, metric: str) -> int:
     """Of a class that counts, in any run; of all classes where the metric is a mean over images."""
-    fewest: list[int] = []
+    fewest = []
     for cases, _ in site.pairs:
+        counts = _patients_of_classes(cases)
         if metric in MEANS_OVER_IMAGES:
             fewest.append(len(np.unique(cases["patients"])))
-            continue
-        counts = _patients_of_classes(cases)
-        fewest.append(min(counts[class_index] for class_index in site.classes or counts))
+        else:
+            fewest.append(min(counts[class_index] for class_index in site.classes or counts))
     return min(fewest)
 
 
@@ -680,7 +643,7 @@ def _mean_gain(
     site: _SitePairs, metric: str, counts: Floats, defined: Sequence[NDArray[np.bool_]]
 ) -> Floats | None:
     """Mean over these terms and runs; None without any."""
-    of_runs: list[Floats] = []
+    of_runs = []
     for gain, terms in zip(site.gains(metric, counts), defined, strict=True):
         if terms.any():
             of_runs.append(gain[terms].mean(axis=0))
@@ -693,13 +656,13 @@ def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
 
     def statistic(*drawn: NDArray[np.int64], axis: int = -1) -> Floats:
         """Drawn patients (..., draws), one array per site."""
-        values: list[Floats] = []
+        values = []
         for site, patients in zip(sites, drawn, strict=True):
             rows = np.moveaxis(patients, axis, -1)
             counts = np.apply_along_axis(np.bincount, -1, rows, minlength=site.patients)
             of_runs = np.concatenate(site.gains(metric, counts.astype(float)))
             values.append(np.nanmean(of_runs, axis=0))
-        return np.asarray(np.nanmean(np.stack(np.broadcast_arrays(*values)), axis=0))
+        return np.nanmean(np.stack(np.broadcast_arrays(*values)), axis=0)
 
     result = bootstrap(
         tuple(np.arange(site.patients) for site in sites),
@@ -712,13 +675,13 @@ def _interval(sites: Sequence[_SitePairs], metric: str) -> Interval | None:
     )
     low, high = result.confidence_interval
     if not np.isfinite([low, high]).all():
-        return _percentiles(result.bootstrap_distribution, LEVEL)
+        return percentiles(result.bootstrap_distribution)
     return float(low), float(high)
 
 
 def _wilcoxon(sites: Sequence[_SitePairs]) -> float | None:
     """The p-value over patients, each with its mean difference over runs; None below two."""
-    gains: dict[tuple[int, int], pd.Series[float]] = {}
+    gains = {}
     for class_index, site in enumerate(sites):
         for run, (first, second) in enumerate(site.pairs):
             gain = second["values"] - first["values"]
@@ -728,7 +691,7 @@ def _wilcoxon(sites: Sequence[_SitePairs]) -> float | None:
         return None
     if not differences.any():
         return 1.0
-    return float(wilcoxon(differences).pvalue)
+    return wilcoxon(differences).pvalue
 
 
 # -- areas under ROC curves of the same cases ------------------------------------------------------
@@ -755,8 +718,8 @@ def delong(
     cases = len(positive)
     names, clusters = np.unique(patients, return_inverse=True)
     ranks = rankdata(scores, axis=1)
-    sums: list[Floats] = []  # by patient, of cases with the class, then without it
-    fractions: list[float] = []
+    sums = []  # by patient, of cases with the class, then without it
+    fractions = []
     variance = 0.0
     for group in (positive, ~positive):
         size = int(group.sum())
@@ -767,14 +730,14 @@ def delong(
         # How many cases of the other group have a lower score, as a share.
         below = (ranks[:, group] - within) / (cases - size)
         gain = below[1] - below[0]
-        fractions.append(float(gain.mean()))
+        fractions.append(gain.mean())
         of_patients = np.bincount(clusters[group], gain - gain.mean(), len(names)) / size
         variance += members / (members - 1) * float(of_patients @ of_patients)
         sums.append(of_patients)
     # A case without the class is ranked correctly if it is lower, so its gains have the other sign.
     variance -= 2 * len(names) / (len(names) - 1) * float(sums[0] @ sums[1])
     difference = fractions[0]
-    error = float(np.sqrt(max(variance, 0.0)))
+    error = np.sqrt(max(variance, 0.0))
     if error < 1e-12:
         return Comparison(difference, n=len(names))
     return _tested(difference, error, norm, len(names))
@@ -788,16 +751,15 @@ def delong_by_class(
 
     See `compare_patients` for the arguments and the pairs.
     """
-    compared: dict[tuple[str, int], list[Comparison]] = {}
+    compared = defaultdict(list)
     for name, site in _paired(first, second, "auc_macro", role).items():
         for before, after in site.pairs:
-            outputs = before["probabilities"].shape[1]
-            for class_index in range(outputs):
-                if class_index == 0 and outputs == 2 and _is_exclusive(before):
+            probabilities = before["probabilities"]
+            is_pair = before["targets"].ndim == 1 and probabilities.shape[1] == 2
+            columns = zip(_truths(before).T, probabilities.T, after["probabilities"].T, strict=True)
+            for class_index, (truth, first_scores, second_scores) in enumerate(columns):
+                if class_index == 0 and is_pair:
                     continue
-                first_scores = before["probabilities"][:, class_index]
-                second_scores = after["probabilities"][:, class_index]
-                truth = _truth(before, class_index)
                 comparison = delong(truth, first_scores, second_scores, before["patients"])
-                compared.setdefault((name, class_index), []).append(comparison)
+                compared[(name, class_index)].append(comparison)
     return compared

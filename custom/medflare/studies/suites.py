@@ -5,7 +5,6 @@ ours, or a test of a mechanism.
 import json
 from collections.abc import Iterable
 from dataclasses import field
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -20,11 +19,11 @@ from medflare.studies.statistics import (
     all_runs,
     all_sites,
     distinct,
-    mean_interval,
     study_values,
 )
 from medflare.studies.tables import bullets, markdown
-from medflare.tasks.config import load_task
+from medflare.tasks.config import PRESETS, json_files, load_task
+from medflare.tasks.summaries import mean_interval
 
 MEAN: Final = "mean"  # the column of the mean over the sites
 BESIDE_FILE: Final = "beside_the_paper.md"
@@ -118,13 +117,7 @@ def suites() -> tuple[str, ...]:
 
 
 def _files() -> dict[str, Any]:
-    folder = resources.files("medflare.tasks") / "presets" / "suites"
-    files: dict[str, Any] = {}
-    for subfolder in ("", "mechanisms/"):
-        for file in (folder / subfolder).iterdir():
-            if file.name.endswith(".json"):
-                files[subfolder + file.name.removesuffix(".json")] = file
-    return files
+    return json_files(PRESETS / "suites", "mechanisms/")
 
 
 def load_suite(source: str) -> Suite:
@@ -206,7 +199,7 @@ def deviations(suite: Suite, groups: Groups) -> list[str]:
         ("seeds", distinct(runs, "seed"), suite.seeds),
         ("sites", all_sites(runs), suite.sites),
     ]
-    lines: list[str] = []
+    lines = []
     for name, used, planned in compared:
         here = ", ".join(map(str, sorted(used)))
         there = ", ".join(map(str, sorted(planned)))

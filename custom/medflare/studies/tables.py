@@ -2,24 +2,28 @@
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Final, TypeAlias
+from itertools import product
+from typing import Final
 
 import numpy as np
 import pandas as pd
 
 from medflare.core.errors import StateError
 from medflare.core.settings import unknown
-from medflare.evaluation.labels import named_metrics
+from medflare.core.text import Json
+from medflare.evaluation.labels import named_metrics, task_metric
 from medflare.evaluation.presentation import (
     UNDEFINED,
     best_value,
     format_metric,
     label_metric,
     lower_is_better,
+    sites_of_role,
+    voters,
 )
 from medflare.evaluation.results import MODELS, confusion
 from medflare.evaluation.verdicts import KINDS, UNUSABLE, Finding, findings, is_rising
@@ -45,22 +49,21 @@ from medflare.studies.statistics import (
     common_classes,
     compare,
     compare_patients,
+    conclusion,
     delong_by_class,
     detectable_difference,
     distinct,
     holm,
     metrics_frame,
     pooled_values,
-    sites_of_role,
     split_ratio,
     study_values,
-    verdict,
 )
 from medflare.tasks.summaries import ALL, MEANS_OVER_IMAGES
 
-Model: TypeAlias = tuple[str, str]  # label of a row, name of the model
+Model = tuple[str, str]  # label of a row, name of the model
 # Seed, site and role -> the task's metric of the constant answer.
-_Constants: TypeAlias = dict[tuple[int, str, str], float | None]
+_Constants = dict[tuple[int, str, str], float | None]
 
 TABLE_FILE: Final = "table.md"
 ORACLE: Final = "oracle"
@@ -74,11 +77,6 @@ UNATTAINABLE: Final = (*CHOSEN_ON_TEST, EXPERT_SPREAD)
 CONTROLS: Final = ("global", "batch_statistics", "mixture", "printed_objective", "tent")
 _PERSONAL: Final = ""  # beside the sites that a selector recognized: the share of personal models
 HARM: Final = 0.02  # routing that ends this far below its start has done harm
-_ALL_AT_CHANCE: Final = (
-    "Every method has a site where it is not better than the constant answer, "
-    "which ignores the image."
-)
-_WITHOUT_MEAN: Final = (CONSTANT, SINGLE_SITE, CENTRALISED)
 _STATISTICS: Final = (
     "95 % over seeds",
     "t-test over seeds, p",
@@ -110,6 +108,7 @@ class Difference:
     difference that matters.
     """
 
+    label: str  # of the second model
     role: str
     over_seeds: Comparison
     over_patients: Comparison
@@ -121,10 +120,10 @@ class Difference:
         seeds = self.over_seeds
         patients = self.over_patients
         margin = UNDEFINED
-        conclusion = UNDEFINED
+        verdict = UNDEFINED
         if judged:
             margin = f"{self.margin:.3f}"
-            conclusion = verdict(seeds, patients, adjusted_p, self.margin)
+            verdict = conclusion(seeds, patients, adjusted_p, self.margin)
         return [
             self.role,
             f"{seeds.difference:+.3f}",
@@ -137,11 +136,8 @@ class Difference:
             p_text(adjusted_p),
             UNDEFINED if self.detectable is None else f"{self.detectable:.3f}",
             margin,
-            conclusion,
+            verdict,
         ]
-
-
-_Line: TypeAlias = tuple[str, Difference]  # label of a row, and what it differs by
 
 
 def bounds_text(comparison: Comparison) -> str:
@@ -161,7 +157,7 @@ def delong_text(of_seeds: Sequence[Comparison]) -> str:
     differences = [seed.difference for seed in of_seeds if seed.difference is not None]
     if not differences:
         return UNDEFINED
-    p_values: list[float] = []
+    p_values = []
     for seed in of_seeds:
         if seed.p is not None:
             p_values.append(seed.p)
@@ -169,7 +165,7 @@ def delong_text(of_seeds: Sequence[Comparison]) -> str:
             p_values.append(1.0)
     p = p_values[0] if p_values else None
     if len(p_values) > 1:
-        p = min(1.0, 2 * float(np.median(p_values)))
+        p = min(1.0, 2 * np.median(p_values))
     return f"{np.mean(differences):+.3f}, p {p_text(p)}"
 
 
@@ -226,10 +222,10 @@ class StudyTables:
         self.values = study_values(self.groups)
         runs = all_runs(groups)
         measured: dict[str, None] = {}  # in their order
-        names: dict[str, set[str]] = {}  # role -> its sites
+        names = defaultdict(set)  # role -> its sites
         for run in runs:
             for name, site in run["sites"].items():
-                names.setdefault(site["role"], set()).add(name)
+                names[site["role"]].add(name)
                 for of_model in site["metrics"].values():
                     measured |= dict.fromkeys(named_metrics(of_model))
         for metric in metrics:
@@ -350,6 +346,11 @@ class StudyTables:
         headings = ["method", "model", "selection", "sites", "mean", "worst site", "all images"]
         lines = [[*headings, "below training alone", "warnings"]]
         for row in self.rows(metric):
+            gains = self.gains(row.label, row.models[0], metric)
+            below = [site for site, gain in gains.items() if gain < 0]
+            losses = f"{len(below)} of {len(gains)}"
+            if below:
+                losses += f" ({', '.join(below)})"
             for role in self.roles:
                 sites = row.values.loc[role].mean(axis=1).drop(ALL_SITES).dropna()
                 if sites.empty:
@@ -361,7 +362,7 @@ class StudyTables:
                     spread(metric, row.values.loc[(role, ALL_SITES)]),
                     f"{format_metric(metric, sites[worst])} ({worst})",
                     spread(metric, pooled_values(row.runs, row.models[0], metric, role)),
-                    self._below_alone(row, metric, role, list(sites.index)),
+                    losses if gains and role == "inside" else UNDEFINED,
                     "; ".join(self.warnings(row.label, row.models, role)) or UNDEFINED,
                 ]
                 lines.append(line)
@@ -388,7 +389,7 @@ class StudyTables:
         return markdown(lines, left=2)
 
     def _headings(self) -> list[str]:
-        headings: list[str] = []
+        headings = []
         for role, site in self.places:
             if site == ALL_SITES:
                 headings.append(f"mean {role}")
@@ -405,23 +406,16 @@ class StudyTables:
                 return label
         return None
 
-    def _below_alone(self, row: Row, metric: str, role: str, sites: Sequence[str]) -> str:
-        """The cell of the inside sites where the row is worse than training alone, in the mean over
-        the seeds of both.
+    def gains(self, label: str, model: str, metric: str) -> dict[str, float]:
+        """Inside site -> how much better a model of a row is than training alone, in the mean over
+        the seeds of both; empty for that row.
         """
         alone = self.label_of(SINGLE_SITE)
-        if alone is None or alone == row.label or role != "inside":
-            return UNDEFINED
-        gains: dict[str, float] = {}
-        for site in sites:
-            gain = row.values.loc[(role, site)] - self.series(alone, "deployed", role, metric, site)
-            if gain.notna().any():
-                gains[site] = sign_of(metric) * gain.mean()
-        if not gains:
-            return UNDEFINED
-        below = [site for site, gain in gains.items() if gain < 0]
-        named = f" ({', '.join(below)})" if below else ""
-        return f"{len(below)} of {len(gains)}{named}"
+        if alone is None or alone == label:
+            return {}
+        of_alone = self.by_site(alone, "deployed", "inside", metric)
+        gains = self.by_site(label, model, "inside", metric) - of_alone
+        return (sign_of(metric) * gains.mean(axis=1).dropna()).to_dict()
 
     def warnings(
         self, label: str, models: Sequence[str] = ("deployed",), role: str | None = None
@@ -436,7 +430,7 @@ class StudyTables:
         model = "deployed" if "deployed" in models else models[0]
         if label not in self.compared or model in UNATTAINABLE:
             return []
-        of_role: list[Finding] = []
+        of_role = []
         for run in runs:
             for finding in findings(run, model=model):
                 sites = finding.sites
@@ -454,11 +448,11 @@ class StudyTables:
         """The rows whose deployed model should not be used, by at least half of their runs, and
         why; first whether these are all rows.
         """
-        lines: list[str] = []
-        at_chance: list[str] = []
+        lines = []
+        at_chance = []
         for label in self.compared:
             runs = self.groups[label]
-            unusable: list[Finding] = []
+            unusable = []
             for run in runs:
                 unusable += [finding for finding in findings(run) if finding.kind in UNUSABLE]
             counts = Counter(finding.kind for finding in unusable)
@@ -468,7 +462,11 @@ class StudyTables:
             if grave:
                 lines.append(f"{label}: {'; '.join(summed_up(grave, len(runs)))}.")
         if at_chance and at_chance == self.compared:
-            lines.insert(0, _ALL_AT_CHANCE)
+            everywhere = (
+                "Every method has a site where it is not better than the constant answer, "
+                "which ignores the image."
+            )
+            lines.insert(0, everywhere)
         return lines
 
     def differences(self, against: str | None = None) -> str:
@@ -476,7 +474,7 @@ class StudyTables:
         verdicts.
         """
         against = against or next(iter(self.groups))
-        pairs: list[tuple[Model, Model, Model]] = []
+        pairs = []
         for label in self.groups:
             for model in self.models(label):
                 pairs.append(((label, model), (against, "deployed"), (label, model)))
@@ -485,7 +483,7 @@ class StudyTables:
 
     def differences_within(self) -> str:
         """What a row deploys against other models of the same runs; "" if no run has two models."""
-        pairs: list[tuple[Model, Model, Model]] = []
+        pairs = []
         for label in self.compared:
             for model in self.models(label):
                 if model in CONTROLS:
@@ -502,9 +500,9 @@ class StudyTables:
         Models with equal results share a line. The lines of a role are one claim, within which p is
         adjusted. The constant answer and the oracle claim nothing.
         """
-        models: dict[_Line, list[str]] = {}
+        models = defaultdict(list)
         # Models with equal results are compared once.
-        compared: dict[tuple[str, ...], Difference | None] = {}
+        compared = {}
         for (label, model), first, second in pairs:
             for role in self.roles:
                 key = (label, role, self._results_key(label, model, role))
@@ -512,56 +510,47 @@ class StudyTables:
                     compared[key] = self.difference(first, second, role)
                 difference = compared[key]
                 if difference is not None:
-                    models.setdefault((label, difference), []).append(model)
-        claims: dict[str, dict[_Line, float | None]] = {}  # role -> line -> p
+                    models[difference].append(model)
+        judged: list[Difference] = []
         for line, of_line in models.items():
-            label, difference = line
-            if label in self.compared and not set(of_line) <= set(UNATTAINABLE):
-                claims.setdefault(difference.role, {})[line] = difference.over_seeds.p
-        adjusted: dict[_Line, float | None] = {}
-        for claim in claims.values():
-            adjusted |= zip(claim, holm(list(claim.values())), strict=True)
-        rows: dict[tuple[str, ...], list[str]] = {}  # label and cells -> models
+            if line.label in self.compared and not set(of_line) <= set(UNATTAINABLE):
+                judged.append(line)
+        adjusted: dict[Difference, float | None] = {}
+        for role in self.roles:
+            claim = [line for line in judged if line.role == role]
+            adjusted |= zip(claim, holm([line.over_seeds.p for line in claim]), strict=True)
+        rows = defaultdict(list)  # label and cells -> models
         for line, of_line in models.items():
-            label, difference = line
-            cells = difference.cells(adjusted.get(line), line in adjusted)
-            rows.setdefault((label, *cells), []).extend(of_line)
-        lines: list[list[str]] = []
-        for (label, *cells), of_row in rows.items():
-            lines.append([label, model_list(of_row), *cells])
-        return lines
+            cells = (line.label, *line.cells(adjusted.get(line), line in adjusted))
+            rows[cells].extend(of_line)
+        return [[label, model_list(of_row), *cells] for (label, *cells), of_row in rows.items()]
 
     def _results_key(self, label: str, model: str, role: str) -> str:
         """Equal for models of a label with the same values of all metrics at a role's sites."""
         if "*" in model:  # the mean of several models equals no other: it has no scores of patients
             return model
-        places: list[tuple[str, ...]] = []
-        for metric in self.metrics:
-            for of, site in self.places:
-                if of == role:
-                    places.append((label, model, role, metric, site))
-        return str(self.values.reindex(places).to_numpy().tolist())
+        sites = (*self.sites_of(role), ALL_SITES)
+        keys = list(product([label], [model], [role], self.metrics, sites))
+        return str(self.values.reindex(keys).to_numpy().tolist())
 
-    def _paired(
-        self, first: Model, second: Model, role: str
-    ) -> "tuple[pd.Series[float], pd.Series[float]]":
-        """The means over the sites where both models have a value, one per seed."""
-        by_site: list[pd.DataFrame] = []
-        for label, model in (first, second):
-            columns: dict[str, pd.Series[float]] = {}
-            for of, site in self.places:
-                if of == role and site != ALL_SITES:
-                    columns[site] = self.series(label, model, role, self.metric, site)
-            by_site.append(pd.DataFrame(columns))
-        before, after = by_site
-        both = before.notna() & after.notna()
-        return before.where(both).mean(axis=1), after.where(both).mean(axis=1)
+    def sites_of(self, role: str) -> list[str]:
+        return [site for of, site in self.places if of == role and site != ALL_SITES]
+
+    def by_site(self, label: str, model: str, role: str, metric: str) -> pd.DataFrame:
+        """The values of a model: a row per site of the role, a column per seed."""
+        sites = self.sites_of(role)
+        keys = [(label, model, role, metric, site) for site in sites]
+        return self.values.reindex(keys).set_axis(sites)
 
     def difference(self, first: Model, second: Model, role: str) -> Difference | None:
         """Second - first; None if nothing is to be compared, or both are the same of one label."""
         label, model = first
         other_label, other_model = second
-        before, after = self._paired(first, second, role)
+        before = self.by_site(*first, role, self.metric)
+        after = self.by_site(*second, role, self.metric)
+        both = before.notna() & after.notna()
+        before = before.where(both).mean()  # over sites, one per seed
+        after = after.where(both).mean()
         over_seeds = compare(before, after, self.split_ratio)
         if over_seeds.difference is None or (label == other_label and before.equals(after)):
             return None
@@ -576,9 +565,9 @@ class StudyTables:
         detectable = None
         in_deviations = detectable_difference(over_seeds.n, self.split_ratio)
         if over_seeds.error is not None and in_deviations is not None:
-            detectable = float(in_deviations * (after - before).std())
+            detectable = in_deviations * (after - before).std()
         margin = PAPER_EFFECTS.get((runs[0]["method"], self.metric, role), MARGIN)
-        return Difference(role, over_seeds, over_patients, detectable, margin)
+        return Difference(other_label, role, over_seeds, over_patients, detectable, margin)
 
     def delong(self) -> str:
         """What every row deploys against the first row: the difference of the AUC of a class, mean
@@ -595,11 +584,11 @@ class StudyTables:
         for label in self.compared:
             if label == against:
                 continue
-            cells: dict[int, dict[tuple[str, str], str]] = {}  # of class and place
+            cells: dict[int, dict[tuple[str, str], str]] = defaultdict(dict)  # of class and place
             for role in self.roles:
                 by_class = delong_by_class(first, (self.groups[label], "deployed"), role)
                 for (site, number), of_seeds in by_class.items():
-                    cells.setdefault(number, {})[role, site] = delong_text(of_seeds)
+                    cells[number][role, site] = delong_text(of_seeds)
             for number, of_class in sorted(cells.items()):
                 texts = [of_class.get(place, UNDEFINED) for place in places]
                 lines.append([f"{label} - {against}", names[number], *texts])
@@ -610,13 +599,13 @@ class StudyTables:
         and in all seeds.
         """
         level = self.values.index.get_level_values
-        rows: dict[str, list[str]] = {}  # values -> labels
+        rows = defaultdict(list)  # values -> labels
         for label in self.groups:
             deployed = (level("method") == label) & (level("model") == "deployed")
             values = self.values[deployed].droplevel("method").dropna(how="all")
             if len(values):
-                rows.setdefault(str(values.to_dict()), []).append(label)
-        lines: list[str] = []
+                rows[str(values.to_dict())].append(label)
+        lines = []
         for labels in rows.values():
             if len(labels) > 1:
                 names = " and ".join(labels)
@@ -625,7 +614,7 @@ class StudyTables:
 
     def notes(self) -> list[str]:
         """What the tables of differences rest on, one line each."""
-        lines: list[str] = []
+        lines = []
         if self.split_ratio:
             lines.append(
                 "Intervals over seeds: splits overlap, so the variance has the factor "
@@ -651,10 +640,10 @@ class StudyTables:
         sites = all_sites(all_runs(self.groups))
         lines = [["method", "model of", *sites, "runs"]]
         for label, runs in self.groups.items():
-            of_owner: dict[str, list[Mapping[str, float | None]]] = {}
+            of_owner = defaultdict(list)
             for run in runs:
                 for owner, by_site in run.get(CROSS_SITE, {}).items():
-                    of_owner.setdefault(owner, []).append(by_site)
+                    of_owner[owner].append(by_site)
             for owner, of_runs in sorted(of_owner.items()):
                 rows = pd.DataFrame(of_runs, columns=sites, dtype=float)
                 cells = {site: spread(self.metric, rows[site]) for site in sites}
@@ -667,14 +656,14 @@ class StudyTables:
         """Balanced accuracy of each row's selector on test images, and how many images a personal
         model predicted; "" without one.
         """
-        shares: dict[str, list[dict[str, float]]] = {}  # of every run with a selector
+        shares = defaultdict(list)  # of every run with a selector
         tested: set[str] = set()
         for label, runs in self.groups.items():
             for run in runs:
                 table = confusion(run["sites"])
                 if table:
                     tested |= table.keys()
-                    shares.setdefault(label, []).append(_selector_shares(run, table))
+                    shares[label].append(_selector_shares(run, table))
         sites = sorted(tested)
         headings = ["method", "balanced accuracy", *(f"{site} recognised" for site in sites)]
         lines = [[*headings, "answered by a personal model", "runs"]]
@@ -694,7 +683,7 @@ class StudyTables:
         for label, runs in self.groups.items():
             if "mixture" not in self.models(label) or "outside" not in self.roles:
                 continue
-            reverted: set[tuple[str, int]] = set()  # site and seed
+            reverted = set()  # site and seed
             for run in runs:
                 for event in run["events"]:
                     if event["kind"] == "reverted":
@@ -727,11 +716,11 @@ def _routing_cells(moves: pd.DataFrame, reverted: Container[tuple[str, int]]) ->
 # -- parts of runs ---------------------------------------------------------------------------------
 
 
-def task_of(groups: Groups) -> Mapping[str, Any]:
+def task_of(groups: Groups) -> Json:
     """The task's configuration, from the first run that has one; raises StateError if none has."""
     for run in all_runs(groups):
         if run["configuration"]["task"]:
-            return dict(run["configuration"]["task"])
+            return run["configuration"]["task"]
     raise StateError("no run of this study has a task; see the reason in each results.json")
 
 
@@ -747,13 +736,13 @@ def selection(run: Run) -> str:
         "mean": ", mean of sites",
     }
     if rule not in joined:
-        return str(rule)
-    metric = run["configuration"]["task"].get("metric", "")
+        return rule
+    metric = task_metric(run)
     best = f"best {metric}".strip()
-    voters = _voters(run)
-    if run["method"] == SINGLE_SITE or voters == set():
+    sites = _voters(run)
+    if run["method"] == SINGLE_SITE or sites == set():
         return f"{best}, each site its own"
-    if voters is not None and len(voters) == 1:
+    if sites is not None and len(sites) == 1:
         return best
     return best + joined[rule]
 
@@ -764,16 +753,12 @@ def _voters(run: Run) -> set[str] | None:
     """
     if run["reason"] or "model_selection" not in run:
         return None
-    voters: set[str] = set()
-    for of_model in run["model_selection"].values():
-        for candidate in of_model["candidates"]:
-            voters.update(candidate["votes"])
-    return voters
+    return set[str]().union(*map(voters, run["model_selection"].values()))
 
 
 def _constants(groups: Groups, metric: str) -> _Constants:
     """From the row of the constant answer."""
-    constants: _Constants = {}
+    constants = {}
     for run in all_runs(groups):
         if run["method"] == CONSTANT:
             for name, site in run["sites"].items():
@@ -785,7 +770,7 @@ def _with_constant(run: Run, constants: _Constants) -> Run:
     """The run with the constant answer of every site, which runs of older versions lack."""
     if run["method"] == CONSTANT:
         return run
-    sites: dict[str, dict[str, Any]] = {}
+    sites = {}
     for name, site in run["sites"].items():
         sites[name] = {"constant": constants.get((run["seed"], name, site["role"])), **site}
     return {**run, "sites": sites}
@@ -806,7 +791,7 @@ def with_oracle(run: Run, metric: str) -> Run:
     return run
 
 
-def _has_personal_model(site: Mapping[str, Any]) -> bool:
+def _has_personal_model(site: Json) -> bool:
     personal = site["metrics"]["personal"]
     return personal not in (site["metrics"]["global"], dict.fromkeys(personal))
 
@@ -831,7 +816,7 @@ def with_best_expert(run: Run, metric: str) -> Run:
     comparisons=true`.
     """
     for name in sites_of_role(run, "outside"):
-        values: dict[str, float] = {}
+        values = {}
         for model, of_model in run["sites"][name]["metrics"].items():
             if model.startswith("personal/") and of_model.get(metric) is not None:
                 values[model] = of_model[metric]
@@ -848,7 +833,7 @@ def _selector_shares(run: Run, table: Mapping[str, Mapping[str, int]]) -> dict[s
 
     `table`: see `confusion`.
     """
-    shares: dict[str, float] = {}
+    shares = {}
     for site, row in table.items():
         images = sum(row.values())
         if images:
@@ -866,7 +851,7 @@ def curve_of(runs: Sequence[Run], model: str) -> dict[int, float]:
 
     The deployed model has the personal model's curve if there is one, else the global one's.
     """
-    points: list[Sequence[float]] = []
+    points = []
     for run in runs:
         if run["reason"]:  # it ended early
             continue
@@ -887,7 +872,7 @@ def summed_up(of_runs: Sequence[Finding], runs: int) -> list[str]:
     A finding that does not make the model unusable is left out if it is in fewer than half of the
     runs.
     """
-    lines: list[str] = []
+    lines = []
     for kind in KINDS:
         same = [finding for finding in of_runs if finding.kind == kind]
         is_rare = 2 * len(same) < runs
@@ -924,24 +909,24 @@ def cautions(groups: Groups) -> list[str]:
     runs = all_runs(groups)
     # Whether the optimizer starts every round afresh, and whether sites are weighed by images ->
     # labels.
-    optimizers: dict[bool, dict[str, None]] = {False: {}, True: {}}
-    weightings: dict[bool, dict[str, None]] = {False: {}, True: {}}
-    failed: list[str] = []
+    optimizers: dict[bool, list[str]] = {False: [], True: []}
+    weightings: dict[bool, list[str]] = {False: [], True: []}
+    failed = []
     uniform = False
     for label, of_label in groups.items():
+        method = of_label[0]["method"]
+        hyper = of_label[0]["configuration"]["hyper"]  # of all runs of the row
+        if method != CONSTANT:
+            # PRR has no `reset_optimizer`: it always starts with a new optimizer.
+            optimizers[bool(hyper["site"].get("reset_optimizer", True))].append(label)
+        if method not in (CONSTANT, SINGLE_SITE, CENTRALISED):
+            weightings[weighs_by_samples(hyper["server"])].append(label)
+        if method == TRAINED_AS and hyper["server"].get("weighting") == "uniform":
+            uniform = True
         for run in of_label:
-            hyper = run["configuration"]["hyper"]
-            if run["method"] != CONSTANT:
-                # PRR has no `reset_optimizer`: it always starts with a new optimizer.
-                fresh = bool(hyper["site"].get("reset_optimizer", True))
-                optimizers[fresh][label] = None
-            if run["method"] not in _WITHOUT_MEAN:
-                weightings[weighs_by_samples(hyper["server"])][label] = None
-            if run["method"] == TRAINED_AS and hyper["server"].get("weighting") == "uniform":
-                uniform = True
             if run["reason"]:
                 failed.append(f"FAILED: {label}, seed {run['seed']}: {run['reason']}")
-    lines: list[str] = []
+    lines = []
     if all(optimizers.values()):
         lines.append(
             "Unequal: the optimizer keeps its moments from round to round in "
@@ -970,11 +955,11 @@ def cautions(groups: Groups) -> list[str]:
 
 def _unequal_settings(runs: Iterable[Run]) -> list[str]:
     """The settings of the task with several values; every seed has its own split."""
-    values: dict[str, set[str]] = {}
+    values = defaultdict(set)
     for run in runs:
         for name, value in run["configuration"]["task"].items():
             if name != "resplit":
-                values.setdefault(name, set()).add(json.dumps(value, sort_keys=True))
+                values[name].add(json.dumps(value, sort_keys=True))
     return [name for name, different in values.items() if len(different) > 1]
 
 

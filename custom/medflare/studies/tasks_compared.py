@@ -94,7 +94,7 @@ def tasks_report(studies: Sequence[StudyTables]) -> str:
     for label, rank in ranks.items():
         cells = [format_metric(column[1], means.loc[column, label]) for column in means.index]
         lines.append([str(label), *cells, f"{rank:.2f}"])
-    notes: list[str] = []
+    notes = []
     names = set[str]().union(*(study.groups for study in studies))
     left_out = sorted(names - set(means) - {CONSTANT})
     if left_out:
@@ -129,7 +129,7 @@ def _friedman_line(means: pd.DataFrame) -> str:
 def _pairs(means: pd.DataFrame, ranks: "pd.Series[float]") -> str:
     pairs = list(combinations(ranks.index, 2))
     oriented = _oriented(means)
-    p_values: list[float | None] = []
+    p_values = []
     for first, second in pairs:
         differences = oriented[first] - oriented[second]
         p_values.append(float(wilcoxon(differences).pvalue) if differences.any() else 1.0)

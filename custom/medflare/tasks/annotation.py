@@ -87,9 +87,8 @@ class Annotation:
                 f"got {unknown or list(names)}"
             )
         self._columns = [structures.index(name) for name in self.names]
-        self.outputs = tuple(self._columns)
-        if _has_background(task):
-            self.outputs = (0, *(column + 1 for column in self._columns))
+        is_kept = [label not in self.missing for label in task.labels]
+        self.outputs = tuple(output for output, kept in enumerate(is_kept) if kept)
 
     @cached_property
     def reduced(self) -> TaskConfig:
@@ -162,7 +161,7 @@ class _Marginal(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         logits = self._annotation.logits(logits)
-        value: Tensor = self._loss(logits, self._annotation.targets(targets))
+        value = self._loss(logits, self._annotation.targets(targets))
         return self._scale * value
 
 

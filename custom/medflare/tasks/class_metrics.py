@@ -15,17 +15,17 @@ out.
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats: TypeAlias = NDArray[np.float64]
-Array: TypeAlias = NDArray[Any]
-Bools: TypeAlias = NDArray[np.bool_]
-ClassMetric: TypeAlias = Callable[[Floats, Array, Floats, str], Floats]
+Floats = NDArray[np.float64]
+Array = NDArray[Any]
+Bools = NDArray[np.bool_]
+ClassMetric = Callable[[Floats, Array, Floats, str], Floats]
 # (scores, truth, predicted, weights) of one class against the rest
-OneClass: TypeAlias = Callable[[Floats, Array, Array, Floats], Floats]
+OneClass = Callable[[Floats, Array, Array, Floats], Floats]
 CALIBRATION_BINS: Final = 15
 
 
@@ -42,14 +42,27 @@ def of_outputs(
     """
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the mean of no values is NaN
-        if targets.ndim == 2:
-            values = []
-            for positive, truth in zip(probabilities.T, targets.T, strict=True):
-                values.append(metric(_two_classes(positive), truth, weights, "multilabel"))
-            return mean_of_defined(values)
-        if probabilities.shape[1] == 1:
-            return metric(_two_classes(probabilities[:, 0]), targets, weights, "binary")
-        return metric(probabilities, targets, weights, "multiclass")
+        if is_exclusive(probabilities, targets):
+            return metric(probabilities, targets, weights, "multiclass")
+        target = "multilabel" if targets.ndim == 2 else "binary"
+        values = []
+        truths = targets.reshape(probabilities.shape).T
+        for positive, truth in zip(probabilities.T, truths, strict=True):
+            no_and_yes = np.stack([1 - positive, positive], axis=1)
+            values.append(metric(no_and_yes, truth, weights, target))
+        return mean_of_defined(values)
+
+
+def is_exclusive(probabilities: Floats, targets: Array) -> bool:
+    """Whether a network's outputs, see `of_outputs`, are exclusive classes."""
+    return targets.ndim == 1 and probabilities.shape[1] > 1
+
+
+def one_hot(targets: Array, outputs: int) -> Bools:
+    """Which of several exclusive classes, or else which labels, are true: (N, outputs)."""
+    if targets.ndim == 1 and outputs > 1:
+        return targets[:, None] == np.arange(outputs)
+    return targets.reshape(-1, outputs) == 1
 
 
 def by_class(
@@ -64,14 +77,11 @@ def by_class(
         {'sensitivity': 1.0, 'specificity': 0.5, 'ppv': 0.5, 'f1': 0.667,
          'auc': 1.0, 'auprc': 1.0, 'brier': 0.137, 'ece': 0.3}
     """
-    if targets.ndim == 1 and probabilities.shape[1] > 1:  # exclusive classes
-        classes = np.arange(len(labels))
-        truths = targets[:, None] == classes
-        predictions = probabilities.argmax(axis=1)[:, None] == classes
-    else:
-        truths = targets.reshape(probabilities.shape) == 1
-        predictions = probabilities > 0.5
-    values: dict[str, dict[str, Floats]] = {}
+    truths = one_hot(targets, len(labels))
+    predictions = probabilities > 0.5
+    if is_exclusive(probabilities, targets):
+        predictions = one_hot(probabilities.argmax(axis=1), len(labels))
+    values = {}
     with np.errstate(all="ignore"):
         for c, label in enumerate(labels):
             outputs = probabilities[:, c], truths[:, c], predictions[:, c], weights
@@ -81,11 +91,7 @@ def by_class(
 
 def mean_of_defined(values: Sequence[Floats]) -> Floats:
     """The mean over the first axis without NaN."""
-    return np.asarray(np.nanmean(values, axis=0))
-
-
-def _two_classes(positive: Floats) -> Floats:
-    return np.stack([1 - positive, positive], axis=1)
+    return np.nanmean(values, axis=0)
 
 
 # -- of one class against the rest: scores (N,), truth and predicted bool (N,), weights (..., N) ---
@@ -93,22 +99,22 @@ def _two_classes(positive: Floats) -> Floats:
 
 def sensitivity(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floats:
     """TP / (TP + FN)."""
-    return np.asarray(weights @ (truth & predicted) / (weights @ truth))
+    return weights @ (truth & predicted) / (weights @ truth)
 
 
 def specificity(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floats:
     """TN / (TN + FP)."""
-    return np.asarray(weights @ ~(truth | predicted) / (weights @ ~truth))
+    return weights @ ~(truth | predicted) / (weights @ ~truth)
 
 
 def ppv(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floats:
     """Positive predictive value, TP / (TP + FP)."""
-    return np.asarray(weights @ (truth & predicted) / (weights @ predicted))
+    return weights @ (truth & predicted) / (weights @ predicted)
 
 
 def f1(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floats:
     """2 TP / (2 TP + FP + FN)."""
-    return np.asarray(2 * (weights @ (truth & predicted)) / (weights @ truth + weights @ predicted))
+    return 2 * (weights @ (truth & predicted)) / (weights @ truth + weights @ predicted)
 
 
 def auc(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floats:
@@ -127,7 +133,7 @@ def auc(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floa
     positive = weights[..., truth]
     ordered = (counted[..., below] + counted[..., not_above]) / 2
     pairs = positive.sum(axis=-1) * counted[..., -1]
-    return np.asarray((positive * ordered).sum(axis=-1) / pairs)
+    return (positive * ordered).sum(axis=-1) / pairs
 
 
 def auprc(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floats:
@@ -143,14 +149,14 @@ def auprc(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Fl
     precision = positives / np.where(predictions > 0, predictions, 1)
     # Σ_n (R_n - R_{n-1}) P_n, with the positives of all images taken out of the recalls R_n.
     gained = (np.diff(positives, axis=-1, prepend=0) * precision).sum(axis=-1)
-    return np.asarray(gained / (weights @ truth))
+    return gained / (weights @ truth)
 
 
 def brier(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floats:
     """Mean squared difference of probability and truth, 0 or 1 (Brier, Monthly Weather Review 78,
     1950).
     """
-    return np.asarray(weights @ (scores - truth) ** 2 / weights.sum(axis=-1))
+    return weights @ (scores - truth) ** 2 / weights.sum(axis=-1)
 
 
 def ece(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floats:
@@ -162,7 +168,7 @@ def ece(scores: Floats, truth: Array, predicted: Array, weights: Floats) -> Floa
     """
     in_bin = calibration_bins(scores)[:, None] == np.arange(CALIBRATION_BINS)
     differences = np.where(in_bin, (truth - scores)[:, None], 0.0)
-    return np.asarray(np.abs(weights @ differences).sum(axis=-1) / weights.sum(axis=-1))
+    return np.abs(weights @ differences).sum(axis=-1) / weights.sum(axis=-1)
 
 
 def calibration_bins(scores: Floats) -> Array:
@@ -197,7 +203,7 @@ def macro(metric: OneClass, negative_of: Sequence[str] = ()) -> ClassMetric:
 
 def accuracy(probabilities: Floats, targets: Array, weights: Floats, target: str) -> Floats:
     """Share of the images whose most probable class is the true one."""
-    return np.asarray(weights @ (probabilities.argmax(axis=1) == targets) / weights.sum(axis=-1))
+    return weights @ (probabilities.argmax(axis=1) == targets) / weights.sum(axis=-1)
 
 
 def quadratic_kappa(probabilities: Floats, targets: Array, weights: Floats, target: str) -> Floats:
@@ -217,7 +223,7 @@ def quadratic_kappa(probabilities: Floats, targets: Array, weights: Floats, targ
     expected = expected / weights.sum(axis=-1)
     # Σ_ij w_ij O_ij, image by image
     observed = weights @ (targets - predicted) ** 2
-    return np.asarray(1 - observed / expected)
+    return 1 - observed / expected
 
 
 def brier_score(probabilities: Floats, targets: Array, weights: Floats, target: str) -> Floats:

@@ -6,14 +6,16 @@ would be scores of single patients.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from medflare.core.packages import installed
-from medflare.tasks.class_metrics import Array, Bools, Floats, calibration_bins
+from medflare.core.text import JsonDict
+from medflare.tasks.class_metrics import Array, Bools, Floats, calibration_bins, one_hot
 from medflare.tasks.config import TaskConfig
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ MOST_CLASSES: Final = 16
 # highest value.
 FEWEST: Final = 6
 _DIGITS: Final = 4  # of sensitivities
-_AREA_DIGITS: Final = 7
+ROUNDED = 7  # decimals of metrics in metadata
 _NORMAL_975: Final = 1.959963984540054  # quantile of the normal distribution: an interval of 95 %
 
 
@@ -53,13 +55,20 @@ class Cases:
     # Segmentation: structure -> metric -> float64 (patients,), NaN where undefined.
     structures: "Mapping[str, Mapping[str, Tensor]]" = field(default_factory=dict)
 
+    @property
+    def outputs(self) -> tuple[Floats, Array] | None:
+        """Probabilities and targets of classification; None for segmentation, or without images."""
+        if self.probabilities is None or self.targets is None or not len(self.patients):
+            return None
+        return self.probabilities.numpy(), self.targets.long().numpy()
+
     def has_few(self, metric: str, minimum: int) -> bool:
         """Whether a metric of masks is defined for patients, but for fewer than `minimum`."""
         if metric not in self.values:
             return False
         return 0 < int((~self.values[metric].isnan()).sum()) < minimum
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """The same as JSON values: six decimals, null where undefined; probabilities with nine
         digits, since equal ones change areas under curves.
 
@@ -70,7 +79,7 @@ class Cases:
             >>> Cases(("a",), {}, torch.tensor([[0.25, 0.75]]), torch.tensor([1])).to_dict()
             {'patients': ['a'], 'probabilities': [[0.25, 0.75]], 'targets': [1]}
         """
-        content: dict[str, Any] = {"patients": list(self.patients)}
+        content: JsonDict = {"patients": list(self.patients)}
         if self.probabilities is None or self.targets is None:
             content["values"] = _listed(self.values)
             if self.structures:
@@ -85,7 +94,7 @@ class Cases:
 
 
 def _listed(values: "Mapping[str, Tensor]") -> dict[str, list[float | None]]:
-    listed: dict[str, list[float | None]] = {}
+    listed = {}
     for name, row in values.items():
         listed[name] = [None if math.isnan(value) else round(value, 6) for value in row.tolist()]
     return listed
@@ -126,7 +135,7 @@ def curve_names(target: str, labels: Sequence[str]) -> tuple[str, ...]:
     return tuple(labels)
 
 
-def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, Any]:
+def class_report(cases: Cases, target: str, labels: Sequence[str]) -> JsonDict:
     """Confusion counts and ROC curves of one model on one split.
 
     Empty for segmentation, without images, and with more than `MOST_CLASSES` labels.
@@ -138,7 +147,7 @@ def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, 
             `FALSE_ALARMS`}, null and empty where undefined; DeLong's interval only if every image
             is of another patient, and there are at least `FEWEST`.
     """
-    if cases.probabilities is None or not len(cases.patients) or len(labels) > MOST_CLASSES:
+    if cases.outputs is None or len(labels) > MOST_CLASSES:
         return {}
     if not (installed("sklearn") and installed("scipy")):  # as where a job brings its code
         return {}
@@ -156,28 +165,15 @@ def class_report(cases: Cases, target: str, labels: Sequence[str]) -> dict[str, 
     }
 
 
-class Decisions(NamedTuple):
-    """True and predicted class (images,) of the images of one confusion matrix, and its number of
-    classes.
+def decisions(cases: Cases, target: str, labels: Sequence[str]) -> list[tuple[Array, Array, int]]:
+    """What each matrix of `matrix_names` counts: true and predicted class (images,), and the number
+    of classes; empty for segmentation.
     """
-
-    truth: Array
-    predicted: Array
-    classes: int
-
-
-def decisions(cases: Cases, target: str, labels: Sequence[str]) -> list[Decisions]:
-    """What each matrix of `matrix_names` counts; empty for segmentation."""
-    if cases.probabilities is None or cases.targets is None:
-        return []
-    if target == "multiclass":
-        predicted = cases.probabilities.argmax(dim=1).numpy()
-        return [Decisions(cases.targets.numpy(), predicted, len(labels))]
+    if target == "multiclass" and cases.outputs is not None:
+        probabilities, truth = cases.outputs
+        return [(truth, probabilities.argmax(axis=1), len(labels))]
     curves = one_against_rest(cases, target, labels).values()
-    return [
-        Decisions(positive.astype(np.int64), (scores > 0.5).astype(np.int64), 2)
-        for scores, positive in curves
-    ]
+    return [(positive.astype(int), (scores > 0.5).astype(int), 2) for scores, positive in curves]
 
 
 def patients_of_cells(cases: Cases, target: str, labels: Sequence[str]) -> list[int]:
@@ -185,10 +181,8 @@ def patients_of_cells(cases: Cases, target: str, labels: Sequence[str]) -> list[
     counts: list[int] = []
     for truth, predicted, classes in decisions(cases, target, labels):
         cells = (truth * classes + predicted).tolist()
-        patients: dict[int, set[str]] = {}
-        for patient, cell in zip(cases.patients, cells, strict=True):
-            patients.setdefault(cell, set()).add(patient)
-        counts += [len(names) for names in patients.values()]
+        pairs = set(zip(cells, cases.patients, strict=True))
+        counts += Counter(cell for cell, _ in pairs).values()
     return counts
 
 
@@ -198,13 +192,10 @@ def one_against_rest(
     """Each class of `curve_names` -> its probabilities (images,) and whether it is true (images,);
     empty for segmentation.
     """
-    if cases.probabilities is None or cases.targets is None or not len(cases.patients):
+    if cases.outputs is None:
         return {}
-    probabilities = cases.probabilities.numpy()
-    truth = cases.targets.long().numpy()
-    if target == "multiclass":
-        truth = truth[:, None] == np.arange(len(labels))
-    positive = truth.reshape(probabilities.shape) == 1
+    probabilities, truth = cases.outputs
+    positive = one_hot(truth, probabilities.shape[1])
     names = curve_names(target, labels)
     first = len(labels) - len(names)
     columns = zip(probabilities.T[first:], positive.T[first:], strict=True)
@@ -238,7 +229,7 @@ def reliability_points(scores: Floats, truth: Bools) -> list[tuple[float, float]
     return points
 
 
-def most_wrong(cases: Cases, task: TaskConfig, most: int = 6) -> dict[int, str]:
+def most_wrong(cases: Cases, task: TaskConfig) -> dict[int, str]:
     """The wrongly classified images with the lowest probability of the truth: row -> truth and
     prediction in words.
 
@@ -250,34 +241,39 @@ def most_wrong(cases: Cases, task: TaskConfig, most: int = 6) -> dict[int, str]:
         >>> most_wrong(cases, SimpleNamespace(target="multiclass", labels=("mild", "severe")))
         {0: 'severe, predicted mild (0.90; the truth 0.10)'}
     """
-    if cases.probabilities is None or cases.targets is None or not len(cases.patients):
+    if cases.outputs is None:
         return {}
-    probabilities = cases.probabilities.numpy()
-    truth = cases.targets.long().numpy()
-    if task.target == "multiclass":
-        predicted = probabilities.argmax(axis=1)
-        of_truth = probabilities[np.arange(len(truth)), truth]
-        wrong = np.flatnonzero(predicted != truth)
-    else:
-        truth = truth.reshape(probabilities.shape)
-        of_each_truth = np.where(truth == 1, probabilities, 1 - probabilities)
-        worst_label = of_each_truth.argmin(axis=1)
-        of_truth = of_each_truth.min(axis=1)
-        wrong = np.flatnonzero(of_truth < 0.5)
-    worst_first = wrong[np.argsort(of_truth[wrong], kind="stable")]
-    texts: dict[int, str] = {}
-    for row in worst_first[:most].tolist():
-        if task.target == "multiclass":
+    probabilities, truth = cases.outputs
+    of_each_truth = of_truth(probabilities, truth, task.target)
+    lowest = of_each_truth.min(axis=1)
+    worst_label = of_each_truth.argmin(axis=1)
+    predicted = probabilities.argmax(axis=1)
+    is_multiclass = task.target == "multiclass"
+    wrong = np.flatnonzero(predicted != truth if is_multiclass else lowest < 0.5)
+    worst_first = wrong[np.argsort(lowest[wrong], kind="stable")]
+    texts = {}
+    for row in worst_first[:6].tolist():
+        if is_multiclass:
             texts[row] = (
                 f"{task.labels[truth[row]]}, predicted {task.labels[predicted[row]]} "
-                f"({probabilities[row].max():.2f}; the truth {of_truth[row]:.2f})"
+                f"({probabilities[row].max():.2f}; the truth {lowest[row]:.2f})"
             )
         else:
-            column = worst_label[row]
-            state = "present" if truth[row, column] else "absent"
-            probability = f"{probabilities[row, column]:.2f}"
-            texts[row] = f"{task.labels[column]} {state}, predicted {probability}"
+            label = worst_label[row]
+            probability = probabilities[row, label]
+            state = "present" if probability < 0.5 else "absent"  # the prediction is wrong
+            texts[row] = f"{task.labels[label]} {state}, predicted {probability:.2f}"
     return texts
+
+
+def of_truth(probabilities: Floats, targets: Array, target: str) -> Floats:
+    """The probability of what is true, (images, 1) of exclusive classes, else (images, outputs);
+    arguments: `Cases.outputs`.
+    """
+    is_true = one_hot(targets, probabilities.shape[1])
+    if target == "multiclass":
+        return probabilities[is_true][:, None]
+    return np.where(is_true, probabilities, 1 - probabilities)
 
 
 class Area(NamedTuple):
@@ -328,62 +324,43 @@ def area_interval(scores: Floats, truth: Bools) -> Area:
     return Area(value, max(0.0, value - width), min(1.0, value + width))
 
 
-def patients_of_classes(
-    patients: Sequence[str], targets: Array, target: str, labels: int
-) -> list[int]:
+def patients_of_classes(patients: Sequence[str], targets: Array, labels: int) -> list[int]:
     """Numbers of patients behind confusion counts and curves: for every class the patients with it,
     and the patients without it.
 
     Targets are (images,), multilabel (images, labels), of so many labels.
 
     Examples:
-        >>> patients_of_classes(["a", "a", "b"], np.array([0, 0, 1]), "multiclass", 3)
+        >>> patients_of_classes(["a", "a", "b"], np.array([0, 0, 1]), 3)
         [1, 1, 1, 1, 0, 2]
     """
     names = np.array(list(patients))
-    if target == "multilabel":
-        columns = [targets[:, label] == 1 for label in range(labels)]
-    elif target == "multiclass":
-        columns = [targets == label for label in range(labels)]
-    else:
-        columns = [targets == 1]
-    counts: list[int] = []
-    for column in columns:
+    counts = []
+    for column in one_hot(targets, labels).T:
         counts += [len(set(names[column])), len(set(names[~column]))]
     return counts
 
 
-def _curve(scores: Floats, truth: Bools, independent: bool) -> dict[str, Any]:
+def _curve(scores: Floats, truth: Bools, independent: bool) -> JsonDict:
     """A curve of `class_report`; between its corners it is linear, on a vertical part the upper end
     counts.
     """
-    if truth.all() or not truth.any():
-        return {"auc": None, "low": None, "high": None, "sensitivity": []}
-    from sklearn.metrics import roc_curve
-
     area = area_interval(scores, truth)
-    false_alarms, hits, _ = roc_curve(truth, scores, drop_intermediate=False)
-    sensitivity = np.interp(FALSE_ALARMS, false_alarms, hits).tolist()
+    sensitivity = []
+    if not math.isnan(area.value):
+        from sklearn.metrics import roc_curve
+
+        false_alarms, hits, _ = roc_curve(truth, scores, drop_intermediate=False)
+        on_grid = np.interp(FALSE_ALARMS, false_alarms, hits).tolist()
+        sensitivity = [round(value, _DIGITS) for value in on_grid]
     return {
-        "auc": _rounded(area.value),
-        "low": _rounded(area.low) if independent else None,
-        "high": _rounded(area.high) if independent else None,
-        "sensitivity": [round(value, _DIGITS) for value in sensitivity],
+        "auc": rounded(area.value),
+        "low": rounded(area.low) if independent else None,
+        "high": rounded(area.high) if independent else None,
+        "sensitivity": sensitivity,
     }
 
 
-def _rounded(value: float) -> float | None:
-    if math.isnan(value):
-        return None
-    return round(value, _AREA_DIGITS)
-
-
-def pooled(matrices: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """The sum of several sites' confusion counts.
-
-    Examples:
-        >>> pooled([[[1, 0], [2, 3]], [[4, 1], [0, 0]]])
-        [[5, 1], [2, 3]]
-    """
-    total: list[list[int]] = np.sum(matrices, axis=0).tolist()
-    return total
+def rounded(value: float) -> float | None:
+    """Of metadata: seven decimals, None for NaN."""
+    return None if math.isnan(value) else round(value, ROUNDED)

@@ -21,17 +21,17 @@ from pydantic import (
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import checked, nested, no_such, one_of, strict_dataclass, unknown
-from medflare.core.text import NAME, is_name, printable, printable_json, read_json
+from medflare.core.text import NAME, Json, JsonDict, is_name, printable, printable_json, read_json
 from medflare.tasks.metrics_table import EXTENSIONS as METRICS
 from medflare.tasks.metrics_table import default_metrics, metrics_of, selection_metrics
-from medflare.tasks.optimizers import OPTIMIZERS, Schedule, build_schedule, optimizer_class
+from medflare.tasks.optimizers import OPTIMIZERS, Schedule, Share, build_schedule, optimizer_class
 from medflare.tasks.transforms import check_transforms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _REMEDY: Final = "see app_configs/ for working examples"
-_PRESETS: Final = resources.files("medflare.tasks") / "presets"
+PRESETS = resources.files("medflare.tasks") / "presets"
 Embedded = Literal[
     "",
     "phantom",
@@ -42,7 +42,6 @@ Embedded = Literal[
     "mechanisms/noisy_sites",
     "mechanisms/shifted_contrast",
 ]
-_EVERY_ROUND: Final = 2**31 - 1  # of freeze; more than any run has
 _FROM_8_BIT: Final[dict[str, Any]] = {
     "name": "ScaleIntensityRange",
     "a_min": 0,
@@ -65,13 +64,13 @@ def _different(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _named(value: Any) -> dict[str, Any]:
+def _named(value: Any) -> JsonDict:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise ValueError('an object like {"name": ..., arguments}')
     return dict(value)
 
 
-def _network(value: Any) -> dict[str, Any]:
+def _network(value: Any) -> Json:
     settings = _named(value)
     if "weights" in settings:
         if not isinstance(settings["weights"], Mapping):
@@ -80,7 +79,7 @@ def _network(value: Any) -> dict[str, Any]:
     return settings
 
 
-def _optimizer(value: Any) -> dict[str, Any]:
+def _optimizer(value: Any) -> Json:
     settings = _named(value)
     _LearningRate(**{name: settings[name] for name in settings if name == "lr"})
     return settings
@@ -96,7 +95,7 @@ Name = Annotated[str, AfterValidator(_valid_name)]
 Names = Annotated[tuple[Name, ...], AfterValidator(_different)]
 Count = Annotated[int, Field(ge=1)]
 _Words = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(printable)]
-Named = Annotated[dict[str, Any], BeforeValidator(_named)]
+Named = Annotated[JsonDict, BeforeValidator(_named)]
 
 
 @strict_dataclass
@@ -150,7 +149,7 @@ class Freeze:
 class UnreadableLimit:
     """Maximum of skipped images at a site."""
 
-    share: Annotated[float, Field(ge=0, le=1)] = 0.05
+    share: Share = 0.05
     count: NonNegativeInt = 50
 
 
@@ -188,7 +187,8 @@ def _sampling(value: Any) -> Any:
 def _freeze(value: Any) -> Any:
     if not isinstance(value, list | tuple):
         return value
-    return {"parts": value, "rounds": _EVERY_ROUND if value else 0}
+    every_round = 2**31 - 1  # more than any run has
+    return {"parts": value, "rounds": every_round if value else 0}
 
 
 @strict_dataclass
@@ -265,9 +265,9 @@ class TaskConfig:
     labels: Names
     channels: Count | Names
     size: tuple[Count, ...]
-    network: Annotated[dict[str, Any], BeforeValidator(_network)]
+    network: Annotated[JsonDict, BeforeValidator(_network)]
     loss: Named
-    optimizer: Annotated[dict[str, Any], BeforeValidator(_optimizer)]
+    optimizer: Annotated[JsonDict, BeforeValidator(_optimizer)]
     batch_size: Count
     local_epochs: Count
     metric: Name
@@ -378,7 +378,7 @@ class TaskConfig:
     def _validate_label_values(self) -> None:
         if self.target == "multilabel":
             return
-        label_of: dict[int, str] = {}
+        label_of = {}
         if self.target == "binary":
             label_of[0] = ""  # the background
         for label, values in self.label_values.items():
@@ -426,7 +426,7 @@ class TaskConfig:
         """
         return logits.softmax(dim=1) if self.target == "multiclass" else logits.sigmoid()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain JSON values that `load_task` turns back into an equal configuration."""
         return json.loads(json.dumps(asdict(self)))
 
@@ -438,7 +438,7 @@ class TaskConfig:
         return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
 
 
-def load_task(source: "str | Path | Mapping[str, Any] | TaskConfig") -> TaskConfig:
+def load_task(source: "str | Path | Json | TaskConfig") -> TaskConfig:
     """A task from the name of a preset ("brain_lgg"), the path of a JSON file, or its content.
 
     Raises:
@@ -448,7 +448,7 @@ def load_task(source: "str | Path | Mapping[str, Any] | TaskConfig") -> TaskConf
     if isinstance(source, TaskConfig):
         return load_task(source.to_dict())
     if isinstance(source, Mapping):
-        content: Any = source
+        content = source
         location = f"task {source.get('name', '(unnamed)')!r:.60}"
     else:
         content, location = _read(source)
@@ -471,19 +471,24 @@ def presets() -> tuple[str, ...]:
     """Names of the tasks of the package; "papers/" are those of the papers, "mechanisms/" those of
     generated images for one mechanism.
     """
-    names = []
-    for folder in ("", "papers/", "mechanisms/"):
-        for file in (_PRESETS / folder).iterdir():
+    return tuple(sorted(json_files(PRESETS, "papers/", "mechanisms/")))
+
+
+def json_files(folder: Any, *subfolders: str) -> JsonDict:
+    """Name -> JSON file, of a folder of the package and of these subfolders."""
+    files = {}
+    for subfolder in ("", *subfolders):
+        for file in (folder / subfolder).iterdir():
             if file.name.endswith(".json"):
-                names.append(folder + file.name.removesuffix(".json"))
-    return tuple(sorted(names))
+                files[subfolder + file.name.removesuffix(".json")] = file
+    return files
 
 
 def _read(source: str | Path) -> tuple[Any, str]:
     """The JSON value of a preset or a file, and what to call it."""
     path = Path(source)
     if isinstance(source, str) and source in presets():
-        text = (_PRESETS / f"{source}.json").read_text(encoding="utf-8")
+        text = (PRESETS / f"{source}.json").read_text(encoding="utf-8")
         return json.loads(text), f"preset {source}"
     if path.is_file():
         try:

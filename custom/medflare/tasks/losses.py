@@ -6,7 +6,6 @@ it returns a scalar.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ from torch.nn import functional
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.extensions import Extensions, check_callable
 from medflare.core.settings import refuse_arguments, unknown
+from medflare.core.text import Json
 from medflare.tasks.config import TaskConfig
 
 _ACTIVATIONS: Final = ("sigmoid", "softmax", "other_act", "use_softmax")
@@ -24,7 +24,7 @@ _ACTIVATIONS: Final = ("sigmoid", "softmax", "other_act", "use_softmax")
 _SIDE: Final = 16
 
 
-def build_loss(task: TaskConfig, spec: Mapping[str, Any] | None = None) -> nn.Module:
+def build_loss(task: TaskConfig, spec: Json | None = None) -> nn.Module:
     """The loss by `spec` (default: the task's): "name", of `LOSSES`, of a class in
     `monai.losses` or of an extension, and arguments.
 
@@ -95,13 +95,13 @@ class CrossEntropy(nn.Module):
 
 
 @cache
-def monai_losses() -> dict[str, Any]:
+def monai_losses() -> Json:
     """Name -> class of every loss in `monai.losses`; those with a pretrained network would download
     its weights and are left out.
     """
     from monai import losses
 
-    classes: dict[str, Any] = {}
+    classes = {}
     for name, cls in vars(losses).items():
         is_loss = inspect.isclass(cls) and issubclass(cls, nn.Module)
         if not is_loss or cls.__name__ != name:  # an alias has another name
@@ -121,7 +121,7 @@ class MonaiLoss(nn.Module):
     Logits and targets of a classification task are passed as images of one pixel.
     """
 
-    def __init__(self, task: TaskConfig, name: str, arguments: Mapping[str, Any]):
+    def __init__(self, task: TaskConfig, name: str, arguments: Json):
         super().__init__()
         cls = monai_losses()[name]
         self._multiclass = task.target == "multiclass"
@@ -214,7 +214,7 @@ class Focal(MonaiLoss):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         truth = like_logits(targets, logits, multiclass=self._multiclass)
-        value: Tensor = self._loss(logits, truth)
+        value = self._loss(logits, truth)
         if self._multiclass:
             # MONAI averages over the classes too; all but one of the terms are 0.
             value = value * logits.shape[1]
@@ -245,12 +245,7 @@ class DiceCE(nn.Module):
         return dice + self._ce_weight * self._cross_entropy(logits, targets)
 
 
-LOSSES: dict[str, Callable[..., nn.Module]] = {
-    "ce": CrossEntropy,
-    "dice": SoftDice,
-    "dice_ce": DiceCE,
-    "focal": Focal,
-}
+LOSSES = {"ce": CrossEntropy, "dice": SoftDice, "dice_ce": DiceCE, "focal": Focal}
 EXTENSIONS: Final = Extensions("loss", "losses", lambda: {*LOSSES, *monai_losses()}, check_callable)
 
 

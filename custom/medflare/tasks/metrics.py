@@ -4,9 +4,10 @@ An undefined metric is None with its reason, never 0 or 1. The table is in `metr
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,11 +20,11 @@ from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import dice, known_metric, metric_table
 
 # A Tensor (N, ...) of images of one size, or a sequence of Tensors (...) of different sizes.
-Images: TypeAlias = Any
+Images = Any
 # Distance of neighboring pixels or voxels along every axis.
 # Of a sheared volume the cosines between its axes follow, see `data.geometry.Grid.cell`.
-Spacing: TypeAlias = tuple[float, ...]
-Portion: TypeAlias = tuple[Tensor, Tensor, Spacing | None]
+Spacing = tuple[float, ...]
+Portion = tuple[Tensor, Tensor, Spacing | None]
 _COUNTS: Final = "counts"  # entry of `Measured.parts` beside the metrics of masks
 
 
@@ -122,13 +123,44 @@ class Measured:
         if not self.finite.all():
             return self._all_undefined("the model's output holds NaN or infinite values")
         if self.task.kind == "segmentation":
-            return _score_segmentation(self.parts, patients, self.metrics, self.structures)
+            return self._of_masks(patients)
         probabilities = self.parts["probabilities"]
         targets = self.parts["targets"]
         scores = Scores({}, cases=Cases(tuple(patients), {}, probabilities, targets))
         outputs = probabilities.numpy(), targets.numpy(), np.ones(len(targets))
         for metric in self.metrics:
             scores.set(metric, float(of_outputs(metric_table()[metric].compute, *outputs)))
+        return scores
+
+    def _of_masks(self, patients: Sequence[str]) -> Scores:
+        """Counts are summed, distances averaged over a patient's images; a metric is the mean of
+        its patients' means over defined classes.
+        """
+        numbers = {patient: number for number, patient in enumerate(dict.fromkeys(patients))}
+        groups = torch.tensor([numbers[patient] for patient in patients])
+
+        def by_patient(values: Tensor) -> Tensor:
+            """The sum over each patient's images, float64 (patients, ...)."""
+            sums = torch.zeros(len(numbers), *values.shape[1:], dtype=torch.float64)
+            return sums.index_add_(0, groups, values.double())
+
+        counts = by_patient(self.parts[_COUNTS])
+        per_patient: dict[str, Tensor] = {}
+        by_structure: dict[str, dict[str, Tensor]] = {name: {} for name in self.structures}
+        cases = Cases(tuple(numbers), per_patient, structures=by_structure)
+        scores = Scores({}, left_out=int(dice(counts).isnan().sum()), cases=cases)
+        for metric in self.metrics:
+            if metric_table()[metric].source == "counts":
+                values = metric_table()[metric].compute(counts)
+            else:
+                part = self.parts[metric]
+                values = by_patient(part.nan_to_num()) / by_patient(~part.isnan())
+            if metric.startswith("hd95"):
+                scores.hd95_left_out = int(values.isnan().sum())
+            per_patient[metric] = values.nanmean(dim=1)
+            for column, name in enumerate(self.structures):
+                by_structure[name][metric] = values[:, column]
+            scores.set(metric, float(per_patient[metric].nanmean()))
         return scores
 
     def _all_undefined(self, reason: str) -> Scores:
@@ -155,7 +187,7 @@ def measure(
     table = {metric: known_metric(metric, f"task {task.name}") for metric in metrics}
     is_segmentation = task.kind == "segmentation"
     of_masks = [metric for metric in metrics if table[metric].source == "masks"]
-    parts: dict[str, list[Tensor]] = {}
+    parts = defaultdict(list)
     finite = [torch.ones(0, dtype=torch.bool)]
     for probabilities, targets, spacing in portions:
         finite.append(torch.isfinite(probabilities).flatten(1).all(dim=1).cpu())
@@ -173,7 +205,7 @@ def measure(
         else:
             portion = {"probabilities": probabilities.double().cpu(), "targets": targets.cpu()}
         for name, part in portion.items():
-            parts.setdefault(name, []).append(part)
+            parts[name].append(part)
     joined = {name: torch.cat(of_portions) for name, of_portions in parts.items()}
     names = annotation.names if is_segmentation else ()
     return Measured(task, metrics, joined, torch.cat(finite), names)
@@ -213,40 +245,3 @@ def structures(targets: Tensor, task: TaskConfig) -> Tensor:
         return targets[:, None] > 0.5
     classes = torch.arange(1, len(task.labels), device=targets.device)
     return targets[:, None] == classes.view(-1, *[1] * (targets.ndim - 1))
-
-
-def _score_segmentation(
-    parts: dict[str, Tensor],
-    patients: Sequence[str],
-    metrics: Sequence[str],
-    structures: Sequence[str],
-) -> Scores:
-    """Counts are summed, distances averaged over a patient's images; a metric is the mean of its
-    patients' means over defined classes.
-    """
-    names = list(dict.fromkeys(patients))
-    numbers = {patient: number for number, patient in enumerate(names)}
-    groups = torch.tensor([numbers[patient] for patient in patients])
-
-    def by_patient(values: Tensor) -> Tensor:
-        """The sum over each patient's images, float64 (patients, ...)."""
-        sums = torch.zeros(len(names), *values.shape[1:], dtype=torch.float64)
-        return sums.index_add_(0, groups, values.double())
-
-    counts = by_patient(parts[_COUNTS])
-    per_patient: dict[str, Tensor] = {}
-    by_structure: dict[str, dict[str, Tensor]] = {name: {} for name in structures}
-    cases = Cases(tuple(names), per_patient, structures=by_structure)
-    scores = Scores({}, left_out=int(dice(counts).isnan().sum()), cases=cases)
-    for metric in metrics:
-        if metric_table()[metric].source == "counts":
-            values = metric_table()[metric].compute(counts)
-        else:
-            values = by_patient(parts[metric].nan_to_num()) / by_patient(~parts[metric].isnan())
-        if metric.startswith("hd95"):
-            scores.hd95_left_out = int(values.isnan().sum())
-        per_patient[metric] = values.nanmean(dim=1)
-        for column, name in enumerate(structures):
-            by_structure[name][metric] = values[:, column]
-        scores.set(metric, float(per_patient[metric].nanmean()))
-    return scores

@@ -161,8 +161,7 @@ def _to_surface(edges: Any, others: Any, spacing: Sequence[float] | None) -> "Te
     from scipy.spatial import KDTree
 
     if not _is_sheared(spacing):
-        distances: Tensor = get_surface_distance(edges, others, spacing=spacing)
-        return distances
+        return get_surface_distance(edges, others, spacing=spacing)
     assert spacing is not None
     sides = np.array(spacing[:3])
     first, second, third = spacing[3:]

@@ -13,15 +13,13 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.extensions import Extensions
 from medflare.core.settings import no_such, refuse_arguments, strict_dataclass, unknown
+from medflare.core.text import Json
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
 OPTIMIZERS: Final = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}  # name -> class in torch.optim
-# Several loss evaluations a step, weight matrices only, sparse gradients only: the training loops
-# support none of these.
-_UNSUPPORTED: Final = ("Optimizer", "LBFGS", "Muon", "SparseAdam")
 
 
 def optimizer_class(name: str, location: str) -> "type[Optimizer] | None":
@@ -39,10 +37,13 @@ def optimizer_class(name: str, location: str) -> "type[Optimizer] | None":
 def _usable() -> "dict[str, type[Optimizer]]":
     import torch
 
-    usable: dict[str, type[Optimizer]] = {}
+    # Several loss evaluations a step, weight matrices only, sparse gradients only: the training
+    # loops support none of these.
+    unsupported = ("Optimizer", "LBFGS", "Muon", "SparseAdam")
+    usable = {}
     for key, cls in vars(torch.optim).items():
         is_optimizer = inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
-        if is_optimizer and key not in _UNSUPPORTED:
+        if is_optimizer and key not in unsupported:
             usable[key] = cls
     for short, key in OPTIMIZERS.items():
         usable[short] = usable[key]
@@ -60,7 +61,7 @@ EXTENSIONS: Final = Extensions("optimizer", "optimizers", _usable, _check_class)
 
 
 def build_optimizer(
-    settings: Mapping[str, Any],
+    settings: Json,
     parameters: "Iterable[nn.Parameter]",
     location: str,
     norm: float | None = None,
@@ -102,7 +103,7 @@ def build_optimizer(
     return optimizer
 
 
-def check_optimizer(settings: Mapping[str, Any], location: str) -> None:
+def check_optimizer(settings: Json, location: str) -> None:
     """Raises ConfigError as `build_optimizer` does, before the run starts, or if one step of an
     extension fails. Of torch no optimizer is built: the first one takes a second.
     """
@@ -134,6 +135,9 @@ class _ValuesValid(Exception):
 
     def __iter__(self) -> "Iterator[nn.Parameter]":
         raise self
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @strict_dataclass
@@ -180,7 +184,7 @@ class Cosine(Schedule):
     """minimum + (1 - minimum) (1 + cos(π round / rounds)) / 2."""
 
     name: str = "cosine"
-    minimum: Annotated[float, Field(ge=0, le=1)] = 0.0
+    minimum: Share = 0.0
 
     def _factor(self, round: int, rounds: int) -> float:
         return self.minimum + (1 - self.minimum) * (1 + math.cos(math.pi * round / rounds)) / 2
@@ -192,7 +196,7 @@ class Polynomial(Schedule):
 
     name: str = "polynomial"
     power: PositiveFloat = 0.9
-    minimum: Annotated[float, Field(ge=0, le=1)] = 0.0
+    minimum: Share = 0.0
 
     def _factor(self, round: int, rounds: int) -> float:
         return self.minimum + (1 - self.minimum) * (1 - round / rounds) ** self.power

@@ -2,21 +2,21 @@
 intervals over patients.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medflare.core.rng import numpy_generator
-from medflare.tasks.class_metrics import Floats, by_class, of_outputs
-from medflare.tasks.classes import Cases, has_interval
+from medflare.tasks.class_metrics import Array, Bools, Floats, by_class, of_outputs
+from medflare.tasks.classes import ROUNDED, Cases, class_report, has_interval, rounded
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import metric_table
 
-Values: TypeAlias = Mapping[str, float | None]
-Interval: TypeAlias = tuple[float, float]
+Values = Mapping[str, float | None]
+Interval = tuple[float, float]
 
 ALL: Final = ""  # in place of a structure or class: the metric of the model
 # Structures or classes: the size of metadata is limited (`federation.settings.META_LIMIT`).
@@ -26,7 +26,6 @@ RESAMPLES: Final = 999
 MEANS_OVER_IMAGES: Final = ("accuracy", "brier", "ece")
 _BATCH: Final = 200  # resamples in memory at once
 _UNDEFINED: Final = 0.1  # largest share of undefined resamples
-_DIGITS: Final = 7
 
 
 @dataclass(frozen=True)
@@ -41,20 +40,22 @@ class Summary:
     by_label: Mapping[str, Values] = field(default_factory=dict)
     # Structure or class, or `ALL` -> metric -> 95 % interval; no entry where it is undefined.
     intervals: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
+    classes: Mapping[str, Any] = field(default_factory=dict)  # see `class_report`
 
 
 def summarize(metrics: Values, cases: Cases, task: TaskConfig) -> Summary:
     """The summary of a model with these metrics and cases."""
     names = [name for name, value in metrics.items() if value is not None]
     point = _values(cases, names, task, np.ones(len(cases.patients)))
-    by_label: dict[str, Values] = {}
+    point.pop(ALL, None)
+    by_label = {}
     for label, values in point.items():
-        if label != ALL:
-            by_label[label] = {metric: _defined(value) for metric, value in values.items()}
-    return Summary(metrics, cases, by_label, _intervals(cases, names, task))
+        by_label[label] = {metric: rounded(float(value)) for metric, value in values.items()}
+    of_classes = class_report(cases, task.target, task.labels)
+    return Summary(metrics, cases, by_label, intervals_of(cases, names, task), of_classes)
 
 
-def _intervals(
+def intervals_of(
     cases: Cases, metrics: Sequence[str], task: TaskConfig
 ) -> dict[str, dict[str, Interval]]:
     """The percentile bootstrap over patients (Efron, Annals of Statistics 7, 1979); none where
@@ -68,43 +69,48 @@ def _intervals(
         return {}
     random = numpy_generator(0, "bootstrap over patients")
     counts = random.multinomial(len(names), np.full(len(names), 1 / len(names)), size=RESAMPLES)
-    batches: list[dict[str, dict[str, Any]]] = []
+    batches = []
     for part in np.split(counts, range(_BATCH, RESAMPLES, _BATCH)):
         weights = part[:, rows].astype(float)
         values = _values(cases, metrics, task, weights)
-        lack = _lack_a_class(cases, weights)
-        for metric in values[ALL].keys() - set(MEANS_OVER_IMAGES):
-            values[ALL][metric] = np.where(lack, np.nan, values[ALL][metric])
+        if cases.targets is not None:
+            lack = _lack_a_class(cases.targets.numpy(), weights)
+            for metric in values[ALL].keys() - set(MEANS_OVER_IMAGES):
+                values[ALL][metric] = np.where(lack, np.nan, values[ALL][metric])
         batches.append(values)
-    intervals: dict[str, dict[str, Interval]] = {}
+    intervals: dict[str, dict[str, Interval]] = defaultdict(dict)
     for label, values in batches[0].items():
         for metric in values:
             if not has_interval(_patients_behind(cases, label, metric, len(names))):
                 continue
-            resampled = np.concatenate([batch[label][metric] for batch in batches])
-            defined = resampled[~np.isnan(resampled)]
-            if len(defined) >= (1 - _UNDEFINED) * RESAMPLES:
-                low, high = np.percentile(defined, (2.5, 97.5)).tolist()
-                interval = round(low, _DIGITS), round(high, _DIGITS)
-                intervals.setdefault(label, {})[metric] = interval
+            bounds = percentiles(np.concatenate([batch[label][metric] for batch in batches]))
+            if bounds is not None:
+                interval = round(bounds[0], ROUNDED), round(bounds[1], ROUNDED)
+                intervals[label][metric] = interval
     return intervals
 
 
-def _lack_a_class(cases: Cases, weights: Floats) -> NDArray[np.bool_]:
+def percentiles(resamples: Floats, level: float = 0.05) -> Interval | None:
+    """The interval outside which is this share of the defined resamples; None if more than a tenth
+    of them are undefined.
+    """
+    defined = resamples[np.isfinite(resamples)]
+    if len(defined) < (1 - _UNDEFINED) * len(resamples):
+        return None
+    low, high = np.percentile(defined, (50 * level, 100 - 50 * level)).tolist()
+    return low, high
+
+
+def _lack_a_class(targets: Array, weights: Floats) -> Bools:
     """Whether weighted cases of a classification task (..., cases) lack a class that the cases
     have, (...); of labels, also their absence.
     """
-    if cases.targets is None:
-        return np.zeros(weights.shape[:-1], bool)
-    targets = cases.targets.numpy()
-    classes = [targets == number for number in np.unique(targets)]
     if targets.ndim == 2:
-        classes = [*(targets > 0).T, *(targets == 0).T]
-    lack = np.zeros(weights.shape[:-1], bool)
-    for of_class in classes:
-        if of_class.any():
-            lack |= weights @ of_class == 0
-    return lack
+        classes = np.concatenate([targets.T > 0, targets.T == 0])
+    else:
+        classes = targets == np.unique(targets)[:, None]
+    classes = classes[classes.any(axis=1)]
+    return np.any(weights @ classes.T == 0, axis=-1)
 
 
 def _patients_behind(cases: Cases, label: str, metric: str, patients: int) -> int:
@@ -123,8 +129,8 @@ def _values(
     """Label, or `ALL` -> metric -> (...) of weighted cases (..., cases)."""
     if not len(cases.patients):
         return {}
-    by_label: dict[str, dict[str, Any]] = {}
-    if cases.probabilities is None or cases.targets is None:
+    by_label = {}
+    if cases.outputs is None:
         structures = cases.structures if len(cases.structures) <= MOST_LABELS else {}
         for label, values in {ALL: cases.values, **structures}.items():
             by_label[label] = {
@@ -133,7 +139,7 @@ def _values(
                 if name in values
             }
         return by_label
-    outputs = cases.probabilities.numpy(), cases.targets.long().numpy(), weights
+    outputs = *cases.outputs, weights
     by_label[ALL] = {name: of_outputs(metric_table()[name].compute, *outputs) for name in metrics}
     if len(task.labels) <= MOST_LABELS:
         by_label.update(by_class(*outputs, task.labels))
@@ -143,10 +149,19 @@ def _values(
 def weighted_mean(values: Floats, weights: Floats) -> Floats:
     """The mean (...) of the values (cases,) that are defined; weights (..., cases)."""
     with np.errstate(all="ignore"):
-        return np.asarray(weights @ np.nan_to_num(values) / (weights @ ~np.isnan(values)))
+        return weights @ np.nan_to_num(values) / (weights @ ~np.isnan(values))
 
 
-def _defined(value: Any) -> float | None:
-    if np.isnan(value):
+def mean_interval(
+    values: Sequence[float], purpose: str = "bootstrap", resamples: int = 9999
+) -> Interval | None:
+    """The 95 % percentile bootstrap interval of a mean (Efron and Tibshirani, An Introduction to
+    the Bootstrap, 1993, Sec. 13.3).
+
+    None where `has_interval` forbids it. `purpose`: of the random numbers.
+    """
+    if not has_interval(len(values)):
         return None
-    return round(float(value), _DIGITS)
+    sample = np.asarray(values)
+    rows = numpy_generator(0, purpose).integers(len(sample), size=(resamples, len(sample)))
+    return percentiles(sample[rows].mean(axis=1))

@@ -2,7 +2,7 @@
 Light to import.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any, Final
@@ -10,6 +10,7 @@ from typing import Any, Final
 from medflare.core.errors import ConfigError
 from medflare.core.extensions import Extensions
 from medflare.core.settings import unknown
+from medflare.core.text import Json
 
 # They return several patches, or change intensities only.
 _NOT_SPATIAL: Final = ("RandGridPatch", "RandSimulateLowResolution")
@@ -42,7 +43,7 @@ _USUAL: Final = {
 SIZING: Final = frozenset({"keep_size", "spatial_size"})
 
 
-def is_usual(settings: Mapping[str, Any]) -> bool:
+def is_usual(settings: Json) -> bool:
     """Whether no argument makes the transform {"name": ..., arguments} slow or its result large.
 
     ConfigError for an extension that cannot be used.
@@ -114,9 +115,7 @@ def _check_class(candidate: Any) -> None:
 EXTENSIONS: Final = Extensions("transform", "transforms", _names, _check_class)
 
 
-def check_transforms(
-    intensity: Mapping[str, Any], augment: Sequence[Mapping[str, Any]], location: str
-) -> None:
+def check_transforms(intensity: Json, augment: Sequence[Json], location: str) -> None:
     """Raises ConfigError for a transform, {"name": ..., arguments}, that MONAI does not have there
     and no extension has, or with the argument keys. No extension is imported.
     """
@@ -125,7 +124,7 @@ def check_transforms(
         _check_transform("augment", transform, location)
 
 
-def _check_transform(setting: str, transform: Mapping[str, Any], location: str) -> None:
+def _check_transform(setting: str, transform: Json, location: str) -> None:
     name = transform["name"]
     if "keys" in transform:
         raise ConfigError(

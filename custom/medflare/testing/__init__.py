@@ -19,11 +19,11 @@ from torch import Tensor
 
 from medflare.core.errors import MedflareError, one_line
 from medflare.core.message import Message
+from medflare.core.text import Json, JsonDict, Say
 from medflare.evaluation.results import COMPLETED, find_results, load_results, validate_results
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.preflight import check_run
 from medflare.inference.deployed import load_model
-from medflare.methods.base import SiteAlgorithm
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
@@ -40,8 +40,7 @@ TASK = load_task(
 SITES = ("a", "b")
 OUTSIDE = "z"
 
-Say = Callable[[str], None]  # takes a line of progress
-Results = dict[str, Any]
+Results = JsonDict
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def check_method(
         The checks in their order; if the first run fails, no further ones.
     """
     chosen = get_method(method)
-    checks: list[Check] = []
+    checks = []
     with TemporaryDirectory() as folder:
         for name, check in _Kit(chosen, task, hyper, Path(folder)).checks(simulator):
             say(name)
@@ -119,7 +118,7 @@ class _Kit:
 
     method: Method
     task: TaskConfig
-    hyper: Mapping[str, Any]
+    hyper: Json
     folder: Path
     _sent: dict[str, set[str]] = field(default_factory=dict)  # phase -> metadata of its replies
 
@@ -141,7 +140,7 @@ class _Kit:
 
     def run(self, name: str, method: Method | None = None, **options: Any) -> Results:
         """Results of a completed run of two rounds in the folder `name`."""
-        settings: dict[str, Any] = {"sites": SITES, "rounds": 2, "seed": 1, "workers": 1}
+        settings: JsonDict = {"sites": SITES, "rounds": 2, "seed": 1, "workers": 1}
         settings |= {"outside": self.outside, "out": self.folder / name, **self.hyper, **options}
         return _completed(run_local(method or self.method, self.task, **settings))
 
@@ -240,11 +239,10 @@ def _completed(results: Results) -> Results:
 
 def _recorded(method: Method, sent: dict[str, set[str]]) -> Method:
     """The method under another name; `sent` gets the metadata names of its replies by phase."""
-    site_class: type[SiteAlgorithm[Any]] = method.site_class
 
-    class Recorded(site_class):  # type: ignore[valid-type, misc]
+    class Recorded(method.site_class):  # type: ignore[name-defined]
         def perform(self, phase: str, round: int, incoming: Message) -> Message:
-            reply: Message = super().perform(phase, round, incoming)
+            reply = super().perform(phase, round, incoming)
             sent.setdefault(phase, set()).update(reply.meta)
             return reply
 
@@ -270,7 +268,7 @@ def _dying() -> Say:
     """A reporter of progress that ends the run within its second step: the sites have done it, the
     checkpoint does not hold it.
     """
-    lines: list[str] = []
+    lines = []
 
     def say(line: str) -> None:
         lines.append(line)

@@ -1,7 +1,7 @@
 """The order of a split's images, their batches and sampling weights, and reading ahead."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
@@ -16,6 +16,14 @@ from medflare.tasks.metrics import Images
 
 _AHEAD: Final = 2  # batches that are read ahead of the one in use
 T = TypeVar("T")
+
+
+def rows_of_patients(patients: Sequence[str]) -> dict[str, list[int]]:
+    """Patient -> rows of its images, in the order of the first ones."""
+    rows: dict[str, list[int]] = {}
+    for row, patient in enumerate(patients):
+        rows.setdefault(patient, []).append(row)
+    return rows
 
 
 def in_order(count: int, size: int) -> list[Tensor]:
@@ -85,7 +93,7 @@ def sampling_weights(task: TaskConfig, targets: Images) -> Tensor | None:
             f"({', '.join(groups)}), got {len(weights)}"
         )
     image_weights = members @ (weights / members.sum(dim=0).clamp(min=1))
-    if len(image_weights) and not bool(image_weights.sum() > 0):
+    if len(image_weights) and not image_weights.sum() > 0:
         raise ConfigError(
             f"task {task.name}: sampling.weights are 0 for every image that this site has; "
             "give one of its groups a weight"

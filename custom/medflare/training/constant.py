@@ -15,8 +15,6 @@ from medflare.training.site import Site
 
 # Difference of metrics up to which a model counts as no better than the constant prediction.
 NEAR: Final = 0.01
-# Of training masks that must cover a pixel for a mean mask to cover it.
-_FRACTIONS: Final = (0.1, 0.2, 0.3, 0.4, 0.5)
 
 
 def is_at_chance(value: float, constant: float) -> bool:
@@ -127,7 +125,8 @@ def constant_predictions(task: TaskConfig, targets: Images) -> Iterator[Tensor]:
         if task.target == "multiclass":
             yield mean
             return
-        for fraction in _FRACTIONS:
+        # Of the masks that must cover a pixel for the mean mask to cover it.
+        for fraction in (0.1, 0.2, 0.3, 0.4, 0.5):
             yield (mean > fraction).float()
 
 

@@ -77,7 +77,7 @@ def weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
         >>> weighted_sum([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
         6.0
     """
-    values: list[float] = []
+    values = []
     if losses:
         values = torch.stack(list(losses)).tolist()
     total = 0.0
@@ -131,9 +131,14 @@ def train_epochs(
     return weighted_sum(losses, sizes) / sum(sizes) if sizes else math.nan
 
 
+def named_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that require a gradient by name, in the model's order."""
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that require a gradient, in the model's order."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return list(named_trainable(model).values())
 
 
 def finite_or_none(value: float | None) -> float | None:
@@ -167,7 +172,7 @@ class Steps:
         self._scaler = scaler_of(optimizer) if site.task.precision == "fp16" else None
         self._batches = 0  # since the last step
         self._images = 0
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
 
     def backward(self, loss: Tensor, images: int) -> None:
         """Add the gradient of a batch's mean loss, and step after the last batch of a step."""
@@ -201,7 +206,7 @@ class Steps:
         else:
             self._scaler.step(self.optimizer)
             self._scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         self._batches = 0
         self._images = 0
 
@@ -228,7 +233,7 @@ def pack_optimizer(optimizer: Optimizer) -> StateDict:
     """Copies of the optimizer's tensors (Adam's moments and step, momentum) as "index of the
     parameter.slot", on their device; of its scaler the numbers.
     """
-    packed: StateDict = {}
+    packed = {}
     if optimizer in _SCALERS:
         for name, number in _SCALERS[optimizer].state_dict().items():
             packed[f"{_SCALER}.{name}"] = torch.tensor(float(number))

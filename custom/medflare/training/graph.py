@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from medflare.core.errors import one_line
+from medflare.networks.features import overwrite
 from medflare.training.computing import stays
 from medflare.training.site import Site
 
@@ -87,7 +88,7 @@ class CapturedStep:
         group = optimizer.param_groups[0]
 
         def gradients() -> Tensor:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             loss = site.loss(model(self._images), self._targets)
             loss.backward()
             return loss.detach()
@@ -97,7 +98,7 @@ class CapturedStep:
                 for _ in range(_WARM_UP):
                     gradients()
                     optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             self._replay_gradients, self._loss = _recorded(gradients, stream)
             self._gradients: list[tuple[nn.Parameter, Tensor]] = []
             for weight in group["params"]:
@@ -183,7 +184,7 @@ class StepReplay:
         """
         # Beside site and precision: settings of the optimizer, shapes of a batch, where weights and
         # buffers are and which ones train, modes of layers.
-        situation: list[Any] = [type(self.optimizer), images.shape, targets.shape, targets.dtype]
+        situation = [type(self.optimizer), images.shape, targets.shape, targets.dtype]
         for name, value in self.optimizer.param_groups[0].items():
             if name not in ("params", "lr"):
                 situation.append((name, value))
@@ -230,11 +231,9 @@ def _unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, before, strict=True):
-                tensor.copy_(value)
+        overwrite(tensors, before)
         _load(optimizer.state, moments)
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
 
 
 @contextmanager

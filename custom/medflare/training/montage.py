@@ -15,6 +15,7 @@ from medflare.core.palette import structure_colours
 from medflare.data.loading import SiteData
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing, foreground, structures
+from medflare.training.batches import rows_of_patients
 from medflare.training.patches import Predictor
 from medflare.training.scoring import evaluating, predict_each, predicts_by_patient
 from medflare.training.site import Site
@@ -25,7 +26,6 @@ _SMALL: Final = 96  # pixels of a side in the contact sheet
 _COLUMNS: Final = 12
 _OPAQUE: Final = 0.45  # of a prediction over the image
 _WHITE: Final = (255, 255, 255)
-_LETTERS: Final = 16  # pixels, in a slice of a volume
 _OPPOSITE: Final = dict(zip("RLAPSI", "LRPAIS", strict=True))
 # Direction of the axis across a plane -> the plane.
 _PLANES: Final = {
@@ -78,7 +78,7 @@ def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
     for top, split in enumerate(splits):
         rows = np.linspace(0, len(split) - 1, min(_COLUMNS, len(split))).astype(int).tolist()
         for column, row in enumerate(rows):
-            masks: list[Tensor] = []
+            masks = []
             if task.kind == "segmentation":
                 masks = [structures(split.targets[row][None], task)[0]]
             tile = _picture(split.image(row), masks, None, limits, _SMALL)
@@ -92,7 +92,7 @@ def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
 def fullest_row(site: Site, patient: str) -> int:
     """The row of the patient's test image with the most true foreground."""
     data = site.data.test
-    rows = [row for row, name in enumerate(data.patients) if name == patient]
+    rows = rows_of_patients(data.patients)[patient]
     return max(rows, key=lambda row: int(structures(data.targets[row][None], site.task).sum()))
 
 
@@ -110,7 +110,7 @@ def _masks(site: Site, predictor: Predictor, row: int) -> list[Tensor]:
     data = site.data.test
     task = site.task
     if task.image_mode == "resize" and predicts_by_patient(predictor, len(data)):
-        rows = [other for other, name in enumerate(data.patients) if name == data.patients[row]]
+        rows = rows_of_patients(data.patients)[data.patients[row]]
         images = torch.stack([data.image(other) for other in rows]).to(site.device)
         with torch.no_grad(), evaluating(predictor):
             of_patient = predictor.predict_patient(images.split(site.scoring_batch))
@@ -173,7 +173,7 @@ def _labelled(tile: np.ndarray, plane: str, right: str, up: str, millimetres: fl
     picture = Image.fromarray(tile)
     draw = ImageDraw.Draw(picture)
     width, height = picture.size
-    font = ImageFont.load_default(size=_LETTERS)
+    font = ImageFont.load_default(size=16)
     write = partial(draw.text, font=font, fill="white", stroke_width=2, stroke_fill="black")
     write((3, 2), plane)
     write((width - 4, height // 2), right, anchor="rm")

@@ -13,6 +13,7 @@ from medflare.data.loading import Batch, Split
 from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Portion, measure
+from medflare.training.batches import rows_of_patients
 from medflare.training.patches import Predictor, WholeImages, windowed
 
 # Probabilities (B, outputs, ...) and targets (B, ...), on the CPU, and rows (B,).
@@ -62,11 +63,8 @@ def predict_split(
         batch: most images or windows at once.
     """
     if task.image_mode == "resize" and predicts_by_patient(predictor, len(data)):
-        patients: dict[str, list[int]] = {}
-        for row, patient in enumerate(data.patients):
-            patients.setdefault(patient, []).append(row)
-        for rows_of_patient in patients.values():
-            rows = torch.tensor(rows_of_patient)
+        for of_patient in rows_of_patients(data.patients).values():
+            rows = torch.tensor(of_patient)
             parts = [batch_of(part, *data.take(part)) for part in rows.split(batch)]
             with torch.no_grad(), evaluating(predictor):
                 probabilities = predictor.predict_patient([part.images for part in parts])
@@ -105,7 +103,7 @@ def measure_split(
     """The parts of metrics, image by image in the split's order, of predictions for all images in
     any order.
     """
-    order: list[int] = []
+    order = []
 
     def portions() -> Iterator[Portion]:
         for probabilities, targets, rows in predictions:

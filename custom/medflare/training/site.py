@@ -2,7 +2,7 @@
 metrics.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from medflare.data.targets import class_counts
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, Probabilities
+from medflare.networks.foreign import NetworkSpec
 from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Scores
@@ -118,10 +119,7 @@ class Site:
         return range_of(self.data.acquired, patients, self.task.spatial_dims, minimum_patients)
 
     def network(
-        self,
-        purpose: str = "model",
-        spec: Mapping[str, Any] | None = None,
-        outputs: int | None = None,
+        self, purpose: str = "model", spec: NetworkSpec | None = None, outputs: int | None = None
     ) -> FeatureNetwork:
         """A network on the site's device with the initial weights that all sites share, see
         `networks.catalogue.initial_network`.

@@ -1,6 +1,7 @@
 """MOON's loss by hand, and its effect on local training."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -53,12 +54,20 @@ def test_all_three_models_normalise_by_the_batch() -> None:
         for name, tensor in squares.start().items()
     }
     model = algorithm.network("model", state).train()
-    images = squares.site().data.train.images[:6]
+    train = squares.site().data.train
+    algorithm.previous = state
+    compared: list[torch.Tensor] = []
+
+    def note(*features: Any) -> torch.Tensor:
+        compared.extend(features[:3])
+        return torch.zeros(())
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moon, "contrastive_loss", lambda *features: torch.stack(features[:3]))
-        local, shared, previous = algorithm._contrast(model, state)(
-            images, model.features_and_output(images)[0]
-        )
+        patch.setattr(moon, "contrastive_loss", note)
+        loss = algorithm.round_loss(model, round=1)
+        assert loss is not None
+        loss(model, train.images[:6], train.targets[:6])
+    local, shared, previous = compared
     torch.testing.assert_close(shared, local)
     torch.testing.assert_close(previous, local)
     for purpose in ("frozen", "previous"):

@@ -14,6 +14,7 @@ from medflare.core.states import StateDict, copy_state, weighted_mean
 from medflare.data.loading import Batch, SiteData, Split
 from medflare.federation.suppression import suppress_splits
 from medflare.methods.catalogue import build_deployed
+from medflare.methods.families.second_models.perfedavg import adapt
 from medflare.methods.fedsm.extra import (
     EnsembleSuperModel,
     ExtraSuperModel,
@@ -27,7 +28,7 @@ from medflare.methods.fedsm.formulas import (
     soft_pull,
     tuned_gamma,
 )
-from medflare.methods.fedsm.personalization import adapt, train_apfl, train_per_fedavg, train_pfedme
+from medflare.methods.fedsm.personalization import train_apfl, train_per_fedavg, train_pfedme
 from medflare.methods.fedsm.selector import selector_spec
 from medflare.methods.fedsm.server import FedSMServer
 from medflare.methods.fedsm.site import FedSMSite

@@ -3,7 +3,7 @@
 import pytest
 
 from medflare.studies.candidates import Candidate
-from medflare.studies.references import Setting
+from medflare.studies.references import Draw, Setting
 from medflare.tasks.config import load_task
 
 SITES = ("A", "B", "C", "D")
@@ -14,8 +14,9 @@ SETTING = Setting(load_task("mechanisms/conventions"), SITES, rounds=20)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_super_model_is_better_than_one_model_and_than_training_alone(seed: int) -> None:
     """FedSM's global model is FedAvg's."""
-    alone = Candidate.parse("single-site").run(SETTING, seed)
-    results = Candidate.parse("fedsm").run(SETTING, seed)
+    draw = Draw(SETTING, seed)
+    alone = Candidate.parse("single-site").run(draw)
+    results = Candidate.parse("fedsm").run(draw)
     dice = {model: metrics["dice"] for model, metrics in results["mean"]["inside"].items()}
     assert dice["deployed"] >= dice["global"] + 0.005
     assert dice["deployed"] >= alone["mean"]["inside"]["deployed"]["dice"]

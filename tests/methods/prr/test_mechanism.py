@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 
 from medflare.studies.candidates import Candidate
-from medflare.studies.references import Setting
+from medflare.studies.references import Draw, Setting
 from medflare.tasks.config import load_task
 
 SEEDS = (0, 1, 2)
@@ -18,7 +18,7 @@ def gain(federation: str, model: str, seed: int) -> float:
     setting = Setting(task, ("A", "B", "C"), rounds=10)
     f1 = {}
     for row in ("prr", "single-site:method=prr"):
-        results = Candidate.parse(row).run(setting, seed)
+        results = Candidate.parse(row).run(Draw(setting, seed))
         f1[row] = results["mean"]["inside"][model]["f1_macro"]
     return float(f1["prr"] - f1["single-site:method=prr"])
 

@@ -22,10 +22,10 @@ import torch
 from safetensors.torch import load, save
 
 from medflare.core.errors import Aborted, ConfigError, MedflareError
-from medflare.core.message import Message
-from medflare.core.states import StateDict
+from medflare.core.message import Message, Messages
 from medflare.core.store import SEPARATOR, flat
-from medflare.federation.exchange import Reply
+from medflare.core.text import JsonDict
+from medflare.federation.exchange import Replies, Reply
 from medflare.federation.participant import Participant, import_ahead
 from medflare.methods.base import Step
 
@@ -52,7 +52,7 @@ class LocalExchange:
         """The sites that are not absent in this round, sorted."""
         return sorted(set(self.sites).difference(self.absent.get(round, ())))
 
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+    def __call__(self, step: Step, outgoing: Messages) -> Replies:
         return {site: self.answer(site, step, outgoing[site].copied()) for site in sorted(outgoing)}
 
     def answer(self, site: str, step: Step, message: Message) -> Reply:
@@ -78,26 +78,26 @@ class LocalExchange:
         """Nothing to do."""
 
 
-def send(connection: Connection, words: dict[str, Any], message: Message) -> None:
+def send(connection: Connection, words: JsonDict, message: Message) -> None:
     """Send a message, and JSON values beside it, to another process, which calls `receive`.
 
     OSError if the process is gone.
     """
     # safetensors changes the order.
     names = {entry: list(state) for entry, state in message.states.items()}
-    header = {"words": words, "meta": message.meta, "names": names}
-    connection.send_bytes(json.dumps(header).encode())
+    header = json.dumps({"words": words, "meta": message.meta, "names": names})
+    connection.send_bytes(header.encode())
     connection.send_bytes(save(flat(message)))
 
 
-def receive(connection: Connection) -> tuple[dict[str, Any], Message]:
+def receive(connection: Connection) -> tuple[JsonDict, Message]:
     """The next message, and the JSON values beside it.
 
     EOFError if the other process has closed the connection.
     """
     header = json.loads(connection.recv_bytes())
     tensors = load(connection.recv_bytes())
-    states: dict[str, StateDict] = {}
+    states = {}
     for entry, names in header["names"].items():
         states[entry] = {name: tensors[f"{entry}{SEPARATOR}{name}"] for name in names}
     return header["words"], Message(states, header["meta"])
@@ -119,8 +119,6 @@ class ForkedExchange(LocalExchange):
     _seconds: dict[str, float] = field(default_factory=dict)  # of each site's last reply
 
     def __post_init__(self) -> None:
-        if not hasattr(os, "fork"):
-            raise ConfigError("this system cannot fork a process: remove 'workers'")
         if torch.cuda.is_initialized():
             raise ConfigError(
                 "this process has used a GPU already and cannot be forked: "
@@ -128,11 +126,11 @@ class ForkedExchange(LocalExchange):
             )
         import_ahead()
 
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+    def __call__(self, step: Step, outgoing: Messages) -> Replies:
         # The slowest site begins first, so that the others need not wait for it at the end.
         waiting = sorted(outgoing, key=lambda site: self._seconds.get(site, 0.0))
         busy: dict[Any, str] = {}  # connection -> site
-        replies: dict[str, Reply] = {}
+        replies: Replies = {}
         while waiting or busy:
             while waiting and len(busy) < self.workers:
                 site = waiting.pop()
@@ -223,7 +221,7 @@ class ForkedExchange(LocalExchange):
                 send(connection, words, message)
         os._exit(0)
 
-    def _answered(self, site: str, step: Step, message: Message) -> tuple[dict[str, Any], Message]:
+    def _answered(self, site: str, step: Step, message: Message) -> tuple[JsonDict, Message]:
         try:
             reply = self.answer(site, step, message)
         except Aborted as error:

@@ -3,7 +3,8 @@
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.settings import check_site_name
 from medflare.core.store import MemoryStore, StateStore, Store
+from medflare.core.text import Json, Say
 from medflare.data.local import LocalSettings
-from medflare.evaluation.results import read_rounds
 from medflare.evaluation.run_results import RunResults, in_notebook
 from medflare.federation.checkpoint import stored_plan
 from medflare.federation.final_models import ArtifactStore, SiteFolder
@@ -26,7 +27,6 @@ from medflare.methods.catalogue import get_method
 from medflare.methods.method import Method
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig, load_task
-from medflare.tasks.summaries import Summary
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
@@ -37,7 +37,7 @@ Delivered = Callable[[str, str, Message, Cases], None]
 
 def run_local(
     method: str | Method,
-    task: TaskConfig | str | Path | Mapping[str, Any],
+    task: TaskConfig | str | Path | Json,
     sites: int | Iterable[str],
     *,
     rounds: int,
@@ -57,7 +57,7 @@ def run_local(
     forgetful: bool = False,
     track: str | None = None,
     progress: bool | None = None,
-    say: Callable[[str], None] | None = None,
+    say: Say | None = None,
     observe: Callable[[StepReport], None] = lambda report: None,
     delivered: Delivered = lambda site, role, model, cases: None,
     **options: Any,
@@ -123,12 +123,9 @@ def run_local(
     hyper = options
     settings = run_settings({"rounds": rounds, "seed": seed, "outside": apart, **rules})
     folder = None if out is None else Path(out)
-    steps: list[dict[str, Any]] = []
-
-    def observed(report: StepReport) -> None:
-        steps.append(report.line())
-        observe(report)
-
+    if say is None:
+        printed = in_notebook() if progress is None else progress
+        say = print if printed else lambda line: None
     run = Run(
         chosen,
         config,
@@ -138,8 +135,8 @@ def run_local(
         folder=folder,
         weights=None if weights is None else Path(weights),
         about={"engine": "local"},
-        say=say or _line_printer(progress),
-        observe=observed,
+        say=say,
+        observe=observe,
         track=track,
     )
     run.check(resume=resume)
@@ -153,11 +150,12 @@ def run_local(
                 return opener(name, role)
             return open_site(name, config, seed=seed, role=role, data_root=data_root, device=device)
 
-        artifacts = ArtifactStore()
+        call = partial(delivered, name)
+        artifacts = ArtifactStore(delivered=call)
         state: Store = memory.setdefault(name, MemoryStore())
         if folder is not None:
             site_folder = folder / SITES / name
-            artifacts = SiteFolder(site_folder, name, chosen, config, seed)
+            artifacts = SiteFolder(site_folder, name, chosen, config, seed, delivered=call)
             state = StateStore(site_folder / STATE)
         return Participant(
             name,
@@ -165,7 +163,7 @@ def run_local(
             chosen,
             hyper,
             store=state,
-            artifacts=_DeliveringStore(name, delivered, artifacts),
+            artifacts=artifacts,
             local=LocalSettings(share_model=True),
         )
 
@@ -179,48 +177,14 @@ def run_local(
             exchange = ForkedExchange(names, open_participant, exchange.absent, workers=workers)
         with closing(exchange):
             results = run.execute(exchange, resume=resume, checked=True)
-    return RunResults(results, steps if folder is None else read_rounds(folder), folder)
+    return RunResults(results, run.outcome.history, folder)
 
 
-def _line_printer(progress: bool | None) -> Callable[[str], None]:
-    """What gets the progress lines of a run without `say`, see `run_local`."""
-    if progress is None:
-        progress = in_notebook()
-    return print if progress else lambda line: None
-
-
-@dataclass(frozen=True)
-class _DeliveringStore(ArtifactStore):
-    """A site's store that also passes final models to the caller of `run_local`."""
-
-    site: str
-    delivered: Delivered
-    store: ArtifactStore
-
-    def keep(self, role: str, model: Message, summary: Summary) -> None:
-        self.delivered(self.site, role, model, summary.cases)
-        self.store.keep(role, model, summary)
-
-    def show(self, title: str, png: bytes) -> None:
-        self.store.show(title, png)
-
-    def finish(self, *arguments: Any) -> None:
-        self.store.finish(*arguments)
-
-
-def resume_local(
-    folder: Path | str,
-    *,
-    data_root: Path | str | None = None,
-    workers: int | None = None,
-    weights: Path | str | None = None,
-    device: str | None = None,
-    track: str | None = None,
-    say: Callable[[str], None] | None = None,
-) -> RunResults:
+def resume_local(folder: Path | str, **options: Any) -> RunResults:
     """Finish an interrupted run of the plain loop in `folder`, its `out`.
 
-    The other arguments are those of `run_local`.
+    `options`: `data_root`, `weights`, `device`, `workers`, `track`, `progress`, `say` and `observe`
+    of `run_local`; everything else is as before.
 
     Raises:
         StateError: the folder holds no checkpoint.
@@ -234,16 +198,11 @@ def resume_local(
         plan["sites"],
         site_algorithm=site_algorithm,
         server_algorithm=server_algorithm,
-        data_root=data_root,
-        weights=weights,
-        device=device,
         out=folder,
         resume=True,
-        workers=workers,
-        track=track,
-        say=say,
         **settings,
         **plan["hyper"],
+        **options,
     )
 
 

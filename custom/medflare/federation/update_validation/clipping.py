@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from medflare.core.message import Message
-from medflare.core.states import StateDict
+from medflare.core.states import State
 
 # Times the usual length of an update; of honest sites at most 2.8 (SGD with momentum, 400:8:8
 # images).
@@ -60,9 +60,7 @@ def usual_lengths(lengths: Tensor, images: Sequence[int]) -> Tensor:
     return usual
 
 
-def scales(
-    squares: Mapping[str, Tensor], sizes: Mapping[str, int], images: Sequence[int]
-) -> dict[str, Tensor]:
+def scales(squares: State, sizes: Mapping[str, int], images: Sequence[int]) -> dict[str, Tensor]:
     """Tensor -> the factors, (K,), to which the sites' updates of it are scaled; 1: as it is.
 
     1. A tensor's update u_t that is longer than 5 times the usual length m_t is scaled to m_t. m_t
@@ -85,9 +83,7 @@ def scales(
     return factors
 
 
-def absurd(
-    squares: Mapping[str, Tensor], sizes: Mapping[str, int], images: Sequence[int]
-) -> dict[int, str]:
+def absurd(squares: State, sizes: Mapping[str, int], images: Sequence[int]) -> dict[int, str]:
     """Site's index -> the tensor that moved more than 30 times its usual length, with the factor;
     running statistics may.
 
@@ -100,13 +96,14 @@ def absurd(
         far = (lengths > _ABSURD * usual) & (usual > 0)
         for row, site in far.nonzero().tolist():
             times = float(lengths[row, site] / usual[row, site])
-            reason = f"{names[row]} moved {times:.3g} times as far as the others' updates allow"
-            reasons.setdefault(site, reason)
+            reasons.setdefault(
+                site, f"{names[row]} moved {times:.3g} times as far as the others' updates allow"
+            )
     return reasons
 
 
 def _parts(
-    squares: Mapping[str, Tensor], sizes: Mapping[str, int], images: Sequence[int]
+    squares: State, sizes: Mapping[str, int], images: Sequence[int]
 ) -> Iterator[tuple[list[str], Tensor, Tensor, Tensor]]:
     """Of weights, then of running statistics: names, lengths and usual lengths of tensors,
     (tensors, K), and usual length of all, (K,).
@@ -135,7 +132,7 @@ def clipped(reply: Message, sent: Message, entry: str, factors: Mapping[str, flo
     """A reply with w_sent + factor (w - w_sent) for tensors with a factor below 1; between two
     variances is a variance.
     """
-    state: StateDict = dict(reply.states[entry])
+    state = dict(reply.states[entry])
     for name, factor in factors.items():
         if factor < 1:
             start = sent.states[entry][name].double()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from medflare.core.message import Message
+from medflare.core.message import Message, Messages
 from medflare.core.rng import torch_generator
 from medflare.core.states import cosines
 from medflare.federation.update_validation.clipping import usual_lengths
@@ -25,6 +25,8 @@ _AGREE = 0.2  # the others' sums have a larger cosine to each other, by their me
 _SHORT = 0.25  # a sum below this fraction of the usual length does no harm
 _LONG = 2.0  # a drift beyond so many times the usual length is not used
 
+Reasons = dict[str, str]  # by site
+Images = Mapping[str, int]  # training images by site
 Sketches = dict[str, dict[str, Tensor]]  # entry -> site -> sampled coordinates of its update
 
 
@@ -38,12 +40,7 @@ class DriftMemory:
     memory: Message = field(default_factory=Message)
 
     def sketch(
-        self,
-        phase: str,
-        entry: str,
-        replies: Mapping[str, Message],
-        sent: Mapping[str, Message],
-        salt: str,
+        self, phase: str, entry: str, replies: Messages, sent: Messages, salt: str
     ) -> dict[str, Tensor]:
         """Site -> coordinates of its update, each times sqrt(size / sample) of its tensor, so that
         lengths are estimated without bias.
@@ -70,16 +67,14 @@ class DriftMemory:
                 parts[site].append(scale * (end - start))
         return {site: torch.cat(updates) for site, updates in parts.items() if updates}
 
-    def drifting(
-        self, phase: str, sketches: Sketches, images: Mapping[str, int]
-    ) -> tuple[dict[str, str], dict[str, str]]:
+    def drifting(self, phase: str, sketches: Sketches, images: Images) -> tuple[Reasons, Reasons]:
         """Sites whose last updates, with the present one, are a drift, with the reason: long ones,
         which are not used, and others.
         """
-        long: dict[str, str] = {}
-        others: dict[str, str] = {}
+        long: Reasons = {}
+        others: Reasons = {}
         for entry, present in sketches.items():
-            full: dict[str, Tensor] = {}  # windows of the sites with enough updates
+            full = {}  # windows of the sites with enough updates
             for site, sketch in present.items():
                 window = self._window(phase, entry, site, sketch)
                 if len(window) == _WINDOW:

@@ -12,13 +12,13 @@ event.
 import math
 import statistics
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from medflare.core.message import Message
+from medflare.core.message import Message, Messages
 from medflare.core.phases import Items
 from medflare.core.specs import Manifest
 from medflare.core.states import CHUNK, cosines, iter_chunks
@@ -31,7 +31,7 @@ from medflare.federation.protocol import (
     violation,
 )
 from medflare.federation.update_validation import clipping
-from medflare.federation.update_validation.drift import DriftMemory, Sketches
+from medflare.federation.update_validation.drift import DriftMemory, Images, Reasons, Sketches
 from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
 
 T = TypeVar("T")
@@ -54,9 +54,9 @@ class Validated:
     """
 
     accepted: dict[str, Message]
-    rejected: dict[str, str]
-    suspicious: dict[str, str] = field(default_factory=dict)
-    sketches: Sketches = field(default_factory=dict)
+    rejected: Reasons
+    suspicious: Reasons
+    sketches: Sketches
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class _Updates:
 
 
 def validate_replies(
-    replies: Mapping[str, Message],
+    replies: Messages,
     manifest: Manifest,
-    outgoing: Mapping[str, Message],
+    outgoing: Messages,
     enrolled: Mapping[str, Mapping[str, int]],
     *,
     reply_meta: Items = (),
@@ -98,8 +98,8 @@ def validate_replies(
         drift: earlier updates; None: they are not compared.
         phase: whose earlier updates.
     """
-    accepted: dict[str, Message] = {}
-    rejected: dict[str, str] = {}
+    accepted = {}
+    rejected = {}
     for site in sorted(replies):
         problem = _problem(replies[site], manifest, reply_meta, enrolled.get(site, {}))
         if problem is None:
@@ -112,11 +112,12 @@ def validate_replies(
 
     rejected |= _too_long(updates, images)
     accepted = _without(accepted, rejected)
-    compared = {}
-    for entry, update in updates.items():
-        if update.replaces and (weights is None or entry in weights):
-            compared[entry] = update
-    sketches: Sketches = {}
+    compared = {
+        entry: update
+        for entry, update in updates.items()
+        if update.replaces and (weights is None or entry in weights)
+    }
+    sketches = {}
     drifting: Mapping[str, str] = {}
     if drift is not None and accepted:
         for entry, update in compared.items():
@@ -129,13 +130,12 @@ def validate_replies(
         drifting = _without(drifting, rejected)
     clipped = _clip(updates, accepted, outgoing, images)
 
-    suspicious: dict[str, str] = {}
+    suspicious: Reasons = {}
     for reasons in (clipped, _against_the_others(compared, accepted), drifting):
         for site, reason in reasons.items():
             earlier = f"{suspicious[site]}; " if site in suspicious else ""
             suspicious[site] = earlier + reason
-    minority = 2 * len(suspicious) < len(accepted)
-    if strict and len(accepted) > 2 and minority:
+    if strict and len(accepted) > 2 and 2 * len(suspicious) < len(accepted):
         rejected |= suspicious
         suspicious = {}
         accepted = _without(accepted, rejected)
@@ -166,9 +166,7 @@ def _problem(
     return None if problem is None else reason_line(problem)
 
 
-def _updates(
-    replies: Mapping[str, Message], outgoing: Mapping[str, Message], entry: str
-) -> _Updates:
+def _updates(replies: Messages, outgoing: Messages, entry: str) -> _Updates:
     """The updates of one entry; integer tensors are ignored."""
     states = [reply.states[entry] for reply in replies.values()]
     origins = [outgoing[site].states.get(entry, {}) for site in replies]
@@ -176,8 +174,8 @@ def _updates(
     replaces = all(origin and state.keys() <= origin.keys() for state, origin in pairs)
     count = len(states)
     products = torch.zeros(count, count, dtype=torch.float64)
-    squares: dict[str, Tensor] = {}
-    sizes: dict[str, int] = {}
+    squares = {}
+    sizes = {}
     buffer = torch.empty(count, CHUNK, dtype=torch.float64)
     for name, tensor in states[0].items():
         if not tensor.is_floating_point():
@@ -201,14 +199,14 @@ def _updates(
 def _clip(
     updates: Mapping[str, _Updates],
     accepted: dict[str, Message],
-    outgoing: Mapping[str, Message],
-    images: Mapping[str, int],
-) -> dict[str, str]:
+    outgoing: Messages,
+    images: Images,
+) -> Reasons:
     """Clip long updates in `accepted` (see `clipping.scales`); site -> what was clipped.
 
     Two sites have no majority.
     """
-    reasons: dict[str, str] = {}
+    reasons: Reasons = {}
     sites = list(accepted)
     for entry, update in updates.items():
         if not update.replaces or len(sites) < 3:
@@ -217,17 +215,15 @@ def _clip(
         squares = {name: lengths[rows] for name, lengths in update.squares.items()}
         scales = clipping.scales(squares, update.sizes, [images.get(site, 0) for site in sites])
         for index, site in enumerate(sites):
-            factors = {}
-            for name, scale in scales.items():
-                if scale[index] < 1:
-                    factors[name] = float(scale[index])
+            by_tensor = {name: float(scale[index]) for name, scale in scales.items()}
+            factors = {name: factor for name, factor in by_tensor.items() if factor < 1}
             if factors:
                 accepted[site] = clipping.clipped(accepted[site], outgoing[site], entry, factors)
                 reasons.setdefault(site, clipping.reason(entry, factors, len(update.sizes)))
     return reasons
 
 
-def _too_long(updates: Mapping[str, _Updates], images: Mapping[str, int]) -> dict[str, str]:
+def _too_long(updates: Mapping[str, _Updates], images: Images) -> Reasons:
     """Sites whose update of some entry is much longer than the others', with the reason.
 
     That is longer than ten times the median of the others that moved.
@@ -235,29 +231,30 @@ def _too_long(updates: Mapping[str, _Updates], images: Mapping[str, int]) -> dic
     A site with r times the others' median count of training images takes more steps: it has r times
     this limit, at most a hundred.
     """
-    rejected: dict[str, str] = {}
+    rejected: Reasons = {}
     for entry, update in updates.items():
         squared = update.products.diagonal().clamp(min=0)
         lengths = dict(zip(update.sites, squared.sqrt().tolist(), strict=True))
         for site, length in lengths.items():
-            others = []
-            for other, moved in lengths.items():
-                if other != site and 0 < moved < math.inf:
-                    others.append(other)
+            others = {
+                other: moved
+                for other, moved in lengths.items()
+                if other != site and 0 < moved < math.inf
+            }
             if not others:
                 continue
-            median = statistics.median(lengths[other] for other in others)
+            median = statistics.median(others.values())
             limit = _LARGEST_LIMIT
             if update.replaces and len(others) > 1:
                 count = statistics.median(images.get(other, 0) for other in others)
                 ratio = max(1.0, images.get(site, 0) / count) if count else 1.0
                 limit = min(_LIMIT * ratio, _LARGEST_LIMIT)
             if not length <= limit * median:  # also if it is NaN because the square overflows
-                reason = (
+                rejected.setdefault(
+                    site,
                     f"{entry} moved by {length:.3g}, more than {limit:.3g} times "
-                    f"the others' median {median:.3g}"
+                    f"the others' median {median:.3g}",
                 )
-                rejected.setdefault(site, reason)
         if update.replaces and len(update.sites) > 2:
             counts = [images.get(site, 0) for site in update.sites]
             for index, reason in clipping.absurd(update.squares, update.sizes, counts).items():
@@ -265,18 +262,19 @@ def _too_long(updates: Mapping[str, _Updates], images: Mapping[str, int]) -> dic
     return rejected
 
 
-def _against_the_others(updates: Mapping[str, _Updates], sites: Collection[str]) -> dict[str, str]:
+def _against_the_others(updates: Mapping[str, _Updates], sites: Collection[str]) -> Reasons:
     """Those of `sites` whose update points against those of the others, with the reason."""
-    reasons: dict[str, str] = {}
+    reasons: Reasons = {}
     for entry, update in updates.items():
         rows = [row for row, site in enumerate(update.sites) if site in sites]
         by_row = cosines_to_the_others(update.products[rows][:, rows]).tolist()
         for row, cosine in zip(rows, by_row, strict=True):
             if cosine < OPPOSITE:
-                reason = (
-                    f"{entry} moved against the others: cosine {cosine:.2f} to their mean direction"
+                reasons.setdefault(
+                    update.sites[row],
+                    f"{entry} moved against the others: "
+                    f"cosine {cosine:.2f} to their mean direction",
                 )
-                reasons.setdefault(update.sites[row], reason)
     return reasons
 
 
@@ -306,7 +304,7 @@ def drop_invalid_metrics(reply: Message) -> dict[str, tuple[str, str]]:
     Such a value costs the site its vote in model selection, not its update.
     """
     problems = {}
-    values: dict[str, float | None] = {}
+    values = {}
     for model, value in (reply.get(VALIDATION) or {}).items():
         problem = METRIC.problem(value)
         values[model] = None if problem else value

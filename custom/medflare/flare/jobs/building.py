@@ -7,21 +7,20 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import field, fields
+from dataclasses import KW_ONLY, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from nvflare.apis.job_def import JobMetaKey
 from nvflare.job_config.api import FedJob
-from pydantic import Field
-from pydantic.dataclasses import dataclass
+from pydantic import NonNegativeInt
 
 import medflare
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import SplitHyper
-from medflare.core.settings import STRICT, checked
+from medflare.core.settings import checked, strict_dataclass
 from medflare.core.store import write_json
+from medflare.core.text import Json, JsonDict
 from medflare.federation.preflight import check_run
 from medflare.federation.settings import RUN_SETTINGS, RunSettings
 from medflare.federation.tracking import check_track
@@ -71,7 +70,7 @@ TensorBoard files; metrics.jsonl has the numbers.
 """
 
 
-@dataclass(frozen=True, config=STRICT, kw_only=True)
+@strict_dataclass
 class JobSettings(RunSettings):
     """The settings of a job: those of the run, and
 
@@ -85,10 +84,11 @@ class JobSettings(RunSettings):
         track: where the server's curves go, see `federation.tracking.check_track`.
     """
 
+    _: KW_ONLY
     method: str
-    rounds: Annotated[int, Field(ge=0)] = 10
+    rounds: NonNegativeInt = 10
     seed: int = 0
-    hyper: dict[str, Any] = field(default_factory=dict)
+    hyper: JsonDict = field(default_factory=dict)
     site_algorithm: str | None = None
     server_algorithm: str | None = None
     byoc: bool = True
@@ -141,7 +141,7 @@ class FederationJob(FedJob):
         self._files = tempfile.TemporaryDirectory(prefix="medflare-")
         values = {name: getattr(settings, name) for name in ("site_algorithm", *RUN_SETTINGS)}
         track = settings.track
-        tracker: MLflowTracker | None = None
+        tracker = None
         if track is not None and track.startswith(MLFLOW):
             tracker = MLflowTracker(track)
             track = None
@@ -165,11 +165,7 @@ class FederationJob(FedJob):
 
 
 def build_job(
-    method: str,
-    task: TaskConfig | str | Path | Mapping[str, Any],
-    *,
-    out: Path | str,
-    **settings: Any,
+    method: str, task: TaskConfig | str | Path | Json, *, out: Path | str, **settings: Any
 ) -> Path:
     """Write a job folder.
 
@@ -188,9 +184,8 @@ def build_job(
     if folder.exists() and any(folder.iterdir()) and not (folder / "meta.json").exists():
         raise ConfigError(f"{folder} holds files and is no job folder; choose another one")
     others = [path for path in folder.glob("*") if path.name not in ("meta.json", "app")]
-    for path in (folder / "app" / "custom").glob("*"):
-        if path.name not in ("README.md", "medflare", "__pycache__"):
-            others.append(path)
+    ours = ("README.md", "medflare", "__pycache__")
+    others += [path for path in (folder / "app/custom").glob("*") if path.name not in ours]
     if others:
         raise ConfigError(
             f"{min(others)} would be lost, as the job there is written anew; "
@@ -278,8 +273,12 @@ def _aggregator(method: Method, hyper: SplitHyper) -> MethodAggregator:
 
 def _executor(settings: JobSettings, method: Method, hyper: SplitHyper) -> MedflareExecutor:
     name, server = method.algorithms
-    options: dict[str, Any] = {"seed": settings.seed, "hyper": hyper, "resume": settings.resume}
-    options["server_algorithm"] = "" if server == name else server
+    options: JsonDict = {
+        "seed": settings.seed,
+        "hyper": hyper,
+        "resume": settings.resume,
+        "server_algorithm": "" if server == name else server,
+    }
     if name in EXECUTORS:
         return EXECUTORS[name](**options)
     return MedflareExecutor(method=name, **options)

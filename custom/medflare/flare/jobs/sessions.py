@@ -13,7 +13,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import datetime
 from io import StringIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from nvflare.apis.job_def import JobMetaKey, RunStatus
 from nvflare.fuel.flare_api import api_spec
@@ -22,9 +22,9 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from medflare.core.errors import ConfigError, MedflareError, one_line
 from medflare.core.settings import no_such
-from medflare.core.text import printable_json
+from medflare.core.text import Json, printable_json
 
-Job = Mapping[str, Any]  # FLARE's metadata of a job
+Job = Json  # FLARE's metadata of a job
 RUNNING: Final = RunStatus.RUNNING.value
 # Also after a restart of the server.
 LOST: Final = (api_spec.AuthenticationError, api_spec.NoConnection, api_spec.SessionClosed)
@@ -86,8 +86,7 @@ def session(kit: Path) -> Iterator[Session]:
 def jobs_of(connection: Session) -> list[Job]:
     """All jobs of the server, the oldest first."""
     # Other leads chose the names.
-    jobs: list[Job] = printable_json(connection.list_jobs(detailed=True))
-    return jobs
+    return printable_json(connection.list_jobs(detailed=True))
 
 
 def found_job(jobs: Iterable[Job], wanted: str) -> Job:

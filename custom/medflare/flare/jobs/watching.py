@@ -6,16 +6,16 @@ Rounds, metrics and silent sites are printed as they come, and the reasons if it
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from nvflare.apis.job_def import JobMetaKey, RunStatus
 from nvflare.fuel.flare_api.api_spec import MonitorReturnCode, TargetType
 from nvflare.fuel.flare_api.flare_api import Session
 
-from medflare.core.text import printable
+from medflare.core.text import Json, Say, printable
 from medflare.flare.jobs.sessions import (
     LOST,
     REFUSALS,
@@ -104,7 +104,7 @@ MEANINGS: Final[Mapping[str, str]] = {
 class Follower:
     """Passes what is new about a job to `say`, line by line, over all sessions with its server."""
 
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self, say: Say):
         self._say = lambda line: say(printable(line))  # the server and the sites write some of it
         self._printed: set[str] = set()
         self._reported: dict[str, float] = {}  # site -> its silence when it was last reported
@@ -163,7 +163,7 @@ class Follower:
             if match:
                 self._print_once([match["event"] or match["step"]])
 
-    def _show(self, progress: Mapping[str, Any]) -> None:
+    def _show(self, progress: Json) -> None:
         """Print the new lines and the silent sites."""
         if not progress:
             return
@@ -189,12 +189,7 @@ class Follower:
 
 
 def watch_job(
-    kit: Path,
-    wanted: str,
-    say: Callable[[str], None],
-    *,
-    timeout: float = 0.0,
-    patience: float = 600.0,
+    kit: Path, wanted: str, say: Say, *, timeout: float = 0.0, patience: float = 600.0
 ) -> bool:
     """Follow a job until it ends; return whether it completed.
 
@@ -249,7 +244,7 @@ def _waits(meta: Job) -> str:
     return f", waits: {history[-1].partition(': ')[2]}"  # after the time
 
 
-def _progress(stats: Mapping[str, Any]) -> Mapping[str, Any]:
+def _progress(stats: Json) -> Json:
     """medflare's part of the server's statistics; {} if the job has none, or not yet."""
     server = stats.get(TargetType.SERVER)
     progress = server.get(GROUP) if isinstance(server, Mapping) else None
@@ -279,7 +274,7 @@ def explanations(texts: Iterable[tuple[str, str]]) -> Iterator[str]:
                     yield meaning.format(party=party, **match.groupdict())
 
 
-def deployment(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def deployment(meta: Json) -> Iterator[tuple[str, str]]:
     """(party, its reply) when FLARE deployed the job."""
     for detail in meta.get(JobMetaKey.JOB_DEPLOY_DETAIL) or []:
         party, _, reply = str(detail).partition(": ")

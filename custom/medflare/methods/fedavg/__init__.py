@@ -9,7 +9,7 @@ The algorithms of most other methods derive from these.
 from typing import TYPE_CHECKING
 
 from medflare.core.lazy_imports import lazy_imports
-from medflare.methods.method import Method
+from medflare.methods import Method
 
 METHOD = Method(
     name="fedavg",

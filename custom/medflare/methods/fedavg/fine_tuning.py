@@ -6,10 +6,10 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import phase
 from medflare.core.settings import strict_dataclass
-from medflare.core.states import copy_state
 from medflare.methods.fedavg.personal import PersonalSite
 from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgSiteHyper, delivered
 from medflare.methods.parts.measured import MEASURED
+from medflare.networks.features import copied_state
 from medflare.training.epochs import train_epochs
 
 
@@ -38,13 +38,12 @@ class FineTunedSite(PersonalSite[F]):
     def fine_tune(self, round: int, incoming: Message) -> Message:
         """Trains the selected global model for `tuning_epochs` with a fresh optimizer."""
         model = self.network("model", incoming[MODEL])
-        before = self.validation(model)
-        self.selection.add(before, round, incoming[MODEL])
+        self.selection.add(self.validation(model), round, incoming[MODEL])
         optimizer = self.site.optimizer(model.parameters())
         count = self.hyper.tuning_epochs
         loss = train_epochs(model, optimizer, self.site, round, "fine_tune", count=count)
-        tuned = copy_state(model.state_dict())
-        reply = Message.of(self.measured(loss=loss if count else None, validation={}))
+        tuned = copied_state(model)
+        reply = self.reply(loss=loss if count else None)
         self.selection.add_trained(round, tuned, reply)
         return reply
 

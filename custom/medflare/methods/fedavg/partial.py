@@ -15,13 +15,14 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.phases import phase
 from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict, copy_state
+from medflare.core.states import StateDict
 from medflare.methods.base import PersistentState, Plan
 from medflare.methods.fedavg.personal import PersonalSite
 from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, F, received
 from medflare.methods.parts.measured import MEASURED, VALIDATION
 from medflare.methods.parts.partial import LocalPart
 from medflare.networks.catalogue import meta_network
+from medflare.networks.features import copied_state
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 
@@ -46,19 +47,16 @@ class PartialSite(PersonalSite[F]):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-
-        def shared(plan: Plan[Any, Any]) -> StateDict:
-            return cls.local_part(plan.network()).shared(plan.template())
-
-        def local(plan: Plan[Any, Any]) -> StateDict:
-            return cls.local_part(plan.network()).local(plan.template())
-
-        model = replace(SHARED, template=shared)
-        cls.phases = {
-            **cls.phases,
+        model = replace(
+            SHARED, template=lambda plan: cls.local_part(plan.network()).shared(plan.template())
+        )
+        local = replace(
+            LOCAL, template=lambda plan: cls.local_part(plan.network()).local(plan.template())
+        )
+        cls.phases |= {
             "train": replace(cls.phases["train"], request=(model,), reply=(model,)),
             "validate": replace(cls.phases["validate"], request=(model,)),
-            "share": replace(cls.phases["share"], reply=(replace(LOCAL, template=local),)),
+            "share": replace(cls.phases["share"], reply=(local,)),
         }
 
     def __init__(self, site: Site, plan: Plan[F, Any]):
@@ -87,7 +85,7 @@ class PartialSite(PersonalSite[F]):
         Before the first training its own are those of the common initial model.
         """
         if self.local is None:
-            self.local = self.part.local(copy_state(self.site.network().state_dict()))
+            self.local = self.part.local(copied_state(self.site.network()))
         return {**shared, **self.local}
 
     @phase(request=(SHARED,), reply=(SHARED,), meta=MEASURED)
@@ -112,7 +110,7 @@ class PartialSite(PersonalSite[F]):
     @phase(reply=(LOCAL,), meta=MEASURED)
     def share(self, round: int, incoming: Message) -> Message:
         """The local part, once, after the last round."""
-        return Message.of({LOCAL: self.part.local(self.joined({})), **self.measured(validation={})})
+        return self.reply({LOCAL: self.part.local(self.joined({}))})
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """Inside, the site's own model in all roles.

@@ -21,7 +21,7 @@ class PersonalModel:
         selected: the best candidate so far.
     """
 
-    def __init__(self, algorithm: SiteAlgorithm[Any], name: str = "personal"):
+    def __init__(self, algorithm: SiteAlgorithm, name: str = "personal"):
         self._algorithm = algorithm
         self._rule: Selection = algorithm.plan.server_hyper.selection
         self.selected = Best(algorithm.memory, name)

@@ -1,8 +1,7 @@
 """FedAvg's server algorithm: the global model, its aggregation and the best round's selection."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
@@ -11,7 +10,14 @@ from medflare.core.phases import asks, handles
 from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict
 from medflare.methods.aggregation import Aggregation, WeightedMean, site_models
-from medflare.methods.base import PersistentState, ServerAlgorithm, ServerContext, ServerHyper, Step
+from medflare.methods.base import (
+    PersistentState,
+    Replies,
+    ServerAlgorithm,
+    ServerContext,
+    ServerHyper,
+    Step,
+)
 from medflare.methods.fedavg.fine_tuning import FineTunedSite
 from medflare.methods.fedavg.partial import LOCAL, PartialSite
 from medflare.methods.fedavg.site import (
@@ -50,7 +56,7 @@ class FedAvgServer(ServerAlgorithm[G]):
     """
 
     Hyper: ClassVar[type] = FedAvgServerHyper
-    aggregation_class: ClassVar[type[Aggregation[Any]]] = WeightedMean
+    aggregation_class: ClassVar[type[Aggregation]] = WeightedMean
     freezes = True
     model = PersistentState("model")  # the global one
 
@@ -58,10 +64,9 @@ class FedAvgServer(ServerAlgorithm[G]):
         super().__init__(context)
         rule = getattr(self.hyper, "rule", "mean")
         if rule != "mean" and len(context.sites) < 3:
-            context.events.add(
-                "warning",
+            context.warn(
                 f"{rule} of {len(context.sites)} sites is their mean: "
-                "robustness needs three or more",
+                "robustness needs three or more"
             )
         self.model = context.initial_state()
         self.best = ModelSelector(self.memory, "global", self.hyper.selection)
@@ -83,9 +88,9 @@ class FedAvgServer(ServerAlgorithm[G]):
                 step = replace(step, phase="train_part")
             steps.append(step)
         if FineTunedSite.fine_tune.__name__ in self.context.phases:
-            steps.append(Step.of(FineTunedSite.fine_tune, self.context.rounds, everyone=True))
+            steps.append(self.final_step(FineTunedSite.fine_tune))
         if self.partial and self.context.outside:
-            steps.append(Step.of(PartialSite.share, self.context.rounds, everyone=True))
+            steps.append(self.final_step(PartialSite.share))
         return steps
 
     @asks(FedAvgSite.train, FedAvgSite.validate)
@@ -100,7 +105,7 @@ class FedAvgServer(ServerAlgorithm[G]):
         return Message.of({MODEL_PART: {name: self.model[name] for name in trained}})
 
     @handles(FedAvgSite.train, FedAvgSite.train_part)
-    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
         """Enter the round's initial model in the selection, then aggregate."""
         self.select_model(step, replies)
         models = site_models(replies, MODEL)
@@ -115,7 +120,7 @@ class FedAvgServer(ServerAlgorithm[G]):
         self.context.note(weight=self.aggregation.weights)
 
     @handles(FedAvgSite.validate)
-    def select_model(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def select_model(self, step: Step, replies: Replies) -> None:
         """Enter the validated model in the selection."""
         self.best.update(replies, "global", step.round, self.model)
 
@@ -125,7 +130,7 @@ class FedAvgServer(ServerAlgorithm[G]):
         return self.configure_final(site)
 
     @handles(PartialSite.share)
-    def add_local_parts(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def add_local_parts(self, step: Step, replies: Replies) -> None:
         """The mean of the local parts completes the model for outside sites."""
         local = self.aggregation.shared(site_models(replies, LOCAL), step.round)
         self.model = {**self.model, **local}

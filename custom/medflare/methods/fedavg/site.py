@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
@@ -16,12 +16,12 @@ from medflare.core.message import Message
 from medflare.core.phases import phase
 from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, TensorSpec, count
-from medflare.core.states import StateDict, copy_state
+from medflare.core.states import StateDict
 from medflare.inference.deployed import plain_message
 from medflare.methods.base import Plan, SiteAlgorithm, SiteHyper
 from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.partial import LocalPart
-from medflare.networks.features import FeatureNetwork
+from medflare.networks.features import FeatureNetwork, copied_state
 from medflare.privacy.settings import (
     PrivacyCost,
     PrivacyHyper,
@@ -33,17 +33,18 @@ from medflare.privacy.settings import (
 )
 from medflare.tasks.config import TaskConfig
 from medflare.training.epochs import Loss, OptimizerMemory, train_epochs, trainable
+from medflare.training.graph import Hook
 from medflare.training.site import Site
 
 T = TypeVar("T")
 
 
-def frozen_part(plan: Plan[Any, Any]) -> LocalPart:
+def frozen_part(plan: Plan) -> LocalPart:
     """The entries that are frozen in the first rounds, see `TaskConfig.freeze`."""
     return LocalPart.of_paths(plan.network(), plan.task.freeze.parts)
 
 
-def trainable_part(plan: Plan[Any, Any]) -> StateDict:
+def trainable_part(plan: Plan) -> StateDict:
     """Shapes and dtypes of all other entries."""
     return frozen_part(plan).shared(plan.template())
 
@@ -122,7 +123,7 @@ class FedAvgSite(SiteAlgorithm[F]):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if not cls.freezes:
-            cls.phases = {name: phase for name, phase in cls.phases.items() if name != "train_part"}
+            del cls.phases["train_part"]
 
     def __init__(self, site: Site, plan: Plan[F, Any]):
         super().__init__(site, plan)
@@ -155,8 +156,8 @@ class FedAvgSite(SiteAlgorithm[F]):
         model = self.network("model", incoming[MODEL])
         validation = self.validation(model)
         loss = self.optimized(model, "model", lambda optimizer: self.fit(model, optimizer, round))
-        reply = Message.of(self.measured(loss=loss, validation={"global": validation}))
-        reply[MODEL] = copy_state(model.state_dict())
+        trained = copied_state(model)
+        reply = self.reply({MODEL: trained}, loss=loss, validation={"global": validation})
         cost = self.privacy()
         if cost is not None:
             reply[PRIVACY] = cost
@@ -169,16 +170,13 @@ class FedAvgSite(SiteAlgorithm[F]):
         They are those of the common initial model, and do not travel.
         """
         part = frozen_part(self.plan)
-        initial = copy_state(self.site.network().state_dict())
-        whole = {**part.local(initial), **incoming[MODEL_PART]}
+        whole = {**part.local(copied_state(self.site.network())), **incoming[MODEL_PART]}
         with self.network("model", whole).frozen(self.site.task.freeze.parts):
             reply = self.train(round, Message.of({MODEL: whole}))
         reply[MODEL_PART] = part.shared(reply[MODEL])
         return reply
 
-    def optimized(
-        self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]
-    ) -> T:
+    def optimized(self, model: nn.Module, purpose: str, train: Callable[[Optimizer], T]) -> T:
         """Returns `train(optimizer)` with the task's optimizer of the model's trainable parameters.
 
         Its moments are those of `continued`.
@@ -193,8 +191,20 @@ class FedAvgSite(SiteAlgorithm[F]):
         with self.continued({purpose: optimizer}):
             return train(optimizer)
 
+    def train_model(
+        self, model: nn.Module, round: int, purpose: str, gradient_hook: Hook | None = None
+    ) -> float:
+        """Epochs of the task's loss with the optimizer of this purpose, see `optimized`."""
+        return self.optimized(
+            model,
+            purpose,
+            lambda optimizer: train_epochs(
+                model, optimizer, self.site, round, purpose, gradient_hook=gradient_hook
+            ),
+        )
+
     @contextmanager
-    def continued(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[None]:
+    def continued(self, optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
         """Inside, optimizers (by purpose) continue with the last round's moments.
 
         On exit these are stored. `reset_optimizer` switches both off.
@@ -208,9 +218,7 @@ class FedAvgSite(SiteAlgorithm[F]):
         for purpose, optimizer in optimizers.items():
             self.optimizers.keep(purpose, optimizer)
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         """One round of local training in place; most local variants override this.
 
         Args:
@@ -221,14 +229,14 @@ class FedAvgSite(SiteAlgorithm[F]):
         Returns:
             The mean training loss over all images; None if it is not reported.
         """
-        return self.descend(model, optimizer, round)
+        return self.descend(model, optimizer, round, self.round_loss(model, round))
+
+    def round_loss(self, model: FeatureNetwork, round: int) -> Loss | None:
+        """The loss of a round's batches, see `descend`; arguments as of `fit`."""
+        return None
 
     def descend(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        round: int,
-        loss: Loss | None = None,
+        self, model: nn.Module, optimizer: Optimizer, round: int, loss: Loss | None = None
     ) -> float | None:
         """Epochs of the task's loss, or of another one that is a mean over images.
 
@@ -259,7 +267,7 @@ class FedAvgSite(SiteAlgorithm[F]):
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metric of the incoming global model."""
         value = self.validation(self.network("model", incoming[MODEL]))
-        return Message.of(self.measured(validation={"global": value}))
+        return self.reply(validation={"global": value})
 
     @phase(request=(MODEL,), request_meta=(SELECTED_ROUND.as_optional(),))
     def finalize(self, incoming: Message) -> dict[str, Message]:

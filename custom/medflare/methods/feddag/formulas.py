@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medflare.core.states import StateDict, weighted_mean
+from medflare.core.states import StateDict
+from medflare.methods.aggregation import plain_mean
 from medflare.methods.parts.tensors import check_choice, refuse_shapes, widened
 
 
@@ -122,7 +123,7 @@ def sharpness_perturbation(
     if isinstance(gradients, Mapping):
         epsilon = sharpness_perturbation(list(gradients.values()), rho)
         return dict(zip(gradients, epsilon, strict=True))
-    squares = [float(gradient.to(torch.float64).square().sum()) for gradient in gradients]
+    squares = [float(gradient.double().square().sum()) for gradient in gradients]
     norm = math.sqrt(sum(squares))
     scale = rho / norm if norm > 0 else 0.0
     return [gradient.detach() * scale for gradient in gradients]
@@ -140,10 +141,10 @@ def generalization_scores(metrics: Tensor, n_validation: Tensor | None = None) -
     Returns:
         (K,) float64; NaN for a model without a score.
     """
-    metrics = metrics.to(torch.float64)
+    metrics = metrics.double()
     weights = torch.ones(len(metrics), dtype=torch.float64)
     if n_validation is not None:
-        weights = n_validation.to(torch.float64)
+        weights = n_validation.double()
     valid = _of_others(metrics)
     return (metrics.nan_to_num() * weights * valid).sum(dim=1) / (weights * valid).sum(dim=1)
 
@@ -167,12 +168,12 @@ def centred_scores(metrics: Tensor) -> Tensor:
         (K,) float64 in [0, 1], whose mean is that of all metrics unless clipped; NaN for a model
         without a score.
     """
-    metrics = metrics.to(torch.float64)
+    metrics = metrics.double()
     valid = _of_others(metrics)
     counts = valid.sum(dim=0).clamp(min=1)  # models of each evaluator
     values = metrics.nan_to_num() * valid
     centred = (values - values.sum(dim=0) / counts) * valid
-    scored = valid.to(torch.float64)
+    scored = valid.double()
     normal = torch.diag(scored.sum(dim=1)) - (scored / counts) @ scored.T
     effects = torch.linalg.pinv(normal, hermitian=True) @ centred.sum(dim=1)
     mean = values.sum() / scored.sum()
@@ -209,12 +210,12 @@ def soft_balancing_weights(
 
 def _defined_scores(scores: Tensor) -> Tensor:
     """The scores in float64, with the mean of the others for NaN."""
-    scores = scores.to(torch.float64)
+    scores = scores.double()
     if scores.ndim != 1 or len(scores) == 0:
         raise ValueError(
             f"scores must be a vector with one entry for each site, got shape {tuple(scores.shape)}"
         )
-    if bool((scores < 0).any()) or bool(scores.isinf().any()):
+    if (scores < 0).any() or scores.isinf().any():
         raise ValueError(f"scores must be finite and not negative, got {scores.tolist()}")
     return scores.nan_to_num(nan=float(scores.nanmean().nan_to_num(nan=1.0)))
 
@@ -236,8 +237,7 @@ def within_client_average(
     current = len(states) - 1
     chosen = [t for t in range(max(0, current - kappa), current) if scores[t] > scores[current]]
     chosen.append(current)
-    models = {f"{t:09d}": states[t] for t in chosen}
-    mean = weighted_mean(models, dict.fromkeys(models, 1.0))
+    mean = plain_mean({f"{t:09d}": states[t] for t in chosen})
     for name, tensor in states[current].items():
         if not tensor.is_floating_point():
             mean[name] = tensor.clone()

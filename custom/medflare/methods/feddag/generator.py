@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from medflare.data.transforms import middle_slice
 
-_PICTURE_SIDE = 96  # pixels of an image in the picture
 _CONVOLUTIONS = {2: nn.Conv2d, 3: nn.Conv3d}  # by spatial dimensions
 _NORMS = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 
@@ -54,8 +53,7 @@ class DomainGenerator(nn.Module):
     def __init__(self, channels: int, width: int = 32, blocks: int = 3, dims: int = 2):
         super().__init__()
         backbone = [*_convolution(channels, width, dims), nn.ReLU(inplace=True)]
-        for _ in range(blocks):
-            backbone.append(_ResidualBlock(width, dims))
+        backbone += [_ResidualBlock(width, dims) for _ in range(blocks)]
         self.backbone = nn.Sequential(*backbone)
         self.fusion = nn.Sequential(
             *_convolution(2 * width, width, dims, kernel=1), nn.ReLU(inplace=True)
@@ -116,7 +114,7 @@ def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor) -> bytes:
     sheet = torch.cat(strips, dim=1)
     _, height, width = sheet.shape
     pixels = (255 * sheet.clamp(0, 1)).round().byte().permute(1, 2, 0).numpy()
-    factor = _PICTURE_SIDE / images.shape[3]
+    factor = 96 / images.shape[3]  # an image has 96 pixels a side
     size = (round(width * factor), round(height * factor))
     buffer = BytesIO()
     Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST).save(buffer, format="PNG")

@@ -1,13 +1,16 @@
 """FedDAG's server algorithm: SHA with a warm-up of FedAvg rounds."""
 
-from collections.abc import Mapping
-
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import asks, handles
-from medflare.core.settings import strict_dataclass
-from medflare.methods.base import ServerContext, Step
-from medflare.methods.fedavg.site import MODEL
+from medflare.methods import (
+    MODEL,
+    Message,
+    Replies,
+    ServerContext,
+    Step,
+    asks,
+    handles,
+    param,
+    strict_dataclass,
+)
 from medflare.methods.feddag.sha import COMPANIONS, SHAHyper, SHAServer
 from medflare.methods.feddag.site import (
     GENERATOR,
@@ -43,10 +46,9 @@ class FedDAGServer(SHAServer[FedDAGServerHyper]):
         hyper: FedDAGSiteHyper = context.plan.site_hyper
         self.warmup = min(self.hyper.warmup, context.rounds // 4)
         if self.warmup < self.hyper.warmup:
-            context.events.add(
-                "warning",
+            context.warn(
                 f"warm-up of {self.warmup} instead of {self.hyper.warmup} rounds: "
-                f"it takes at most a quarter of {context.rounds} rounds",
+                f"it takes at most a quarter of {context.rounds} rounds"
             )
         if hyper.ndag:
             generator = initial_generator(context.task, context.seed, hyper)
@@ -65,7 +67,7 @@ class FedDAGServer(SHAServer[FedDAGServerHyper]):
         return Message.of({MODEL: self.model})
 
     @handles(FedDAGSite.warm_up)
-    def average_warm_up(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def average_warm_up(self, step: Step, replies: Replies) -> None:
         """FedAvg's mean; the global student is the global model."""
         self.average_models(step, replies)
         if _STUDENT in self.memory:

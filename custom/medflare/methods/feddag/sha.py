@@ -14,24 +14,42 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from medflare.core.errors import ConfigError
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import asks, extends, handles, phase
 from medflare.core.rng import numpy_generator
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import MetaSpec, TensorSpec, number, table
-from medflare.core.states import StateDict, moved
+from medflare.core.states import moved
 from medflare.data.loading import Batch
-from medflare.methods.aggregation import SiteModel, WeightedMean, site_models
-from medflare.methods.base import ServerContext, SiteAlgorithm, Step
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import MODEL, FedAvgSite
+from medflare.methods import (
+    MODEL,
+    ConfigError,
+    FedAvgServer,
+    FedAvgServerHyper,
+    FedAvgSite,
+    Message,
+    MetaSpec,
+    Replies,
+    ServerContext,
+    SiteAlgorithm,
+    SiteModel,
+    StateDict,
+    Step,
+    TaskConfig,
+    TensorSpec,
+    WeightedMean,
+    asks,
+    extends,
+    finite_or_none,
+    handles,
+    number,
+    param,
+    phase,
+    site_models,
+    strict_dataclass,
+    table,
+)
+from medflare.methods.aggregation import Models
 from medflare.methods.feddag import formulas
 from medflare.privacy.settings import is_private
-from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import selection_metrics
-from medflare.training.epochs import finite_or_none, trainable
+from medflare.training.epochs import named_trainable
 
 PERTURBED = TensorSpec(
     "perturbed",
@@ -94,7 +112,7 @@ def _perturbs(server_hyper: Any) -> bool:
     return isinstance(server_hyper, SHAHyper) and server_hyper.sha and server_hyper.rho > 0
 
 
-class ScoredSite(SiteAlgorithm[Any]):
+class ScoredSite(SiteAlgorithm):
     """What SHA adds to any site algorithm whose `train` replies with a model.
 
     The perturbed model, and the scores of others.
@@ -132,15 +150,14 @@ class ScoredSite(SiteAlgorithm[Any]):
         batch = self.last_batch(round)
         model = self.network("model", state).eval()
         loss = self.site.loss(model(batch.images), batch.targets)
-        gradients = torch.autograd.grad(loss, trainable(model), allow_unused=True)
-        names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        weights = named_trainable(model)
+        gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
         by_name = {}
-        for name, gradient in zip(names, gradients, strict=True):
+        for name, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
                 by_name[name] = gradient.cpu()
         epsilon = formulas.sharpness_perturbation(by_name, self.plan.server_hyper.rho)
-        perturbed = moved({name: state[name] for name in by_name}, epsilon)
-        reply[PERTURBED] = {**state, **perturbed}
+        reply[PERTURBED] = {**state, **moved({name: state[name] for name in by_name}, epsilon)}
 
     def last_batch(self, round: int) -> Batch:
         """The last batch of the round's last epoch."""
@@ -153,9 +170,10 @@ class ScoredSite(SiteAlgorithm[Any]):
         # AUC if the task has it, else the task's metric: F1 is often that of one constant
         # prediction, and then equal for all models.
         metric = _AUC if _AUC in selection_metrics(self.site.task.kind) else None
-        scores = {}
-        for site, state in incoming.family(CANDIDATES).items():
-            scores[site] = self.validation(self.network("model", state), metric)
+        models = incoming.family(CANDIDATES).items()
+        scores = {
+            site: self.validation(self.network("model", state), metric) for site, state in models
+        }
         return Message.of({SCORES: scores})
 
 
@@ -174,9 +192,7 @@ class HierarchicalAggregation(WeightedMean):
         self.history: dict[str, list[tuple[StateDict, float]]] = {}
         self.scores: dict[str, float] = {}
 
-    def shared(
-        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
-    ) -> StateDict:
+    def shared(self, models: Models, round: int, previous: StateDict | None = None) -> StateDict:
         """Averages within each site, then across sites with weights by score (Eq. 6).
 
         Within a site see `within_client_average`. A site's earlier models join once there are κ of
@@ -213,7 +229,7 @@ class HierarchicalAggregation(WeightedMean):
         self.weights = of_models
         return state
 
-    def mean(self, models: Mapping[str, SiteModel]) -> StateDict:
+    def mean(self, models: Models) -> StateDict:
         """FedAvg's mean, for rounds without scores."""
         return super().shared(models, 0)
 
@@ -309,12 +325,12 @@ class SHAServer(FedAvgServer[K]):
         generator = numpy_generator(self.context.seed, "server", round, "evaluators")
         return formulas.choose_evaluators(sorted(self.candidates), self.hyper.evaluators, generator)
 
-    def select_model(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def select_model(self, step: Step, replies: Replies) -> None:
         """Enter the model in the selection, from the end of the warm-up."""
         if step.round > self.warmup:  # the number of rounds of training of the model
             super().select_model(step, replies)
 
-    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
         """Store the models until they are scored; without SHA end the round by FedAvg's mean."""
         if not self.hyper.sha:
             self.average_models(step, replies)
@@ -323,23 +339,24 @@ class SHAServer(FedAvgServer[K]):
         self._store(replies)
 
     @handles(ScoredSite.score)
-    def aggregate_scored(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_scored(self, step: Step, replies: Replies) -> None:
         """Aggregate the scored models (Alg. 2)."""
         candidates = self.candidates
         scores = self._scores(step.round, sorted(candidates), replies)
-        models = {}
-        for site, entries in candidates.items():
-            models[site] = SiteModel(entries[MODEL.name], meta={"score": scores[site]})
+        models = {
+            site: SiteModel(entries[MODEL.name], meta={"score": scores[site]})
+            for site, entries in candidates.items()
+        }
         model = self.aggregation.shared(models, step.round, self.model)
         self.context.note(score=self.aggregation.scores, weight=self.aggregation.weights)
         self._conclude(model, self.aggregation.weights)
 
-    def _store(self, replies: Mapping[str, Message]) -> None:
+    def _store(self, replies: Replies) -> None:
         for site, reply in replies.items():
             for entry, state in reply.states.items():
                 self.memory[CANDIDATES.member(f"{site}/{entry}")] = state
 
-    def average_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def average_models(self, step: Step, replies: Replies) -> None:
         """End a round without scores by FedAvg's mean."""
         self.select_model(step, replies)
         self._store(replies)
@@ -358,9 +375,7 @@ class SHAServer(FedAvgServer[K]):
         for name in self.memory.family(CANDIDATES):
             del self.memory.states[CANDIDATES.member(name).name]
 
-    def _scores(
-        self, round: int, sites: list[str], replies: Mapping[str, Message]
-    ) -> dict[str, float]:
+    def _scores(self, round: int, sites: list[str], replies: Replies) -> dict[str, float]:
         """s_i of every candidate, NaN without a score; events name invalid and missing scores."""
         metrics = torch.full((len(sites), len(sites)), math.nan, dtype=torch.float64)
         evaluators = self._evaluators(round)

@@ -12,19 +12,37 @@ from typing import Annotated, Any, Final, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from medflare.core.errors import ConfigError
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import phase
 from medflare.core.rng import seeded
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import MetaSpec, TensorSpec, number, table
-from medflare.core.states import StateDict, copy_state
 from medflare.core.text import format_shape
 from medflare.data.loading import Batch
-from medflare.methods.base import PersistentState, Plan
-from medflare.methods.fedavg.site import MODEL, PRIVACY, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper
+from medflare.methods import (
+    MEASURED,
+    MODEL,
+    SELECTED_ROUND,
+    ConfigError,
+    FeatureNetwork,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    Message,
+    MetaSpec,
+    PersistentState,
+    Plan,
+    Site,
+    StateDict,
+    TaskConfig,
+    TensorSpec,
+    copied_state,
+    number,
+    param,
+    phase,
+    run_epochs,
+    strict_dataclass,
+    table,
+    trainable,
+)
+from medflare.methods.fedavg.site import PRIVACY
 from medflare.methods.feddag.formulas import (
     discrepancy,
     ema_update,
@@ -34,12 +52,9 @@ from medflare.methods.feddag.formulas import (
 )
 from medflare.methods.feddag.generator import DomainGenerator, generated, picture_grid
 from medflare.methods.feddag.sha import PERTURBED, ScoredSite
-from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.normalisation import batch_statistics, still_statistics
-from medflare.networks.features import FeatureNetwork, pooled
-from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import run_epochs, samples_of_pass, trainable
-from medflare.training.site import Site
+from medflare.networks.features import overwrite, pooled
+from medflare.training.epochs import samples_of_pass
 
 _PICTURES: Final = 4  # generated images in the site's own report
 
@@ -194,15 +209,15 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
 
         with self.continued(generation.optimizers):
             losses = run_epochs(self.site, round, "model", step)
-        teacher = copy_state(generation.teacher.state_dict())
+        teacher = copied_state(generation.teacher)
         if self.hyper.distribution == "type3":
             self.teacher = teacher
-        measured = self.measured(loss=losses["student"], validation={"global": validation})
-        reply = Message.of({**measured, LOSSES: losses, MODEL: teacher})
+        entries = {LOSSES: losses, MODEL: teacher}
+        reply = self.reply(entries, loss=losses["student"], validation={"global": validation})
         if self.hyper.ndag:
-            reply[GENERATOR] = copy_state(generation.generator.state_dict())
+            reply[GENERATOR] = copied_state(generation.generator)
         if self.hyper.distribution == "type2":
-            reply[STUDENT] = copy_state(generation.student.state_dict())
+            reply[STUDENT] = copied_state(generation.student)
         self.add_perturbed(round, reply)
         return reply
 
@@ -326,7 +341,7 @@ class AdversarialGeneration:
             features, logits = self.student.features_and_output(x_hat)
         away = discrepancy(reference, pooled(features), self.hyper.m)
         task = self.site.loss(logits, targets)
-        self.optimizers["generator"].zero_grad(set_to_none=True)
+        self.optimizers["generator"].zero_grad()
         (task - away).backward(inputs=trainable(self.generator))
         self.optimizers["generator"].step()
         return {"discrepancy": away, "generator_task": task}
@@ -339,10 +354,8 @@ class AdversarialGeneration:
         It learns the teacher's features of the originals (Eq. 4), and the targets.
         """
         self.student.train()
-        x_hat: Tensor | None = None
-        if reference is not None:
-            x_hat = self.student_images(images)
-        losses: dict[str, Tensor] = {}
+        x_hat = None if reference is None else self.student_images(images)
+        losses = {}
 
         def loss() -> Tensor:
             losses.update(self.student_losses(images, x_hat, targets, reference))
@@ -385,32 +398,26 @@ class AdversarialGeneration:
 
 
 def sharpness_aware_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], rho: float
+    model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor], rho: float
 ) -> None:
     """One optimiser step; with rho > 0 along the gradient at θ + ε, ε of length rho as in SHA.
 
     FedSAM: Caldarola et al., ECCV 2022.
     """
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     loss().backward()
     if rho > 0:
-        weights = []
-        gradients: StateDict = {}
-        for name, weight in model.named_parameters():
-            if weight.grad is not None:
-                weights.append(weight)
-                gradients[name] = weight.grad
+        weights = [weight for weight in model.parameters() if weight.grad is not None]
         origin = [weight.detach().clone() for weight in weights]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
         perturbation = sharpness_perturbation(gradients, rho)
         with torch.no_grad():
-            for weight, epsilon in zip(weights, perturbation.values(), strict=True):
+            for weight, epsilon in zip(weights, perturbation, strict=True):
                 weight.add_(epsilon)
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         with still_statistics(model):
             loss().backward()
-        with torch.no_grad():
-            for weight, start in zip(weights, origin, strict=True):
-                weight.copy_(start)
+        overwrite(weights, origin)
     optimizer.step()
 
 
@@ -423,7 +430,7 @@ def channel_deviations(batches: Iterable[Tensor]) -> list[float]:
     means = []
     squares = []
     for images in batches:
-        values = images.to(torch.float64).transpose(0, 1).flatten(1)
+        values = images.double().transpose(0, 1).flatten(1)
         counts.append(values.shape[1])
         means.append(values.mean(dim=1))
         squares.append(values.square().mean(dim=1))

@@ -7,7 +7,7 @@ probable site predicts if the probability exceeds γ, else the global model.
 from typing import TYPE_CHECKING
 
 from medflare.core.lazy_imports import lazy_imports
-from medflare.methods.method import Method
+from medflare.methods import Method
 
 METHOD = Method(
     name="fedsm",

@@ -6,7 +6,6 @@ rounds. FedSM-extra labels every training image with the model of the smallest l
 most probable model; the ensemble minimises the loss of the weighted output and deploys this output.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -14,23 +13,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medflare.core.errors import ConfigError, StateError
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import asks, handles, phase
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import MetaSpec, TensorSpec, text
+from medflare.core.errors import StateError
 from medflare.data.loading import Batch
-from medflare.methods.base import Step
-from medflare.methods.fedavg.site import MODEL
+from medflare.methods import (
+    MEASURED,
+    MODEL,
+    ConfigError,
+    Message,
+    MetaSpec,
+    Replies,
+    Step,
+    TaskConfig,
+    TensorSpec,
+    asks,
+    handles,
+    param,
+    phase,
+    strict_dataclass,
+    text,
+)
 from medflare.methods.fedsm.formulas import ensemble_output, extra_labels
 from medflare.methods.fedsm.personalization import PERSONALS, PersonalServerHyper, PersonalSiteHyper
 from medflare.methods.fedsm.selector import UPDATE, SelectorEntries, SelectorLoss
 from medflare.methods.fedsm.server import SuperModelServer
 from medflare.methods.fedsm.site import SUPER, SuperModelSite
 from medflare.methods.fedsm.super_model import CLASSES, SuperModel, super_model_parts
-from medflare.methods.parts.measured import MEASURED
-from medflare.tasks.config import TaskConfig
 
 FROZEN = TensorSpec("frozen")  # the frozen models in a site's memory
 COMBINE = MetaSpec[str](
@@ -41,7 +48,7 @@ OF_ALL = SelectorEntries(lambda plan: len(plan.sites) + 1)
 SUPER_MODEL = (MODEL, PERSONALS, OF_ALL.weights)
 # The frozen models come once.
 FROZEN_MODELS = (MODEL.as_optional(), PERSONALS, OF_ALL.trained)
-FROZEN_META: tuple[MetaSpec[Any], ...] = tuple(item.as_optional() for item in (*SUPER, COMBINE))
+FROZEN_META: tuple[MetaSpec, ...] = tuple(item.as_optional() for item in (*SUPER, COMBINE))
 
 
 @strict_dataclass
@@ -194,7 +201,7 @@ class FedSMExtraServer(SuperModelServer[FedSMExtraServerHyper]):
         return message
 
     @handles(FedSMExtraSite.train_selector)
-    def step_selector(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def step_selector(self, step: Step, replies: Replies) -> None:
         """The next selector."""
         self.memory.meta["sites_with_models"] = sorted({*self._sites_with_models, *replies})
         self.selector.step(replies)
@@ -234,6 +241,5 @@ class EnsembleSuperModel(ExtraSuperModel):
 def extra_super_model(task: TaskConfig, message: Message) -> SuperModel:
     """The deployed model of FedSM-extra or the ensemble, by the metadata item "combine"."""
     parts = super_model_parts(task, message, outputs=len(message[CLASSES]) + 1)
-    if message[COMBINE] == "ensemble":
-        return EnsembleSuperModel(task, *parts).eval()
-    return ExtraSuperModel(task, *parts).eval()
+    combined = EnsembleSuperModel if message[COMBINE] == "ensemble" else ExtraSuperModel
+    return combined(task, *parts).eval()

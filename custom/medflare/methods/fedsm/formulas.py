@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +63,7 @@ def _pulled(tensors: Sequence[Tensor], lam: float) -> list[Tensor]:
     results = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
     count = len(tensors)
     for parts in iter_chunks([*tensors, *results]):
-        weights = [part.to(torch.float64) for part in parts[:count]]
+        weights = [part.double() for part in parts[:count]]
         total = sum(weights, torch.zeros_like(weights[0]))
         for result, w in zip(parts[count:], weights, strict=True):
             result.copy_(lam * w + (1 - lam) / (count - 1) * (total - w))  # Eq. 11
@@ -144,8 +145,8 @@ def adam_step(
     beta1 = 0.9
     beta2 = 0.999
     epsilon = 1e-8
-    first: StateDict = {}
-    second: StateDict = {}
+    first = {}
+    second = {}
     stepped = dict(weights)
     for name, g in gradient.items():
         first[name] = torch.lerp(moments["exp_avg"][name], g, 1 - beta1)
@@ -201,13 +202,10 @@ def ridge_solution(
 
 def patient_scores(scores: Tensor, patients: Sequence[str]) -> Tensor:
     """Scores (N, K) of every image, replaced by their mean over its patient's images."""
-    numbers: dict[str, int] = {}
-    for patient in patients:
-        numbers.setdefault(patient, len(numbers))
-    of_images = [numbers[patient] for patient in patients]
-    groups = torch.tensor(of_images, dtype=torch.long, device=scores.device)
-    totals = scores.new_zeros(len(numbers), scores.shape[1]).index_add_(0, groups, scores)
-    counts = torch.bincount(groups, minlength=len(numbers))
+    names, of_images = np.unique(list(patients), return_inverse=True)
+    groups = torch.as_tensor(of_images, device=scores.device)
+    totals = scores.new_zeros(len(names), scores.shape[1]).index_add_(0, groups, scores)
+    counts = torch.bincount(groups, minlength=len(names))
     return (totals / counts[:, None])[groups]
 
 
@@ -255,10 +253,8 @@ def fitted_temperature(losses: Mapping[str, Sequence[float]]) -> float:
         >>> fitted_temperature({"A": at(0.5), "B": at(0.5), "C": []}), fitted_temperature({})
         (0.5, 1.0)
     """
-    complete: list[Sequence[float]] = []
-    for _, of_site in sorted(losses.items()):
-        if len(of_site) == len(TEMPERATURES):
-            complete.append(of_site)
+    ordered = [losses[site] for site in sorted(losses)]
+    complete = [of_site for of_site in ordered if len(of_site) == len(TEMPERATURES)]
     if not complete:
         return 1.0
     totals = [sum(column) for column in zip(*complete, strict=True)]
@@ -315,7 +311,7 @@ def limited_total(differences: Sequence[float]) -> float:
     if count < 3:
         return sum(differences)
     *_, second, largest = sorted(map(abs, differences))
-    limited: list[float] = []
+    limited = []
     for value in differences:
         largest_of_others = second if abs(value) == largest else largest
         limit = largest_of_others + (count - 1) * NEGLIGIBLE
@@ -337,11 +333,11 @@ def tuned_gamma(gains: Mapping[str, Mapping[str, float | None]]) -> float:
     Returns:
         One of `GAMMAS`; 1, the global model, without any gains.
     """
-    measured: list[float] = []
+    measured = []
     for gamma in GAMMAS:
         if any(by_gamma.get(f"{gamma:g}") is not None for by_gamma in gains.values()):
             measured.append(gamma)
-    worst: dict[float, float] = {}
+    worst = {}
     for gamma in measured:
         totals = [limited_total(_differences(gains, gamma, other)) for other in measured]
         worst[gamma] = round(min(totals), 9)
@@ -356,7 +352,7 @@ def _differences(
     gains: Mapping[str, Mapping[str, float | None]], gamma: float, other: float
 ) -> list[float]:
     """The gains by γ less those by another γ, of the sites that have both."""
-    differences: list[float] = []
+    differences = []
     for _, by_gamma in sorted(gains.items()):
         gain = by_gamma.get(f"{gamma:g}")
         reference = by_gamma.get(f"{other:g}")

@@ -8,38 +8,45 @@ steps are those of the task's optimizer: plain SGD steps at the learning rate of
 hardly move a model.
 """
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Final, Literal, TypeVar
 
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import MetaSpec, TensorSpec, number, table
-from medflare.core.states import StateDict, copy_state
-from medflare.methods.aggregation import (
+from medflare.methods import (
+    LOSS,
+    MEASURED,
+    MODEL,
+    VALIDATION,
     Aggregation,
-    SiteModel,
+    Best,
+    FedAvgServerHyper,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    Message,
+    MetaSpec,
+    Replies,
+    ServerContext,
+    StateDict,
+    Step,
+    TensorSpec,
     WeightedMean,
+    copied_state,
+    copy_state,
+    number,
+    param,
+    phase,
     site_models,
     states_of,
+    strict_dataclass,
+    table,
 )
-from medflare.methods.base import ServerContext, Step
+from medflare.methods.aggregation import Models
 from medflare.methods.families.second_models.apfl import train_apfl
-from medflare.methods.families.second_models.perfedavg import adapt, train_per_fedavg
+from medflare.methods.families.second_models.perfedavg import adapted, train_per_fedavg
 from medflare.methods.families.second_models.pfedme import train_pfedme
-from medflare.methods.fedavg.server import FedAvgServerHyper
-from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper
 from medflare.methods.fedsm.formulas import soft_pull
-from medflare.methods.parts.measured import LOSS, VALIDATION
-from medflare.methods.parts.selection import Best
-from medflare.training.epochs import train_epochs, trainable
 
 # Personalizations with a second shared model beside w_g.
 SHARED_META: Final = ("perfedavg", "pfedme")
-APFL_SHARE: Final = 0.5  # α
-PFEDME_LAMBDA: Final = 15.0
-PFEDME_STEPS: Final = 5  # inner steps per batch
 
 
 @strict_dataclass
@@ -49,6 +56,9 @@ class PersonalSiteHyper(FedAvgSiteHyper):
     personalization: Literal["softpull", "finetune", "apfl", "perfedavg", "pfedme"] = param(
         "softpull", "where personal models come from", source="Table 6"
     )
+
+
+F = TypeVar("F", bound=PersonalSiteHyper)
 
 
 @strict_dataclass
@@ -65,15 +75,18 @@ class PersonalServerHyper(FedAvgServerHyper):
     )
 
 
-def _shares_meta(plan: Any) -> bool:
-    return plan.site_hyper.personalization in SHARED_META
-
-
 PERSONAL = TensorSpec("personal", "the site's personal model, a part of everybody's super model")
 PERSONALS = TensorSpec("personal", of=lambda plan: plan.sites)  # where all are sent together
 META = TensorSpec(
-    "meta", "the site's copy of the model that personal models start from", when=_shares_meta
+    "meta",
+    "the site's copy of the model that personal models start from",
+    when=lambda plan: plan.site_hyper.personalization in SHARED_META,
 )
+# The same entry as `MODEL`, which `FedAvgSite.train` writes, with a purpose of its own.
+TRAINED_GLOBAL = TensorSpec(
+    "model", "the site's locally trained global model, for the weighted mean"
+)
+MODELS = (MODEL, PERSONAL, META)
 # Per-FedAvg's personal model is made at the site.
 ADAPTED = TensorSpec(
     "personal", PERSONAL.purpose, when=lambda plan: plan.site_hyper.personalization == "perfedavg"
@@ -87,20 +100,19 @@ APFL_LOCAL = TensorSpec("apfl_local")  # v, in a site's memory
 # -- at a site ------------------------------------------------------------------------------------
 
 
-class SitePersonal:
-    """The personal model at one site; its state is in the algorithm's memory."""
+class SitePersonal(FedAvgSite[F]):
+    """FedAvg's site algorithm with a personal model, which comes from the server."""
 
-    def __init__(self, algorithm: FedAvgSite[Any]):
-        self.algorithm = algorithm
-        self.site = algorithm.site
-        self.hyper = algorithm.plan.site_hyper
-        self.adapts = ADAPTED.when(algorithm.plan)
+    accumulates = False
+    freezes = False
 
-    def train(self, round: int, incoming: Message, reply: Message) -> None:
-        """Trains the personal model after the global one.
+    @phase(request=MODELS, reply=(TRAINED_GLOBAL, PERSONAL, META), meta=(*MEASURED, LOSSES))
+    def train(self, round: int, incoming: Message) -> Message:
+        """Trains the global model, then the personal one.
 
-        The reply of the global model's round gets its validation metric, next version and losses.
+        The reply has the personal model's validation metric and next version, and both losses.
         """
+        reply = super().train(round, incoming)
         start = self._measured(round, incoming, reply)
         reply[LOSSES] = {"global": reply[LOSS]}
         match self.hyper.personalization:
@@ -115,71 +127,58 @@ class SitePersonal:
                 reply[PERSONAL] = self._trained(round, incoming[MODEL])
             case _:
                 reply[PERSONAL] = self._trained(round, start)
+        return reply
 
-    def validate(self, round: int, incoming: Message, reply: Message) -> None:
-        """Adds the personal model's validation metric to a reply.
+    @phase(request=MODELS, reply=(ADAPTED,), meta=MEASURED)
+    def validate(self, round: int, incoming: Message) -> Message:
+        """The validation metrics of the incoming models.
 
-        With Per-FedAvg also the model, adapted from the last shared one.
+        With Per-FedAvg also the personal model, adapted from the last shared one.
         """
-        measured = self._measured(round, incoming, reply)
-        if self.adapts:
-            reply[ADAPTED] = measured
+        reply = super().validate(round, incoming)
+        personal = self._measured(round, incoming, reply)
+        if ADAPTED.when(self.plan):
+            reply[ADAPTED] = personal
+        return reply
 
     def _measured(self, round: int, incoming: Message, reply: Message) -> StateDict:
-        state = self._adapted(round, incoming) if self.adapts else incoming[PERSONAL]
-        value = self.algorithm.validation(self.algorithm.network("personal", state))
-        reply[VALIDATION]["personal"] = value
+        if ADAPTED.when(self.plan):
+            state = adapted(self, round, incoming[META], "meta")
+        else:
+            state = incoming[PERSONAL]
+        reply[VALIDATION]["personal"] = self.validation(self.network("personal", state))
         return state
-
-    def _adapted(self, round: int, incoming: Message) -> StateDict:
-        """Per-FedAvg's personal model: a step on the site's images from the shared model."""
-        model = self.algorithm.network("personal", incoming[META])
-        optimizer = self.site.optimizer(trainable(model))
-        if not self.hyper.reset_optimizer:
-            # Read only: these steps do not train the shared model.
-            self.algorithm.optimizers.recall("meta", optimizer)
-        adapt(model, self.site, round, optimizer)
-        return copy_state(model.state_dict())
 
     def _trained(self, round: int, start: StateDict) -> StateDict:
         """One round of the personal model by the task's loss alone."""
-        model = self.algorithm.network("personal", start)
-        train = partial(train_epochs, model, site=self.site, round=round, purpose="personal")
-        self.algorithm.optimized(model, "personal", train)
-        return copy_state(model.state_dict())
+        model = self.network("personal", start)
+        self.train_model(model, round, "personal")
+        return copied_state(model)
 
     def _apfl(self, round: int, incoming: Message, start: StateDict) -> StateDict:
         """One round of APFL's v; returns the mixture."""
-        memory = self.algorithm.memory
-        model = self.algorithm.network("personal", memory.get(APFL_LOCAL) or start)
-        train = partial(train_apfl, model, incoming[MODEL], self.site, round, share=APFL_SHARE)
-        mixture = self.algorithm.optimized(model, "personal", train)
-        memory[APFL_LOCAL] = copy_state(model.state_dict())
+        model = self.network("personal", self.memory.get(APFL_LOCAL) or start)
+        train = partial(train_apfl, model, incoming[MODEL], self.site, round, share=0.5)  # α
+        mixture = self.optimized(model, "personal", train)
+        self.memory[APFL_LOCAL] = copied_state(model)
         return mixture
 
     def _per_fedavg(self, round: int, incoming: Message) -> StateDict:
         """One round of Per-FedAvg's shared model."""
-        meta = self.algorithm.network("meta", incoming[META])
-        optimizer = self.site.optimizer(trainable(meta))
-        with self.algorithm.continued({"meta": optimizer}):
-            train_per_fedavg(meta, self.site, round, optimizer)
-        return copy_state(meta.state_dict())
+        meta = self.network("meta", incoming[META])
+        self.optimized(meta, "meta", partial(train_per_fedavg, meta, self.site, round))
+        return copied_state(meta)
 
     def _pfedme(self, round: int, incoming: Message) -> tuple[StateDict, StateDict]:
         """One round of pFedMe; returns the personal and the shared model."""
-        meta = self.algorithm.network("meta", incoming[META])
-        personal = self.algorithm.network("personal", incoming[META])
+        meta = self.network("meta", incoming[META])
+        personal = self.network("personal", incoming[META])
+        # λ 15, and 5 inner steps on a batch
         train = partial(
-            train_pfedme,
-            meta,
-            personal,
-            self.site,
-            round,
-            strength=PFEDME_LAMBDA,
-            inner_steps=PFEDME_STEPS,
+            train_pfedme, meta, personal, self.site, round, strength=15.0, inner_steps=5
         )
-        self.algorithm.optimized(personal, "meta", train)
-        return copy_state(personal.state_dict()), copy_state(meta.state_dict())
+        self.optimized(personal, "meta", train)
+        return copied_state(personal), copied_state(meta)
 
 
 # -- at the server --------------------------------------------------------------------------------
@@ -188,7 +187,7 @@ class SitePersonal:
 class SoftPull(WeightedMean):
     """The weighted mean for the global model, SoftPull (Eq. 11) for the sites' personal models."""
 
-    def personal(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+    def personal(self, models: Models, round: int) -> dict[str, StateDict]:
         """Site -> its personal model, pulled towards those of the others (Eq. 11)."""
         return soft_pull(states_of(models), self.hyper.lam)
 
@@ -212,9 +211,8 @@ class ServerPersonal:
         lam = context.plan.server_hyper.lam
         count = len(context.sites)
         if self.kind == "softpull" and lam * count < 1 < count:
-            context.events.add(
-                "warning",
-                f"lam = {lam:g} is below 1/K = {1 / count:.3g}: SoftPull overshoots the mean",
+            context.warn(
+                f"lam = {lam:g} is below 1/K = {1 / count:.3g}: SoftPull overshoots the mean"
             )
 
     def __getitem__(self, site: str) -> StateDict:
@@ -230,7 +228,7 @@ class ServerPersonal:
         if self.kind in SHARED_META:
             message[META] = self.memory[META]
 
-    def validated(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def validated(self, step: Step, replies: Replies) -> None:
         """Offers the measured models for selection.
 
         Per-FedAvg's model is made, measured and sent by the site.
@@ -240,9 +238,7 @@ class ServerPersonal:
                 self.memory[PERSONALS.member(site)] = reply[PERSONAL]
             self.best[site].propose(reply[VALIDATION].get("personal"), step.round, self[site])
 
-    def trained(
-        self, step: Step, replies: Mapping[str, Message], aggregation: Aggregation[Any]
-    ) -> None:
+    def trained(self, step: Step, replies: Replies, aggregation: Aggregation) -> None:
         """The next models, combined by SoftPull. Sites that did not reply keep their models."""
         models = {site: reply[PERSONAL] for site, reply in replies.items()}
         if self.kind == "softpull":

@@ -6,23 +6,33 @@ the mean of all gradients, can step a trained selector.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medflare.core.message import Message
 from medflare.core.rng import seeded
-from medflare.core.specs import MetaSpec, TensorSpec, count
-from medflare.core.states import StateDict, weighted_mean
 from medflare.data.loading import Batch
-from medflare.methods.base import PersistentState, Plan, ServerContext, SiteAlgorithm
+from medflare.methods import (
+    Message,
+    MetaSpec,
+    PersistentState,
+    Plan,
+    Replies,
+    ServerContext,
+    Site,
+    SiteAlgorithm,
+    StateDict,
+    TensorSpec,
+    copy_state,
+    count,
+)
+from medflare.methods.aggregation import plain_mean
 from medflare.methods.fedsm.formulas import adam_step, ridge_solution
-from medflare.networks.catalogue import meta_network, task_network
-from medflare.networks.features import example
+from medflare.networks.catalogue import feature_width, task_network
 from medflare.training.epochs import samples_of_pass, weighted_sum
-from medflare.training.site import Site
 
 RIDGE = "ridge_selector"
 COMPACT = "compact_selector"
@@ -30,15 +40,14 @@ VGG11 = "vgg11"
 RATES = {COMPACT: 1e-2, VGG11: 1e-3}  # of Adam; VGG-11: the paper's
 PENALTY = 0.01  # of the ridge selector, as a share of each feature's variance
 SelectorLoss = Callable[[Tensor, Batch], Tensor]  # (selector's logits, batch) -> mean loss
-SelectorPlan = Plan[Any, Any]
 
 
-def is_ridge(plan: SelectorPlan) -> bool:
+def is_ridge(plan: Plan) -> bool:
     """Whether the selector is solved at the server and never trained."""
-    return bool(plan.site_hyper.selector == "ridge")
+    return plan.site_hyper.selector == "ridge"
 
 
-def selector_spec(plan: SelectorPlan) -> Mapping[str, Any]:
+def selector_spec(plan: Plan) -> Mapping[str, Any]:
     """The selector's network.
 
     VGG-11 has 129 M parameters; with two Adam moments they are 99 % of the traffic of the published
@@ -59,7 +68,7 @@ def _size(state: StateDict) -> int:
     return sum(tensor.numel() for tensor in state.values())
 
 
-def _is_trained(plan: SelectorPlan) -> bool:
+def _is_trained(plan: Plan) -> bool:
     return not is_ridge(plan)
 
 
@@ -73,16 +82,15 @@ class SelectorEntries:
         gradient: what the sites reply while it is trained.
     """
 
-    def __init__(self, outputs: Callable[[SelectorPlan], int]):
-        def weights(plan: SelectorPlan) -> StateDict:
-            return plan.template(selector_spec(plan), outputs(plan))
-
-        def parameters(plan: SelectorPlan) -> Mapping[str, Tensor]:
+    def __init__(self, outputs: Callable[[Plan], int]):
+        def parameters(plan: Plan) -> Mapping[str, Tensor]:
             return dict(plan.network(selector_spec(plan), outputs(plan)).named_parameters())
 
         self.outputs = outputs
-        self.weights = TensorSpec("selector", template=weights)
-        self.trained = TensorSpec("selector", template=weights, when=_is_trained)
+        self.weights = TensorSpec(
+            "selector", template=lambda plan: plan.template(selector_spec(plan), outputs(plan))
+        )
+        self.trained = replace(self.weights, when=_is_trained)
         self.gradient = TensorSpec(
             "selector_gradient",
             "the gradient of the selector, which tells sites apart",
@@ -95,10 +103,8 @@ OF_SITES = SelectorEntries(lambda plan: len(plan.sites))
 UPDATE = MetaSpec[int]("update", "number of the selector's update within a round", count())
 
 
-def _statistics(plan: SelectorPlan) -> StateDict:
-    network = meta_network(plan.task, {"name": RIDGE}, len(plan.sites))
-    image = example(plan.task.image_channels, plan.task.size, "meta")
-    width = network.features_and_output(image)[0].shape[1]
+def _statistics(plan: Plan) -> StateDict:
+    width = feature_width(plan.task, {"name": RIDGE})
     return {
         "mean": torch.empty(width, dtype=torch.float64),
         "products": torch.empty(width, width, dtype=torch.float64),
@@ -121,9 +127,9 @@ STATISTICS = TensorSpec(
 class SiteSelector:
     """The selector at one site."""
 
-    def __init__(self, algorithm: SiteAlgorithm[Any], entries: SelectorEntries):
+    def __init__(self, algorithm: SiteAlgorithm, entries: SelectorEntries):
         self.algorithm = algorithm
-        self.plan: SelectorPlan = algorithm.plan
+        self.plan: Plan = algorithm.plan
         self.entries = entries
         self.outputs = entries.outputs(self.plan)
 
@@ -164,7 +170,7 @@ class SiteSelector:
         total = samples_of_pass(site)
         values = []
         shares = []
-        selector.zero_grad(set_to_none=True)
+        selector.zero_grad()
         with seeded(site.seed, site.name, *keys, "dropout"):
             for batch in site.batches("train", *keys):
                 value = loss(selector(batch.images), batch)
@@ -172,11 +178,9 @@ class SiteSelector:
                 (value * share).backward()
                 values.append(value.detach())
                 shares.append(share)
-        gradients = {}
-        for name, weight in selector.named_parameters():
-            if weight.grad is not None:
-                gradients[name] = weight.grad.detach().to("cpu", copy=True)
-        return gradients, weighted_sum(values, shares)
+        weights = selector.named_parameters()
+        gradients = {name: w.grad for name, w in weights if w.grad is not None}
+        return copy_state(gradients), weighted_sum(values, shares)
 
     def own_label_loss(self, logits: Tensor, batch: Batch) -> Tensor:
         """Cross entropy with y_s = one_hot(k) for all images of site k (Eq. 2)."""
@@ -216,7 +220,7 @@ class ServerSelector:
     second = PersistentState("selector_exp_avg_sq")
 
     def __init__(self, context: ServerContext, memory: Message, entries: SelectorEntries):
-        self.plan: SelectorPlan = context.plan
+        self.plan: Plan = context.plan
         self.memory = memory
         self.entries = entries
         spec = selector_spec(self.plan)
@@ -232,33 +236,34 @@ class ServerSelector:
         if not is_ridge(self.plan):
             message[self.entries.trained] = self.state
 
-    def solve(self, replies: Mapping[str, Message]) -> bool:
+    def solve(self, replies: Replies) -> bool:
         """Solves the ridge selector; a site without statistics is never chosen.
 
         Returns:
             False, and the selector stays as it is, without statistics or if they are singular.
         """
-        statistics = {}
-        for site, reply in replies.items():
-            if reply[STATISTICS]["products"].any():
-                statistics[self.plan.sites.index(site)] = reply[STATISTICS]
+        statistics = {
+            self.plan.sites.index(site): reply[STATISTICS]
+            for site, reply in replies.items()
+            if reply[STATISTICS]["products"].any()
+        }
         try:
             weight, bias = ridge_solution(statistics, len(self.plan.sites), PENALTY)
         except (ValueError, torch.linalg.LinAlgError):
             return False  # invalid statistics of one site must not end the run
-        if not bool(torch.isfinite(weight).all()):
+        if not torch.isfinite(weight).all():
             return False
         self.state = {name: weight if name.endswith("weight") else bias for name in self.state}
         return True
 
-    def step(self, replies: Mapping[str, Message]) -> None:
+    def step(self, replies: Replies) -> None:
         """One Adam step along the sites' mean gradient.
 
         Sites, its classes, have equal weights: else it would choose the largest site.
         """
         step = self.memory.meta["selector_step"] + 1
         gradients = {site: reply[self.entries.gradient] for site, reply in replies.items()}
-        mean = weighted_mean(gradients, dict.fromkeys(replies, 1.0))
+        mean = plain_mean(gradients)
         rate = RATES[selector_spec(self.plan)["name"]]
         moments = {"exp_avg": self.first, "exp_avg_sq": self.second}
         self.state, moments = adam_step(self.state, mean, moments, step, rate)

@@ -3,15 +3,20 @@
 It averages the first, pulls the second together (Eq. 11), and solves or steps the third.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
-from medflare.core.message import Message
-from medflare.core.phases import asks, handles
-from medflare.core.states import StateDict
-from medflare.methods.base import ServerContext, Step
-from medflare.methods.fedavg.server import FedAvgServer
-from medflare.methods.fedavg.site import trained_model
+from medflare.methods import (
+    FedAvgServer,
+    Message,
+    ModelSelector,
+    Replies,
+    ServerContext,
+    StateDict,
+    Step,
+    asks,
+    handles,
+    trained_model,
+)
 from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, tempered, tuned_gamma
 from medflare.methods.fedsm.personalization import (
     PERSONALS,
@@ -35,7 +40,6 @@ from medflare.methods.fedsm.site import (
     SuperModelSite,
 )
 from medflare.methods.fedsm.super_model import CHOOSE_BY, CLASSES, GAMMA, SPEC
-from medflare.methods.parts.selection import ModelSelector
 
 _UPDATES: Final = 100  # of a trained selector in a run, as many as in the published code
 _CANDIDATES: Final = [f"{gamma:g}" for gamma in GAMMAS]
@@ -45,7 +49,7 @@ V = TypeVar("V", bound=PersonalServerHyper)
 class SuperModelServer(FedAvgServer[V]):
     """FedAvg's global model, the personal models, and the super model of them and a selector."""
 
-    site_algorithm: ClassVar[type[SuperModelSite[Any]]]
+    site_algorithm: ClassVar[type[SuperModelSite]]
     aggregation_class = SoftPull
     freezes = False
 
@@ -60,12 +64,12 @@ class SuperModelServer(FedAvgServer[V]):
         self.personal.add_request(site, message)
         return message
 
-    def select_model(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def select_model(self, step: Step, replies: Replies) -> None:
         """The measured models are candidates."""
         super().select_model(step, replies)
         self.personal.validated(step, replies)
 
-    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
         """The next global and personal models."""
         super().aggregate_models(step, replies)
         self.personal.trained(step, replies, self.aggregation)
@@ -143,12 +147,11 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
             if step.phase == "train":
                 for part in range(1, self.updates):
                     steps.append(Step.of(FedSMSite.train_selector, step.round, part=part))
-        last = self.context.rounds
         if self.ridge:
-            steps.append(Step.of(FedSMSite.selector_features, last, everyone=True))
-        steps.append(Step.of(FedSMSite.selector_confidence, last, everyone=True))
+            steps.append(self.final_step(FedSMSite.selector_features))
+        steps.append(self.final_step(FedSMSite.selector_confidence))
         if self.hyper.gamma == "tune":
-            steps.append(Step.of(FedSMSite.evaluate_gamma, last, everyone=True))
+            steps.append(self.final_step(FedSMSite.evaluate_gamma))
         return steps
 
     def request_of_model(self, step: Step, site: str) -> Message:
@@ -157,13 +160,13 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
         self.selector.add_request(message)
         return message
 
-    def select_model(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def select_model(self, step: Step, replies: Replies) -> None:
         """The measured models are candidates."""
         super().select_model(step, replies)
         if not self.ridge:
             self.best_selector.update(replies, "selector", step.round, self.selector.state)
 
-    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
         """The next global and personal models, and a step of the selector if it is trained."""
         super().aggregate_models(step, replies)
         if not self.ridge:
@@ -179,17 +182,16 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
         return message
 
     @handles(FedSMSite.train_selector)
-    def step_selector(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def step_selector(self, step: Step, replies: Replies) -> None:
         """A further update of the selector within a round."""
         self.selector.step(replies)
 
     @handles(FedSMSite.selector_features)
-    def solve_selector(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def solve_selector(self, step: Step, replies: Replies) -> None:
         """The ridge selector."""
         if not self.selector.solve(replies):
-            self.context.events.add(
-                "warning",
-                "the sites' statistics give no selector: the models that it selects mean nothing",
+            self.context.warn(
+                "the sites' statistics give no selector: the models that it selects mean nothing"
             )
 
     @asks(FedSMSite.selector_confidence)
@@ -198,7 +200,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
         return Message.of({OF_SITES.weights: self.delivered_selector})
 
     @handles(FedSMSite.selector_confidence)
-    def fit_temperature(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def fit_temperature(self, step: Step, replies: Replies) -> None:
         """The selector's temperature."""
         losses = {site: reply.get(CALIBRATION) or [] for site, reply in replies.items()}
         self.memory.meta["temperature"] = fitted_temperature(losses)
@@ -209,7 +211,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
         return self.configure_final(site)
 
     @handles(FedSMSite.evaluate_gamma)
-    def tune_gamma(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def tune_gamma(self, step: Step, replies: Replies) -> None:
         """γ with the best mean gain over the global model."""
         gains = {}
         for site, reply in replies.items():
@@ -221,8 +223,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
     @property
     def delivered_selector(self) -> StateDict:
         """The selector of the round with the best accuracy, or the last one, at its temperature."""
-        last = self.selector.state
-        chosen, _ = self.best_selector.chosen(self.hyper.selection, last)
+        chosen, _ = self.best_selector.chosen(self.hyper.selection, self.selector.state)
         return tempered(chosen, self.memory.meta["temperature"])
 
     # -- results ----------------------------------------------------------------------------------

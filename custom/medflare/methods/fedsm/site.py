@@ -8,24 +8,35 @@ calibration and the candidates of γ on validation images.
 """
 
 import math
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import extends, phase
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import MetaSpec, TensorSpec, count, listing, number, table
-from medflare.methods.base import Plan
-from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgSite, received, trained_model
+from medflare.methods import (
+    MEASURED,
+    MODEL,
+    SELECTED_ROUND,
+    VALIDATION,
+    Message,
+    MetaSpec,
+    Plan,
+    Site,
+    count,
+    extends,
+    listing,
+    number,
+    param,
+    phase,
+    received,
+    strict_dataclass,
+    table,
+    trained_model,
+)
 from medflare.methods.fedsm.formulas import TEMPERATURES, UNLIKELY, calibration_losses
 from medflare.methods.fedsm.personalization import (
-    ADAPTED,
     LOSSES,
-    META,
-    PERSONAL,
     PERSONALS,
+    F,
     PersonalServerHyper,
     PersonalSiteHyper,
     SitePersonal,
@@ -49,13 +60,7 @@ from medflare.methods.fedsm.super_model import (
     gain_by_gamma,
     super_model,
 )
-from medflare.methods.parts.measured import MEASURED, VALIDATION
-from medflare.training.site import Site
 
-# The same entry as `MODEL`, which `FedAvgSite.train` writes, with a purpose of its own.
-TRAINED_GLOBAL = TensorSpec(
-    "model", "the site's locally trained global model, for the weighted mean"
-)
 CALIBRATION = MetaSpec[list[float]](
     "calibration",
     "mean loss of the selector on validation images at each of a list of temperatures",
@@ -76,7 +81,6 @@ ROUNDS = MetaSpec[dict[str, int | None]](
 )
 # Of a super model's message.
 SUPER = (CLASSES, SPEC, ROUNDS, SELECTED_ROUND.as_optional())
-MODELS = (MODEL, PERSONAL, META)
 SUPER_MODEL = (MODEL, PERSONALS, OF_SITES.weights)
 SUPER_MODEL_META = (*SUPER, GAMMA, CHOOSE_BY)
 
@@ -111,10 +115,7 @@ class FedSMServerHyper(PersonalServerHyper):
     )
 
 
-F = TypeVar("F", bound=PersonalSiteHyper)
-
-
-class SuperModelSite(FedAvgSite[F]):
+class SuperModelSite(SitePersonal[F]):
     """FedAvg's global model, a personal model, and a part in the selector.
 
     Attributes:
@@ -124,17 +125,14 @@ class SuperModelSite(FedAvgSite[F]):
 
     entries: ClassVar[SelectorEntries]
     kind: ClassVar[str]
-    accumulates = False
-    freezes = False
 
     def __init__(self, site: Site, plan: Plan[F, Any]):
         super().__init__(site, plan)
-        self.personal = SitePersonal(self)
         self.selector = SiteSelector(self, self.entries)
 
     def validate_request(self, incoming: Message) -> str | None:
         """Refuses a super model of other sites, or with another selector, than the plan's."""
-        expected: dict[MetaSpec[Any], Any] = {
+        expected: dict[MetaSpec, Any] = {
             CLASSES: list(self.plan.sites),
             SPEC: dict(selector_spec(self.plan)),
         }
@@ -143,25 +141,10 @@ class SuperModelSite(FedAvgSite[F]):
                 return f"item {item.name!r} is {incoming[item]!r:.100}, this run has {value!r:.100}"
         return None
 
-    @phase(request=MODELS, reply=(TRAINED_GLOBAL, PERSONAL, META), meta=(*MEASURED, LOSSES))
-    def train(self, round: int, incoming: Message) -> Message:
-        """Trains the global and the personal model."""
-        reply = super().train(round, incoming)
-        self.personal.train(round, incoming, reply)
-        return reply
-
-    @phase(request=MODELS, reply=(ADAPTED,), meta=MEASURED)
-    def validate(self, round: int, incoming: Message) -> Message:
-        """The validation metrics of the incoming models."""
-        reply = super().validate(round, incoming)
-        self.personal.validate(round, incoming, reply)
-        return reply
-
     def selector_reply(self, round: int, incoming: Message, loss: SelectorLoss) -> Message:
         """A reply with the selector's gradient alone."""
         gradient, value = self.selector.gradient(round, incoming, loss)
-        measured = self.measured(loss=value, validation={})
-        return Message.of({**measured, self.entries.gradient: gradient})
+        return self.reply({self.entries.gradient: gradient}, loss=value)
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """The global model, this site's personal model (inside), and the super model."""
@@ -195,8 +178,7 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
         reply = super().train(round, incoming)
         self._measure_selector(incoming, reply)
         if not is_ridge(self.plan):
-            loss = self.selector.own_label_loss
-            gradient, value = self.selector.gradient(round, incoming, loss)
+            gradient, value = self.selector.gradient(round, incoming, self.selector.own_label_loss)
             reply[OF_SITES.gradient] = gradient
             reply[LOSSES]["selector"] = value
         return reply
@@ -220,19 +202,17 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
 
     def _measure_selector(self, incoming: Message, reply: Message) -> None:
         if len(self.site.data.validation) and OF_SITES.trained in incoming:
-            accuracy = self.selector.accuracy(incoming[OF_SITES.trained])
-            reply[VALIDATION]["selector"] = accuracy
+            reply[VALIDATION]["selector"] = self.selector.accuracy(incoming[OF_SITES.trained])
 
     @phase(reply=(STATISTICS,), meta=MEASURED)
     def selector_features(self, round: int, incoming: Message) -> Message:
         """Mean and mean product of the training images' features, for the ridge selector."""
-        statistics = site_statistics(self.site)
-        return Message.of({**self.measured(validation={}), STATISTICS: statistics})
+        return self.reply({STATISTICS: site_statistics(self.site)})
 
     @phase(request=(OF_SITES.weights,), meta=(*MEASURED, CALIBRATION))
     def selector_confidence(self, round: int, incoming: Message) -> Message:
         """The selector's loss on validation images at each temperature; [] without images."""
-        losses: list[float] = []
+        losses = []
         if len(self.site.data.validation):
             logits = self.selector.logits(incoming[OF_SITES.weights], "validation")
             windows = self.site.task.image_mode == "patch"
@@ -240,14 +220,13 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
             if self.plan.server_hyper.choose_by == "patient" and not windows:
                 patients = self.site.data.validation.patients
             losses = calibration_losses(logits, self.selector.label, patients)
-        return Message.of({**self.measured(validation={}), CALIBRATION: losses})
+        return self.reply({CALIBRATION: losses})
 
     @phase(request=SUPER_MODEL, request_meta=SUPER_MODEL_META, meta=(*MEASURED, GAINS))
     def evaluate_gamma(self, round: int, incoming: Message) -> Message:
         """The super model's gain over the global model on validation images, for every γ."""
         model = super_model(self.site.task, incoming).to(self.site.device)
-        gains = gain_by_gamma(model, self.site)
-        return Message.of({**self.measured(validation={}), GAINS: gains})
+        return self.reply({GAINS: gain_by_gamma(model, self.site)})
 
     @phase(request=SUPER_MODEL, request_meta=SUPER_MODEL_META)
     def finalize(self, incoming: Message) -> dict[str, Message]:

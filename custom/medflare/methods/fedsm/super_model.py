@@ -13,17 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.errors import StateError
-from medflare.core.message import Message
-from medflare.core.specs import MetaSpec, Spec, listing, number, table, text
+from medflare.core.specs import Spec
 from medflare.inference.deployed import network_with
-from medflare.methods.fedavg.site import MODEL
+from medflare.methods import (
+    MODEL,
+    Message,
+    MetaSpec,
+    Site,
+    TaskConfig,
+    listing,
+    number,
+    table,
+    text,
+)
 from medflare.methods.fedsm.formulas import GAMMAS, choose_model, paired_gain, patient_scores
 from medflare.methods.fedsm.personalization import PERSONALS
 from medflare.methods.fedsm.selector import OF_SITES
-from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Scores
 from medflare.training.scoring import BatchPrediction
-from medflare.training.site import Site
 
 CLASSES = MetaSpec[list[str]]("sites", "the selector's classes", listing(text()))
 SPEC = MetaSpec[dict[str, Any]]("selector", "the selector's network", table())
@@ -141,8 +148,7 @@ class SuperModel(nn.Module):
         Args:
             answers: the probabilities of all networks (N, K + 1, ...).
         """
-        choice = self.choose(scores)
-        index = choice.reshape(-1, *[1] * (answers.ndim - 1))
+        index = self.choose(scores).reshape(-1, *[1] * (answers.ndim - 1))
         index = index.expand(-1, 1, *answers.shape[2:])
         return answers.gather(1, index).squeeze(1)
 
@@ -221,11 +227,8 @@ def gain_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
         scores = _scores_of_patches(model, site)
     else:
         scores = _scores_of_images(model, site)
-    of_global = scores[1.0]
-    gains = {}
-    for gamma, reached in scores.items():
-        gains[f"{gamma:g}"] = _gain(reached, of_global, site.task.metric)
-    return gains
+    metric = site.task.metric
+    return {f"{gamma:g}": _gain(scores[gamma], scores[1.0], metric) for gamma in scores}
 
 
 def _gain(reached: Scores, reference: Scores, metric: str) -> float | None:
@@ -283,7 +286,7 @@ def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
     by_gamma = {GAMMAS[0]: scored(GAMMAS[0])}
     windows = torch.cat(largest)
     for last, gamma in pairwise(GAMMAS):
-        changes = bool(((windows > last) & (windows <= gamma)).any())
+        changes = ((windows > last) & (windows <= gamma)).any()
         by_gamma[gamma] = scored(gamma) if changes else by_gamma[last]
     return by_gamma
 

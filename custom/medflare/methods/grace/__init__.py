@@ -9,7 +9,7 @@ adaptation.
 from typing import TYPE_CHECKING
 
 from medflare.core.lazy_imports import lazy_imports
-from medflare.methods.method import Method
+from medflare.methods import Method
 
 METHOD = Method(
     name="grace",

@@ -128,7 +128,7 @@ def reweighted(c: Tensor, p: Tensor) -> Tensor:
     Raises:
         ValueError: weights p that are negative, not finite or all zero.
     """
-    if not bool((p >= 0).all()) or not 0 < float(p.sum()) < math.inf:
+    if not (p >= 0).all() or not 0 < p.sum() < math.inf:
         raise ValueError(f"p must be finite, >= 0 and not all zero, got {p.tolist()}")
     lowest = float(c.min())
     if float(c.max()) - lowest < _EQUAL:
@@ -174,7 +174,7 @@ def consistent_aggregate(
             "consistent_aggregate: no parameters to compare updates by; name the trainable entries"
         )
     sites = sorted(states)
-    by_tensor: list[Tensor] = []
+    by_tensor = []
     for name in parameters:
         by_tensor.append(gram([states[site][name] for site in sites], model[name]))
     grams = torch.stack(by_tensor)

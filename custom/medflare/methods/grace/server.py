@@ -3,18 +3,23 @@
 The weights grow with an update's mean cosine to all updates.
 """
 
-from collections.abc import Mapping
 from typing import Final
 
-from medflare.core.hyper import param
-from medflare.core.settings import strict_dataclass
-from medflare.core.states import StateDict
-from medflare.methods.aggregation import SiteModel, WeightedMean, states_of
-from medflare.methods.base import ServerContext
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
+from medflare.methods import (
+    FedAvgServer,
+    FedAvgServerHyper,
+    ServerContext,
+    StateDict,
+    TaskConfig,
+    WeightedMean,
+    param,
+    states_of,
+    strict_dataclass,
+)
+from medflare.methods.aggregation import Models
 from medflare.methods.grace.formulas import consistent_aggregate
 from medflare.networks.catalogue import meta_network
-from medflare.tasks.config import TaskConfig
+from medflare.training.epochs import named_trainable
 
 SMALLEST_BATCH: Final = 16  # images; CORAL's covariances are of one half of them (32 in the paper)
 
@@ -35,18 +40,13 @@ class ConsistencyAggregation(WeightedMean):
     clipped).
     """
 
-    def __init__(self, hyper: GraceServerHyper):
-        super().__init__(hyper)
-        self.parameters: list[str] | None = None
+    parameters: list[str] | None = None
 
     def prepare(self, task: TaskConfig, rounds: int) -> None:
         super().prepare(task, rounds)
-        parameters = meta_network(task).named_parameters()
-        self.parameters = [name for name, parameter in parameters if parameter.requires_grad]
+        self.parameters = list(named_trainable(meta_network(task)))
 
-    def shared(
-        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
-    ) -> StateDict:
+    def shared(self, models: Models, round: int, previous: StateDict | None = None) -> StateDict:
         self.weights = {}
         if previous is None or not self.hyper.consistency:
             return super().shared(models, round, previous)
@@ -74,8 +74,7 @@ class GraceServer(FedAvgServer[GraceServerHyper]):
         size = context.task.batch_size
         aligns = getattr(context.plan.site_hyper, "client", None) == "coral"
         if aligns and size < SMALLEST_BATCH:
-            context.events.add(
-                "warning",
+            context.warn(
                 f"CORAL's covariances are of half a batch of {size}, mostly noise below "
-                f"{SMALLEST_BATCH}; make task.batch_size larger, or set client=meta",
+                f"{SMALLEST_BATCH}; make task.batch_size larger, or set client=meta"
             )

@@ -14,19 +14,30 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim import Optimizer
 
 from medflare.adaptation.registry import adapted_at, check_adaptable
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import phase
 from medflare.core.rng import derived_seed, seeded
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import MetaSpec, number
-from medflare.core.states import StateDict, copy_state
-from medflare.inference.deployed import build
-from medflare.methods.base import PersistentState
-from medflare.methods.fedavg.personal import PersonalSite
-from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
+from medflare.methods import (
+    MEASURED,
+    MODEL,
+    FeatureNetwork,
+    FedAvgSiteHyper,
+    Message,
+    MetaSpec,
+    PersistentState,
+    PersonalSite,
+    StateDict,
+    TaskConfig,
+    build,
+    copied_state,
+    finite_or_none,
+    number,
+    param,
+    phase,
+    strict_dataclass,
+    train_epochs,
+)
 from medflare.methods.grace.formulas import (
     a_distance,
     adversarial,
@@ -35,15 +46,13 @@ from medflare.methods.grace.formulas import (
     meta_trained,
     mmd,
 )
-from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.normalisation import batch_statistics
-from medflare.networks.features import FeatureNetwork, pooled
-from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import finite_or_none, preserved_moments, train_epochs
+from medflare.networks.catalogue import feature_width
+from medflare.networks.features import overwrite, pooled
+from medflare.training.epochs import named_trainable, preserved_moments
 
 _DISTANCES: Final = {"coral": coral, "mmd": mmd}
 _HIDDEN: Final = 64  # width of the two-layer discriminator
-_DISCRIMINATOR_RATE: Final = 7e-4  # of its Adam, as in the published code
 _SMALLEST_CUT: Final = 4  # each half then has two images, which BatchNorm and covariances need
 
 A_DISTANCE = MetaSpec[float | None](
@@ -136,15 +145,13 @@ class GraceSite(PersonalSite[GraceSiteHyper]):
     def _features(self, model: FeatureNetwork) -> Tensor:
         """Pooled features (N, D) of the site's training images."""
         model.eval()
-        rows: list[Tensor] = []
+        rows = []
         for batch in self.site.ordered("train"):
             features, _ = model.features_and_output(batch.images)
             rows.append(pooled(features).cpu())
         return torch.cat(rows)
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         """Two-step training with the alignment of `client`; "erm" is FedAvg's training."""
         client = self.hyper.client
         if client == "erm":
@@ -156,14 +163,14 @@ class GraceSite(PersonalSite[GraceSiteHyper]):
             return self._two_steps(
                 model, optimizer, round, self.aligned(shared, _DISTANCES[client])
             )
-        with self._adversary(shared, optimizer) as discriminator:
+        with self._adversary(optimizer) as discriminator:
             penalty = self.aligned(shared, partial(adversarial, discriminator))
             return self._two_steps(model, optimizer, round, penalty)
 
     def _two_steps(
         self,
         model: FeatureNetwork,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         round: int,
         penalty: Penalty | None = None,
     ) -> float:
@@ -198,24 +205,20 @@ class GraceSite(PersonalSite[GraceSiteHyper]):
         return penalty
 
     @contextmanager
-    def _adversary(
-        self, shared: FeatureNetwork, optimizer: torch.optim.Optimizer
-    ) -> Iterator[nn.Module]:
+    def _adversary(self, optimizer: Optimizer) -> Iterator[nn.Module]:
         """The site's discriminator for a round.
 
         Its own Adam steps with the model's optimizer, after the same backward pass.
         """
-        with torch.no_grad():
-            image = next(self.site.ordered("train")).images[:1]
-            features, _ = shared.features_and_output(image)
-        width = features.shape[1]
+        width = feature_width(self.site.task)
         with seeded(self.site.seed, self.site.name, "discriminator"):
             discriminator = nn.Sequential(
                 nn.Linear(width, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1)
             ).to(self.site.device)
         if self.discriminator is not None:
             discriminator.load_state_dict(self.discriminator)
-        adam = torch.optim.Adam(discriminator.parameters(), lr=_DISCRIMINATOR_RATE)
+        # The rate of the published code.
+        adam = torch.optim.Adam(discriminator.parameters(), lr=7e-4)
         self.optimizers.recall("discriminator", adam)
 
         def step(*_: object) -> None:
@@ -228,7 +231,7 @@ class GraceSite(PersonalSite[GraceSiteHyper]):
         finally:
             handle.remove()
         self.optimizers.keep("discriminator", adam)
-        self.discriminator = copy_state(discriminator.state_dict())
+        self.discriminator = copied_state(discriminator)
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """The local model inside; outside the global one, adapted by `tta`."""
@@ -259,15 +262,11 @@ class MetaLoss:
 
     def __post_init__(self) -> None:
         self.model = _WithFeatures(self.network)
-        self.parameters: dict[str, nn.Parameter] = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                self.parameters[name] = parameter
+        self.parameters = named_trainable(self.model)
 
     def __call__(self, _network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
-        losses: list[Tensor] = []
-        for train, test in halves(len(images), self.swap):
-            losses.append(self._loss(images, targets, train, test))
+        cuts = halves(len(images), self.swap)
+        losses = [self._loss(images, targets, train, test) for train, test in cuts]
         return torch.stack(losses).mean()
 
     def _loss(self, images: Tensor, targets: Tensor, train: slice, test: slice) -> Tensor:
@@ -317,7 +316,7 @@ def halves(count: int, swap: bool) -> list[tuple[slice, slice]]:
 
 
 def optimizer_step(
-    parameters: Parameters, task_loss: TaskLoss, optimizer: torch.optim.Optimizer
+    parameters: Parameters, task_loss: TaskLoss, optimizer: Optimizer
 ) -> dict[str, Tensor]:
     """theta' by a step of the optimizer, as a function of theta.
 
@@ -334,9 +333,8 @@ def optimizer_step(
     for name, gradient in gradients_of(parameters, task_loss).items():
         parameters[name].grad = gradient
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     with torch.no_grad():
         moves = {name: parameter - origin[name] for name, parameter in parameters.items()}
-        for name, parameter in parameters.items():
-            parameter.copy_(origin[name])
+        overwrite(parameters.values(), origin.values())
     return {name: parameter + moves[name] for name, parameter in parameters.items()}

@@ -9,7 +9,7 @@ P_k <- (1 - τ) P_k + τ w_k (Eq. 4), which is not sent during training. An outs
 from typing import TYPE_CHECKING
 
 from medflare.core.lazy_imports import lazy_imports
-from medflare.methods.method import Method
+from medflare.methods import Method
 
 METHOD = Method(
     name="iop_fl",

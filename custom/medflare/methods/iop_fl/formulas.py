@@ -211,7 +211,7 @@ def turned(images: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
         turns: (N,) counter-clockwise quarter turns.
         flips: (N,) bool.
     """
-    results: list[Tensor] = []
+    results = []
     for image, turn, flip in zip(images, turns, flips, strict=True):
         rotated = torch.rot90(image, int(turn), (1, 2))
         results.append(rotated.flip(1) if flip else rotated)
@@ -220,7 +220,7 @@ def turned(images: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
 
 def turned_back(maps: Tensor, turns: Tensor, flips: Tensor) -> Tensor:
     """The inverse of `turned`, for maps that were predicted from its images."""
-    results: list[Tensor] = []
+    results = []
     for prediction, turn, flip in zip(maps, turns, flips, strict=True):
         upright = prediction.flip(1) if flip else prediction
         results.append(torch.rot90(upright, -int(turn), (1, 2)))

@@ -21,20 +21,25 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim import Optimizer
 
 from medflare.core.errors import StateError
-from medflare.core.hyper import build_hyper, param
-from medflare.core.message import Message
-from medflare.core.rng import seeded, torch_generator
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict
+from medflare.core.hyper import build_hyper
+from medflare.core.rng import seeded
 from medflare.inference.deployed import Repeated, network_with
-from medflare.methods.base import SiteHyper
-from medflare.methods.fedavg.site import MODEL
+from medflare.methods import (
+    MODEL,
+    Message,
+    SiteHyper,
+    StateDict,
+    TaskConfig,
+    TensorSpec,
+    param,
+    strict_dataclass,
+    torch_generator,
+)
 from medflare.methods.iop_fl import formulas
 from medflare.methods.iop_fl.routing import RoutedNetwork, Routing, Statistics
-from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import foreground
 
 EXPERTS = TensorSpec("expert", of=lambda plan: plan.sites)  # the sites' personal models
@@ -393,7 +398,7 @@ class RoutedModel(nn.Module):
 
         return summarize(self.task, results(), references)
 
-    def _step(self, optimizer: torch.optim.Optimizer, images: Tensor, *key: str | int) -> None:
+    def _step(self, optimizer: Optimizer, images: Tensor, *key: str | int) -> None:
         self.network.train()
         with seeded(self.seed, "dropout", *key):
             clean, noisy, anchor = self._predictions(images, *key)

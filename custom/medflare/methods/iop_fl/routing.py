@@ -26,10 +26,11 @@ from medflare.adaptation.dsbn import TestTimeNorm, replace_layer
 from medflare.core.errors import StateError
 from medflare.core.rng import seeded
 from medflare.core.states import StateDict, copy_state, misfit
+from medflare.networks.features import overwrite
+from medflare.training.epochs import named_trainable
 
 Coefficients = Literal["softmax", "sigmoid"]
 Statistics = Literal["batch", "running"]
-_DROPOUT = 0.2  # of a router during fitting, as in the published code
 _NEARLY_ALL = 0.97  # coefficient of a preferred expert; at 1 the softmax would have no gradient
 
 # Exact types: a subclass can use its weight outside `forward` (attention's output projection does).
@@ -57,7 +58,7 @@ class MLPRouter(nn.Module):
         self.kind = kind
         self.fc1 = nn.Linear(channels, 2 * channels)
         self.fc2 = nn.Linear(2 * channels, experts)
-        self.dropout = nn.Dropout(_DROPOUT)
+        self.dropout = nn.Dropout(0.2)  # during fitting, as in the published code
         nn.init.zeros_(self.fc2.weight)
         nn.init.constant_(self.fc2.bias, 0.0 if kind == "softmax" else -math.log(experts - 1))
 
@@ -132,7 +133,7 @@ class RoutedLayer(nn.Module):
 
     def mixed(self, coefficients: Tensor) -> dict[str, Tensor]:
         """coefficients (B, experts) -> weights and biases (B, ...) (Eq. 5)."""
-        mixed: dict[str, Tensor] = {}
+        mixed = {}
         for part in self.parts:
             experts = getattr(self, f"experts_{part}")
             mixed[part] = torch.tensordot(coefficients, experts, dims=1)
@@ -191,11 +192,9 @@ class RoutedNetwork(nn.Module):
         replace_layer(self, f"network.{name}".rstrip("."), layer)
 
     def _route(self, routing: Routing) -> None:
-        layers: dict[str, nn.Module] = {}
         # A layer that is used in two places has two names and is replaced at both.
-        for name, layer in self.network.named_modules(remove_duplicate=False):
-            if type(layer) in ROUTED_TYPES:
-                layers[name] = layer
+        modules = self.network.named_modules(remove_duplicate=False)
+        layers = {name: layer for name, layer in modules if type(layer) in ROUTED_TYPES}
         if not layers:
             network = type(self.network).__name__
             raise StateError(f"{network} has no convolution and no linear layer to route")
@@ -218,7 +217,7 @@ class RoutedNetwork(nn.Module):
     def _weights_of(self, name: str, layer: nn.Module) -> list[StateDict]:
         """Weight and bias of a layer in every expert."""
         parts = dict(layer.named_parameters())
-        states: list[StateDict] = []
+        states = []
         for expert in self._experts:
             states.append({part: expert[_entry(name, part)] for part in parts})
         return states
@@ -241,8 +240,7 @@ class RoutedNetwork(nn.Module):
         return [module for module in self.modules() if isinstance(module, MLPRouter)]
 
     def adaptable(self) -> dict[str, nn.Parameter]:
-        parameters = self.named_parameters()
-        return {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        return named_trainable(self)
 
     def adapted_state(self) -> StateDict:
         """A copy of the routers' parameters, by name, on the CPU."""
@@ -256,9 +254,7 @@ class RoutedNetwork(nn.Module):
         reason = misfit(state, parameters)
         if reason:
             raise StateError(f"this routing state belongs to other settings: {reason}")
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(state[name])
+        overwrite(parameters.values(), [state[name] for name in parameters])
 
     @torch.no_grad()
     def set_base(self, expert: int) -> None:
@@ -277,11 +273,11 @@ class RoutedNetwork(nn.Module):
     def coefficients(self, images: Tensor) -> dict[str, Tensor]:
         """R for these images: layer -> (N, K+1), in the network's order."""
         self(images)
-        by_layer: dict[str, Tensor] = {}
-        for name, module in self.network.named_modules():
-            if isinstance(module, RoutedLayer):
-                by_layer[name] = module.router.coefficients
-        return by_layer
+        return {
+            name: module.router.coefficients
+            for name, module in self.network.named_modules()
+            if isinstance(module, RoutedLayer)
+        }
 
 
 def _entries(network: nn.Module, without: Collection[str]) -> dict[str, tuple[nn.Module, str]]:

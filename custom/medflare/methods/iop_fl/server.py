@@ -3,15 +3,18 @@
 For outside sites it collects every P_k at the end and sends them with w_g.
 """
 
-from collections.abc import Mapping
 from typing import Final
 
-from medflare.core.message import Message
-from medflare.core.phases import handles
-from medflare.core.states import StateDict
-from medflare.methods.base import Step
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import SELECTED_ROUND, trained_model
+from medflare.methods import (
+    SELECTED_ROUND,
+    FedAvgServer,
+    FedAvgServerHyper,
+    Message,
+    Replies,
+    Step,
+    handles,
+    trained_model,
+)
 from medflare.methods.iop_fl.outside import EXPERTS
 from medflare.methods.iop_fl.site import ADAPTED, IOPSite
 
@@ -24,20 +27,15 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
     site_algorithm = IOPSite
     freezes = False
 
-    @property
-    def experts(self) -> dict[str, StateDict]:
-        """site -> submitted P_k."""
-        return self.memory.family(EXPERTS)
-
     def steps(self) -> list[Step]:
         """FedAvg's schedule and, for outside sites, the submission of every P_k at its end."""
         steps = super().steps()
         if self.context.outside:
-            steps.append(Step.of(IOPSite.submit, self.context.rounds, everyone=True))
+            steps.append(self.final_step(IOPSite.submit))
         return steps
 
     @handles(IOPSite.submit)
-    def collect_experts(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def collect_experts(self, step: Step, replies: Replies) -> None:
         """Every P_k with its rounds of training."""
         rounds = dict(self.memory.meta.get(ROUNDS, {}))
         for site, reply in replies.items():
@@ -48,13 +46,13 @@ class IOPServer(FedAvgServer[FedAvgServerHyper]):
     def configure_final(self, site: str) -> Message:
         message = super().configure_final(site)
         if site in self.context.outside:
-            for name, state in self.experts.items():
+            for name, state in self.memory.family(EXPERTS).items():
                 message[EXPERTS.member(name)] = state
         return message
 
     def models(self) -> dict[str, Message]:
         rounds = self.memory.meta.get(ROUNDS, {})
         models = super().models()
-        for site, state in self.experts.items():
+        for site, state in self.memory.family(EXPERTS).items():
             models[f"personal/{site}"] = trained_model(state, rounds.get(site))
         return models

@@ -7,16 +7,25 @@ from dataclasses import replace
 
 from medflare.adaptation.registry import with_tent
 from medflare.core.errors import StateError
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import phase
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import TensorSpec
-from medflare.core.states import batch_norm_entries, copy_state
-from medflare.inference.deployed import Repeated, plain_message
-from medflare.methods.base import PersistentState
-from medflare.methods.fedavg.personal import PersonalSite
-from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgHyper, delivered
+from medflare.core.states import batch_norm_entries
+from medflare.inference.deployed import Repeated
+from medflare.methods import (
+    MODEL,
+    N_SAMPLES,
+    SELECTED_ROUND,
+    VALIDATION,
+    FedAvgHyper,
+    Message,
+    PersistentState,
+    PersonalSite,
+    TensorSpec,
+    copy_state,
+    param,
+    phase,
+    plain_message,
+    strict_dataclass,
+)
+from medflare.methods.fedavg.site import delivered
 from medflare.methods.iop_fl.formulas import local_adapted
 from medflare.methods.iop_fl.outside import (
     EXPERTS,
@@ -26,7 +35,6 @@ from medflare.methods.iop_fl.outside import (
     routed_model,
 )
 from medflare.methods.iop_fl.routing import Statistics
-from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
 
 ADAPTED = TensorSpec(
     "adapted", "the site's local adapted model, an expert of the routed models of outside sites"

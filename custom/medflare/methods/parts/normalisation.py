@@ -16,7 +16,7 @@ def still_statistics(*networks: nn.Module) -> Iterator[None]:
     """Inside, no forward pass changes running statistics; each layer normalises as its mode says.
     Networks may share layers.
     """
-    batch: list[_NormBase] = []
+    batch = []
     instance: list[tuple[_InstanceNorm, list[Any]]] = []
     for layer in _tracking(networks):
         if isinstance(layer, _InstanceNorm):
@@ -59,7 +59,7 @@ def batch_statistics(*networks: nn.Module) -> Iterator[None]:
 
 
 def _tracking(networks: Sequence[nn.Module]) -> list[_NormBase]:
-    layers: list[_NormBase] = []
+    layers = []
     for network in networks:
         for layer in network.modules():
             if isinstance(layer, _NormBase) and layer.track_running_stats:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.states import StateDict
+from medflare.training.epochs import named_trainable
 
 
 def proximal_gradients(
@@ -27,10 +28,9 @@ def proximal_term(model: nn.Module, anchor: StateDict, strength: float) -> Calla
     """A `gradient_hook` for `train_epochs` that adds λ (θ - w) to every gradient of `model`, in
     place; w are the entries of `anchor`.
     """
-    pairs: list[tuple[Tensor, Tensor]] = []  # θ and w
-    for name, weight in model.named_parameters():
-        if weight.requires_grad:
-            pairs.append((weight, anchor[name].detach().to(weight.device, copy=True)))
+    pairs = []  # θ and w
+    for name, weight in named_trainable(model).items():
+        pairs.append((weight, anchor[name].detach().to(weight.device, copy=True)))
 
     @torch.no_grad()
     def gradient_hook() -> None:

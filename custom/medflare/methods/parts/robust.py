@@ -162,10 +162,8 @@ def _clipped(
     updates = [difference(states[site], centre) for site in sites]
     lengths = [_length(update) for update in updates]
     _refuse_non_finite(sites, lengths)
-    clipped: dict[str, StateDict] = {}
-    for site, update, factor in zip(sites, updates, clip_factors(lengths, clip), strict=True):
-        clipped[site] = moved(centre, update, factor)
-    return clipped
+    parts = zip(sites, updates, clip_factors(lengths, clip), strict=True)
+    return {site: moved(centre, update, factor) for site, update, factor in parts}
 
 
 def _refuse_non_finite(sites: Sequence[str], lengths: Sequence[float]) -> None:
@@ -195,7 +193,7 @@ def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -
     if rule == "median":
         cut = (len(states) - 1) // 2
     ordered = [states[site] for site in sorted(states)]
-    mean: StateDict = {}
+    mean = {}
     for name in ordered[0]:
         mean[name] = _trimmed([state[name] for state in ordered], cut)
     return mean
@@ -269,11 +267,10 @@ def geometric_weights(distances: Tensor, shares: Sequence[float]) -> list[float]
     for _ in range(_STEPS):
         to_mean = distances @ weights
         distance = (to_mean - weights @ to_mean / 2).clamp(min=0).sqrt()  # |v - w_k|
-        new = prior / distance.clamp(min=_NEAR)
-        new = new / new.sum()
-        converged = bool((new - weights).abs().max() < 1e-9)
-        weights = new
-        if converged:
+        before = weights
+        weights = prior / distance.clamp(min=_NEAR)
+        weights = weights / weights.sum()
+        if (weights - before).abs().max() < 1e-9:
             break
     return weights.tolist()
 
@@ -288,7 +285,7 @@ def clip_factors(lengths: Sequence[float], clip: float = 1.0) -> list[float]:
 
 def _length(state: Mapping[str, Tensor]) -> float:
     """Euclidean length of the floating entries."""
-    squares: list[float] = []
+    squares = []
     for tensor in state.values():
         if tensor.is_floating_point():
             for (part,) in iter_chunks([tensor], LONG_CHUNK):

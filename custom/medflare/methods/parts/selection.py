@@ -122,16 +122,14 @@ class ModelSelector(Best):
                 undefined metric do not count.
             role: of the model in "validation", for example "global".
         """
-        metrics: dict[str, float] = {}
-        weights: dict[str, float] = {}
+        metrics = {}
+        weights = {}
         for site, reply in sorted(replies.items()):
             value = (reply.get(VALIDATION) or {}).get(role)
             if value is None:
                 continue
             metrics[site] = value
-            weights[site] = 1.0
-            if not self.zero_sum:
-                weights[site] = float(reply.get(N_SAMPLES) or 1)
+            weights[site] = 1.0 if self.zero_sum else float(reply.get(N_SAMPLES) or 1)
         combined = combined_score(metrics, weights, self.rule)
         mean = fmean(metrics.values()) if metrics else 0.0
         if self.rule == "paired" and self.value is not None:

@@ -10,7 +10,7 @@ differently at each site. Without the three parts (pfa=false det=false cpa=off) 
 from typing import TYPE_CHECKING
 
 from medflare.core.lazy_imports import lazy_imports
-from medflare.methods.method import Method
+from medflare.methods import Method
 
 METHOD = Method(
     name="prr",

@@ -116,7 +116,7 @@ def conjoint_mask(counts: Tensor, beta: float) -> Tensor:
         (C, C) float64, row = true class. Row and column of a class without samples are 1.
     """
     present = counts > 0
-    amount = torch.where(present, counts, 1).to(torch.float64)
+    amount = torch.where(present, counts, 1).double()
     mask = (amount[None, :] / amount[:, None]).pow(beta).clamp(max=1.0)
     return torch.where(present[None, :] & present[:, None], mask, 1.0)
 
@@ -246,10 +246,11 @@ def most_representative(counts: Mapping[str, Tensor]) -> str:
         counts: site -> (G, C) counts of G groups of C classes.
     """
     everyone = _shares(torch.stack(list(counts.values())).sum(dim=0))
-    distances: dict[str, float] = {}
-    for site in sorted(counts):
-        distances[site] = float((_shares(counts[site]) - everyone).abs().sum())
-    return min(distances, key=distances.__getitem__)
+
+    def distance(site: str) -> float:
+        return float((_shares(counts[site]) - everyone).abs().sum())
+
+    return min(sorted(counts), key=distance)
 
 
 def _shares(counts: Tensor) -> Tensor:

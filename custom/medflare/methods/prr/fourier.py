@@ -12,13 +12,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor, nn
 
-from medflare.core.states import (
-    StateDict,
-    batch_norm_entries,
-    check_same_shapes,
-    split_state,
-    weighted_mean,
-)
+from medflare.core.states import StateDict, batch_norm_entries, check_same_shapes, split_state
+from medflare.methods.aggregation import plain_mean
 from medflare.methods.parts.tensors import check_choice, widened
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -117,7 +112,7 @@ def _aggregate_layer(
     if not 0 <= r <= 0.5:
         raise ValueError(f"r = {r} is outside [0, 0.5]: a band cannot be wider than the spectrum")
     order, row_axes = _axis_order(weights[0].dim(), classifier)
-    matrices: list[Tensor] = []
+    matrices = []
     for weight in weights:
         matrix = weight.permute(order).flatten(row_axes).flatten(0, row_axes - 1)
         matrices.append(widened(matrix))  # the CPU has no FFT of half precision
@@ -224,7 +219,7 @@ def _replace_by_change(
         at_k = torch.outer(row_window[0, rows], column_window[0])
         at_minus_k = torch.outer(row_window[1, rows], column_window[1])
         window = (at_k + at_minus_k) / 2
-        whole = bool((window == 1).all())
+        whole = (window == 1).all()
         for part, target in zip(parts, aggregate.expand(len(parts), -1, -1), strict=True):
             torch.sub(target, part, out=part)
             if not whole:
@@ -317,10 +312,8 @@ def treatments(network: nn.Module) -> dict[str, Treatment]:
     The classifier is the last convolution or linear layer in order of registration, the one that
     gives the logits.
     """
-    local = batch_norm_entries(network)
-    plan: dict[str, Treatment] = {}
-    for name in network.state_dict():
-        plan[name] = Treatment("local" if name in local else "mean")
+    plan = {name: Treatment("mean") for name in network.state_dict()}
+    plan |= dict.fromkeys(batch_norm_entries(network), Treatment("local"))
     last = None
     for name, layer in network.named_modules():
         if isinstance(layer, _WEIGHTED):
@@ -389,16 +382,15 @@ def aggregate_models(
     check_same_shapes(states)
     sites = sorted(states)
     names = list(states[sites[0]])
-    mixed: list[str] = []
+    mixed = []
     if fourier:
         mixed = [name for name in names if plan[name].kind in ("kernel", "classifier")]
-    averaged = {site: split_state(states[site], frozenset(mixed))[1] for site in sites}
-    mean = weighted_mean(averaged, dict.fromkeys(sites, 1.0))
+    mean = plain_mean({site: split_state(states[site], frozenset(mixed))[1] for site in sites})
     aggregated: dict[str, StateDict] = {site: dict(mean) for site in sites}
     reading = Reading(components=components)
     for name in mixed:
-        weights: list[Tensor] = []
-        into: list[Tensor] = []
+        weights = []
+        into = []
         for site in sites:
             weight = states[site][name].detach()
             result = torch.empty(weight.shape, dtype=weight.dtype)
@@ -409,7 +401,7 @@ def aggregate_models(
             weights.append(weight)
             into.append(result)
         _aggregate_layer(weights, into, r, plan[name].kind == "classifier", reading)
-    models: dict[str, StateDict] = {}
+    models = {}
     for site in sites:
         models[site] = {name: aggregated[site][name] for name in states[site]}
     return models

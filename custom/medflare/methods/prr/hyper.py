@@ -4,10 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from medflare.core.errors import ConfigError
-from medflare.core.hyper import param
-from medflare.core.settings import strict_dataclass
-from medflare.methods.base import ServerHyper, SiteHyper
+from medflare.methods import ConfigError, ServerHyper, SiteHyper, param, strict_dataclass
 
 
 @strict_dataclass

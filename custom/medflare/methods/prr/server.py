@@ -1,17 +1,27 @@
 """PRR's server algorithm: a model for every site by Fourier aggregation, and global prototypes."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from medflare.core.message import Message
-from medflare.core.phases import asks, handles
-from medflare.core.rng import torch_generator
-from medflare.core.states import StateDict, weighted_mean
-from medflare.methods.aggregation import Aggregation, SiteModel, site_models, states_of
-from medflare.methods.base import PersistentState, ServerAlgorithm, ServerContext, Step
-from medflare.methods.fedavg.site import MODEL, trained_model
+from medflare.methods import (
+    MODEL,
+    Aggregation,
+    Message,
+    PersistentState,
+    Replies,
+    ServerAlgorithm,
+    ServerContext,
+    StateDict,
+    Step,
+    TaskConfig,
+    asks,
+    handles,
+    site_models,
+    states_of,
+    torch_generator,
+    trained_model,
+)
+from medflare.methods.aggregation import Models, plain_mean
 from medflare.methods.prr.formulas import global_prototypes, most_representative
 from medflare.methods.prr.fourier import (
     Treatment,
@@ -34,7 +44,6 @@ from medflare.methods.prr.site import (
 from medflare.methods.prr.transfer import class_totals
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.classes import class_names
-from medflare.tasks.config import TaskConfig
 
 # Of the published schedule; used under FLARE's own workflows, which do not give their rounds.
 _ROUNDS = 50
@@ -47,20 +56,16 @@ class FourierAggregation(Aggregation[PRRServerHyper]):
     follows from its shape.
     """
 
-    def __init__(self, hyper: PRRServerHyper):
-        super().__init__(hyper)
-        self.treatments: dict[str, Treatment] | None = None
+    treatments: dict[str, Treatment] | None = None
 
     def prepare(self, task: TaskConfig, rounds: int) -> None:
         super().prepare(task, rounds)
         self.treatments = treatments(meta_network(task))
 
-    def shared(
-        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
-    ) -> StateDict:
-        return weighted_mean(states_of(models), dict.fromkeys(models, 1.0))
+    def shared(self, models: Models, round: int, previous: StateDict | None = None) -> StateDict:
+        return plain_mean(states_of(models))
 
-    def personal(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+    def personal(self, models: Models, round: int) -> dict[str, StateDict]:
         """Site -> its model S_k (Alg. 1, line 7)."""
         states = states_of(models)
         hyper = self.hyper
@@ -98,9 +103,7 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         self.memory.meta["complete"] = not part.names
         if not part.names:
             name = context.task.network["name"]
-            context.events.add(
-                "warning", f"network {name} has no batch normalisation: PRR keeps none local"
-            )
+            context.warn(f"network {name} has no batch normalisation: PRR keeps none local")
 
     @property
     def aggregated(self) -> dict[str, StateDict]:
@@ -115,11 +118,10 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         steps = super().steps()
         if not self.context.outside:
             return steps
-        last = self.context.rounds
         if self.hyper.outside_model == "personal":
-            steps.append(Step.of(PRRSite.share_personal, last, everyone=True))
+            steps.append(self.final_step(PRRSite.share_personal))
         elif self.normalised:
-            steps.append(Step.of(PRRSite.share_normalisation, last, everyone=True))
+            steps.append(self.final_step(PRRSite.share_normalisation))
         return steps
 
     @property
@@ -128,16 +130,13 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
 
         Limited as `ServerContext.counted` says.
         """
-        task = self.context.task
-        counts = self.context.site_counts
-        enrolled = {site: counts[site] for site in self.context.sites if site in counts}
-        if not self.context.counted:
-            return class_totals(task, enrolled)
-        totals = []
-        for site, of_site in enrolled.items():
-            fraction = self.context.counted.get(site, 1.0)
-            totals.append(class_totals(task, {site: of_site}).double() * fraction)
-        return torch.stack(totals).sum(dim=0).round().long()
+        context = self.context
+        totals = class_totals(context.task, {}).double()
+        for site in context.sites:
+            if site in context.site_counts:
+                of_site = class_totals(context.task, {site: context.site_counts[site]})
+                totals += of_site.double() * context.counted.get(site, 1.0)
+        return totals.round().long()
 
     @asks(PRRSite.train, PRRSite.validate, PRRSite.share_normalisation, PRRSite.share_personal)
     def request(self, step: Step, site: str) -> Message:
@@ -149,7 +148,7 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         return message
 
     @handles(PRRSite.train)
-    def aggregate_deputies(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_deputies(self, step: Step, replies: Replies) -> None:
         """Every site's next model and the next prototypes."""
         if step.round == 0:
             self._warn_of_absent_classes(self.class_totals)
@@ -161,7 +160,7 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         if self.context.plan.site_hyper.refines:
             self.prototypes = {"prototypes": self._sampled(step.round, replies)}
 
-    def _sampled(self, round: int, replies: Mapping[str, Message]) -> Tensor:
+    def _sampled(self, round: int, replies: Replies) -> Tensor:
         """The global prototypes, sampled around those of the sites."""
         local = torch.stack([reply[PROTOTYPES]["prototypes"] for reply in replies.values()])
         present = torch.stack([reply[PROTOTYPES]["present"] for reply in replies.values()])
@@ -170,7 +169,6 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         return global_prototypes(local, present, noise)
 
     def _warn_of_absent_classes(self, totals: Tensor) -> None:
-        events = self.context.events
         counts = self.context.site_counts
         sites = self.context.sites
         suppressed = [site for site in sites if counts.get(site, {}).get("class_counts") == []]
@@ -179,48 +177,47 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
                 "keeps its counts by class (minimum_patients): "
                 "the class totals of the CPA loss are those of the other sites"
             )
-            events.add("warning", text, site=site)
+            self.context.warn(text, site=site)
         if suppressed and not totals.any():
             return
         names = [name for group in class_names(self.context.task) for name in group]
         for name, count in zip(names, totals.flatten().tolist(), strict=True):
             if count == 0:
                 reason = "is in no site's training images: the CPA loss does not weight it"
-                events.add("warning", f"class {name} {reason}")
+                self.context.warn(f"class {name} {reason}")
 
     @handles(PRRSite.share_normalisation)
-    def complete_mean(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def complete_mean(self, step: Step, replies: Replies) -> None:
         """Outside sites get the mean deputy with the mean normalisation."""
         parts = {site: reply[NORMALISATION] for site, reply in replies.items()}
-        normalisation = weighted_mean(parts, dict.fromkeys(parts, 1.0))
-        self.outside = {**self.mean, **normalisation}
+        self.outside = {**self.mean, **plain_mean(parts)}
         self.memory.meta["complete"] = True
 
     @handles(PRRSite.share_personal)
-    def take_personal(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def take_personal(self, step: Step, replies: Replies) -> None:
         """Outside sites get the personal model of the most representative site."""
         self.outside = replies[self._most_representative(replies)][PERSONAL]
         self.memory.meta["complete"] = True
 
-    def _most_representative(self, replies: Mapping[str, Message]) -> str:
+    def _most_representative(self, replies: Replies) -> str:
         """The site whose classes are most like those of all.
 
         Without counts by class the largest one.
         """
         counts = self.context.site_counts
-        totals = {}
-        for site in replies:
-            if counts[site]["class_counts"]:
-                totals[site] = class_totals(self.context.task, {site: counts[site]})
+        totals = {
+            site: class_totals(self.context.task, {site: counts[site]})
+            for site in replies
+            if counts[site]["class_counts"]
+        }
         if totals:
             chosen = most_representative(totals)
         else:
             chosen = max(sorted(replies), key=lambda site: counts[site]["n"]["train"])
         if len(totals) < len(replies):
-            self.context.events.add(
-                "warning",
+            self.context.warn(
                 "some sites keep their counts by class: outside sites get the model of "
-                f"{chosen}, chosen among the others or by size",
+                f"{chosen}, chosen among the others or by size"
             )
         return chosen
 

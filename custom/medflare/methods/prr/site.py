@@ -8,26 +8,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from medflare.core.errors import ConfigError
-from medflare.core.message import Message
-from medflare.core.phases import phase
-from medflare.core.specs import MetaSpec, TensorSpec, count, listing, models, number, table
-from medflare.core.states import StateDict, copy_state
-from medflare.inference.deployed import KEPT, plain_message
-from medflare.methods.base import PersistentState, Plan, SiteAlgorithm
-from medflare.methods.fedavg.site import MODEL, trained_model
-from medflare.methods.parts.measured import MEASURED
-from medflare.methods.parts.partial import LocalPart
-from medflare.methods.parts.selection import Best
+from medflare.core.specs import models
+from medflare.inference.deployed import KEPT
+from medflare.methods import (
+    MEASURED,
+    MODEL,
+    Best,
+    ConfigError,
+    FeatureNetwork,
+    LocalPart,
+    Message,
+    MetaSpec,
+    PersistentState,
+    Plan,
+    Site,
+    SiteAlgorithm,
+    StateDict,
+    TaskConfig,
+    TensorSpec,
+    copied_state,
+    count,
+    listing,
+    number,
+    phase,
+    plain_message,
+    table,
+    trained_model,
+)
 from medflare.methods.prr.formulas import better_model
 from medflare.methods.prr.fourier import without_rule
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
 from medflare.methods.prr.transfer import SitePrototypes, Supervision, Transfer, prototype_width
 from medflare.networks.catalogue import meta_network
-from medflare.networks.features import FeatureNetwork
 from medflare.tasks.classes import class_names
-from medflare.tasks.config import TaskConfig
-from medflare.training.site import Site
 
 PRRPlan = Plan[PRRSiteHyper, PRRServerHyper]
 
@@ -177,14 +190,12 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
             prototypes=self.prototypes or {},
         )
         loss = transfer.run(round, validation)
-        trained = copy_state(deputy.state_dict())
-        self.personal = copy_state(personal.state_dict())
+        trained = copied_state(deputy)
+        self.personal = copied_state(personal)
         self.normalisation = self.part.local(trained)
         self.prototypes = transfer.prototypes
-
-        reply = Message.of(self.measured(loss=loss, validation=validation))
-        reply[DEPUTY] = self.part.shared(trained)
-        reply[STAGES] = transfer.stages
+        entries = {DEPUTY: self.part.shared(trained), STAGES: transfer.stages}
+        reply = self.reply(entries, loss=loss, validation=validation)
         if self.hyper.refines:
             reply[PROTOTYPES] = transfer.prototypes
             self._add_gammas(reply, transfer)
@@ -212,14 +223,12 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
     @phase(request=REQUEST, request_meta=(CLASS_TOTALS,), meta=MEASURED)
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the incoming deputy and of the personal model."""
-        values = self._measure(round, *self._models(incoming))
-        return Message.of(self.measured(validation=values))
+        return self.reply(validation=self._measure(round, *self._models(incoming)))
 
     @phase(request=REQUEST, request_meta=(CLASS_TOTALS,), reply=(NORMALISATION,), meta=MEASURED)
     def share_normalisation(self, round: int, incoming: Message) -> Message:
         """The deputy's normalisation, once, after the last round, if there are outside sites."""
-        normalisation = self.part.local(self._deputy_state(incoming))
-        return Message.of({**self.measured(validation={}), NORMALISATION: normalisation})
+        return self.reply({NORMALISATION: self.part.local(self._deputy_state(incoming))})
 
     @phase(request=REQUEST, request_meta=(CLASS_TOTALS,), reply=(PERSONAL,), meta=MEASURED)
     def share_personal(self, round: int, incoming: Message) -> Message:
@@ -227,8 +236,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
 
         Once, after the last round.
         """
-        personal = self._delivered(incoming)["personal"]
-        return Message.of({**self.measured(validation={}), PERSONAL: personal[MODEL]})
+        return self.reply({PERSONAL: self._delivered(incoming)["personal"][MODEL]})
 
     def _deputy_state(self, incoming: Message) -> StateDict:
         """S_k with the site's own batch normalisation.
@@ -236,7 +244,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         Before the first training with that of the common initial model.
         """
         if self.normalisation is None:
-            self.normalisation = self.part.local(copy_state(self.site.network().state_dict()))
+            self.normalisation = self.part.local(copied_state(self.site.network()))
         return {**self.normalisation, **incoming[DEPUTY]}
 
     def _models(self, incoming: Message) -> tuple[FeatureNetwork, FeatureNetwork]:
@@ -275,10 +283,8 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         if self.hyper.det and self.personal:
             last["personal"] = self.personal
         rule = self.plan.server_hyper.selection
-        models = {}
-        for role, best in self.best.items():
-            models[role] = trained_model(*best.chosen(rule, last[role]))
-        return models
+        best = self.best.items()
+        return {role: trained_model(*kept.chosen(rule, last[role])) for role, kept in best}
 
     @phase(request=(DEPUTY, MODEL))  # an outside site's model is whole
     def finalize(self, incoming: Message) -> dict[str, Message]:
@@ -292,9 +298,10 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         models = self._delivered(incoming)
         if not self.hyper.det:
             return {**models, "deployed": models["personal"]}
-        reached = {}
-        for role, model in models.items():
-            reached[role] = self.validation(self.network(role, model[MODEL]))
+        reached = {
+            role: self.validation(self.network(role, model[MODEL]))
+            for role, model in models.items()
+        }
         role = better_model(reached["personal"], reached["global"])
         choice = {"keep": "best", "model": role, "validation": reached}
         deployed = Message(models[role].states, {**models[role].meta, KEPT: choice})

@@ -14,15 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from medflare.core.states import StateDict, copy_state
+from medflare.methods import (
+    FeatureNetwork,
+    Site,
+    StateDict,
+    Steps,
+    TaskConfig,
+    copy_state,
+    epochs,
+    trainable,
+)
 from medflare.methods.prr import formulas
 from medflare.methods.prr.hyper import PRRSiteHyper
-from medflare.networks.catalogue import meta_network
-from medflare.networks.features import FeatureNetwork, example
+from medflare.networks.catalogue import feature_width
 from medflare.tasks.classes import class_names
-from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import Steps, epochs, trainable, weighted_sum
-from medflare.training.site import Site
+from medflare.training.epochs import weighted_sum
 
 # -- a task as groups of classes ------------------------------------------------------------------
 
@@ -46,6 +52,15 @@ def class_targets(targets: Tensor, task: TaskConfig) -> Tensor:
     """Targets as in `data.loading.Split` as class indices (G, N, P), for `class_logits`."""
     groups = task.outputs if task.target == "multilabel" else 1
     return targets.reshape(len(targets), groups, -1).transpose(0, 1).long()
+
+
+def at_positions(targets: Tensor, features: Tensor) -> Tensor:
+    """Targets at the positions of features (N, D, ...): label maps are resized (nearest)."""
+    size = features.shape[2:]
+    if not size or size == targets.shape[-len(size) :]:
+        return targets
+    maps = targets.reshape(len(targets), -1, *targets.shape[-len(size) :]).float()
+    return functional.interpolate(maps, size, mode="nearest")
 
 
 def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) -> Tensor:
@@ -74,16 +89,16 @@ def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) ->
     return totals
 
 
+def totals_of_site(site: Site) -> Tensor:
+    """`class_totals` of one site."""
+    enrolled = {"n": site.n, "class_counts": site.class_counts().tolist()}
+    return class_totals(site.task, {site.name: enrolled})
+
+
 # -- prototypes and loss --------------------------------------------------------------------------
 
 
-def prototype_width(task: TaskConfig) -> int:
-    """D of a prototype: channels of the network's features."""
-    network = meta_network(task).eval()
-    with torch.no_grad():
-        images = example(task.image_channels, task.size, "meta")
-        features, _ = network.features_and_output(images)
-    return features.shape[1]
+prototype_width = feature_width
 
 
 class SitePrototypes:
@@ -102,13 +117,8 @@ class SitePrototypes:
 
         Label maps are resized to the feature map (nearest).
         """
-        size = features.shape[2:]
-        dims = len(size)
-        if dims and size != targets.shape[-dims:]:
-            maps = targets.reshape(len(targets), -1, *targets.shape[-dims:]).float()
-            nearest = functional.interpolate(maps, size, mode="nearest")
-            targets = nearest.reshape(*targets.shape[:-dims], *size).to(targets.dtype)
-        for mean, labels in zip(self._means, class_targets(targets, self.task), strict=True):
+        targets = class_targets(at_positions(targets, features), self.task)
+        for mean, labels in zip(self._means, targets, strict=True):
             mean.add(features, labels)
 
     def state(self) -> StateDict:
@@ -196,8 +206,7 @@ def _inverse_frequencies(site: Site) -> Tensor:
 
     Their mean over its samples is 1.
     """
-    enrolled = {"n": site.n, "class_counts": site.class_counts().tolist()}
-    counts = class_totals(site.task, {site.name: enrolled})
+    counts = totals_of_site(site)
     present = counts > 0
     classes = present.sum(dim=1, keepdim=True)
     weight = counts.sum(dim=1, keepdim=True) / (classes * counts.clamp(min=1))

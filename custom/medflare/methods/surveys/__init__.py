@@ -1,6 +1,6 @@
 """Methods that train nothing: they query the sites."""
 
-from medflare.methods.method import Method
+from medflare.methods import Method
 
 EVALUATE = Method(
     name="evaluate",

@@ -5,13 +5,21 @@ The server sends it; it can be of any kind.
 
 from typing import Any
 
-from medflare.core.errors import ConfigError, StateError
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.settings import strict_dataclass
+from medflare.core.errors import StateError
 from medflare.data.acquisition import TRAINED_ON
-from medflare.inference.deployed import WEIGHTS_FILE, build, load_model
-from medflare.methods.base import ServerAlgorithm, ServerContext, SiteAlgorithm, SiteHyper, Step
+from medflare.inference.deployed import WEIGHTS_FILE, load_model
+from medflare.methods import (
+    ConfigError,
+    Message,
+    ServerAlgorithm,
+    ServerContext,
+    SiteAlgorithm,
+    SiteHyper,
+    Step,
+    build,
+    param,
+    strict_dataclass,
+)
 from medflare.networks.weights import find_weights
 
 
@@ -46,7 +54,7 @@ class EvaluateSite(SiteAlgorithm[SiteHyper]):
         return {"global": incoming, "deployed": incoming}
 
 
-class EvaluateServer(ServerAlgorithm[Any]):
+class EvaluateServer(ServerAlgorithm):
     """Sends the model to every site.
 
     Raises:

@@ -4,16 +4,22 @@
 holds back, is in `preparation.fingerprint`.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator
 
 from medflare.core.errors import DataError
-from medflare.core.message import Message
-from medflare.core.phases import handles, phase
-from medflare.core.specs import MetaSpec
-from medflare.methods.base import ServerAlgorithm, SiteAlgorithm, SiteHyper, Step
+from medflare.methods import (
+    Message,
+    MetaSpec,
+    Replies,
+    ServerAlgorithm,
+    SiteAlgorithm,
+    SiteHyper,
+    Step,
+    handles,
+    phase,
+)
 from medflare.preparation.fingerprint import fingerprint_of, from_json, learnt_of, to_json
 
 FILE: Final = "fingerprints.json"
@@ -32,11 +38,10 @@ def _check_fingerprint(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-_Fingerprint = Annotated[dict[str, Any], AfterValidator(_check_fingerprint)]
 FINGERPRINT = MetaSpec[dict[str, Any]](
     "fingerprint",
     "sizes, spacings, intensities and classes of the training images",
-    _Fingerprint,
+    Annotated[dict[str, Any], AfterValidator(_check_fingerprint)],
     "train",
 )
 
@@ -74,16 +79,16 @@ class FingerprintSite(SiteAlgorithm[SiteHyper]):
         return {}
 
 
-class FingerprintServer(ServerAlgorithm[Any]):
+class FingerprintServer(ServerAlgorithm):
     """Collects the fingerprints in a file that `medflare task plan` reads."""
 
     Hyper = SiteHyper  # none
 
     def steps(self) -> list[Step]:
-        return [Step.of(FingerprintSite.describe, self.context.rounds, everyone=True)]
+        return [self.final_step(FingerprintSite.describe)]
 
     @handles(FingerprintSite.describe)
-    def collect(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def collect(self, step: Step, replies: Replies) -> None:
         """Store the fingerprints; an event names each site without one."""
         learnt = learnt_of(self.context.task)
         fingerprints = {}
@@ -93,7 +98,7 @@ class FingerprintServer(ServerAlgorithm[Any]):
                 fingerprints[site] = {**described, "site": site, "learnt": learnt}
             else:
                 text = "sends no fingerprint: fewer patients than its minimum_patients"
-                self.context.events.add("warning", text, site=site, round=step.round)
+                self.context.warn(text, site=site, round=step.round)
         self.memory.meta["fingerprints"] = fingerprints
 
     def configure_final(self, site: str) -> Message:
@@ -105,9 +110,9 @@ class FingerprintServer(ServerAlgorithm[Any]):
 
     def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
         """One row a site: images, and patients and median size if the site sent a fingerprint."""
-        rows: dict[str, dict[str, Any]] = {}
-        for site, counts in self.context.site_counts.items():
-            rows[site] = {"images": counts["n"].get("train")}
+        counts = self.context.site_counts
+        rows: dict[str, dict[str, Any]]
+        rows = {site: {"images": counts[site]["n"].get("train")} for site in counts}
         for site, item in self.memory.meta["fingerprints"].items():
             size = " x ".join(f"{side:.4g}" for side in item["sizes"]["median"])
             rows[site] |= {"patients": item["patients"], "median size": size}

@@ -6,7 +6,7 @@ For segmentation every pixel has features. A site without usable statistics (see
 
 from functools import partial
 
-from medflare.methods.method import Method
+from medflare.methods import Method
 
 _row = partial(Method, family="class statistics")
 

@@ -11,20 +11,31 @@ none is better; with selection "last" always. A site that is absent then, or lat
 statistics.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import asks, handles, phase
-from medflare.core.rng import torch_generator
-from medflare.core.settings import strict_dataclass
-from medflare.core.states import StateDict
-from medflare.methods.base import Plan, Step
+from medflare.methods import (
+    MEASURED,
+    MODEL,
+    SELECTED_ROUND,
+    FedAvgServer,
+    FedAvgServerHyper,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    Message,
+    Plan,
+    Replies,
+    StateDict,
+    Step,
+    TaskConfig,
+    asks,
+    handles,
+    param,
+    phase,
+    strict_dataclass,
+    torch_generator,
+)
 from medflare.methods.families.class_statistics.statistics import (
     LinearHeadSite,
     by_class,
@@ -38,14 +49,10 @@ from medflare.methods.families.class_statistics.statistics import (
     usable,
     with_head,
 )
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgSite, FedAvgSiteHyper
-from medflare.methods.parts.measured import MEASURED
 from medflare.methods.prr.transfer import class_logits, groups_and_classes
-from medflare.tasks.config import TaskConfig
 
 
-def _gaussians(plan: Plan[Any, Any]) -> StateDict:
+def _gaussians(plan: Plan) -> StateDict:
     state = means(plan)
     rows, width = state["means"].shape
     return {**state, "covariances": torch.empty(rows, width, width, device="meta")}
@@ -120,11 +127,8 @@ class FedGaussianSite(LinearHeadSite, FedAvgSite[FedAvgSiteHyper]):
     @phase(request=(MODEL,), request_meta=(SELECTED_ROUND,), reply=GAUSSIANS, meta=MEASURED)
     def class_statistics(self, round: int, incoming: Message) -> Message:
         """Means and covariances of the selected model's features."""
-        model = self.network("model", incoming[MODEL])
-        local, covariances = class_moments(self.site, model)
-        reply = Message.of(self.measured(validation={}))
-        reply[GAUSSIANS[0]] = {"means": local, "covariances": covariances}
-        return reply
+        local, covariances = class_moments(self.site, self.network("model", incoming[MODEL]))
+        return self.reply({GAUSSIANS[0]: {"means": local, "covariances": covariances}})
 
 
 class FedGaussianServer(FedAvgServer[FedGaussianServerHyper]):
@@ -134,11 +138,10 @@ class FedGaussianServer(FedAvgServer[FedGaussianServerHyper]):
 
     def steps(self) -> list[Step]:
         """FedAvg's, then statistics and the validation of the calibrated model."""
-        rounds = self.context.rounds
         return [
             *super().steps(),
-            Step.of(FedGaussianSite.class_statistics, rounds, everyone=True),
-            Step.of(FedAvgSite.validate, rounds, everyone=True, part=1),
+            self.final_step(FedGaussianSite.class_statistics),
+            self.final_step(FedAvgSite.validate, part=1),
         ]
 
     @asks(FedGaussianSite.class_statistics)
@@ -147,7 +150,7 @@ class FedGaussianServer(FedAvgServer[FedGaussianServerHyper]):
         return self.configure_final(site)
 
     @handles(FedGaussianSite.class_statistics)
-    def calibrate(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def calibrate(self, step: Step, replies: Replies) -> None:
         """The selected model with its new head is the last candidate."""
         statistics = usable(self.context, step, replies, GAUSSIANS[0])
         if not statistics:
@@ -161,8 +164,7 @@ class FedGaussianServer(FedAvgServer[FedGaussianServerHyper]):
         shape = (len(centres), self.hyper.samples, centres.shape[1])
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         features = drawn(centres, covariances, noise)
-        weight, bias = head_of(self.model)
         present = samples.any(dim=0)
         task = self.context.task
-        head = calibrated(weight, bias, features, present, task, self.hyper.head_steps)
+        head = calibrated(*head_of(self.model), features, present, task, self.hyper.head_steps)
         self.model = with_head(self.model, *head)

@@ -11,19 +11,33 @@ probabilities softmax(-||f - C̄^(c)||²), which is a linear head (`prototype_he
 serves the training alone, and predicts before there are prototypes.
 """
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import asks, handles, phase
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict, copy_state
-from medflare.methods.base import PersistentState, ServerAlgorithm, ServerHyper, Step
+from medflare.methods import (
+    LOSS,
+    MEASURED,
+    SELECTED_ROUND,
+    FedAvgSiteHyper,
+    Message,
+    PersistentState,
+    PersonalSite,
+    Replies,
+    ServerAlgorithm,
+    ServerHyper,
+    StateDict,
+    Step,
+    TaskConfig,
+    TensorSpec,
+    asks,
+    copied_state,
+    handles,
+    param,
+    phase,
+    strict_dataclass,
+)
 from medflare.methods.families.class_statistics.statistics import (
     LinearHeadSite,
     by_class,
@@ -38,10 +52,6 @@ from medflare.methods.families.class_statistics.statistics import (
     with_head,
 )
 from medflare.methods.families.local_terms.features import labels_of
-from medflare.methods.fedavg.personal import PersonalSite
-from medflare.methods.fedavg.site import SELECTED_ROUND, FedAvgSiteHyper
-from medflare.methods.parts.measured import LOSS, MEASURED
-from medflare.tasks.config import TaskConfig
 
 _NEVER: Final = -1e6  # logit of a class without a prototype
 
@@ -102,7 +112,7 @@ class FedProtoSite(LinearHeadSite, PersonalSite[FedProtoHyper]):
 
     def start(self) -> StateDict:
         """The site's model; the common initial one before the first training."""
-        return self.personal or copy_state(self.site.network().state_dict())
+        return self.personal or copied_state(self.site.network())
 
     def predicting(self, incoming: Message) -> StateDict:
         """The site's model with the head of the nearest prototype."""
@@ -129,11 +139,10 @@ class FedProtoSite(LinearHeadSite, PersonalSite[FedProtoHyper]):
             labels = labels_of(self.site, targets, features)
             return value + self.hyper.lam * prototype_distance(features, labels, prototypes)
 
-        def descend(optimizer: torch.optim.Optimizer) -> float | None:
-            return self.descend(model, optimizer, round, loss)
-
-        reply[LOSS] = self.optimized(model, "model", descend)
-        self.personal = copy_state(model.state_dict())
+        reply[LOSS] = self.optimized(
+            model, "model", lambda optimizer: self.descend(model, optimizer, round, loss)
+        )
+        self.personal = copied_state(model)
         local, _ = class_moments(self.site, model)
         reply[PROTOTYPES[0]] = {"means": local}
         return reply
@@ -145,7 +154,7 @@ class FedProtoSite(LinearHeadSite, PersonalSite[FedProtoHyper]):
         value = self.validation(self.network("model", state))
         if self.personal is not None:
             self.selection.add(value, round, state)
-        return Message.of(self.measured(validation={"personal": value}))
+        return self.reply(validation={"personal": value})
 
     @phase(request=(GLOBAL,), request_meta=(SELECTED_ROUND,))
     def finalize(self, incoming: Message) -> dict[str, Message]:
@@ -166,15 +175,14 @@ class FedProtoServer(ServerAlgorithm[ServerHyper]):
         return Message() if self.prototypes is None else Message.of({GLOBAL: self.prototypes})
 
     @handles(FedProtoSite.train)
-    def average_prototypes(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def average_prototypes(self, step: Step, replies: Replies) -> None:
         statistics = usable(self.context, step, replies, PROTOTYPES[0])
         if not statistics:
             return
         samples = class_samples(self.context, statistics)
         pooled = pooled_means(stacked(statistics, "means"), samples).float()
         if self.prototypes is not None:
-            present = samples.any(dim=0)[:, None]
-            pooled = torch.where(present, pooled, self.prototypes["means"])
+            pooled = torch.where(samples.any(dim=0)[:, None], pooled, self.prototypes["means"])
         self.prototypes = {"means": pooled}
 
     def configure_final(self, site: str) -> Message:

@@ -11,20 +11,27 @@ One round is enough. The server stores each site's statistics; a site that joins
 round adds them in a later one, if there is one.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import phase
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict
+from medflare.methods import (
+    MEASURED,
+    MODEL,
+    FedAvgServer,
+    FedAvgSite,
+    Message,
+    Replies,
+    ServerHyper,
+    SiteHyper,
+    StateDict,
+    Step,
+    TaskConfig,
+    TensorSpec,
+    param,
+    phase,
+    strict_dataclass,
+)
 from medflare.methods.aggregation import NoAggregation
-from medflare.methods.base import ServerHyper, SiteHyper, Step
 from medflare.methods.families.class_statistics.statistics import (
     LinearHeadSite,
     feature_rows,
@@ -32,11 +39,7 @@ from medflare.methods.families.class_statistics.statistics import (
     usable,
     with_head,
 )
-from medflare.methods.fedavg.server import FedAvgServer
-from medflare.methods.fedavg.site import MODEL, FedAvgSite
-from medflare.methods.parts.measured import MEASURED
 from medflare.methods.prr.transfer import prototype_width
-from medflare.tasks.config import TaskConfig
 
 
 @strict_dataclass
@@ -89,7 +92,7 @@ def ridge_weights(a: Tensor, b: Tensor, lam: float) -> Tensor:
     return torch.linalg.solve(a + lam * identity, b.T).T
 
 
-class RidgeSite(LinearHeadSite, FedAvgSite[Any]):
+class RidgeSite(LinearHeadSite, FedAvgSite):
     """Sends its part of A and b; trains nothing."""
 
     Hyper = SiteHyper
@@ -102,8 +105,7 @@ class RidgeSite(LinearHeadSite, FedAvgSite[Any]):
         reply = self.validate(round, incoming)
         task = self.site.task
         sums = zero_sums(task)
-        network = self.network("model", incoming[MODEL])
-        for features, labels in feature_rows(self.site, network):
+        for features, labels in feature_rows(self.site, self.network("model", incoming[MODEL])):
             rows = torch.cat([features, features.new_ones(len(features), 1)], dim=1)
             sums["A"] += rows.T @ rows
             sums["b"] += regression_targets(labels, task).T @ rows
@@ -118,7 +120,7 @@ class RidgeServer(FedAvgServer[RidgeServerHyper]):
     aggregation_class = NoAggregation
     freezes = False
 
-    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
         """The head of the statistics so far; without any, or if A is singular, it stays."""
         self.select_model(step, replies)
         for site, sums in usable(self.context, step, replies, STATISTICS).items():
@@ -133,6 +135,6 @@ class RidgeServer(FedAvgServer[RidgeServerHyper]):
             weights = ridge_weights(total["A"], total["b"], self.hyper.lam)
         except torch.linalg.LinAlgError:
             text = "the sites' statistics cannot be solved; set a larger lam"
-            self.context.events.add("warning", text, round=step.round)
+            self.context.warn(text, round=step.round)
             return
         self.model = with_head(self.model, weights[:, :-1], weights[:, -1])

@@ -12,31 +12,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from medflare.core.errors import ConfigError
-from medflare.core.message import Message
-from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict
-from medflare.methods.base import Plan, ServerContext, SiteAlgorithm, Step
+from medflare.methods import (
+    ConfigError,
+    FeatureNetwork,
+    Plan,
+    Replies,
+    ServerContext,
+    Site,
+    SiteAlgorithm,
+    StateDict,
+    Step,
+    TaskConfig,
+    TensorSpec,
+)
 from medflare.methods.families.local_terms.features import labels_of
 from medflare.methods.parts.heads import meta_head
 from medflare.methods.prr.transfer import class_totals, groups_and_classes, prototype_width
-from medflare.networks.features import FeatureNetwork
-from medflare.tasks.config import TaskConfig
-from medflare.training.site import Site
 
 
-def means(plan: Plan[Any, Any]) -> StateDict:
+def means(plan: Plan) -> StateDict:
     """{"means": (K, D)} on the meta device."""
     groups, classes = groups_and_classes(plan.task)
     return {"means": torch.empty(groups * classes, prototype_width(plan.task), device="meta")}
 
 
-def _multilabel(plan: Plan[Any, Any]) -> bool:
-    return bool(plan.task.target == "multilabel")
+def _multilabel(plan: Plan) -> bool:
+    return plan.task.target == "multilabel"
 
 
 def by_class(
-    name: str, purpose: str, template: Callable[[Plan[Any, Any]], StateDict]
+    name: str, purpose: str, template: Callable[[Plan], StateDict]
 ) -> tuple[TensorSpec, TensorSpec]:
     """The declaration of means (and more) by class, tensors (K, ...).
 
@@ -51,7 +56,7 @@ def by_class(
 # -- the head -------------------------------------------------------------------------------------
 
 
-class LinearHeadSite(SiteAlgorithm[Any]):
+class LinearHeadSite(SiteAlgorithm):
     """Of site algorithms whose server solves for a linear head; mixed in before another base."""
 
     dp_unsupported_reason = "statistics of features leave the site without noise"
@@ -137,19 +142,19 @@ def class_moments(site: Site, network: FeatureNetwork) -> tuple[Tensor, Tensor]:
 
 
 def usable(
-    context: ServerContext, step: Step, replies: Mapping[str, Message], entry: TensorSpec
+    context: ServerContext, step: Step, replies: Replies, entry: TensorSpec
 ) -> dict[str, StateDict]:
     """Site -> its statistics; a site whose statistics are all zeros is left out with an event."""
     statistics = {}
     for site, reply in replies.items():
-        if any(bool(tensor.any()) for tensor in reply[entry].values()):
+        if any(tensor.any() for tensor in reply[entry].values()):
             statistics[site] = reply[entry]
             continue
         text = (
             "its statistics are all zeros and not used: a group has fewer patients than its "
             "minimum_patients, or it annotated only some structures"
         )
-        context.events.add("warning", text, site=site, round=step.round)
+        context.warn(text, site=site, round=step.round)
     return statistics
 
 

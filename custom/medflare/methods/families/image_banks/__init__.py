@@ -4,7 +4,7 @@ their images by the bank of these descriptions.
 
 from functools import partial
 
-from medflare.methods.method import Method
+from medflare.methods import Method
 
 _row = partial(Method, server=f"{__name__}.bank:BankServer", family="image banks")
 

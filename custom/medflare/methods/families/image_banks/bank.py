@@ -8,24 +8,38 @@ outside ones too, receive the bank.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from medflare.core.message import Message
-from medflare.core.phases import handles, phase
-from medflare.core.rng import numpy_random_state, torch_generator
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict, weighted_mean
+from medflare.core.rng import numpy_random_state
 from medflare.inference.deployed import network_with
-from medflare.methods.base import Plan, Step
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper
-from medflare.networks.features import FeatureNetwork, Probabilities
-from medflare.tasks.config import TaskConfig
-from medflare.training.site import Site
+from medflare.methods import (
+    MODEL,
+    FeatureNetwork,
+    FedAvgServer,
+    FedAvgServerHyper,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    Loss,
+    Message,
+    Plan,
+    Replies,
+    Site,
+    StateDict,
+    Step,
+    TaskConfig,
+    TensorSpec,
+    handles,
+    phase,
+    strict_dataclass,
+    torch_generator,
+)
+from medflare.methods.aggregation import plain_mean
+from medflare.networks.features import Probabilities
+from medflare.training.batches import rows_of_patients
 
 _NUMBERS = "numbers"  # of the change, in a final model
 
@@ -48,7 +62,7 @@ class BankServerHyper(FedAvgServerHyper):
     """Only a server with a bank has it."""
 
 
-def _members(plan: Plan[Any, Any]) -> tuple[str, ...]:
+def _members(plan: Plan) -> tuple[str, ...]:
     return ("mean",) if plan.site_hyper.sends_mean else plan.sites
 
 
@@ -59,7 +73,7 @@ BANK = TensorSpec("bank", of=_members)
 
 def mean_entry(bank: Mapping[str, StateDict]) -> StateDict:
     """The mean of a bank's entries, which count alike; empty without any."""
-    return weighted_mean(bank, dict.fromkeys(bank, 1.0)) if bank else {}
+    return plain_mean(bank) if bank else {}
 
 
 class BankSite(FedAvgSite[B]):
@@ -79,7 +93,7 @@ class BankSite(FedAvgSite[B]):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         bank = replace(BANK, template=cls.entry.template)
-        cls.phases = {**cls.phases, "survey": replace(cls.phases["survey"], reply=(cls.entry,))}
+        cls.phases["survey"] = replace(cls.phases["survey"], reply=(cls.entry,))
         for name in ("train", "validate", "finalize"):
             declared = cls.phases[name]
             cls.phases[name] = replace(declared, request=(*declared.request, bank))
@@ -106,9 +120,7 @@ class BankSite(FedAvgSite[B]):
 
         n is `minimum_patients`, at least 1: the mean of a group describes no fewer.
         """
-        rows: dict[str, list[int]] = {}
-        for row, patient in enumerate(self.site.data.train.patients):
-            rows.setdefault(patient, []).append(row)
+        rows = rows_of_patients(self.site.data.train.patients)
         size = min(max(self.minimum_patients, 1), len(rows))
         random = numpy_random_state(self.site.seed, self.site.name, "survey")
         for _ in range(count):
@@ -116,16 +128,10 @@ class BankSite(FedAvgSite[B]):
             drawn = [random.choice(rows[patient]) for patient in patients]
             yield self.site.take("train", torch.tensor(drawn), random).images
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
-        """Epochs of `batch_loss`; returns its mean."""
+    def round_loss(self, model: FeatureNetwork, round: int) -> Loss:
+        """See `batch_loss`."""
         random = torch_generator(self.site.seed, self.site.name, round, "bank")
-
-        def loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
-            return self.batch_loss(network, images, targets, random)
-
-        return self.descend(model, optimizer, round, loss)
+        return partial(self.batch_loss, random=random)
 
     def batch_loss(
         self, network: nn.Module, images: Tensor, targets: Tensor, random: torch.Generator
@@ -144,15 +150,15 @@ class BankServer(FedAvgServer[BankServerHyper]):
         return [Step.of(BankSite.survey, 0, everyone=True), *super().steps()]
 
     @handles(BankSite.survey)
-    def collect(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def collect(self, step: Step, replies: Replies) -> None:
         """Store the entries; zeros are no entry."""
         for site, reply in replies.items():
             entry = reply[SURVEY]
-            if any(bool(tensor.any()) for tensor in entry.values()):
+            if any(tensor.any() for tensor in entry.values()):
                 self.memory[BANK.member(site)] = entry
                 continue
             text = "has no entry in the bank: fewer patients than its minimum_patients"
-            self.context.events.add("warning", text, site=site, round=step.round)
+            self.context.warn(text, site=site, round=step.round)
 
     def with_bank(self, message: Message) -> Message:
         """The message with the entries that sites get."""
@@ -172,10 +178,9 @@ class BankServer(FedAvgServer[BankServerHyper]):
     def models(self) -> dict[str, Message]:
         """The global model, as outside sites have it."""
         kind = self.context.plan.site_hyper.kind
-        models = {}
-        for name, model in super().models().items():
-            models[name] = prepared_message(model, kind, mean_entry(self.memory.family(BANK)))
-        return models
+        mean = mean_entry(self.memory.family(BANK))
+        models = super().models().items()
+        return {name: prepared_message(model, kind, mean) for name, model in models}
 
 
 # -- a change of the images before the network, in deployed models too ----------------------------
@@ -210,21 +215,22 @@ def prepared_message(model: Message, kind: str, numbers: StateDict) -> Message:
 
 def prepared_model(task: TaskConfig, message: Message, change: Callable[..., Tensor]) -> nn.Module:
     """The module of a message of `prepared_message`."""
-    network = network_with(task, message[MODEL])
-    prepared = Prepared(change, message.states[_NUMBERS], network)
+    prepared = Prepared(change, message.states[_NUMBERS], network_with(task, message[MODEL]))
     return Probabilities(prepared, task).eval()
 
 
 class PreparedSite(BankSite[B]):
-    """Its networks get changed images also in validation and use."""
+    """Its networks get changed images also in validation and use.
+
+    Attributes:
+        change: see `Prepared`.
+    """
+
+    change: ClassVar[Callable[..., Tensor]]
 
     def numbers(self) -> StateDict:
         """Those of the change at this site, on the CPU; empty for no change."""
         return mean_entry(self.bank)
-
-    def change(self, images: Tensor, **numbers: Tensor) -> Tensor:
-        """The change; see `Prepared`."""
-        raise NotImplementedError
 
     def prepared(self, network: nn.Module) -> nn.Module:
         """The network behind the change."""
@@ -237,7 +243,6 @@ class PreparedSite(BankSite[B]):
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """The selected global model with the site's change, in all roles."""
         self.bank = incoming.family(BANK)
-        models = {}
-        for role, model in super().finalize(incoming).items():
-            models[role] = prepared_message(model, self.hyper.kind, self.numbers())
-        return models
+        numbers = self.numbers()
+        models = super().finalize(incoming).items()
+        return {role: prepared_message(model, self.hyper.kind, numbers) for role, model in models}

@@ -3,17 +3,14 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fft, nn
 from torch.func import functional_call
+from torch.optim import Optimizer
 
-from medflare.core.hyper import param
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict
-from medflare.methods.base import Plan
+from medflare.methods import FeatureNetwork, Plan, StateDict, TensorSpec, param, strict_dataclass
 from medflare.methods.families.image_banks.bank import (
     BankHyper,
     BankSite,
@@ -21,7 +18,7 @@ from medflare.methods.families.image_banks.bank import (
     prepared_model,
 )
 from medflare.methods.families.local_terms.fedsam import sharpness_aware_epochs
-from medflare.networks.features import FeatureNetwork
+from medflare.training.epochs import named_trainable
 
 
 def half_widths(size: Sequence[int], window: float) -> list[int]:
@@ -31,7 +28,7 @@ def half_widths(size: Sequence[int], window: float) -> list[int]:
 
 def low_band(size: Sequence[int], half: Sequence[int]) -> tuple[Tensor, ...]:
     """The bins |k| <= half-width of each axis, as indices of the spectrum of `torch.fft.rfftn`."""
-    axes: list[Tensor] = []
+    axes = []
     for axis, (pixels, most) in enumerate(zip(size, half, strict=True)):
         frequencies = fft.rfftfreq if axis == len(size) - 1 else fft.fftfreq
         k = (frequencies(pixels) * pixels).round().abs()
@@ -66,7 +63,7 @@ def with_amplitude(images: Tensor, amplitude: Tensor, share: Tensor) -> Tensor:
     return fft.irfftn(spectrum, s=size, dim=axes)
 
 
-def _spectrum(plan: Plan[Any, Any], *axes: int) -> StateDict:
+def _spectrum(plan: Plan, *axes: int) -> StateDict:
     """The shape of amplitudes with further axes in front."""
     size = plan.task.size
     shape = low_band(size, half_widths(size, plan.site_hyper.window))[0].shape
@@ -112,9 +109,9 @@ class ELCFSSite(BankSite[ELCFSHyper]):
     )
 
     def described(self) -> StateDict:
-        rows: list[Tensor] = []
-        for images in self.groups(self.hyper.images):
-            rows.append(amplitudes(images, self.hyper.window).mean(dim=0).cpu())
+        window = self.hyper.window
+        groups = self.groups(self.hyper.images)
+        rows = [amplitudes(images, window).mean(dim=0).cpu() for images in groups]
         return {"amplitude": torch.stack(rows)}
 
     def batch_loss(
@@ -129,13 +126,12 @@ class ELCFSSite(BankSite[ELCFSHyper]):
         drawn = torch.randint(len(bank), (len(images),), generator=random)
         share = torch.rand(len(images), *[1] * (images.ndim - 1), generator=random).to(images)
         exchanged = with_amplitude(images, bank[drawn].to(images), share)
-        weights = {name: w for name, w in network.named_parameters() if w.requires_grad}
+        weights = named_trainable(network)
         gradients = torch.autograd.grad(
             loss, list(weights.values()), retain_graph=True, materialize_grads=True
         )
-        fast = {}
-        for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
-            fast[name] = weight - self.hyper.step * gradient
+        moves = zip(weights, gradients, strict=True)
+        fast = {name: weights[name] - self.hyper.step * gradient for name, gradient in moves}
         return loss + self.site.loss(functional_call(network, fast, (exchanged,)), targets)
 
 
@@ -175,6 +171,7 @@ class HarmoFLSite(PreparedSite[HarmoFLHyper]):
     """
 
     accumulates = False
+    change = staticmethod(amplitude_normalised)
     entry = TensorSpec(
         "survey",
         "mean amplitude spectrum of the training images, for the mean of all sites",
@@ -190,12 +187,7 @@ class HarmoFLSite(PreparedSite[HarmoFLHyper]):
             count += len(batch.images)
         return {"amplitude": (total / count).float()}
 
-    def change(self, images: Tensor, **numbers: Tensor) -> Tensor:
-        return amplitude_normalised(images, **numbers)
-
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         """Epochs of perturbed steps; returns the mean task loss before the perturbation."""
         prepared = self.prepared(model)
         return sharpness_aware_epochs(self.site, prepared, optimizer, round, self.hyper.alpha)

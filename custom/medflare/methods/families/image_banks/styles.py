@@ -1,16 +1,12 @@
 """Banks of channel means and deviations: FedRDN and CCST."""
 
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from medflare.core.hyper import param
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict
-from medflare.methods.base import PersistentState, Plan
+from medflare.methods import PersistentState, Plan, StateDict, TensorSpec, param, strict_dataclass
 from medflare.methods.families.image_banks.bank import (
     BankHyper,
     BankSite,
@@ -41,21 +37,17 @@ def adain(images: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
     return deviation.reshape(shape) * content + mean.reshape(shape)
 
 
-def _statistics_of_site(site: BankSite[Any]) -> tuple[Tensor, Tensor]:
+def _statistics_of_site(site: BankSite) -> tuple[Tensor, Tensor]:
     """`channel_statistics` of all training images, on the CPU."""
-    means: list[Tensor] = []
-    deviations: list[Tensor] = []
-    for batch in site.site.ordered("train"):
-        mean, deviation = channel_statistics(batch.images)
-        means.append(mean)
-        deviations.append(deviation)
+    statistics = [channel_statistics(batch.images) for batch in site.site.ordered("train")]
+    means, deviations = zip(*statistics, strict=True)
     return torch.cat(means).cpu(), torch.cat(deviations).cpu()
 
 
 # -- FedRDN ----------------------------------------------------------------------------------------
 
 
-def _statistics(plan: Plan[Any, Any], *axes: int) -> StateDict:
+def _statistics(plan: Plan, *axes: int) -> StateDict:
     """The shape of statistics with further axes in front."""
     empty = torch.empty(*axes, plan.task.image_channels, device="meta")
     return {"mean": empty, "deviation": empty}
@@ -78,6 +70,7 @@ class FedRDNSite(PreparedSite[FedRDNHyper]):
     image.
     """
 
+    change = staticmethod(normalised)
     entry = TensorSpec(
         "survey",
         "brightness and contrast of the training images by channel, which all sites receive",
@@ -95,9 +88,6 @@ class FedRDNSite(PreparedSite[FedRDNHyper]):
     def numbers(self) -> StateDict:
         """Inside the site's statistics, outside the mean of the bank."""
         return self.described() if self.inside else super().numbers()
-
-    def change(self, images: Tensor, **numbers: Tensor) -> Tensor:
-        return normalised(images, **numbers)
 
     def batch_loss(
         self, network: nn.Module, images: Tensor, targets: Tensor, random: torch.Generator
@@ -136,7 +126,7 @@ class CCSTHyper(BankHyper):
     images: int = param(16, "single styles that a site shares", symbol="J", low=1)
 
 
-def _styles(plan: Plan[Any, Any]) -> StateDict:
+def _styles(plan: Plan) -> StateDict:
     hyper = plan.site_hyper
     return _statistics(plan, hyper.images if hyper.mode == "single" else 1)
 
@@ -165,9 +155,8 @@ class CCSTSite(BankSite[CCSTHyper]):
             mean = means.mean(dim=0)
             square = (deviations.square() + (means - mean).square()).mean(dim=0)
             return {"mean": mean[None], "deviation": square.sqrt()[None]}
-        styles: list[Tensor] = []
-        for images in self.groups(self.hyper.images):
-            styles.append(torch.stack(channel_statistics(images)).mean(dim=1).cpu())
+        groups = self.groups(self.hyper.images)
+        styles = [torch.stack(channel_statistics(images)).mean(dim=1).cpu() for images in groups]
         mean, deviation = torch.stack(styles, dim=1)
         return {"mean": mean, "deviation": deviation}
 
@@ -177,7 +166,7 @@ class CCSTSite(BankSite[CCSTHyper]):
         """The mean of the task's losses of all K versions of the images."""
         names = sorted({*self.bank, self.site.name})
         order = torch.rand(len(images), len(names), generator=random).argsort(dim=1)
-        losses: list[Tensor] = []
+        losses = []
         for drawn in order[:, : self.hyper.styles].unbind(dim=1):
             versions = self.styled(images, [names[index] for index in drawn.tolist()], random)
             losses.append(self.site.loss(network(versions), targets))

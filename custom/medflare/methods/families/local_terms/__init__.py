@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from medflare.methods.method import Method
+from medflare.methods import Method
 
 _row = partial(Method, server="medflare.methods.fedavg.server:FedAvgServer", family="local terms")
 

@@ -14,31 +14,42 @@ by channel, as the paper's images have values from 0 to 1. F's running statistic
 originals. A warm-up without x^ (the code's default is none) is left out.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
-from medflare.core.errors import ConfigError
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import asks, phase
 from medflare.core.rng import seeded
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict, copy_state
-from medflare.methods.aggregation import site_models
-from medflare.methods.base import PersistentState, Plan, ServerContext, Step
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import MODEL, FedAvgSite, FedAvgSiteHyper
+from medflare.methods import (
+    MEASURED,
+    MODEL,
+    ConfigError,
+    FeatureNetwork,
+    FedAvgServer,
+    FedAvgServerHyper,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    Message,
+    PersistentState,
+    Plan,
+    Replies,
+    ServerContext,
+    StateDict,
+    Step,
+    TaskConfig,
+    TensorSpec,
+    asks,
+    copied_state,
+    param,
+    phase,
+    site_models,
+    strict_dataclass,
+)
 from medflare.methods.feddag.generator import DomainGenerator, generated
-from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.normalisation import still_statistics
 from medflare.networks.catalogue import task_network
-from medflare.networks.features import FeatureNetwork
-from medflare.tasks.config import TaskConfig
 
 
 @strict_dataclass
@@ -58,7 +69,7 @@ class DDAIGHyper(FedAvgSiteHyper):
     )
 
 
-def _networks(plan: Plan[Any, Any], seed: int) -> nn.ModuleList:
+def _networks(plan: Plan, seed: int) -> nn.ModuleList:
     """The common initial G and D."""
     task = plan.task
     with seeded(seed, "initial", "ddaig"):
@@ -67,7 +78,7 @@ def _networks(plan: Plan[Any, Any], seed: int) -> nn.ModuleList:
     return nn.ModuleList([generator, domains])
 
 
-def _template(plan: Plan[Any, Any]) -> StateDict:
+def _template(plan: Plan) -> StateDict:
     with torch.device("meta"):
         return _networks(plan, 0).state_dict()
 
@@ -102,25 +113,22 @@ class DDAIGSite(FedAvgSite[DDAIGHyper]):
         self.networks = _networks(self.plan, self.site.seed).to(self.site.device)
         self.networks.load_state_dict(incoming[NETWORKS])
         reply = super().train(round, incoming)
-        reply[NETWORKS] = copy_state(self.networks.state_dict())
+        reply[NETWORKS] = copied_state(self.networks)
         return reply
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         """Epochs of all three networks; returns the model's mean loss."""
         generator, domains = self.networks
         second = self.site.optimizer(self.networks.parameters())
         number = self.plan.sites.index(self.site.name)
 
         def descend(value: Tensor, network: nn.Module) -> None:
-            second.zero_grad(set_to_none=True)
+            second.zero_grad()
             value.backward(inputs=list(network.parameters()))
             second.step()
 
         def perturbed(images: Tensor) -> Tensor:
-            axes = (0, *range(2, images.ndim))
-            unit = images.std(axes, correction=0, keepdim=True)
+            unit = images.std((0, *range(2, images.ndim)), correction=0, keepdim=True)
             return generated(images, generator(images), self.hyper.lam, unit)
 
         def loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
@@ -148,7 +156,7 @@ class DDAIGServer(FedAvgServer[FedAvgServerHyper]):
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        self.networks = copy_state(_networks(context.plan, context.seed).state_dict())
+        self.networks = copied_state(_networks(context.plan, context.seed))
 
     @asks(DDAIGSite.train)
     def request_of_training(self, step: Step, site: str) -> Message:
@@ -157,7 +165,7 @@ class DDAIGServer(FedAvgServer[FedAvgServerHyper]):
         message[NETWORKS] = self.networks
         return message
 
-    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
         super().aggregate_models(step, replies)
         models = site_models(replies, NETWORKS)
         self.networks = self.aggregation.shared(models, step.round, self.networks)

@@ -6,25 +6,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
-from medflare.core.errors import ConfigError
-from medflare.core.hyper import param
-from medflare.core.rng import seeded, torch_generator
-from medflare.core.settings import strict_dataclass
-from medflare.core.states import copy_state
+from medflare.core.rng import seeded
 from medflare.data.local import PLACE
-from medflare.methods.base import PersistentState
-from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
+from medflare.methods import (
+    ConfigError,
+    FeatureNetwork,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    Loss,
+    PersistentState,
+    Site,
+    TaskConfig,
+    copied_state,
+    param,
+    strict_dataclass,
+    torch_generator,
+    train_epochs,
+)
 from medflare.methods.prr.transfer import (
+    at_positions,
     class_logits,
     class_targets,
     groups_and_classes,
     prototype_width,
 )
-from medflare.networks.features import FeatureNetwork, pooled
-from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import train_epochs
-from medflare.training.site import Site
+from medflare.networks.features import pooled
 
 
 def refuse_compiled(site: Site) -> None:
@@ -56,8 +64,7 @@ def labels_of(site: Site, targets: Tensor, features: Tensor) -> Tensor:
     task = site.annotation.reduced
     targets = site.annotation.targets(targets)
     if task.kind == "segmentation":
-        maps = targets.reshape(len(targets), -1, *targets.shape[-task.spatial_dims :])
-        targets = functional.interpolate(maps.float(), features.shape[2:], mode="nearest")
+        targets = at_positions(targets, features)
     return class_targets(targets, task)
 
 
@@ -131,10 +138,8 @@ class RSCSite(FedAvgSite[RSCHyper]):
 
     uses_features = True
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
-        """Epochs of the task's loss on challenged features; returns its mean."""
+    def round_loss(self, model: FeatureNetwork, round: int) -> Loss:
+        """The task's loss on challenged features."""
         site = self.site
         refuse_compiled(site)
 
@@ -148,7 +153,7 @@ class RSCSite(FedAvgSite[RSCHyper]):
 
             return site.loss(logits_from(model, images, mute), targets)
 
-        return self.descend(model, optimizer, round, loss)
+        return loss
 
 
 # -- FedSR -----------------------------------------------------------------------------------------
@@ -208,9 +213,7 @@ class FedSRSite(FedAvgSite[FedSRHyper]):
     uses_features = True
     distributions = PersistentState("distributions")
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         """Epochs of the regularized loss; returns its mean."""
         site = self.site
         refuse_compiled(site)
@@ -223,7 +226,7 @@ class FedSRSite(FedAvgSite[FedSRHyper]):
         random = torch_generator(site.seed, site.name, round, "representation")
 
         def loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
-            terms: list[Tensor] = []
+            terms = []
 
             def draw(features: Tensor) -> Tensor:
                 mu = features.reshape(*features.shape[:2], -1).movedim(1, 2)
@@ -239,11 +242,11 @@ class FedSRSite(FedAvgSite[FedSRHyper]):
 
         def step() -> None:
             second.step()
-            second.zero_grad(set_to_none=True)
+            second.zero_grad()
 
         with self.continued({"distributions": second}):
             value = train_epochs(
                 model, optimizer, site, round, "model", loss=loss, gradient_hook=step
             )
-        self.distributions = copy_state(distributions.state_dict())
+        self.distributions = copied_state(distributions)
         return value

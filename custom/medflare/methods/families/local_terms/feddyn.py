@@ -11,22 +11,25 @@ model. If update validation clips a model, c moves by the clipped change, c_k by
 Entries that are not trained, such as running statistics, are averaged.
 """
 
-from collections.abc import Mapping
+from torch.optim import Optimizer
 
-import torch
-
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import phase
-from medflare.core.settings import strict_dataclass
-from medflare.core.states import StateDict, difference, moved
-from medflare.methods.base import Step
+from medflare.core.states import difference, moved
+from medflare.methods import (
+    MEASURED,
+    MODEL,
+    FeatureNetwork,
+    FedAvgSiteHyper,
+    Message,
+    Replies,
+    StateDict,
+    Step,
+    param,
+    phase,
+    proximal_term,
+    strict_dataclass,
+    train_epochs,
+)
 from medflare.methods.families.local_terms.scaffold import COUNTED, CountedServer, CountedSite
-from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
-from medflare.methods.parts.measured import MEASURED
-from medflare.methods.parts.proximal import proximal_term
-from medflare.networks.features import FeatureNetwork
-from medflare.training.epochs import train_epochs
 
 
 @strict_dataclass
@@ -59,14 +62,12 @@ class FedDynSite(CountedSite[FedDynHyper]):
         self.updates(round, difference(trained, incoming[MODEL]))
         return reply
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         """Epochs of the task's loss with the regularizer's gradient; returns the mean task loss.
 
         -h_k + α (w - w_g) is α (w - anchor) with the anchor w_g + h_k/α = w_g - c_k.
         """
-        control = {name: c.to(self.site.device) for name, c in self.control.items()}
+        control = self.site.computing.moved_state(self.control)
         anchor = shifted(model.state_dict(), control, -1.0)
         hook = proximal_term(model, anchor, self.hyper.alpha)
         return train_epochs(model, optimizer, self.site, round, "model", gradient_hook=hook)
@@ -81,7 +82,7 @@ class FedDynServer(CountedServer):
         """w_k - w_g."""
         return difference({name: reply[MODEL][name] for name in self.controls}, start)
 
-    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
         """FedAvg's aggregation, then the step by c."""
         super().aggregate_models(step, replies)
         self.model = {**self.model, **shifted(self.model, self.control, 1.0)}

@@ -8,15 +8,16 @@ repeats the images of rare classes instead, which they call equivalent.
 
 from typing import Any, Final
 
-import torch
-from torch import Tensor, nn
-
-from medflare.core.errors import ConfigError
-from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
+from medflare.methods import (
+    ConfigError,
+    FeatureNetwork,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    Loss,
+    TaskConfig,
+)
 from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.methods.prr.transfer import Supervision, class_totals
-from medflare.networks.features import FeatureNetwork
-from medflare.tasks.config import TaskConfig
 
 _LOSS: Final = PRRSiteHyper(cpa="off", plain_loss="fedeamc")
 
@@ -36,13 +37,7 @@ class FedeAMCSite(FedAvgSite[FedAvgSiteHyper]):
                 "set image_mode 'resize'"
             )
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
-        """Epochs of the re-weighted loss; returns its mean."""
+    def round_loss(self, model: FeatureNetwork, round: int) -> Loss:
+        """The re-weighted loss."""
         supervision = Supervision(self.site, _LOSS, class_totals(self.site.task, {}), None)
-
-        def loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
-            return supervision(network(images), targets)
-
-        return self.descend(model, optimizer, round, loss)
+        return lambda network, images, targets: supervision(network(images), targets)

@@ -7,14 +7,17 @@ The paper is "Federated Optimization in Heterogeneous Networks".
 Every local step follows the gradient of h_k: that of the task plus μ (w - w_g). μ = 0 is FedAvg.
 """
 
-import torch
+from torch.optim import Optimizer
 
-from medflare.core.hyper import param
-from medflare.core.settings import strict_dataclass
-from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
-from medflare.methods.parts.proximal import proximal_term
-from medflare.networks.features import FeatureNetwork
-from medflare.training.epochs import train_epochs
+from medflare.methods import (
+    FeatureNetwork,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    param,
+    proximal_term,
+    strict_dataclass,
+    train_epochs,
+)
 
 
 @strict_dataclass
@@ -33,9 +36,7 @@ class FedProxHyper(FedAvgSiteHyper):
 class FedProxSite(FedAvgSite[FedProxHyper]):
     """FedAvg's site algorithm with a proximal term to the round's global model."""
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         """Epochs of the task's loss with μ (w - w_g) added to its gradients.
 
         Returns:

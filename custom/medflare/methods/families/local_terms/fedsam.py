@@ -6,17 +6,20 @@ g is the gradient of the batch at w, with one norm over all weights (Foret et al
 optimizer is the task's. Running statistics move with the first gradient only.
 """
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from medflare.core.hyper import param
-from medflare.core.settings import strict_dataclass
 from medflare.data.loading import Batch
-from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
+from medflare.methods import (
+    FeatureNetwork,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    Site,
+    param,
+    run_epochs,
+    strict_dataclass,
+)
 from medflare.methods.feddag.site import sharpness_aware_step
-from medflare.networks.features import FeatureNetwork
-from medflare.training.epochs import run_epochs
-from medflare.training.site import Site
 
 
 @strict_dataclass
@@ -33,7 +36,7 @@ class FedSAMHyper(FedAvgSiteHyper):
 
 
 def sharpness_aware_epochs(
-    site: Site, model: nn.Module, optimizer: torch.optim.Optimizer, round: int, rho: float
+    site: Site, model: nn.Module, optimizer: Optimizer, round: int, rho: float
 ) -> float:
     """Epochs of sharpness-aware steps in place; returns the mean task loss before the ascent.
 
@@ -42,7 +45,7 @@ def sharpness_aware_epochs(
     model.train()
 
     def step(batch: Batch) -> dict[str, Tensor]:
-        losses: list[Tensor] = []
+        losses = []
 
         def loss() -> Tensor:
             losses.append(site.loss(model(batch.images), batch.targets))
@@ -59,7 +62,5 @@ class FedSAMSite(FedAvgSite[FedSAMHyper]):
 
     accumulates = False
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         return sharpness_aware_epochs(self.site, model, optimizer, round, self.hyper.rho)

@@ -13,16 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from medflare.core.errors import ConfigError
-from medflare.core.hyper import param
 from medflare.core.rng import numpy_generator
-from medflare.core.settings import strict_dataclass
+from medflare.methods import (
+    ConfigError,
+    FeatureNetwork,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    TaskConfig,
+    param,
+    strict_dataclass,
+)
 from medflare.methods.families.local_terms.features import refuse_compiled
-from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
 from medflare.networks.catalogue import meta_network
-from medflare.networks.features import FeatureNetwork
-from medflare.tasks.config import TaskConfig
 
 
 @strict_dataclass
@@ -82,9 +86,7 @@ class MixStyleSite(FedAvgSite[MixStyleHyper]):
                 "style; take unet or small_cnn"
             )
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         """Epochs of the task's loss, with mixed styles of feature maps; returns its mean."""
         refuse_compiled(self.site)
         random = numpy_generator(self.site.seed, self.site.name, round, "mixstyle")

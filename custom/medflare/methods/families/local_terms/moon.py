@@ -5,23 +5,25 @@ own model of the previous round. As in GRACE's Tables 2 and 4, a site uses its o
 `--server-algorithm grace` is their "+ GRACE".
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.settings import strict_dataclass
-from medflare.core.states import StateDict
-from medflare.methods.base import PersistentState
-from medflare.methods.fedavg.personal import PersonalSite
-from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
+from medflare.methods import (
+    MODEL,
+    FeatureNetwork,
+    FedAvgSiteHyper,
+    Loss,
+    Message,
+    PersistentState,
+    PersonalSite,
+    PrivacyHyper,
+    param,
+    strict_dataclass,
+)
 from medflare.methods.parts.normalisation import batch_statistics
-from medflare.networks.features import FeatureNetwork
-from medflare.privacy.settings import PrivacyHyper
 
 
 def contrastive_loss(
@@ -77,39 +79,22 @@ class MoonSite(PersonalSite[MoonHyper]):
         self.selection.add_trained(round, reply[MODEL], reply)
         return reply
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
-        """Epochs of L_sup + μ L_con (MOON, Eq. 4), of L_sup alone in the first round.
-
-        Returns:
-            The mean loss.
-        """
-        if self.previous is None:
-            return super().fit(model, optimizer, round)
-        contrast = self._contrast(model, self.previous)
-
-        def loss(network: Any, images: Tensor, targets: Tensor) -> Tensor:
-            features, logits = network.features_and_output(images)
-            return self.site.loss(logits, targets) + contrast(images, features)
-
-        return self.descend(model, optimizer, round, loss)
-
-    def _contrast(
-        self, model: FeatureNetwork, previous: StateDict
-    ) -> Callable[[Tensor, Tensor], Tensor]:
-        """(images, local features) -> μ L_con.
+    def round_loss(self, model: FeatureNetwork, round: int) -> Loss | None:
+        """L_sup + μ L_con (MOON, Eq. 4), L_sup alone in the first round.
 
         All three models normalise by the same batch, so that equal models give equal features.
         """
+        if self.previous is None:
+            return None
         of_global = self.frozen(model.state_dict())
-        of_previous = self.frozen(previous, "previous")
+        of_previous = self.frozen(self.previous, "previous")
 
-        def penalty(images: Tensor, features: Tensor) -> Tensor:
+        def loss(network: Any, images: Tensor, targets: Tensor) -> Tensor:
+            features, logits = network.features_and_output(images)
             with torch.no_grad(), batch_statistics(of_global, of_previous):
                 z_global, _ = of_global.features_and_output(images)
                 z_previous, _ = of_previous.features_and_output(images)
-            loss = contrastive_loss(features, z_global, z_previous, self.hyper.temperature)
-            return self.hyper.mu * loss
+            contrast = contrastive_loss(features, z_global, z_previous, self.hyper.temperature)
+            return self.site.loss(logits, targets) + self.hyper.mu * contrast
 
-        return penalty
+        return loss

@@ -13,34 +13,44 @@ c_k stays at its site. Its update counts once the server has used it: a reply th
 rejected changes neither side, so that c remains the mean of the c_k.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import asks, phase
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import MetaSpec, TensorSpec, count
-from medflare.core.states import StateDict, copy_state, moved
-from medflare.methods.base import PersistentState, Plan, ServerContext, Step
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import MODEL, F, FedAvgSite, FedAvgSiteHyper
-from medflare.methods.parts.measured import MEASURED
-from medflare.training.epochs import train_epochs
+from medflare.core.states import moved
+from medflare.methods import (
+    MEASURED,
+    MODEL,
+    FedAvgServer,
+    FedAvgServerHyper,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    Message,
+    MetaSpec,
+    PersistentState,
+    Plan,
+    Replies,
+    ServerContext,
+    StateDict,
+    Step,
+    TensorSpec,
+    asks,
+    copied_state,
+    copy_state,
+    count,
+    param,
+    phase,
+    strict_dataclass,
+)
+from medflare.methods.fedavg.site import F
+from medflare.training.epochs import named_trainable
 
 
-def _weights(network: nn.Module) -> dict[str, nn.Parameter]:
-    """What local training changes, by name."""
-    return {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
-
-
-def _zeros(plan: Plan[Any, Any]) -> StateDict:
-    return {
-        name: torch.zeros(w.shape, dtype=w.dtype) for name, w in _weights(plan.network()).items()
-    }
+def _zeros(plan: Plan) -> StateDict:
+    weights = named_trainable(plan.network())
+    return {name: torch.zeros(w.shape, dtype=w.dtype) for name, w in weights.items()}
 
 
 CONTROL = TensorSpec("control", template=_zeros)  # c
@@ -73,13 +83,13 @@ def corrected_gradients(
 class Correction:
     """A gradient hook for `train_epochs`: corrects the gradients by c_k and c.
 
-    It averages them as they were before.
+    It averages them as they were before. All are on the network's device.
     """
 
     def __init__(self, network: nn.Module, of_site: StateDict, shared: StateDict):
-        self.weights = _weights(network)
-        self.of_site = {name: of_site[name].to(w.device) for name, w in self.weights.items()}
-        self.shared = {name: shared[name].to(w.device) for name, w in self.weights.items()}
+        self.weights = named_trainable(network)
+        self.of_site = of_site
+        self.shared = shared
         self.steps = 0
         self._total = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
 
@@ -141,19 +151,12 @@ class ScaffoldSite(CountedSite[FedAvgSiteHyper]):
         control = self.counted(incoming)
         model = self.network("model", incoming[MODEL])
         validation = self.validation(model)
-        correction = Correction(model, control, incoming[CONTROL])
-
-        def descend(optimizer: torch.optim.Optimizer) -> float:
-            return train_epochs(
-                model, optimizer, self.site, round, "model", gradient_hook=correction
-            )
-
-        loss = self.optimized(model, "model", descend)
+        moved_state = self.site.computing.moved_state
+        correction = Correction(model, moved_state(control), moved_state(incoming[CONTROL]))
+        loss = self.train_model(model, round, "model", correction)
         self.updates(round, moved(correction.mean(), control, -1.0))
-        reply = Message.of(self.measured(loss=loss, validation={"global": validation}))
-        reply[MODEL] = copy_state(model.state_dict())
-        reply[UPDATE] = self.update
-        return reply
+        entries = {MODEL: copied_state(model), UPDATE: self.update}
+        return self.reply(entries, loss=loss, validation={"global": validation})
 
 
 class CountedServer(FedAvgServer[ScaffoldServerHyper]):
@@ -183,7 +186,7 @@ class CountedServer(FedAvgServer[ScaffoldServerHyper]):
         context = self.context
         if self.hyper.weighting == "uniform":
             return dict.fromkeys(context.sites, 1.0)
-        current: dict[str, float] = {}
+        current = {}
         for site, counts in sorted(context.site_counts.items()):
             if site in context.sites:
                 current[site] = counts["n"]["train"] * context.counted.get(site, 1.0)
@@ -206,7 +209,7 @@ class CountedServer(FedAvgServer[ScaffoldServerHyper]):
         """c_k⁺ - c_k in a reply to the model `start`."""
         return reply[UPDATE]
 
-    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
         """FedAvg's aggregation; c moves by the mean of the sites' updates (Alg. 1, line 17)."""
         start = self.model
         super().aggregate_models(step, replies)

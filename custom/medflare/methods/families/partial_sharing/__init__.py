@@ -5,7 +5,7 @@ A row names the part. With `freeze`, it is nowhere trained while the rest is.
 
 from functools import partial
 
-from medflare.methods.method import Method
+from medflare.methods import Method
 
 _row = partial(
     Method, server="medflare.methods.fedavg.server:FedAvgServer", family="partial sharing"

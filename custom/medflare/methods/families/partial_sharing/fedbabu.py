@@ -4,28 +4,26 @@ The head keeps its common random start in all rounds. After the last one every s
 whole model, see `fedavg.fine_tuning`.
 """
 
-from typing import Any
+from torch.optim import Optimizer
 
-import torch
-
-from medflare.core.message import Message
-from medflare.core.phases import phase
-from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict, copy_state
-from medflare.methods.base import Plan
+from medflare.methods import (
+    MEASURED,
+    MODEL,
+    FeatureNetwork,
+    LocalPart,
+    Message,
+    StateDict,
+    TensorSpec,
+    copied_state,
+    phase,
+)
 from medflare.methods.fedavg.fine_tuning import FineTunedSite, FineTuningHyper
-from medflare.methods.fedavg.site import MODEL
-from medflare.methods.parts.measured import MEASURED
-from medflare.methods.parts.partial import LocalPart
-from medflare.networks.features import FeatureNetwork
-
-
-def _body(plan: Plan[Any, Any]) -> StateDict:
-    return LocalPart.of_paths(plan.network(), ["head"]).shared(plan.template())
-
 
 BODY = TensorSpec(
-    "model", "the site's locally trained body, for the weighted mean", _body, rest="initial"
+    "model",
+    "the site's locally trained body, for the weighted mean",
+    lambda plan: LocalPart.of_paths(plan.network(), ["head"]).shared(plan.template()),
+    rest="initial",
 )
 
 
@@ -36,7 +34,7 @@ class FedBABUSite(FineTunedSite[FineTuningHyper]):
 
     def whole(self, body: StateDict) -> StateDict:
         """The body with the initial head."""
-        return {**copy_state(self.site.network().state_dict()), **body}
+        return {**copied_state(self.site.network()), **body}
 
     @phase(request=(BODY,), reply=(BODY,), meta=MEASURED)
     def train(self, round: int, incoming: Message) -> Message:
@@ -45,9 +43,7 @@ class FedBABUSite(FineTunedSite[FineTuningHyper]):
         reply[BODY] = {name: reply[MODEL][name] for name in incoming[BODY]}
         return reply
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         with model.frozen(["head"]):
             return super().fit(model, optimizer, round)
 

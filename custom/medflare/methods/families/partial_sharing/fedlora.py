@@ -11,7 +11,7 @@ convolution of the body has an adapter. Head, scales and shifts of normalisation
 averaged as well. All other weights, biases and running statistics are frozen.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -21,22 +21,33 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import phase
-from medflare.core.rng import torch_generator
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict, copy_state, split_state
-from medflare.methods.base import PersistentState, Plan, ServerContext
+from medflare.core.states import split_state
+from medflare.methods import (
+    MEASURED,
+    MODEL,
+    SELECTED_ROUND,
+    VALIDATION,
+    FeatureNetwork,
+    FedAvgServer,
+    FedAvgServerHyper,
+    FedAvgSiteHyper,
+    Message,
+    PersistentState,
+    PersonalSite,
+    Plan,
+    ServerContext,
+    StateDict,
+    TensorSpec,
+    copy_state,
+    param,
+    phase,
+    strict_dataclass,
+    torch_generator,
+    trained_model,
+)
 from medflare.methods.fedavg.partial import LOCAL
-from medflare.methods.fedavg.personal import PersonalSite
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, FedAvgSiteHyper, trained_model
-from medflare.methods.parts.measured import MEASURED, VALIDATION
-from medflare.networks.features import FeatureNetwork
-
-_NORMALISATION = (_NormBase, nn.LayerNorm, nn.GroupNorm)
+from medflare.networks.foreign import NetworkSpec
+from medflare.training.epochs import named_trainable as trained
 
 
 @strict_dataclass
@@ -84,7 +95,7 @@ def adapted(network: FeatureNetwork, hyper: FedLoRAHyper, seed: int) -> FeatureN
     network.head.requires_grad_(True)
     head = set(network.head.modules())
     for name, layer in list(network.named_modules()):
-        if isinstance(layer, _NORMALISATION):
+        if isinstance(layer, _NormBase | nn.LayerNorm | nn.GroupNorm):
             layer.requires_grad_(True)
             layer.register_forward_pre_hook(_freeze_statistics)
         elif isinstance(layer, nn.Linear | _ConvNd) and layer not in head:
@@ -100,20 +111,12 @@ def _freeze_statistics(layer: nn.Module, _inputs: Any) -> None:
     layer.eval()
 
 
-def trained(network: nn.Module) -> StateDict:
-    """What is trained of an adapted network."""
-    return {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
-
-
 def merged(network: nn.Module, names: Iterable[str]) -> StateDict:
     """The plain network's state, with these names, of an adapted network."""
-    state: StateDict = {}
-    for name in names:
-        state[name] = attrgetter(name)(network)
-    return copy_state(state)
+    return copy_state({name: attrgetter(name)(network) for name in names})
 
 
-def _adapters(plan: Plan[FedLoRAHyper, Any]) -> StateDict:
+def _adapters(plan: Plan[FedLoRAHyper, Any]) -> dict[str, nn.Parameter]:
     return trained(adapted(plan.network(), plan.site_hyper, 0))
 
 
@@ -148,7 +151,7 @@ class FedLoRASite(PersonalSite[FedLoRAHyper]):
         self,
         purpose: str,
         state: StateDict,
-        spec: Mapping[str, Any] | None = None,
+        spec: NetworkSpec | None = None,
         outputs: int | None = None,
     ) -> FeatureNetwork:
         """The adapted network with the trained weights `state`."""
@@ -191,7 +194,7 @@ class FedLoRASite(PersonalSite[FedLoRAHyper]):
     @phase(reply=(LOCAL_B,), meta=MEASURED)
     def share(self, round: int, incoming: Message) -> Message:
         """The site's B, once, after the last round."""
-        return Message.of({LOCAL_B: self.joined({}), **self.measured(validation={})})
+        return self.reply({LOCAL_B: self.joined({})})
 
     @phase(request=(ADAPTERS,), request_meta=(SELECTED_ROUND.as_optional(),))
     def finalize(self, incoming: Message) -> dict[str, Message]:

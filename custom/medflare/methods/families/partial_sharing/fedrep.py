@@ -8,15 +8,17 @@ The frozen part is in evaluation mode: its running statistics do not change, and
 on the features that it will be used with.
 """
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from medflare.core.hyper import param
-from medflare.core.settings import strict_dataclass
-from medflare.methods.fedavg.partial import PartialSite
-from medflare.methods.fedavg.site import FedAvgSiteHyper
-from medflare.networks.features import FeatureNetwork
-from medflare.training.epochs import train_epochs
+from medflare.methods import (
+    FeatureNetwork,
+    FedAvgSiteHyper,
+    PartialSite,
+    param,
+    strict_dataclass,
+    train_epochs,
+)
 
 
 @strict_dataclass
@@ -44,9 +46,7 @@ class FedRepSite(PartialSite[FedRepHyper]):
     local_paths = ("head",)
     uses_features = True
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         """Returns the loss of the body's epochs; if it has none, of the head's."""
 
         def loss(_part: nn.Module, images: Tensor, targets: Tensor) -> Tensor:

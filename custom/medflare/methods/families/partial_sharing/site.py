@@ -8,12 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from medflare.core.errors import ConfigError
-from medflare.methods.fedavg.partial import PartialSite
-from medflare.methods.fedavg.site import FedAvgSiteHyper
-from medflare.methods.parts.partial import LocalPart
+from medflare.methods import ConfigError, FedAvgSiteHyper, LocalPart, PartialSite, TaskConfig
 from medflare.networks.catalogue import meta_network
-from medflare.tasks.config import TaskConfig
 
 
 class FedBNSite(PartialSite[FedAvgSiteHyper]):

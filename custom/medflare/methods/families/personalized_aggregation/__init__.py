@@ -7,7 +7,7 @@ that joins late starts from the initial model (IFCA: from the clusters).
 
 from functools import partial
 
-from medflare.methods.method import Method
+from medflare.methods import Method
 
 _row = partial(
     Method, roles=("personal", "deployed"), outside=False, family="personalized aggregation"

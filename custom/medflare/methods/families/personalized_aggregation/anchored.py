@@ -30,35 +30,46 @@ published code has another term, in which models are added, not compared:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from medflare.core.errors import ConfigError
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import phase
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import MetaSpec, TensorSpec, number
-from medflare.core.states import StateDict, copy_state, weighted_mean
-from medflare.methods.aggregation import NoAggregation, SiteModel, states_of
-from medflare.methods.base import ServerContext, ServerHyper, Step
+from medflare.methods import (
+    MEASURED,
+    MODEL,
+    ConfigError,
+    FedAvgSiteHyper,
+    Message,
+    MetaSpec,
+    Replies,
+    ServerContext,
+    ServerHyper,
+    SiteModel,
+    StateDict,
+    Step,
+    TaskConfig,
+    TensorSpec,
+    copied_state,
+    number,
+    param,
+    phase,
+    proximal_term,
+    states_of,
+    strict_dataclass,
+    weighted_mean,
+)
+from medflare.methods.aggregation import Models, NoAggregation
 from medflare.methods.families.personalized_aggregation.personalized import (
     PERSONALS,
     TRAINED,
+    G,
     PersonalizedServer,
     PersonalizedSite,
 )
 from medflare.methods.families.server_rules.rule import inner_products
-from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
-from medflare.methods.parts.measured import MEASURED
-from medflare.methods.parts.proximal import proximal_term
 from medflare.networks.catalogue import meta_network
-from medflare.tasks.config import TaskConfig
-from medflare.training.epochs import train_epochs
 
-G = TypeVar("G", bound=ServerHyper)
 ANCHOR = TensorSpec("anchor", optional=True)  # absent before the site's first update
 ANCHORS = TensorSpec("anchor", of=lambda plan: plan.sites)  # in the server's memory
 STRENGTH = MetaSpec[float]("strength", "weight of the proximal term to the anchor", number(0.0))
@@ -82,14 +93,9 @@ class AnchoredSite(PersonalizedSite[FedAvgSiteHyper]):
         anchor = incoming.get(ANCHOR) or personal
         model = self.network("model", anchor if self.starts_at_anchor else personal)
         proximal = proximal_term(model, anchor, incoming[STRENGTH])
-
-        def descend(optimizer: torch.optim.Optimizer) -> float:
-            return train_epochs(model, optimizer, self.site, round, "model", gradient_hook=proximal)
-
-        loss = self.optimized(model, "model", descend)
-        reply = Message.of(self.measured(loss=loss, validation={"personal": value}))
-        reply[TRAINED] = copy_state(model.state_dict())
-        return reply
+        loss = self.train_model(model, round, "model", proximal)
+        trained = copied_state(model)
+        return self.reply({TRAINED: trained}, loss=loss, validation={"personal": value})
 
 
 class AnchorRule(NoAggregation):
@@ -104,10 +110,11 @@ class AnchorRule(NoAggregation):
 
 def mixtures(states: Mapping[str, StateDict], shares: Tensor) -> dict[str, StateDict]:
     """Site -> mean of all states with its row of `shares` (K, K), >= 0."""
-    mixed: dict[str, StateDict] = {}
-    for site, row in zip(states, shares.tolist(), strict=True):
-        mixed[site] = weighted_mean(states, dict(zip(states, row, strict=True)))
-    return mixed
+    rows = dict(zip(states, shares.tolist(), strict=True))
+    return {
+        site: weighted_mean(states, dict(zip(states, row, strict=True)))
+        for site, row in rows.items()
+    }
 
 
 class AnchoredServer(PersonalizedServer[G]):
@@ -125,12 +132,11 @@ class AnchoredServer(PersonalizedServer[G]):
                 message[ANCHOR] = self.memory[ANCHORS.member(site)]
         return message
 
-    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
         """Stores the trained models, then computes all anchors anew."""
         super().aggregate_models(step, replies)
-        models = {}
-        for site, state in self.memory.family(PERSONALS).items():
-            models[site] = SiteModel(state)
+        personal = self.memory.family(PERSONALS)
+        models = {site: SiteModel(state) for site, state in personal.items()}
         for site, anchor in self.aggregation.personal(models, step.round).items():
             self.memory[ANCHORS.member(site)] = anchor
         self.memory[STRENGTH] = self.aggregation.strength
@@ -186,7 +192,7 @@ class AttentiveAggregation(AnchorRule):
         super().prepare(task, rounds)
         self.names = tuple(name for name, _ in meta_network(task).named_parameters())
 
-    def personal(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+    def personal(self, models: Models, round: int) -> dict[str, StateDict]:
         states = states_of(models)
         count = len(states)
         squared = squared_distances(list(states.values()), self.names)
@@ -249,7 +255,7 @@ class Relationship(AnchorRule):
 
     hyper: FedMTLServerHyper
 
-    def personal(self, models: Mapping[str, SiteModel], round: int) -> dict[str, StateDict]:
+    def personal(self, models: Models, round: int) -> dict[str, StateDict]:
         if len(models) == 1:  # it is related to no other
             return {}
         omega = mean_relationship(len(models))

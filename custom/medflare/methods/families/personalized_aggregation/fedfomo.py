@@ -15,11 +15,19 @@ import math
 import torch
 from torch import Tensor
 
-from medflare.core.message import Message
-from medflare.core.phases import phase
-from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict, copy_state, weighted_mean
-from medflare.methods.base import PersistentState, ServerHyper, Step
+from medflare.methods import (
+    MEASURED,
+    FedAvgSiteHyper,
+    Message,
+    PersistentState,
+    ServerHyper,
+    StateDict,
+    Step,
+    TensorSpec,
+    copied_state,
+    phase,
+    weighted_mean,
+)
 from medflare.methods.families.personalized_aggregation.personalized import (
     PERSONALS,
     PersonalizedServer,
@@ -27,8 +35,6 @@ from medflare.methods.families.personalized_aggregation.personalized import (
     family_message,
 )
 from medflare.methods.families.server_rules.rule import inner_products
-from medflare.methods.fedavg.site import FedAvgSiteHyper
-from medflare.methods.parts.measured import MEASURED
 
 SHOWN = TensorSpec("model", "the site's trained model, which all other sites receive")
 
@@ -52,7 +58,7 @@ class FedFomoSite(PersonalizedSite[FedAvgSiteHyper]):
 
     def start(self, incoming: Message) -> StateDict:
         """θ_k, moved towards the better ones of the incoming models (in the end there are none)."""
-        before = self.combined or copy_state(self.site.network().state_dict())
+        before = self.combined or copied_state(self.site.network())
         self.combined = self._moved(before, incoming.family(PERSONALS))
         return self.combined
 

@@ -9,25 +9,36 @@ model itself. A cluster without a site stays as it is. Deep networks may all cho
 which is FedAvg: see the table "clusters" of the results.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-from medflare.core.errors import ConfigError
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import asks, handles, phase
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import MetaSpec, TensorSpec, text
-from medflare.core.states import StateDict, weighted_mean
-from medflare.methods.base import ServerAlgorithm, ServerContext, ServerHyper, Step
+from medflare.methods import (
+    MEASURED,
+    SELECTED_ROUND,
+    ConfigError,
+    FedAvgSiteHyper,
+    Message,
+    MetaSpec,
+    Replies,
+    ServerAlgorithm,
+    ServerContext,
+    ServerHyper,
+    StateDict,
+    Step,
+    TaskConfig,
+    TensorSpec,
+    asks,
+    handles,
+    param,
+    phase,
+    strict_dataclass,
+    text,
+)
+from medflare.methods.aggregation import plain_mean
 from medflare.methods.families.personalized_aggregation.personalized import (
     TRAINED,
     PersonalizedSite,
     family_message,
 )
-from medflare.methods.fedavg.site import SELECTED_ROUND, FedAvgSiteHyper
-from medflare.methods.parts.measured import MEASURED
-from medflare.tasks.config import TaskConfig
 
 
 @strict_dataclass
@@ -63,12 +74,10 @@ class IFCASite(PersonalizedSite[FedAvgSiteHyper]):
 
     def start(self, incoming: Message) -> StateDict:
         """θ_ĵ; of equal losses the first."""
-        losses = {}
-        for name, state in incoming.family(CLUSTERS).items():
-            losses[name] = self.mean_loss(state, "train")
-        nearest = min(losses, key=losses.__getitem__)
+        clusters = incoming.family(CLUSTERS)
+        nearest = min(clusters, key=lambda name: self.mean_loss(clusters[name], "train"))
         self.memory[CLUSTER] = nearest
-        return incoming[CLUSTERS.member(nearest)]
+        return clusters[nearest]
 
     @phase(request=(CLUSTERS,), reply=(TRAINED,), meta=(*MEASURED, CLUSTER))
     def train(self, round: int, incoming: Message) -> Message:
@@ -105,11 +114,10 @@ class IFCAServer(ServerAlgorithm[IFCAServerHyper]):
         return family_message(self.memory, CLUSTERS)
 
     @handles(IFCASite.train)
-    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
         """The next models of all clusters that a site trained; others are refused with an event."""
-        chosen: dict[str, dict[str, StateDict]] = {}
-        for name in cluster_names(self.context.plan):
-            chosen[name] = {}
+        chosen: dict[str, dict[str, StateDict]]
+        chosen = {name: {} for name in cluster_names(self.context.plan)}
         for site, reply in replies.items():
             name = str(reply.get(CLUSTER))
             if name not in chosen:
@@ -120,8 +128,7 @@ class IFCAServer(ServerAlgorithm[IFCAServerHyper]):
             self.memory.meta["clusters"][site] = name
         for name, states in chosen.items():
             if states:
-                equal = dict.fromkeys(states, 1.0)
-                self.memory[CLUSTERS.member(name)] = weighted_mean(states, equal)
+                self.memory[CLUSTERS.member(name)] = plain_mean(states)
 
     def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The cluster of every site."""

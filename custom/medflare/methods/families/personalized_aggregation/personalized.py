@@ -1,19 +1,29 @@
 """What the methods of this package share: a model for every site, selected by its site alone."""
 
 import math
-from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
 
-from medflare.core.message import Message
-from medflare.core.phases import asks, handles, phase
-from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict
-from medflare.methods.base import ServerAlgorithm, ServerContext, ServerHyper, Step
-from medflare.methods.fedavg.personal import PersonalSite
-from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, F
-from medflare.methods.parts.measured import MEASURED, VALIDATION
+from medflare.methods import (
+    MEASURED,
+    MODEL,
+    SELECTED_ROUND,
+    VALIDATION,
+    Message,
+    PersonalSite,
+    Replies,
+    ServerAlgorithm,
+    ServerContext,
+    ServerHyper,
+    StateDict,
+    Step,
+    TensorSpec,
+    asks,
+    handles,
+    phase,
+)
+from medflare.methods.fedavg.site import F
 from medflare.training.epochs import weighted_sum
 
 G = TypeVar("G", bound=ServerHyper)
@@ -52,12 +62,11 @@ class PersonalizedSite(PersonalSite[F]):
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metric of the site's model, which becomes a candidate."""
         value = self.selection.validated(round, self.start(incoming))
-        return Message.of(self.measured(validation={"personal": value}))
+        return self.reply(validation={"personal": value})
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
         """The model of the best round; if the site never trained, its model as it is now."""
-        last = self.start(incoming)
-        model = self.selection.final(last, incoming.get(SELECTED_ROUND))
+        model = self.selection.final(self.start(incoming), incoming.get(SELECTED_ROUND))
         return dict.fromkeys(("personal", "deployed"), model)
 
     def mean_loss(self, state: StateDict, split: str) -> float:
@@ -95,13 +104,12 @@ class PersonalizedServer(ServerAlgorithm[G]):
         return Message.of({MODEL: self.personal(site)})
 
     @handles(PersonalizedSite.train)
-    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
         """Stores the trained models."""
         for site, reply in replies.items():
             self.memory[PERSONALS.member(site)] = reply[TRAINED]
 
     def configure_final(self, site: str) -> Message:
         """The site's last model."""
-        trained = PERSONALS.member(site) in self.memory
-        rounds = self.context.rounds if trained else 0
+        rounds = self.context.rounds if PERSONALS.member(site) in self.memory else 0
         return Message.of({MODEL: self.personal(site), SELECTED_ROUND: rounds})

@@ -13,16 +13,20 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim import Optimizer
 
-from medflare.core.hyper import param
-from medflare.core.settings import strict_dataclass
-from medflare.core.states import StateDict, copy_state
-from medflare.methods.base import PersistentState
+from medflare.methods import (
+    FeatureNetwork,
+    FedAvgSiteHyper,
+    PersistentState,
+    Site,
+    StateDict,
+    copied_state,
+    param,
+    strict_dataclass,
+    train_epochs,
+)
 from medflare.methods.families.second_models.site import SecondModelSite
-from medflare.methods.fedavg.site import FedAvgSiteHyper
-from medflare.networks.features import FeatureNetwork
-from medflare.training.epochs import train_epochs
-from medflare.training.site import Site
 
 _ALPHA = "alpha"  # in the memory
 
@@ -40,7 +44,7 @@ def apfl_mixture(
         share: α in [0, 1]; 1 gives the local model, 0 the global one.
         kept: entries that are v̄'s already, for example its running statistics.
     """
-    mixture: StateDict = {}
+    mixture = {}
     for name, tensor in personal.items():
         if tensor.is_floating_point() and name not in kept:
             mixture[name] = share * tensor + (1 - share) * global_[name]
@@ -60,16 +64,15 @@ def mixed_logits(
         share: α.
         images: (N, C, ...).
     """
-    mixture: dict[str, Tensor] = {}
-    for name, weight in network.named_parameters():
-        mixture[name] = share * weight + (1 - share) * anchor[name]
+    weights = network.named_parameters()
+    mixture = {name: share * weight + (1 - share) * anchor[name] for name, weight in weights}
     return functional_call(network, mixture, (images,))
 
 
 def mixed_model(model: nn.Module, global_: Mapping[str, Tensor], share: float) -> StateDict:
     """v̄ of a trained v (`model`), whose running statistics are v̄'s already."""
     statistics = [name for name, _ in model.named_buffers()]
-    return apfl_mixture(copy_state(model.state_dict()), global_, share, kept=statistics)
+    return apfl_mixture(copied_state(model), global_, share, kept=statistics)
 
 
 def train_apfl(
@@ -77,7 +80,7 @@ def train_apfl(
     global_: StateDict,
     site: Site,
     round: int,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     *,
     share: float,
 ) -> StateDict:
@@ -118,9 +121,7 @@ class APFLSite(SecondModelSite[APFLHyper]):
 
     local = PersistentState("local")  # v
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         local = self.network("personal", self.local or model.state_dict())
         share = torch.tensor(self.memory.meta.get(_ALPHA, self.hyper.alpha))
         alpha = nn.Parameter(share.to(self.site.device), requires_grad=self.hyper.adaptive)
@@ -138,6 +139,6 @@ class APFLSite(SecondModelSite[APFLHyper]):
         loss = self.fit_both(both, optimizer, round, losses)
         learned = float(alpha.data.clamp_(0, 1))
         self.memory.meta[_ALPHA] = learned
-        self.local = copy_state(local.state_dict())
-        self.personal = mixed_model(local, copy_state(model.state_dict()), learned)
+        self.local = copied_state(local)
+        self.personal = mixed_model(local, copied_state(model), learned)
         return loss

@@ -9,15 +9,15 @@ receives, is trained after it in every round with gradients ∇F_k(v_k) + λ (v_
 leaves the site. λ = 0 is training alone.
 """
 
-import torch
-
-from medflare.core.hyper import param
-from medflare.core.settings import strict_dataclass
-from medflare.core.states import StateDict, copy_state
+from medflare.methods import (
+    FedAvgSiteHyper,
+    StateDict,
+    copied_state,
+    param,
+    proximal_term,
+    strict_dataclass,
+)
 from medflare.methods.families.second_models.site import SecondModelSite
-from medflare.methods.fedavg.site import FedAvgSiteHyper
-from medflare.methods.parts.proximal import proximal_term
-from medflare.training.epochs import train_epochs
 
 
 @strict_dataclass
@@ -39,9 +39,5 @@ class DittoSite(SecondModelSite[DittoHyper]):
     def personalize(self, round: int, shared: StateDict) -> None:
         model = self.network("personal", self.personal or shared)
         proximal = proximal_term(model, shared, self.hyper.lam)
-
-        def descend(optimizer: torch.optim.Optimizer) -> None:
-            train_epochs(model, optimizer, self.site, round, "personal", gradient_hook=proximal)
-
-        self.optimized(model, "personal", descend)
-        self.personal = copy_state(model.state_dict())
+        self.train_model(model, round, "personal", proximal)
+        self.personal = copied_state(model)

@@ -16,16 +16,19 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from medflare.core.errors import ConfigError
-from medflare.core.states import copy_state
-from medflare.methods.base import PersistentState
+from medflare.methods import (
+    ConfigError,
+    FeatureNetwork,
+    FedAvgSiteHyper,
+    PersistentState,
+    TaskConfig,
+    copied_state,
+)
 from medflare.methods.families.second_models.site import SecondModelSite
-from medflare.methods.fedavg.site import FedAvgSiteHyper
 from medflare.methods.parts.heads import meta_head
-from medflare.methods.prr.transfer import class_totals
-from medflare.networks.features import FeatureNetwork
-from medflare.tasks.config import TaskConfig
+from medflare.methods.prr.transfer import totals_of_site
 
 _LINEAR: Final = (nn.Linear, nn.modules.conv._ConvNd)
 _NO_WEIGHTS: Final = (nn.Sequential, nn.Dropout, nn.Identity)
@@ -65,9 +68,7 @@ class FedRoDSite(SecondModelSite[FedAvgSiteHyper]):
                 "layer at its end, so two heads cannot be added; choose another network"
             )
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         head = copy.deepcopy(model.head)
         start = self.head
         if start is None:
@@ -82,8 +83,8 @@ class FedRoDSite(SecondModelSite[FedAvgSiteHyper]):
             return [self.site.loss(personal, targets), self.site.loss(generic + shift, targets)]
 
         loss = self.fit_both(head.train(), optimizer, round, losses)
-        self.head = copy_state(head.state_dict())
-        personal = copy_state(model.state_dict())
+        self.head = copied_state(head)
+        personal = copied_state(model)
         for name, weight in self.head.items():
             personal[f"head.{name}"] += weight  # ψ + φ
         self.personal = personal
@@ -93,6 +94,5 @@ class FedRoDSite(SecondModelSite[FedAvgSiteHyper]):
         task = self.site.task
         if task.kind == "segmentation":
             return 0.0
-        enrolled = {"n": self.site.n, "class_counts": self.site.class_counts().tolist()}
-        counts = class_totals(task, {self.site.name: enrolled})
+        counts = totals_of_site(self.site)
         return balance(counts, task.target == "multiclass").to(self.site.device)

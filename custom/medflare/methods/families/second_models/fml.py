@@ -7,17 +7,13 @@ The deputy starts every round as the global model and leaves the site for the we
 is FedAvg's global model, α = 1 a personal model that learns alone.
 """
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from medflare.core.hyper import param
-from medflare.core.settings import strict_dataclass
-from medflare.core.states import copy_state
+from medflare.methods import FeatureNetwork, FedAvgSiteHyper, copied_state, param, strict_dataclass
 from medflare.methods.families.second_models.site import SecondModelSite
-from medflare.methods.fedavg.site import FedAvgSiteHyper
 from medflare.methods.prr.formulas import distillation_loss
 from medflare.methods.prr.transfer import class_logits
-from medflare.networks.features import FeatureNetwork
 
 
 @strict_dataclass
@@ -35,9 +31,7 @@ class FMLHyper(FedAvgSiteHyper):
 class FMLSite(SecondModelSite[FMLHyper]):
     """Trains the global model as deputy, and the personal model beside it."""
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         personal = self.network("personal", self.personal or model.state_dict())
         personal.train()
         model.train()
@@ -55,5 +49,5 @@ class FMLSite(SecondModelSite[FMLHyper]):
             return [mutual(p, d, targets, self.hyper.alpha), mutual(d, p, targets, self.hyper.beta)]
 
         loss = self.fit_both(personal, optimizer, round, losses)
-        self.personal = copy_state(personal.state_dict())
+        self.personal = copied_state(personal)
         return loss

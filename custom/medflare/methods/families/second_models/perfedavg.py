@@ -7,22 +7,27 @@ Adam hardly move a model.
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from medflare.core.rng import seeded
-from medflare.core.states import StateDict, copy_state
 from medflare.data.loading import Batch
+from medflare.methods import (
+    FeatureNetwork,
+    FedAvgSite,
+    FedAvgSiteHyper,
+    Site,
+    StateDict,
+    copied_state,
+    epochs,
+    trainable,
+)
 from medflare.methods.families.second_models.site import SecondModelSite, gradients_of, take_step
-from medflare.methods.fedavg.site import FedAvgSiteHyper
-from medflare.networks.features import FeatureNetwork
-from medflare.training.epochs import epochs, preserved_moments, trainable
-from medflare.training.site import Site
+from medflare.networks.features import overwrite
+from medflare.training.epochs import preserved_moments
 
 
-def train_per_fedavg(
-    model: nn.Module, site: Site, round: int, optimizer: torch.optim.Optimizer
-) -> None:
+def train_per_fedavg(model: nn.Module, site: Site, round: int, optimizer: Optimizer) -> None:
     """One round of the shared model in place.
 
         θ' = θ - α g(θ; B1),   θ <- θ - β g(θ'; B2)
@@ -39,18 +44,29 @@ def train_per_fedavg(
             with preserved_moments(optimizer):
                 take_step(optimizer, weights, gradients_of(model, site, first))
             gradients = gradients_of(model, site, second)
-            with torch.no_grad():
-                for weight, origin in zip(weights, start, strict=True):
-                    weight.copy_(origin)
+            overwrite(weights, start)
             take_step(optimizer, weights, gradients)
 
 
-def adapt(model: nn.Module, site: Site, round: int, optimizer: torch.optim.Optimizer) -> None:
+def adapt(model: nn.Module, site: Site, round: int, optimizer: Optimizer) -> None:
     """The adaptation in place: a step on one training batch."""
     model.train()
     with seeded(site.seed, site.name, round, "adapt", "dropout"):
         batch = next(site.batches("train", round, "adapt", 0))
         take_step(optimizer, trainable(model), gradients_of(model, site, batch))
+
+
+def adapted(algorithm: FedAvgSite, round: int, shared: StateDict, purpose: str) -> StateDict:
+    """The personal model: the shared one after `adapt`.
+
+    Its optimizer has the shared model's moments (`purpose`), and does not change them.
+    """
+    model = algorithm.network("personal", shared)
+    optimizer = algorithm.site.optimizer(trainable(model))
+    if not algorithm.hyper.reset_optimizer:
+        algorithm.optimizers.recall(purpose, optimizer)
+    adapt(model, algorithm.site, round, optimizer)
+    return copied_state(model)
 
 
 def _pairs(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Batch]]:
@@ -66,16 +82,9 @@ class PerFedAvgSite(SecondModelSite[FedAvgSiteHyper]):
     accumulates = False
 
     def validated(self, round: int, shared: StateDict) -> float | None:
-        model = self.network("personal", shared)
-        optimizer = self.site.optimizer(trainable(model))
-        if not self.hyper.reset_optimizer:
-            self.optimizers.recall("model", optimizer)  # read only
-        adapt(model, self.site, round, optimizer)
-        self.personal = copy_state(model.state_dict())
+        self.personal = adapted(self, round, shared, "model")
         return super().validated(round, shared)
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         train_per_fedavg(model, self.site, round, optimizer)
         return None

@@ -9,18 +9,26 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from medflare.core.hyper import param
-from medflare.core.settings import strict_dataclass
-from medflare.core.states import StateDict, blend, copy_state
+from medflare.methods import (
+    FeatureNetwork,
+    FedAvgServer,
+    FedAvgServerHyper,
+    FedAvgSiteHyper,
+    Site,
+    StateDict,
+    blend,
+    copied_state,
+    epochs,
+    param,
+    strict_dataclass,
+    trainable,
+)
 from medflare.methods.families.second_models.site import SecondModelSite, gradients_of, take_step
 from medflare.methods.families.server_rules.rule import Models, Rule
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import FedAvgSiteHyper
 from medflare.methods.parts.proximal import proximal_gradients
-from medflare.networks.features import FeatureNetwork
-from medflare.training.epochs import epochs, trainable
-from medflare.training.site import Site
+from medflare.networks.features import overwrite
 
 
 def pfedme_outer(
@@ -44,7 +52,7 @@ def train_pfedme(
     personal: nn.Module,
     site: Site,
     round: int,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     *,
     strength: float,
     inner_steps: int,
@@ -72,12 +80,9 @@ def train_pfedme(
                 proximal = proximal_gradients(gradients, thetas, weights, strength)
                 take_step(optimizer, thetas, proximal)
             with torch.no_grad():
-                moved = pfedme_outer(weights, thetas, eta, strength)
-                for weight, towards in zip(weights, moved, strict=True):
-                    weight.copy_(towards)
-    with torch.no_grad():  # running statistics are those of the model that saw the images
-        for statistic, measured in zip(shared.buffers(), personal.buffers(), strict=True):
-            statistic.copy_(measured)
+                overwrite(weights, pfedme_outer(weights, thetas, eta, strength))
+    # Running statistics are those of the model that saw the images.
+    overwrite(shared.buffers(), personal.buffers())
 
 
 @strict_dataclass
@@ -115,12 +120,10 @@ class PFedMeSite(SecondModelSite[PFedMeHyper]):
 
     accumulates = False
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         personal = self.network("personal", model.state_dict())
 
-        def descend(of_personal: torch.optim.Optimizer) -> None:
+        def descend(of_personal: Optimizer) -> None:
             hyper = self.hyper
             train_pfedme(
                 model,
@@ -134,7 +137,7 @@ class PFedMeSite(SecondModelSite[PFedMeHyper]):
             )
 
         self.optimized(personal, "personal", descend)
-        self.personal = copy_state(personal.state_dict())
+        self.personal = copied_state(personal)
         return None
 
 

@@ -4,16 +4,24 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from medflare.core.message import Message
-from medflare.core.states import StateDict
 from medflare.data.loading import Batch
-from medflare.methods.base import PersistentState
-from medflare.methods.fedavg.personal import PersonalSite
-from medflare.methods.fedavg.site import MODEL, SELECTED_ROUND, F, delivered
-from medflare.methods.parts.measured import VALIDATION
-from medflare.training.epochs import Steps, epochs, trainable, weighted_sum
-from medflare.training.site import Site
+from medflare.methods import (
+    MODEL,
+    SELECTED_ROUND,
+    VALIDATION,
+    Message,
+    PersistentState,
+    PersonalSite,
+    Site,
+    StateDict,
+    Steps,
+    epochs,
+    trainable,
+)
+from medflare.methods.fedavg.site import F, delivered
+from medflare.training.epochs import weighted_sum
 
 
 class SecondModelSite(PersonalSite[F]):
@@ -65,7 +73,7 @@ class SecondModelSite(PersonalSite[F]):
     def fit_both(
         self,
         second: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         round: int,
         losses: Callable[[Tensor, Tensor], Sequence[Tensor]],
     ) -> float:
@@ -80,10 +88,10 @@ class SecondModelSite(PersonalSite[F]):
             The mean loss of the shared model over all images.
         """
 
-        def descend(of_second: torch.optim.Optimizer) -> float:
+        def descend(of_second: Optimizer) -> float:
             steps = [Steps(of_second, self.site), Steps(optimizer, self.site)]
-            values: list[Tensor] = []
-            sizes: list[int] = []
+            values = []
+            sizes = []
             for batches in epochs(self.site, round, "model"):
                 for images, targets, _ in batches:
                     both = losses(images, targets)
@@ -106,10 +114,10 @@ def gradients_of(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
 
 
 def take_step(
-    optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], gradients: Sequence[Tensor]
+    optimizer: Optimizer, weights: Sequence[nn.Parameter], gradients: Sequence[Tensor]
 ) -> None:
     """A step of the optimizer along gradients of its weights."""
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()

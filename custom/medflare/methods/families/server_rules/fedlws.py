@@ -11,11 +11,9 @@ from statistics import fmean
 
 from torch.nn.utils import get_total_norm
 
-from medflare.core.hyper import param
-from medflare.core.settings import strict_dataclass
-from medflare.core.states import StateDict, weighted_mean
+from medflare.methods import FedAvgServer, FedAvgServerHyper, StateDict, param, strict_dataclass
+from medflare.methods.aggregation import plain_mean
 from medflare.methods.families.server_rules.rule import Models, Rule
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 
 
 @strict_dataclass
@@ -39,7 +37,7 @@ class ShrunkMean(Rule):
 
     def moved(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:
         parts = self.trained_parts(models)
-        centre = weighted_mean(parts, dict.fromkeys(parts, 1.0))
+        centre = plain_mean(parts)
         layers: dict[str, list[str]] = {}
         for name in mean:
             layers.setdefault(name.rpartition(".")[0], []).append(name)

@@ -12,18 +12,22 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from medflare.core.errors import ConfigError
-from medflare.core.message import Message
-from medflare.core.phases import extends
-from medflare.core.specs import MetaSpec, count
-from medflare.core.states import StateDict
+from medflare.methods import (
+    ConfigError,
+    FedAvgServer,
+    FedAvgServerHyper,
+    FedAvgSite,
+    Message,
+    MetaSpec,
+    StateDict,
+    TaskConfig,
+    count,
+    extends,
+)
 from medflare.methods.families.server_rules.rule import Models, Rule, Weights, fractions
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import FedAvgSite
-from medflare.tasks.config import TaskConfig
 
 T = TypeVar("T")
 
@@ -39,7 +43,7 @@ def normalizer(steps: float, momentum: float = 0.0) -> float:
     return (steps - lost) / (1 - momentum)
 
 
-class CountingSite(FedAvgSite[Any]):
+class CountingSite(FedAvgSite):
     """What FedNova adds to a site algorithm: the number of optimizer steps of the shared model."""
 
     freezes = False
@@ -57,15 +61,13 @@ class CountingSite(FedAvgSite[Any]):
         reply[STEPS] = self.steps
         return reply
 
-    def optimized(
-        self, model: nn.Module, purpose: str, train: Callable[[torch.optim.Optimizer], T]
-    ) -> T:
+    def optimized(self, model: nn.Module, purpose: str, train: Callable[[Optimizer], T]) -> T:
         """The other algorithm's; counts the steps of the optimizer "model"."""
 
         def count_step(*_: Any) -> None:
             self.steps = (self.steps or 0) + 1
 
-        def counted(optimizer: torch.optim.Optimizer) -> T:
+        def counted(optimizer: Optimizer) -> T:
             if purpose == "model":
                 self.steps = 0
                 optimizer.register_step_post_hook(count_step)

@@ -12,12 +12,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.settings import strict_dataclass
-from medflare.core.states import StateDict
+from medflare.methods import (
+    FedAvgServer,
+    FedAvgServerHyper,
+    Message,
+    StateDict,
+    param,
+    strict_dataclass,
+)
 from medflare.methods.families.server_rules.rule import Models, Rule
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
 from medflare.methods.parts.tensors import widened
 
 _MOMENTS = "server_moments"

@@ -6,13 +6,9 @@ median and clipped updates, see `parts.robust`. Sites have equal weights, since 
 report a false number of images.
 """
 
-from collections.abc import Mapping
+from typing import ClassVar
 
-from medflare.core.hyper import param
-from medflare.core.settings import strict_dataclass
-from medflare.methods.aggregation import SiteModel, WeightedMean
-from medflare.methods.base import ServerHyper
-from medflare.methods.fedavg.server import FedAvgServer
+from medflare.methods import FedAvgServer, ServerHyper, param, strict_dataclass
 from medflare.methods.parts.robust import RobustLimits, RobustRule
 
 
@@ -23,16 +19,8 @@ class RobustHyper(RobustLimits, ServerHyper):
     rule: RobustRule = param(
         "median", "median or trimmed by coordinate, krum, geometric median, or clipped updates"
     )
-
-
-class RobustAggregation(WeightedMean):
-    """The robust rule with equal weights."""
-
-    def shares(self, models: Mapping[str, SiteModel]) -> dict[str, float]:
-        return dict.fromkeys(models, 1.0)
+    weighting: ClassVar[str] = "uniform"
 
 
 class RobustServer(FedAvgServer[RobustHyper]):
     """FedAvg's server algorithm with a robust rule."""
-
-    aggregation_class = RobustAggregation

@@ -6,16 +6,20 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.settings import strict_dataclass
-from medflare.core.states import StateDict, gram
-from medflare.methods.aggregation import SiteModel, WeightedMean, states_of
-from medflare.methods.fedavg.server import FedAvgServerHyper
+from medflare.core.states import gram
+from medflare.methods import (
+    FedAvgServerHyper,
+    Message,
+    StateDict,
+    TaskConfig,
+    WeightedMean,
+    param,
+    states_of,
+    strict_dataclass,
+)
+from medflare.methods.aggregation import Models
 from medflare.networks.catalogue import meta_network
-from medflare.tasks.config import TaskConfig
 
-Models: TypeAlias = Mapping[str, SiteModel]
 Weights: TypeAlias = dict[str, float]
 
 

@@ -8,14 +8,28 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from medflare.core.errors import ConfigError
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.phases import asks, extends
-from medflare.core.settings import strict_dataclass
-from medflare.core.specs import MetaSpec, TensorSpec, number
-from medflare.core.states import StateDict, weighted_mean
-from medflare.methods.base import Plan, SiteAlgorithm, Step
+from medflare.methods import (
+    MODEL,
+    VALIDATION,
+    ConfigError,
+    FedAvgServer,
+    FedAvgSite,
+    Message,
+    MetaSpec,
+    Plan,
+    Replies,
+    SiteAlgorithm,
+    StateDict,
+    Step,
+    TaskConfig,
+    TensorSpec,
+    asks,
+    extends,
+    number,
+    param,
+    strict_dataclass,
+    weighted_mean,
+)
 from medflare.methods.families.server_rules.rule import (
     Models,
     Rule,
@@ -24,10 +38,6 @@ from medflare.methods.families.server_rules.rule import (
     fractions,
     inner_products,
 )
-from medflare.methods.fedavg.server import FedAvgServer
-from medflare.methods.fedavg.site import MODEL, FedAvgSite
-from medflare.methods.parts.measured import VALIDATION
-from medflare.tasks.config import TaskConfig
 
 _METRIC: Final = number(0, 1, optional=True)
 TRAINED_METRIC = MetaSpec[float | None](
@@ -45,7 +55,7 @@ WITHOUT_METRIC = MetaSpec[float | None](
 )
 
 
-class MeasuringSite(SiteAlgorithm[Any]):
+class MeasuringSite(SiteAlgorithm):
     """Extends any site algorithm that replies with a whole model."""
 
     freezes = False
@@ -245,7 +255,7 @@ class FedCEServer(FedAvgServer[FedCEHyper]):
             message[WITHOUT] = without
         return message
 
-    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
         """FedAvg's step with the rule's weights; then the models without each site."""
         super().aggregate_models(step, replies)
         for site in self.memory.family(WITHOUT):

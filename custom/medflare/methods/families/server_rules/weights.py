@@ -7,9 +7,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from medflare.core.hyper import param
-from medflare.core.settings import strict_dataclass
-from medflare.core.states import StateDict, cosines, weighted_mean
+from medflare.core.states import cosines
+from medflare.methods import (
+    LOSS,
+    FedAvgServer,
+    FedAvgServerHyper,
+    StateDict,
+    finite_or_none,
+    param,
+    strict_dataclass,
+)
+from medflare.methods.aggregation import plain_mean
 from medflare.methods.families.server_rules.rule import (
     Models,
     Rule,
@@ -18,9 +26,6 @@ from medflare.methods.families.server_rules.rule import (
     fractions,
     inner_products,
 )
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.parts.measured import LOSS
-from medflare.training.epochs import finite_or_none
 
 _NEAR: Final = 1e-12  # distances below this count as equal
 _MEMORY: Final = 5  # costs in FedPIDAvg's sum
@@ -31,7 +36,7 @@ def inverse_distances(states: Mapping[str, StateDict]) -> Weights:
 
     Yeganeh et al., "Inverse Distance Aggregation", DART 2020. Equal for models that all agree.
     """
-    mean = weighted_mean(states, dict.fromkeys(states, 1.0))
+    mean = plain_mean(states)
     inverse = {}
     for site, state in states.items():
         distances = [(mean[name].double() - state[name].double()).abs().sum() for name in mean]
@@ -148,8 +153,8 @@ class PIDMean(Rule):
     """
 
     def weigh(self, models: Models, round: int, previous: StateDict) -> Weights:
-        drops: Weights = {}
-        sums: Weights = {}
+        drops = {}
+        sums = {}
         for site, model in models.items():
             cost = finite_or_none(model.meta.get(LOSS.name))
             if cost is None:

@@ -12,23 +12,27 @@ Ours: each other structure is a group of its own, while the paper joins those th
 annotated together. Structures that may overlap (multilabel) need no condition and no mask.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from medflare.core.errors import ConfigError
-from medflare.core.hyper import param
-from medflare.core.message import Message
-from medflare.core.settings import strict_dataclass
-from medflare.methods.base import Step
+from medflare.methods import (
+    ConfigError,
+    FeatureNetwork,
+    FedAvgServer,
+    FedAvgServerHyper,
+    FedAvgSiteHyper,
+    Loss,
+    Replies,
+    Step,
+    TaskConfig,
+    param,
+    strict_dataclass,
+)
 from medflare.methods.families.teachers.site import ANNOTATED, TeacherSite
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import FedAvgSiteHyper
-from medflare.networks.features import FeatureNetwork
 from medflare.tasks.annotation import structures_of
-from medflare.tasks.config import TaskConfig
 
 _FIRST: Final = 0.01  # fraction of λ in round 0, authors' code
 
@@ -109,13 +113,11 @@ class ConDistSite(TeacherSite[ConDistHyper]):
                 "is a classification or has one structure; run fedavg"
             )
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
-        """Epochs of L_sup + λ L_ConDist; returns its mean."""
+    def round_loss(self, model: FeatureNetwork, round: int) -> Loss | None:
+        """L_sup + λ L_ConDist."""
         weight = self.hyper.weight(round)
         if self.site.annotation.complete or not weight:
-            return super().fit(model, optimizer, round)
+            return None
         teacher = self.frozen(model.state_dict())
 
         def loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ class ConDistSite(TeacherSite[ConDistHyper]):
                 taught = teacher(images)
             return self.site.loss(logits, targets) + weight * self._distil(logits, taught, targets)
 
-        return self.descend(model, optimizer, round, loss)
+        return loss
 
     def _distil(self, logits: Tensor, taught: Tensor, targets: Tensor) -> Tensor:
         """L_ConDist: soft Dice loss of the batch between student and teacher."""
@@ -148,13 +150,12 @@ class ConDistSite(TeacherSite[ConDistHyper]):
 class ConDistServer(FedAvgServer[FedAvgServerHyper]):
     """FedAvg's server algorithm; it warns where the method is FedAvg."""
 
-    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
         structures = len(structures_of(self.context.task))
         complete = [reply.get(ANNOTATED) == structures for reply in replies.values()]
         if step.round == 0 and all(complete):
-            self.context.events.add(
-                "warning",
+            self.context.warn(
                 "every site annotated every structure, so condist trains as fedavg; "
-                'run fedavg, or list in "annotated" of datalist.json what a site annotated',
+                'run fedavg, or list in "annotated" of datalist.json what a site annotated'
             )
         super().aggregate_models(step, replies)

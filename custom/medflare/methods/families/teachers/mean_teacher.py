@@ -13,22 +13,27 @@ place; in every round the teacher starts as the global model, which is a mean of
 """
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from medflare.core.hyper import param
-from medflare.core.rng import torch_generator
-from medflare.core.settings import strict_dataclass
-from medflare.core.states import StateDict
-from medflare.methods.aggregation import SiteModel, WeightedMean, states_of
+from medflare.methods import (
+    FeatureNetwork,
+    FedAvgServer,
+    FedAvgServerHyper,
+    FedAvgSiteHyper,
+    StateDict,
+    WeightedMean,
+    param,
+    states_of,
+    strict_dataclass,
+    torch_generator,
+)
+from medflare.methods.aggregation import Models
 from medflare.methods.families.teachers.site import ANNOTATED, TeacherSite
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import FedAvgSiteHyper
 from medflare.methods.parts.normalisation import batch_statistics
-from medflare.networks.features import FeatureNetwork
 
 
 def ramp_up(round: int, rounds: int) -> float:
@@ -82,9 +87,7 @@ class MeanTeacherSite(TeacherSite[MeanTeacherHyper]):
     server_hyper = MeanTeacherServerHyper
     dp_unsupported_reason = "the teacher follows the student batch by batch, not patient by patient"
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         """Epochs of the task's loss, or of the consistency; returns its mean."""
         if self.site.annotation.names:
             return super().fit(model, optimizer, round)
@@ -111,9 +114,7 @@ class MeanTeacherSite(TeacherSite[MeanTeacherHyper]):
 class LabelledMean(WeightedMean):
     """The mean in which sites without labels have a smaller weight."""
 
-    def shared(
-        self, models: Mapping[str, SiteModel], round: int, previous: StateDict | None = None
-    ) -> StateDict:
+    def shared(self, models: Models, round: int, previous: StateDict | None = None) -> StateDict:
         factor = self.hyper.unlabelled_weight * ramp_up(round, self.hyper.ramp_rounds)
         shares = self.shares(models)
         for site, model in models.items():

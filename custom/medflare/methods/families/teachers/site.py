@@ -1,9 +1,7 @@
 """What the methods of this package share: the server learns how much each site annotated."""
 
-from medflare.core.message import Message
-from medflare.core.phases import extends
-from medflare.core.specs import MetaSpec, count
-from medflare.methods.fedavg.site import F, FedAvgSite
+from medflare.methods import FedAvgSite, Message, MetaSpec, count, extends
+from medflare.methods.fedavg.site import F
 
 ANNOTATED = MetaSpec[int]("annotated", "structures or classes that the site annotated", count())
 

@@ -1,6 +1,6 @@
 """Test-time training: the deployed model adapts itself to every image that it predicts."""
 
-from medflare.methods.method import Method
+from medflare.methods import Method
 
 TTT = Method(
     name="ttt",

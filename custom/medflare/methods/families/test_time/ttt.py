@@ -4,32 +4,38 @@ and that of a rotation head, both with weight 1; the head is averaged as the mod
 The formulas and the adaptation are in `adaptation.ttt`.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from medflare.adaptation.registry import with_adaptation
 from medflare.adaptation.ttt import ROTATION, rotation_head, rotation_loss
-from medflare.core.message import Message
-from medflare.core.phases import asks, phase
-from medflare.core.rng import torch_generator
-from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict, copy_state
-from medflare.methods.aggregation import site_models
-from medflare.methods.base import PersistentState, ServerContext, Step
-from medflare.methods.fedavg.server import FedAvgServer, FedAvgServerHyper
-from medflare.methods.fedavg.site import (
+from medflare.methods import (
+    MEASURED,
     MODEL,
     SELECTED_ROUND,
+    FeatureNetwork,
+    FedAvgServer,
+    FedAvgServerHyper,
     FedAvgSite,
     FedAvgSiteHyper,
+    Message,
+    PersistentState,
+    Replies,
+    ServerContext,
+    StateDict,
+    Step,
+    TensorSpec,
+    asks,
+    copied_state,
+    phase,
     received,
+    site_models,
+    torch_generator,
+    train_epochs,
 )
-from medflare.methods.parts.measured import MEASURED
-from medflare.networks.features import FeatureNetwork
-from medflare.training.epochs import train_epochs
 
 HEAD = TensorSpec(
     ROTATION,
@@ -53,12 +59,10 @@ class TTTSite(FedAvgSite[FedAvgSiteHyper]):
         self.head = rotation_head(self.site.task).to(self.site.device)
         self.head.load_state_dict(incoming[HEAD])
         reply = super().train(round, incoming)
-        reply[HEAD] = copy_state(self.head.state_dict())
+        reply[HEAD] = copied_state(self.head)
         return reply
 
-    def fit(
-        self, model: FeatureNetwork, optimizer: torch.optim.Optimizer, round: int
-    ) -> float | None:
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
         """Epochs of both losses; returns the mean of their sum."""
         second = self.site.optimizer(self.head.parameters())
         random = torch_generator(self.site.seed, self.site.name, round, "turns")
@@ -70,7 +74,7 @@ class TTTSite(FedAvgSite[FedAvgSiteHyper]):
 
         def step_of_head() -> None:
             second.step()
-            second.zero_grad(set_to_none=True)
+            second.zero_grad()
 
         with self.continued({ROTATION: second}):
             return train_epochs(
@@ -95,7 +99,7 @@ class TTTServer(FedAvgServer[FedAvgServerHyper]):
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        self.head = copy_state(rotation_head(context.task).state_dict())
+        self.head = copied_state(rotation_head(context.task))
 
     @asks(TTTSite.train)
     def request_of_both(self, step: Step, site: str) -> Message:
@@ -104,12 +108,11 @@ class TTTServer(FedAvgServer[FedAvgServerHyper]):
         message[HEAD] = self.head
         return message
 
-    def aggregate_models(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
         super().aggregate_models(step, replies)
-        models = site_models(replies, HEAD)
-        self.head = self.aggregation.shared(models, step.round, self.head)
+        self.head = self.aggregation.shared(site_models(replies, HEAD), step.round, self.head)
 
-    def select_model(self, step: Step, replies: Mapping[str, Message]) -> None:
+    def select_model(self, step: Step, replies: Replies) -> None:
         """As of FedAvg; the head of the selected round stays with it."""
         super().select_model(step, replies)
         if self.best.round == step.round:
