@@ -22,6 +22,9 @@ class TestTimeNorm(nn.Module):
 
     A channel with a single value (one image, 1x1 features) has no variance: it uses the running
     statistics.
+
+    Attributes:
+        running: use the running statistics after all.
     """
 
     __test__ = False  # not a test, in spite of its name
@@ -29,10 +32,11 @@ class TestTimeNorm(nn.Module):
     def __init__(self, layer: _BatchNorm):
         super().__init__()
         self.layer = layer
+        self.running = False
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Inputs (N, C, ...) normalised per channel, over the batch."""
-        if inputs.numel() == inputs.shape[1]:
+        if self.running or inputs.numel() == inputs.shape[1]:
             return self.layer(inputs)
         layer = self.layer
         return F.batch_norm(

@@ -1,6 +1,7 @@
 """IOP-FL on small generated images: local adapted models inside; outside routing, its objective, its gate and comparisons."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from medflare.methods.iop_fl.formulas import agreeing, image_spread
 from medflare.methods.iop_fl.outside import (
     EXPERTS,
     MIXTURE,
+    PackedDecisions,
     RoutedModel,
     StateSummary,
     contradict,
@@ -378,24 +380,38 @@ def test_where_experts_contradict_each_other_the_fit_starts_from_the_lowest_loss
     message = algorithm.finalize(with_opposite_masks(trained(), "B"))["deployed"]
     model: Any = build_deployed(SEGMENTATION, message)
     images = place.data.test.images.tensor_split(2)
-    references = model._references(images)
-    assert contradict(references[1:-1])
+    starts, references = model._starts(images)
+    own_statistics = [(expert, True) for expert in SITES]
+    assert starts == [(MIXTURE, False), *((expert, False) for expert in SITES), *own_statistics]
+    summaries = {}
+    for start in starts:
+        model.load_start(*start)
+        summaries[start] = model.measure(images, references)
+    least = outside.START_ENTROPY * summaries[starts[0]].decision_entropy
     losses = {}
-    for start in (MIXTURE, *SITES):
-        model.load_start(start)
-        losses[start] = model.measure(images, references)
-    least = outside.START_INFORMATION * losses[MIXTURE].information
-    informed = {
-        start: summary.loss
-        for start, summary in losses.items()
-        if start == MIXTURE or summary.information >= least
-    }
+    for start, summary in summaries.items():
+        if start.expert == MIXTURE or summary.decision_entropy >= least:
+            losses[start] = summary.loss
     report = message.meta["adaptation"]
-    assert report["start"] == min(informed, key=informed.__getitem__)
+    chosen = min(losses, key=losses.__getitem__)
+    assert (report["start"], report["running_statistics"]) == chosen
     rebuilt: Any = build_deployed(SEGMENTATION, message)
     assert rebuilt.measure(images, references).loss == pytest.approx(
         report["losses"][report["chosen"]], rel=1e-5
     )
+
+
+def test_the_entropy_of_decisions_is_that_of_their_shares() -> None:
+    decisions = PackedDecisions()
+    assert decisions.entropy() == 0
+    decisions.append(torch.tensor([[True, False], [False, False]]))
+    decisions.append(torch.zeros(1, 4, dtype=torch.bool))
+    expected = -(1 / 8) * math.log(1 / 8) - (7 / 8) * math.log(7 / 8)
+    assert decisions.entropy() == pytest.approx(expected)
+    classes = PackedDecisions()
+    classes.append(torch.tensor([2, 2, 0]))
+    classes.append(torch.tensor([0]))
+    assert classes.entropy() == pytest.approx(math.log(2))
 
 
 def test_an_event_names_the_used_state_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

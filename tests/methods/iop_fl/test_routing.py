@@ -12,7 +12,13 @@ from helpers.fixture_types import Golden
 from medflare.core.errors import StateError
 from medflare.core.states import StateDict, weighted_mean
 from medflare.methods.iop_fl import routing as routing_module
-from medflare.methods.iop_fl.routing import MLPRouter, RoutedLayer, RoutedNetwork, Routing
+from medflare.methods.iop_fl.routing import (
+    MLPRouter,
+    RoutedLayer,
+    RoutedNetwork,
+    Routing,
+    Statistics,
+)
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task
 
@@ -183,16 +189,17 @@ def test_batch_norm_uses_the_test_batch() -> None:
     assert torch.equal(batch.network.norm.layer.running_mean, states[-1]["norm.running_mean"])
 
 
+@pytest.mark.parametrize("statistics", ["batch", "running"])
 @pytest.mark.parametrize("expert", [0, 1, 2])
 def test_a_network_that_prefers_its_base_is_that_expert(
-    expert: int, monkeypatch: pytest.MonkeyPatch
+    expert: int, statistics: Statistics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routing_module, "_NEARLY_ALL", 1 - 1e-7)
     make = lambda: Everything(nn.BatchNorm2d)  # noqa: E731
     states = states_of(make, 3)
-    network = RoutedNetwork(make(), states, Routing(statistics="running"))
+    network = RoutedNetwork(make(), states, Routing(statistics=statistics))
     network.prefer(expert)
-    network.set_base(expert)
+    network.set_base(expert, running=True)
     alone = make()
     alone.load_state_dict(states[expert])
     images = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))

@@ -4,17 +4,17 @@
 The coefficients of every layer (`routing`) are fitted to the site's unlabelled images by
 consistency under noise, shape and certainty (Eq. 7-10), from the uniform mixture. Where personal
 models contradict each other a mixture means nothing: then the fit starts from the mixture or the
-personal model of lowest loss. The state with the lowest loss among those that pass the gate is
-used. The gate exists because the loss alone once selected a state with an empty mask
-(docs/results.md): a state must be nearly as informative as its start, and agree with the mixture
-or with an expert.
+personal model of lowest loss, normalised by the test batch or by its own running statistics. The
+state with the lowest loss among those that pass the gate is used. The gate exists because the loss
+alone once selected a state with an empty mask (docs/results.md): a state must be nearly as
+informative as its start, and agree with the mixture or with an expert.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -49,9 +49,9 @@ ROUTER = TensorSpec("router")  # the fitted coefficients of a delivered model
 ANCHOR: Final = 0.05
 # Least mutual information of a state, as a fraction of the start's.
 GATE_INFORMATION: Final = 0.8
-# Least mutual information of an expert as a start, as a fraction of the mixture's: else it predicts
-# nothing.
-START_INFORMATION: Final = 0.5
+# Least entropy of an expert's decisions as a start, as a fraction of the mixture's: else it
+# predicts nothing. Mutual information would also depend on how certain an expert is.
+START_ENTROPY: Final = 0.25
 # Least agreement (Dice) with the mixture or an expert.
 GATE_AGREEMENT: Final = 0.9
 # Two experts contradict each other if their masks agree less (Dice): more differs than coincides.
@@ -122,11 +122,14 @@ class StateSummary:
         information: mutual information of pixel and prediction, in nats, >= 0.
         agreement: with the masks, or classes, of the reference that it agrees with most; see
             `formulas.agreeing`.
+        decision_entropy: of the shares of foreground and background, or of the decided classes,
+            over all pixels and images, in nats.
     """
 
     loss: float
     information: float
     agreement: float
+    decision_entropy: float = 0.0
 
 
 Decisions = Iterable[Tensor]  # of a state, batch by batch: masks or classes
@@ -144,6 +147,15 @@ class PackedDecisions:
             self._batches.append((np.packbits(decisions.numpy()), decisions.shape))
         else:
             self._batches.append(decisions)
+
+    def entropy(self) -> float:
+        """Of the shares of the decisions, in nats; 0 if all are equal."""
+        counts = torch.zeros(0, dtype=torch.float64)
+        for batch in self:
+            counted = batch.flatten().long().bincount(minlength=len(counts)).double()
+            counted[: len(counts)] += counts
+            counts = counted
+        return float(formulas.entropy_of(counts / counts.sum()))
 
     def __iter__(self) -> Iterator[Tensor]:
         for batch in self._batches:
@@ -179,7 +191,9 @@ def summarize(
     # I = H(mean p) - mean H(p)
     information = float(formulas.entropy_of(torch.as_tensor(shares / count))) - entropy
     agreements = [agreement(decisions, reference) for reference in references]
-    return StateSummary(mean_loss, max(0.0, information), max(agreements, default=1.0))
+    return StateSummary(
+        mean_loss, max(0.0, information), max(agreements, default=1.0), decisions.entropy()
+    )
 
 
 def agreement(first: Decisions, second: Decisions) -> float:
@@ -228,6 +242,17 @@ def gate_refusal(state: StateSummary, start: StateSummary) -> str:
     return ""
 
 
+class Start(NamedTuple):
+    """From where the coefficients are fitted: the mixture or an expert.
+
+    Attributes:
+        running: normalise by its running statistics, not by the test batch.
+    """
+
+    expert: str
+    running: bool = False
+
+
 def contradict(experts: Sequence[Decisions]) -> bool:
     """Whether two experts contradict each other, see CONTRADICTION."""
     return any(agreement(one, other) < CONTRADICTION for one, other in combinations(experts, 2))
@@ -244,7 +269,8 @@ class RoutedModel(nn.Module):
         adaptation: the record of `adapt`; before the first epoch and after each one the "losses"
             over all images, the "information" and "agreement" of the predictions, and "refused",
             the gate's reason or ""; "chosen", the index of the used state; "start", the mixture or
-            an expert; "coefficients", R by layer, averaged over the images. Empty before.
+            an expert; "running_statistics", whether it is normalised by its own; "coefficients", R
+            by layer, averaged over the images. Empty before.
     """
 
     counts_images: Final = False
@@ -292,9 +318,9 @@ class RoutedModel(nn.Module):
         refuses are none.
         """
         parts = Repeated(lambda: chain.from_iterable(map(self._batches, batches)))
-        references = self._references(parts)
-        start, start_summary = self._start(parts, references)
-        self.load_start(start)
+        starts, references = self._starts(parts)
+        start, start_summary = self._lowest_loss(starts, parts, references)
+        self.load_start(*start)
         optimizer = torch.optim.Adam(self.network.adaptable().values(), lr=self.hyper.route_lr)
         # The candidates are the start and the state after every epoch.
         summaries = [start_summary]
@@ -314,7 +340,8 @@ class RoutedModel(nn.Module):
         self.network.load_adapted_state(chosen_state)
         self.network.eval()
         self.adaptation = {
-            "start": start,
+            "start": start.expert,
+            "running_statistics": start.running,
             "losses": [summary.loss for summary in summaries],
             "information": [summary.information for summary in summaries],
             "agreement": [summary.agreement for summary in summaries],
@@ -332,32 +359,55 @@ class RoutedModel(nn.Module):
             means[layer] = of_images.mean(dim=0).tolist()
         return means
 
-    def _start(
-        self, parts: Iterable[Tensor], references: Sequence[Decisions]
-    ) -> tuple[str, StateSummary]:
-        """From where the fit starts: the mixture or, if personal models contradict each other, the
-        one of these of lowest loss.
+    def _starts(self, parts: Iterable[Tensor]) -> tuple[list[Start], list[Decisions]]:
+        """From where the fit may start, and the decisions with which a state may agree: of the
+        mixture and, with the gate, of each expert.
 
-        An expert with less than half of the mixture's information is no start: it predicts next to
-        nothing here. Nor is the global model, the mean of models that contradict each other.
+        The mixture is the only start unless personal models contradict each other. The global model
+        is no start, as the mean of models that contradict each other.
         """
-        self.load_start(MIXTURE)
-        start = MIXTURE
-        summary = self.measure(parts, references)
-        if not self.gated or not contradict(references[1:-1]):
-            return start, summary
-        least = START_INFORMATION * summary.information
-        for expert in self._experts[:-1]:
-            self.load_start(expert)
-            measured = self.measure(parts, references)
-            if measured.information >= least and measured.loss < summary.loss:
-                start = expert
-                summary = measured
-        return start, summary
+        mixture = Start(MIXTURE)
+        references = [self._start_decisions(mixture, parts)]
+        if not self.gated:
+            return [mixture], references
+        personal = [Start(expert) for expert in self._experts[:-1]]
+        decisions = [self._start_decisions(start, parts) for start in personal]
+        references += [*decisions, self._start_decisions(Start(self._experts[-1]), parts)]
+        if not contradict(decisions):
+            return [mixture], references
+        if self.network.norms:
+            running = [Start(expert, running=True) for expert in self._experts[:-1]]
+            references += [self._start_decisions(start, parts) for start in running]
+            personal += running
+        return [mixture, *personal], references
 
-    def load_start(self, start: str) -> None:
+    def _lowest_loss(
+        self, starts: Sequence[Start], parts: Iterable[Tensor], references: Sequence[Decisions]
+    ) -> tuple[Start, StateSummary]:
+        """The start of the lowest loss.
+
+        An expert whose decisions have less than a quarter of the mixture's entropy is none: it
+        predicts next to nothing here.
+        """
+        mixture, *others = starts
+        self.load_start(*mixture)
+        summary = self.measure(parts, references)
+        chosen = mixture
+        least = START_ENTROPY * summary.decision_entropy
+        for start in others:
+            self.load_start(*start)
+            measured = self.measure(parts, references)
+            if measured.decision_entropy >= least and measured.loss < summary.loss:
+                chosen = start
+                summary = measured
+        return chosen, summary
+
+    def load_start(self, start: str, running: bool = False) -> None:
         """The state of the mixture, whose base is the global model, or of an expert, which is its
         own base.
+
+        Args:
+            running: normalise by the base's running statistics.
         """
         if start == MIXTURE:
             base = -1
@@ -365,24 +415,18 @@ class RoutedModel(nn.Module):
         else:
             base = self._experts.index(start)
             self.network.prefer(base)
-        self.network.set_base(base)
+        self.network.set_base(base, running)
         self._anchor = self.network.adapted_state()
 
     @torch.no_grad()
-    def _references(self, batches: Iterable[Tensor]) -> list[Decisions]:
-        """The decisions of the mixture and, with the gate, of each expert."""
+    def _start_decisions(self, start: Start, batches: Iterable[Tensor]) -> PackedDecisions:
+        """The decisions of a start."""
+        self.load_start(*start)
         self.network.eval()
-        starts = [MIXTURE]
-        if self.gated:
-            starts += self._experts
-        references: list[Decisions] = []
-        for start in starts:
-            self.load_start(start)
-            decisions = PackedDecisions()
-            for images in batches:
-                decisions.append(_decisions(self._probabilities(images), self.task))
-            references.append(decisions)
-        return references
+        decisions = PackedDecisions()
+        for images in batches:
+            decisions.append(_decisions(self._probabilities(images), self.task))
+        return decisions
 
     @torch.no_grad()
     def measure(
@@ -516,7 +560,7 @@ def routed_model(task: TaskConfig, message: Message) -> RoutedModel:
     start = model.adaptation.get("start", MIXTURE)
     if start not in (MIXTURE, *experts):
         raise StateError(f"a routed model starts from {start!r}, and has no such expert")
-    model.load_start(start)
+    model.load_start(start, model.adaptation.get("running_statistics", False))
     if ROUTER in message:
         network.load_adapted_state(message[ROUTER])
     return model.eval()

@@ -181,10 +181,14 @@ class RoutedNetwork(nn.Module):
         self.router: MLPRouter | None = None
         with seeded(routing.seed, "router"):
             self._route(routing)
+        # BatchNorm layers that normalise by the test batch.
+        self.norms: list[TestTimeNorm] = []
         if routing.statistics == "batch":
             for name, layer in list(self.network.named_modules()):
                 if isinstance(layer, _BatchNorm):
-                    self._replace(name, TestTimeNorm(layer))
+                    norm = TestTimeNorm(layer)
+                    self.norms.append(norm)
+                    self._replace(name, norm)
         self.eval()
 
     def _replace(self, name: str, layer: nn.Module) -> None:
@@ -257,12 +261,17 @@ class RoutedNetwork(nn.Module):
         overwrite(parameters.values(), [state[name] for name in parameters])
 
     @torch.no_grad()
-    def set_base(self, expert: int) -> None:
+    def set_base(self, expert: int, running: bool = False) -> None:
         """Take the entries that are not routed from this expert; then the network that prefers it
         nearly equals it.
+
+        Args:
+            running: normalise by the running statistics of this expert, not by the test batch.
         """
         for name, (module, part) in self._unrouted.items():
             getattr(module, part).copy_(self._experts[expert][name])
+        for norm in self.norms:
+            norm.running = running
 
     def prefer(self, expert: int) -> None:
         """Let all routers prefer this expert, see `MLPRouter.prefer`."""
