@@ -324,7 +324,7 @@ def breakdown(part: Part) -> None:
     ledger.watch(epochs.Steps, "finish", "zero_grad and the rest of a step")
     ledger.watch(torch.optim.Adam, "step", "optimizer step")
     ledger.watch(epochs, "weighted_sum", "losses to the CPU")
-    ledger.watch(fedavg, "copy_state", "weights to the CPU")
+    ledger.watch(fedavg, "copied_state", "weights to the CPU")
     ledger.watch(epochs, "pack_optimizer", "moments into the memory")
     repeats = 2 if part.tiny else 5
     try:
