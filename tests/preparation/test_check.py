@@ -125,6 +125,22 @@ def test_a_folder_of_sites(make_site: SiteOf, make_task: TaskOf, tmp_path: Path)
             check_site(tmp_path / name, make_task())
 
 
+def test_folders_without_a_datalist_are_named(
+    make_site: SiteOf, make_task: TaskOf, tmp_path: Path
+) -> None:
+    root = tmp_path / "DATA"
+    site = make_site(name="DATA/berlin")
+    for name in ("rome", "paris", ".cache", "check", "runs/fedavg"):
+        (root / name).mkdir(parents=True)
+    (root / "runs/fedavg/results.json").touch()
+    report = check_site(root, make_task(), out=root / "check")
+    line = "note: folders without a datalist.json are no sites: paris, rome; write it with "
+    assert f"{line}medflare data init {root}/paris" in report.render().split("\n")
+    assert report.ok and list(report.sites) == ["berlin"]
+    assert check_site(root, make_task()).note == report.note  # the thumbnails are there now
+    assert "are no sites" not in check_site(site, make_task()).render()
+
+
 OUTSIDE = {"training": [], "validation": [], "test": ["p0", "p0", "p1"]}
 NOTE = "note: has test images only, so it can only be an outside site"
 

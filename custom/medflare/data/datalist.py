@@ -116,6 +116,16 @@ def site_folders(root: Path) -> list[Path]:
     return folders
 
 
+def folders_without_datalist(root: Path) -> list[Path]:
+    """Subfolders beside the sites that hold no datalist.json, sorted, without hidden ones."""
+    folders = []
+    for path in sorted(root.iterdir()):
+        hidden = path.name.startswith(".")
+        if path.is_dir() and not hidden and not (path / FILE).is_file():
+            folders.append(path)
+    return folders
+
+
 def site_name(folder: Path) -> str:
     """A site's name: that of its folder. A link keeps its own name; "." and ".." are resolved."""
     if folder.name in ("", ".."):

@@ -3,6 +3,7 @@ problems with their remedies.
 """
 
 import hashlib
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,14 @@ from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.rng import numpy_generator, seeded
 from medflare.core.store import make_folder, write_atomically
 from medflare.core.text import format_shape
-from medflare.data.datalist import DatalistItem, check_patients, site_folders, site_name
+from medflare.data.datalist import (
+    FILE,
+    DatalistItem,
+    check_patients,
+    folders_without_datalist,
+    site_folders,
+    site_name,
+)
 from medflare.data.decoding import Source, target_of
 from medflare.data.loading import SiteData, load_site_data, open_source, renumbered_entries
 from medflare.data.local import LocalSettings
@@ -35,6 +43,9 @@ from medflare.training.montage import contact_sheet
 from medflare.training.opening import check_batch_bounds, check_single_batches, check_task_bounds
 from medflare.training.site_rules import check_selection
 
+_SHEET: Final = "thumbnails.png"
+# What the folders of this tool's output hold: checks, runs, and folders of runs.
+_OUTPUTS: Final = (_SHEET, "results.json", "*/results.json")
 _MAX_PROBLEMS: Final = 10  # printed per site
 _MAX_SIZES: Final = 3  # printed per site
 _INTENSITY_IMAGES: Final = 20  # images of a site whose intensities are judged
@@ -116,6 +127,7 @@ class CheckReport:
     shift: float | None = None  # see `site_shift`; None if it cannot be measured
     shift_reason: str = ""  # why it cannot
     thumbnails: Path | None = None  # the contact sheet, if requested
+    note: str = ""  # folders that are no sites
     problem: str = ""  # why these sites together cannot train, with the remedy
 
     @property
@@ -139,6 +151,8 @@ class CheckReport:
         lines += ["", f"shift between sites: {shift}"]
         if self.thumbnails:
             lines.append(f"thumbnails, a row for each site: {self.thumbnails}")
+        if self.note:
+            lines.append(f"note: {self.note}")
         if self.problem:
             lines.append(f"PROBLEM: {self.problem}")
         lines.append("OK" if self.ok else "NOT OK: solve the problems above and check again")
@@ -172,6 +186,8 @@ def check_site(
     if out is not None:
         make_folder(Path(out))
     report = CheckReport(task, root, {})
+    if folders != [root]:
+        report.note = _no_sites(root, out)
     data = {}
     for folder in folders:
         name = site_name(folder)
@@ -191,9 +207,26 @@ def check_site(
         )
     report.shift, report.shift_reason = site_shift(data)
     if out is not None and data:
-        report.thumbnails = Path(out) / "thumbnails.png"
+        report.thumbnails = Path(out) / _SHEET
         write_atomically(report.thumbnails, contact_sheet(data, task))
     return report
+
+
+def _no_sites(root: Path, out: Path | str | None) -> str:
+    """A line that names the folders beside the sites without a datalist, or ""; `out` and folders
+    of results are not meant as sites.
+    """
+    folders = []
+    for folder in folders_without_datalist(root):
+        is_output = any(file for pattern in _OUTPUTS for file in folder.glob(pattern))
+        is_out = out is not None and folder.resolve() == Path(out).resolve()
+        if not (is_output or is_out):
+            folders.append(folder)
+    if not folders:
+        return ""
+    names = ", ".join(folder.name for folder in folders)
+    command = f"medflare data init {shlex.quote(str(folders[0]))}"
+    return f"folders without a {FILE} are no sites: {names}; write it with {command}"
 
 
 def check_task(task: TaskConfig) -> None:
