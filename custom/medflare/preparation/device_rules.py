@@ -165,14 +165,22 @@ def picture_size(settings: Settings, stopwatch: Stopwatch, step: int) -> Choice 
         settings: of the task, complete.
         step: sides are multiples of it.
     """
-    task = load_task({**settings, "local_epochs": 1})
-    seconds = stopwatch.measured(task).seconds
-    if seconds <= stopwatch.limit:
+    size = list(settings["size"])
+    seconds = _resized_seconds(settings, stopwatch, size)
+    # Each time is measured: of a small image, a step takes longer than its pixels say.
+    while seconds > stopwatch.limit and max(size) > step:
+        scale = (stopwatch.limit / seconds) ** (1 / len(size))
+        size = [max(step, int(side * scale / step) * step) for side in size]
+        seconds = _resized_seconds(settings, stopwatch, size)
+    if size == list(settings["size"]):
         return None
-    scale = (stopwatch.limit / seconds) ** (1 / len(task.size))
-    size = [max(step, int(side * scale / step) * step) for side in task.size]
-    reason = f"made smaller than {format_shape(task.size)}, for the minutes of a round"
-    return Choice("size", size, reason)
+    full = format_shape(settings["size"])
+    return Choice("size", size, f"made smaller than {full}, for the minutes of a round")
+
+
+def _resized_seconds(settings: Settings, stopwatch: Stopwatch, size: Sequence[int]) -> float:
+    """Of a round with one local epoch."""
+    return stopwatch.measured(load_task({**settings, "size": size, "local_epochs": 1})).seconds
 
 
 def local_epochs(task: TaskConfig, stopwatch: Stopwatch, seconds: float) -> Choice:

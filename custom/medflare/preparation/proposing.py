@@ -80,6 +80,7 @@ _FEW_IMAGES: Final = 2000  # training images below which a small network is enou
 _IMBALANCE: Final = 3  # ratio of the largest class to the smallest from which classes are balanced
 _AIR: Final = -200  # Hounsfield units; only CT has lower values
 _MAX_BATCH: Final = 16
+_SMALL: Final = "small_cnn"  # the smallest classifier of the catalogue
 _PRETRAINED: Final = "efficientnet_lite0"
 TIMED_ROUNDS: Final = 20  # of a run whose time is printed
 _LATE: Final = 1.25  # times the limit of a round, from which a warning says so
@@ -143,7 +144,10 @@ def propose(root: Path, hints: TaskHints) -> TaskPlan:
         choices=(*summary.choices, modality, *proposed.choices),
         warnings=_few_images(sites),
     )
-    proposed = _with_pretrained(proposed, sites, hints)
+    if segments:
+        proposed = _with_pretrained(proposed, sites, hints)
+    else:
+        proposed = _within_minutes(proposed, hints, stopwatch)
     proposed = _with_time(proposed, hints, stopwatch)
     check_task(load_task(proposed.settings))
     return proposed
@@ -555,7 +559,7 @@ def _classification(
     network = Choice("network", {"name": "resnet18"}, f"{images} training images")
     if images < _FEW_IMAGES or max(size.value) < 2 * _STEP:
         reason = f"{images} training images, too few for a large network"
-        network = Choice("network", {"name": "small_cnn"}, reason)
+        network = Choice("network", {"name": _SMALL}, reason)
     reason = f"{most} is shown {counts[most]} times, {fewest} {counts[fewest]} times"
     sampling = Choice("sampling", "shuffle", reason)
     if learnt["target"] == "multiclass" and counts[most] > _IMBALANCE * counts[fewest]:
@@ -613,16 +617,41 @@ def _intensity(sites: Fingerprints, modality: Modality) -> Choice:
     return Choice("intensity", scale, "the same for all images")
 
 
-def _with_time(proposed: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) -> TaskPlan:
-    """The plan with learning rate and local epochs, for pictures also a smaller size if it needs
-    one, and with its time.
+def _within_minutes(planned: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) -> TaskPlan:
+    """A classification whose round keeps to the limit: with pretrained weights, with smaller
+    images, or else with the smallest network; where none does, the last of these.
     """
-    if proposed.settings["kind"] == "classification" and not hints.size:
-        weights = PACKAGED.get(proposed.settings["network"]["name"])
-        step = _STEP if weights is None else weights.step
-        smaller = picture_size(proposed.settings, stopwatch, step)
-        if smaller is not None:
-            proposed = _changed(proposed, [smaller])
+    large = _with_pretrained(planned, stopwatch.sites, hints)
+    is_smallest = large.settings["network"]["name"] == _SMALL
+    proposed = _with_fast_size(large, hints, stopwatch)
+    if hints.network or hints.pretrained or is_smallest:
+        return proposed
+    task = load_task({**proposed.settings, "local_epochs": 1})
+    is_fast = stopwatch.measured(task).seconds <= stopwatch.limit
+    if is_fast and max(task.size) >= 2 * _STEP:  # as `_classification` has it
+        return proposed
+    name = large.settings["network"]["name"]
+    reason = f"a round with {name} takes more than the minutes"
+    if not hints.size:
+        reason += ", with smaller images too"
+    small = _changed(planned, [Choice("network", {"name": _SMALL}, reason)])
+    return _with_fast_size(small, hints, stopwatch)
+
+
+def _with_fast_size(proposed: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) -> TaskPlan:
+    """The plan with a smaller size, if its round needs one and the user gives none."""
+    if hints.size:
+        return proposed
+    weights = PACKAGED.get(proposed.settings["network"]["name"])
+    step = _STEP if weights is None else weights.step
+    smaller = picture_size(proposed.settings, stopwatch, step)
+    if smaller is None:
+        return proposed
+    return _changed(proposed, [smaller])
+
+
+def _with_time(proposed: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) -> TaskPlan:
+    """The plan with learning rate and local epochs, and with its time."""
     task = load_task({**proposed.settings, "local_epochs": 1})
     rate, reason = usual_rate(task)
     optimizer = Choice("optimizer", {**task.optimizer, "lr": rate}, reason)
