@@ -253,6 +253,26 @@ def test_folders_are_no_classes_beside_a_table_of_the_images(
     assert {*labels_of(tmp_path, kind="classification").values()} == {"north", "south"}
 
 
+def test_a_column_that_may_name_the_sites_is_named(tmp_path: Path) -> None:
+    names = pictures(tmp_path / "in")
+    rows = []
+    for number, name in enumerate(names):
+        rows.append((name, "ab"[number % 2], ("north", "south", "east")[number % 3], "one"))
+    table(tmp_path / "in/t.csv", ("image", "class", "Hospital name", "centre"), *rows)
+    column = "Hospital name"
+    note = f"--site-column '{column}' makes a site of each of the 3 names in column {column}"
+
+    def report(**options: Any) -> str:
+        out = tmp_path / "out" / str(len(options))
+        return import_folder(
+            tmp_path / "in", ImportOptions(out=out, force=True, **options)
+        ).render()
+
+    assert f"note: {note}" in report().split("\n")
+    for options in ({"sites": 1}, {"columns": Columns(site=column), "redraw": True}):
+        assert "--site-column" not in report(**options)
+
+
 def test_a_table_that_names_fewer_images_than_there_are_is_only_noted(tmp_path: Path) -> None:
     table(classes(tmp_path) / "names.csv", ("number", "meaning"), (0, "cat"), (1, "dog"))
     report = import_folder(tmp_path)

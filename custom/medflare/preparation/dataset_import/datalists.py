@@ -6,6 +6,7 @@ Patients, sites and splits of the images, and the files of each site.
 import filecmp
 import os
 import re
+import shlex
 import shutil
 import warnings
 from collections import Counter, defaultdict
@@ -386,7 +387,10 @@ def _read_folder(root: Path, options: ImportOptions) -> tuple[ImageFolder, Datas
     folder = scan_folder(root)
     dataset = _find_dataset(folder, options)
     missing = (*folder.unreadable, *dataset.missing)
-    dataset = replace(dataset, notes=(*folder.notes, *dataset.notes), missing=missing)
+    notes = (*folder.notes, *dataset.notes)
+    if options.sites is None and not options.site_folders:
+        notes += _site_column_notes(dataset)
+    dataset = replace(dataset, notes=notes, missing=missing)
     if missing and not (options.skip and dataset.items):
         listed = len(missing) + len(dataset.items)
         raise DataError(
@@ -489,6 +493,15 @@ def _site_warning(items: Sequence[Item], root: Path) -> str:
         return ""
     folders = ", ".join(sorted(counts))
     return f"all images are in the folders {folders}; if each is a site, give --site-folders"
+
+
+def _site_column_notes(dataset: Dataset) -> tuple[str, ...]:
+    """A line about the likeliest column that may name the sites, if there is one."""
+    for column, names in dataset.site_columns.items():
+        if 1 < names <= _MAX_SITES:
+            option = f"--site-column {shlex.quote(column)}"
+            return (f"{option} makes a site of each of the {names} names in column {column}",)
+    return ()
 
 
 def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:

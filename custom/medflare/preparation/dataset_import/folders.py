@@ -138,6 +138,8 @@ class Dataset:
     missing: tuple[str, ...] = ()
     options: str = "--kind, --table or --label-column"  # against a wrong guess
     labelled_by: tuple[str, ...] = ()  # columns of the labels or masks, if they are of tables
+    # Column of the table that may name the sites -> how many names it has.
+    site_columns: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

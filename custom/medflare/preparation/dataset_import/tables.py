@@ -151,6 +151,7 @@ def read_tables(
     notes = []
     labelled_by: list[str] = []
     row_of: dict[Path, str] = {}
+    names_of_sites: defaultdict[str, set[str]] = defaultdict(set)  # column -> its names
     for path in paths:
         frame = read_frame(path)
         find = _FileFinder(folder, path)
@@ -158,6 +159,8 @@ def read_tables(
         if labelled_by and (used["mask"] or used["label"]) != labelled_by:
             raise DataError(f"{path}: has other labels than {paths[0]}; choose one with --table")
         labelled_by = used["mask"] or used["label"]
+        for column in _site_columns(frame, used):
+            names_of_sites[column].update(filter(None, frame[column]))
         notes += _missing_words(path, frame, used)
         notes += _without_wrong_ages(path, frame, used)
         read, incomplete = _read_rows(path, frame, used, find, redraw, row_of)
@@ -198,6 +201,7 @@ def read_tables(
         missing=tuple(missing),
         options="--image-column, --label-column and the other columns",
         labelled_by=tuple(labelled_by),
+        site_columns={column: len(names) for column, names in names_of_sites.items()},
     )
 
 
@@ -285,6 +289,15 @@ def _missing_words(path: Path, frame: pd.DataFrame, used: _Used) -> list[str]:
                 "empty the cells if values are missing"
             )
     return lines
+
+
+def _site_columns(frame: pd.DataFrame, used: _Used) -> list[str]:
+    """The columns that may name the sites, the likeliest first; none if the user names one."""
+    if used["site"]:
+        return []
+    taken = set(chain(*used.values()))
+    others = [column for column in frame if column not in taken]
+    return usual_columns(WORDS["site_column"], others)
 
 
 def _without_wrong_ages(path: Path, frame: pd.DataFrame, used: _Used) -> list[str]:
