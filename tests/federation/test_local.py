@@ -162,6 +162,8 @@ def test_lambda_below_one_over_k_is_allowed_with_a_warning() -> None:
 def test_a_missing_data_root_is_a_failure_with_its_reason(tmp_path: Path) -> None:
     results = run("fedavg", data_root=tmp_path / "nowhere", out=tmp_path / "out")
     assert results["status"] == "FAILED" and "nowhere" in results["reason"]
+    sites = [event["site"] for event in results["events"] if event["kind"] == "failed"]
+    assert sites == [*results["sites"]], "the run has no failure of its own"
     assert "FAILED" in (tmp_path / "out" / "report.html").read_text()
 
 

@@ -332,6 +332,8 @@ def event_counts(events: Iterable[Json]) -> str:
         >>> rejected = {"kind": "rejected", "site": "B"}
         >>> event_counts([rejected, {"kind": "at_chance", "site": None}, rejected])
         'rejected at B (2); at chance'
+        >>> event_counts({"kind": "failed", "site": site} for site in (None, "B"))
+        'failed at B, the federation'
         >>> event_counts({"kind": "undefined", "site": f"site-{number}"} for number in range(6))
         'undefined at 6 sites'
     """
@@ -343,14 +345,18 @@ def event_counts(events: Iterable[Json]) -> str:
 
 
 def _at_sites(counts: Counter[str]) -> str:
-    if len(counts) > _MOST:
-        total = f" ({counts.total()})" if counts.total() > len(counts) else ""
-        return f" at {len(counts)} sites{total}"
+    sites = counts.keys() - {""}
+    if not sites:
+        return f" ({counts['']})" if counts[""] > 1 else ""
+    if len(sites) > _MOST:
+        total = f" ({counts.total()})" if counts.total() > len(sites) else ""
+        return f" at {len(sites)} sites{total}"
     names = []
-    for site, count in sorted(counts.items()):
-        names.append(f"{site} ({count})" if count > 1 else site)
-    sites = ", ".join(names).strip()
-    return f" at {sites}" if sites else ""
+    for site in [*sorted(sites), ""]:
+        name = site or "the federation"
+        if counts[site]:
+            names.append(f"{name} ({counts[site]})" if counts[site] > 1 else name)
+    return f" at {', '.join(names)}"
 
 
 def selector_line(results: Json) -> str:

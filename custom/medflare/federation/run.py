@@ -25,7 +25,7 @@ from medflare.evaluation.results import (
     build_results,
 )
 from medflare.federation.checkpoint import CHECKPOINT, Checkpoint
-from medflare.federation.enrolment import trained_on
+from medflare.federation.enrolment import join_problems, trained_on
 from medflare.federation.exchange import Exchange
 from medflare.federation.final_models import PICTURES
 from medflare.federation.outcome import Outcome, StepReport
@@ -127,7 +127,8 @@ class Run:
             raise
         except MedflareError as error:
             reason = str(error)
-            self.events.add("failed", reason)
+            if not self._names_failure(reason):
+                self.events.add("failed", reason)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             self.events.add("failed", reason)
@@ -141,6 +142,14 @@ class Run:
                 results = write_results(self.folder, record)
             tracker.end(results)
         return results
+
+    def _names_failure(self, reason: str) -> bool:
+        """Whether the events of the sites that failed say the same."""
+        problems = {}
+        for event in self.events.of("failed"):
+            if event["site"] is not None:
+                problems[event["site"]] = event["message"]
+        return reason == join_problems(problems)
 
     def _warn(self, problem: str) -> None:
         self.events.add("warning", problem)

@@ -170,10 +170,10 @@ class MedflareController(Controller):
             self._fail(f"{type(error).__name__}: {error}", fl_ctx)
             return
         self._progress.take_events()
-        self.log_info(fl_ctx, "\n" + results_table(results))
         if results["status"] == FAILED:
             self._fail(results["reason"], fl_ctx)
             return
+        self.log_info(fl_ctx, "\n" + results_table(results))
         for folder in self._checkpoints(fl_ctx):  # those of a failed run stay: it may be resumed
             shutil.rmtree(folder, ignore_errors=True)
 
