@@ -118,6 +118,12 @@ def test_a_folder_of_sites(make_site: SiteOf, make_task: TaskOf, tmp_path: Path)
     report = check_site(tmp_path / "DATA", make_task())
     assert list(report.sites) == ["berlin", "paris", "rome"] and not report.ok
     assert report.shift is not None  # between the two that can be read
+    assert "(chance 0.50), without rome" in report.render()
+    (tmp_path / "DATA" / "paris" / "datalist.json").write_text("{")
+    report = check_site(tmp_path / "DATA", make_task())
+    assert report.shift is None
+    reason = "shift between sites: not measured, as it takes two sites without problems; "
+    assert f"{reason}see those of paris, rome" in report.render()
     assert list(check_site(tmp_path / "DATA" / "berlin", make_task()).sites) == ["berlin"]
     (tmp_path / "no site").mkdir()
     for name, token in (("no site", "medflare data init"), ("nowhere", "nowhere")):

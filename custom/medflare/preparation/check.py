@@ -126,6 +126,7 @@ class CheckReport:
     sites: dict[str, SiteCheck]
     shift: float | None = None  # see `site_shift`; None if it cannot be measured
     shift_reason: str = ""  # why it cannot
+    unread: tuple[str, ...] = ()  # sites whose images cannot be used, so that they have no shift
     thumbnails: Path | None = None  # the contact sheet, if requested
     note: str = ""  # folders that are no sites
     problem: str = ""  # why these sites together cannot train, with the remedy
@@ -144,10 +145,13 @@ class CheckReport:
                 lines.append(f"  {line}")
         shift = f"not measured, {self.shift_reason}"
         if self.shift is not None:
+            chance = 1 / (len(self.sites) - len(self.unread))
             shift = (
                 f"{self.shift:.2f} balanced accuracy of telling the site from a thumbnail "
-                f"(chance {1 / len(self.sites):.2f})"
+                f"(chance {chance:.2f})"
             )
+            if self.unread:
+                shift += f", without {', '.join(self.unread)}"
         lines += ["", f"shift between sites: {shift}"]
         if self.thumbnails:
             lines.append(f"thumbnails, a row for each site: {self.thumbnails}")
@@ -205,7 +209,11 @@ def check_site(
             "every site has test images only, so no site can train; "
             "add a site that has training images"
         )
+    report.unread = tuple(name for name in report.sites if name not in data)
     report.shift, report.shift_reason = site_shift(data)
+    if len(data) < 2 <= len(report.sites):
+        unread = ", ".join(report.unread)
+        report.shift_reason = f"as it takes two sites without problems; see those of {unread}"
     if out is not None and data:
         report.thumbnails = Path(out) / _SHEET
         write_atomically(report.thumbnails, contact_sheet(data, task))
@@ -445,7 +453,7 @@ def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
     from sklearn.model_selection import StratifiedGroupKFold, cross_val_predict
 
     if len(data) < 2:
-        return None, "it takes two sites"
+        return None, "as it takes two sites"
     pictures = []
     sites = []
     patients = []
@@ -454,7 +462,7 @@ def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
         images: ConcatDataset[tuple[torch.Tensor, torch.Tensor]] = ConcatDataset(splits)
         owners = [*site.train.patients, *site.validation.patients, *site.test.patients]
         if len(set(owners)) < 3:
-            return None, f"site {name} has fewer than three patients"
+            return None, f"as site {name} has fewer than three patients"
         rows = numpy_generator(0, name, "shift").permutation(len(images))[:_SHIFT_IMAGES]
         thumbnails = {}
         for row in sorted(rows):  # a volume's slices in turn: each volume is decoded once
