@@ -1,6 +1,7 @@
 """A task that is proposed fits the images that it was proposed for, and says why."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from helpers.downloaded_folders import classes, pairs, picture
+from helpers.downloaded_folders import classes, mask, pairs, picture, table
 from helpers.forked_trial import fork_trials
 from helpers.volume_sites import cube_task, dicom_series, write
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.reading import series_grid
 from medflare.preparation.check import check_site
 from medflare.preparation.dataset_import.datalists import ImportOptions, import_folder
+from medflare.preparation.dataset_import.tables import Columns
 from medflare.preparation.planning import TaskPlan
 from medflare.preparation.proposing import TaskHints, propose, summarise
 from medflare.tasks.config import TaskConfig, load_task
@@ -313,6 +315,30 @@ def test_structures_of_dicom_segmentation_objects(tmp_path: Path) -> None:
     (tmp_path / "datalist.json").write_text(json.dumps({"labels": {"1": "liver"}, **listed}))
     settings = summarise(tmp_path, TaskHints()).settings
     assert (settings["kind"], settings["labels"]) == ("segmentation", ["liver"])
+
+
+def test_the_only_structure_has_the_name_of_its_folder_or_column(tmp_path: Path) -> None:
+    for site, name in (("A", "vessels"), ("B", "vessels"), ("C", "drusen")):
+        for number in range(6):
+            picture(tmp_path / site / "images" / f"{number}.png", 100 + number)
+            mask(tmp_path / site / name / f"{number}.png", values=(255,))
+    folders = ImportOptions(site_folders=True)
+    import_folder(tmp_path, folders)
+    assert settings_of(tmp_path)["labels"] == ["foreground"], "sites differ"
+    (tmp_path / "C/drusen").rename(tmp_path / "C/vessels")
+    import_folder(tmp_path, replace(folders, force=True))
+    settings = settings_of(tmp_path)
+    assert (settings["labels"], settings["label_values"]) == (["vessels"], {"vessels": [255]})
+    rows = [(f"images/{number}.png", f"drusen/{number}.png") for number in range(6)]
+    root = tmp_path / "A"
+    (root / "vessels").rename(root / "drusen")
+    table(root / "images.csv", ("image", "optic_disc_mask"), *rows)
+    import_folder(root, ImportOptions(columns=Columns(mask="optic_disc_mask"), force=True))
+    assert settings_of(root)["labels"] == ["optic_disc"]
+
+
+def settings_of(root: Path) -> dict[str, Any]:
+    return dict(summarise(root, TaskHints()).settings)
 
 
 @pytest.mark.parametrize("dims", [2, 3])

@@ -15,7 +15,7 @@ import nibabel
 import numpy as np
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.core.text import about, format_shape
+from medflare.core.text import about, format_shape, printable
 from medflare.data.datalist import (
     FILE,
     DatalistItem,
@@ -202,7 +202,9 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
         images += evenly_spaced(site, _SAMPLED_IMAGES)
     names = class_numbers(headers[0].get("labels"))
     if kind == "segmentation":
-        choices += _structures(labelled, names, hints, label)
+        structures = {printable(str(header.get("structure") or "")) for header in headers}
+        structure = structures.pop() if len(structures) == 1 else ""
+        choices += _structures(labelled, names, hints, label, structure or "foreground")
         choices += _codes(labelled, settings_of(choices)["labels"])
     else:
         choices += _classes(labelled, names, hints, label)
@@ -270,9 +272,16 @@ def _classes(
 
 
 def _structures(
-    entries: Sequence[DatalistItem], names: Mapping[str, list[int]], hints: TaskHints, label: Any
+    entries: Sequence[DatalistItem],
+    names: Mapping[str, list[int]],
+    hints: TaskHints,
+    label: Any,
+    structure: str,
 ) -> list[Choice]:
-    """Target and labels by the names of the datalist, otherwise by the values of masks."""
+    """Target and labels by the names of the datalist, otherwise by the values of masks.
+
+    `structure`: its name, if the masks have one value.
+    """
     if isinstance(label, list):
         labels = list(hints.labels or mask_names(names))
         if not labels:
@@ -298,7 +307,7 @@ def _structures(
         _check_number_of_labels(hints, len(values), f"values ({shown}) in {len(entries)} masks")
         named = {f"structure_{value}": [value] for value in values}
         if len(values) == 1:
-            named = {"foreground": values}
+            named = {structure: values}
         reason = f"masks have the values {background} and {shown}"
         if background:
             reason += f"; {background} is in their corners"

@@ -434,7 +434,8 @@ def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) 
     warnings.append(_split_warning(dataset, drawn, root, options))
     home = options.out or root
     check_target(home, sites, force=options.force)
-    header = {"labels": dataset.labels, "channel_names": dataset.channels}
+    header: dict[str, Any] = {"labels": dataset.labels, "channel_names": dataset.channels}
+    header["structure"] = dataset.structure
     for site, listed in sites.items():
         if options.out is not None:
             place_files(home / site, listed, root, copy=options.copy, slices=folder.slices)
@@ -861,7 +862,8 @@ def write_datalist(
     Args:
         folder: of the site; its files have the same relative paths as in `root`.
         splits: the lists to write; a list that is missing is drawn when the data are read.
-        header: "labels" and "channel_names" of the Decathlon layout; empty ones are left out.
+        header: "labels" and "channel_names" of the Decathlon layout, "structure" of
+            `Dataset.structure`; empty ones are left out.
     """
 
     def relative(path: Path | None) -> str | None:
@@ -883,7 +885,7 @@ def write_datalist(
     content: dict[str, Any] = {"name": root.resolve().name}
     for name, values in (header or {}).items():
         if values:
-            content[name] = dict(values)
+            content[name] = values
     for split in splits:
         content[split] = [entry(item) for item in items if item.split == split]
     write_json(folder / FILE, content)

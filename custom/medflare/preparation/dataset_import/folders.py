@@ -140,6 +140,8 @@ class Dataset:
     labelled_by: tuple[str, ...] = ()  # columns of the labels or masks, if they are of tables
     # Column of the table that may name the sites -> how many names it has.
     site_columns: Mapping[str, int] = field(default_factory=dict)
+    # Name of the only structure, whose value in the masks is unknown; "" if there is none.
+    structure: str = ""
 
 
 @dataclass(frozen=True)
@@ -855,10 +857,14 @@ def structure_folders(folder: ImageFolder, kind: str) -> Dataset | None:
         for key in sorted(files[structure].keys() - photographs.keys()):
             missing.append(f"{folder.relative(files[structure][key])}: a mask without an image")
     labels = numbered(structures)
+    structure = ""
     if len(structures) == 1:  # its values decide
         labels = {}
+        structure = structures[0]
     layout = f"images in {home or common.name}, masks in a folder for each structure: {listed}"
-    return Dataset("segmentation", tuple(items), labels, layout, missing=tuple(missing))
+    return Dataset(
+        "segmentation", tuple(items), labels, layout, missing=tuple(missing), structure=structure
+    )
 
 
 def structure_files(folder: ImageFolder) -> Dataset | None:

@@ -33,6 +33,7 @@ from medflare.preparation.dataset_import.folders import (
     words,
 )
 
+_MASK_COLUMNS: Final[list[str]] = WORDS["column"]["mask"]  # usual names
 _SAMPLE: Final = 20  # rows by which columns and separators are recognized
 # How programs write a missing value, in lower case (those that pandas knows).
 _MISSING: Final[list[str]] = WORDS["missing_value"]
@@ -197,6 +198,7 @@ def read_tables(
         tuple(items),
         numbered(names),
         f"{' and '.join(path.name for path in paths)}: {', '.join(layout)}{findings}",
+        structure=_structure_of(used["mask"]),
         notes=tuple(notes),
         missing=tuple(missing),
         options="--image-column, --label-column and the other columns",
@@ -273,6 +275,19 @@ def _split_of(text: str, location: str) -> str:
             "rename it, give another --split-column, or draw new splits with --redraw"
         )
     return split
+
+
+def _structure_of(columns: Sequence[str]) -> str:
+    """The structure that the only column of masks is named for, "" if it has no such name.
+
+    Examples:
+        >>> _structure_of(["vessel_mask"]), _structure_of(["mask file"]), _structure_of(["a", "b"])
+        ('vessel', '', '')
+    """
+    if len(columns) != 1:
+        return ""
+    other = {*WORDS["mask"], *WORDS["image"], *chain.from_iterable(map(words, _MASK_COLUMNS))}
+    return "_".join(word for word in words(columns[0]) if word not in other)
 
 
 def _missing_words(path: Path, frame: pd.DataFrame, used: _Used) -> list[str]:
