@@ -68,6 +68,9 @@ def test_training_goes_on_from_a_delivered_model(tmp_path: Path) -> None:
         ("data_root=x", PAIR, "--data-root"),
         ("site_algorithm=moon", PAIR, "--site-algorithm"),
         ("task.batch_sice=8", PAIR, "batch_size"),
+        ("optimizer.lr=0.1", PAIR, "did you mean task.optimizer.lr?"),
+        ("warmup_rounds=2", PAIR, "did you mean task.schedule.warmup_rounds?"),
+        ("metric=dice", PAIR, "did you mean task.metric?"),
         ("task.batch_size.x=8", PAIR, "batch_size"),
     ],
 )
