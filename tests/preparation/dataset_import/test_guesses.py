@@ -187,6 +187,17 @@ def test_sites_have_the_classes_of_all_sites(tmp_path: Path) -> None:
     assert "note: A: no image of bcc" in report.render()
 
 
+def test_a_warning_of_several_sites_is_printed_once(tmp_path: Path) -> None:
+    for site, name in (("A", "{n}"), ("B", "{n}"), ("C", "eve{n}_left"), ("D", "{p}_{n}")):
+        for n in range(12):
+            picture(tmp_path / site / "ab"[n % 2] / f"{name.format(n=n, p='uvw'[n % 3])}.png")
+    lines = imported(tmp_path, site_folders=True).render().splitlines()
+    unknown = [line for line in lines if "patients are unknown" in line]
+    assert [line.split(":")[1] for line in unknown] == [" A, B, C", " D"]
+    assert "give --patient REGEX (" in unknown[0]
+    assert "give --patient '^([^_-]+)[_-]' (if u, ... are patients)" in unknown[1]
+
+
 def test_sites_of_other_kinds_or_findings_are_refused(tmp_path: Path) -> None:
     pairs(tmp_path / "kinds" / "A")
     classes(tmp_path / "kinds" / "B")

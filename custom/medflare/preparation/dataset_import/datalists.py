@@ -65,6 +65,7 @@ from medflare.preparation.dataset_import.tables import (
 _SUBJECT: Final = re.compile(r"(?:^|/)(sub-[A-Za-z0-9]+)")  # of BIDS
 # The end of the name of a photograph.
 _EYE: Final = re.compile(r"[ _-](?:left|right|od|os|l|r)$", re.IGNORECASE)
+_FIRST_PART: Final = re.compile("^([^_-]+)[_-]")  # of a file name
 _SPLIT_WORDS: Final = frozenset((*WORDS["split"], "split", "splits"))
 # Maximum of folders, and minimum of images in each, for which they may be sites.
 _MAX_SITES: Final = 30
@@ -524,7 +525,7 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
         folders[path.name], datasets[path.name] = _read_folder(path, of_site[path.name])
     datasets = _with_all_classes(datasets, root)
     sites = {}
-    warnings = []
+    of_warning: defaultdict[str, list[str]] = defaultdict(list)  # warning -> its sites
     notes = []
     missing = []
     guessed = ""
@@ -533,14 +534,16 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
         report = _write_sites(folders[site], dataset, of_site[site])
         sites[site] = report.sites[""]
         guessed = guessed or report.guessed
-        warnings += prefixed(site, report.warnings)
+        for warning in report.warnings:
+            of_warning[warning].append(site)
         notes += prefixed(site, dataset.notes)
         missing += prefixed(site, dataset.missing)
         if dataset.labels != first.labels:
             names = f"{_called(dataset)}, at {first_site} {_called(first)}"
-            warnings.append(f"{site}: its structures are called {names}")
+            of_warning[f"its structures are called {names}"].append(site)
     layouts = "; ".join(dict.fromkeys(dataset.layout for dataset in datasets.values()))
     dataset = replace(first, notes=tuple(notes), missing=tuple(missing), layout=layouts)
+    warnings = [f"{', '.join(names)}: {warning}" for warning, names in of_warning.items()]
     return ImportReport(dataset, sites, options.out or root, tuple(warnings), guessed)
 
 
@@ -653,7 +656,18 @@ def assign_patients(
         for row, name in enumerate(people):
             assigned[row] = replace(assigned[row], patient=name)
         warning = "patients are the file names without left and right; if they are not, "
-    return assigned, f"{warning}give --patient '^(p\\d+)' or --patient-column"
+    return assigned, f"{warning}give {_patient_option(without)} or --patient-column"
+
+
+def _patient_option(images: Sequence[Path]) -> str:
+    """The option that reads the patient from file names; its pattern fits them, as far as some
+    images have the same first part of their name.
+    """
+    first_parts = [_FIRST_PART.match(path.stem) for path in images]
+    patients = {part[1] for part in first_parts if part}
+    if None in first_parts or not 1 < len(patients) < len(images):
+        return "--patient REGEX (its first group is the patient in the file name)"
+    return f"--patient '{_FIRST_PART.pattern}' (if {min(patients)}, ... are patients)"
 
 
 def _match_patients(items: Sequence[Item], folder: ImageFolder, pattern: str) -> list[Item]:
