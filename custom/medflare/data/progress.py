@@ -17,7 +17,7 @@ T = TypeVar("T")
 def counted(
     items: Iterable[T], total: int, what: str, size: Callable[[T], int] = lambda item: 1
 ) -> Iterator[T]:
-    """The items, while the log tells how many of them are done.
+    """The items, while the log tells how many of them are done, also between slow ones.
 
     Args:
         items: each is done when the next one is requested.
@@ -27,10 +27,15 @@ def counted(
     """
     start = time.monotonic()
     due = start + _FIRST
+    slowest = 0.0
+    before = start
     done = 0
     for item in items:
         now = time.monotonic()
-        if now > due:
+        if done:
+            slowest = max(slowest, now - before)
+        before = now
+        if now + slowest > due:  # the next item may take as long
             seconds = now - start
             left = ""
             if done:
@@ -39,6 +44,11 @@ def counted(
             due = now + _EVERY
         yield item
         done += size(item)
+
+
+def announce(line: str) -> None:
+    """Say in the log what begins now, if it can take seconds and nothing counts it."""
+    _log.info("%s", line)
 
 
 class RoundsLeft:

@@ -465,7 +465,8 @@ def site_shift(data: Mapping[str, SiteData]) -> tuple[float | None, str]:
             return None, f"as site {name} has fewer than three patients"
         rows = numpy_generator(0, name, "shift").permutation(len(images))[:_SHIFT_IMAGES]
         thumbnails = {}
-        for row in sorted(rows):  # a volume's slices in turn: each volume is decoded once
+        shown = counted(sorted(rows), len(rows), f"site {name}, images compared with other sites")
+        for row in shown:  # a volume's slices in turn: each volume is decoded once
             picture = middle_slice(images[row][0])[None]
             thumbnails[row] = functional.interpolate(picture, (_THUMBNAIL, _THUMBNAIL), mode="area")
         for row in rows:

@@ -3,7 +3,6 @@ with its reason.
 """
 
 import dataclasses
-import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from medflare.data.datalist import (
 )
 from medflare.data.dicom import segment_codes, tags_of
 from medflare.data.local import DEVICE_VARIABLE
+from medflare.data.progress import announce, counted
 from medflare.data.reading import (
     NIFTI,
     PICTURES,
@@ -84,7 +84,6 @@ _SMALL: Final = "small_cnn"  # the smallest classifier of the catalogue
 _PRETRAINED: Final = "efficientnet_lite0"
 TIMED_ROUNDS: Final = 20  # of a run whose time is printed
 _LATE: Final = 1.25  # times the limit of a round, from which a warning says so
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -378,7 +377,7 @@ def _mask_values(entries: Sequence[DatalistItem], *, named: bool) -> tuple[int, 
     file_of: dict[int, Path] = {}  # value -> the first mask with it
     corners: set[int] = set()
     with_255: set[int] = set()  # values of the masks that have 255
-    for entry in entries:
+    for entry in counted(entries, len(entries), "masks read for their values"):
         mask = label_values(read_stored(entry.masks[0], mask=True).array, entry.masks[0])
         if len(mask) > 1:
             raise DataError(
@@ -420,7 +419,9 @@ def _channels_and_dims(
     entries: Sequence[DatalistItem], channel_names: Any, hints: TaskHints, file: Path
 ) -> list[Choice]:
     files = max(len(entry.channels) for entry in entries)
-    shapes = [_stored_shape(entry) for entry in entries]
+    shapes = []
+    for entry in counted(entries, len(entries), "images read for their channels"):
+        shapes.append(_stored_shape(entry))
     channel_counts, dimensions = zip(*shapes, strict=True)
     if files:
         if hints.channels not in (None, files):
@@ -518,7 +519,7 @@ def _segmentation(
     if hints.size:
         choices = _resized_as_given(sites, hints.size)
     else:
-        _log.info("measuring training steps on this device")
+        announce("measuring training steps on this device")
         choices = small_segmentation(settings, stopwatch)
     if settings_of(choices)["image_mode"] == "resize":
         return _changed(proposed, choices, without="spacing")

@@ -11,6 +11,8 @@ from typing import Final
 import torch
 
 from medflare.core.errors import ConfigError
+from medflare.core.text import format_shape
+from medflare.data.progress import announce
 from medflare.networks.dry_run import step_bytes
 from medflare.preparation.fingerprint import Fingerprints
 from medflare.preparation.planning import have_spacings, pooled
@@ -73,6 +75,8 @@ class Stopwatch:
         # Epochs do not change a step.
         settings = json.dumps(task.to_dict() | {"local_epochs": 1}, sort_keys=True)
         if settings not in self._steps:
+            what = f"{task.network['name']}, {format_shape(task.size)}"
+            announce(f"measuring a training step on this device: {what}")
             self._steps[settings] = measure_step(task, self.device)
         step = self._steps[settings]
         seconds = round_seconds(task, self.sites, step.seconds)

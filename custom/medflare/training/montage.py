@@ -13,6 +13,7 @@ from torch import Tensor
 
 from medflare.core.palette import structure_colours
 from medflare.data.loading import SiteData
+from medflare.data.progress import counted
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing, foreground, structures
 from medflare.training.batches import rows_of_patients
@@ -68,16 +69,19 @@ def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
     """A PNG with a row of training (else test) images for each site; all intensities have one
     scale, so that shift is visible.
     """
-    splits = [site.train if len(site.train) else site.test for site in data.values()]
+    splits = {}
     sample = []
-    for split in splits:
-        for row in range(0, len(split), max(1, len(split) // 50)):
+    for name, site in data.items():
+        split = site.train if len(site.train) else site.test
+        splits[name] = split
+        drawn = range(0, len(split), max(1, len(split) // 50))
+        for row in counted(drawn, len(drawn), f"site {name}, images for the scale of thumbnails"):
             sample.append(split.image(row).numpy().ravel())
     limits = tuple(np.percentile(np.concatenate(sample), [0.5, 99.5]))
     sheet = np.full((len(splits) * _SMALL, _COLUMNS * _SMALL, 3), 255, np.uint8)
-    for top, split in enumerate(splits):
+    for top, (name, split) in enumerate(splits.items()):
         rows = np.linspace(0, len(split) - 1, min(_COLUMNS, len(split))).astype(int).tolist()
-        for column, row in enumerate(rows):
+        for column, row in enumerate(counted(rows, len(rows), f"site {name}, thumbnails")):
             masks = []
             if task.kind == "segmentation":
                 masks = [structures(split.targets[row][None], task)[0]]
