@@ -295,6 +295,21 @@ def test_an_earlier_run_is_kept(
     assert f"{folder}.3" in capsys.readouterr().out and len([*tmp_path.iterdir()]) == 3
 
 
+def test_an_earlier_run_that_failed_before_its_first_round_is_named(
+    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "fedavg-phantom-seed0"
+    sites = {"A": SiteRecord("inside")}
+    record = RunRecord("fedavg", load_task("phantom"), 0, 1, sites, reason="no image")
+    write_results(folder, record)
+    hint = f"{folder} (it failed before its first round; delete it to free the name); this run is"
+    for rounds, hinted in (("", True), ("{}", False)):
+        if rounds:
+            (folder / "metrics.jsonl").write_text(rounds)
+        assert run_once(tmp_path) == 0
+        assert (hint in capsys.readouterr().out) == hinted
+
+
 def test_a_run_may_start_from_the_earlier_one(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -445,6 +445,17 @@ def _free(folder: Path) -> Path:
     return free
 
 
+def _has_trained_nothing(run: Path) -> bool:
+    """Whether a run failed before its first round ended, and cannot be resumed."""
+    from medflare.evaluation.results import FAILED, RESULTS_FILE, ROUNDS_FILE, load_results
+
+    if (run / ROUNDS_FILE).exists() or checkpoint_of(run).exists():
+        return False
+    with suppress(StateError):  # a damaged file says nothing
+        return bool(load_results(run / RESULTS_FILE)["status"] == FAILED)
+    return False
+
+
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
     """Make an empty folder for a run, see `_free`; it is removed if the block writes nothing.
@@ -455,7 +466,10 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         free = _free(folder)
         free.mkdir(parents=True, exist_ok=True)
     if free != folder:
-        print(f"an earlier run keeps the name {folder}; this run is {free}")
+        earlier = f"an earlier run keeps the name {folder}"
+        if _has_trained_nothing(folder):
+            earlier += " (it failed before its first round; delete it to free the name)"
+        print(f"{earlier}; this run is {free}")
     try:
         with locked(free):
             yield free
