@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -39,3 +40,31 @@ def test_sites_with_random_labels_get_less_weight(seed: int) -> None:
     for site in "DE":
         assert fmean(aggregation[site]["weight"] for aggregation in aggregations) < 1 / len(sites)
     assert f1["grace"] > f1["fedavg"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_clean_sites_keep_their_weights_and_the_model_is_near_fedavgs(seed: int) -> None:
+    """The server's part alone, which trains as FedAvg does; GRACE's second step of each batch may gain."""
+    sites = ["A", "B", "C"]
+    weights = []
+
+    def observe(report: StepReport) -> None:
+        if report.step.phase == "train":
+            aggregation = report.line()["aggregation"]
+            weights.extend(aggregation[site]["weight"] for site in sites)
+
+    def f1(method: str, **options: Any) -> tuple[float, float]:
+        """Macro F1 at the sites and at X."""
+        results = run_local(
+            method, TASK, sites, outside=["X"], rounds=10, seed=seed, resplit=seed, **options
+        )
+        outside = results["sites"]["X"]["metrics"]["deployed"]["f1_macro"]
+        return results["mean"]["inside"]["deployed"]["f1_macro"], outside
+
+    fedavg = f1("fedavg")
+    server_alone = f1("grace", client="erm", observe=observe)
+    grace = f1("grace", observe=observe)
+    assert server_alone[0] == pytest.approx(fedavg[0], abs=0.03)
+    assert min(grace[0] - fedavg[0], grace[1] - fedavg[1]) >= -0.02
+    assert weights and weights == pytest.approx([1 / 3] * len(weights), abs=0.05)
