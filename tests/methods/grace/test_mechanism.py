@@ -47,7 +47,7 @@ def test_sites_with_random_labels_get_less_weight(seed: int) -> None:
 def test_clean_sites_keep_their_weights_and_the_model_is_near_fedavgs(seed: int) -> None:
     """The server's part alone, which trains as FedAvg does; GRACE's second step of each batch may gain."""
     sites = ["A", "B", "C"]
-    weights = []
+    weights: list[float] = []
 
     def observe(report: StepReport) -> None:
         if report.step.phase == "train":

@@ -359,7 +359,7 @@ class RoutedModel(nn.Module):
             means[layer] = of_images.mean(dim=0).tolist()
         return means
 
-    def _starts(self, parts: Iterable[Tensor]) -> tuple[list[Start], list[Decisions]]:
+    def _starts(self, parts: Iterable[Tensor]) -> tuple[list[Start], list[PackedDecisions]]:
         """From where the fit may start, and the decisions with which a state may agree: of the
         mixture and, with the gate, of each expert.
 
