@@ -29,19 +29,19 @@ _PRR: Final = (
 )
 _OUTSIDE: Final = (("FedAvg", FEDAVG),)
 _INSIDE: Final = (("FedAvg", FEDAVG), ("single site", ALONE))
-_IOP: Final = "iop_fl:comparisons=true,reset_optimizer=true"
+IOP: Final = "iop_fl:comparisons=true,reset_optimizer=true"
 _ROUTING: Final = (
-    ("its global model", (_IOP, "global")),
-    ("that with test-batch statistics", (_IOP, "batch_statistics")),
-    ("uniform mixture", (_IOP, "mixture")),
-    ("printed objective", (_IOP, "printed_objective")),
+    ("its global model", (IOP, "global")),
+    ("that with test-batch statistics", (IOP, "batch_statistics")),
+    ("uniform mixture", (IOP, "mixture")),
+    ("printed objective", (IOP, "printed_objective")),
 )
 _SHIPPED: Final = (
     ("FedAvg", ("fedavg", "deployed")),
     ("FedAvg, more augmentation", ("augmentation", "deployed")),
 )
-_GRACE: Final = "grace:reset_optimizer=false"
-_FEDDAG: Final = {
+GRACE: Final = "grace:reset_optimizer=false"
+FEDDAG: Final = {
     "ham10000_pretrained_out": "feddag:ema=0.9,reset_optimizer=false",
     "ham10000_features": "feddag:ndag=false,reset_optimizer=false",
     "ham10000_features_random": "feddag:ndag=false,ema=0.9,reset_optimizer=false",
@@ -55,27 +55,24 @@ CLAIMS: Final = (
         "brain_lgg_3d", "fedsm", "inside", (("FedAvg", ("fedsm", "global")), ("single site", ALONE))
     ),
     Claim("brain_lgg", "fedsm", "inside", _FEDSM),
-    *(Claim(study, _IOP, "outside", _ROUTING) for study in ("fundus_iop_fl", "brain_lgg_iop_fl")),
-    *(
-        Claim(study, _IOP, "inside", _ROUTING[:1])
-        for study in ("fundus_iop_fl", "brain_lgg_iop_fl")
-    ),
+    *(Claim(study, IOP, "outside", _ROUTING) for study in ("fundus_iop_fl", "brain_lgg_iop_fl")),
+    *(Claim(study, IOP, "inside", _ROUTING[:1]) for study in ("fundus_iop_fl", "brain_lgg_iop_fl")),
     *(
         Claim(study, "prr", "inside", _PRR)
         for study in ("ham10000_prr", "ham10000_prr_7", "ham10000_prr_features")
     ),
-    *(Claim(study, _GRACE, "outside", _OUTSIDE) for study in _FEDDAG),
-    *(Claim(study, _GRACE, "inside", _INSIDE) for study in _FEDDAG),
+    *(Claim(study, GRACE, "outside", _OUTSIDE) for study in FEDDAG),
+    *(Claim(study, GRACE, "inside", _INSIDE) for study in FEDDAG),
     *(
-        Claim(study, _GRACE, "outside", _OUTSIDE, "balanced_accuracy")
-        for study in _FEDDAG
+        Claim(study, GRACE, "outside", _OUTSIDE, "balanced_accuracy")
+        for study in FEDDAG
         if study != "brain_lgg_out"
     ),
     *(
         Claim(study, "feddag", "outside", _SHIPPED)
         for study in ("ham10000_feddag", "mitosis_feddag")
     ),
-    *(Claim(study, row, "outside", _OUTSIDE) for study, row in _FEDDAG.items()),
+    *(Claim(study, row, "outside", _OUTSIDE) for study, row in FEDDAG.items()),
 )
 
 
@@ -180,7 +177,7 @@ HEADLINES: Final = (
         "IOP-FL > global model outside",
         _FUNDUS,
         "fundus_iop_fl",
-        _IOP,
+        IOP,
         "outside",
         "its global model",
         "statistics of the test batch",
@@ -189,7 +186,7 @@ HEADLINES: Final = (
         "IOP-FL > uniform mixture",
         _FUNDUS,
         "fundus_iop_fl",
-        _IOP,
+        IOP,
         "outside",
         "uniform mixture",
         "experts hardly differ",
@@ -198,7 +195,7 @@ HEADLINES: Final = (
         "IOP-FL > uniform mixture",
         _BRAIN,
         "brain_lgg_iop_fl",
-        _IOP,
+        IOP,
         "outside",
         "uniform mixture",
         "experts hardly differ",
@@ -207,7 +204,7 @@ HEADLINES: Final = (
         "IOP-FL > global model inside",
         _BRAIN,
         "brain_lgg_iop_fl",
-        _IOP,
+        IOP,
         "inside",
         "its global model",
         "2 to 7 validation patients",
@@ -234,7 +231,7 @@ HEADLINES: Final = (
         "GRACE > FedAvg outside",
         "ham10000, ImageNet features, six seeds, AUC",
         "ham10000_features",
-        _GRACE,
+        GRACE,
         "outside",
         "FedAvg",
         "one local epoch",

@@ -13,6 +13,7 @@ from medflare.studies.grid import STUDY_FILE, read_study
 from medflare.studies.statistics import Comparison, compare_patients
 from medflare.studies.tables import StudyTables
 from studies.published_claims import CLAIMS, claim_lines, claims_tables, headlines_table
+from studies.published_prose import sentences
 
 DOCS = Path(__file__).parents[2] / "docs"
 STUDIES = sorted(path.parent for path in (DOCS / "results").glob(f"*/{STUDY_FILE}"))
@@ -60,3 +61,17 @@ def test_the_claims_of_the_page_are_those_of_the_committed_runs() -> None:
     page = (DOCS / "results.md").read_text(encoding="utf-8")
     for table in (headlines_table(lines), *claims_tables(lines)):
         assert table in page, table
+    verdicts: dict[tuple[str, str], set[str]] = {}  # method and comparator -> in all studies
+    for line in lines:
+        key = line.row.partition(":")[0], line.comparator
+        verdicts.setdefault(key, set()).add(line.verdict)
+    assert "confirmed" in verdicts["prr", "FedBN"]
+    for key in (("prr", "alone with PRR's loss"), ("grace", "FedAvg"), ("feddag", "FedAvg")):
+        assert "confirmed" not in verdicts[key], "README.md says that it is not above"
+
+
+def test_the_numbers_in_sentences_are_those_of_the_committed_runs() -> None:
+    """On a change, write the numbers of the message into the page."""
+    for page, words in sentences(lambda name: study_tables(DOCS / "results" / name)):
+        text = " ".join((DOCS.parent / page).read_text(encoding="utf-8").split())
+        assert words in text, f"{page}: {words}"

@@ -1,0 +1,301 @@
+"""Sentences of README and docs whose numbers come from the committed studies, with the numbers made again from the runs."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Final
+
+import pandas as pd
+
+from medflare.evaluation.results import confusion
+from medflare.studies.statistics import ALL_SITES
+from medflare.studies.tables import BEST_EXPERT, EXPERT_SPREAD, HARM, Model, Run, StudyTables
+from studies.published_claims import ALONE, CLAIMS, FEDAVG, FEDDAG, GRACE, IOP, claim_lines
+
+README: Final = "README.md"
+RESULTS: Final = "docs/results.md"
+PAGE_OF_FEDDAG: Final = "docs/methods/feddag.md"
+FEDSM: Final = ("fedsm", "deployed")
+PLAIN_FEDAVG: Final = ("fedavg", "deployed")
+AUGMENTED: Final = ("augmentation", "deployed")
+SHIPPED: Final = ("feddag", "deployed")
+Sentences = Iterator[tuple[str, str]]  # page and words in it
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A study at the sites of a role."""
+
+    study: StudyTables
+    role: str = "inside"
+
+    def values(self, model: Model, site: str = ALL_SITES) -> "pd.Series[float]":
+        """Of the task's metric, one per seed."""
+        label, name = model
+        values = self.study.values.loc[(label, name, self.role, self.study.metric, site)]
+        assert isinstance(values, pd.Series)
+        return values
+
+    def level(self, model: Model, site: str = ALL_SITES) -> str:
+        return f"{self.values(model, site).mean():.3f}"
+
+    def gains(self, first: Model, second: Model, site: str = ALL_SITES) -> "pd.Series[float]":
+        """Second - first, one per seed that both have."""
+        return (self.values(second, site) - self.values(first, site)).dropna()
+
+    def gain(self, first: Model, second: Model, site: str = ALL_SITES) -> str:
+        return f"{self.gains(first, second, site).mean():+.3f}"
+
+    def below(self, first: Model, second: Model) -> str:
+        """By how much the first is below the second."""
+        return unsigned(self.gain(first, second))
+
+    def selector(self, row: str = "fedsm") -> str:
+        """Mean share of a site's images that the selector finds."""
+        shares = []
+        for run in self.study.groups[row]:
+            table = confusion(run["sites"])
+            shares.append(fmean(table[site][site] / sum(table[site].values()) for site in table))
+        return f"{fmean(shares):.2f}"
+
+
+def unsigned(text: str) -> str:
+    return text.replace("+", "").removeprefix("-")
+
+
+def sentences(study: Callable[[str], StudyTables]) -> Sentences:
+    """Of all pages; `study`: name of a committed study -> its tables."""
+    yield from of_the_readme(study)
+    yield from of_fedsm(study)
+    yield from of_iop_fl(study)
+    yield from of_prr_and_grace(study)
+    yield from of_feddag(study)
+
+
+def of_the_readme(study: Callable[[str], StudyTables]) -> Sentences:
+    fundus = Runs(study("fundus_fedsm"))
+    volumes = Runs(study("brain_lgg_3d"))
+    over_fedavg, over_alone = claim_lines(CLAIMS[0], study("fundus_fedsm"))
+    yield (
+        README,
+        (
+            f"FedSM on retinal vessels {fundus.level(FEDSM)}, FedAvg {fundus.level(PLAIN_FEDAVG)} "
+            f"(difference 95 % {over_fedavg.over_seeds.replace('+', '')}, with both comparators "
+            f"p {over_fedavg.p}: {over_fedavg.verdict}), training alone {fundus.level(ALONE)} "
+            f"(not above it: {over_alone.over_seeds.replace('+', '')}); "
+            f"on brain volumes {volumes.level(FEDSM)}, FedAvg {volumes.level(('fedsm', 'global'))}."
+        ),
+    )
+    above = []
+    for name in ("fundus_iop_fl", "brain_lgg_iop_fl"):
+        runs = Runs(study(name), "outside")
+        above.append(f"{runs.gains((IOP, 'global'), (IOP, 'deployed')).mean():.2f}")
+    yield README, f"IOP-FL at outside sites {' and '.join(above)} above the global model"
+
+
+def of_fedsm(study: Callable[[str], StudyTables]) -> Sentences:
+    fundus = Runs(study("fundus_fedsm"))
+    centralised = ("centralised", "deployed")
+    gains = fundus.gains(PLAIN_FEDAVG, FEDSM)
+    share = gains.mean() / fundus.gains(PLAIN_FEDAVG, centralised).mean()
+    assert round(5 * share) == 2 and list(gains[gains <= 0]) == [0.0]
+    gammas = {run["seed"]: run["selector"]["gamma"] for run in fundus.study.groups["fedsm"]}
+    assert gammas[gains.idxmin()] == 1, "the global model everywhere"
+    yield (
+        RESULTS,
+        (
+            f"two fifths of what centralised training gains ({fundus.gain(PLAIN_FEDAVG, centralised)}), "
+            "in all seeds but one, in which γ chose the global model everywhere"
+        ),
+    )
+    at_lesav = (fundus.level(PLAIN_FEDAVG, "LESAV"), fundus.level(FEDSM, "LESAV"))
+    lost = [f"{-fundus.gains(PLAIN_FEDAVG, FEDSM, site)[2]:.3f}" for site in ("CHASEDB1", "HRF")]
+    below = f"FedAvg is {fundus.below(PLAIN_FEDAVG, ALONE)} below training alone"
+    yield RESULTS, f"LESAV, the smallest site ({' to '.join(at_lesav)})"
+    yield (
+        RESULTS,
+        (
+            f"In seed 2 CHASEDB1 and HRF lose {' and '.join(lost)}. {below}. "
+            f"The selector's balanced accuracy is {fundus.selector()}."
+        ),
+    )
+    yield RESULTS, f"| {below} |"
+
+    volumes = Runs(study("brain_lgg_3d"))
+    yield (
+        RESULTS,
+        (
+            f"of {volumes.gain(ALONE, FEDSM)} over training alone FedAvg gains "
+            f"{unsigned(volumes.gain(ALONE, ('fedsm', 'global')))}. "
+            f"The selector finds {volumes.selector()} of the sites"
+        ),
+    )
+    selectors = Runs(study("brain_lgg_selector"))
+    yield (
+        RESULTS,
+        (
+            f"has a balanced accuracy of {selectors.selector('fedsm:selector=ridge')}, one trained for "
+            f"60 updates {selectors.selector('fedsm:selector_updates=60')}"
+        ),
+    )
+    slices = Runs(study("brain_lgg"))
+    of_validation = [run["selector"]["mean_gain"] for run in slices.study.groups["fedsm"]]
+    yield RESULTS, f"centralised training gains {slices.gain(PLAIN_FEDAVG, centralised)}"
+    yield (
+        RESULTS,
+        (
+            f"Personal models were {min(of_validation):.3f} to {max(of_validation):.3f} better on "
+            "validation images only"
+        ),
+    )
+
+
+def outside_site(run: Run) -> str:
+    """The left-out site of a run."""
+    (name,) = [name for name, site in run["sites"].items() if site["role"] == "outside"]
+    return str(name)
+
+
+def of_iop_fl(study: Callable[[str], StudyTables]) -> Sentences:
+    best = []
+    spread = []
+    lowest = []
+    moves = []
+    starts = []
+    printed_at_du = []
+    for name in ("fundus_iop_fl", "brain_lgg_iop_fl"):
+        runs = Runs(study(name), "outside")
+        best.append(runs.level((IOP, BEST_EXPERT)))
+        spread.append(runs.level((IOP, EXPERT_SPREAD)))
+        ends = []
+        for run in runs.study.groups[IOP]:
+            name_of_site = outside_site(run)
+            site = run["sites"][name_of_site]
+            dice = {model: values["dice"] for model, values in site["metrics"].items()}
+            ends.append(dice["deployed"])
+            moves.append(dice["deployed"] - dice["mixture"])
+            starts.append(site["reports"]["deployed"]["start"])
+            if name_of_site == "DU":
+                printed_at_du.append(dice["printed_objective"])
+        lowest.append(f"{min(ends):.2f}")
+    assert set(starts) == {"mixture"}
+    harmed = [move for move in moves if move < -HARM]
+    assert len(harmed) == 6
+    yield RESULTS, f"routing starts from the mixture in all {len(starts)} runs"
+    yield (
+        RESULTS,
+        (
+            f"(best one, chosen on test, {' and '.join(best)}; spread {' and '.join(spread)}). No mask "
+            f"was emptied: the lowest Dice of a run is {' and '.join(lowest)}. The worst run ended "
+            f"{-min(moves):.3f} below its start, six more than {HARM:.2f}."
+        ),
+    )
+    yield (
+        RESULTS,
+        (
+            "The printed objective empties masks at DU "
+            f"({min(printed_at_du):.2f} to {max(printed_at_du):.2f})"
+        ),
+    )
+
+
+def of_prr_and_grace(study: Callable[[str], StudyTables]) -> Sentences:
+    over_alone = []
+    for name in ("ham10000_prr", "ham10000_prr_7", "ham10000_prr_features"):
+        over_alone.append(Runs(study(name)).gain(ALONE, ("prr", "deployed")))
+    yield RESULTS, f"Over plain training alone PRR has {', '.join(over_alone)}:"
+
+    inside = Runs(study("ham10000_out"))
+    yield RESULTS, f"training alone is {inside.below(FEDAVG, ALONE)} above FedAvg inside"
+    one_outside = Runs(study("ham10000_pretrained"), "outside")
+    grace = (GRACE, "deployed")
+    server_alone = ("grace:client=erm,reset_optimizer=false", "deployed")
+    yield (
+        RESULTS,
+        (
+            f"GRACE is {one_outside.below(grace, FEDAVG)} below FedAvg (over patients only); its "
+            f"two-step training costs {one_outside.below(grace, server_alone)} of it, its server "
+            f"weights {one_outside.below(server_alone, FEDAVG)}."
+        ),
+    )
+
+
+def of_feddag(study: Callable[[str], StudyTables]) -> Sentences:
+    shipped = [Runs(study(name), "outside") for name in ("ham10000_feddag", "mitosis_feddag")]
+    hospitals, scanners = shipped
+    yield (
+        PAGE_OF_FEDDAG,
+        (
+            f"FedDAG {hospitals.level(SHIPPED)} on ham10000 and {scanners.level(SHIPPED)} on mitosis, "
+            f"FedAvg {' and '.join(runs.level(PLAIN_FEDAVG) for runs in shipped)}, "
+            f"plain augmentation {' and '.join(runs.level(AUGMENTED) for runs in shipped)}."
+        ),
+    )
+    (below_fedavg,) = {runs.below(SHIPPED, PLAIN_FEDAVG) for runs in shipped}
+    intervals = []
+    for claim in CLAIMS:
+        if claim.row == "feddag":
+            _, over_augmented = claim_lines(claim, study(claim.study))
+            intervals.append(over_augmented.over_seeds.replace("+", ""))
+    yield (
+        PAGE_OF_FEDDAG,
+        (
+            f"Plain augmentation is {' and '.join(runs.below(AUGMENTED, PLAIN_FEDAVG) for runs in shipped)} "
+            f"below FedAvg, FedDAG {below_fedavg} below it in both and "
+            f"{' and '.join(runs.below(AUGMENTED, SHIPPED) for runs in shipped)} above plain "
+            f"augmentation (95 % over seeds {' and '.join(intervals)})."
+        ),
+    )
+
+    inside = []
+    for runs in shipped:
+        inside.append(Runs(runs.study).gain(PLAIN_FEDAVG, SHIPPED))
+    for name, row in FEDDAG.items():
+        inside.append(Runs(study(name)).gain(FEDAVG, (row, "deployed")))
+    first_five = ", ".join(inside[:5])
+    yield RESULTS, f"Inside, in this order: {first_five} (these two above zero over patients only)"
+    yield RESULTS, f"(these two above zero over patients only), {', '.join(inside[5:])}."
+    at = {
+        site: hospitals.gain(PLAIN_FEDAVG, SHIPPED, site)
+        for site in ("rosendahl", "vidir_modern", "vidir_molemax", "vienna_dias")
+    }
+    yield (
+        RESULTS,
+        (
+            f"ham10000 has {at['rosendahl']} and {at['vidir_modern']} at two hospitals, "
+            f"{at['vidir_molemax']} and {at['vienna_dias']} at the two with the fewest patients"
+        ),
+    )
+
+    pretrained = Runs(study("ham10000_pretrained_out"), "outside")
+    average = ("feddag:ndag=false,kappa=0,ema=0.9,reset_optimizer=false", "deployed")
+    no_average = ("feddag:ndag=false,kappa=0,ema=0,reset_optimizer=false", "deployed")
+    yield (
+        RESULTS,
+        (
+            f"({pretrained.below(average, FEDAVG)} to {pretrained.below(no_average, FEDAVG)} "
+            "without it, with history and generation off)"
+        ),
+    )
+    slices = Runs(study("brain_lgg_out"), "outside")
+    history = ("feddag:ndag=false,ema=0.9,reset_optimizer=false", "deployed")
+    yield (
+        RESULTS,
+        (
+            "on brain_lgg the history is "
+            f"({slices.gain(FEDAVG, history)} to {slices.gain(FEDAVG, average)})"
+        ),
+    )
+    uniform = ("fedavg:weighting=uniform", "deployed")
+    weights = study("brain_lgg_weights")
+    yield (
+        RESULTS,
+        (
+            "FedAvg with uniform site weights is "
+            f"{Runs(weights, 'outside').gain(PLAIN_FEDAVG, uniform)} outside and "
+            f"{Runs(weights).gain(PLAIN_FEDAVG, uniform)} inside"
+        ),
+    )
+    features = Runs(study("ham10000_features"), "outside").values(FEDAVG)
+    random = Runs(study("ham10000_features_random"), "outside").values(FEDAVG)
+    yield RESULTS, f"ImageNet features are worth {(features - random).mean():.2f} outside to FedAvg"
