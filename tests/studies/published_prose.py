@@ -8,7 +8,7 @@ from typing import Final
 import pandas as pd
 
 from medflare.evaluation.results import confusion
-from medflare.studies.statistics import ALL_SITES
+from medflare.studies.statistics import ALL_SITES, detectable_difference
 from medflare.studies.tables import BEST_EXPERT, EXPERT_SPREAD, HARM, Model, Run, StudyTables
 from studies.published_claims import ALONE, CLAIMS, FEDAVG, FEDDAG, GRACE, IOP, claim_lines
 
@@ -66,6 +66,7 @@ def unsigned(text: str) -> str:
 def sentences(study: Callable[[str], StudyTables]) -> Sentences:
     """Of all pages; `study`: name of a committed study -> its tables."""
     yield from of_the_readme(study)
+    yield from of_the_rules(study)
     yield from of_fedsm(study)
     yield from of_iop_fl(study)
     yield from of_prr_and_grace(study)
@@ -91,6 +92,20 @@ def of_the_readme(study: Callable[[str], StudyTables]) -> Sentences:
         runs = Runs(study(name), "outside")
         above.append(f"{runs.gains((IOP, 'global'), (IOP, 'deployed')).mean():.2f}")
     yield README, f"IOP-FL at outside sites {' and '.join(above)} above the global model"
+
+
+def of_the_rules(study: Callable[[str], StudyTables]) -> Sentences:
+    overlap = study("ham10000_prr").split_ratio
+    plain = [detectable_difference(seeds) for seeds in (3, 10)]
+    overlapping = [detectable_difference(seeds, overlap) for seeds in (3, 10)]
+    yield (
+        RESULTS,
+        (
+            f"at least {plain[0]:.2f} (three seeds) or {plain[1]:.1f} (ten) standard deviations of "
+            f"the seeds' differences; with this factor, at {overlap:.2f} test images for a training "
+            f"image, {overlapping[0]:.1f} or {overlapping[1]:.1f}."
+        ),
+    )
 
 
 def of_fedsm(study: Callable[[str], StudyTables]) -> Sentences:
@@ -205,6 +220,13 @@ def of_prr_and_grace(study: Callable[[str], StudyTables]) -> Sentences:
         over_alone.append(Runs(study(name)).gain(ALONE, ("prr", "deployed")))
     yield RESULTS, f"Over plain training alone PRR has {', '.join(over_alone)}:"
 
+    for claim in CLAIMS:
+        if (claim.study, claim.metric) == ("ham10000_pretrained_out", "balanced_accuracy"):
+            (line,) = claim_lines(claim, study(claim.study))
+            yield (
+                RESULTS,
+                f"GRACE's {line.difference} in balanced accuracy on the pretrained network",
+            )
     inside = Runs(study("ham10000_out"))
     yield RESULTS, f"training alone is {inside.below(FEDAVG, ALONE)} above FedAvg inside"
     one_outside = Runs(study("ham10000_pretrained"), "outside")
