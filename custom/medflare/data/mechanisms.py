@@ -80,9 +80,9 @@ def clean_labels(site: str, rng: Rng) -> Iterable[Photograph]:
     the others.
     """
     light = {"A": 0.2, "B": 0.5, "C": 0.8}[site]
-    for split, name in _names(training=32, validation=18, test=60):
+    for split, name in _names(training=20, validation=18, test=60):
         label = int(rng.choice(3, p=_SHARES[site]))
-        yield _photograph(name, split, light + _grating(rng, label, noise=0.8), label)
+        yield _photograph(name, split, light + _grating(rng, label, noise=0.6), label)
 
 
 def noisy_sites(site: str, rng: Rng) -> Iterable[Photograph]:
