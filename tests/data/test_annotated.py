@@ -13,7 +13,7 @@ from helpers.fixture_types import TaskOf
 from medflare.core.errors import ConfigError, DataError
 from medflare.federation.local.loop import run_local
 from medflare.preparation.check import check_site
-from medflare.studies.references import pooled
+from medflare.studies.references import pooled_images
 from medflare.tasks.config import TaskConfig
 from medflare.training.opening import open_site
 
@@ -119,8 +119,8 @@ def test_structures_that_are_not_annotated_are_neither_learnt_nor_measured_nor_p
         lambda images: swapped[: len(images)].softmax(dim=1), "test", ["dice"]
     ).values == {"dice": 1.0}
     with pytest.raises(ConfigError, match="annotated"):
-        pooled([whole.data, part.data])
-    assert pooled([part.data, part.data]).annotated == ("square",)
+        pooled_images([whole.data, part.data])
+    assert pooled_images([part.data, part.data]).annotated == ("square",)
 
 
 def _federation(root: Path, annotated: list[str] | None) -> Path:

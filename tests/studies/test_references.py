@@ -25,7 +25,7 @@ from medflare.studies.references import (
     centralised,
     constant_answer,
     equal_compute,
-    pooled,
+    pooled_images,
     recorded_run,
     single_site,
 )
@@ -47,7 +47,7 @@ def split(count: int, value: float) -> Split:
 def test_pooled_patients_of_two_sites_stay_two_patients() -> None:
     one = SiteData(split(2, 0.0), split(1, 0.0), split(1, 0.0))
     other = SiteData(split(3, 1.0), split(1, 1.0), split(2, 1.0))
-    both = pooled([one, other])
+    both = pooled_images([one, other])
     assert [len(both.split(name)) for name in ("train", "validation", "test")] == [5, 2, 3]
     assert set(both.train.patients) == {"0/p", "1/p"}
     assert both.train.images.flatten(1).mean(1).tolist() == [0, 0, 1, 1, 1]

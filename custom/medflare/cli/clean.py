@@ -25,7 +25,7 @@ def clean(folders: PathArguments, yes: bool = False) -> None:
             nothing
         medflare clean runs/fedsm-phantom-seed0 --yes
     """
-    from medflare.evaluation.presentation import counted, format_bytes
+    from medflare.evaluation.presentation import format_bytes, with_number
 
     total = 0
     for run in runs_in(folders):
@@ -35,7 +35,7 @@ def clean(folders: PathArguments, yes: bool = False) -> None:
             for what, paths in parts.items():
                 size = sum(map(size_of, paths))
                 total += size
-                print(f"  {what}: {format_bytes(size)} in {counted(len(paths), 'place')}")
+                print(f"  {what}: {format_bytes(size)} in {with_number(len(paths), 'place')}")
                 if yes:
                     _delete(paths)
     if yes:

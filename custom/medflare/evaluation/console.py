@@ -141,7 +141,7 @@ def _summary(results: Json) -> list[str]:
         file = f"{weights['file']} (sha256 {weights['sha256'][:12]})"
         what = f"evaluation of {file} on {results['task']}, no training"
     else:
-        rounds = text.counted(results["rounds"], "round")
+        rounds = text.with_number(results["rounds"], "round")
         what = f"{results['method']} on {results['task']}, {rounds}, seed {results['seed']}"
     down = text.format_bytes(results["traffic"]["down_bytes"])
     up = text.format_bytes(results["traffic"]["up_bytes"])
@@ -151,7 +151,7 @@ def _summary(results: Json) -> list[str]:
         cost += f"; {text.format_seconds(total)}"
     events = results["events"]
     if events:
-        cost += f"; {text.counted(len(events), 'event')}, listed in the report"
+        cost += f"; {text.with_number(len(events), 'event')}, listed in the report"
     lines = [f"{what}: {text.outcome(results)}", text.synthetic_source(results), cost]
     return [line for line in (*lines, text.event_counts(events)) if line]
 

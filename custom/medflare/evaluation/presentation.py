@@ -93,7 +93,7 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def counted(number: int, noun: str) -> str:
+def with_number(number: int, noun: str) -> str:
     """ "1 site", "2 sites"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 

@@ -185,12 +185,13 @@ def _tiles(results: Json) -> list[tuple[str, str, str]]:
             of_role = [site["metrics"]["deployed"] for site in sites if site["role"] == role]
             defined = sum(values[metric] is not None for values in of_role)
             some = f"{defined} of " if defined < len(of_role) else ""
-            where = f"mean over {some}{text.counted(len(of_role), f'{role} site')}, deployed model"
+            measured = text.with_number(len(of_role), f"{role} site")
+            where = f"mean over {some}{measured}, deployed model"
             heading = f"{text.metric_label(metric)}, {role}"
             tiles.append((heading, text.format_metric(metric, mean), where))
     for model, selection in results.get("model_selection", {}).items():
         if selection["round"] is not None:
-            voters = text.counted(len(text.voters(selection)), "site")
+            voters = text.with_number(len(text.voters(selection)), "site")
             where = f"of training, {model} model, by the validation of {voters}"
             tiles.append(("Selected round", f"{selection['round']} of {results['rounds']}", where))
     down = results["traffic"]["down_bytes"]
@@ -199,7 +200,7 @@ def _tiles(results: Json) -> list[tuple[str, str, str]]:
     tiles.append(("Traffic", text.format_bytes(down + up), parts))
     total = results["seconds"].get("total")
     if total is not None:
-        rounds = text.counted(results["rounds"], "round")
+        rounds = text.with_number(results["rounds"], "round")
         tiles.append(("Time", text.format_seconds(total), f"{rounds}, start to finish"))
     return tiles
 

@@ -35,7 +35,7 @@ class RunResults(dict[str, Any]):
         """The run and the deployed model's mean of the task's metric; `dict(results)` has
         everything.
         """
-        rounds = text.counted(self["rounds"], "round")
+        rounds = text.with_number(self["rounds"], "round")
         about = f"{self['method']} on {self['task']}, {rounds}, seed {self['seed']}"
         parts = [f"{about}: {text.outcome(self)}"]
         metric = task_metric(self)

@@ -15,7 +15,7 @@ import numpy as np
 
 from medflare.core.text import Json
 from medflare.evaluation.labels import labels_of, named_metrics, task_metric
-from medflare.evaluation.presentation import counted, format_metric, metric_label, ordered_sites
+from medflare.evaluation.presentation import format_metric, metric_label, ordered_sites, with_number
 from medflare.training.constant import is_at_chance
 
 Curve = dict[int, float]  # rounds of training -> validation metric
@@ -170,7 +170,7 @@ def findings_at_site(results: Json, site: str, kinds: Iterable[str]) -> list[Fin
     images = results["sites"][site]["n"]["validation"]
     texts = {
         "still_rising": "the mean of the sites' validation metrics",
-        "few_validation_images": f"{counted(images, 'validation image')} at this site",
+        "few_validation_images": f"{with_number(images, 'validation image')} at this site",
     }
     for kind in kinds:
         notes.append(_Note(kind, None, f"{texts[kind]}; the server's report has all numbers"))
@@ -272,7 +272,7 @@ def _of_classes(name: str, site: Json, task: Json, model: str) -> Iterator[_Note
             continue
         images = _images_of(site, task, label, model)
         if images is not None:
-            label = f"{label} (0 of {counted(images, 'image')})"
+            label = f"{label} (0 of {with_number(images, 'image')})"
         yield _Note("class_missed", name, label)
 
 
@@ -423,7 +423,7 @@ def verdict(results: Json) -> str:
     start = (
         f"Deployed model: {metric_label(metric)} {format_metric(metric, mean)}, "
         f"constant answer (which ignores the image) {format_metric(metric, fmean(constants))}, "
-        f"mean over {counted(len(values), 'site')}"
+        f"mean over {with_number(len(values), 'site')}"
     )
     where = {finding.kind: finding.where for finding in findings_of(results)}
     if "constant_output" in where:

@@ -314,7 +314,7 @@ def ordered_axes(sites: Fingerprints) -> list[int]:
     return sorted(axes)
 
 
-def pooled(
+def pooled_percentile(
     sites: Fingerprints, spread: Literal["sizes", "spacings", "extents"], percentile: float
 ) -> tuple[float, ...]:
     """A percentile over the images of all sites, by axis.
@@ -330,10 +330,10 @@ def pooled(
         >>> first, second = (Spread(*[(side, 2 * side)] * 5) for side in (10.0, 20.0))
         >>> many = SimpleNamespace(sizes=first, images=3)
         >>> few = SimpleNamespace(sizes=second, images=2)
-        >>> pooled([many, few], "sizes", 50)
+        >>> pooled_percentile([many, few], "sizes", 50)
         (10.0, 20.0)
         >>> many.images = 1
-        >>> pooled([many, few], "sizes", 50)
+        >>> pooled_percentile([many, few], "sizes", 50)
         (20.0, 40.0)
     """
     grid = np.linspace(0, 100, 1001)
@@ -404,7 +404,7 @@ def _plan_geometry(sites: Fingerprints, dimensions: int, voxels: bool) -> _Geome
         "images keep their resolution, a window slides over them; nnU-Net always trains on patches",
     )
     if dimensions == 2 or voxels or not have_spacings(sites):
-        lengths = pooled(sites, "sizes", 50)
+        lengths = pooled_percentile(sites, "sizes", 50)
         spacing = (1.0,) * dimensions
         is_anisotropic = False
         reason = "as stored, without resampling: at least one file has no spacing"
@@ -412,9 +412,9 @@ def _plan_geometry(sites: Fingerprints, dimensions: int, voxels: bool) -> _Geome
             reason = "as stored, without resampling: the spacings of the files are ignored"
         choice = Choice("spacing", None, reason)
     else:
-        lengths = pooled(sites, "extents", 50)
-        middle = pooled(sites, "spacings", 50)
-        target = target_spacing(middle, pooled(sites, "spacings", 10), lengths)
+        lengths = pooled_percentile(sites, "extents", 50)
+        middle = pooled_percentile(sites, "spacings", 50)
+        target = target_spacing(middle, pooled_percentile(sites, "spacings", 10), lengths)
         spacing = tuple(round(side, 4) for side in target)
         is_anisotropic = anisotropic(middle, lengths)
         reason = "median spacing in millimetres of the training images, by axis"

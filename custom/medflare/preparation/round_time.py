@@ -15,7 +15,7 @@ from medflare.core.text import format_shape
 from medflare.data.progress import announce
 from medflare.networks.dry_run import step_bytes
 from medflare.preparation.fingerprint import Fingerprints
-from medflare.preparation.planning import have_spacings, pooled
+from medflare.preparation.planning import have_spacings, pooled_percentile
 from medflare.preparation.step_cost import StepCost, measure_step, step_operations
 from medflare.tasks.config import TaskConfig
 from medflare.training.patches import OVERLAP
@@ -137,6 +137,6 @@ def median_size(sites: Fingerprints, spacing: Sequence[float] | None = None) -> 
     (millimetres).
     """
     if spacing is None or not have_spacings(sites):
-        return pooled(sites, "sizes", 50)
-    lengths = pooled(sites, "extents", 50)
+        return pooled_percentile(sites, "sizes", 50)
+    lengths = pooled_percentile(sites, "extents", 50)
     return tuple(length / gap for length, gap in zip(lengths, spacing, strict=True))

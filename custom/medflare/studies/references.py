@@ -99,7 +99,7 @@ class Draw:
         """
         if site == POOLED:
             parts = [self.open(name).data for name in self.inside]
-            return Site(POOLED, self.task, pooled(parts), self.seed)
+            return Site(POOLED, self.task, pooled_images(parts), self.seed)
         return open_site(site, self.task, seed=self.seed, role=self.role(site))
 
 
@@ -315,7 +315,7 @@ def _reference(method: str, results: Results) -> Results:
     return changed
 
 
-def pooled(parts: Sequence[SiteData]) -> SiteData:
+def pooled_images(parts: Sequence[SiteData]) -> SiteData:
     """The images of several sites as of one, patients with the site's number; raises ConfigError if
     annotated structures differ.
     """
