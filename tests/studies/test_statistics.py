@@ -74,6 +74,10 @@ def test_the_ratio_of_the_split_counts_only_where_seeds_draw_it_again() -> None:
 
     assert split_ratio([split(0, train=70, test=20), split(1, train=50, test=10)]) == 0.25
     assert split_ratio([split(None, train=70, test=20)] * 2) == 0, "a fixed split"
+    generated = [split(seed, train=70, test=20) for seed in (0, 1)]
+    for run in generated:
+        run["configuration"]["task"]["embedded"] = "mechanisms/wrong_labels"
+    assert split_ratio(generated) == 0, "a seed draws images"
     assert split_ratio([split(0, test=20), split(1, test=20)]) == split_ratio([]) == 0, "unknown"
 
 

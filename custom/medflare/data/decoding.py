@@ -62,7 +62,7 @@ from medflare.data.targets import (
     with_empty_masks,
 )
 from medflare.data.transforms import Preprocessing
-from medflare.tasks.config import TaskConfig
+from medflare.tasks.config import TaskConfig, draws_images
 from medflare.tasks.metrics import Images, Spacing
 from medflare.tasks.transforms import EXTENSIONS as TRANSFORMS
 
@@ -237,9 +237,9 @@ class EmbeddedSource(Source):
 
     def __init__(self, site: str, task: TaskConfig):
         super().__init__(Path(site), task)
-        phantoms = task.embedded == "phantom"
-        self.splits_are_fixed = not phantoms  # there the draw of splits draws images
-        self._key = task.embedded, site, 0 if phantoms else task.resplit or 0
+        self.splits_are_fixed = draws_images(task.embedded)
+        draw = task.resplit or 0
+        self._key = task.embedded, site, draw if self.splits_are_fixed else 0
 
     @cached_property
     def _content(self) -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ from medflare.evaluation.presentation import label_metric, sites_of_role
 from medflare.evaluation.results import results_frame
 from medflare.tasks.class_metrics import ONE_CLASS, Floats, is_exclusive, of_outputs, one_hot
 from medflare.tasks.classes import has_interval
+from medflare.tasks.config import draws_images
 from medflare.tasks.metrics_table import known_metric
 from medflare.tasks.summaries import ALL, MEANS_OVER_IMAGES, Interval, percentiles, weighted_mean
 
@@ -158,11 +159,12 @@ def standard_error(differences: Sequence[float] | Floats, split_ratio: float) ->
 
 
 def split_ratio(runs: Sequence[Run]) -> float:
-    """Test images divided by training images of the inside sites; 0 if the runs have one split, or
-    do not record their images.
+    """Test images divided by training images of the inside sites; 0 if splits share no images, if
+    the runs have one split, or do not record their images.
     """
-    splits = {run["configuration"]["task"].get("resplit") for run in runs}
-    if len(splits) < 2:
+    tasks = [run["configuration"]["task"] for run in runs]
+    splits = {task.get("resplit") for task in tasks}
+    if len(splits) < 2 or draws_images(tasks[0].get("embedded", "")):
         return 0.0
     training = 0
     test = 0

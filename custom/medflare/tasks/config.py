@@ -42,6 +42,13 @@ Embedded = Literal[
     "mechanisms/noisy_sites",
     "mechanisms/shifted_contrast",
 ]
+
+
+def draws_images(embedded: str) -> bool:
+    """Whether a task's draw of splits draws its generated images, so that splits share none."""
+    return embedded.startswith("mechanisms/")
+
+
 _FROM_8_BIT: Final[dict[str, Any]] = {
     "name": "ScaleIntensityRange",
     "a_min": 0,
