@@ -75,6 +75,30 @@ CLAIMS: Final = (
     *(Claim(study, row, "outside", _OUTSIDE) for study, row in FEDDAG.items()),
 )
 
+ROUTED: Final = "iop_fl:comparisons=true"
+# On generated images in which one mechanism has to pay (`--suite mechanisms/NAME`).
+MECHANISMS: Final = (
+    Claim("mechanism_fedsm", "fedsm", "inside", _FEDSM),
+    Claim(
+        "mechanism_prr",
+        "prr",
+        "inside",
+        (_PRR[0], ("FedBN", ("fedbn", "deployed")), ("plain mean", ("prr:pfa=false", "deployed"))),
+    ),
+    Claim(
+        "mechanism_grace",
+        "grace",
+        "outside",
+        (("FedAvg", ("fedavg", "deployed")), ("server alone", ("grace:client=erm", "deployed"))),
+    ),
+    Claim(
+        "mechanism_iop_fl",
+        ROUTED,
+        "outside",
+        (("uniform mixture", (ROUTED, "mixture")), ("ensemble", (ROUTED, "ensemble"))),
+    ),
+)
+
 
 @dataclass(frozen=True)
 class Line:
@@ -256,6 +280,19 @@ def headlines_table(lines: list[Line]) -> str:
         (line, *_) = [line for line in lines if _shows(headline, line)]
         row = [headline.claim, headline.setting, line.level, line.effect, line.detectable]
         table.append([*row, line.verdict, headline.why])
+    return _table(table)
+
+
+def mechanisms_table(lines: list[Line]) -> str:
+    """The claims on generated images."""
+    columns = "study: level|comparator|difference (95 % over seeds)|p, Holm|detectable|verdict"
+    table = [columns.split("|")]
+    above = ""
+    for line in lines:
+        claim = f"[{line.study}](results/{line.study}/study.zip), {line.measure}: {line.level}"
+        first = "" if claim == above else claim
+        table.append([first, line.comparator, line.effect, line.p, line.detectable, line.verdict])
+        above = claim
     return _table(table)
 
 

@@ -12,7 +12,14 @@ from medflare.studies import tables
 from medflare.studies.grid import STUDY_FILE, read_study
 from medflare.studies.statistics import Comparison, compare_patients
 from medflare.studies.tables import StudyTables
-from studies.published_claims import CLAIMS, claim_lines, claims_tables, headlines_table
+from studies.published_claims import (
+    CLAIMS,
+    MECHANISMS,
+    claim_lines,
+    claims_tables,
+    headlines_table,
+    mechanisms_table,
+)
 from studies.published_prose import sentences
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -59,7 +66,10 @@ def test_the_claims_of_the_page_are_those_of_the_committed_runs() -> None:
     studies = {claim.study: study_tables(DOCS / "results" / claim.study) for claim in CLAIMS}
     lines = [line for claim in CLAIMS for line in claim_lines(claim, studies[claim.study])]
     page = (DOCS / "results.md").read_text(encoding="utf-8")
-    for table in (headlines_table(lines), *claims_tables(lines)):
+    mechanisms = []
+    for claim in MECHANISMS:
+        mechanisms += claim_lines(claim, study_tables(DOCS / "results" / claim.study))
+    for table in (headlines_table(lines), *claims_tables(lines), mechanisms_table(mechanisms)):
         assert table in page, table
     verdicts: dict[tuple[str, str], set[str]] = {}  # method and comparator -> in all studies
     for line in lines:
