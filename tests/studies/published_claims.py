@@ -97,6 +97,7 @@ MECHANISMS: Final = (
         "outside",
         (("uniform mixture", (ROUTED, "mixture")), ("ensemble", (ROUTED, "ensemble"))),
     ),
+    Claim("mechanism_feddag", "feddag", "outside", _SHIPPED),
 )
 
 
