@@ -380,17 +380,18 @@ def test_where_experts_contradict_each_other_the_fit_starts_from_the_lowest_loss
     message = algorithm.finalize(with_opposite_masks(trained(), "B"))["deployed"]
     model: Any = build_deployed(SEGMENTATION, message)
     images = place.data.test.images.tensor_split(2)
-    starts, references = model._starts(images)
+    starts, decisions = model._starts(images)
+    references = list(decisions.values())
     own_statistics = [(expert, True) for expert in SITES]
     assert starts == [(MIXTURE, False), *((expert, False) for expert in SITES), *own_statistics]
     summaries = {}
     for start in starts:
         model.load_start(*start)
         summaries[start] = model.measure(images, references)
-    least = outside.START_ENTROPY * summaries[starts[0]].decision_entropy
+    least = outside.START_ENTROPY * decisions[starts[0]].entropy()
     losses = {}
     for start, summary in summaries.items():
-        if start.expert == MIXTURE or summary.decision_entropy >= least:
+        if start.expert == MIXTURE or decisions[start].entropy() >= least:
             losses[start] = summary.loss
     report = message.meta["adaptation"]
     chosen = min(losses, key=losses.__getitem__)

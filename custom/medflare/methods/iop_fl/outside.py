@@ -12,7 +12,7 @@ informative as its start, and agree with the mixture or with an expert.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -122,14 +122,11 @@ class StateSummary:
         information: mutual information of pixel and prediction, in nats, >= 0.
         agreement: with the masks, or classes, of the reference that it agrees with most; see
             `formulas.agreeing`.
-        decision_entropy: of the shares of foreground and background, or of the decided classes,
-            over all pixels and images, in nats.
     """
 
     loss: float
     information: float
     agreement: float
-    decision_entropy: float = 0.0
 
 
 Decisions = Iterable[Tensor]  # of a state, batch by batch: masks or classes
@@ -191,9 +188,7 @@ def summarize(
     # I = H(mean p) - mean H(p)
     information = float(formulas.entropy_of(torch.as_tensor(shares / count))) - entropy
     agreements = [agreement(decisions, reference) for reference in references]
-    return StateSummary(
-        mean_loss, max(0.0, information), max(agreements, default=1.0), decisions.entropy()
-    )
+    return StateSummary(mean_loss, max(0.0, information), max(agreements, default=1.0))
 
 
 def agreement(first: Decisions, second: Decisions) -> float:
@@ -318,8 +313,9 @@ class RoutedModel(nn.Module):
         refuses are none.
         """
         parts = Repeated(lambda: chain.from_iterable(map(self._batches, batches)))
-        starts, references = self._starts(parts)
-        start, start_summary = self._lowest_loss(starts, parts, references)
+        starts, decisions = self._starts(parts)
+        start, start_summary = self._lowest_loss(starts, parts, decisions)
+        references = list(decisions.values())
         self.load_start(*start)
         optimizer = torch.optim.Adam(self.network.adaptable().values(), lr=self.hyper.route_lr)
         # The candidates are the start and the state after every epoch.
@@ -359,7 +355,7 @@ class RoutedModel(nn.Module):
             means[layer] = of_images.mean(dim=0).tolist()
         return means
 
-    def _starts(self, parts: Iterable[Tensor]) -> tuple[list[Start], list[PackedDecisions]]:
+    def _starts(self, parts: Iterable[Tensor]) -> tuple[list[Start], dict[Start, PackedDecisions]]:
         """From where the fit may start, and the decisions with which a state may agree: of the
         mixture and, with the gate, of each expert.
 
@@ -367,40 +363,41 @@ class RoutedModel(nn.Module):
         is no start, as the mean of models that contradict each other.
         """
         mixture = Start(MIXTURE)
-        references = [self._start_decisions(mixture, parts)]
+        decisions = {mixture: self._start_decisions(mixture, parts)}
         if not self.gated:
-            return [mixture], references
-        personal = [Start(expert) for expert in self._experts[:-1]]
-        decisions = [self._start_decisions(start, parts) for start in personal]
-        references += [*decisions, self._start_decisions(Start(self._experts[-1]), parts)]
-        if not contradict(decisions):
-            return [mixture], references
+            return [mixture], decisions
+        *personal, global_model = (Start(expert) for expert in self._experts)
+        for start in (*personal, global_model):
+            decisions[start] = self._start_decisions(start, parts)
+        if not contradict([decisions[start] for start in personal]):
+            return [mixture], decisions
+        running = []
         if self.network.norms:
-            running = [Start(expert, running=True) for expert in self._experts[:-1]]
-            references += [self._start_decisions(start, parts) for start in running]
-            personal += running
-        return [mixture, *personal], references
+            running = [start._replace(running=True) for start in personal]
+        for start in running:
+            decisions[start] = self._start_decisions(start, parts)
+        return [mixture, *personal, *running], decisions
 
     def _lowest_loss(
-        self, starts: Sequence[Start], parts: Iterable[Tensor], references: Sequence[Decisions]
+        self,
+        starts: Sequence[Start],
+        parts: Iterable[Tensor],
+        decisions: Mapping[Start, PackedDecisions],
     ) -> tuple[Start, StateSummary]:
-        """The start of the lowest loss.
+        """The start of the lowest loss; `starts` begins with the mixture.
 
         An expert whose decisions have less than a quarter of the mixture's entropy is none: it
         predicts next to nothing here.
         """
-        mixture, *others = starts
-        self.load_start(*mixture)
-        summary = self.measure(parts, references)
-        chosen = mixture
-        least = START_ENTROPY * summary.decision_entropy
-        for start in others:
-            self.load_start(*start)
-            measured = self.measure(parts, references)
-            if measured.decision_entropy >= least and measured.loss < summary.loss:
-                chosen = start
-                summary = measured
-        return chosen, summary
+        references = list(decisions.values())
+        least = START_ENTROPY * decisions[starts[0]].entropy()
+        measured = {}
+        for start in starts:
+            if decisions[start].entropy() >= least:
+                self.load_start(*start)
+                measured[start] = self.measure(parts, references)
+        chosen = min(measured, key=lambda start: measured[start].loss)
+        return chosen, measured[chosen]
 
     def load_start(self, start: str, running: bool = False) -> None:
         """The state of the mixture, whose base is the global model, or of an expert, which is its
