@@ -339,11 +339,11 @@ class Federation:
                     reply.kind, f"final models not evaluated: {reply.problem}", site, step.round
                 )
                 continue
-            message = reply.message
-            self.events.extend(message.meta.pop(EVENTS.name, []), site)
-            self.outcome.delivered[site] = message.meta
-            if message.states and self._is_shared(site, step, message):
-                shared[site] = message[SHARED]
+            meta = dict(reply.message.meta)
+            self.events.extend(meta.pop(EVENTS.name, []), site)
+            self.outcome.delivered[site] = meta
+            if reply.message.states and self._is_shared(site, step, reply.message):
+                shared[site] = reply.message[SHARED]
         if not self.outcome.delivered:
             raise FederationFailed("no site evaluated the final models; see the events")
         if shared:
