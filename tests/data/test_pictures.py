@@ -147,10 +147,23 @@ def test_the_first_picture_of_a_camera_is_read(tmp_path: Path) -> None:
 
 
 def test_pictures_of_other_formats_are_refused(tmp_path: Path) -> None:
-    """A PPM of 16 bits, named like a PNG: Pillow would read 8."""
-    pixels = numbers("u2", *SIDES, 3).astype(">u2")
-    (tmp_path / "a.png").write_bytes(b"P6 9 6 65535\n" + pixels.tobytes())
+    (tmp_path / "a.png").write_bytes(b"/* XPM */")
     refused(tmp_path / "a.png", "none of PNG")
+
+
+def test_portable_pixmaps(tmp_path: Path) -> None:
+    """Pillow would read 8 of 16 bits of colours, and scale numbers whose white is another one."""
+    grey = numbers("u2", *SIDES)
+    (tmp_path / "a.pgm").write_bytes(b"P5 # white\n9 6\n65535\n" + grey.astype(">u2").tobytes())
+    assert (read_stored(tmp_path / "a.pgm").array[0] == grey.T).all()
+    colours = numbers("u1", *SIDES, 3)
+    (tmp_path / "a.ppm").write_bytes(b"P6 9 6 255\n" + colours.tobytes())
+    assert (read_stored(tmp_path / "a.ppm").array == colours.transpose(2, 1, 0)).all()
+    pixels = numbers("u2", *SIDES, 3).astype(">u2")
+    (tmp_path / "b.ppm").write_bytes(b"P6 9 6 65535\n" + pixels.tobytes())
+    refused(tmp_path / "b.ppm", "with 16 bits")
+    (tmp_path / "c.pgm").write_bytes(b"P5 9 6 3\n" + bytes([1, 2, 3] * 18))
+    refused(tmp_path / "c.pgm", "says that 3 is white", mask=True)
 
 
 @pytest.mark.parametrize("colour", [0, 255, 7])

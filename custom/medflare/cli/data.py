@@ -84,7 +84,7 @@ def init(
     Args:
         root (FOLDER): Folder of the images, unpacked
         kind: (default: by the folder)
-        table (CSV): CSV or TSV with a row per image (default: the one in the folder)
+        table (CSV): CSV or Excel with a row per image (default: the one in the folder)
         image_column (NAME): File of the image: path, name, or name without suffix
         label_column (NAMES): Class; or several columns of 0 and 1, separated by commas
         mask_column (NAMES): Mask file; or several columns, one per structure

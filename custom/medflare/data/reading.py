@@ -8,6 +8,7 @@ first: rows run to posterior and columns to the patient's left, as in DICOM slic
 """
 
 import gzip
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ from medflare.data.geometry import Grid, apply_turn, check_same_grid, to_task_gr
 from medflare.data.local import ImageBounds
 from medflare.tasks.config import TaskConfig
 
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".gif")
+JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
+PICTURES = (".png", *JPEG, ".bmp", ".tif", ".tiff", ".gif", ".webp", ".ppm", ".pgm")
 NIFTI = (".nii", ".nii.gz")
 DICOM = (".dcm", ".dicom", ".ima")
 _BUILTIN = frozenset(ending[1:] for ending in (*PICTURES, *NIFTI, *DICOM))
@@ -39,11 +41,13 @@ _COLOURED = 0.02
 # NIfTI's codes of lengths that are not millimetres.
 _OTHER_UNITS = {1: "metres", 3: "micrometres"}
 # Pillow's formats, by content: of others it may read 8 bits a channel where more are stored.
-_FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "GIF", "WEBP")
+_FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "GIF", "WEBP", "PPM")
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # first bytes of a TIFF and a BigTIFF
 # Tags of TIFF 6.0; _WHITE is PhotometricInterpretation, 0 if the lowest number is white.
 _BITS, _COMPRESSION, _WHITE, _EXTRA_SAMPLES, _SAMPLE_FORMAT = 258, 259, 262, 338, 339
 _CHUNK = 2**20  # bytes
+_LOSS = 48  # by which JPEG may move black and white
+_EDGE = 3  # half the width, in pixels, of the greys that JPEG makes at an edge
 _WHOLE = 1e-3  # distance of a label from the whole number that is meant
 _COARSE = 0.1  # slope of a header beyond which a value near a whole number may be a fraction
 
@@ -251,7 +255,8 @@ def _read_picture(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
                     f"{path}: the file holds {pages} pages or frames; "
                     "store pages as files or as a NIfTI volume"
                 )
-            tags = image.tag_v2 if image.format == "TIFF" else {}
+            image_format = image.format
+            tags = image.tag_v2 if image_format == "TIFF" else {}
             _check_channels(image, tags, path, mask)
             image = ImageOps.exif_transpose(_grey_of_gif(image))
             if mask and image.getbands()[-1] == "A":
@@ -263,6 +268,8 @@ def _read_picture(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
             elif image.mode.split(";")[0] not in GREY and not (mask and image.mode == "P"):
                 image = image.convert("RGB")
             array = np.asarray(image)
+            if mask and image_format == "JPEG":
+                array = _black_and_white(array, path)
     if tags:
         array = _as_tagged(array, tags, path, mask)
     if array.ndim == 2:
@@ -298,6 +305,8 @@ def _check_channels(image: Any, tags: Mapping[int, Any], path: Path, mask: bool)
     if image.format == "PNG":
         with path.open("rb") as file:
             bits = file.read(25)[-1]  # of the header, the first chunk (PNG, Sec. 11.2.2)
+    if image.format == "PPM":
+        bits = _bits_of_ppm(path)
     if bits > 8 and len(image.getbands()) > 1:
         raise DataError(
             f"{path}: colours or transparency with {bits} bits, only 8 can be read; "
@@ -305,6 +314,41 @@ def _check_channels(image: Any, tags: Mapping[int, Any], path: Path, mask: bool)
         )
     if mask and 0 in tags.get(_EXTRA_SAMPLES, ()):
         raise DataError(f"{path}: the mask has a channel beside its colours; save it in grey")
+
+
+def _bits_of_ppm(path: Path) -> int:
+    """The bits of a number in a PGM or PPM, by the number of white, the third one of its header.
+
+    DataError for another white than 255 and 65535, to which Pillow scales all numbers.
+    """
+    with path.open("rb") as file:
+        header = re.sub(rb"#[^\n]*", b"", file.read(1000)).split(maxsplit=4)
+    bits = {b"255": 8, b"65535": 16}.get(header[3])
+    if bits is None:
+        raise DataError(
+            f"{path}: its header says that {header[3].decode(errors='replace')} is white, where "
+            "255 or 65535 can be read; save it as PNG"
+        )
+    return bits
+
+
+def _black_and_white(array: np.ndarray, path: Path) -> np.ndarray:
+    """A JPEG mask as 0 and 255: compression moved its values, and made greys at its edges.
+
+    DataError if it has other values than black and white.
+    """
+    from scipy.ndimage import binary_erosion
+
+    highest = int(array.max())
+    grey = (array > _LOSS) & (array < 255 - _LOSS)
+    if grey.ndim == 3:  # in colours
+        grey = np.any(grey, axis=2)
+    if 0 < highest < 255 - _LOSS or binary_erosion(grey, iterations=_EDGE).any():
+        raise DataError(
+            f"{path}: a JPEG mask with other values than black and white; compression changes "
+            "values, save it as PNG"
+        )
+    return np.where(array > 127, np.uint8(255), np.uint8(0))
 
 
 def _check_palette(image: Any, path: Path) -> None:

@@ -5,7 +5,7 @@ with its reason.
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -73,6 +73,7 @@ _MASK_PIXELS: Final = 200_000_000  # of these masks
 # Values below the one and above the other are rarely labels of one mask.
 _LOW: Final = 20
 _HIGH: Final = 200
+_MOST_NESTED: Final = 3  # structures of which each needs the ones before
 _MAX_VALUES: Final = 20  # a mask with more has grey levels, not labels
 _MAX_SIDE: Final = {2: 224, 3: 96}  # of a classifier's input
 _STEP: Final = 16  # sides are multiples of it
@@ -377,6 +378,7 @@ def _mask_values(entries: Sequence[DatalistItem], *, named: bool) -> tuple[int, 
     file_of: dict[int, Path] = {}  # value -> the first mask with it
     corners: set[int] = set()
     with_255: set[int] = set()  # values of the masks that have 255
+    of_masks: set[tuple[int, ...]] = set()
     for entry in counted(entries, len(entries), "masks read for their values"):
         mask = label_values(read_stored(entry.masks[0], mask=True).array, entry.masks[0])
         if len(mask) > 1:
@@ -386,6 +388,7 @@ def _mask_values(entries: Sequence[DatalistItem], *, named: bool) -> tuple[int, 
             )
         shown = set(np.unique(mask).tolist())
         values |= shown
+        of_masks.add(tuple(sorted(shown - {0})))
         file_of = dict.fromkeys(shown, entry.masks[0]) | file_of
         if 255 in shown:
             with_255 |= shown
@@ -395,6 +398,12 @@ def _mask_values(entries: Sequence[DatalistItem], *, named: bool) -> tuple[int, 
                 f"{entry.masks[0]}: masks have more than {_MAX_VALUES} values (soft edges, or a "
                 "number for each object?); store the numbers of structures, as PNG or NIfTI"
             )
+    if not named and _count_objects(of_masks):
+        raise DataError(
+            f"{file_of[max(values)]}: masks hold the values 1 to {max(values)}, others fewer of "
+            "them, as numbers of objects; store 1 for each object, or name a structure for each "
+            "value with --labels"
+        )
     if values == {0, 1, 255} and with_255 <= {0, 255}:
         values = {0, 1}  # `targets.encode_mask` reads 255 as 1 in masks of 0 and 255
     background = 0
@@ -413,6 +422,19 @@ def _mask_values(entries: Sequence[DatalistItem], *, named: bool) -> tuple[int, 
             f"{entries[0].location}: all of {len(entries)} masks are empty; are these the masks?"
         )
     return background, sorted(values)
+
+
+def _count_objects(of_masks: Collection[tuple[int, ...]]) -> bool:
+    """Whether each mask has the values 1, 2, ..., to another highest one in many: those of objects,
+    as in GlaS. `of_masks`: the values of masks without 0.
+
+    Examples:
+        >>> _count_objects({(1,), (1, 2), (1, 2, 3, 4)}), _count_objects({(1,), (1, 2), (1, 3)})
+        (True, False)
+    """
+    highest = max(map(len, of_masks))
+    counted_up = all(values == tuple(range(1, len(values) + 1)) for values in of_masks)
+    return counted_up and highest > _MOST_NESTED and len(of_masks) > 2
 
 
 def _channels_and_dims(
@@ -582,7 +604,8 @@ def _classification(
         Choice("augment", augment, turned),
         sampling,
         Choice("loss", {"name": "ce"}, "cross entropy"),
-        Choice("optimizer", {"name": "adam", "lr": 0.001}, "Adam with its usual rate"),
+        # `_with_time` sets the rate.
+        Choice("optimizer", {"name": "adam", "lr": 0.001}, ""),
         _batch_size(sites),
         Choice("local_epochs", 1, "a round is an epoch of the site's images"),
         Choice("metric", "f1_macro", "a rare class counts as much as a common one"),

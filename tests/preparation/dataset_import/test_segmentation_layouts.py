@@ -162,7 +162,7 @@ def test_masks_among_photographs_are_no_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("p{n}.mhd", "NIfTI"), ("p{n}.ppm", "PNG"), ("p{n}.npy", "PNG or NIfTI")]
+    ("name", "form"), [("p{n}.mhd", "NIfTI"), ("p{n}.jp2", "PNG"), ("p{n}.npy", "PNG or NIfTI")]
 )
 def test_files_that_are_not_read_are_named(name: str, form: str, tmp_path: Path) -> None:
     for number in NUMBERS:
@@ -295,3 +295,91 @@ def test_noise_and_borders_are_no_structures(
 def test_masks_stored_as_gif(tmp_path: Path) -> None:
     file = mask(tmp_path / "a.gif", (255,))
     assert np.unique(read_stored(file, mask=True).array).tolist() == [0, 255]
+
+
+@pytest.mark.parametrize(
+    ("image", "masks", "structures"),
+    [
+        ("p{n}.png", ("p{n}_disc_mask.png", "p{n}_cup_mask.png"), ("cup", "disc")),
+        # RIM-ONE
+        ("images/p{n}.png", ("gt/p{n}-1-Disc-T.png", "gt/p{n}-1-Cup-T.png"), ("cup", "disc")),
+        # IDRiD
+        (
+            "1. Images/a. Training Set/I_{n}.jpg",
+            (
+                "2. Groundtruths/a. Training Set/1. Hard Exudates/I_{n}_EX.tif",
+                "2. Groundtruths/a. Training Set/2. Optic Disc/I_{n}_OD.tif",
+            ),
+            ("hard exudates", "optic disc"),
+        ),
+    ],
+)
+def test_masks_called_like_their_image_and_a_structure(
+    image: str, masks: tuple[str, ...], structures: tuple[str, ...], tmp_path: Path
+) -> None:
+    files(tmp_path, image, *(f"{name}*" for name in masks))
+    report = imported(tmp_path)
+    assert tuple(report.dataset.labels.values()) == structures
+    ordered = sorted(masks, key=lambda name: "Disc" in name or "disc" in name)
+    expected = {}
+    for number in NUMBERS:
+        expected[image.format(n=number)] = [name.format(n=number) for name in ordered]
+    assert masks_of(tmp_path) == expected
+    (tmp_path / masks[0].format(n=3)).unlink()
+    assert f"no mask of {structures[-1 if 'isc' in masks[0] else 0]}" in error_of_again(tmp_path)
+
+
+def error_of_again(root: Path) -> str:
+    (root / "datalist.json").unlink()
+    return error_of(root)
+
+
+def test_a_word_after_the_name_of_the_image(tmp_path: Path) -> None:
+    """As STARE; two readers are asked about."""
+    files(tmp_path, "stare-images/im{n}.png", "labels-ah/im{n}.ah.png*")
+    imported(tmp_path)
+    assert masks_of(tmp_path)["stare-images/im3.png"] == ["labels-ah/im3.ah.png"]
+    other = tmp_path / "other"
+    files(other, "images/p{n}.png", "gt/p{n}_1stHO.png*", "gt/p{n}_2ndHO.png*")
+    assert "of several readers" in error_of(other)
+
+
+@pytest.mark.parametrize("folder", ["masks/vessel", "vessel_masks"])
+def test_the_structure_is_called_like_the_folder_of_its_masks(folder: str, tmp_path: Path) -> None:
+    files(tmp_path, "images/p{n}.png", f"{folder}/p{{n}}.png*")
+    imported(tmp_path)
+    assert summarise(tmp_path, TaskHints()).settings["labels"] == ["vessel"]
+
+
+def test_masks_of_jpeg(tmp_path: Path) -> None:
+    """As Kvasir-SEG: compression moves black and white, not what is meant."""
+    rows, columns = np.mgrid[:64, :64]
+    drawn = ((rows - 30) ** 2 + (columns - 34) ** 2 < 300) * np.uint8(255)
+    colours = np.repeat(drawn[..., None], 3, axis=2)
+    for number in NUMBERS:
+        picture(tmp_path / f"{number}.png", side=64)
+        Image.fromarray(colours).save(tmp_path / f"{number}_mask.jpg", quality=80)
+    assert "masks are JPEG" in "".join(imported(tmp_path).dataset.notes)
+    stored = read_stored(tmp_path / "4_mask.jpg", mask=True).array
+    assert len(np.unique(np.asarray(Image.open(tmp_path / "4_mask.jpg")))) > 2
+    assert (stored == drawn.T).all()
+    assert summarise(tmp_path, TaskHints()).settings["target"] == "binary"
+    for values in ((1, 2), (128, 255)):
+        bands = np.repeat(np.array((0, *values), np.uint8), 12)
+        Image.fromarray(np.tile(bands, (32, 1))).save(tmp_path / "x.jpg")
+        with pytest.raises(DataError, match="other values than black and white"):
+            read_stored(tmp_path / "x.jpg", mask=True)
+    Image.new("L", (16, 16)).save(tmp_path / "empty.jpg")
+    assert not read_stored(tmp_path / "empty.jpg", mask=True).array.any()
+
+
+def test_numbers_of_objects_are_asked_about(tmp_path: Path) -> None:
+    """As GlaS, where each gland of an image has its number."""
+    for number in NUMBERS:
+        picture(tmp_path / f"train_{number}.bmp")
+        mask(tmp_path / f"train_{number}_anno.bmp", tuple(range(1, 2 + number % 4)))
+    imported(tmp_path)
+    with pytest.raises(DataError, match=r"the values 1 to 4, .* as numbers of objects"):
+        summarise(tmp_path, TaskHints())
+    labels = ("a", "b", "c", "d")
+    assert summarise(tmp_path, TaskHints(labels=labels)).settings["labels"][1:] == [*labels]

@@ -93,6 +93,28 @@ def test_lines_above_the_header_and_columns_of_one_name_are_refused(tmp_path: Pa
     assert len(read_frame(tmp_path / "t.csv")) == 12
 
 
+def test_a_table_of_excel(tmp_path: Path) -> None:
+    """Numbers are floats there, formatted cells may be empty, and a sheet may be, too."""
+    openpyxl = pytest.importorskip("openpyxl")
+    workbook = openpyxl.Workbook()
+    sheet = workbook.active
+    sheet.append(["image", "grade", "patient"])
+    names = pictures(tmp_path)
+    for number, name in enumerate(names):
+        sheet.append([name, float(number % 3), number // 2])
+    workbook.create_sheet("notes")
+    workbook.save(tmp_path / "grades.xlsx")
+    assert labels_of(tmp_path) == {name: str(number % 3) for number, name in enumerate(names)}
+    (tmp_path / "datalist.json").unlink()
+    workbook["notes"].append(["anything"])
+    workbook.save(tmp_path / "grades.xlsx")
+    assert "2 sheets with cells (Sheet, notes)" in error_of(
+        tmp_path, table=tmp_path / "grades.xlsx"
+    )
+    (tmp_path / "grades.xlsx").write_bytes(b"PK")
+    assert "cannot be read as a table" in error_of(tmp_path, table=tmp_path / "grades.xlsx")
+
+
 # -- columns -------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ from medflare.core.text import read_text
 from medflare.data.datalist import FILE, SHARES, SPLITS, check_folder
 from medflare.data.local import allowed_folders
 from medflare.data.progress import counted
-from medflare.data.reading import stem
+from medflare.data.reading import JPEG, stem, suffix
 from medflare.preparation.dataset_import.folders import (
     WORDS,
     Dataset,
@@ -49,6 +49,7 @@ from medflare.preparation.dataset_import.folders import (
     split_name,
     structure_files,
     structure_folders,
+    structure_suffixes,
     words,
 )
 from medflare.preparation.dataset_import.shared_patients import Sites, across_sites, shared_warning
@@ -163,7 +164,7 @@ def _find_dataset(folder: ImageFolder, options: ImportOptions) -> Dataset:
             "choose one with --table, or give --site-folders"
         )
     if requested and not tables:
-        problem = f"{folder.root}: no table (CSV or TSV) for the columns; name it with --table"
+        problem = f"{folder.root}: no table (CSV or Excel) for the columns; name it with --table"
         raise DataError("; ".join((problem, *unused.values())))
     if tables:
         dataset = read_tables(tables, folder, columns, kind=kind, redraw=options.redraw)
@@ -343,7 +344,10 @@ def _by_folders(folder: ImageFolder, kind: str, unused: Mapping[Path, str]) -> D
         if not kind:
             _refuse_readers(dataset, folder)
     elif kind == "segmentation" or (masks and kind != "classification"):
-        dataset = pair_masks(folder)
+        by_suffix = structure_suffixes(folder) if masks else None
+        dataset = by_suffix or pair_masks(folder)
+        if by_suffix and not kind:
+            _refuse_readers(dataset, folder)
     else:
         dataset = class_folders(folder, images, any_number=kind == "classification")
         if masks:
@@ -391,6 +395,8 @@ def _read_folder(root: Path, options: ImportOptions) -> tuple[ImageFolder, Datas
     notes = (*folder.notes, *dataset.notes)
     if options.sites is None and not options.site_folders:
         notes += _site_column_notes(dataset)
+    if any(suffix(mask) in JPEG for item in dataset.items for mask in item.masks):
+        notes += ("masks are JPEG, which moves values: 128 and more is the structure",)
     dataset = replace(dataset, notes=notes, missing=missing)
     if missing and not (options.skip and dataset.items):
         listed = len(missing) + len(dataset.items)

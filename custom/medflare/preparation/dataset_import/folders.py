@@ -38,11 +38,12 @@ from medflare.data.targets import plain_name
 
 LAYOUTS: Final = (
     "an image and its mask by name (a.png, a_mask.png), images/ and masks/, a folder per class, "
-    "or a table (CSV)"
+    "or a table (CSV, Excel)"
 )
 MAX_CLASSES: Final = 30  # more folders or values are probably not classes
 _IMAGES_OF_CLASS: Final = 2.5  # folders with fewer, in the mean, are probably patients
-_TABLES: Final = (".csv", ".tsv")
+WORKBOOK: Final = ".xlsx"
+_TABLES: Final = (".csv", ".tsv", WORKBOOK)
 _STRIDE: Final = 16  # between the pixels that are looked at first
 _SAMPLE: Final = 3  # pictures of a folder that are read to tell masks from photographs
 _TAGS: Final = (
@@ -151,7 +152,7 @@ class ImageFolder:
 
     root: Path
     images: tuple[Path, ...]  # image files, and folders with one DICOM series, sorted
-    tables: tuple[Path, ...]  # CSV and TSV files, sorted
+    tables: tuple[Path, ...]  # sorted
     patients: Mapping[Path, str]  # DICOM image -> its PatientID, if the header has one
     # DICOM segmentation -> the series of the folder that it refers to.
     segmented: Mapping[Path, Path] = field(default_factory=dict)
@@ -640,15 +641,33 @@ def pair_masks(folder: ImageFolder) -> Dataset:
         for number, name in enumerate(channels):
             if name and not name.isdecimal():
                 channel_names[str(number)] = name
+    labels = labels or _segment_labels(folder.segmented)
     return Dataset(
         "segmentation",
         tuple(items),
-        labels or _segment_labels(folder.segmented),
+        labels,
         layout,
         channel_names,
         tuple(notes),
         (*missing, *missing_images),
+        structure="" if labels else _structure_of_folders(names.values()),
     )
+
+
+def _structure_of_folders(names: Iterable[FileName]) -> str:
+    """The words that the folders of all masks have, and those of no image: "vessels" of
+    images/1.png and masks/vessels/1.png; "" without any.
+    """
+    of_images: set[str] = set()
+    of_masks: list[list[str]] = []
+    for name in names:
+        listed = " ".join(name.folders).split()
+        if name.mask:
+            of_masks.append(listed)
+        else:
+            of_images.update(listed)
+    shared = set.intersection(*map(set[str], of_masks)) - of_images
+    return " ".join(word for word in of_masks[0] if word in shared and len(word) > 2)
 
 
 def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[Path]) -> str:
@@ -897,6 +916,86 @@ def structure_files(folder: ImageFolder) -> Dataset | None:
     layout = f"a folder for each image, with a mask for each structure: {', '.join(structures)}"
     labels = numbered(structures)
     return Dataset("segmentation", tuple(items), labels, layout, missing=tuple(missing))
+
+
+def structure_suffixes(folder: ImageFolder) -> Dataset | None:
+    """Masks called like their image and a few words, the same for each structure; or None.
+
+    As RIM-ONE's im1.png, im1-Cup.png and im1-Disc.png, or IDRiD's Microaneurysms/IDRiD_01_MA.tif.
+    """
+    masks = [path for path, name in folder.names.items() if name.mask]
+    by_name: defaultdict[str, list[Path]] = defaultdict(list)
+    for path, name in folder.names.items():
+        if not name.mask:
+            by_name[name.name].append(path)
+    masks_of: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
+    for mask in masks:
+        image, rest = _image_of_longer_name(folder, mask, by_name)
+        if image is None or rest in masks_of[image]:
+            return None
+        masks_of[image][rest] = mask
+    without = sum(map(len, by_name.values())) - len(masks_of)
+    if without > len(masks_of):
+        return None
+    names = _structures_of_suffixes(masks_of.values())
+    if len(names) > MAX_CLASSES or len({*names.values()}) < len(names):
+        return None
+    items = []
+    missing = []
+    for image in chain.from_iterable(by_name.values()):
+        lacking = [names[rest] for rest in names if rest not in masks_of[image]]
+        if lacking:
+            missing.append(
+                f"{folder.relative(image)}: no mask of {lacking[0]} (an empty one if it has none)"
+            )
+            continue
+        of_image = [masks_of[image][rest] for rest in names]
+        label = of_image if len(of_image) > 1 else of_image[0]
+        items.append(Item((image,), label, split=folder.names[image].split))
+    structures = list(names.values())
+    layout = f"masks called like their image, and for the structure: {', '.join(structures)}"
+    labels = numbered(structures) if len(structures) > 1 else {}
+    structure = "" if labels else structures[0]
+    return Dataset(
+        "segmentation", tuple(items), labels, layout, missing=tuple(missing), structure=structure
+    )
+
+
+def _image_of_longer_name(
+    folder: ImageFolder, mask: Path, by_name: Mapping[str, Sequence[Path]]
+) -> tuple[Path | None, str]:
+    """The image whose name begins a mask's, and the rest of the mask's name; None without one, for
+    several, and if the rest is empty.
+    """
+    name = folder.names[mask]
+    ends = [match.start() for match in re.finditer(r"[ _.-]+", name.name)]
+    for end in reversed([*ends, len(name.name)]):
+        images = by_name.get(name.name[:end], ())
+        if images:
+            allowed = [image for image in images if folder.names[image].split == name.split]
+            allowed = allowed or [image for image in images if not name.split]
+            rest = name.name[end:]
+            return (allowed[0] if len(allowed) == 1 and rest else None), rest
+    return None, ""
+
+
+def _structures_of_suffixes(masks: Iterable[Mapping[str, Path]]) -> dict[str, str]:
+    """End of a mask's name -> its structure: the name of the masks' folder, if each has its own,
+    otherwise the words that not all ends have.
+    """
+    folders: defaultdict[str, set[str]] = defaultdict(set)
+    for of_image in masks:
+        for rest, mask in of_image.items():
+            folders[rest].add(" ".join(filter(str.isalpha, words(mask.parent.name))))
+    by_folder = {rest: min(names) for rest, names in folders.items() if len(names) == 1}
+    if len({*by_folder.values()}) == len(folders) > 1:
+        return dict(sorted(by_folder.items()))
+    parts = {rest: [part for part in re.split("[ _.-]+", rest) if part] for rest in sorted(folders)}
+    shared = set.intersection(*map(set[str], parts.values())) if len(parts) > 1 else set[str]()
+    named = {}
+    for rest, all_parts in parts.items():
+        named[rest] = " ".join(part for part in all_parts if part not in shared)
+    return named
 
 
 def are_in_structures(names: Iterable[FileName]) -> bool:

@@ -1,17 +1,20 @@
-"""A table of images (CSV or TSV): the columns, and the file that each row names."""
+"""A table of images (CSV, TSV or Excel): the columns, and the file that each row names."""
 
 import csv
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeAlias
+from zipfile import BadZipFile
 
 import pandas as pd
 
 from medflare.core.errors import DataError, one_line
+from medflare.core.packages import require
 from medflare.core.settings import no_such
 from medflare.core.text import read_text
 from medflare.data.attributes import age_problem, parse_attributes
@@ -20,6 +23,7 @@ from medflare.data.reading import NIFTI, image_suffixes, stem, suffix
 from medflare.preparation.dataset_import.folders import (
     MAX_CLASSES,
     WORDS,
+    WORKBOOK,
     Dataset,
     ImageFolder,
     Item,
@@ -64,9 +68,13 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
 
     DataError if it is unreadable, empty, or lacks one of `columns`.
     """
+    is_workbook = suffix(path) == WORKBOOK
+    if is_workbook:
+        require("openpyxl", f"{path}: a table of Excel (or save it as CSV)", DataError)
     try:
-        header, rows = _read_rows_of_text(read_text(path))
-    except (OSError, ValueError, csv.Error) as error:
+        lines = _lines_of_workbook(path) if is_workbook else _lines_of_text(read_text(path))
+        header, rows = _header_and_rows(lines)
+    except (OSError, ValueError, KeyError, csv.Error, BadZipFile) as error:
         raise DataError(
             f"{path}: cannot be read as a table ({one_line(error)}); "
             "save it as CSV in UTF-8, or give another --table"
@@ -80,12 +88,8 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
     return frame
 
 
-def _read_rows_of_text(text: str) -> tuple[list[str], dict[int, list[str]]]:
-    """The names of the columns, and line -> its cells without spaces at the ends; rows of empty
-    cells are left out.
-
-    ValueError for a row with more cells than the first one, and two columns of one name.
-    """
+def _lines_of_text(text: str) -> Iterator[tuple[int, list[str]]]:
+    """The number of each row's first line, and its cells."""
     lines = list(StringIO(text, newline=None))
     head = next(iter(lines), "").rstrip("\n")
     if head.casefold().startswith("sep=") and len(head) == len("sep=;"):  # a line for Excel
@@ -93,14 +97,64 @@ def _read_rows_of_text(text: str) -> tuple[list[str], dict[int, list[str]]]:
         lines[0] = "\n"
     else:
         separator = max(",;\t|", key=lambda mark: (*_rows_alike(lines, mark), head.count(mark)))
-    header: list[str] = []
-    rows = {}
-    line = 0
+    first_line = 1
     reader = csv.reader(lines, delimiter=separator, skipinitialspace=True)
     for cells in reader:
-        first_line = line + 1
-        line = reader.line_num
-        cells = list(map(_clean, cells))
+        yield first_line, cells
+        first_line = reader.line_num + 1
+
+
+def _lines_of_workbook(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The number and the cells of each row of the only sheet that is not empty.
+
+    ValueError for several sheets, or none.
+    """
+    from openpyxl import load_workbook
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="openpyxl")  # of styles that it does not know
+        workbook = load_workbook(path, read_only=True, data_only=True)
+    try:
+        sheets = {}
+        for sheet in workbook.worksheets:
+            rows = list(sheet.iter_rows(values_only=True))
+            if any(map(any, rows)):
+                sheets[sheet.title] = rows
+    finally:
+        workbook.close()
+    if len(sheets) != 1:
+        raise ValueError(f"{len(sheets)} sheets with cells ({', '.join(sheets)}), where one counts")
+    [rows] = sheets.values()
+    for number, row in enumerate(rows, start=1):
+        yield number, list(map(_text_of_cell, row))
+
+
+def _text_of_cell(value: Any) -> str:
+    """The text of a cell of Excel, where every number may be stored as a float.
+
+    Examples:
+        >>> _text_of_cell(3.0), _text_of_cell(None), _text_of_cell(0.5), _text_of_cell("007")
+        ('3', '', '0.5', '007')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
+
+
+def _header_and_rows(
+    lines: Iterable[tuple[int, list[str]]],
+) -> tuple[list[str], dict[int, list[str]]]:
+    """The names of the columns, and line -> its cells without spaces at the ends; rows of empty
+    cells are left out.
+
+    ValueError for a row with more cells than the first one, and two columns of one name.
+    """
+    header: list[str] = []
+    rows = {}
+    for line, texts in lines:
+        cells = list(map(_clean, texts))
         if not any(cells):  # Excel writes rows of separators
             continue
         if not header:
@@ -108,10 +162,10 @@ def _read_rows_of_text(text: str) -> tuple[list[str], dict[int, list[str]]]:
             continue
         if any(cells[len(header) :]):
             raise ValueError(
-                f"line {first_line} has {len(cells)} cells, the first one {len(header)}; put texts "
+                f"line {line} has {len(cells)} cells, the first one {len(header)}; put texts "
                 "with the separator in quotes, and take lines above the names of columns out"
             )
-        rows[first_line] = [*cells, *[""] * len(header)][: len(header)]
+        rows[line] = [*cells, *[""] * len(header)][: len(header)]
     for number, name in enumerate(header):
         if name in header[:number] and name:
             raise ValueError(f"two columns are called {name!r}; rename one")
