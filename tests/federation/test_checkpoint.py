@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import StateError
-from medflare.federation.checkpoint import CHECKPOINT, Checkpoint, resume, stored_plan
+from medflare.federation.checkpoint import CHECKPOINT, Checkpoint, copy_checkpoint, stored_plan
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.outcome import SiteCost
 from medflare.federation.schedule import Federation
@@ -85,7 +85,7 @@ def test_without_a_checkpoint_loading_raises(tmp_path: Path) -> None:
     for load in (
         lambda: Checkpoint(tmp_path, PLAN).restore(federation()),
         lambda: stored_plan(tmp_path),
-        lambda: resume(tmp_path, new),
+        lambda: copy_checkpoint(tmp_path, new),
     ):
         with pytest.raises(StateError, match="no checkpoint"):
             load()
@@ -96,10 +96,10 @@ def test_a_copied_checkpoint_is_independent(tmp_path: Path) -> None:
     interrupted = Checkpoint(tmp_path / "interrupted", PLAN)
     copied = Checkpoint(tmp_path / "copied", PLAN)
     interrupted.save(1, under_way())
-    resume(tmp_path / "interrupted", tmp_path / "copied")
+    copy_checkpoint(tmp_path / "interrupted", tmp_path / "copied")
     assert copied.restore(federation()) == 1
     copied.save(2, under_way())
-    resume(tmp_path / "copied", tmp_path / "third")
+    copy_checkpoint(tmp_path / "copied", tmp_path / "third")
     assert interrupted.restore(federation()) == 1
 
 
@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_raises(tmp_path: Path) -> None:
     path.write_bytes(content)
     for load in (
         lambda: Checkpoint(tmp_path, PLAN).restore(federation()),
-        lambda: resume(tmp_path, tmp_path / "copied"),
+        lambda: copy_checkpoint(tmp_path, tmp_path / "copied"),
     ):
         with pytest.raises(StateError, match="checksum"):
             load()

@@ -96,7 +96,7 @@ class Checkpoint:
         return run["finished"]
 
 
-def resume(interrupted: Path, folder: Path) -> None:
+def copy_checkpoint(interrupted: Path, folder: Path) -> None:
     """Copy the checkpoint in the folder of an interrupted run to that of the run that resumes it.
 
     Raises:

@@ -57,9 +57,9 @@ _GROUPS: Final = {
     "metrics": "metrics",
 }
 _ARGUMENTS: Final = {"rule": "rules", "adapt": "adaptations"}
-# Suffixes of the configuration files that FLARE reads beside JSON.
 # FLARE replaces "{$NAME}" by an environment variable of the party.
 _NO_BRACES: Final = "a name or text has braces, which FLARE replaces; write the values themselves"
+# Suffixes of the configuration files that FLARE reads beside JSON.
 _OTHER_FORMATS: Final = (".conf", ".yml", ".yaml", ".default")
 
 

@@ -184,7 +184,7 @@ class MedflareController(Controller):
             MedflareError: any part of it is wrong or not allowed here, or there is nothing to
                 resume.
         """
-        from medflare.federation.checkpoint import resume
+        from medflare.federation.checkpoint import copy_checkpoint
         from medflare.federation.run import Run
         from medflare.methods.catalogue import get_method
         from medflare.tasks.config import load_task
@@ -203,7 +203,7 @@ class MedflareController(Controller):
         local = settings_of(fl_ctx.get_workspace())
         checkpoints, *interrupted = self._checkpoints(fl_ctx)
         if interrupted:
-            resume(interrupted[0], checkpoints)
+            copy_checkpoint(interrupted[0], checkpoints)
         method = get_method(site_algorithm, server=aggregator.method_name)
         aggregator.hyper = method.effective(aggregator.hyper or {})  # with all defaults
         inside = [site for site in sorted(self._members()) if site not in settings.outside]

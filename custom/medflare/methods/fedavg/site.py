@@ -115,6 +115,7 @@ class FedAvgSite(SiteAlgorithm[F]):
         uses_features: whether it uses a network's features or head, whatever its settings.
     """
 
+    # Has the settings of DP-SGD, which a subclass without hyper-parameters of its own inherits.
     Hyper: ClassVar[type] = FedAvgHyper
     accumulates = True
     freezes = True

@@ -26,7 +26,7 @@ from medflare.methods import (
     trainable,
 )
 from medflare.methods.families.second_models.site import SecondModelSite, gradients_of, take_step
-from medflare.methods.families.server_rules.rule import Models, Rule
+from medflare.methods.families.server_rules.rule import Models, ReweightedMean
 from medflare.methods.parts.proximal import proximal_gradients
 from medflare.networks.features import overwrite
 
@@ -141,7 +141,7 @@ class PFedMeSite(SecondModelSite[PFedMeHyper]):
         return None
 
 
-class PFedMeMean(Rule):
+class PFedMeMean(ReweightedMean):
     """(1 - β) w + β mean_k w_k of the trained entries; β may exceed 1, so that running statistics
     are averaged.
     """

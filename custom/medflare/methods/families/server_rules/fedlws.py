@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from medflare.methods import FedAvgServer, FedAvgServerHyper, StateDict, param, strict_dataclass
 from medflare.methods.aggregation import plain_mean
-from medflare.methods.families.server_rules.rule import Models, Rule
+from medflare.methods.families.server_rules.rule import Models, ReweightedMean
 
 
 @strict_dataclass
@@ -32,7 +32,7 @@ def shrinking_factor(weights: float, update: float, strength: float) -> float:
     return weights / (weights + strength * update)
 
 
-class ShrunkMean(Rule):
+class ShrunkMean(ReweightedMean):
     """The weighted mean, with every layer times its γ_l."""
 
     def moved(self, mean: StateDict, models: Models, previous: StateDict) -> StateDict:

@@ -27,7 +27,7 @@ from medflare.methods import (
     count,
     extends,
 )
-from medflare.methods.families.server_rules.rule import Models, Rule, Weights, fractions
+from medflare.methods.families.server_rules.rule import Models, ReweightedMean, Weights, fractions
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class CountingSite(FedAvgSite):
         return super().optimized(model, purpose, counted)
 
 
-class NormalizedMean(Rule):
+class NormalizedMean(ReweightedMean):
     """FedNova's step; a site that sends no number of steps counts as one with the mean number.
 
     Attributes:

@@ -20,7 +20,7 @@ from medflare.methods import (
     param,
     strict_dataclass,
 )
-from medflare.methods.families.server_rules.rule import Models, Rule
+from medflare.methods.families.server_rules.rule import Models, ReweightedMean
 from medflare.methods.parts.tensors import widened
 
 _MOMENTS = "server_moments"
@@ -75,7 +75,7 @@ def second_moment(kind: str, v: Tensor, delta: Tensor, beta2: float = 0.0) -> Te
     return beta2 * v + (1 - beta2) * squares
 
 
-class MomentumMean(Rule):
+class MomentumMean(ReweightedMean):
     """FedAvgM: v <- β v + Δ, w <- w + η v, with Δ = mean - previous model.
 
     Attributes:

@@ -32,7 +32,7 @@ class UniformHyper(FedAvgServerHyper):
     )
 
 
-class Rule(WeightedMean):
+class ReweightedMean(WeightedMean):
     """The weighted mean with the weights of `weigh`, changed by `moved`.
 
     It is FedAvg's mean if there is no previous model (local parts, the first round of FLARE's own

@@ -32,7 +32,7 @@ from medflare.methods import (
 )
 from medflare.methods.families.server_rules.rule import (
     Models,
-    Rule,
+    ReweightedMean,
     UniformHyper,
     Weights,
     fractions,
@@ -123,7 +123,7 @@ class TrainedMetricSite(MeasuringSite):
         return reply
 
 
-class AdjustedMean(Rule):
+class AdjustedMean(ReweightedMean):
     """The mean with adjusted weights, with d_r = d (1 - r/R).
 
     `record` holds a_k as "weights", and the metrics of the models of the last round as "metrics".
@@ -207,7 +207,7 @@ class WithoutSite(MeasuringSite):
         return reply
 
 
-class ContributionMean(Rule):
+class ContributionMean(ReweightedMean):
     """The mean with weights by contribution; `record` holds by site c_k and values of all rounds.
 
     A site whose metrics are undefined has the mean error of the others.

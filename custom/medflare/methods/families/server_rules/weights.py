@@ -20,7 +20,7 @@ from medflare.methods import (
 from medflare.methods.aggregation import plain_mean
 from medflare.methods.families.server_rules.rule import (
     Models,
-    Rule,
+    ReweightedMean,
     UniformHyper,
     Weights,
     fractions,
@@ -44,7 +44,7 @@ def inverse_distances(states: Mapping[str, StateDict]) -> Weights:
     return inverse
 
 
-class InverseDistanceMean(Rule):
+class InverseDistanceMean(ReweightedMean):
     """The mean with weights p_k / ||ω_avg - ω_k||_1, over the trained entries."""
 
     def weigh(self, models: Models, round: int, previous: StateDict) -> Weights:
@@ -92,7 +92,7 @@ def alignment_loss(logits: Tensor, vectors: Tensor, cosine: Tensor) -> Tensor:
     return weights @ (distances + 1 - cosine)
 
 
-class OptimizedWeights(Rule):
+class OptimizedWeights(ReweightedMean):
     """The mean with weights p that steps of Adam on t have optimized.
 
     Adam's settings and one step a round are those of the authors' code. Unlike there, t starts at
@@ -145,7 +145,7 @@ def pid_weights(images: Weights, drops: Weights, sums: Weights, hyper: FetsPIDHy
     return weights
 
 
-class PIDMean(Rule):
+class PIDMean(ReweightedMean):
     """The mean with FedPIDAvg's weights; the cost is a round's mean training loss.
 
     The challenge's choice of sites is not included. With DP-SGD sites send no loss, and the rule is
