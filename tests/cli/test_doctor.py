@@ -40,16 +40,15 @@ def test_a_server_that_is_fit_to_start(tmp_path: Path, root: Root) -> None:
     kit = make_kit(tmp_path / "server", root, "server", free_port())
     set_up(kit, KitSettings())
     actual = list(examine(kit))
-    assert {finding.verdict for finding in actual} == {"ok"}, actual
+    assert {finding.status for finding in actual} == {"ok"}, actual
     with socket.create_server(("", kit.port)):
         assert (
-            _found(kit, "server").verdict == "FAILED"
-            and str(kit.port) in _found(kit, "server").text
+            _found(kit, "server").status == "FAILED" and str(kit.port) in _found(kit, "server").text
         )
 
 
 def test_a_site_that_is_not_set_up(site: Kit) -> None:
-    actual = {finding.check: finding.verdict for finding in examine(site)}
+    actual = {finding.check: finding.status for finding in examine(site)}
     assert (actual["policies"], actual["server"], actual["settings"], actual["data"]) == (
         "FAILED",
         "FAILED",
@@ -62,7 +61,7 @@ USUAL = template("site", "resources.json")["class_allow_list"]
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "verdict", "named"),
+    ("name", "changes", "status", "named"),
     [
         ("resources", {}, "ok", ""),
         ("resources", {"class_allow_list": []}, "FAILED", USUAL[0]),
@@ -78,25 +77,25 @@ USUAL = template("site", "resources.json")["class_allow_list"]
     ],
 )
 def test_the_policies(
-    site: Kit, name: str, changes: dict[str, object], verdict: str, named: str
+    site: Kit, name: str, changes: dict[str, object], status: str, named: str
 ) -> None:
     set_up(site, KitSettings())
     _change(site.local / f"{name}.json", **changes)
-    assert _found(site, "policies").verdict == verdict and named in _found(site, "policies").text
+    assert _found(site, "policies").status == status and named in _found(site, "policies").text
 
 
 def test_a_key_that_others_can_read(site: Kit) -> None:
-    assert _found(site, "keys").verdict == "ok"
+    assert _found(site, "keys").status == "ok"
     (site.folder / "startup").chmod(0o777)
     assert "chmod 700" in _found(site, "keys").text
     site.key.chmod(0o644)
     assert "chmod 600" in _found(site, "keys").text
     site.key.unlink()
-    assert _found(site, "keys").verdict == "FAILED"
+    assert _found(site, "keys").status == "FAILED"
 
 
 @pytest.mark.parametrize(
-    ("days", "verdict", "named"),
+    ("days", "status", "named"),
     [
         ((-1, 365), "ok", "clock"),
         ((-1, 20), "warning", "new kit"),
@@ -105,35 +104,33 @@ def test_a_key_that_others_can_read(site: Kit) -> None:
     ],
 )
 def test_a_certificate_by_the_clock(
-    tmp_path: Path, root: Root, days: tuple[float, float], verdict: str, named: str
+    tmp_path: Path, root: Root, days: tuple[float, float], status: str, named: str
 ) -> None:
     finding = _found(make_kit(tmp_path / "site-1", root, days=days), "certificate")
-    assert finding.verdict == verdict and named in finding.text
+    assert finding.status == status and named in finding.text
 
 
-@pytest.mark.parametrize(("gigabytes", "verdict"), [(100, "ok"), (9.9, "warning"), (0.9, "FAILED")])
-def test_free_disk(
-    site: Kit, disk: Callable[[float], None], gigabytes: float, verdict: str
-) -> None:
+@pytest.mark.parametrize(("gigabytes", "status"), [(100, "ok"), (9.9, "warning"), (0.9, "FAILED")])
+def test_free_disk(site: Kit, disk: Callable[[float], None], gigabytes: float, status: str) -> None:
     disk(gigabytes)
-    assert _found(site, "disk").verdict == verdict
+    assert _found(site, "disk").status == status
 
 
 def test_settings_and_device(site: Kit, server: Kit) -> None:
     set_up(site, KitSettings())
     own = site.local / "medflare.json"
-    assert _found(site, "settings").verdict == _found(site, "device").verdict == "ok"
+    assert _found(site, "settings").status == _found(site, "device").status == "ok"
     _change(own, device="cuda:99")
-    assert _found(site, "device").verdict == "FAILED"
+    assert _found(site, "device").status == "FAILED"
     _change(own, device="cpu", minimum_patients=0)
     assert (
-        _found(site, "settings").verdict == "warning"
+        _found(site, "settings").status == "warning"
         and "minimum_patients" in _found(site, "settings").text
     )
     for kit in (site, server):
         (kit.local / "medflare.json").write_text("{")
         actual = [finding for finding in examine(kit) if "medflare.json" in finding.text]
-        assert [(finding.check, finding.verdict) for finding in actual] == [
+        assert [(finding.check, finding.status) for finding in actual] == [
             ("settings", "FAILED")
         ], "once"
 
@@ -143,18 +140,17 @@ def test_data_as_the_task_needs_them(
 ) -> None:
     for root in (tmp_path, tmp_path / "nowhere"):
         set_up(site, KitSettings(data_root=root))
-        assert _found(site, "data").verdict == "FAILED" and str(root) in _found(site, "data").text
+        assert _found(site, "data").status == "FAILED" and str(root) in _found(site, "data").text
     folder = make_site()
     set_up(site, KitSettings(data_root=folder))
     assert "minimum_patients" in _found(site, "data", make_task()).text, (
         "it has four training patients"
     )
     set_up(site, KitSettings(minimum_patients=4))
-    assert _found(site, "data").verdict == _found(site, "data", make_task()).verdict == "ok"
+    assert _found(site, "data").status == _found(site, "data", make_task()).status == "ok"
     next(folder.rglob("*.png")).write_bytes(b"damaged")
     assert (
-        _found(site, "data").verdict == "ok"
-        and _found(site, "data", make_task()).verdict == "FAILED"
+        _found(site, "data").status == "ok" and _found(site, "data", make_task()).status == "FAILED"
     )
 
 
@@ -166,30 +162,30 @@ def test_data_are_looked_for_where_a_run_does(
     next(other.rglob("*.png")).write_bytes(b"another site's, and damaged")
     monkeypatch.setenv("HOME", str(own.parent.parent))
     set_up(site, KitSettings(minimum_patients=4))
-    assert _found(site, "data").verdict == "warning"
+    assert _found(site, "data").status == "warning"
     monkeypatch.setenv(ENVIRONMENT, str(own.parent))
-    assert _found(site, "data").verdict == "ok" and str(own) in _found(site, "data").text
+    assert _found(site, "data").status == "ok" and str(own) in _found(site, "data").text
     monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "nowhere"))
     _change(site.local / "medflare.json", data_root=f"~/{own.parent.name}")
-    assert _found(site, "data", make_task()).verdict == "ok"
+    assert _found(site, "data", make_task()).status == "ok"
 
 
 def test_storage_of_a_server(server: Kit, tmp_path: Path) -> None:
-    assert _found(server, "storage").verdict == "FAILED", "before setup"
+    assert _found(server, "storage").status == "FAILED", "before setup"
     storage = tmp_path / "new" / "storage"
     set_up(server, KitSettings(storage=storage))
     assert (
-        _found(server, "storage").verdict == "ok" and str(storage) in _found(server, "storage").text
+        _found(server, "storage").status == "ok" and str(storage) in _found(server, "storage").text
     )
     assert not list(storage.iterdir()), "the check changes nothing"
     file = server.local / "resources.json"
     file.write_text(file.read_text().replace(str(storage / "jobs"), "/dev/null/jobs"))
     assert (
-        _found(server, "storage").verdict == "FAILED"
+        _found(server, "storage").status == "FAILED"
         and "/dev/null/jobs" in _found(server, "storage").text
     )
     _change(file, components=[])
     assert (
-        _found(server, "storage").verdict == "FAILED"
+        _found(server, "storage").status == "FAILED"
         and "resources.json" in _found(server, "storage").text
     )

@@ -12,7 +12,7 @@ from helpers.fixture_types import Refused
 from medflare.cli import main
 from medflare.core.events import DOUBTS
 from medflare.data.phantom import photographs
-from medflare.evaluation.verdicts import findings_of
+from medflare.evaluation.findings import findings_of
 from medflare.networks import weights
 from medflare.networks.weights import PACKAGE, packaged_weights
 

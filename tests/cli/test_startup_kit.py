@@ -10,7 +10,6 @@ import pytest
 from cli.fake_kits import PLAIN
 from medflare.cli.startup_kit import Change, Kit, KitSettings, set_up, template
 from medflare.core.errors import ConfigError
-from medflare.flare.names import COMPONENTS
 
 
 def _read(kit: Kit, name: str) -> Any:
@@ -21,8 +20,8 @@ def _write(kit: Kit, name: str, content: Any) -> None:
     (kit.local / name).write_text(json.dumps(content))
 
 
-def _verdicts(changes: list[Change]) -> dict[str, str]:
-    return {change.file.name: change.verdict for change in changes}
+def _actions(changes: list[Change]) -> dict[str, str]:
+    return {change.file.name: change.action for change in changes}
 
 
 def _all(kit: Kit) -> dict[str, str]:
@@ -30,14 +29,14 @@ def _all(kit: Kit) -> dict[str, str]:
 
 
 def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
-    assert set(_verdicts(set_up(site, KitSettings())).values()) == {"added"}
+    assert set(_actions(set_up(site, KitSettings())).values()) == {"added"}
     assert _read(site, "medflare.json") == {
         "device": "cpu",
         "minimum_patients": 5,
         "bounds": {"inside_sites": 2, "drop_share": 0.5},
     }
     resources = _read(site, "resources.json")
-    assert resources["class_allow_list"] == list(COMPONENTS["site"])
+    assert "medflare.flare.executors.MedflareExecutor" in resources["class_allow_list"]
     assert (
         resources["components"][0]["path"]
         == template("site", "resources.json")["components"][2]["path"]
@@ -57,7 +56,7 @@ def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
     assert resources["servers"][0]["heart_beat_timeout"] == 120
     assert resources["components"][-1]["path"] == "medflare.flare.components.UnfinishedJobs"
     for kit in (site, server):
-        assert set(_verdicts(set_up(kit, KitSettings())).values()) == {"kept"}
+        assert set(_actions(set_up(kit, KitSettings())).values()) == {"kept"}
 
 
 def test_a_kit_is_for_its_account_alone(site: Kit, tmp_path: Path) -> None:
@@ -104,7 +103,7 @@ def test_settings_are_merged_into_a_kit_that_has_some(site: Kit, tmp_path: Path)
             cache=str(tmp_path / "fast"),
         ),
     )
-    assert {name for name, verdict in _verdicts(changes).items() if verdict != "kept"} == {
+    assert {name for name, action in _actions(changes).items() if action != "kept"} == {
         "medflare.json"
     }
     cache = {"folder": str(tmp_path / "fast"), "limit_gb": 5}

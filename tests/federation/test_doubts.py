@@ -12,7 +12,7 @@ from medflare.core.events import DOUBTS
 from medflare.core.message import Message
 from medflare.data.loading import SiteData, Split
 from medflare.data.local import LocalSettings
-from medflare.evaluation.verdicts import findings_of
+from medflare.evaluation.findings import findings_of
 from medflare.federation.final_models import SiteFolder
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant

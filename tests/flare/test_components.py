@@ -21,12 +21,12 @@ from medflare.cli.startup_kit import template
 from medflare.data.local import find_private_folder, private_folder
 from medflare.flare.components import JobComponents, _component_paths, _refusal, _texts
 from medflare.flare.jobs.building import build_job
-from medflare.flare.names import COMPONENTS
 from medflare.flare.recipes import MedflareRecipe
 from medflare.methods.catalogue import SURVEYS, get_method, method_names
 
 FILES = {"site": "config_fed_client.json", "server": "config_fed_server.json"}
 EXECUTOR = "medflare.flare.executors.FedAvgExecutor"
+COMPONENTS = {kind: template(kind, "resources.json")["class_allow_list"] for kind in FILES}
 STREAMER = "nvflare.app_common.logging.job_log_streamer.JobLogStreamer"
 
 
@@ -37,10 +37,10 @@ def named_in(job: Path) -> dict[str, set[str]]:
     }
 
 
-# -- one table -----------------------------------------------------------------------------------------------------------------
+# -- one list ------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_holds_what_our_jobs_name_and_nothing_else(tmp_path: Path) -> None:
+def test_kits_list_what_our_jobs_name_and_nothing_else(tmp_path: Path) -> None:
     jobs = [path for path in sorted((ROOT / "jobs").iterdir()) if path.is_dir()]
     options: dict[str, dict[str, Any]] = {
         "grace": {"byoc": True, "outside": ["site-2"]},
@@ -76,13 +76,12 @@ def test_the_table_holds_what_our_jobs_name_and_nothing_else(tmp_path: Path) -> 
     jobs += [path.parent for path in (tmp_path / "recipes").rglob("meta.json")]
     assert len(jobs) > 25
     actual = {kind: set().union(*(named_in(job)[kind] for job in jobs)) for kind in FILES}
-    assert actual == {kind: set(names) for kind, names in COMPONENTS.items()}
+    assert actual == {kind: set(COMPONENTS[kind]) for kind in FILES}
 
 
 @pytest.mark.parametrize("kind", ["site", "server"])
-def test_kits_list_the_table_by_full_names(kind: Any) -> None:
-    allowed = template(kind, "resources.json")["class_allow_list"]
-    assert tuple(allowed) == COMPONENTS[kind]
+def test_kits_list_components_by_full_names(kind: Any) -> None:
+    allowed = COMPONENTS[kind]
     assert {_refusal(name, allowed) for name in allowed} == {""}
     assert all(issubclass(load_class(name), FLComponent) for name in allowed)
 

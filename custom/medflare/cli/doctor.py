@@ -44,7 +44,7 @@ class CheckResult(NamedTuple):
     """The result of a check: "ok", "warning" or "FAILED", and the reason (with the remedy)."""
 
     check: str
-    verdict: str
+    status: str
     text: str
 
 

@@ -50,7 +50,7 @@ def setup(
     """
     for kit in [open_kit(folder) for folder in kits]:
         for change in set_up(kit, KitSettings(**settings)):
-            print("\n         ".join([f"{change.verdict:8} {change.file}", *change.settings]))
+            print("\n         ".join([f"{change.action:8} {change.file}", *change.settings]))
 
 
 def doctor(kit: KitFolder, task: str | None = None) -> int:
@@ -71,9 +71,9 @@ def doctor(kit: KitFolder, task: str | None = None) -> int:
     party = open_kit(kit)
     config = None if task is None else load_task(task)
     failed = 0
-    for finding in examine(party, config):
-        print(f"{finding.verdict:8} {finding.check:12} {finding.text}", flush=True)
-        failed += finding.verdict == "FAILED"
+    for result in examine(party, config):
+        print(f"{result.status:8} {result.check:12} {result.text}", flush=True)
+        failed += result.status == "FAILED"
     if failed:
         print(f"{party.name}: {failed} of these must be fixed before it can take part")
         return 1

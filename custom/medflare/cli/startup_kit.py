@@ -251,7 +251,7 @@ class Change(NamedTuple):
     """What setup did with a file: "kept", "added", "changed" or "removed"; settings that differ."""
 
     file: Path
-    verdict: str
+    action: str
     settings: tuple[str, ...] = ()
 
 

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING
 from medflare.core.packages import installed
 from medflare.core.text import Json
 from medflare.evaluation import presentation as text
+from medflare.evaluation.findings import UNUSABLE, findings_of, level_sentence
 from medflare.evaluation.results import (
     COMPLETED,
     FAILED,
@@ -22,7 +23,6 @@ from medflare.evaluation.results import (
     find_results,
     load_results,
 )
-from medflare.evaluation.verdicts import UNUSABLE, findings_of, verdict
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,7 +76,7 @@ def round_line(
 
 
 def results_table(results: Json) -> str:
-    """The result table as plain text for a log, with the verdict and a line for each finding."""
+    """The result table as plain text for a log, with the level and a line for each finding."""
     buffer = io.StringIO()
     print_results(results, buffer)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
@@ -86,7 +86,7 @@ def print_results(results: Json, stream: IO[str]) -> None:
     """Print the result tables, each with as many metrics as 100 columns hold; a terminal gets
     colour.
     """
-    sentence = verdict(results)
+    sentence = level_sentence(results)
     found = findings_of(results)
     if not installed("rich"):
         title = f"{results['method']} on {results['task']}: {text.outcome(results)}"

@@ -27,6 +27,7 @@ from medflare.evaluation.figures import (
     roc_curves,
     training_curves,
 )
+from medflare.evaluation.findings import UNUSABLE, findings_at_site, findings_of, level_sentence
 from medflare.evaluation.groups import FEWEST_OF_GROUP, group_rows
 from medflare.evaluation.labels import labels_of
 from medflare.evaluation.results import (
@@ -41,7 +42,6 @@ from medflare.evaluation.results import (
     json_ready,
     site_results,
 )
-from medflare.evaluation.verdicts import UNUSABLE, findings_at_site, findings_of, verdict
 from medflare.tasks import classes
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import RESAMPLES, Summary, mean_interval
@@ -115,7 +115,7 @@ def render_report(
         results=results,
         constants=_mean_constants(sites),
         best_model=_usable_folder(columns, models),
-        verdict=verdict(results),
+        level=level_sentence(results),
         columns=columns,
         sites=sites,
         splits=SPLITS,
@@ -315,7 +315,7 @@ class SiteReport:
     files by title.
 
     `constant`: the task's metric of the constant answer, None if it is suppressed.
-    `of_training`: see `verdicts.kinds_of_training`.
+    `of_training`: see `findings.kinds_of_training`.
     `groups`: see `SiteData.test_groups`; `minimum_patients`: of the site's settings.
     """
 
@@ -377,7 +377,7 @@ def render_site_report(report: SiteReport) -> str:
         metrics=text.metric_names(results),
         columns=columns,
         findings=findings_at_site(results, report.site, report.of_training),
-        verdict=verdict(results),
+        level=level_sentence(results),
         site=site,
         value_label=value_label(task),
         headings=list(values),

@@ -28,8 +28,8 @@ from medflare.core.errors import StateError
 from medflare.core.events import KINDS, Event
 from medflare.core.packages import code_versions, extension_modules, installed_versions
 from medflare.core.text import NAME, Json, JsonDict, is_name, printable_json
+from medflare.evaluation.findings import findings
 from medflare.evaluation.labels import CLASSES, STRUCTURES, labels_of, named_metrics
-from medflare.evaluation.verdicts import findings
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import ALL, Values
 
@@ -129,7 +129,7 @@ def build_results(record: RunRecord) -> JsonDict:
     """The content of results.json, see `json_ready`: every site and mean has the same models and
     metrics; undefined values are None.
 
-    "findings" are those of `verdicts.findings`.
+    "findings" are those of `findings.findings`.
     """
     task = record.task
     models = dict.fromkeys(MODELS)

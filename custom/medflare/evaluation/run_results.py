@@ -7,10 +7,10 @@ from typing import Any
 
 from medflare.evaluation import presentation as text
 from medflare.evaluation.figures import training_curves
+from medflare.evaluation.findings import findings_of, level_sentence
 from medflare.evaluation.labels import task_metric
 from medflare.evaluation.report import template
 from medflare.evaluation.results import ROLES
-from medflare.evaluation.verdicts import findings_of, verdict
 
 
 class RunResults(dict[str, Any]):
@@ -53,7 +53,7 @@ class RunResults(dict[str, Any]):
         return template("notebook.html").render(
             title=repr(self)[1:-1],
             results=self,
-            verdict=verdict(self),
+            level=level_sentence(self),
             findings=findings_of(self),
             curves=training_curves(self, self.history),
         )

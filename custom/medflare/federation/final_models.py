@@ -74,7 +74,7 @@ class ArtifactStore:
         """Write the site's report, after all final models.
 
         `reply`: with the events, and the metric of the constant answer if it is not suppressed;
-        `of_training`: see `verdicts.kinds_of_training`.
+        `of_training`: see `findings.kinds_of_training`.
         """
 
 

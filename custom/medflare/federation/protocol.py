@@ -37,7 +37,7 @@ from medflare.core.specs import (
 from medflare.core.states import StateDict
 from medflare.core.text import JsonDict, printable
 from medflare.data.acquisition import TRAINED_ON, check_range
-from medflare.evaluation.verdicts import OF_TRAINING
+from medflare.evaluation.findings import OF_TRAINING
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, META_LIMIT
 from medflare.methods.base import Plan, SiteAlgorithm
 from medflare.privacy.settings import PrivacyCost

@@ -20,7 +20,7 @@ from medflare.core.rng import numpy_generator
 from medflare.core.specs import Manifest, StateSpec
 from medflare.core.states import StateDict
 from medflare.core.text import Json
-from medflare.evaluation.verdicts import kinds_of_training
+from medflare.evaluation.findings import kinds_of_training
 from medflare.federation.enrolment import Enrolment, class_shares, join_problems, trained_on
 from medflare.federation.exchange import Exchange, Transport, numbered
 from medflare.federation.outcome import Outcome, StepReport
@@ -371,7 +371,7 @@ class Federation:
         return outgoing
 
     def _so_far(self) -> dict[str, Any]:
-        """What the verdicts on a training read of results.json."""
+        """What the findings of a training need of results.json."""
         return {
             "sites": {},
             "events": self.events.to_list(),

@@ -19,6 +19,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.text import Json, JsonDict
 from medflare.data.loading import SiteData, Split, joined
+from medflare.evaluation.findings import findings, validation_curves
 from medflare.evaluation.results import (
     FAILED,
     RunRecord,
@@ -26,7 +27,6 @@ from medflare.evaluation.results import (
     build_results,
     mean_over_sites,
 )
-from medflare.evaluation.verdicts import findings, validation_curves
 from medflare.federation.final_models import metric_of
 from medflare.federation.local.loop import run_local
 from medflare.federation.settings import CROSS_SITE

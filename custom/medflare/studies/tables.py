@@ -15,6 +15,7 @@ import pandas as pd
 from medflare.core.errors import StateError
 from medflare.core.settings import unknown
 from medflare.core.text import Json
+from medflare.evaluation.findings import KINDS, UNUSABLE, Finding, findings, is_rising
 from medflare.evaluation.labels import named_metrics, task_metric
 from medflare.evaluation.presentation import (
     UNDEFINED,
@@ -26,7 +27,6 @@ from medflare.evaluation.presentation import (
     voters,
 )
 from medflare.evaluation.results import MODELS, confusion
-from medflare.evaluation.verdicts import KINDS, UNUSABLE, Finding, findings, is_rising
 from medflare.federation.settings import CROSS_SITE
 from medflare.studies.candidates import UNIFORM, weighs_by_samples
 from medflare.studies.references import (

@@ -401,7 +401,7 @@ def _curves_of_selection(results: Json) -> _Curves:
 # -- the sentence below the results ----------------------------------------------------------------
 
 
-def verdict(results: Json) -> str:
+def level_sentence(results: Json) -> str:
     """The deployed model against the constant answer: the level, and at how many sites it is
     better; "" without constant answers.
     """

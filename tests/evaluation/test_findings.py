@@ -12,9 +12,7 @@ from helpers.small_tasks import small_task
 from medflare.core.events import DOUBTS, EventLog
 from medflare.evaluation import console
 from medflare.evaluation.console import results_table
-from medflare.evaluation.report import SiteReport, render_report, render_site_report, write_results
-from medflare.evaluation.results import RunRecord, SiteRecord, build_results, load_results
-from medflare.evaluation.verdicts import (
+from medflare.evaluation.findings import (
     FLOORS,
     KINDS,
     OF_TRAINING,
@@ -23,8 +21,10 @@ from medflare.evaluation.verdicts import (
     is_rising,
     kinds_of_training,
     late_rounds,
-    verdict,
+    level_sentence,
 )
+from medflare.evaluation.report import SiteReport, render_report, render_site_report, write_results
+from medflare.evaluation.results import RunRecord, SiteRecord, build_results, load_results
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import ALL, Summary
 
@@ -53,7 +53,7 @@ def test_a_good_model_has_no_finding(record: RunRecord) -> None:
     assert kinds(results) == [] and "WARNING" not in results_table(results)
     assert (
         "Dice 0.750, constant answer (which ignores the image) 0.300, mean over 2 sites: better at 2 of 2 sites"
-        in verdict(results)
+        in level_sentence(results)
     )
     assert not [
         tag
@@ -71,7 +71,7 @@ def test_a_low_dice_is_never_praised(record: RunRecord) -> None:
         C=(0.083, 0.028, [0.07, 0.1]),
     )
     assert kinds(results) == ["below_floor"]
-    assert "better than the constant answer, but Dice 0.083: not usable" in verdict(results)
+    assert "better than the constant answer, but Dice 0.083: not usable" in level_sentence(results)
     for surface in (results_table(results), Page(render_report(results)).text):
         assert (
             "not usable" in surface
@@ -88,7 +88,9 @@ def test_a_structure_of_one_site_below_the_floor_is_named(record: RunRecord) -> 
         ("B",),
         "B: disc Dice 0.150",
     )
-    assert "not usable for a structure below the floor (B: disc Dice 0.150)" in verdict(results)
+    assert "not usable for a structure below the floor (B: disc Dice 0.150)" in level_sentence(
+        results
+    )
 
 
 def test_no_volume_beyond_nine_times_the_true_one_reaches_the_floor() -> None:
@@ -111,7 +113,7 @@ def test_below_like_and_not_distinguishable_from_the_constant_answer(record: Run
     }
     assert (
         "above it, but without an interval, at D; not better at A, B; not distinguishable at C"
-        in verdict(results)
+        in level_sentence(results)
     )
 
 
@@ -169,10 +171,10 @@ def test_models_that_findings_call_bad_are_not_called_better(record: RunRecord) 
     )
     event = {"round": None, "site": "A", "kind": "constant_output", "message": "one class"}
     record = dataclasses.replace(record, task=task, sites={"A": missed}, history=[], events=[])
-    line = verdict(build_results(record))
+    line = level_sentence(build_results(record))
     assert f"but it never recognizes a class (A: {task.labels[0]})." in line
     assert "better at" not in line
-    line = verdict(build_results(dataclasses.replace(record, events=[event])))
+    line = level_sentence(build_results(dataclasses.replace(record, events=[event])))
     assert line.endswith("mean over 1 site: one answer for all test images: not usable.")
     assert "better" not in line
 
@@ -188,7 +190,7 @@ def test_a_model_of_wrong_volumes_is_not_called_better(record: RunRecord) -> Non
         constant=0.1,
     )
     record = dataclasses.replace(record, task=task, sites={"B": site}, history=[], events=[])
-    line = verdict(build_results(record))
+    line = level_sentence(build_results(record))
     assert "but it predicts volumes far from the true ones (B: disc volume error 5.200)" in line
     assert "better at" not in line
 
@@ -280,8 +282,8 @@ def test_findings_are_the_last_lines_of_a_log(
     if not rich:
         monkeypatch.setattr(console, "installed", lambda module: False)
     results = segmented(record, A=(0.1, 0.028, [0.07, 0.13]))
-    verdict_line, warning = results_table(results).splitlines()[-2:]
-    assert "not usable" in verdict_line and warning.startswith("WARNING below_floor")
+    level, warning = results_table(results).splitlines()[-2:]
+    assert "not usable" in level and warning.startswith("WARNING below_floor")
 
 
 def test_the_site_report_has_the_findings_of_its_site(task: TaskConfig) -> None:
