@@ -10,6 +10,7 @@ from PIL import Image
 
 from helpers.fixture_types import Edit, SiteOf, TaskOf
 from medflare.core.errors import DataError
+from medflare.data import decoding
 from medflare.data.loading import ENVIRONMENT, Split, joined, load_site_data, resolve_data_root
 from medflare.data.targets import class_counts
 from medflare.tasks.config import load_task
@@ -179,9 +180,10 @@ def test_splits_and_class_counts(make_site: SiteOf, make_task: TaskOf) -> None:
 
 @pytest.mark.parametrize("labels", [["square"], ["background", "square"]])
 def test_class_counts_of_an_empty_split_on_disk(
-    labels: list[str], make_site: SiteOf, make_task: TaskOf
+    labels: list[str], make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An outside site with test images only; every class counts zero, as in memory."""
+    monkeypatch.setattr(decoding, "_IN_MEMORY", 0)
     folder = make_site({"test": ["a", "b"]})
     task = make_task(target="binary" if len(labels) == 1 else "multiclass", labels=labels)
     on_disk = load_site_data("A", task, folder, role="outside", in_memory=False).train

@@ -15,6 +15,7 @@ from helpers.fixture_types import Edit, SiteOf, TaskOf
 from helpers.small_tasks import small_task
 from helpers.volume_sites import cube_task, make_volumes
 from medflare.core.errors import ConfigError, DataError
+from medflare.data import decoding
 from medflare.data.loading import SiteData, Split, load_site_data
 from medflare.data.local import LocalSettings
 from medflare.data.transforms import Preprocessing
@@ -367,10 +368,12 @@ def test_batches_of_one_image_that_work(make_task: TaskOf) -> None:
         check_task(make_task("classification", batch_size=1, size=[side] * 2, network=network))
 
 
+@pytest.mark.parametrize("memory", [0, 10_000])  # none, or some of the images
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])
 def test_images_that_are_decoded_when_used_are_those_in_memory(
-    kind: str, make_site: SiteOf, make_task: TaskOf
+    kind: str, memory: int, make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(decoding, "_IN_MEMORY", memory)
     folder = make_site(kind=kind)
     task = make_task(kind)
     held = load_site_data("A", task, folder)
@@ -389,7 +392,10 @@ def test_images_that_are_decoded_when_used_are_those_in_memory(
     torch.testing.assert_close(held.acquired, read.acquired, rtol=0, atol=0, equal_nan=True)
 
 
-def test_slices_that_are_decoded_when_used_are_those_in_memory(tmp_path: Path) -> None:
+def test_slices_that_are_decoded_when_used_are_those_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "_IN_MEMORY", 0)
     folder = make_volumes(tmp_path / "A")
     task = cube_task(spatial_dims=2, size=[8, 8], slices={"axis": 2, "keep": "foreground"})
     held = load_site_data("A", task, folder).train

@@ -69,6 +69,7 @@ from medflare.tasks.transforms import EXTENSIONS as TRANSFORMS
 _FORMAT = 13  # increase when the meaning of cached tensors or the checks of images change
 _KEPT_SITES = 16  # sites whose decoded images one process keeps
 _GB = 10**9
+_IN_MEMORY = _GB // 2  # of images that are otherwise decoded when they are used
 _ENDING = ".safetensors"
 # Metadata of a cache file: name, spacing, acquisition, class counts and bytes of each row.
 _ROWS = "rows"
@@ -516,18 +517,28 @@ def decoded_once(
 def decoded_when_used(
     site: str, task: TaskConfig, source: Source, entries: list[DatalistItem]
 ) -> Decoded:
-    """Every image is decoded and checked, none stays in memory; of those that are used again the
-    last file's stay.
+    """Every image is decoded and checked. The first ones stay in memory, up to half a gigabyte; of
+    the others those of the last file that is used.
     """
     failed: dict[int, str] = {}
     items = counted(entries, len(entries), f"site {site}, images read")
-    rows = [_on_disk(row, task) for row in decoded_rows(task, source, items, failed)]
+    rows = []
+    free = _IN_MEMORY
+    for row in decoded_rows(task, source, items, failed):
+        free -= row.nbytes
+        rows.append(row if free >= 0 else _on_disk(row, task))
 
     @lru_cache(maxsize=1)
     def rows_of(entry: int) -> list[DecodedRow]:
         return list(decoded_rows(task, source, [entries[entry]], {}))
 
-    return Decoded(rows, failed, lambda row, name: getattr(rows_of(row.entry)[row.row_index], name))
+    def read(row: DecodedRow, name: str) -> Tensor:
+        if getattr(row, name) is None:
+            row = rows_of(row.entry)[row.row_index]
+        tensor: Tensor = getattr(row, name)
+        return tensor
+
+    return Decoded(rows, failed, read)
 
 
 def _on_disk(row: DecodedRow, task: TaskConfig) -> DecodedRow:

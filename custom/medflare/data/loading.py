@@ -263,8 +263,8 @@ def load_site_data(
         cache: with its folder, see `local.cache_with_folder`; None keeps decoded tensors in this
             process alone.
         folders: see `local.allowed_folders`.
-        in_memory: False decodes an image again when it is used, without a cache: for a caller that
-            uses few of them.
+        in_memory: False decodes most images again when they are used, without a cache: for a
+            caller that uses few of them, see `decoded_when_used`.
 
     Raises:
         DataError: the data cannot be used; the message names the file or value and the remedy.
