@@ -329,6 +329,16 @@ def test_masks_called_like_their_image_and_a_structure(
     assert f"no mask of {structures[-1 if 'isc' in masks[0] else 0]}" in error_of_again(tmp_path)
 
 
+def test_images_of_one_name_in_several_folders(tmp_path: Path) -> None:
+    for folder in ("left", "right"):
+        names = [f"{folder}/gt/p{{n}}_{end}.png*" for end in ("od", "oc")]
+        files(tmp_path, f"{folder}/images/p{{n}}.png", *names)
+    imported(tmp_path)
+    pairs = masks_of(tmp_path)
+    assert len(pairs) == 2 * len(NUMBERS)
+    assert pairs["right/images/p3.png"] == ["right/gt/p3_oc.png", "right/gt/p3_od.png"]
+
+
 def error_of_again(root: Path) -> str:
     (root / "datalist.json").unlink()
     return error_of(root)

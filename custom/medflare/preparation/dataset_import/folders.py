@@ -971,11 +971,14 @@ def _image_of_longer_name(
     ends = [match.start() for match in re.finditer(r"[ _.-]+", name.name)]
     for end in reversed([*ends, len(name.name)]):
         images = by_name.get(name.name[:end], ())
-        if images:
-            allowed = [image for image in images if folder.names[image].split == name.split]
-            allowed = allowed or [image for image in images if not name.split]
-            rest = name.name[end:]
-            return (allowed[0] if len(allowed) == 1 and rest else None), rest
+        if not images:
+            continue
+        beside = [image for image in images if folder.names[image].folders == name.folders]
+        images = beside or images
+        allowed = [image for image in images if folder.names[image].split == name.split]
+        allowed = allowed or [image for image in images if not name.split]
+        rest = name.name[end:]
+        return (allowed[0] if len(allowed) == 1 and rest else None), rest
     return None, ""
 
 
