@@ -42,7 +42,7 @@ from medflare.methods.parts.robust import RobustLimits, combined
 from medflare.networks.catalogue import build_network
 from medflare.preparation.dataset_import.folders import scan_folder
 from medflare.tasks.config import load_task
-from medflare.tasks.losses import build_loss, example, pools_images
+from medflare.tasks.losses import build_loss, example_batch, pools_images
 from medflare.tasks.metrics_table import known_metric
 from medflare.tasks.optimizers import check_optimizer
 
@@ -351,7 +351,7 @@ def test_the_examples_of_contributing_work(lab: Path, data: Path) -> None:
             "optimizer": {"name": ours["optimizers"], "lr": 0.1},
         }
     )
-    assert build_loss(task)(*example(task)).ndim == 0
+    assert build_loss(task)(*example_batch(task)).ndim == 0
     check_optimizer(task.optimizer, "")
     images = torch.zeros(2, 1, 16, 16)
     shifted, _ = Augmentation(task)(images, torch.zeros(2), np.random.RandomState(0))

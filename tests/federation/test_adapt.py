@@ -14,7 +14,7 @@ from medflare.adaptation.registry import adapted_at, with_adaptation, with_tent
 from medflare.cli.run import FederationOptions, chosen
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
-from medflare.federation.enrolment import class_shares
+from medflare.federation.enrolment import reported_class_shares
 from medflare.federation.final_models import with_adapted
 from medflare.flare.jobs.building import build_job
 from medflare.inference.deployed import load_model, plain_message, save_model
@@ -66,8 +66,8 @@ def test_class_shares_come_with_label_shift_only() -> None:
         "B": {"role": "inside", "class_counts": [2, 2, 2]},
         "O": {"role": "outside", "class_counts": [9, 0, 0]},
     }
-    assert class_shares(enrolled) == [0.333, 0.444, 0.222]
-    assert class_shares({**enrolled, "B": {"role": "inside", "class_counts": []}}) is None
+    assert reported_class_shares(enrolled) == [0.333, 0.444, 0.222]
+    assert reported_class_shares({**enrolled, "B": {"role": "inside", "class_counts": []}}) is None
     results, models = run(adapt="labelshift")
     counts = sum(squares.site(name, TASK).class_counts() for name in "AB")
     expected = torch.as_tensor(counts / torch.as_tensor(counts).sum()).tolist()

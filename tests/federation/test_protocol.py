@@ -14,7 +14,7 @@ from medflare.core.errors import MessageError, StateError
 from medflare.core.message import Message
 from medflare.core.specs import StateSpec
 from medflare.core.store import MemoryStore
-from medflare.federation.exchange import numbered
+from medflare.federation.exchange import with_step_number
 from medflare.federation.participant import Participant
 from medflare.federation.protocol import (
     COUNTS,
@@ -174,7 +174,7 @@ def participant(store: MemoryStore | None = None) -> Participant:
 
 
 def training(step: int = 0) -> Message:
-    return numbered(Message({"model": squares.start(TASK)}), step, 1)
+    return with_step_number(Message({"model": squares.start(TASK)}), step, 1)
 
 
 def changed(ending: str, new: Callable[[torch.Tensor], Any]) -> Callable[[Message], None]:

@@ -12,7 +12,7 @@ from medflare.core.phases import Phase
 from medflare.core.specs import MetaSpec, PerClass, TensorSpec
 from medflare.data.loading import SiteData, Split
 from medflare.data.local import LocalSettings
-from medflare.federation.exchange import numbered
+from medflare.federation.exchange import with_step_number
 from medflare.federation.final_models import evaluated
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
@@ -79,7 +79,9 @@ def test_a_prototype_of_few_patients_is_suppressed(kind: str) -> None:
     for participant in participants:
         participant.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B", "C"]}))
         replies.append(
-            participant.answer("train", 0, numbered(server.configure(Step("train", 0), "A"), 0, 1))
+            participant.answer(
+                "train", 0, with_step_number(server.configure(Step("train", 0), "A"), 0, 1)
+            )
         )
     whole, suppressed = (reply.states["prototypes"] for reply in replies)
     assert whole["present"].all() and whole["prototypes"][row].any()

@@ -9,7 +9,7 @@ from torch.nn import functional
 from helpers.fixture_types import Golden, TaskOf
 from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
-from medflare.tasks.losses import LOSSES, build_loss, example, pools_images
+from medflare.tasks.losses import LOSSES, build_loss, example_batch, pools_images
 
 
 def test_cross_entropy(make_task: TaskOf) -> None:
@@ -213,12 +213,12 @@ USUAL = (
 def test_activation_and_one_hot_follow_from_the_target() -> None:
     binary = small_task()
     multiclass = small_task(**THREE)
-    logits, targets = example(binary)
+    logits, targets = example_batch(binary)
     expected = losses.TverskyLoss(sigmoid=True)(logits, targets.float())
     torch.testing.assert_close(
         build_loss(binary, {"name": "TverskyLoss"})(logits, targets), expected
     )
-    logits, targets = example(multiclass)
+    logits, targets = example_batch(multiclass)
     expected = losses.DiceFocalLoss(softmax=True, to_onehot_y=True)(logits, targets[:, None])
     torch.testing.assert_close(
         build_loss(multiclass, {"name": "DiceFocalLoss"})(logits, targets), expected
@@ -243,13 +243,13 @@ def test_usual_losses_accept_every_target_in_two_and_three_dimensions(
 ) -> None:
     for changes in ({}, {"spatial_dims": 3, "size": [16, 16, 16]}):
         task = small_task(**{**TARGETS[target], **changes})
-        assert build_loss(task, {"name": name})(*example(task)).ndim == 0
+        assert build_loss(task, {"name": name})(*example_batch(task)).ndim == 0
         if "Dice" in name and name != "HausdorffDTLoss":
             task = small_task(
                 "classification",
                 **{"target": "binary", "labels": ["a"], **TARGETS[target], **changes},
             )
-            assert build_loss(task, {"name": name})(*example(task)).ndim == 0
+            assert build_loss(task, {"name": name})(*example_batch(task)).ndim == 0
 
 
 def test_a_loss_of_monai_is_not_for_private_training() -> None:

@@ -270,11 +270,14 @@ def prepare(
     Examples:
         medflare data prepare fed_isic2019 --from DOWNLOADS --out DATA
     """
-    from medflare.preparation.dataset_import.papers.catalogue import get_preparation, listing
+    from medflare.preparation.dataset_import.papers.catalogue import (
+        get_preparation,
+        list_preparations,
+    )
     from medflare.preparation.dataset_import.papers.preparing import prepare
 
     if listed:
-        print(listing())
+        print(list_preparations())
         return
     if name is None or source is None or out is None:
         raise ConfigError(

@@ -173,11 +173,11 @@ def list_jobs(kit: Kit) -> None:
     Examples:
         medflare job list --kit lead@coordination.org
     """
-    from medflare.flare.jobs.sessions import jobs_of, listing, session
+    from medflare.flare.jobs.sessions import job_table, jobs_of, session
 
     _check_certificate(kit)
     with session(kit) as connection:
-        print(listing(jobs_of(connection)))
+        print(job_table(jobs_of(connection)))
 
 
 def _check_certificate(folder: Path) -> None:

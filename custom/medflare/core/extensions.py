@@ -101,7 +101,7 @@ class Extensions:
         if points is None:
             return None
         require_unused(self.kind, points, self.builtin())
-        require_trust(described(self.kind, points), module_of(points[0]))
+        require_trust(with_distributions(self.kind, points), entry_module(points[0]))
         return _loaded(self.kind, points[0], self.check)
 
 
@@ -116,7 +116,7 @@ def read_points(group: str) -> dict[str, list[EntryPoint]]:
 def require_unused(kind: str, points: Sequence[EntryPoint], builtin: Collection[str]) -> None:
     """Raise ConfigError if these entry points, of one name, differ, or medflare uses the name."""
     if len({point.value for point in points}) > 1 or points[0].name in builtin:
-        what = described(kind, points)
+        what = with_distributions(kind, points)
         raise ConfigError(f"{what}: the name is in use; uninstall one, or give another name")
 
 
@@ -127,7 +127,9 @@ def load(kind: str, point: EntryPoint, check: Callable[[Any], None]) -> Any:
         check(candidate)
     except Exception as error:  # whatever the package raises
         problem = f"{type(error).__name__}: {one_line(error)}"
-        raise ConfigError(f"{described(kind, [point])} cannot be used ({problem})") from error
+        raise ConfigError(
+            f"{with_distributions(kind, [point])} cannot be used ({problem})"
+        ) from error
     return candidate
 
 
@@ -135,12 +137,12 @@ _points = cache(read_points)
 _loaded = cache(load)
 
 
-def module_of(point: EntryPoint) -> str:
+def entry_module(point: EntryPoint) -> str:
     """The module that an entry point names, which may be malformed."""
     return point.value.partition(":")[0].strip()
 
 
-def described(kind: str, points: Sequence[EntryPoint]) -> str:
+def with_distributions(kind: str, points: Sequence[EntryPoint]) -> str:
     """Kind, name and distributions of entry points of one name, for messages."""
     owners = [
         f"the distribution {point.dist.name}" if point.dist else point.value for point in points
@@ -151,7 +153,7 @@ def described(kind: str, points: Sequence[EntryPoint]) -> str:
 def extension_module(group: str, name: str) -> str:
     """As `Extensions.module`, of a group ("losses")."""
     points = _points(group).get(name)
-    return module_of(points[0]) if points else ""
+    return entry_module(points[0]) if points else ""
 
 
 def check_callable(candidate: Any) -> None:

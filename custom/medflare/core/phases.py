@@ -72,10 +72,12 @@ class Phase:
         # A declared item may be missing.
         declared = {item.name for item in self.meta} & reply.meta.keys()
         states = self.replied(plan).keys()
-        return difference("entry", states, reply.states) or difference("item", declared, reply.meta)
+        return name_difference("entry", states, reply.states) or name_difference(
+            "item", declared, reply.meta
+        )
 
 
-def difference(kind: str, expected: Any, names: Any) -> str | None:
+def name_difference(kind: str, expected: Any, names: Any) -> str | None:
     """What is missing and what is unexpected among names, in words, or None."""
     missing = set(expected) - set(names)
     unexpected = set(names) - set(expected)

@@ -120,11 +120,11 @@ def _group(groups: set[str]) -> str:
     return known.pop()
 
 
-def in_order(groups: Iterable[str]) -> list[str]:
+def sorted_groups(groups: Iterable[str]) -> list[str]:
     """Groups of an attribute as a table lists them: ages by age, the others by name.
 
     Examples:
-        >>> in_order(["not known", "80 and over", "under 20", "20-39"])
+        >>> sorted_groups(["not known", "80 and over", "under 20", "20-39"])
         ['under 20', '20-39', '80 and over', 'not known']
     """
 

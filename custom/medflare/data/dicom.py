@@ -214,7 +214,7 @@ def _group(dataset: Any, groups: Any, name: str) -> Any:
     return None
 
 
-def in_order(slices: Sequence[Any], path: Path) -> list[Any]:
+def ordered_slices(slices: Sequence[Any], path: Path) -> list[Any]:
     """The slices (datasets, or `frames_of` one file) of a series in their order: by number if the
     positions agree, else by position.
 

@@ -496,7 +496,7 @@ def _read_dicom(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
         bounds.check(path, (slices, *sides), volume=True)
     else:
         bounds.check(path, sides, volume=False)
-    ordered = dicom.in_order(datasets, path)
+    ordered = dicom.ordered_slices(datasets, path)
     if one_file:
         array, colours = dicom.pixels(first, mask=mask)
         if len(ordered) > 1:  # the frames of an enhanced object
@@ -512,11 +512,11 @@ def _read_dicom(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
 
 def series_grid(path: Path) -> Grid:
     """The grid of the voxels (column, row, slice) of a DICOM file or series, by its headers alone;
-    DataError as of `dicom.in_order`.
+    DataError as of `dicom.ordered_slices`.
     """
     with explained(path):
         headers = [dicom.tags_of(file, *dicom.HEADER) for file in dicom_files(path)]
-        return dicom.grid_of(dicom.in_order(headers, path))
+        return dicom.grid_of(dicom.ordered_slices(headers, path))
 
 
 # -- images ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from medflare.data.attributes import in_order
+from medflare.data.attributes import sorted_groups
 from medflare.tasks.class_metrics import of_outputs
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
@@ -35,7 +35,7 @@ class GroupRow:
 def group_rows(
     cases: Cases, groups: Mapping[str, str], minimum: int, task: TaskConfig
 ) -> list[GroupRow]:
-    """The task's metric in every group of patients, in the order of `attributes.in_order`.
+    """The task's metric in every group of patients, in the order of `attributes.sorted_groups`.
 
     Patients without a value of the metric do not count; a group of such patients is left out.
 
@@ -47,7 +47,7 @@ def group_rows(
     for row in _defined_rows(cases, task):
         by_group[groups[cases.patients[row]]].append(row)
     sizes = {}  # group -> its patients
-    for group in in_order(by_group):
+    for group in sorted_groups(by_group):
         sizes[group] = len({cases.patients[row] for row in by_group[group]})
     suppressed = suppressed_groups(sizes, max(minimum, FEWEST_OF_GROUP))
     rows = []

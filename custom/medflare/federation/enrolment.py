@@ -239,7 +239,7 @@ def trained_on(enrolled: Mapping[str, Json]) -> JsonDict | None:
     return None if total is None else total.to_dict()
 
 
-def class_shares(enrolled: Mapping[str, Json]) -> list[float] | None:
+def reported_class_shares(enrolled: Mapping[str, Json]) -> list[float] | None:
     """Class shares of the training images of all inside sites, rounded, so that no number of images
     follows from them; None if a site does not send its counts.
     """

@@ -84,7 +84,7 @@ class Transport:
         return valid
 
 
-def numbered(message: Message, index: int, rounds: int) -> Message:
+def with_step_number(message: Message, index: int, rounds: int) -> Message:
     """The message with the number of its step and the number of rounds.
 
     A site recognizes a repeated step by its number.

@@ -22,7 +22,7 @@ from medflare.adaptation.labelshift import CLASS_SHARES
 from medflare.core.errors import MessageError
 from medflare.core.events import OF_SITES
 from medflare.core.message import Message
-from medflare.core.phases import Items, Phase, difference
+from medflare.core.phases import Items, Phase, name_difference
 from medflare.core.specs import (
     Manifest,
     MetaSpec,
@@ -387,12 +387,12 @@ def violation(message: Message, manifest: Manifest) -> str | None:
 
     None if they match exactly.
     """
-    problem = difference("entry", manifest, message.states)
+    problem = name_difference("entry", manifest, message.states)
     if problem is not None:
         return problem
     for entry, spec in manifest.items():
         state = message.states[entry]
-        problem = difference("tensor", spec.tensors, state)
+        problem = name_difference("tensor", spec.tensors, state)
         if problem is not None:
             return f"{entry}: {problem}"
         for name, (shape, dtype) in spec.tensors.items():

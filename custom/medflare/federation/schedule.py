@@ -21,8 +21,13 @@ from medflare.core.specs import Manifest, StateSpec
 from medflare.core.states import StateDict
 from medflare.core.text import Json
 from medflare.evaluation.findings import kinds_of_training
-from medflare.federation.enrolment import Enrolment, class_shares, join_problems, trained_on
-from medflare.federation.exchange import Exchange, Transport, numbered
+from medflare.federation.enrolment import (
+    Enrolment,
+    join_problems,
+    reported_class_shares,
+    trained_on,
+)
+from medflare.federation.exchange import Exchange, Transport, with_step_number
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.protocol import (
     ADAPT,
@@ -248,7 +253,7 @@ class Federation:
             outgoing = {}
             for site in participants:
                 request = self.server.configure(step, site)
-                outgoing[site] = numbered(request, index, self._context.rounds)
+                outgoing[site] = with_step_number(request, index, self._context.rounds)
             validated = self._exchange(step, outgoing)
             usable = len(validated.accepted)
             if usable >= self._needed:
@@ -352,12 +357,12 @@ class Federation:
     def _final_requests(self, index: int, step: Step) -> dict[str, Message]:
         outgoing = {}
         for site in sorted(self.outcome.enrolled):
-            outgoing[site] = numbered(self.server.configure_final(site), index, step.round)
+            outgoing[site] = with_step_number(self.server.configure_final(site), index, step.round)
         findings = kinds_of_training(self._so_far(), self.outcome.history, outgoing)
         total = trained_on(self.outcome.enrolled)
         adapt = self.rules.adapt
         if adapt == LABEL_SHIFT and step.round:
-            self.outcome.class_shares = class_shares(self.outcome.enrolled)
+            self.outcome.class_shares = reported_class_shares(self.outcome.enrolled)
         for site, message in outgoing.items():
             if adapt != NONE:
                 message[ADAPT] = adapt
@@ -398,7 +403,7 @@ class Federation:
             request[SHARED_MODELS.member(site)] = state
         outgoing = {}
         for site in sorted(self.outcome.delivered):
-            outgoing[site] = numbered(request, index, step.round)
+            outgoing[site] = with_step_number(request, index, step.round)
         self.outcome.cross_site = {owner: {} for owner in shared}
         for site, reply in self._transport.ask(step, outgoing).items():
             if reply.message is None:

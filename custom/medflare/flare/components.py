@@ -150,7 +150,7 @@ def authorize(methods: Iterable[str], task: Json, fl_ctx: FLContext) -> tuple[st
         ConfigError: no such method, or this party does not trust the package.
     """
     for name in dict.fromkeys(methods):
-        module = foreign_module(name)
+        module = foreign_method_module(name)
         if module:
             _require_trust(f"method {name!r}", module, fl_ctx)
     modules = []
@@ -188,7 +188,7 @@ def _extensions_of(task: Any) -> Iterator[tuple[str, str, str]]:
                 yield setting, name, module
 
 
-def foreign_module(method: str) -> str:
+def foreign_method_module(method: str) -> str:
     """The module of a method of another distribution, not imported; "" for one of medflare.
 
     Raises:

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.data.local import CACHE, local_settings, read_local
-from medflare.flare.components import foreign_module
+from medflare.flare.components import foreign_method_module
 
 if TYPE_CHECKING:
     from medflare.federation.participant import Participant
@@ -180,7 +180,7 @@ def load_ahead(method: str, task_file: str = "") -> None:
 
     import_ahead()
     with suppress(MedflareError):
-        _ = get_method("fedavg" if foreign_module(method) else method).site_class
+        _ = get_method("fedavg" if foreign_method_module(method) else method).site_class
     with suppress(MedflareError):
         if task_file:  # what is made here imports MONAI where it is used
             task = load_task(Path(task_file))

@@ -60,7 +60,7 @@ def module_of(name: str) -> str:
     if name in _builtin():
         return _builtin()[name]
     if name in _foreign():
-        return extensions.module_of(_foreign()[name])
+        return extensions.entry_module(_foreign()[name])
     raise ConfigError(no_such("method", name, (*method_names(), *SURVEYS)))
 
 
@@ -98,7 +98,7 @@ def _builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
     usable = []
     others = set()  # packages whose methods are not loaded
     for name, point in _foreign().items():
-        module = extensions.module_of(point)
+        module = extensions.entry_module(point)
         if module in sys.modules or not untrusted(module, trusted):
             usable.append(name)
         else:

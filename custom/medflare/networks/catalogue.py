@@ -16,7 +16,7 @@ from medflare.core.errors import ConfigError, one_line
 from medflare.core.rng import seeded
 from medflare.core.settings import refuse_arguments, unknown
 from medflare.networks import classifiers, segmenters
-from medflare.networks.features import FeatureNetwork, WholeNetwork, example, last_layer
+from medflare.networks.features import FeatureNetwork, WholeNetwork, last_layer, zero_images
 from medflare.networks.foreign import EXTENSIONS, NetworkSpec, foreign_module, imported
 from medflare.tasks.config import TaskConfig
 
@@ -231,7 +231,7 @@ def _last_layer(
     name = settings.pop("name")
     build = partial(_theirs, name, settings, in_channels, out_channels, spatial_dims, size)
     try:
-        return last_layer(_on_meta(build), example(in_channels, size, "meta"))
+        return last_layer(_on_meta(build), zero_images(in_channels, size, "meta"))
     except (*PROBLEMS, ConfigError) as error:
         raise ConfigError(
             f"network {name} does not accept images of size {list(size)} ({one_line(error)})"
@@ -273,7 +273,7 @@ def meta_network(
 @torch.no_grad()
 def feature_width(task: TaskConfig, spec: NetworkSpec | None = None) -> int:
     """D, the channels of the features of the task's network or of one by `spec`."""
-    images = example(task.image_channels, task.size, "meta")
+    images = zero_images(task.image_channels, task.size, "meta")
     features, _ = meta_network(task, spec).eval().features_and_output(images)
     return features.shape[1]
 

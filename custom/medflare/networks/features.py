@@ -154,7 +154,7 @@ def overwrite(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
         tensor.copy_(value)
 
 
-def example(in_channels: int, size: Sequence[int], device: torch.device | str) -> Tensor:
+def zero_images(in_channels: int, size: Sequence[int], device: torch.device | str) -> Tensor:
     """Two images of zeros, (2, C, ...)."""
     return torch.zeros(2, in_channels, *size, device=device)
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from medflare.core.text import about, format_shape
 from medflare.preparation.fingerprint import Fingerprints
-from medflare.preparation.planning import Choice, Settings, mirroring, ordered_axes, settings_of
+from medflare.preparation.planning import Choice, Settings, chosen_settings, mirroring, ordered_axes
 from medflare.preparation.round_time import Stopwatch, median_size
 from medflare.preparation.structures import SIDES
 from medflare.tasks.config import TaskConfig, load_task
@@ -66,7 +66,7 @@ def small_segmentation(settings: Settings, stopwatch: Stopwatch) -> tuple[Choice
         [transform for transform in settings["augment"] if transform["name"] in _CHEAP],
         f"{mirroring(ordered)}; nnU-Net's changes of intensity, without what costs a CPU much",
     )
-    common = settings | settings_of((network, batch, augment)) | {"local_epochs": 1}
+    common = settings | chosen_settings((network, batch, augment)) | {"local_epochs": 1}
     detail = _detail(sites)
     wanted = _wanted_side(median_size(sites), detail)
     if wanted <= _WHOLE[dims] or ordered:
@@ -152,7 +152,7 @@ def _patches(common: Settings, stopwatch: Stopwatch) -> tuple[Choice, ...]:
             Choice("size", size, "of a patch, for the minutes of a round"),
             Choice("patches_per_image", patches, covered),
         )
-        if stopwatch.is_fast(load_task(common | settings_of(choices))):
+        if stopwatch.is_fast(load_task(common | chosen_settings(choices))):
             return choices
     return ()
 

@@ -86,7 +86,7 @@ class TaskPlan:
         return "\n".join(lines)
 
 
-def settings_of(choices: Iterable[Choice]) -> Settings:
+def chosen_settings(choices: Iterable[Choice]) -> Settings:
     """Setting -> chosen value."""
     return {choice.setting: choice.value for choice in choices}
 
@@ -281,7 +281,7 @@ def plan(
     settings, geometry, training = _without_sizes(sites, modality, voxels)
     settings |= {"name": name or f"{settings['name']}_planned", "batch_size": _MIN_BATCH}
     sized = _plan_sizes(sites, settings, geometry, memory)
-    settings |= settings_of(sized)
+    settings |= chosen_settings(sized)
     check_network(load_task(settings))
     return TaskPlan(settings, (*geometry.choices, *sized, *training))
 
@@ -299,7 +299,7 @@ def _without_sizes(
     settings = _common_settings(sites)
     geometry = _plan_geometry(sites, settings["spatial_dims"], voxels)
     training = [intensity(sites, modality), _augment(geometry, ordered_axes(sites)), *_TRAINING]
-    return settings | settings_of((*geometry.choices, *training)), geometry, training
+    return settings | chosen_settings((*geometry.choices, *training)), geometry, training
 
 
 def ordered_axes(sites: Fingerprints) -> list[int]:

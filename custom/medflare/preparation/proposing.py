@@ -54,10 +54,10 @@ from medflare.preparation.planning import (
     Modality,
     Settings,
     TaskPlan,
+    chosen_settings,
     intensity,
     plan,
     plan_without_sizes,
-    settings_of,
 )
 from medflare.preparation.round_time import Stopwatch, median_size
 from medflare.tasks.config import load_task
@@ -205,7 +205,7 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
         structures = {printable(str(header.get("structure") or "")) for header in headers}
         structure = structures.pop() if len(structures) == 1 else ""
         choices += _structures(labelled, names, hints, label, structure or "foreground")
-        choices += _codes(labelled, settings_of(choices)["labels"])
+        choices += _codes(labelled, chosen_settings(choices)["labels"])
     else:
         choices += _classes(labelled, names, hints, label)
     choices += _channels_and_dims(images, headers[0].get("channel_names"), hints, folders[0] / FILE)
@@ -216,7 +216,7 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
     names_of_sites = {header.get("name") for header in headers}
     if len(names_of_sites) == 1 and None not in names_of_sites:
         shared_name = str(names_of_sites.pop())
-    settings = {"name": hints.name or _plain_name(shared_name), **settings_of(choices)}
+    settings = {"name": hints.name or _plain_name(shared_name), **chosen_settings(choices)}
     pictures = all(suffix(entry.image) in PICTURES for entry in images)
     return DatasetSummary(settings, tuple(choices), pictures)
 
@@ -510,7 +510,7 @@ def _modality(sites: Fingerprints, summary: DatasetSummary, hints: TaskHints) ->
 
 def _changed(proposed: TaskPlan, changes: Sequence[Choice], without: str = "") -> TaskPlan:
     """The plan with some settings changed and one left out."""
-    changed = settings_of(changes)
+    changed = chosen_settings(changes)
     settings = proposed.settings | changed
     settings.pop(without, None)
     replaced = {*changed, without}
@@ -543,7 +543,7 @@ def _segmentation(
     else:
         announce("measuring training steps on this device")
         choices = small_segmentation(settings, stopwatch)
-    if settings_of(choices)["image_mode"] == "resize":
+    if chosen_settings(choices)["image_mode"] == "resize":
         return _changed(proposed, choices, without="spacing")
     return _changed(proposed, choices)
 
@@ -614,7 +614,7 @@ def _classification(
         metrics = [*default_metrics("classification"), "quadratic_kappa"]
         reason = "classes are numbered grades: kappa weighs by how many grades an answer is off"
         choices += (Choice("metrics", metrics, reason),)
-    return TaskPlan(learnt | settings_of(choices), choices, source="")
+    return TaskPlan(learnt | chosen_settings(choices), choices, source="")
 
 
 def _are_grades(labels: Sequence[str]) -> bool:

@@ -15,7 +15,7 @@ from medflare.core.rng import numpy_generator, seeded
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import PROBLEMS, initial_network, meta_network
 from medflare.networks.dry_run import step_bytes
-from medflare.networks.features import example
+from medflare.networks.features import zero_images
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 from medflare.tasks.optimizers import build_optimizer
@@ -124,7 +124,7 @@ def step_operations(task: TaskConfig) -> float:
     counter = FlopCounterMode(display=False)
     try:
         with torch.no_grad(), counter:
-            meta_network(task).train()(example(task.image_channels, task.size, "meta"))
+            meta_network(task).train()(zero_images(task.image_channels, task.size, "meta"))
     except PROBLEMS:
         return float("inf")
     return float(counter.get_total_flops()) / 2  # `example` has two images

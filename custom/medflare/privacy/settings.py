@@ -23,7 +23,7 @@ from medflare.core.packages import installed
 from medflare.core.settings import strict_dataclass
 from medflare.data.local import PLACE
 from medflare.networks.catalogue import meta_network
-from medflare.networks.features import WholeNetwork, example
+from medflare.networks.features import WholeNetwork, zero_images
 from medflare.privacy.ledger import Account, Release, training_patients
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import pools_images
@@ -111,7 +111,7 @@ def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
     dp_sgd = _dp_sgd(site)
     network = site.network()
     if isinstance(network, WholeNetwork):  # medflare's own networks are tested
-        images = example(site.task.image_channels, site.task.size, site.device)
+        images = zero_images(site.task.image_channels, site.task.size, site.device)
         dp_sgd.check_gradients(network, images)
     patients = training_patients(site)
     if hyper.dp_delta * patients >= 1:

@@ -25,7 +25,7 @@ from medflare.tasks.class_metrics import ONE_CLASS, Floats, is_exclusive, of_out
 from medflare.tasks.classes import has_interval
 from medflare.tasks.config import draws_images
 from medflare.tasks.metrics_table import known_metric
-from medflare.tasks.summaries import ALL, MEANS_OVER_IMAGES, Interval, percentiles, weighted_mean
+from medflare.tasks.summaries import ALL, MEANS_OVER_IMAGES, Interval, mean_of_defined, percentiles
 
 Run = Json  # a results dict
 # Results dicts with scores of single patients, and the name of a model in them.
@@ -316,7 +316,7 @@ def weighted_metric(cases: CaseTable, metric: str, weights: Floats) -> Floats:
         ConfigError: an unknown metric of classes.
     """
     if "values" in cases:
-        return weighted_mean(cases["values"], weights)
+        return mean_of_defined(cases["values"], weights)
     compute = known_metric(metric, "").compute
     return of_outputs(compute, cases["probabilities"], cases["targets"], weights)
 

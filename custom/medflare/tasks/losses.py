@@ -50,7 +50,7 @@ def build_loss(task: TaskConfig, spec: Json | None = None) -> nn.Module:
         if foreign is not None and "task" in inspect.signature(foreign).parameters:
             settings["task"] = task
         loss = foreign(**settings) if foreign is not None else MonaiLoss(task, name, settings)
-        logits, targets = example(task)
+        logits, targets = example_batch(task)
         loss(logits.requires_grad_(), targets).backward()
     except Exception as error:  # whatever MONAI or the extension raises
         raise ConfigError(
@@ -260,7 +260,7 @@ def _weights(task: TaskConfig, weights: list[float] | None) -> Tensor | None:
     return torch.tensor(weights, dtype=torch.float32)
 
 
-def example(task: TaskConfig) -> tuple[Tensor, Tensor]:
+def example_batch(task: TaskConfig) -> tuple[Tensor, Tensor]:
     """Logits (2, outputs, ...) and targets of two small images."""
     sides = [_SIDE] * task.spatial_dims if task.kind == "segmentation" else []
     shape = (2, task.outputs, *sides)

@@ -134,7 +134,7 @@ def _values(
         structures = cases.structures if len(cases.structures) <= MOST_LABELS else {}
         for label, values in {ALL: cases.values, **structures}.items():
             by_label[label] = {
-                name: weighted_mean(values[name].numpy(), weights)
+                name: mean_of_defined(values[name].numpy(), weights)
                 for name in metrics
                 if name in values
             }
@@ -146,7 +146,7 @@ def _values(
     return by_label
 
 
-def weighted_mean(values: Floats, weights: Floats) -> Floats:
+def mean_of_defined(values: Floats, weights: Floats) -> Floats:
     """The mean (...) of the values (cases,) that are defined; weights (..., cases)."""
     with np.errstate(all="ignore"):
         return weights @ np.nan_to_num(values) / (weights @ ~np.isnan(values))

@@ -13,7 +13,7 @@ from medflare.data.local import PLACE, Bounds, LocalSettings, cache_with_folder,
 from medflare.data.trial import try_task
 from medflare.networks.catalogue import PROBLEMS, meta_network
 from medflare.networks.dry_run import step_bytes
-from medflare.networks.features import example
+from medflare.networks.features import zero_images
 from medflare.tasks.config import TaskConfig
 from medflare.training.computing import Computing, be_deterministic, check_precision, usable_device
 from medflare.training.site import Site
@@ -134,7 +134,7 @@ def check_single_batches(task: TaskConfig) -> None:
     """Raise ConfigError where batches have one image and batch normalization sees one number."""
     if task.batch_size > 1:
         return
-    image = example(task.image_channels, task.size, "meta")[:1]
+    image = zero_images(task.image_channels, task.size, "meta")[:1]
     try:
         with torch.no_grad(), suppress(*_NOT_ON_META):
             meta_network(task).train()(image)

@@ -19,7 +19,14 @@ from flare.jobs.sessions import Served, job
 from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.flare.components import UnfinishedJobs
-from medflare.flare.jobs.sessions import _name, found_job, id_of, interrupted_job, jobs_of, listing
+from medflare.flare.jobs.sessions import (
+    _name,
+    found_job,
+    id_of,
+    interrupted_job,
+    job_table,
+    jobs_of,
+)
 
 OLD = "11112222-old"
 NEW = "11113333-new"
@@ -73,7 +80,7 @@ def test_the_table_says_who_takes_up_whom() -> None:
         job(NEW, **props(**about, resume=OLD)),
         job(OTHER, duration="N/A"),
     ]
-    heading, *rows = listing(jobs).splitlines()
+    heading, *rows = job_table(jobs).splitlines()
     assert heading.split() == [
         "name",
         "id",
@@ -90,7 +97,7 @@ def test_the_table_says_who_takes_up_whom() -> None:
     assert rows[1].endswith("resumes 11112222")
     assert rows[2].split()[3:5] == ["-", "-"], "of a job that says nothing of itself"
     assert len({row.index("RUNNING") for row in rows}) == 1
-    assert listing([]) == "no jobs"
+    assert job_table([]) == "no jobs"
 
 
 @pytest.mark.parametrize("content", [None, {"admin": {}}, {"admin": None}, []])

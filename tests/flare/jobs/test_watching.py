@@ -14,7 +14,7 @@ from medflare.core.events import EventLog
 from medflare.evaluation.console import round_line
 from medflare.flare.jobs import watching
 from medflare.flare.jobs.sessions import Unreachable
-from medflare.flare.jobs.watching import explained, explanations, watch_job
+from medflare.flare.jobs.watching import end_reasons, explanations, watch_job
 from medflare.flare.messages import UNABLE
 from medflare.flare.tracking import Progress
 
@@ -263,7 +263,7 @@ def test_the_logs_that_are_read_do_not_stay_in_the_kit(tmp_path: Path) -> None:
             )
             return str(tmp_path / identity)
 
-    (output,) = explained(cast(Any, Logged("FINISHED:ABORTED")), "id")
+    (output,) = end_reasons(cast(Any, Logged("FINISHED:ABORTED")), "id")
     assert output.startswith("site-1 lacks the Python package medflare") and not [
         *tmp_path.iterdir()
     ]

@@ -19,8 +19,8 @@ from medflare.methods.families.local_terms.features import (
     RSCHyper,
     RSCSite,
     challenge,
+    class_indices,
     gaussian_kl,
-    labels_of,
     largest,
 )
 from medflare.methods.families.local_terms.mixstyle import MixStyleSite, early_blocks, mix_styles
@@ -87,7 +87,7 @@ def test_labels_of_a_smaller_feature_map(squares: ModuleType) -> None:
     for task in (squares.MULTILABEL, squares.MULTICLASS):
         site = squares.site("A", task)
         targets = site.data.train.targets[:2]
-        labels = labels_of(site, targets, torch.zeros(2, 4, 8, 8))
+        labels = class_indices(site, targets, torch.zeros(2, 4, 8, 8))
         maps = targets.reshape(2, len(labels), 16, 16)[..., ::2, ::2]
         assert labels.equal(maps.transpose(0, 1).flatten(2).long())
 

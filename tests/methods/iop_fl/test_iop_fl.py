@@ -26,7 +26,7 @@ from medflare.methods.iop_fl.outside import (
     StateSummary,
     contradict,
     gate_refusal,
-    summarize,
+    summarize_state,
     test_time_loss,
 )
 from medflare.methods.iop_fl.server import IOPServer
@@ -307,7 +307,7 @@ def test_one_classified_image_has_no_mutual_information(seed: int) -> None:
     """The difference of the two entropies is then rounding, and the gate must not require a fraction of it."""
     logits = torch.randn(3, 1, 3, generator=torch.Generator().manual_seed(seed))
     start, state, _ = (
-        summarize(CLASSIFICATION, [(torch.tensor(1.0), p)]) for p in logits.softmax(dim=2)
+        summarize_state(CLASSIFICATION, [(torch.tensor(1.0), p)]) for p in logits.softmax(dim=2)
     )
     assert 0 <= state.information < 1e-12 and gate_refusal(state, start) == ""
 
@@ -318,8 +318,8 @@ def test_a_summary_of_batches_is_that_of_all_images(task: Any) -> None:
     batches = list(algorithm.site.ordered("train"))
     p = [task.probabilities(algorithm.site.network()(batch.images)).detach() for batch in batches]
     loss = torch.tensor(2.0)
-    summary = summarize(task, [(loss, q) for q in p])
-    expected = summarize(task, [(loss, torch.cat(p))])
+    summary = summarize_state(task, [(loss, q) for q in p])
+    expected = summarize_state(task, [(loss, torch.cat(p))])
     assert summary.loss == 2.0 and summary.agreement == 1.0 and summary.information > 0
     assert summary.information == pytest.approx(expected.information, abs=1e-6)
 

@@ -38,7 +38,7 @@ REFUSALS: Final = (
     api_spec.JobNotRunning,
     api_spec.NoReply,
 )
-ABOUT: Final = "medflare"  # in a job's meta.json: what `listing` shows of it
+ABOUT: Final = "medflare"  # in a job's meta.json: what `job_table` shows of it
 _WAITING: Final = (RunStatus.SUBMITTED, RunStatus.APPROVED, RunStatus.DISPATCHED)
 _COLUMNS: Final = ("name", "id", "state", "method", "rounds", "submitted by", "at", "took", "")
 _ID_LETTERS: Final = 8  # of an id that a list shows
@@ -119,7 +119,7 @@ def id_of(job: Job) -> str:
     return str(job[JobMetaKey.JOB_ID])
 
 
-def listing(jobs: Sequence[Job]) -> str:
+def job_table(jobs: Sequence[Job]) -> str:
     """A table with a line for each job."""
     if not jobs:
         return "no jobs"

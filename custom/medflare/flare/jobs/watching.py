@@ -151,7 +151,7 @@ class Follower:
             return True
         reasons = [_RESUME]
         if state != RunStatus.ABANDONED:
-            reasons = explained(connection, job)
+            reasons = end_reasons(connection, job)
         for reason in reasons:
             self._say(reason)
         return False
@@ -251,7 +251,7 @@ def _progress(stats: Json) -> Json:
     return progress if isinstance(progress, Mapping) else {}
 
 
-def explained(connection: Session, job: str) -> list[str]:
+def end_reasons(connection: Session, job: str) -> list[str]:
     """The reasons for the end of a job, each once; never empty."""
     reasons = list(dict.fromkeys(explanations(_texts(connection, job))))
     return reasons or [

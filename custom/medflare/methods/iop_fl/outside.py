@@ -164,7 +164,7 @@ class PackedDecisions:
                 yield torch.from_numpy(bits).bool().view(shape)
 
 
-def summarize(
+def summarize_state(
     task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor]], references: Sequence[Decisions] = ()
 ) -> StateSummary:
     """The summary of all batches together.
@@ -437,7 +437,7 @@ class RoutedModel(nn.Module):
                 clean, noisy, anchor = self._predictions(images, "measure", batch)
                 yield test_time_loss(clean, noisy, self.task, self.hyper, anchor), clean
 
-        return summarize(self.task, results(), references)
+        return summarize_state(self.task, results(), references)
 
     def _step(self, optimizer: Optimizer, images: Tensor, *key: str | int) -> None:
         self.network.train()

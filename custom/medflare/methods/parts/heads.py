@@ -3,7 +3,7 @@
 from torch import Tensor, no_grad
 
 from medflare.networks.catalogue import meta_network
-from medflare.networks.features import FeatureNetwork, example
+from medflare.networks.features import FeatureNetwork, zero_images
 from medflare.tasks.config import TaskConfig
 
 
@@ -13,7 +13,7 @@ def meta_head(task: TaskConfig) -> tuple[FeatureNetwork, Tensor, bool]:
     """
     network = meta_network(task).eval()
     with no_grad():
-        images = example(task.image_channels, task.size, "meta")
+        images = zero_images(task.image_channels, task.size, "meta")
         features, logits = network.features_and_output(images)
         is_last = network.head(features).shape == logits.shape
     return network, features, is_last

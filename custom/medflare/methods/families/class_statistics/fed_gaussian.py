@@ -38,13 +38,13 @@ from medflare.methods import (
 )
 from medflare.methods.families.class_statistics.statistics import (
     LinearHeadSite,
-    by_class,
     class_moments,
     class_samples,
     head_of,
     means,
     pooled_covariances,
     pooled_means,
+    specs_by_class,
     stacked,
     usable,
     with_head,
@@ -58,7 +58,7 @@ def _gaussians(plan: Plan) -> StateDict:
     return {**state, "covariances": torch.empty(rows, width, width, device="meta")}
 
 
-GAUSSIANS = by_class(
+GAUSSIANS = specs_by_class(
     "gaussians",
     "mean and covariance of the features of each class over the training images or pixels",
     _gaussians,

@@ -40,23 +40,23 @@ from medflare.methods import (
 )
 from medflare.methods.families.class_statistics.statistics import (
     LinearHeadSite,
-    by_class,
     class_moments,
     class_samples,
-    flat,
+    feature_vectors,
     means,
-    one_hot,
+    one_hot_classes,
     pooled_means,
+    specs_by_class,
     stacked,
     usable,
     with_head,
 )
-from medflare.methods.families.local_terms.features import labels_of
+from medflare.methods.families.local_terms.features import class_indices
 
 _NEVER: Final = -1e6  # logit of a class without a prototype
 
 
-PROTOTYPES = by_class(
+PROTOTYPES = specs_by_class(
     "prototypes", "mean feature of each class over the training images or pixels", means
 )
 GLOBAL = TensorSpec("prototypes", template=means, optional=True)  # absent in the first round
@@ -83,9 +83,9 @@ def prototype_distance(features: Tensor, labels: Tensor, prototypes: Tensor) -> 
         labels: (G, N, P) classes at their P positions.
         prototypes: (G C, D); zero rows stand for classes without one.
     """
-    members = one_hot(labels.flatten(1), len(prototypes) // len(labels)).to(features)
+    members = one_hot_classes(labels.flatten(1), len(prototypes) // len(labels)).to(features)
     counts = members.sum(dim=1).flatten()
-    sums = torch.einsum("gmc,md->gcd", members, flat(features)).flatten(0, 1)
+    sums = torch.einsum("gmc,md->gcd", members, feature_vectors(features)).flatten(0, 1)
     known = (counts > 0) & prototypes.any(dim=1)
     local = sums / counts.clamp_min(1)[:, None]
     return (local - prototypes)[known].square().sum()
@@ -136,7 +136,7 @@ class FedProtoSite(LinearHeadSite, PersonalSite[FedProtoHyper]):
             value = self.site.loss(logits, targets)
             if prototypes is None:
                 return value
-            labels = labels_of(self.site, targets, features)
+            labels = class_indices(self.site, targets, features)
             return value + self.hyper.lam * prototype_distance(features, labels, prototypes)
 
         reply[LOSS] = self.optimized(

@@ -35,7 +35,7 @@ from medflare.methods.aggregation import NoAggregation
 from medflare.methods.families.class_statistics.statistics import (
     LinearHeadSite,
     feature_rows,
-    one_hot,
+    one_hot_classes,
     usable,
     with_head,
 )
@@ -74,7 +74,7 @@ OF_SITES = TensorSpec("ridge", of=lambda plan: plan.sites)
 def regression_targets(labels: Tensor, task: TaskConfig) -> Tensor:
     """Y (M, outputs), float64, of classes (G, M)."""
     if task.target == "multiclass":
-        return one_hot(labels[0], task.outputs)
+        return one_hot_classes(labels[0], task.outputs)
     return 2 * labels.T.double() - 1
 
 

@@ -25,7 +25,7 @@ from medflare.methods import (
     TaskConfig,
     TensorSpec,
 )
-from medflare.methods.families.local_terms.features import labels_of
+from medflare.methods.families.local_terms.features import class_indices
 from medflare.methods.parts.heads import meta_head
 from medflare.methods.prr.transfer import class_totals, groups_and_classes, prototype_width
 
@@ -40,7 +40,7 @@ def _multilabel(plan: Plan) -> bool:
     return plan.task.target == "multilabel"
 
 
-def by_class(
+def specs_by_class(
     name: str, purpose: str, template: Callable[[Plan], StateDict]
 ) -> tuple[TensorSpec, TensorSpec]:
     """The declaration of means (and more) by class, tensors (K, ...).
@@ -96,7 +96,7 @@ def with_head(state: StateDict, weight: Tensor, bias: Tensor) -> StateDict:
 # -- at a site ------------------------------------------------------------------------------------
 
 
-def flat(features: Tensor) -> Tensor:
+def feature_vectors(features: Tensor) -> Tensor:
     """Features (N, D, ...) as rows (M, D), image by image."""
     return features.movedim(1, -1).reshape(-1, features.shape[1])
 
@@ -112,8 +112,8 @@ def feature_rows(site: Site, network: FeatureNetwork) -> Iterator[tuple[Tensor, 
     network.eval()
     for images, targets, _ in site.ordered("train"):
         features, _ = network.features_and_output(images)
-        labels = labels_of(site, targets, features).flatten(1)
-        yield flat(features).double().cpu(), labels.cpu()
+        labels = class_indices(site, targets, features).flatten(1)
+        yield feature_vectors(features).double().cpu(), labels.cpu()
 
 
 def class_moments(site: Site, network: FeatureNetwork) -> tuple[Tensor, Tensor]:
@@ -211,6 +211,6 @@ def pooled_covariances(covariances: Tensor, means: Tensor, samples: Tensor) -> T
     return (within + between) / (samples.sum(dim=0) - 1).clamp_min(1)[:, None, None]
 
 
-def one_hot(labels: Tensor, classes: int) -> Tensor:
+def one_hot_classes(labels: Tensor, classes: int) -> Tensor:
     """(G, M, C) float64 of class indices (G, M)."""
     return functional.one_hot(labels, classes).double()

@@ -56,7 +56,7 @@ def logits_from(
         return model(images)
 
 
-def labels_of(site: Site, targets: Tensor, features: Tensor) -> Tensor:
+def class_indices(site: Site, targets: Tensor, features: Tensor) -> Tensor:
     """Class indices (G, N, P), see `prr.transfer`, at the P positions of features (N, D, ...).
 
     Label maps are resized (nearest).
@@ -110,7 +110,7 @@ def challenge(
 
     Args:
         head: features -> logits.
-        labels: see `labels_of`.
+        labels: see `class_indices`.
     """
     z = features.detach().requires_grad_()
     scores = class_logits(head(z), task)
@@ -148,7 +148,7 @@ class RSCSite(FedAvgSite[RSCHyper]):
 
         def loss(network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
             def mute(z: Tensor) -> Tensor:
-                labels = labels_of(site, targets, z)
+                labels = class_indices(site, targets, z)
                 return z * challenge(z, head, labels, site.annotation.reduced, self.hyper)
 
             return site.loss(logits_from(model, images, mute), targets)
@@ -232,7 +232,7 @@ class FedSRSite(FedAvgSite[FedSRHyper]):
                 mu = features.reshape(*features.shape[:2], -1).movedim(1, 2)
                 sigma = distributions.sigma(mu)
                 z = mu + sigma * torch.randn(mu.shape, generator=random).to(mu.device)
-                labels = labels_of(site, targets, features)
+                labels = class_indices(site, targets, features)
                 terms.append(self.hyper.l2r * z.square().sum(dim=2).mean())
                 terms.append(self.hyper.cmi * distributions.divergence(mu, sigma, labels))
                 return z.movedim(2, 1).reshape(features.shape)

@@ -168,7 +168,7 @@ class FedAMPServerHyper(ServerHyper):
     )
 
 
-def squared_distances(states: Sequence[StateDict], names: Sequence[str]) -> Tensor:
+def pairwise_squared_distances(states: Sequence[StateDict], names: Sequence[str]) -> Tensor:
     """‖w_j - w_k‖² over the entries `names`, (K, K) in float64."""
     products = inner_products(states, states[0], names)
     squares = products.diagonal()
@@ -195,7 +195,7 @@ class AttentiveAggregation(AnchorRule):
     def personal(self, models: Models, round: int) -> dict[str, StateDict]:
         states = states_of(models)
         count = len(states)
-        squared = squared_distances(list(states.values()), self.names)
+        squared = pairwise_squared_distances(list(states.values()), self.names)
         mean = float(squared.sum()) / max(1, count * (count - 1))
         sigma = self.hyper.sigma or mean or 1.0
         alpha = sigma * (self.hyper.step or 1 / count)

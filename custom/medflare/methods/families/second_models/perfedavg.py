@@ -22,7 +22,7 @@ from medflare.methods import (
     epochs,
     trainable,
 )
-from medflare.methods.families.second_models.site import SecondModelSite, gradients_of, take_step
+from medflare.methods.families.second_models.site import SecondModelSite, loss_gradients, take_step
 from medflare.networks.features import overwrite
 from medflare.training.epochs import preserved_moments
 
@@ -42,8 +42,8 @@ def train_per_fedavg(model: nn.Module, site: Site, round: int, optimizer: Optimi
         for first, second in _pairs(epoch):
             start = [weight.detach().clone() for weight in weights]
             with preserved_moments(optimizer):
-                take_step(optimizer, weights, gradients_of(model, site, first))
-            gradients = gradients_of(model, site, second)
+                take_step(optimizer, weights, loss_gradients(model, site, first))
+            gradients = loss_gradients(model, site, second)
             overwrite(weights, start)
             take_step(optimizer, weights, gradients)
 
@@ -53,7 +53,7 @@ def adapt(model: nn.Module, site: Site, round: int, optimizer: Optimizer) -> Non
     model.train()
     with seeded(site.seed, site.name, round, "adapt", "dropout"):
         batch = next(site.batches("train", round, "adapt", 0))
-        take_step(optimizer, trainable(model), gradients_of(model, site, batch))
+        take_step(optimizer, trainable(model), loss_gradients(model, site, batch))
 
 
 def adapted(algorithm: FedAvgSite, round: int, shared: StateDict, purpose: str) -> StateDict:

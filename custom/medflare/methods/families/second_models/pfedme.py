@@ -25,7 +25,7 @@ from medflare.methods import (
     strict_dataclass,
     trainable,
 )
-from medflare.methods.families.second_models.site import SecondModelSite, gradients_of, take_step
+from medflare.methods.families.second_models.site import SecondModelSite, loss_gradients, take_step
 from medflare.methods.families.server_rules.rule import Models, ReweightedMean
 from medflare.methods.parts.proximal import proximal_gradients
 from medflare.networks.features import overwrite
@@ -76,7 +76,7 @@ def train_pfedme(
     for batches in epochs(site, round, "personal"):
         for batch in batches:
             for _ in range(inner_steps):
-                gradients = gradients_of(personal, site, batch)
+                gradients = loss_gradients(personal, site, batch)
                 proximal = proximal_gradients(gradients, thetas, weights, strength)
                 take_step(optimizer, thetas, proximal)
             with torch.no_grad():

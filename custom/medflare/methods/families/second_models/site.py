@@ -106,7 +106,7 @@ class SecondModelSite(PersonalSite[F]):
         return self.optimized(second, "personal", descend)
 
 
-def gradients_of(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
+def loss_gradients(model: nn.Module, site: Site, batch: Batch) -> list[Tensor]:
     """The gradient of the task's loss by the trainable parameters."""
     images, targets, _ = batch
     loss = site.loss(model(images), targets)

@@ -367,6 +367,6 @@ def get_preparation(name: str) -> Preparation:
     return PREPARATIONS[name]
 
 
-def listing() -> str:
+def list_preparations() -> str:
     """All data that can be prepared."""
     return "\n\n".join(preparation.describe() for preparation in PREPARATIONS.values())
