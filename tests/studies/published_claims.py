@@ -76,6 +76,7 @@ CLAIMS: Final = (
 )
 
 ROUTED: Final = "iop_fl:comparisons=true"
+_MIXTURE: Final = (("uniform mixture", (ROUTED, "mixture")),)
 # On generated images in which one mechanism has to pay (`--suite mechanisms/NAME`).
 MECHANISMS: Final = (
     Claim("mechanism_fedsm", "fedsm", "inside", _FEDSM),
@@ -91,12 +92,9 @@ MECHANISMS: Final = (
         "outside",
         (("FedAvg", ("fedavg", "deployed")), ("server alone", ("grace:client=erm", "deployed"))),
     ),
-    Claim(
-        "mechanism_iop_fl",
-        ROUTED,
-        "outside",
-        (("uniform mixture", (ROUTED, "mixture")), ("ensemble", (ROUTED, "ensemble"))),
-    ),
+    Claim("mechanism_iop_fl", ROUTED, "outside", (*_MIXTURE, ("ensemble", (ROUTED, "ensemble")))),
+    Claim("mechanism_iop_fl_mixture", ROUTED, "outside", _MIXTURE),
+    Claim("mechanism_iop_fl_none", ROUTED, "outside", _MIXTURE),
     Claim("mechanism_feddag", "feddag", "outside", _SHIPPED),
 )
 

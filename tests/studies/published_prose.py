@@ -10,11 +10,12 @@ import pandas as pd
 from medflare.evaluation.results import confusion
 from medflare.studies.statistics import ALL_SITES, detectable_difference
 from medflare.studies.tables import BEST_EXPERT, EXPERT_SPREAD, HARM, Model, Run, StudyTables
-from studies.published_claims import ALONE, CLAIMS, FEDAVG, FEDDAG, GRACE, IOP, claim_lines
+from studies.published_claims import ALONE, CLAIMS, FEDAVG, FEDDAG, GRACE, IOP, ROUTED, claim_lines
 
 README: Final = "README.md"
 RESULTS: Final = "docs/results.md"
 PAGE_OF_FEDDAG: Final = "docs/methods/feddag.md"
+PAGE_OF_IOP: Final = "docs/methods/iop_fl.md"
 FEDSM: Final = ("fedsm", "deployed")
 PLAIN_FEDAVG: Final = ("fedavg", "deployed")
 AUGMENTED: Final = ("augmentation", "deployed")
@@ -71,6 +72,7 @@ def sentences(study: Callable[[str], StudyTables]) -> Sentences:
     yield from of_iop_fl(study)
     yield from of_prr_and_grace(study)
     yield from of_feddag(study)
+    yield from of_the_mechanisms(study)
 
 
 def of_the_readme(study: Callable[[str], StudyTables]) -> Sentences:
@@ -320,3 +322,20 @@ def of_feddag(study: Callable[[str], StudyTables]) -> Sentences:
     features = Runs(study("ham10000_features"), "outside").values(FEDAVG)
     random = Runs(study("ham10000_features_random"), "outside").values(FEDAVG)
     yield RESULTS, f"ImageNet features are worth {(features - random).mean():.2f} outside to FedAvg"
+
+
+def of_the_mechanisms(study: Callable[[str], StudyTables]) -> Sentences:
+    by_site = {}
+    for site, name in (("Y", "mechanism_iop_fl_mixture"), ("Z", "mechanism_iop_fl_none")):
+        runs = Runs(study(name), "outside")
+        by_site[site] = runs.below((ROUTED, "mixture"), (ROUTED, "deployed"))
+    yield (
+        PAGE_OF_IOP,
+        (
+            f"by {by_site['Y']} at Y, half like A and half like B, "
+            f"by {by_site['Z']} at Z, a third disc"
+        ),
+    )
+    generated = Runs(study("mechanism_feddag"), "outside")
+    of_batch = generated.values(("batch-statistics", "deployed")).mean()
+    yield RESULTS, f"FedAvg with test-batch statistics has {of_batch:.2f}:"
