@@ -10,6 +10,7 @@ import pytest
 
 from helpers.downloaded_folders import classes, mask, picture, table
 from helpers.volume_sites import change, dicom_series, write
+from medflare.core import packages
 from medflare.core.errors import DataError
 from medflare.preparation.dataset_import.datalists import ImportOptions, import_folder
 from medflare.preparation.dataset_import.tables import Columns, read_frame
@@ -93,7 +94,7 @@ def test_lines_above_the_header_and_columns_of_one_name_are_refused(tmp_path: Pa
     assert len(read_frame(tmp_path / "t.csv")) == 12
 
 
-def test_a_table_of_excel(tmp_path: Path) -> None:
+def test_a_table_of_excel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are floats there, formatted cells may be empty, and a sheet may be, too."""
     openpyxl = pytest.importorskip("openpyxl")
     workbook = openpyxl.Workbook()
@@ -111,6 +112,9 @@ def test_a_table_of_excel(tmp_path: Path) -> None:
     assert "2 sheets with cells (Sheet, notes)" in error_of(
         tmp_path, table=tmp_path / "grades.xlsx"
     )
+    monkeypatch.setattr(packages, "installed", lambda module: False)
+    assert "pip install openpyxl" in error_of(tmp_path)
+    monkeypatch.undo()
     (tmp_path / "grades.xlsx").write_bytes(b"PK")
     assert "cannot be read as a table" in error_of(tmp_path, table=tmp_path / "grades.xlsx")
 

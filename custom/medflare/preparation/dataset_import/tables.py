@@ -63,6 +63,10 @@ GUESSED: Final = Columns()
 _Used: TypeAlias = dict[str, list[str]]
 
 
+class UnrelatedTableError(DataError):
+    """A table names no image, and has fewer rows than there are images; or cannot be read here."""
+
+
 def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
     """A table of text without spaces at the ends, "" for empty cells; None and NA can be names.
 
@@ -70,7 +74,7 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
     """
     is_workbook = suffix(path) == WORKBOOK
     if is_workbook:
-        require("openpyxl", f"{path}: a table of Excel (or save it as CSV)", DataError)
+        require("openpyxl", f"{path}: a table of Excel", UnrelatedTableError)
     try:
         lines = _lines_of_workbook(path) if is_workbook else _lines_of_text(read_text(path))
         header, rows = _header_and_rows(lines)
@@ -377,10 +381,6 @@ def _without_wrong_ages(path: Path, frame: pd.DataFrame, used: _Used) -> list[st
             used["age"] = []
             return [f"{path.name}: column {column} is not read as the age: {problem}"]
     return []
-
-
-class UnrelatedTableError(DataError):
-    """A table names no image, and has fewer rows than there are images."""
 
 
 def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str) -> str:
