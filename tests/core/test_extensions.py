@@ -183,11 +183,8 @@ def test_a_name_in_use_is_refused_with_its_owner(tmp_path: Path) -> None:
         load("lab_poly")
 
 
-@pytest.mark.parametrize("variable", [extensions.VARIABLE, "MEDFLARE_NETWORKS"])
-def test_both_names_of_the_variable_are_read(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, f"other, {LAB}.")
+def test_packages_of_the_variable_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(extensions.VARIABLE, f"other, {LAB}.")
     assert extensions.trusted() == (LAB, "other")
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from e2e.components.faulty_executor import FAULTS
 from e2e.simulation import END_TO_END, Simulate, problems, use_executor
+from helpers.rounds import read_rounds
 from medflare.core.events import DOUBTS
-from medflare.evaluation.results import read_rounds
 from medflare.flare.jobs.building import build_job
 
 pytestmark = END_TO_END

@@ -14,6 +14,7 @@ import pytest
 
 from evaluation.conftest import History
 from foreign.install import install
+from helpers.rounds import read_rounds
 from medflare.cli.run import results as show
 from medflare.core.errors import StateError
 from medflare.evaluation.report import write_results
@@ -24,7 +25,6 @@ from medflare.evaluation.results import (
     find_results,
     json_ready,
     load_results,
-    read_rounds,
     results_frame,
     validate_results,
     versions_of_run,

@@ -8,8 +8,9 @@ import pytest
 
 import medflare
 from helpers import small_tasks
+from helpers.rounds import read_rounds
 from medflare.data.loading import SiteData
-from medflare.evaluation.results import read_rounds, validate_results
+from medflare.evaluation.results import validate_results
 from medflare.inference.deployed import load_model
 from medflare.tasks.config import load_task
 from medflare.training.site import Site

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers.rounds import read_rounds
 from helpers.small_tasks import tiny_phantom
-from medflare.evaluation.results import load_results, read_rounds
+from medflare.evaluation.results import load_results
 from medflare.federation.local.loop import run_local
 from medflare.federation.run import Run
 from medflare.federation.settings import WAITS, RunSettings

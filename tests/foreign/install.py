@@ -53,8 +53,7 @@ def installed_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     folder = install_extensions(tmp_path / "site-packages")
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr(extensions, "_trusted", set())
-    for variable in (extensions.VARIABLE, extensions.OLD_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv(extensions.VARIABLE, raising=False)
     forget_extensions()
     yield folder
     sys.modules.pop(LAB, None)

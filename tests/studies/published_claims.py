@@ -76,16 +76,15 @@ CLAIMS: Final = (
 )
 
 ROUTED: Final = "iop_fl:comparisons=true"
+_PLAIN_MEAN: Final = ("plain mean", ("prr:pfa=false", "deployed"))
 _MIXTURE: Final = (("uniform mixture", (ROUTED, "mixture")),)
 # On generated images in which one mechanism has to pay (`--suite mechanisms/NAME`).
 MECHANISMS: Final = (
     Claim("mechanism_fedsm", "fedsm", "inside", _FEDSM),
     Claim(
-        "mechanism_prr",
-        "prr",
-        "inside",
-        (_PRR[0], ("FedBN", ("fedbn", "deployed")), ("plain mean", ("prr:pfa=false", "deployed"))),
+        "mechanism_prr", "prr", "inside", (_PRR[0], ("FedBN", ("fedbn", "deployed")), _PLAIN_MEAN)
     ),
+    Claim("mechanism_prr_clean", "prr", "inside", (_PRR[0], _PLAIN_MEAN)),
     Claim(
         "mechanism_grace",
         "grace",

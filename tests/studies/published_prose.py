@@ -15,6 +15,7 @@ from studies.published_claims import ALONE, CLAIMS, FEDAVG, FEDDAG, GRACE, IOP, 
 README: Final = "README.md"
 RESULTS: Final = "docs/results.md"
 PAGE_OF_FEDDAG: Final = "docs/methods/feddag.md"
+PAGE_OF_PRR: Final = "docs/methods/prr.md"
 PAGE_OF_IOP: Final = "docs/methods/iop_fl.md"
 FEDSM: Final = ("fedsm", "deployed")
 PLAIN_FEDAVG: Final = ("fedavg", "deployed")
@@ -334,6 +335,15 @@ def of_the_mechanisms(study: Callable[[str], StudyTables]) -> Sentences:
         (
             f"by {by_site['Y']} at Y, half like A and half like B, "
             f"by {by_site['Z']} at Z, a third disc"
+        ),
+    )
+    clean = Runs(study("mechanism_prr_clean"))
+    alone = clean.level(("single-site:method=prr", "deployed"))
+    yield (
+        PAGE_OF_PRR,
+        (
+            f"the personal model ({clean.level(('prr', 'personal'))}) is below training alone "
+            f"({alone})."
         ),
     )
     generated = Runs(study("mechanism_feddag"), "outside")

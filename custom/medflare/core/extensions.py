@@ -35,7 +35,6 @@ from medflare.core.errors import ConfigError, one_line
 from medflare.core.packages import untrusted
 
 VARIABLE = "MEDFLARE_PACKAGES"  # packages or modules, separated by commas
-OLD_VARIABLE = "MEDFLARE_NETWORKS"  # its name in older versions
 _trusted: set[str] = set()
 
 
@@ -46,8 +45,8 @@ def trust(module: str) -> None:
 
 def trusted() -> tuple[str, ...]:
     """The packages and modules that this process trusts, sorted."""
-    listed = ",".join(os.environ.get(variable, "") for variable in (VARIABLE, OLD_VARIABLE))
-    named = [word.strip().rstrip(".") for word in listed.split(",")]
+    listed = os.environ.get(VARIABLE, "").split(",")
+    named = [word.strip().rstrip(".") for word in listed]
     return tuple(sorted({*_trusted, *filter(None, named)}))
 
 

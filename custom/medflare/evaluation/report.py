@@ -101,7 +101,7 @@ def render_report(
     pictures: Mapping[str, bytes] | None = None,
     models: Collection[str] = (),
 ) -> str:
-    """The server's page as HTML, from `build_results`, the steps of `read_rounds`, and PNG files by
+    """The server's page as HTML, from `build_results`, the steps of metrics.jsonl, and PNG files by
     title; `models`: the folders of final models beside it.
     """
     sites = text.ordered_sites(results)

@@ -514,21 +514,3 @@ def append_round(folder: Path, line: Json) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def read_rounds(folder: Path) -> list[Json]:
-    """The steps of metrics.jsonl in order; the last line of a step counts (a resumed run repeats
-    steps), damaged lines are skipped.
-    """
-    path = folder / ROUNDS_FILE
-    if not path.exists():
-        return []
-    steps = {}
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):  # the rest of a damaged line can be a number
-            steps[line["step"]] = line
-    return [steps[step] for step in sorted(steps)]

@@ -24,6 +24,7 @@ from medflare.core.rng import seeded
 from medflare.data.loading import Batch
 from medflare.networks.features import FeatureNetwork
 from medflare.privacy.ledger import Release, training_patients
+from medflare.training.batches import rows_of_patients
 from medflare.training.epochs import Loss
 from medflare.training.site import Site
 
@@ -144,9 +145,7 @@ def drawn_patients(
     influence. `random` is the source of every draw, augmentation included; DP-SGD needs it to be
     secret.
     """
-    rows: dict[str, list[int]] = {}
-    for row, patient in enumerate(site.data.train.patients):
-        rows.setdefault(patient, []).append(row)
+    rows = rows_of_patients(site.data.train.patients)
     # MONAI's kind of generator, on the same stream.
     augmenting = np.random.RandomState(random.bit_generator)
     for _ in range(steps):
