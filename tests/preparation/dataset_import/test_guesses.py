@@ -297,7 +297,7 @@ def test_structures_with_other_files_are_refused(tmp_path: Path) -> None:
     structures(tmp_path / "lacking")
     (tmp_path / "lacking" / "cup" / "3.png").unlink()
     mask(tmp_path / "lacking" / "disc" / "99.png")
-    assert "3.png: no mask in cup" in error_of(tmp_path / "lacking")
+    assert "3.png: no mask of cup" in error_of(tmp_path / "lacking")
     skipped = imported(tmp_path / "lacking", skip=True)
     assert (
         len(skipped.sites[""]) == 9

@@ -863,27 +863,60 @@ def structure_folders(folder: ImageFolder, kind: str) -> Dataset | None:
             f"{folder.root}: {listed} hold pictures of two values, with the names of {home}; "
             "give --kind segmentation if they are masks, --kind classification if not"
         )
-    items = []
+    masks_of: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
     missing = []
-    for key, image in photographs.items():
-        of_image = [files[structure].get(key) for structure in structures]
-        if None in of_image:
-            lacking = structures[of_image.index(None)]
-            missing.append(f"{folder.relative(image)}: no mask in {lacking}")
-            continue
-        label = of_image if len(of_image) > 1 else of_image[0]
-        items.append(Item((image,), label, split=key[0]))
     for structure in structures:
-        for key in sorted(files[structure].keys() - photographs.keys()):
-            missing.append(f"{folder.relative(files[structure][key])}: a mask without an image")
-    labels = numbered(structures)
-    structure = ""
-    if len(structures) == 1:  # its values decide
-        labels = {}
-        structure = structures[0]
+        for key, mask in sorted(files[structure].items()):
+            if key in photographs:
+                masks_of[photographs[key]][structure] = mask
+            else:
+                missing.append(f"{folder.relative(mask)}: a mask without an image")
+    splits = {image: key[0] for key, image in photographs.items()}
     layout = f"images in {home or common.name}, masks in a folder for each structure: {listed}"
+    return _of_structures(folder, splits, masks_of, structures, layout, missing)
+
+
+def _of_structures(
+    folder: ImageFolder,
+    splits: Mapping[Path, str],
+    masks_of: Mapping[Path, Mapping[str, Path]],
+    structures: Sequence[str],
+    layout: str,
+    missing: Iterable[str] = (),
+) -> Dataset:
+    """Images with a mask of each structure; those that lack one are `missing`, beside those given.
+
+    Args:
+        splits: image -> its split.
+        masks_of: image -> structure -> mask.
+    """
+    items = []
+    incomplete = []
+    for image, split in splits.items():
+        masks = masks_of.get(image, {})
+        lacking = [structure for structure in structures if structure not in masks]
+        if lacking:
+            incomplete.append(
+                f"{folder.relative(image)}: no mask of {lacking[0]} (save an empty one if the "
+                "image does not show it)"
+            )
+            continue
+        of_image = [masks[structure] for structure in structures]
+        label = of_image if len(of_image) > 1 else of_image[0]
+        items.append(Item((image,), label, split=split))
+    labels = {}
+    only = ""
+    if len(structures) > 1:
+        labels = numbered(structures)
+    else:  # its values decide
+        only = structures[0]
     return Dataset(
-        "segmentation", tuple(items), labels, layout, missing=tuple(missing), structure=structure
+        "segmentation",
+        tuple(items),
+        labels,
+        layout,
+        missing=(*incomplete, *missing),
+        structure=only,
     )
 
 
@@ -903,19 +936,14 @@ def structure_files(folder: ImageFolder) -> Dataset | None:
     if len(shared) < 2 or any(len(images[key]) != 1 for key in masks):
         return None
     structures = sorted(set[str]().union(*masks.values()))
-    items = []
-    missing = []
-    for key, (image, *others) in images.items():
-        of_image = [masks[key].get(structure) for structure in structures]
-        if None in of_image:
-            lacking = structures[of_image.index(None)]
-            for path in (image, *others):
-                missing.append(f"{folder.relative(path)}: no mask of {lacking}")
-        else:
-            items.append(Item((image,), of_image, split=key[0]))
+    splits = {}
+    masks_of = {}
+    for key, listed in images.items():
+        for image in listed:
+            splits[image] = key[0]
+            masks_of[image] = masks[key]
     layout = f"a folder for each image, with a mask for each structure: {', '.join(structures)}"
-    labels = numbered(structures)
-    return Dataset("segmentation", tuple(items), labels, layout, missing=tuple(missing))
+    return _of_structures(folder, splits, masks_of, structures, layout)
 
 
 def structure_suffixes(folder: ImageFolder) -> Dataset | None:
@@ -940,25 +968,15 @@ def structure_suffixes(folder: ImageFolder) -> Dataset | None:
     names = _structures_of_suffixes(masks_of.values())
     if len(names) > MAX_CLASSES or len({*names.values()}) < len(names):
         return None
-    items = []
-    missing = []
+    splits = {}
+    of_structure: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
     for image in chain.from_iterable(by_name.values()):
-        lacking = [names[rest] for rest in names if rest not in masks_of[image]]
-        if lacking:
-            missing.append(
-                f"{folder.relative(image)}: no mask of {lacking[0]} (an empty one if it has none)"
-            )
-            continue
-        of_image = [masks_of[image][rest] for rest in names]
-        label = of_image if len(of_image) > 1 else of_image[0]
-        items.append(Item((image,), label, split=folder.names[image].split))
+        splits[image] = folder.names[image].split
+        for rest, mask in masks_of.get(image, {}).items():
+            of_structure[image][names[rest]] = mask
     structures = list(names.values())
     layout = f"masks called like their image, and for the structure: {', '.join(structures)}"
-    labels = numbered(structures) if len(structures) > 1 else {}
-    structure = "" if labels else structures[0]
-    return Dataset(
-        "segmentation", tuple(items), labels, layout, missing=tuple(missing), structure=structure
-    )
+    return _of_structures(folder, splits, of_structure, structures, layout)
 
 
 def _image_of_longer_name(
