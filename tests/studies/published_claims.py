@@ -95,6 +95,7 @@ MECHANISMS: Final = (
     Claim("mechanism_iop_fl_mixture", ROUTED, "outside", _MIXTURE),
     Claim("mechanism_iop_fl_none", ROUTED, "outside", _MIXTURE),
     Claim("mechanism_feddag", "feddag", "outside", _SHIPPED),
+    Claim("mechanism_feddag_beyond", "feddag", "outside", _SHIPPED),
 )
 
 
