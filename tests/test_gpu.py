@@ -68,12 +68,16 @@ def test_a_part_fills_its_table(
     out = tmp_path / "rows.jsonl"
     part = gpu.Part(name, torch.device("cpu"), tiny=True, out=out)
     gpu.PARTS[name](part)
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert rows and all(row["part"] == name for row in rows)
+    rows = list(map(json.loads, out.read_text().splitlines()))
+    assert rows
+    for row in rows:
+        assert row["part"] == name
     assert len(capsys.readouterr().out.splitlines()) == len(rows) + 2
-    compared = [
-        row[column] for row in rows for column in ("bits equal", "weights equal") if row.get(column)
-    ]
+    compared = []
+    for row in rows:
+        for column in ("bits equal", "weights equal"):
+            if row.get(column):
+                compared.append(row[column])
     assert set(compared) <= {"True"}
     assert bool(compared) == (name in EQUAL)
 
@@ -140,9 +144,10 @@ def test_a_part_that_fails_says_why_and_the_next_one_starts(
     arguments = ["--device", "nowhere", "--tiny", "--parts", "memory,predict", "--out", str(out)]
     assert gpu.main(arguments) == 1
     assert "exit code 1: RuntimeError: Expected one of cpu, cuda" in capfd.readouterr().out
-    ended = [json.loads(line) for line in out.read_text().splitlines()][1:]
+    ended = list(map(json.loads, out.read_text().splitlines()))[1:]
     assert [line["part"] for line in ended] == ["memory", "predict"]
-    assert all("RuntimeError" in line["problem"] for line in ended)
+    for line in ended:
+        assert "RuntimeError" in line["problem"]
 
 
 @pytest.mark.slow

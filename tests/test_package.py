@@ -61,13 +61,16 @@ def test_the_locked_versions_are_the_tested_ones() -> None:
         (locked,) = re.findall(rf"^{package}==[\w.]+", lock, re.MULTILINE)
         assert locked in tested
         versions = re.findall(r"^\S+==.*\n(.*)", lock, re.MULTILINE)
-        assert all(re.match(r"    --hash=sha256:[0-9a-f]{64}", following) for following in versions)
+        for following in versions:
+            assert re.match(r"    --hash=sha256:[0-9a-f]{64}", following)
 
 
 def test_actions_are_named_by_commit() -> None:
     for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
         used = re.findall(r"uses: (\S+)", workflow.read_text())
-        assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in used)
+        assert used
+        for action in used:
+            assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action)
 
 
 @pytest.mark.slow
@@ -101,11 +104,10 @@ def test_the_image_for_containers_has_the_presets(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
     (wheel,) = (tmp_path / "wheels").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        held = {
-            name.removeprefix("medflare/tasks/presets/")
-            for name in archive.namelist()
-            if "/presets/" in name
-        }
+        held = set()
+        for name in archive.namelist():
+            if "/presets/" in name:
+                held.add(name.removeprefix("medflare/tasks/presets/"))
     assert held == {
         path.relative_to(ROOT / "app_configs").as_posix()
         for path in (ROOT / "app_configs").rglob("*.json")

@@ -33,7 +33,7 @@ def compare() -> ModuleType:
 @pytest.fixture(scope="module")
 def floor(compare: ModuleType) -> float:
     """Processor seconds of the bare loop, after everything has been imported and the images are made."""
-    hospitals = [compare.hospital(number) for number in range(SITES)]
+    hospitals = list(map(compare.hospital, range(SITES)))
     compare.floor(hospitals, 1)
     return float(compare.processor_seconds(lambda: compare.floor(hospitals, ROUNDS)))
 

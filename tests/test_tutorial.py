@@ -24,7 +24,10 @@ def commands(language: str) -> list[list[str]]:
         (DOCS / "tutorial.md").read_text(encoding="utf-8"),
         re.MULTILINE | re.DOTALL,
     )
-    return [shlex.split(line) for block in blocks for line in block.splitlines()]
+    lines: list[str] = []
+    for block in blocks:
+        lines += block.splitlines()
+    return list(map(shlex.split, lines))
 
 
 def test_commands_of_the_page(

@@ -65,12 +65,12 @@ def test_weights_and_source_model_do_not_change() -> None:
     adapted = TargetStatistics(network)
     torch.testing.assert_close(adapted(images(2)), network(images(2)))  # not adapted yet
     adapted.adapt([images(4)])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
-    changed = {
-        name
-        for name, tensor in adapted.model.state_dict().items()
-        if not torch.equal(tensor, before[name])
-    }
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    changed = set()
+    for name, tensor in adapted.model.state_dict().items():
+        if not torch.equal(tensor, before[name]):
+            changed.add(name)
     assert changed == {"0.running_mean", "0.running_var", "2.running_mean", "2.running_var"}
 
 
@@ -169,13 +169,13 @@ def test_only_scale_and_shift_change() -> None:
     tent = Tent(source, "multiclass", TentSettings())
     start = copy_state(tent.model.state_dict())
     tent(images(4))
-    changed = {
-        name
-        for name, tensor in tent.model.state_dict().items()
-        if not torch.equal(tensor, start[name])
-    }
+    changed = set()
+    for name, tensor in tent.model.state_dict().items():
+        if not torch.equal(tensor, start[name]):
+            changed.add(name)
     assert changed == {"1.layer.weight", "1.layer.bias"}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in source.state_dict().items())
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(tensor, before[name])
 
 
 def test_online_predicts_before_its_step_and_accumulates() -> None:
@@ -194,7 +194,7 @@ def test_many_images_are_cut_into_batches() -> None:
     shown = images(7)
     together = Tent(classifier(), "multiclass", TentSettings(rate=0.05), batch_size=3)
     separate = Tent(classifier(), "multiclass", TentSettings(rate=0.05))
-    expected = torch.cat([separate(batch) for batch in shown.split([3, 2, 2])])
+    expected = torch.cat(list(map(separate, shown.split([3, 2, 2]))))
     assert torch.equal(together(shown), expected)
     assert not torch.allclose(
         expected[3:],

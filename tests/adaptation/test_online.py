@@ -145,7 +145,8 @@ def test_memo_steps_along_the_entropy_of_all_parameters(make: Any) -> None:
             weight -= 0.5 * weight.grad
     torch.testing.assert_close(first, reference(shown[:1]))
     assert not torch.allclose(first, model(shown[:1]))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
 
 
 def test_memo_without_a_step_is_the_model_and_flips_undo_themselves() -> None:
@@ -191,7 +192,8 @@ def test_every_image_is_trained_by_its_four_turns(trained: Any) -> None:
     assert torch.equal(ttt.model.state_dict()["network.head.bias"], before["network.head.bias"])
     still = TestTimeTraining(model, task, message, TTTSettings(rate=0.0))
     torch.testing.assert_close(still(shown), model(shown))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
 
 
 def test_an_untrained_head_knows_nothing(trained: Any) -> None:

@@ -38,10 +38,8 @@ def test_nothing_is_deleted_without_yes(run: Path, capsys: pytest.CaptureFixture
         and f"{run}: COMPLETED" in printed
         and "delete with --yes" in printed
     )
-    assert all(
-        f"  {what}: " in printed
-        for what in ("copies of equal models", "checkpoint", "states of the sites")
-    )
+    for what in ("copies of equal models", "checkpoint", "states of the sites"):
+        assert f"  {what}: " in printed
 
 
 def test_states_checkpoints_and_copies_are_freed(
@@ -54,17 +52,15 @@ def test_states_checkpoints_and_copies_are_freed(
         "nothing else was changed"
     )
     gone = {name for name in before if name not in after}
-    assert all(
-        name == "checkpoint.safetensors"
-        or "/state/" in name
-        or name.endswith(("model.safetensors", "card.json"))
-        for name in gone
-    )
-    assert all(
-        name in after
-        for name in before
-        if name.startswith("models/") or "scores/" in name or name.endswith(LASTING)
-    )
+    for name in gone:
+        assert (
+            name == "checkpoint.safetensors"
+            or "/state/" in name
+            or name.endswith(("model.safetensors", "card.json"))
+        )
+    for name in before:
+        if name.startswith("models/") or "scores/" in name or name.endswith(LASTING):
+            assert name in after
     assert {
         "sites/site-1/global/model.safetensors",
         "sites/site-2/deployed/model.safetensors",

@@ -167,9 +167,10 @@ def test_data_that_no_task_can_be_proposed_for_are_one_line(
 def test_fingerprints_and_a_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
-    data, task, sites, planned = (
-        tmp_path / name for name in ("data", "cubes.json", "out/sites.json", "task.json")
-    )
+    data = tmp_path / "data"
+    task = tmp_path / "cubes.json"
+    sites = tmp_path / "out/sites.json"
+    planned = tmp_path / "task.json"
     for name in ("A", "B"):
         make_volumes(data / name, shape=(16, 16, 16))
     task.write_text(json.dumps(TASK))

@@ -58,11 +58,8 @@ def test_every_hyper_parameter_is_there_and_fits(name: str) -> None:
                 if all(about.name in others for others in fields.values())
                 else about.name
             )
-            (place,) = [
-                place
-                for place, line in enumerate(lines)
-                if line.startswith(f"    {shown} = {format_setting(about.default)}")
-            ]
+            start = f"    {shown} = {format_setting(about.default)}"
+            (place,) = [place for place, line in enumerate(lines) if line.startswith(start)]
             assert lines[place + 1].strip() == about.text
 
 
@@ -73,7 +70,8 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(
     assert capsys.readouterr().out == method_listing(get_method("moon", server="grace")) + "\n"
     assert main(["methods"]) == 0
     output = capsys.readouterr().out
-    assert all(f"\n{name} " in output for name in method_names())
+    for name in method_names():
+        assert f"\n{name} " in output
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["methods", "grace"]) == 0

@@ -196,10 +196,8 @@ def test_results_and_models_of_the_simulator_are_where_the_plain_loop_has_them(
             "results.json",
             "models",
         }
-        assert all(
-            (folder / name).read_text() == name
-            for name in ("results.json", "models/global/card.json")
-        )
+        for name in ("results.json", "models/global/card.json"):
+            assert (folder / name).read_text() == name
 
 
 @pytest.mark.parametrize(
@@ -749,7 +747,9 @@ def test_another_optimizer_has_its_usual_rate_unless_one_is_set(
 ) -> None:
     task = tmp_path / "task.json"
     task.write_text(json.dumps(small_tasks.SEGMENTATION | {"embedded": "phantom"}))
-    changes = [word for change in words for word in ("--set", f"task.{change}")]
+    changes = []
+    for change in words:
+        changes += ["--set", f"task.{change}"]
     command = ["run", "fedavg", "--engine", "local", "--task", str(task), *changes]
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
     ((_, named, _),) = engine.calls

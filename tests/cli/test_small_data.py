@@ -25,10 +25,11 @@ def sites(tmp_path: Path) -> Path:
     folder = tmp_path / "retina"
     (folder / "photos").mkdir(parents=True)
     random = np.random.default_rng(0)
-    pictures = [photograph.image for site in ("a", "b") for photograph in photographs(site)]
-    grades = random.permutation(
-        [grade for grade, count in enumerate(GRADES.values()) for _ in range(count)]
-    )
+    pictures = []
+    for site in ("a", "b"):
+        for photograph in photographs(site):
+            pictures.append(photograph.image)
+    grades = random.permutation(np.repeat(np.arange(len(GRADES)), [*GRADES.values()]))
     rows = ["Image name,Retinopathy grade"]
     for number, grade in enumerate(grades):
         image = pictures[number].copy()

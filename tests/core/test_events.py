@@ -15,7 +15,8 @@ def test_add_keeps_order_and_fields_and_refuses_an_unknown_kind() -> None:
         {"round": 3, "site": "CS", "kind": "missing", "message": "no update within 60 s"},
         {"round": None, "site": None, "kind": "warning", "message": "gamma was not tuned"},
     ]
-    assert all(tuple(event) == ("round", "site", "kind", "message") for event in log)
+    for event in log:
+        assert tuple(event) == ("round", "site", "kind", "message")
     with pytest.raises(ValueError, match="'odd'"):
         log.add("odd", "x")
 

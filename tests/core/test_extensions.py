@@ -105,10 +105,10 @@ def test_one_of_every_group_runs(
     monkeypatch.setattr(predict, "ADAPTATIONS", ("auto", *ADAPTATIONS))
     model = StoredModel(load_task(task), models[0], {})
     images = sorted((data / "A/images").glob("*.npy"))[:2]
-    plain, sharper = [
-        predict.predict(model, images, tmp_path / adapt, builder=build_deployed, adapt=adapt)
-        for adapt in ("auto", "lab_sharper")
-    ]
+    plain = predict.predict(model, images, tmp_path / "auto", builder=build_deployed, adapt="auto")
+    sharper = predict.predict(
+        model, images, tmp_path / "lab_sharper", builder=build_deployed, adapt="lab_sharper"
+    )
     assert not plain.failed and not sharper.failed and "lab_sharper" in used
     texts = [
         (tmp_path / adapt / "predictions.csv").read_text() for adapt in ("auto", "lab_sharper")

@@ -55,7 +55,7 @@ def test_an_item_accepts_values_of_its_type(
     type: object, right: list[object], wrong: list[object]
 ) -> None:
     item = MetaSpec[Any]("item", type=type)
-    assert [item.problem(value) for value in right] == [None] * len(right)
+    assert list(map(item.problem, right)) == [None] * len(right)
     for value in wrong:
         problem = item.problem(value)
         assert problem and problem.isprintable() and len(problem) < 300, value

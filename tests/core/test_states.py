@@ -44,7 +44,8 @@ def test_one_move_of_all_tensors_of_a_dtype(tmp_path: Path) -> None:
     assert moved_together({}, move) == {}
     write_message(tmp_path / "state", Message({"model": together}))
     stored = read_message(tmp_path / "state").states["model"]
-    assert all(torch.equal(stored[name], tensor) for name, tensor in original.items())
+    for name, tensor in original.items():
+        assert torch.equal(stored[name], tensor)
 
 
 def test_weighted_mean_by_hand() -> None:
@@ -133,7 +134,8 @@ def test_parameters_of_a_network_have_a_mean() -> None:
     mean = weighted_mean(
         {site: dict(nn.Linear(2, 2).named_parameters()) for site in "AB"}, {"A": 1.0, "B": 1.0}
     )
-    assert not any(tensor.requires_grad for tensor in mean.values())
+    for tensor in mean.values():
+        assert not tensor.requires_grad
 
 
 def test_copy_shares_no_memory() -> None:
@@ -178,7 +180,10 @@ def test_batch_norm_is_selected_by_type_also_where_a_layer_has_two_names() -> No
     net = Net()
     entries = batch_norm_entries(net)
     bn = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
-    expected = {f"{where}.{name}" for where in ("misleading", "again") for name in bn}
+    expected = set()
+    for where in ("misleading", "again"):
+        for name in bn:
+            expected.add(f"{where}.{name}")
     expected |= {
         f"tracking.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
     }

@@ -75,7 +75,8 @@ def test_tied_and_strided_tensors_are_stored(tmp_path: Path) -> None:
     tied = {"first": layer.weight, "second": layer.weight, "turned": layer.weight.t()}
     write_message(tmp_path / "m", Message({"model": tied}))
     back = read_message(tmp_path / "m").states["model"]
-    assert all(torch.equal(back[name], tied[name]) for name in tied)
+    for name in tied:
+        assert torch.equal(back[name], tied[name])
     assert not back["first"].requires_grad
 
 

@@ -17,17 +17,20 @@ from medflare.data.datalist import (
 
 def _entries(**patients: list[str]) -> list[DatalistItem]:
     """Entries by split; one image per mention of a patient."""
-    return [
-        DatalistItem(
-            Path(f"{split}{number}.png"), 0, patient, split, f"datalist.json {split}[{number}]"
-        )
-        for split, names in patients.items()
-        for number, patient in enumerate(names)
-    ]
+    entries = []
+    for split, names in patients.items():
+        for number, patient in enumerate(names):
+            path = Path(f"{split}{number}.png")
+            place = f"datalist.json {split}[{number}]"
+            entries.append(DatalistItem(path, 0, patient, split, place))
+    return entries
 
 
 def _homes(entries: list[DatalistItem]) -> dict[str, set[str]]:
-    return {split: {entry.patient for entry in entries if entry.split == split} for split in SPLITS}
+    patients: dict[str, set[str]] = {split: set() for split in SPLITS}
+    for entry in entries:
+        patients[entry.split].add(entry.patient)
+    return patients
 
 
 def test_patients_are_text_or_numbers_and_other_keys_are_ignored(tmp_path: Path) -> None:
@@ -138,7 +141,10 @@ def test_one_patient_however_the_number_is_written(
 def test_missing_splits_are_drawn_by_patient(
     listed: tuple[str, ...], expected: dict[str, int]
 ) -> None:
-    others = {split: [f"{split}-{n}" for n in range(5)] for split in listed if split != "training"}
+    others = {}
+    for split in listed:
+        if split != "training":
+            others[split] = [f"{split}-{n}" for n in range(5)]
     entries = _entries(training=[f"p{n}" for n in range(100) for _ in range(2)], **others)
     drawn = assign_splits(entries, listed, "A")
     homes = _homes([entry for entry in drawn if entry.patient.startswith("p")])

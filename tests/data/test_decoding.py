@@ -48,7 +48,8 @@ def _decoded(source: Source, task: TaskConfig, count: int | None = None) -> Deco
 
 
 def _tensors(decoded: Decoded, task: TaskConfig) -> tuple[Tensor, Tensor]:
-    images, targets = (decoded.tensors(decoded.rows, name, task) for name in ("image", "target"))
+    images = decoded.tensors(decoded.rows, "image", task)
+    targets = decoded.tensors(decoded.rows, "target", task)
     return images, targets
 
 
@@ -77,11 +78,10 @@ def test_volumes_become_slices(
     raw = {"name": "ScaleIntensityRange", "a_min": 0, "a_max": 1, "b_min": 0, "b_max": 1}
     task = make_task(slices={"axis": 2, "keep": keep}, intensity=raw)
     rows = _decoded(Source(_volumes(tmp_path / "V"), task), task).rows
-    kept = [
-        (volume, number)
-        for volume in range(3)
-        for number in (training if volume == 0 else range(5))
-    ]
+    kept = []
+    for volume in range(3):
+        for number in training if volume == 0 else range(5):
+            kept.append((volume, number))
     assert [row.name for row in rows] == [f"v{volume}.nii.gz[{number}]" for volume, number in kept]
     assert [row.entry for row in rows] == [volume for volume, _ in kept]
     assert [row.image[0, 0, 0] for row in rows] == [
@@ -114,7 +114,8 @@ def test_all_slices_of_a_site_without_labels_are_used(tmp_path: Path, make_task:
     (folder / "datalist.json").write_text(json.dumps({**content, "annotated": []}))
     data = load_site_data("V", task, folder, cache=CacheSettings(str(tmp_path / "cache")))
     assert [len(data.split(name)) for name in ("train", "validation", "test")] == [5, 0, 0]
-    assert not any(target.any() for target in data.train.targets)
+    for target in data.train.targets:
+        assert not target.any()
 
 
 def test_masks_of_another_size(make_site: SiteOf, make_task: TaskOf, edit: Edit) -> None:

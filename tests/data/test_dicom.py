@@ -166,7 +166,8 @@ def test_lost_and_broken_slices_are_errors(tmp_path: Path) -> None:
 
 def test_other_dicom_objects_in_the_folder_are_no_slices(tmp_path: Path) -> None:
     """A slice without its pixels still is one, lest the volume pass for whole."""
-    series, folder = (dicom_series(tmp_path / name) for name in ("alone", "ct"))
+    series = dicom_series(tmp_path / "alone")
+    folder = dicom_series(tmp_path / "ct")
     beside_a_series(folder)
     np.testing.assert_array_equal(voxels(folder), voxels(series))
     assert series_grid(folder).shape == series_grid(series).shape == (5, 6, 4)

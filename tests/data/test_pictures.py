@@ -139,7 +139,8 @@ def test_several_pictures_in_one_file_are_refused(kind: str, tmp_path: Path) -> 
 
 def test_the_first_picture_of_a_camera_is_read(tmp_path: Path) -> None:
     """MPO: a JPEG with a preview, or with the picture for the other eye."""
-    picture, preview = (Image.fromarray(numbers("u1", *sides)) for sides in (SIDES, (4, 5)))
+    picture = Image.fromarray(numbers("u1", *SIDES))
+    preview = Image.fromarray(numbers("u1", 4, 5))
     picture.save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[preview])
     with Image.open(tmp_path / "a.jpg") as first:
         expected = np.asarray(first.convert("L")).T

@@ -54,7 +54,7 @@ def test_a_run_says_once_a_round_what_is_left(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(now)))
     left = RoundsLeft(5)
     # 60 s for round 2 of 5 and three to go; then 140 s for two, and two to go
-    assert [left.after(round) for round in (1, 1, 2, 2, 3)] == [
+    assert list(map(left.after, (1, 1, 2, 2, 3))) == [
         "",
         "",
         "about 3 min left",

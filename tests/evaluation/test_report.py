@@ -87,15 +87,14 @@ def test_the_page_says_whether_the_model_is_better_than_the_constant_answer(
 ) -> None:
     # Undefined at X.
     values = {"A": (0.9, [0.65, 0.95]), "B": (0.5, [0.4, 0.65]), "X": (None, None)}
-    sites = {
-        name: dataclasses.replace(
+    sites = {}
+    for name, (dice, bounds) in values.items():
+        sites[name] = dataclasses.replace(
             record.sites[name],
             metrics={"deployed": {"dice": dice}},
             intervals={"deployed": {"": {"dice": bounds} if bounds else {}}},
             constant=0.6,
         )
-        for name, (dice, bounds) in values.items()
-    }
     page = Page(render_report(build_results(dataclasses.replace(record, sites=sites))))
     assert (
         "Dice 0.700, constant answer (which ignores the image) 0.600, mean over 2 sites"
@@ -210,11 +209,10 @@ def test_validation_curves_of_bounded_metrics_go_from_0_to_1(
         results = build_results(record)
         results["configuration"]["task"]["metric"] = metric
         svg = training_curves(results, history)
-        words = [
-            element.text or ""
-            for element in ElementTree.fromstring(f"<div>{svg}</div>").iter()
-            if element.tag.endswith("text")
-        ]
+        words = []
+        for element in ElementTree.fromstring(f"<div>{svg}</div>").iter():
+            if element.tag.endswith("text"):
+                words.append(element.text or "")
         start = next(
             place
             for place, word in enumerate(words)
@@ -278,7 +276,7 @@ def test_pages_are_well_formed_and_fetch_nothing(
     html = render_report(build_results(rich), history, {"Generated images": b"\x89PNG"})
     failed = RunRecord("fedavg", record.task, 0, 5, {}, reason="site B: <empty> split")
     pages = [html, *(render_report(build_results(run)) for run in (classified, selecting, failed))]
-    assert [faults(page) for page in pages] == [[], [], [], []]
+    assert list(map(faults, pages)) == [[], [], [], []]
     assert html.count("<svg") == 2 and len(html) < 200_000
     assert "FAILED" in Page(pages[3]).text and "site B: <empty> split" in Page(pages[3]).text
 
@@ -301,7 +299,7 @@ def test_a_long_run_of_many_sites_is_a_small_page(record: RunRecord) -> None:
     assert not faults(html) and len(html) < 2_000_000
     assert len(table(page, "Everything that was rejected")) == 1001
     rounds = [row[0] for row in table(page, "Validation of the global model at every site")[1:]]
-    assert rounds == ["7selected", *(str(round) for round in range(301, 501))]
+    assert rounds == ["7selected", *map(str, range(301, 501))]
 
 
 def test_synthetic_images_are_marked(record: RunRecord, task: TaskConfig) -> None:
@@ -325,11 +323,9 @@ def text_of(svg: str | None) -> str:
 
 def test_training_curves_have_every_defined_value(record: RunRecord, history: History) -> None:
     text = text_of(training_curves(build_results(record), history))
-    assert (
-        "Training loss" in text
-        and "Validation Dice, global" in text
-        and all(site in text for site in "ABC")
-    )
+    assert "Training loss" in text and "Validation Dice, global" in text
+    for site in "ABC":
+        assert site in text
     assert "personal" not in text and "Aggregation" not in text, "no value, no panel"
     steps = [
         {**step, "aggregation": {"A": {"weight": 0.4}, "B": {"weight": None}}}
@@ -350,11 +346,10 @@ def test_pages_without_matplotlib_have_no_figures(
 
 def test_class_counts_of_all_sites_together_and_of_each(classified: RunRecord) -> None:
     page = Page(render_report(build_results(classified)))
-    together = [
-        content
-        for caption, content in zip(page.captions, page.tables, strict=True)
-        if caption == "2 inside sites together"
-    ]
+    together = []
+    for caption, content in zip(page.captions, page.tables, strict=True):
+        if caption == "2 inside sites together":
+            together.append(content)
     header = ["truth", "not <ill>", "<ill>"]
     assert together[0] == [
         header,
@@ -385,7 +380,8 @@ def test_roc_curves_of_every_site(classified: RunRecord) -> None:
     tables = class_tables(build_results(classified))
     assert [of_model["model"] for of_model in tables] == ["deployed", "global"]
     text = text_of(roc_curves(tables[0]["roc"], "roc"))
-    assert all(word in text for word in ("<ill>", "A, AUC 0.750", "B", "sensitivity"))
+    for word in ("<ill>", "A, AUC 0.750", "B", "sensitivity"):
+        assert word in text
     assert roc_curves({}, "roc") is None
 
 

@@ -59,7 +59,8 @@ def test_every_site_has_every_model_and_metric_and_undefined_is_null(record: Run
     sites = results["sites"]
     for site in sites.values():
         assert list(site["metrics"]) == ["global", "personal", "deployed"]
-        assert all(list(metrics) == ["dice", "iou", "hd95"] for metrics in site["metrics"].values())
+        for metrics in site["metrics"].values():
+            assert list(metrics) == ["dice", "iou", "hd95"]
     assert sites["A"]["metrics"]["personal"]["hd95"] is None, "NaN"
     assert sites["A"]["metrics"]["deployed"]["dice"] is None, "never measured"
     assert sites["C"]["n"] == {"train": 3, "validation": None, "test": None}

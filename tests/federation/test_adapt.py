@@ -73,9 +73,11 @@ def test_class_shares_come_with_label_shift_only() -> None:
     expected = torch.as_tensor(counts / torch.as_tensor(counts).sum()).tolist()
     for message in models.values():
         assert message.meta["class_shares"] == pytest.approx(expected, abs=1e-3)
-    assert not any("equal" in event["message"] for event in results["events"])
+    for event in results["events"]:
+        assert "equal" not in event["message"]
     _, models = run(adapt="tent")
-    assert not any("class_shares" in message.meta for message in models.values())
+    for message in models.values():
+        assert "class_shares" not in message.meta
     site = squares.site("O", TASK)
     final, notes = with_adapted(
         site, {"deployed": plain_message(squares.start(TASK))}, "labelshift"

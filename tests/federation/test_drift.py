@@ -118,11 +118,11 @@ def run(folder: Path, last: int | None = None, **options: Any) -> dict[str, Any]
 
 def named(results: dict[str, Any]) -> list[tuple[str, str, int]]:
     kinds = ("suspicious", "rejected")
-    return [
-        (event["kind"], event["site"], event["round"])
-        for event in results["events"]
-        if event["kind"] in kinds
-    ]
+    found = []
+    for event in results["events"]:
+        if event["kind"] in kinds:
+            found.append((event["kind"], event["site"], event["round"]))
+    return found
 
 
 def test_a_drifting_site_is_named_also_after_a_restart(

@@ -41,7 +41,9 @@ class Sites:
         return list(self.there[round])
 
     def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
-        assert step.phase == ENROL and not any(message.states for message in outgoing.values())
+        assert step.phase == ENROL
+        for message in outgoing.values():
+            assert not message.states
         self.sent |= {site: message.meta for site, message in outgoing.items()}
         events = [{"kind": "warning", "message": "a note"}]
         answers = {
@@ -220,7 +222,9 @@ def test_a_site_with_other_versions_is_named_or_rejected(
     admission.members(Step("train", 1))
     events = [event for event in admission.context.events if event["site"] == "B"]
     assert [event["kind"] for event in events] == ([kind] if kind else [])
-    assert all(token in event["message"] for event in events for token in tokens)
+    for event in events:
+        for token in tokens:
+            assert token in event["message"]
     assert ("B" in admission.enrolled) == (kind != "rejected")
 
 
@@ -249,7 +253,8 @@ def test_a_site_with_another_release_of_the_methods_package_is_named_or_refused(
     admission.open(2)
     events = [event for event in admission.context.events if event["site"] == "B"]
     assert [event["kind"] for event in events] == ([kind] if kind else [])
-    assert all(text in event["message"] for event in events)
+    for event in events:
+        assert text in event["message"]
     assert ("B" in admission.enrolled) == (kind != "rejected")
 
 

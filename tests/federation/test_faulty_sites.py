@@ -52,7 +52,7 @@ def numbers(change: Callable[[Any], Any], *only: str) -> Fault:
         if isinstance(value, dict):
             return {name: replaced(inner) for name, inner in value.items()}
         if isinstance(value, list):
-            return [replaced(inner) for inner in value]
+            return list(map(replaced, value))
         return change(value) if isinstance(value, int | float) else value
 
     return changed(
@@ -124,9 +124,9 @@ def run_with(
     assert results["status"] == "COMPLETED", results["reason"]
     validate_results(results)
     json.dumps(results, allow_nan=False).encode()
-    assert all(
-        non_finite(message) is None for sent in exchange.sent.values() for message in sent.values()
-    )
+    for sent in exchange.sent.values():
+        for message in sent.values():
+            assert non_finite(message) is None
     assert exchange.sent[FINALIZE, ROUNDS, 0].keys() >= set(SITES) - {FAULTY}
     assert {event["site"] for event in results["events"] if event["kind"] == "rejected"} <= {
         FAULTY

@@ -61,7 +61,8 @@ def test_what_a_run_returns_and_leaves_behind(kept: Kept) -> None:
     assert set(results["costs"]) == set(results["sites"])
     for way in ("down_bytes", "up_bytes"):
         assert sum(cost[way] for cost in results["costs"].values()) == results["traffic"][way]
-    assert all(cost["seconds"] > 0 for cost in results["costs"].values())
+    for cost in results["costs"].values():
+        assert cost["seconds"] > 0
 
 
 def test_results_show_themselves_in_a_notebook(kept: Kept) -> None:
@@ -71,10 +72,11 @@ def test_results_show_themselves_in_a_notebook(kept: Kept) -> None:
     mean = results["mean"]["inside"]["deployed"]["dice"]
     assert f"Dice {mean:.3f} inside" in short and str(folder) in short and len(short) < 300
     page = results._repr_html_()
-    assert all(f"<td>{site}</td>" in page for site in (*results["sites"], "mean"))
-    assert page.count("<svg") >= 2 and all(
-        finding["kind"] in page for finding in results["findings"]
-    )
+    for site in (*results["sites"], "mean"):
+        assert f"<td>{site}</td>" in page
+    assert page.count("<svg") >= 2
+    for finding in results["findings"]:
+        assert finding["kind"] in page
     assert f"<td>{results['sites']['site-9']['metrics']['deployed']['dice']:.3f}</td>" in page
     again = copy.deepcopy(results)  # as between processes of a study
     assert again == results and again.folder == folder and again.history == results.history
@@ -113,7 +115,8 @@ def test_what_single_patients_scored_stays_at_the_site(kept: Kept) -> None:
     )
     assert not [*home.glob("*/*scores*")], "not beside a model that may be handed on"
     for file in ("results.json", "metrics.jsonl", "report.html"):
-        assert not any(patient in (folder / file).read_text() for patient in cases["patients"])
+        for patient in cases["patients"]:
+            assert patient not in (folder / file).read_text()
 
 
 def test_every_site_has_a_separate_report(kept: Kept) -> None:
@@ -294,9 +297,9 @@ def test_every_site_starts_from_what_the_server_sends(
     assert results["status"] == "COMPLETED", results["reason"]
     start = load_model(model).message.states["model"]
     stored = StateStore(tmp_path / SITES / "site-1" / STATE).load("membership")
-    assert stored is not None and all(
-        torch.equal(stored.states["start"][name], start[name]) for name in start
-    )
+    assert stored is not None
+    for name in start:
+        assert torch.equal(stored.states["start"][name], start[name])
     step = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     site = open_site("site-1", load_task(task), seed=0)
     site.start = start
@@ -318,7 +321,8 @@ def test_without_rounds_every_site_evaluates_the_weights(
         and results["traffic"]["up_bytes"] == 0
     )
     kept = load_model(tmp_path / "sites" / "site-3" / "deployed").message.states["model"]
-    assert all(torch.equal(kept[name], initial[name]) for name in initial)
+    for name in initial:
+        assert torch.equal(kept[name], initial[name])
     for name, result in results["sites"].items():
         site = open_site(name, load_task(task), seed=3, role=result["role"])
         site.start = initial

@@ -9,6 +9,7 @@ import pytest
 import medflare
 from helpers import small_tasks
 from helpers.rounds import read_rounds
+from medflare.core.states import StateDict
 from medflare.data.loading import SiteData
 from medflare.evaluation.results import validate_results
 from medflare.inference.deployed import load_model
@@ -81,13 +82,14 @@ def federation(
     validate_results(results)
     assert results["status"] == "COMPLETED", results["reason"]
     files = sorted(Path(options["out"]).rglob("model.safetensors"))
-    states = [state for file in files for state in load_model(file.parent).message.states.values()]
-    assert states and all(
-        tensor.isfinite().all()
-        for state in states
-        for tensor in state.values()
-        if tensor.is_floating_point()
-    )
+    states: list[StateDict] = []
+    for file in files:
+        states += load_model(file.parent).message.states.values()
+    assert states
+    for state in states:
+        for tensor in state.values():
+            if tensor.is_floating_point():
+                assert tensor.isfinite().all()
     if outside:
         assert results["sites"]["X"]["metrics"]["deployed"][config.metric] is not None
     return results
@@ -117,11 +119,10 @@ def test_one_site_alone(method: str, tmp_path: Path) -> None:
 def test_two_sites_with_the_same_images_have_equal_weights(method: str, tmp_path: Path) -> None:
     results = federation(method, DISC, rounds=2, twins=True, out=tmp_path)
     assert method == "fedsm" or results["sites"]["A"]["metrics"] == results["sites"]["B"]["metrics"]
-    weights = [
-        numbers["weight"]
-        for step in read_rounds(tmp_path)
-        for numbers in step["aggregation"].values()
-    ]
+    weights = []
+    for step in read_rounds(tmp_path):
+        for numbers in step["aggregation"].values():
+            weights.append(numbers["weight"])
     assert weights == pytest.approx([0.5] * (4 if method in ("grace", "feddag") else 0))
 
 
@@ -130,16 +131,13 @@ def test_a_class_that_no_site_has(method: str, tmp_path: Path) -> None:
     results = federation(method, GRADE, missing=2, counts=(9, 6, 6), out=tmp_path)
     metrics = results["sites"]["A"]["metrics"]["deployed"]
     assert metrics["accuracy"] is not None
-    messages = [
-        event["message"]
-        for event in results["events"]
-        if event["kind"] == "undefined" and event["site"] == "A"
-    ]
-    assert all(
-        any(f"deployed {name}: " in line for line in messages)
-        for name, value in metrics.items()
-        if value is None
-    )
+    messages = []
+    for event in results["events"]:
+        if event["kind"] == "undefined" and event["site"] == "A":
+            messages.append(event["message"])
+    for name, value in metrics.items():
+        if value is None:
+            assert any(f"deployed {name}: " in line for line in messages)
 
 
 def test_feddag_weighs_models_equally_that_no_site_can_score(tmp_path: Path) -> None:

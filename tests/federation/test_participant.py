@@ -85,10 +85,11 @@ def test_metrics_of_few_patients_are_suppressed(minimum: int, validation: bool, 
     ) == (5 if test else None)
     messages = [event["message"] for event in enrolment["events"]]
     expected = [split for split, sent in (("validation", validation), ("test", test)) if not sent]
-    assert len(messages) == len(expected) and all(
-        split in line for split, line in zip(expected, messages, strict=True)
-    )
-    assert all(message_problem(reply, "A") is None for reply in replies)
+    assert len(messages) == len(expected)
+    for split, line in zip(expected, messages, strict=True):
+        assert split in line
+    for reply in replies:
+        assert message_problem(reply, "A") is None
 
 
 def test_a_report_that_cannot_be_written_is_a_warning() -> None:

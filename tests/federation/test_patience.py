@@ -60,7 +60,9 @@ class TestEarlyStopping:
         )
         assert same_weights(tmp_path / "early", tmp_path / "plain")
         cards = sorted((tmp_path / "early" / "models").rglob("card.json"))
-        assert cards and all(json.loads(card.read_text())["rounds"] == 5 for card in cards)
+        assert cards
+        for card in cards:
+            assert json.loads(card.read_text())["rounds"] == 5
 
     def test_a_resumed_run_stops_in_the_same_round(self, tmp_path: Path) -> None:
         whole = run(folder=tmp_path / "whole", patience=2)

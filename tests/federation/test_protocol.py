@@ -292,11 +292,8 @@ def test_every_item_of_every_method_has_a_type() -> None:
     for name in method_names():
         algorithm = get_method(name).site_class
         assert "finalize" in algorithm.phases, name
-        items += [
-            item
-            for phase in algorithm.phases.values()
-            for item in (*phase.request_meta, *phase.meta)
-        ]
+        for phase in algorithm.phases.values():
+            items += [*phase.request_meta, *phase.meta]
     assert [item for item in items if item.type is Any] == []
 
 

@@ -42,7 +42,8 @@ def test_aggregation_weights_are_recorded(
     assert list(noted) == [(phase, 0), (phase, 1)]
     for by_site in noted.values():
         assert set(by_site) == {"site-1", "site-2", "site-3"}
-        assert all(set(numbers_of_site) == numbers for numbers_of_site in by_site.values())
+        for numbers_of_site in by_site.values():
+            assert set(numbers_of_site) == numbers
         assert sum(
             numbers_of_site["weight"] for numbers_of_site in by_site.values()
         ) == pytest.approx(1.0)

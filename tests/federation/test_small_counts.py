@@ -117,7 +117,8 @@ def test_a_second_job_selects_and_splits_as_the_first(method: str, job: str, rep
 
 def test_the_site_allows_another_selection(data: Path, tmp_path: Path) -> None:
     record = StudyRecord(tmp_path / "record", data / "a", "one", 1000)
-    first, other = (open_site("a", task, data_root=data) for task in (FIRST, JOBS["another split"]))
+    first = open_site("a", FIRST, data_root=data)
+    other = open_site("a", JOBS["another split"], data_root=data)
     record.fix_selection(first)
     with pytest.raises(ConfigError, match="earlier job"):
         replace(record, job="two").fix_selection(other)

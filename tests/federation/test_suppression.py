@@ -63,12 +63,10 @@ def test_a_prototype_of_few_patients_is_suppressed(kind: str) -> None:
     site = rare_square(task)
     method = get_method("prr")
     assert small_classes(site, "train", 3) == {rare} and not small_classes(site, "train", 2)
-    participants = [
-        Participant(
-            "A", lambda role: site, method, {}, local=LocalSettings(minimum_patients=minimum)
-        )
-        for minimum in (0, 3)
-    ]
+    participants = []
+    for minimum in (0, 3):
+        local = LocalSettings(minimum_patients=minimum)
+        participants.append(Participant("A", lambda role: site, method, {}, local=local))
     server = squares.server(
         method.server_class,
         task,
@@ -90,10 +88,8 @@ def test_a_prototype_of_few_patients_is_suppressed(kind: str) -> None:
     assert suppressed["present"][others].all() and suppressed["prototypes"][others].equal(
         whole["prototypes"][others]
     )
-    assert all(
-        replies[0].states["model"][name].equal(tensor)
-        for name, tensor in replies[1].states["model"].items()
-    )
+    for name, tensor in replies[1].states["model"].items():
+        assert replies[0].states["model"][name].equal(tensor)
     stored = participants[1]._algorithm.recall(1).memory.states["prototypes"]["prototypes"]
     assert stored.equal(whole["prototypes"]), "the site itself uses all of them"
 
@@ -116,9 +112,8 @@ def test_suppressed_statistics_do_not_change_the_ridge_selector() -> None:
 
     without = solved({name: replies[name] for name in ("A", "C")})
     suppressed = {**replies, "B": suppressed_at("B", replies["B"])}
-    assert not any(
-        tensor.any() for tensor in suppressed["B"].states["selector_statistics"].values()
-    )
+    for tensor in suppressed["B"].states["selector_statistics"].values():
+        assert not tensor.any()
     assert squares.equal(solved(suppressed), without) and not squares.equal(
         solved(replies), without
     )
@@ -307,18 +302,16 @@ def test_a_federation_without_counts_by_class(method: str) -> None:
     )
     results = run.execute(LocalExchange("ABCO", member))
     assert results["status"] == "COMPLETED", results["reason"]
-    warnings = [
-        event["message"]
-        for event in results["events"]
-        if event["kind"] == "warning" and event["site"] == "A"
-    ]
+    warnings = []
+    for event in results["events"]:
+        if event["kind"] == "warning" and event["site"] == "A":
+            warnings.append(event["message"])
     assert (
         "no counts by class leave the site: a class has fewer than 3 training patients" in warnings
     )
     assert method == "iop_fl" or any("minimum_patients" in line for line in warnings)
-    assert not any(
-        "is in no site's training images" in event["message"] for event in results["events"]
-    )
+    for event in results["events"]:
+        assert "is in no site's training images" not in event["message"]
 
 
 @pytest.mark.parametrize(("minimum", "sent"), [(3, True), (4, False)])

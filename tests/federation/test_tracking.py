@@ -66,10 +66,9 @@ def test_tensorboard_has_a_run_for_each_site(tmp_path: Path) -> None:
     results = federated(tmp_path)
     for site in ("site-1", "site-2"):
         events = EventAccumulator(str(tmp_path / TENSORBOARD / site)).Reload()
-        curves = {
-            tag: [(event.step, event.value) for event in events.Scalars(tag)]
-            for tag in events.Tags()["scalars"]
-        }
+        curves = {}
+        for tag in events.Tags()["scalars"]:
+            curves[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
         assert curves["learning_rate"] == RATES and [step for step, _ in curves["loss"]] == [0, 1]
         assert [step for step, _ in curves["validation_global"]] == [0, 1, 2]
         dice = results["sites"][site]["metrics"]["deployed"]["dice"]

@@ -39,9 +39,8 @@ def test_weighted_mean_by_samples_whatever_the_order() -> None:
         sent(f"site-{k}", {"w": torch.tensor([0.1 * k, 1.0])}, samples=k, dice=0.1 * k)
         for k in (1, 2, 3)
     ]
-    forward, backward = (
-        aggregated(WeightedAggregator(), *order) for order in (models, models[::-1])
-    )
+    forward = aggregated(WeightedAggregator(), *models)
+    backward = aggregated(WeightedAggregator(), *models[::-1])
     expected = torch.tensor([(0.1 * 1 + 0.2 * 2 + 0.3 * 3) / 6, 1.0])
     assert torch.allclose(forward.params["w"], expected, atol=1e-7)
     assert torch.equal(forward.params["w"], backward.params["w"])

@@ -134,9 +134,8 @@ def test_heartbeats_are_noted_and_requests_for_work_are_held() -> None:
         get_peer_context=lambda: SimpleNamespace(get_identity_name=lambda: "CS")
     )
     replies = [controller._on_message(topic, Shareable(), fl_ctx) for topic in (ALIVE, WORK)]
-    assert all(reply.get_return_code() == ReturnCode.OK for reply in replies), (
-        "before the run begins"
-    )
+    for reply in replies:
+        assert reply.get_return_code() == ReturnCode.OK, "before the run begins"
     controller._exchange = exchange(sites)
     heard = controller._exchange.heard
     controller._on_message(ALIVE, Shareable(), fl_ctx)
@@ -252,10 +251,8 @@ def test_the_component_makes_the_next_model(
     right = AGGREGATORS[method](LAST)
     wrong = AGGREGATORS[method](LAST)
     doctor(wrong.aggregation)
-    models, doctored = (
-        served(tmp_path / name, part, task, monkeypatch)
-        for name, part in (("right", right), ("wrong", wrong))
-    )
+    models = served(tmp_path / "right", right, task, monkeypatch)
+    doctored = served(tmp_path / "wrong", wrong, task, monkeypatch)
     assert models and doctored.keys() == models.keys() and doctored != models
 
 

@@ -45,9 +45,9 @@ def spec(tmp_path: Path, task: Any) -> ParticipantSpec:
     StateStore(tmp_path / "medflare" / "state").save(
         "membership", Message({}, {"site": SITE, "sites": [SITE, "other"], "role": "inside"})
     )
-    task_file, local_file, folder = (
-        tmp_path / name for name in ("task.json", "medflare.json", "medflare")
-    )
+    task_file = tmp_path / "task.json"
+    local_file = tmp_path / "medflare.json"
+    folder = tmp_path / "medflare"
     return ParticipantSpec(SITE, "fedavg", "", 0, task_file, local_file, folder)
 
 
@@ -92,9 +92,8 @@ def test_what_is_declared_leaves_and_is_reported(
 ) -> None:
     sent = to_message(OutboundGuard().process(to_shareable(update), context))
     assert sent.meta == update.meta and sent.states.keys() == {"model"}
-    assert all(
-        sent.states["model"][name].equal(tensor) for name, tensor in update.states["model"].items()
-    )
+    for name, tensor in update.states["model"].items():
+        assert sent.states["model"][name].equal(tensor)
     model, *meta = report(spec)
     assert (model["phase"], model["round"], model["entry"], model["sent"]) == (
         "train",
@@ -399,10 +398,8 @@ def test_the_sites_own_limits_and_that_a_misspelt_one_is_not_taken_for_none(
     assert "model" in blocked(left(entries=["selector"])) and str(update.nbytes) in blocked(
         left(bytes=update.nbytes - 1)
     )
-    assert all(
-        "outbound" in blocked(left(**misspelt))
-        for misspelt in ({"entry": ["model"]}, {"bytes": "10"})
-    )
+    for misspelt in ({"entry": ["model"]}, {"bytes": "10"}):
+        assert "outbound" in blocked(left(**misspelt))
 
 
 # ---- values and records that went wrong ----------------------------------------------------------

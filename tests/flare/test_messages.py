@@ -37,7 +37,8 @@ def test_messages_for_many_sites_share_the_weights_that_they_hold() -> None:
     weights = torch.randn(50, 50)
     message = Message({"model": {"w": weights}}, {"n": 1})
     arrays = [from_shareable(to_shareable(message)).data["model"].data["w"] for _ in range(3)]
-    assert all(np.shares_memory(array, weights.numpy()) for array in arrays)
+    for array in arrays:
+        assert np.shares_memory(array, weights.numpy())
 
 
 TENSORS = {
@@ -127,10 +128,8 @@ def test_the_simulator_passes_messages_on_without_flares_headers() -> None:
     assert relayed.get_header("cookie") is None
     after = to_message(relayed)
     assert after.meta == {"n_samples": 4}
-    assert all(
-        torch.equal(after.states["model"][name].nan_to_num(), tensor.nan_to_num())
-        for name, tensor in TENSORS.items()
-    )
+    for name, tensor in TENSORS.items():
+        assert torch.equal(after.states["model"][name].nan_to_num(), tensor.nan_to_num())
 
 
 def test_filters_may_replace_arrays_by_scalars_and_tensors() -> None:

@@ -31,7 +31,8 @@ def _forked(command: list[str], input: str, **options: Any) -> "CompletedProcess
         process.start()
         process.join()
         assert process.exitcode is not None
-        out, errors = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
+        out = Path(folder, "stdout").read_text()
+        errors = Path(folder, "stderr").read_text()
     return CompletedProcess(command, process.exitcode, out, errors)
 
 

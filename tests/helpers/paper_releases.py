@@ -104,11 +104,10 @@ def gdrbench(root: Path) -> Path:
     grades = ("nodr", "mild_npdr", "moderate_npdr", "severe_npdr", "pdr")
     for source in ("APTOS", "DEEPDR", "FGADR", "IDRID", "MESSIDOR", "RLDR"):
         for split in ("train", "crossval"):
-            files = [
-                (f"{source}/{grade}/{split} {n}.jpg", number)
-                for number, grade in enumerate(grades)
-                for n in range(2)
-            ]
+            files = []
+            for number, grade in enumerate(grades):
+                for n in range(2):
+                    files.append((f"{source}/{grade}/{split} {n}.jpg", number))
             for file, _ in files:
                 picture(root / "images" / file, 90, 8, 3)
             listed = root / f"splits/{source}_{split}.txt"

@@ -101,7 +101,7 @@ def edit() -> Edit:
 
 def labelled(targets: torch.Tensor) -> Split:
     """Black images of 16 x 16 pixels with these targets, each of a patient of its own."""
-    names = tuple(str(number) for number in range(len(targets)))
+    names = tuple(map(str, range(len(targets))))
     return Split(torch.zeros(len(targets), 1, 16, 16), targets, names, names)
 
 
@@ -147,7 +147,7 @@ def numbered_site(
     seed: int = 0,
 ) -> Site:
     """A site of three numbered splits."""
-    training, validating, testing = (
-        numbered_split(number, task) for number in (train, validation, test)
-    )
+    training = numbered_split(train, task)
+    validating = numbered_split(validation, task)
+    testing = numbered_split(test, task)
     return Site(name, task, SiteData(training, validating, testing, ("a note",)), seed)

@@ -59,11 +59,10 @@ def tiny_grades(**changes: Any) -> dict[str, Any]:
 
 def predicted(site: Site, predictor: Predictor, split: str = "test") -> Any:
     """Probabilities of every image of a split in its order: (N, outputs, ...), or a list where sizes differ."""
-    by_row = {
-        row: output
-        for outputs, _, rows in site.predictions(predictor, split)
-        for row, output in zip(rows.tolist(), outputs, strict=True)
-    }
+    by_row = {}
+    for outputs, _, rows in site.predictions(predictor, split):
+        for row, output in zip(rows.tolist(), outputs, strict=True):
+            by_row[row] = output
     ordered = [by_row[row] for row in sorted(by_row)]
     return ordered if site.task.image_mode == "patch" else torch.stack(ordered)
 

@@ -54,7 +54,8 @@ def test_outputs_of_a_torchscript_file_are_arrays_without_further_code(
     with torch.no_grad():
         expected = built(stored)(IMAGES)
     np.testing.assert_allclose(loaded(IMAGES).numpy(), expected.numpy(), rtol=0, atol=1e-6)
-    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    for parameter in loaded.parameters():
+        assert not parameter.requires_grad
 
 
 @pytest.mark.parametrize("combine", [None, "extra", "ensemble"])

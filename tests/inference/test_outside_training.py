@@ -44,7 +44,9 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_every_card_has_the_range_of_the_training_images(volumes: tuple[Path, Path]) -> None:
     root, run = volumes
     cards = [json.loads(card.read_text())[TRAINED_ON] for card in sorted(run.rglob("card.json"))]
-    assert len(cards) >= 3 and all(card == cards[0] for card in cards)
+    assert len(cards) >= 3
+    for card in cards:
+        assert card == cards[0]
     training = sum(
         len(json.loads((root / site / "datalist.json").read_text())["training"])
         for site in ("A", "BB")
@@ -96,16 +98,18 @@ def test_unlike_volumes_are_named_and_the_sites_test_volumes_are_not(
     actual = notes_of(tmp_path / "all")
     odd = {name: text for name, text in actual.items() if text}
     assert len(odd) == 4 and len(actual) == 4 + len(entries)
-    assert all(named[name.partition("_")[0]] in text for name, text in odd.items())
+    for name, text in odd.items():
+        assert named[name.partition("_")[0]] in text
     printed = capsys.readouterr()
-    assert (
-        all(f"{name}_" in printed.err for name in named)
-        and f"4 of {len(actual)} images" in printed.out
-    )
+    for name in named:
+        assert f"{name}_" in printed.err
+    assert f"4 of {len(actual)} images" in printed.out
 
     assert main([*command[:3], "--out", str(tmp_path / "strict"), "--strict"]) == 1
     printed = capsys.readouterr()
-    assert all(f"{name}_" in printed.err for name in named) and "4 failed" in printed.out
+    for name in named:
+        assert f"{name}_" in printed.err
+    assert "4 failed" in printed.out
     assert len(notes_of(tmp_path / "strict")) == len(entries)
     assert not list((tmp_path / "strict").rglob("wide*"))
 

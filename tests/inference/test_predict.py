@@ -87,9 +87,10 @@ def test_the_same_for_classification(
     stored = load_model(run / "sites/A/deployed")
     predict(stored, [data_root / "A/test"], tmp_path, builder=build_deployed)
     rows = rows_of(tmp_path)
-    written = torch.tensor(
-        [[float(row[f"probability_{label}"]) for label in stored.task.labels] for row in rows]
-    )
+    probabilities = []
+    for row in rows:
+        probabilities.append([float(row[f"probability_{label}"]) for label in stored.task.labels])
+    written = torch.tensor(probabilities)
     site = open_site("A", CLASSIFICATION, data_root=data_root / "A/grades")
     expected = predicted(site, build_deployed(stored.task, stored.message), "test")
     assert torch.equal(written, expected), "nine digits hold a float32"
@@ -165,21 +166,15 @@ def test_slices_of_one_volume_are_of_one_patient() -> None:
 
     levels = torch.tensor([5.0, -1.0, *[0.5] * 8])
     images = levels[:, None, None, None].expand(-1, 1, 4, 4).contiguous()
-    networks: list[nn.Module] = [
-        Answer(partial(torch.full_like, fill_value=logit)) for logit in (3.0, -3.0, 0.0)
-    ]
+    networks: list[nn.Module] = []
+    for logit in (3.0, -3.0, 0.0):
+        networks.append(Answer(partial(torch.full_like, fill_value=logit)))
     model = SuperModel(
         SEGMENTATION, networks, Answer(brighter), ["global", "A", "B"], 0.0, "patient"
     ).eval()
     data = Split(images, torch.zeros(10, 1, 4, 4), ("p",) * 10, tuple(map(str, range(10))))
-    expected = torch.cat(
-        [
-            answer[0]
-            for answer in Site("S", SEGMENTATION, SiteData(data, data, data)).predictions(
-                model, "test"
-            )
-        ]
-    )
+    site = Site("S", SEGMENTATION, SiteData(data, data, data))
+    expected = torch.cat([answer[0] for answer in site.predictions(model, "test")])
     acquired = acquisition_of(reading.Image(images[0].numpy()), SEGMENTATION)
     volume = PreparedImage(Input(Path("v.nii"), "v"), images, (4, 4), True, acquired)
     pictures = [
@@ -252,7 +247,7 @@ def test_every_format_in_its_own_geometry(tmp_path: Path, untrained: Models) -> 
     slices = [
         row["slice"] for row in rows_of(tmp_path / "out") if row["image"].endswith("v.nii.gz")
     ]
-    assert slices == [str(number) for number in range(30)], (
+    assert slices == list(map(str, range(30))), (
         "slices along the axis that is axial once the volume is turned to LPS"
     )
 

@@ -77,13 +77,13 @@ def test_volumes_larger_than_a_patch_give_the_numbers_of_the_run(
     )
     stored = load_model(tmp_path / "run/sites" / site / "deployed")
     listed = json.loads((root / site / "datalist.json").read_text())["test"]
-    images = [root / site / name for entry in listed for name in entry["image"]]
+    images = []
+    for entry in listed:
+        for name in entry["image"]:
+            images.append(root / site / name)
     inputs, problems = find_inputs(images, tmp_path / "out", task.channel_names)
-    assert (
-        not problems
-        and [source.name for source in inputs] == ["p5", "p6"]
-        and [len(source.channels) for source in inputs] == [2, 2]
-    )
+    assert not problems
+    assert [(source.name, len(source.channels)) for source in inputs] == [("p5", 2), ("p6", 2)]
     prepared = [prepare(source, task) for source in inputs]
     model: Any = stored.build(build_deployed).eval()
     if hasattr(model, "adapt"):
@@ -91,7 +91,8 @@ def test_volumes_larger_than_a_patch_give_the_numbers_of_the_run(
     actual = [prediction.probabilities[0] for prediction in predictions(model, prepared, task)]
     place = open_site(site, task, data_root=root)
     expected = predicted(place, build_deployed(task, stored.message), "test")
-    assert all(torch.equal(first, second) for first, second in zip(actual, expected, strict=True))
+    for first, second in zip(actual, expected, strict=True):
+        assert torch.equal(first, second)
     data = place.data.test
     measured = score(actual, data.targets, data.patients, task, ["dice"], data.spacings)
     assert measured.values["dice"] == results["sites"][site]["metrics"]["deployed"]["dice"]
@@ -150,7 +151,9 @@ def test_channels_are_found_by_their_names_and_a_missing_one_is_told(tmp_path: P
     for name in ("P1_pre", "P1_flair", "P2-flair", "P3"):
         write(tmp_path / f"in/{name}.nii.gz", np.ones(SHAPE, np.float32))
     inputs, _ = find_inputs([tmp_path / "in"], tmp_path / "out", ("pre", "flair"))
-    actual = {source.name: [file and file.name for file in source.channels] for source in inputs}
+    actual = {}
+    for source in inputs:
+        actual[source.name] = [file and file.name for file in source.channels]
     assert actual == {
         "P1": ["P1_pre.nii.gz", "P1_flair.nii.gz"],
         "P2": [None, "P2-flair.nii.gz"],
@@ -158,7 +161,8 @@ def test_channels_are_found_by_their_names_and_a_missing_one_is_told(tmp_path: P
     }
     summary = bright(cube_task(image_mode="patch"), [tmp_path / "in"], tmp_path / "out")
     assert summary.images == 1 and len(summary.failed) == 2
-    assert [sum(name in line for line in summary.failed) for name in ("P2", "P3")] == [1, 1]
+    for name in ("P2", "P3"):
+        assert sum(name in line for line in summary.failed) == 1
 
 
 @pytest.mark.parametrize("format", ["torchscript", "onnx"])
@@ -317,7 +321,10 @@ def test_a_series_in_one_file_gets_the_masks_of_its_slices(dims: int, tmp_path: 
     for seg in (False, True):
         summary = bright(task, [tmp_path / "in"], tmp_path / f"out{seg}", seg=seg)
         assert summary.failed == [] and summary.images == 2
-    masks = [nibabel.load(tmp_path / f"outFalse/{name}_seg.nii.gz") for name in ("mr", "ct")]
+    masks = [
+        nibabel.load(tmp_path / "outFalse/mr_seg.nii.gz"),
+        nibabel.load(tmp_path / "outFalse/ct_seg.nii.gz"),
+    ]
     np.testing.assert_array_equal(masks[0].affine, masks[1].affine)
     voxels, expected = (np.asarray(mask.dataobj) > 0 for mask in masks)
     np.testing.assert_array_equal(voxels, expected)

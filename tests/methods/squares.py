@@ -228,11 +228,10 @@ def play(
     """
     log = []
     for step in server.steps():
-        outgoing = {
-            name: server.configure(step, name)
-            for name in algorithms
-            if absent is None or not absent(step, name)
-        }
+        outgoing = {}
+        for name in algorithms:
+            if absent is None or not absent(step, name):
+                outgoing[name] = server.configure(step, name)
         replies = {}
         for name, message in outgoing.items():
             if store is not None:
@@ -316,11 +315,11 @@ def trained(
 
 def one_by_one(**options: Any) -> list[dict[str, Any]]:
     """Every option alone, with each of its values if it has a tuple of them."""
-    return [
-        {name: value}
-        for name, values in options.items()
-        for value in (values if isinstance(values, tuple) else (values,))
-    ]
+    changes = []
+    for name, values in options.items():
+        for value in values if isinstance(values, tuple) else (values,):
+            changes.append({name: value})
+    return changes
 
 
 def equal(first: StateDict, second: StateDict) -> bool:

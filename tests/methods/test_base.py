@@ -273,7 +273,8 @@ def test_a_plans_template_is_on_the_meta_device() -> None:
     plan: Plan[SiteHyper, ServerHyper] = Plan(
         squares.SEGMENTATION, squares.SITES, SiteHyper(), ServerHyper()
     )
-    assert all(tensor.is_meta for tensor in plan.template().values())
+    for tensor in plan.template().values():
+        assert tensor.is_meta
     assert {name: tensor.shape for name, tensor in plan.template().items()} == {
         n: t.shape for n, t in squares.start().items()
     }

@@ -62,11 +62,10 @@ def test_every_method_passes_the_kit(name: str) -> None:
 
 def test_all_methods_but_prr_keep_the_optimizers_moments_by_default() -> None:
     """They stay at the site, as in training alone; PRR alone has no choice, and starts every round afresh. Ridge has no optimizer."""
-    rules = {
-        name: get_method(name).effective({})["site"].get("reset_optimizer")
-        for name in method_names()
-        if name != FOREIGN
-    }
+    rules = {}
+    for name in method_names():
+        if name != FOREIGN:
+            rules[name] = get_method(name).effective({})["site"].get("reset_optimizer")
     without = {name: rule for name, rule in rules.items() if rule is not False}
     assert without == {"prr": None, "ridge": None}
 
@@ -86,9 +85,8 @@ def test_every_entry_that_leaves_a_site_has_a_purpose(name: str) -> None:
     method = get_method(name)
     plan = method.plan(TASK, SITES, {})
     for phase in method.site_class.phases.values():
-        assert all(
-            spec.purpose for spec in method.site_class.manifest(phase.name, plan).values()
-        ), phase.name
+        for spec in method.site_class.manifest(phase.name, plan).values():
+            assert spec.purpose, phase.name
 
 
 def test_methods_in_packages_are_listed_without_importing_torch() -> None:
@@ -224,7 +222,8 @@ class TestOtherDistributions:
             load_file(tmp_path / str(place) / "models" / "global" / "model.safetensors")
             for place in range(3)
         ]
-        assert all(models[1][name].equal(models[2][name]) for name in models[1])
+        for name in models[1]:
+            assert models[1][name].equal(models[2][name])
         assert any(not models[0][name].equal(models[2][name]) for name in models[0])
 
     @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from methods.squares import equal, one_by_one
 def test_a_package_offers_its_public_names(name: str) -> None:
     package = importlib.import_module(f"medflare.methods.{name}")
     assert {*package.__all__} >= {*dir(package)} != set()
-    assert all(callable(getattr(package, word)) or word.isupper() for word in package.__all__)
+    for word in package.__all__:
+        assert callable(getattr(package, word)) or word.isupper()
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +71,9 @@ def test_a_site_with_one_image_trains(name: str, hyper: dict[str, Any]) -> None:
     )
     for turn in (turn for turn in log if turn.step.phase == "train"):
         reply = turn.replies["C"]
-        assert math.isfinite(reply.meta["loss"]) and all(
-            tensor.isfinite().all() for tensor in reply.states["model"].values()
-        )
+        assert math.isfinite(reply.meta["loss"])
+        for tensor in reply.states["model"].values():
+            assert tensor.isfinite().all()
 
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -107,8 +108,10 @@ def test_every_option_changes_the_sites_training(name: str, kind: str) -> None:
         for option in OPTIONS[name]
     ]
     for i, model in enumerate(models):
-        assert all(torch.isfinite(tensor).all() for tensor in model.values())
-        assert not any(equal(model, other) for other in models[:i]), OPTIONS[name][i]
+        for tensor in model.values():
+            assert torch.isfinite(tensor).all()
+        for other in models[:i]:
+            assert not equal(model, other), OPTIONS[name][i]
 
 
 @pytest.mark.parametrize(
@@ -145,10 +148,8 @@ def test_a_model_of_the_sites_own_is_of_the_best_round_by_its_validation(
     state = (
         last.algorithms["A"].finalize(last.server.configure_final("A"))["personal"].states["model"]
     )
-    assert all(
-        torch.equal(state[entry], tensor)
-        for entry, tensor in getattr(last.algorithms["A"], own).items()
-    )
+    for entry, tensor in getattr(last.algorithms["A"], own).items():
+        assert torch.equal(state[entry], tensor)
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,8 @@ def test_every_parameter_takes_part_and_the_head_turns_features_into_the_output(
     features, logits = network.features_and_output(images)
     assert features.shape == (3, width, *area) and logits.shape == (3, 5, *area)
     logits.square().mean().backward()
-    assert all(
-        parameter.grad is not None and parameter.grad.isfinite().all()
-        for parameter in network.parameters()
-    )
+    for parameter in network.parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all()
     network.eval()
     features, logits = network.features_and_output(images)
     torch.testing.assert_close(network(images), logits)
@@ -100,7 +98,8 @@ def test_vgg16_slim_is_as_published() -> None:
     ]
     linear = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
     assert [(layer.in_features, layer.out_features) for layer in linear] == [(256, 64), (64, 3)]
-    assert all(layer.bias is None for layer in [*convolutions, *linear])
+    for layer in [*convolutions, *linear]:
+        assert layer.bias is None
     assert (network.features_and_output(torch.randn(4, 3, 32, 32))[0] >= 0).all()
 
 
@@ -150,7 +149,8 @@ def test_initial_weights_depend_on_seed_and_purpose_alone(make_task: TaskOf) -> 
     before = torch.random.get_rng_state()
     again = initial_network(task, 7).state_dict()
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    for name in first:
+        assert torch.equal(first[name], again[name])
     for other in (initial_network(task, 8), initial_network(task, 7, "selector")):
         assert not torch.equal(first["head.weight"], other.state_dict()["head.weight"])
     selector = initial_network(task, 7, "selector", {"name": "compact_selector"}, outputs=4)

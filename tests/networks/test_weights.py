@@ -85,10 +85,8 @@ def test_every_format(tmp_path: Path, format: str) -> None:
     body = starting_state(task_with(path, format, "body"), 0, path)
     random = initial_network(small_task(network=NETWORK), 0).state_dict()
     assert body is not None
-    assert all(
-        torch.equal(body[name], (random if name.startswith("head.") else state)[name])
-        for name in body
-    )
+    for name in body:
+        assert torch.equal(body[name], (random if name.startswith("head.") else state)[name])
 
 
 def test_a_body_goes_with_another_number_of_outputs(tmp_path: Path) -> None:
@@ -165,20 +163,20 @@ def test_layers_of_torchvision_are_matched_by_their_order(tmp_path: Path) -> Non
     """ResNet-18 as torchvision names it: the same layers as MONAI's, old files without the counters of batch normalisation."""
     task = small_task("classification", network=RESNET, **PICTURES)
     state = initial_network(task, 5).state_dict()
-    names = {
-        name: f"fc.{name[5:]}" if name.startswith("head.") else name[5:]
-        for name in state
-        if not name.endswith("num_batches_tracked")
-    }
+    names = {}
+    for name in state:
+        if not name.endswith("num_batches_tracked"):
+            names[name] = f"fc.{name[5:]}" if name.startswith("head.") else name[5:]
     theirs = {name: state[ours] for ours, name in names.items()}
     theirs |= {"fc.weight": torch.zeros(1000, 512), "fc.bias": torch.zeros(1000)}
     torch.save(theirs, path := tmp_path / "resnet18.pth")
     actual = starting_state(
         task_with(path, "torchvision", "body", RESNET, "classification", **PICTURES), 0, path
     )
-    assert actual is not None and all(
-        torch.equal(actual[name], state[name]) for name in names if name.startswith("body.")
-    )
+    assert actual is not None
+    for name in names:
+        if name.startswith("body."):
+            assert torch.equal(actual[name], state[name])
     torch.save(dict(reversed(theirs.items())), path)
     refused("resnet18", path, "torchvision", "body", RESNET, "classification", **PICTURES)
 
@@ -194,11 +192,10 @@ def test_weights_of_torchvisions_efficientnet_are_refused(
 ) -> None:
     """Its shapes are those of MONAI's, its padding is not."""
     task = small_task("classification", network=network, **PICTURES)
-    state = [
-        tensor
-        for name, tensor in initial_network(task, 5).state_dict().items()
-        if not name.endswith("num_batches_tracked")
-    ]
+    state = []
+    for name, tensor in initial_network(task, 5).state_dict().items():
+        if not name.endswith("num_batches_tracked"):
+            state.append(tensor)
     middle = [f"features.1.{number}.weight" for number in range(len(state) - 3)]
     path = tmp_path / "efficientnet_b0.pth"
     for names in (
@@ -242,7 +239,7 @@ def test_efficientnet_lite0_classifies_photographs_with_imagenet_weights() -> No
     }
     thousand = {
         "target": "multiclass",
-        "labels": [str(label) for label in range(1000)],
+        "labels": list(map(str, range(1000))),
         "channels": 3,
         "size": [224, 224],
     }

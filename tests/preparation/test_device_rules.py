@@ -116,7 +116,8 @@ def test_a_classification_keeps_to_the_minutes_with_a_smaller_network(
     little = propose(tmp_path, TaskHints(minutes=1.2 / 60))
     assert (little.settings["network"], little.settings["size"]) == (SMALL, [32, 32])
     assert "takes more than the minutes, with smaller images too" in little.render()
-    assert not any("--minutes" in warning for warning in little.warnings)
+    for warning in little.warnings:
+        assert "--minutes" not in warning
     given = propose(tmp_path, TaskHints(minutes=1.2 / 60, size=(48, 48))).settings
     assert (given["network"], given["size"]) == (SMALL, [48, 48])
     named = propose(tmp_path, TaskHints(minutes=1.2 / 60, network="resnet18"))

@@ -146,7 +146,8 @@ class TestMemory:
         large = planned(actual)
         little = planned(actual, memory=0.3)
         assert large["size"] == [48, 48, 48]
-        assert all(new < side for new, side in zip(little["size"], large["size"], strict=True))
+        for new, side in zip(little["size"], large["size"], strict=True):
+            assert new < side
         divisors = Topology((), little["network"]["strides"]).divisors
         assert [side % divisor for side, divisor in zip(little["size"], divisors, strict=True)] == [
             0,
@@ -218,9 +219,9 @@ class TestIntensity:
 def test_every_decided_setting_has_one_reason() -> None:
     proposed = plan([fingerprint(SIDE, SIDE, SIDE)], name="mine")
     decided = {choice.setting: choice.value for choice in proposed.choices}
-    assert len(decided) == len(proposed.choices) and all(
-        choice.reason for choice in proposed.choices
-    )
+    assert len(decided) == len(proposed.choices)
+    for choice in proposed.choices:
+        assert choice.reason
     assert (
         set(decided) == set(proposed.settings) - set(LEARNT)
         and decided.items() <= proposed.settings.items()

@@ -48,7 +48,8 @@ def test_classes_by_their_folders(tmp_path: Path) -> None:
         ("cat", "dog"),
     )
     assert (task.channels, task.size, task.network["name"]) == (1, (16, 16), "small_cnn")
-    assert all(choice.reason for choice in plan.choices)
+    for choice in plan.choices:
+        assert choice.reason
     assert next(
         choice.reason for choice in plan.choices if choice.setting == "sampling"
     ).startswith("dog is shown "), "both are named"

@@ -72,7 +72,7 @@ class TestSupport:
                     method.plan(task, ("A",), {**hyper, **ALLOWED[name]}).site_hyper
                     for hyper in (PRIVATE, {})
                 ]
-                assert [privacy.is_private(hyper) for hyper in hypers] == [True, False]
+                assert list(map(privacy.is_private, hypers)) == [True, False]
             else:
                 with pytest.raises(ConfigError, match=rf"dp_noise.*'{name}'.{{40}}"):
                     method.check(PRIVATE)
@@ -165,11 +165,12 @@ class TestTraining:
         assert {event["kind"] for event in results["events"]} <= {"at_chance"}, (
             "noise leaves little to learn"
         )
-        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-        told = {
-            site: [line["sites"][site]["privacy"] for line in lines if line["phase"] == "train"]
-            for site in ("site-1", "site-2")
-        }
+        lines = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+        told = {}
+        for site in ("site-1", "site-2"):
+            told[site] = [
+                line["sites"][site]["privacy"] for line in lines if line["phase"] == "train"
+            ]
         for name, costs in told.items():
             patients = training_patients(open_site(name, load_task(TINY)))
             steps = -(-patients // 16)
@@ -236,17 +237,17 @@ class TestAccount:
     def test_the_account_of_a_run_continues_from_process_to_process(
         self, ask: Any, asked: list[Any], steps: list[int]
     ) -> None:
-        told = [
-            ask("train", step)
-            if step in (0, 1, 2)
-            else ask("enrol", finished=int(step == "resumed"))
-            for step in asked
-        ]
-        assert [
-            answer.meta["privacy"]["steps"]
-            for step, answer in zip(asked, told, strict=True)
-            if step in (0, 1, 2)
-        ] == steps
+        told = []
+        for step in asked:
+            if step in (0, 1, 2):
+                told.append(ask("train", step))
+            else:
+                told.append(ask("enrol", finished=int(step == "resumed")))
+        trained = []
+        for step, answer in zip(asked, told, strict=True):
+            if step in (0, 1, 2):
+                trained.append(answer.meta["privacy"]["steps"])
+        assert trained == steps
         last = ask("finalize", 3).meta["privacy"]
         assert last["steps"] == steps[-1] and last["epsilon"] == pytest.approx(
             epsilon(1.0, 0.5, steps[-1])

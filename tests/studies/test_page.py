@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -17,14 +18,13 @@ CUP = {"dice": 0.0}
 
 
 def deployed(record: RunRecord, method: str, seed: int, **dice: float) -> Run:
-    sites = {
-        site: SiteRecord(
+    sites = {}
+    for site, value in dice.items():
+        sites[site] = SiteRecord(
             "inside",
             metrics={"deployed": {"dice": value}},
             by_label={"deployed": {"disc": {"dice": value}, "cup": CUP}},
         )
-        for site, value in dice.items()
-    }
     return build_results(
         dataclasses.replace(
             record, method=method, seed=seed, sites=sites, up_bytes=1024, seconds={"total": 2.0}
@@ -59,9 +59,8 @@ def test_means_ranks_and_cost_sites_that_lose_by_joining_structures_and_every_ta
         "2",
     ], "the constant answer has a rank"
     assert page.tables[1] == [["method", "A", "B", "loses"], ["fedavg", "+0.150", "-0.150", "B"]]
-    assert ["fedavgcup", "0.000 ± 0.000", "0.000 ± 0.000", "0.000 ± 0.000"] in [
-        row for table in page.tables for row in table
-    ]
+    rows = list(chain.from_iterable(page.tables))
+    assert ["fedavgcup", "0.000 ± 0.000", "0.000 ± 0.000", "0.000 ± 0.000"] in rows
     assert "dice, differences" in page.text
 
 

@@ -98,11 +98,10 @@ def test_batch_statistics_are_measured_beside_the_plain_model() -> None:
     for name, site in results["sites"].items():
         assert site["metrics"]["global"] == plain["sites"][name]["metrics"]["global"]
         assert site["metrics"]["deployed"]["dice"] != site["metrics"]["global"]["dice"]
-        values = [
-            value
-            for value in results["scores"][name]["deployed"]["values"]["dice"]
-            if value is not None
-        ]
+        values = []
+        for value in results["scores"][name]["deployed"]["values"]["dice"]:
+            if value is not None:
+                values.append(value)
         assert sum(values) / len(values) == pytest.approx(
             site["metrics"]["deployed"]["dice"], abs=1e-5
         )
@@ -152,13 +151,11 @@ def test_fedavg_with_another_task_is_that_fedavg(
         "outside": ["site-3"],
         "selection": "last",
     }
-    expected, plain = (
-        run_local("fedavg", of, ["site-1", "site-2"], **options) for of in (other, task)
-    )
-    metrics = [
-        {name: site["metrics"] for name, site in run["sites"].items()}
-        for run in (results, expected, plain)
-    ]
+    expected = run_local("fedavg", other, ["site-1", "site-2"], **options)
+    plain = run_local("fedavg", task, ["site-1", "site-2"], **options)
+    metrics = []
+    for run in (results, expected, plain):
+        metrics.append({name: site["metrics"] for name, site in run["sites"].items()})
     assert metrics[0] == metrics[1] != metrics[2]
     assert results["configuration"]["task"] == plain["configuration"]["task"]
     assert results["configuration"]["settings"]["task_changes"] == changes
@@ -227,10 +224,9 @@ def test_the_constant_class_is_chosen_on_training_images(monkeypatch: pytest.Mon
         Draw(Setting(small_task("classification"), ("A", "B", "X"), 5), 0, outside=("X",))
     )
     validate_results({name: content for name, content in results.items() if name != "scores"})
-    metrics = {
-        name: {model: of["accuracy"] for model, of in site["metrics"].items()}
-        for name, site in results["sites"].items()
-    }
+    metrics = {}
+    for name, site in results["sites"].items():
+        metrics[name] = {model: of["accuracy"] for model, of in site["metrics"].items()}
     assert metrics == {
         "A": {"global": 0.5, "personal": 0.5, "deployed": 0.5},
         "B": {"global": 0.5, "personal": 0.5, "deployed": 0.5},

@@ -23,13 +23,15 @@ SETTING = Setting(TASK, ("site-1", "site-2"), rounds=1)
 
 
 def cells(rows: list[str], *grid: str) -> dict[str, list[Candidate]]:
-    return cells_of([Candidate.parse(row) for row in rows], parse_grid(grid), TASK, task_with)
+    return cells_of(list(map(Candidate.parse, rows)), parse_grid(grid), TASK, task_with)
 
 
 def test_every_row_that_knows_a_name_has_all_combinations() -> None:
     rows = ["fedavg", "fedprox", "fedprox:mu=0.5", "constant", "single-site"]
     of_rows = cells(rows, "mu=0.01,0.1", "lr=0.5", "lr=0.25")
-    labels = {row: [cell.label for cell in of_row] for row, of_row in of_rows.items()}
+    labels = {}
+    for row, of_row in of_rows.items():
+        labels[row] = [cell.label for cell in of_row]
     assert labels == {
         "fedavg": ["fedavg:lr=0.5", "fedavg:lr=0.25"],
         "fedprox": [
@@ -103,7 +105,8 @@ def test_the_validation_value_is_of_the_selected_round() -> None:
 
 
 def test_a_label_with_a_failed_run_is_not_selected() -> None:
-    good, better = ({"A": [[1, value]], "B": [[1, value]]} for value in (0.5, 0.75))
+    good = {"A": [[1, 0.5]], "B": [[1, 0.5]]}
+    better = {"A": [[1, 0.75]], "B": [[1, 0.75]]}
     groups = {
         "first": [run_with({"global": good}), run_with({"global": good})],
         "second": [run_with({"global": better}), run_with({}, reason="no number")],
@@ -125,7 +128,7 @@ def test_validation_images_select_the_row(tmp_path: Path, monkeypatch: pytest.Mo
         return results | {"curves": {"global": {"site-1": [[0, 1.0], [1, mu]]}}}
 
     monkeypatch.setattr(Candidate, "run", run)
-    rows = [Candidate.parse(text) for text in ("fedavg", "fedprox")]
+    rows = list(map(Candidate.parse, ("fedavg", "fedprox")))
     grids = cells(["fedavg", "fedprox"], "mu=0.01,0.1")
     groups = run_study(rows, SETTING, [0, 1], tmp_path, grids=grids)
     assert list(groups) == ["fedavg", "fedprox:mu=0.01", "fedprox:mu=0.1"], "everything that ran"

@@ -104,7 +104,7 @@ def test_equivalence_by_hand() -> None:
 
 
 def test_the_detectable_difference_has_80_percent_power() -> None:
-    detectable = [detectable_difference(n) for n in (1, 2, 3, 10)]
+    detectable = list(map(detectable_difference, (1, 2, 3, 10)))
     assert detectable == [
         None,
         pytest.approx(11.55, abs=0.005),
@@ -211,7 +211,7 @@ def dice(**patients: float | None) -> dict[str, Any]:
 def predictions(
     positive: Sequence[float], truth: Sequence[int], patients: str = ""
 ) -> dict[str, Any]:
-    names = list(patients) or [str(number) for number in range(len(truth))]
+    names = list(patients) or list(map(str, range(len(truth))))
     return {
         "patients": names,
         "probabilities": [[1 - p, p] for p in positive],
@@ -241,7 +241,7 @@ def test_unweighted_metrics_are_those_of_the_task(metric: str, target: str) -> N
         if target == "multilabel"
         else torch.tensor(random.integers(0, 2, 24))
     )
-    scores = score(probabilities, targets, [str(n) for n in range(24)], task, [metric])
+    scores = score(probabilities, targets, list(map(str, range(24))), task, [metric])
     cases = case_table(scores.cases.to_dict(), metric)
     assert cases is not None
     assert weighted_metric(cases, metric, np.ones(24)) == pytest.approx(
@@ -316,7 +316,7 @@ def images_of(truth: NDArray[np.int64], right: NDArray[np.bool_]) -> dict[str, A
     predicted = np.where(right, truth, (truth + 1) % classes)
     probabilities = np.eye(classes)[predicted]
     return {
-        "patients": [str(place) for place in range(len(truth))],
+        "patients": list(map(str, range(len(truth)))),
         "probabilities": probabilities.tolist(),
         "targets": truth.tolist(),
     }
@@ -424,9 +424,8 @@ def test_patients_in_another_order_are_paired_by_name() -> None:
         ).n
         == 4
     )
-    one, other = (
-        run(0, {"A": predictions(scores, truth, patients)}) for patients in ("xxyy", "xyxy")
-    )
+    one = run(0, {"A": predictions(scores, truth, "xxyy")})
+    other = run(0, {"A": predictions(scores, truth, "xyxy")})
     assert compared(one, other, "auc_macro") == Comparison(), (
         "several images of a patient in different order"
     )

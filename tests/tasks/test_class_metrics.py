@@ -92,9 +92,9 @@ def test_metrics_of_a_model_are_those_of_scikit_learn(target: str) -> None:
     ]
     each = [of_one_class(scores[:, c], truths[c], answers[c], w) for c in columns]
     macro = ("auc", "auprc", "sensitivity", "specificity", "ppv", "f1")
-    expected: dict[str, Any] = {
-        f"{name}_macro": np.mean([one[name] for one in each]) for name in macro
-    }
+    expected: dict[str, Any] = {}
+    for name in macro:
+        expected[f"{name}_macro"] = np.mean([one[name] for one in each])
     of_labels = list(zip(1 * np.array(truths), 1 * np.array(answers), strict=True))
     problems = [(targets, scores.argmax(1))] if target == "multiclass" else of_labels
     options = {"sample_weight": w}
@@ -254,7 +254,7 @@ def of_patients(
     labels = ["x", "y", "z"] if target == "multiclass" else ["x", "y"]
     loss = {"name": "ce" if target == "multiclass" else "bce"}
     task = small_task("classification", target=target, labels=labels, loss=loss)
-    patients = [str(number) for number in range(len(targets))]
+    patients = list(map(str, range(len(targets))))
     scores = score(probabilities, targets, patients, task, names)
     return dict(summarize(scores.values, scores.cases, task).intervals[""])
 

@@ -106,7 +106,7 @@ def test_without_images_or_with_many_classes_the_report_is_empty() -> None:
         "segmentation"
     )
     assert class_report(cases([], [], ""), "binary", ["disc"]) == {}
-    many = [str(label) for label in range(17)]
+    many = list(map(str, range(17)))
     assert class_report(cases([[1.0] * 17], [0], "a"), "multiclass", many) == {}, "meta are small"
 
 

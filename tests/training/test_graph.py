@@ -235,7 +235,8 @@ def test_two_optimizers_take_turns_on_a_network(
     def trained() -> StateDict:
         site = squares.site("A", squares.task(**NORM_AND_COSINE), COUNTS)
         network = site.network()
-        fast, slow = [site.optimizer(network.parameters(), lr=rate) for rate in (0.02, 0.005)]
+        fast = site.optimizer(network.parameters(), lr=0.02)
+        slow = site.optimizer(network.parameters(), lr=0.005)
         for round, optimizer in enumerate([fast, slow, fast, slow]):
             train_epochs(network, optimizer, site, round, "model")
         return copy_state(network.state_dict())
@@ -244,7 +245,8 @@ def test_two_optimizers_take_turns_on_a_network(
     assert recorder.replays
     monkeypatch.setattr(graph, "can_capture", lambda *_: False)
     second = trained()
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name])
 
 
 def test_a_step_is_captured_anew_if_what_it_depends_on_changes(recorder: Recorder) -> None:
@@ -309,7 +311,8 @@ def test_what_cannot_be_captured_trains_without_a_graph(
     assert "\n" not in line
     monkeypatch.setattr(graph, "can_capture", lambda *_: False)
     plain = weights_after(squares.site("A", task, COUNTS), hook=True)
-    assert all(torch.equal(tensor, plain[name]) for name, tensor in tried.items())
+    for name, tensor in tried.items():
+        assert torch.equal(tensor, plain[name])
 
 
 def test_a_step_whose_memory_cannot_stay_is_not_kept(
@@ -321,7 +324,8 @@ def test_a_step_whose_memory_cannot_stay_is_not_kept(
     assert recorder.replays == 0
     monkeypatch.setattr(graph, "can_capture", lambda *_: False)
     plain = weights_after(site)
-    assert all(torch.equal(tensor, plain[name]) for name, tensor in tried.items())
+    for name, tensor in tried.items():
+        assert torch.equal(tensor, plain[name])
 
 
 def test_another_loss_is_never_captured(

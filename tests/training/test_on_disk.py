@@ -71,9 +71,8 @@ def test_same_batches_and_scores(
         ]
         assert _equal(*drawn)
     assert torch.equal(inside.class_counts(), outside.class_counts())
-    memory, disk = (
-        joined([site.data.train, site.data.test], ["0", "1"]) for site in (inside, outside)
-    )
+    memory = joined([inside.data.train, inside.data.test], ["0", "1"])
+    disk = joined([outside.data.train, outside.data.test], ["0", "1"])
     assert (
         memory.in_memory
         and not disk.in_memory
@@ -111,9 +110,8 @@ def test_same_final_models(method: str, tmp_path: Path) -> None:
     )
     for name, message in kept.items():
         for entry, state in message.states.items():
-            assert all(
-                torch.equal(tensor, read[name].states[entry][key]) for key, tensor in state.items()
-            )
+            for key, tensor in state.items():
+                assert torch.equal(tensor, read[name].states[entry][key])
 
 
 def test_memory_gb_decides_what_stays_on_disk(

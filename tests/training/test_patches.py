@@ -80,7 +80,8 @@ def test_windows_cover_an_image_in_order() -> None:
     assert rows.tolist() == [0] * 8 + [1] * 2 and [len(row) for row, _ in batches] == [3, 3, 3, 1]
     seen = torch.cat([images[:, 0].flatten() for _, (images, _) in batches])
     assert set(range(math.prod(SHAPE))) <= set(seen.long().tolist())
-    assert all(targets.shape[1:] == (8, 8, 8) for _, (_, targets) in batches)
+    for _, (_, targets) in batches:
+        assert targets.shape[1:] == (8, 8, 8)
 
 
 def test_labels_of_their_own_channels_are_cut_with_their_images() -> None:
@@ -114,10 +115,8 @@ def test_a_site_trains_on_patches_and_predicts_whole_volumes(tmp_path: Path) -> 
     assert [len(batch.images) for batch in batches] == [2, 2, 2], "three volumes, two patches each"
     assert sorted(torch.cat([batch.index for batch in batches]).tolist()) == [0, 0, 1, 1, 2, 2]
     again = list(site.batches("train", 0, "model"))
-    assert all(
-        torch.equal(first.images, second.images)
-        for first, second in zip(batches, again, strict=True)
-    )
+    for first, second in zip(batches, again, strict=True):
+        assert torch.equal(first.images, second.images)
     other = next(site.batches("train", 1, "model"))
     assert not torch.equal(other.images, batches[0].images)
     probabilities = predicted(site, lambda images: images[:, :1], "test")

@@ -59,7 +59,8 @@ def test_bytes_and_device_of_a_split() -> None:
     for split in (Split(images, targets, (), ()), Split(tuple(images), list(targets), (), ())):
         assert split.nbytes == 3 * 4 * (4 + 8)
         moved = split.on(torch.device("meta"))
-        assert all(tensor.is_meta for tensor in [*moved.images, *moved.targets])
+        for tensor in [*moved.images, *moved.targets]:
+            assert tensor.is_meta
 
 
 @pytest.mark.parametrize("free", FREE)

@@ -149,12 +149,8 @@ def test_sampling_is_of_training_images_alone(make_task: TaskOf) -> None:
 def test_predictions_come_in_order_and_without_gradients(make_task: TaskOf) -> None:
     site = numbered_site(make_task())
     weight = nn.Parameter(torch.ones(1))
-    probabilities, _, rows = (
-        torch.cat(parts)
-        for parts in zip(
-            *site.predictions(lambda images: images.double() * weight, "test"), strict=True
-        )
-    )
+    batches = site.predictions(lambda images: images.double() * weight, "test")
+    probabilities, _, rows = map(torch.cat, zip(*batches, strict=True))
     assert (
         rows.tolist() == list(range(site.n["test"]))
         and probabilities.dtype == torch.float32
@@ -168,7 +164,8 @@ def test_evaluation_mode_ends_where_scoring_fails() -> None:
 
     def score_and_fail() -> None:
         with evaluating(model):
-            assert not any(part.training for part in model.modules())
+            for part in model.modules():
+                assert not part.training
             raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError):
@@ -181,8 +178,11 @@ def test_scoring_uses_evaluation_mode_and_restores(make_task: TaskOf) -> None:
     network = site.network().train()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     site.score(site.predictor(network))
-    assert all(part.training for part in network.modules())
-    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+    for part in network.modules():
+        assert part.training
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(before[name], tensor)
     frozen = network.eval()
     site.score(site.predictor(frozen))
-    assert not any(part.training for part in frozen.modules())
+    for part in frozen.modules():
+        assert not part.training

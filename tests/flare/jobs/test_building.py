@@ -192,21 +192,19 @@ PACKAGE = Path(medflare.__file__).parent
 def followed(folder: Path) -> set[str]:
     """Relative paths; tasks/presets is a link to app_configs/ in a checkout, hence a walk that follows links."""
     walk = os.walk(folder, followlinks=True)
-    return {
-        os.path.relpath(os.path.join(place, name), folder)
-        for place, _, names in walk
-        for name in names
-    }
+    files = set()
+    for place, _, names in walk:
+        for name in names:
+            files.add(os.path.relpath(os.path.join(place, name), folder))
+    return files
 
 
 def test_the_job_holds_the_package(tmp_path: Path) -> None:
     custom = build_job("fedsm", "phantom", out=tmp_path / "job", embed_code=True) / "app" / "custom"
     sources = {name for name in followed(PACKAGE) if "__pycache__" not in name}
     assert set(files(custom)) == {"README.md", *(f"medflare/{name}" for name in sources)}
-    assert all(
-        (custom / "medflare" / name).read_bytes() == (PACKAGE / name).read_bytes()
-        for name in sources
-    )
+    for name in sources:
+        assert (custom / "medflare" / name).read_bytes() == (PACKAGE / name).read_bytes()
     assert medflare.__version__ in (custom / "README.md").read_text()
 
 

@@ -52,7 +52,7 @@ def test_a_job_is_found_by_id_and_its_beginning() -> None:
 def test_a_name_that_another_lead_gave_is_shown_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Served("RUNNING")
     monkeypatch.setattr(server, "list_jobs", lambda detailed: [job(OLD, name="a\x1b[2Jb\u202e")])
-    assert [_name(actual) for actual in jobs_of(cast(Any, server))] == [r"a\x1b[2Jb\u202e"]
+    assert list(map(_name, jobs_of(cast(Any, server)))) == [r"a\x1b[2Jb\u202e"]
 
 
 def test_of_a_name_the_newest_that_runs() -> None:
@@ -190,7 +190,8 @@ def test_what_ran_when_the_server_died_is_closed_when_it_starts() -> None:
     fl_ctx.set_prop(ReservedKey.ENGINE, engine, private=True, sticky=False)
     for event in (EventType.SYSTEM_START, EventType.START_RUN):
         UnfinishedJobs().handle_event(event, fl_ctx)
-    assert all(state.name == job for job, state in manager.states.items())
+    for name, state in manager.states.items():
+        assert state.name == name
     UnfinishedJobs().handle_event(EventType.SYSTEM_BOOTSTRAP, fl_ctx)
     changed = {job for job, state in manager.states.items() if state.name != job}
     assert changed == {"RUNNING", "DISPATCHED"} and manager.states["RUNNING"] is RunStatus.ABANDONED

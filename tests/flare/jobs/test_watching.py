@@ -190,7 +190,8 @@ def test_a_job_that_the_server_lost_ends_with_the_remedy(monkeypatch: pytest.Mon
 )
 def test_a_line_of_a_log_is_explained(line: str, parts: list[str]) -> None:
     (reason,) = explanations([("A", line)])
-    assert all(part in reason for part in parts)
+    for part in parts:
+        assert part in reason
     assert (
         list(
             explanations(
@@ -246,7 +247,8 @@ def test_text_of_other_parties_is_printable() -> None:
     log = f"ERROR - medflare: FAILED: {escape}\n"
     ended, output = watched(Served(RUNNING, FAILED, stats=stats, details=details, log=log))
     assert not ended and sum("PWN" in line for line in output) == 4
-    assert all(line.isprintable() for line in output)
+    for line in output:
+        assert line.isprintable()
 
 
 def test_the_logs_that_are_read_do_not_stay_in_the_kit(tmp_path: Path) -> None:

@@ -94,9 +94,8 @@ def test_every_target_works_with_a_site_that_misses_the_first_round(
     )
     for algorithm in played.algorithms.values():
         models = algorithm.finalize(played.server.configure_final(algorithm.site.name))
-        assert all(
-            tensor.isfinite().all() for tensor in models["deployed"].states["model"].values()
-        )
+        for tensor in models["deployed"].states["model"].values():
+            assert tensor.isfinite().all()
     assert not played.server.context.events.of("warning")
 
 
@@ -207,7 +206,8 @@ def test_a_small_class_is_suppressed(squares: ModuleType, target: str) -> None:
         sent = Suppression(algorithm.site, 3).suppressed(reply, declared, algorithm.plan)
         first = next(iter(sent[entry].values()))
         if target == "multilabel" or site_class is RidgeSite:
-            assert not any(tensor.any() for tensor in sent[entry].values())
+            for tensor in sent[entry].values():
+                assert not tensor.any()
         else:
             assert first.flatten(1).any(dim=1).tolist() == [True, True, False]
 

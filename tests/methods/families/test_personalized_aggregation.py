@@ -322,11 +322,10 @@ def test_a_site_trains_the_cluster_of_the_least_loss(squares: ModuleType) -> Non
     assert {site: reply.meta["cluster"] for site, reply in replies.items()} == losses
     assert server.tables()["clusters"]["C"] == {"cluster": "1"}
     for cluster in "01":
-        models = {
-            site: reply.states["model"]
-            for site, reply in replies.items()
-            if losses[site] == cluster
-        }
+        models = {}
+        for site, reply in replies.items():
+            if losses[site] == cluster:
+                models[site] = reply.states["model"]
         expected = weighted_mean(models, dict.fromkeys(models, 1.0))
         assert squares.equal(server.memory[CLUSTERS.member(cluster)], expected)
 

@@ -22,11 +22,10 @@ LR = 0.05
 
 
 def test_step_is_the_reference(golden: Golden) -> None:
-    numbers = {
-        name: torch.from_numpy(array)
-        for name, array in golden("baselines").items()
-        if "/" in name and array.ndim
-    }
+    numbers = {}
+    for name, array in golden("baselines").items():
+        if "/" in name and array.ndim:
+            numbers[name] = torch.from_numpy(array)
     for name in ("weight", "bias"):
         gradient = numbers[f"grad/{name}"]
         (corrected,) = corrected_gradients(
@@ -161,14 +160,11 @@ def test_an_update_that_never_arrives_changes_neither_side(squares: ModuleType) 
             name: algorithm.perform(step.phase, step.round, server.configure(step, name))
             for name, algorithm in algorithms.items()
         }
-        server.aggregate(
-            step,
-            {
-                name: reply
-                for name, reply in replies.items()
-                if (name, step.round) not in {("B", 1), ("C", 2)}
-            },
-        )
+        arrived = {}
+        for name, reply in replies.items():
+            if (name, step.round) not in {("B", 1), ("C", 2)}:
+                arrived[name] = reply
+        server.aggregate(step, arrived)
     controls = control_variates(squares.Played([], server, algorithms))
     squares.assert_close(server.control, weighted_mean(controls, dict.fromkeys("ABC", 1.0)))
     assert algorithms["B"].control is not None, (

@@ -93,7 +93,8 @@ def test_only_the_shared_model_leaves(squares: ModuleType, name: str, target: st
         personal = models["deployed"].states["model"]
         assert models["deployed"] is models["personal"]
         assert not squares.equal(personal, models["global"].states["model"])
-        assert all(tensor.isfinite().all() for tensor in personal.values())
+        for tensor in personal.values():
+            assert tensor.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,8 @@ def test_a_site_that_never_trained_uses_the_global_model(squares: ModuleType, na
 
 
 def test_apfl_keeps_what_the_mixture_collected() -> None:
-    four, nothing = ({name: torch.tensor(value) for name in ("w", "mean")} for value in (4.0, 0.0))
+    four = {"w": torch.tensor(4.0), "mean": torch.tensor(4.0)}
+    nothing = {"w": torch.tensor(0.0), "mean": torch.tensor(0.0)}
     assert apfl_mixture(four, nothing, 0.5, ["mean"]) == {
         "w": torch.tensor(2.0),
         "mean": torch.tensor(4.0),
@@ -314,7 +316,8 @@ def test_the_deployed_network_adds_both_heads(squares: ModuleType) -> None:
     expected = logits + network.head(features)
     actual = algorithm.frozen(algorithm.personal, "sum")(images)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert all(weight.abs().sum() > 0 for weight in algorithm.head.values())
+    for weight in algorithm.head.values():
+        assert weight.abs().sum() > 0
 
 
 @pytest.mark.parametrize(

@@ -233,10 +233,9 @@ class TestIDA:
         replies = {site: reply.states["model"] for site, reply in played.log[0].replies.items()}
         mean = weighted_mean(replies, dict.fromkeys(replies, 1.0))
         trained = played.server.aggregation.trained
-        distance = {
-            site: sum((state[name] - mean[name]).abs().sum().item() for name in trained)
-            for site, state in replies.items()
-        }
+        distance = {}
+        for site, state in replies.items():
+            distance[site] = sum((state[name] - mean[name]).abs().sum().item() for name in trained)
         shares = played.server.aggregation.weights
         assert (
             sorted(shares, key=shares.__getitem__)
@@ -453,7 +452,8 @@ class TestFedCE:
         absent = lambda step, name: (step.round, name) == (1, "C")  # noqa: E731
         played = squares.federation(method.site_class, method.server_class, rounds=3, absent=absent)
         first, second, third = played.log[:3]
-        assert all("without" not in message.states for message in first.outgoing.values())
+        for message in first.outgoing.values():
+            assert "without" not in message.states
         replies = {site: reply.states["model"] for site, reply in first.replies.items()}
         others = {site: replies[site] for site in "BC"}
         contributions = first_weights(squares, method)
@@ -527,7 +527,9 @@ class TestAllRules:
         made.prepare(squares.CLASSIFICATION_WITH_BATCH_NORM, 2)
         state = squares.start(squares.CLASSIFICATION_WITH_BATCH_NORM)
         left = state.keys() - made.trained_part(state).keys()
-        assert left and all("running" in name or "num_batches" in name for name in left)
+        assert left
+        for name in left:
+            assert "running" in name or "num_batches" in name
         assert rule.fractions({"A": 3.0, "B": -1.0, "C": 1.0}) == {"A": 0.75, "B": 0.0, "C": 0.25}
 
     def test_second_moments(self) -> None:

@@ -70,7 +70,7 @@ class TestConDist:
         expected = torch.tensor([[0.4, 0.2, 0.1]], dtype=torch.float64) / 0.7
         torch.testing.assert_close(conditional_probabilities(p.log(), [1]), expected)
         hyper = ConDistHyper(lam=2.0, ramp_rounds=10)
-        weights = [hyper.weight(round) for round in (0, 5, 10, 11)]
+        weights = list(map(hyper.weight, (0, 5, 10, 11)))
         assert weights == pytest.approx([0.02, 1.01, 2.0, 2.0])
 
     def test_the_loss_is_a_dice_loss_of_all_other_classes(self, squares: ModuleType) -> None:
@@ -81,7 +81,8 @@ class TestConDist:
         mask = ((targets != 1) & (teacher.argmax(dim=1) != 1)).float()
         terms = []
         for channel in (0, 2):
-            p, q = ((logits / 2).softmax(dim=1) for logits in (student, teacher))
+            p = (student / 2).softmax(dim=1)
+            q = (teacher / 2).softmax(dim=1)
             p, q = (mask * x[:, channel] / (1 - x[:, 1]) for x in (p, q))
             terms.append(1 - 2 * (p * q).sum() / (p + q).sum())
         loss = run.algorithms["A"]._distil(student, teacher, targets)

@@ -31,7 +31,8 @@ def test_a_round_trains_model_and_head(task: Any) -> None:
     images += torch.linspace(3, 0, images.shape[-1])[:, None]
     message = incoming(task)
     reply = site.perform("train", 0, message)
-    assert not any(torch.equal(reply[HEAD][name], message[HEAD][name]) for name in reply[HEAD])
+    for name in reply[HEAD]:
+        assert not torch.equal(reply[HEAD][name], message[HEAD][name])
     turns = torch.arange(len(images)) % 4
 
     def loss(sent: Message) -> float:
@@ -84,5 +85,6 @@ def test_the_server_averages_the_head_and_keeps_that_of_the_selected_round(task:
         )
         torch.testing.assert_close(server.head, expected)
     final = server.configure_final("O")
-    assert all(torch.equal(final[HEAD][name], heads[1][name]) for name in heads[1])
+    for name in heads[1]:
+        assert torch.equal(final[HEAD][name], heads[1][name])
     assert torch.equal(server.models()["global"][HEAD]["bias"], heads[1]["bias"])

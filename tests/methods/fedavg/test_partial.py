@@ -46,9 +46,8 @@ def test_the_local_part_never_travels() -> None:
     assert [turn.step.phase for turn in log] == ["train", "train", "validate"]
     for _, outgoing, replies in log:
         for message in [*outgoing.values(), *replies.values()]:
-            assert all(
-                state.keys() == squares.start().keys() - HEAD for state in message.states.values()
-            )
+            for state in message.states.values():
+                assert state.keys() == squares.start().keys() - HEAD
     assert algorithms["A"].local.keys() == HEAD and not equal(
         algorithms["A"].local, algorithms["B"].local
     )
@@ -78,10 +77,8 @@ def test_fedbn_is_prr_without_its_three_parts(task: TaskConfig) -> None:
     )
     prr = squares.federation(PRRSite, PRRServer, pfa=False, det=False, cpa="off", **common)
     for name in SITES:
-        ours, theirs = (
-            played.algorithms[name].finalize(played.server.configure_final(name))
-            for played in (bn, prr)
-        )
+        ours = bn.algorithms[name].finalize(bn.server.configure_final(name))
+        theirs = prr.algorithms[name].finalize(prr.server.configure_final(name))
         for role in ("personal", "deployed"):
             assert equal(ours["deployed"].states["model"], theirs[role].states["model"])
     assert equal(
@@ -187,7 +184,8 @@ def test_a_part_that_is_frozen_everywhere_completes_the_models_without_an_exchan
     assert [turn.step.phase for turn in log] == ["train", "train", "validate"], "nothing is shared"
     for _, outgoing, replies in log:
         for message in [*outgoing.values(), *replies.values()]:
-            assert all(state.keys() == HEAD for state in message.states.values())
+            for state in message.states.values():
+                assert state.keys() == HEAD
     delivered = server.models()["global"][MODEL]
     initial = squares.start()
     assert delivered.keys() == initial.keys()

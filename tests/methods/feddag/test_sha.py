@@ -73,7 +73,8 @@ class TestPerturbation:
         assert math.sqrt(
             sum((moved[name] - model[name]).square().sum() for name in names)
         ) == pytest.approx(0.3, rel=1e-4)
-        assert all(torch.equal(moved[name], model[name]) for name in model.keys() - set(names))
+        for name in model.keys() - set(names):
+            assert torch.equal(moved[name], model[name])
 
         def loss(weights: Any) -> float:
             network = squares.site().network().eval()
@@ -176,7 +177,8 @@ class TestServer:
             }
             # Each is scored once.
             assert sorted(model for models in sent.values() for model in models) == ["A", "B", "C"]
-            assert all(site not in models for site, models in sent.items())
+            for site, models in sent.items():
+                assert site not in models
             sent_by_round.append(sent)
         assert any(sent != sent_by_round[0] for sent in sent_by_round)
 

@@ -1,7 +1,7 @@
 """FedSM on small generated images: rounds, the selector, γ, the super model and every personalization."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,13 @@ def federation(**options: Any) -> squares.Played:
 def test_a_restart_after_every_step_changes_nothing(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    once, again = (federation(**settings, store=store) for store in (None, tmp_path))
-    first, second = (played.server.configure_final("A") for played in (once, again))
+    once = federation(**settings, store=None)
+    again = federation(**settings, store=tmp_path)
+    first = once.server.configure_final("A")
+    second = again.server.configure_final("A")
     assert first.meta == second.meta and first.states.keys() == second.states.keys()
-    assert all(equal(state, second.states[entry]) for entry, state in first.states.items())
+    for entry, state in first.states.items():
+        assert equal(state, second.states[entry])
     for model in once.algorithms["A"].finalize(first).values():
         assert torch.isfinite(
             build_deployed(squares.SEGMENTATION, model)(squares.site().data.test.images)
@@ -88,8 +91,10 @@ def test_the_server_calls_soft_pull(lam: float) -> None:
         pulled = soft_pull(
             {name: reply.states["personal"] for name, reply in before.replies.items()}, lam
         )
-        assert all(equal(after.outgoing[name].states["personal"], pulled[name]) for name in SITES)
-    assert all(equal(server.personal[name], pulled[name]) for name in SITES)
+        for name in SITES:
+            assert equal(after.outgoing[name].states["personal"], pulled[name])
+    for name in SITES:
+        assert equal(server.personal[name], pulled[name])
 
 
 def test_the_personal_model_of_an_absent_site_is_kept() -> None:
@@ -112,14 +117,14 @@ def test_every_option_changes_what_is_delivered() -> None:
         delivered = federation(
             **{"gamma": 0.5, "selection": "last", **settings}
         ).server.configure_final("A")
-        actual.append(
-            {
-                f"{entry}/{name}": tensor
-                for entry, state in delivered.states.items()
-                for name, tensor in state.items()
-            }
-        )
-    assert not any(equal(actual[i], actual[j]) for i in range(len(actual)) for j in range(i))
+        tensors = {}
+        for entry, state in delivered.states.items():
+            for name, tensor in state.items():
+                tensors[f"{entry}/{name}"] = tensor
+        actual.append(tensors)
+    for i in range(len(actual)):
+        for j in range(i):
+            assert not equal(actual[i], actual[j])
 
 
 # ---- γ and temperature -----------------------------------------------------------------------------------------------------------
@@ -138,7 +143,8 @@ def test_the_server_calls_tuned_gamma_unless_gamma_is_set() -> None:
         "the whole super model is sent once"
     )
     gains = {site: reply.meta["gains"] for site, reply in tuned.log[-1].replies.items()}
-    assert all(of.keys() == {f"{gamma:g}" for gamma in GAMMAS} for of in gains.values())
+    for of in gains.values():
+        assert of.keys() == {f"{gamma:g}" for gamma in GAMMAS}
     assert (
         tuned.server.gamma == tuned_gamma(gains) == tuned.server.configure_final("A").meta["gamma"]
     )
@@ -245,10 +251,9 @@ def test_the_ridge_selector_separates_sites_after_one_exchange() -> None:
         "selector_confidence",
         "evaluate_gamma",
     ]
-    assert (
-        not any("selector" in entry for entry in log[0].replies["A"].states)
-        and "selector" not in log[0].outgoing["A"].states
-    )
+    for entry in log[0].replies["A"].states:
+        assert "selector" not in entry
+    assert "selector" not in log[0].outgoing["A"].states
     assert log[2].replies["A"].states.keys() == {"selector_statistics"}
     for place, name in enumerate(("A", "C")):
         choices = algorithms[name].selector.logits(server.delivered_selector, "test").argmax(dim=1)
@@ -419,7 +424,7 @@ def site_of(batch_size: int) -> Site:
 
 
 def batches_of(site: Site) -> list[Batch]:
-    return [batch for epoch in epochs(site, 0, "personal") for batch in epoch]
+    return list(chain.from_iterable(epochs(site, 0, "personal")))
 
 
 def network_of(site: Site, shift: float = 0.0) -> Any:
@@ -559,9 +564,9 @@ def test_apfl_keeps_its_moments_from_round_to_round_unless_they_are_reset(reset:
     log, _, algorithms = squares.federation(FedSMSite, FedSMServer, task, rounds=2, **options)
     site = squares.site("A", task)
     v = copied(network_of(site))
-    buffer = [torch.zeros_like(weight) for weight in v]
+    buffer = list(map(torch.zeros_like, v))
     for round, turn in enumerate(log[:2]):
-        (batch,) = (batch for epoch in epochs(site, round, "personal") for batch in epoch)
+        (batch,) = chain.from_iterable(epochs(site, round, "personal"))
         w = [
             turn.outgoing["A"].states["model"][name]
             for name, _ in site.network().named_parameters()

@@ -44,7 +44,9 @@ class TestSoftPull:
             fedsm.soft_pull({"A": {"w": torch.zeros(2, 3)}, "B": other}, lam)
 
     def test_reference_numbers(self, numbers: dict[str, Any]) -> None:
-        personal = {c: {n: numbers[f"{CASE}/{c}/person/{n}"] for n in "wb"} for c in SITES}
+        personal = {}
+        for c in SITES:
+            personal[c] = {n: numbers[f"{CASE}/{c}/person/{n}"] for n in "wb"}
         pulled = fedsm.soft_pull(personal, float(numbers[f"{CASE}/lambda"]))
         for source, c, name in product(("official", "ref64"), SITES, "wb"):
             close(pulled[c][name], numbers[f"{CASE}/{source}/person_{c}/{name}"])
@@ -205,9 +207,8 @@ class TestTemperature:
         assert torch.tensor(10 / temperature).sigmoid() == pytest.approx(0.75, abs=0.05)
 
     def test_more_cases_without_an_error_are_surer_and_none_are_certain(self) -> None:
-        few, many = (
-            fedsm.fitted_temperature({"A": self.site(0, 1.0, count, 0)}) for count in (4, 400)
-        )
+        few = fedsm.fitted_temperature({"A": self.site(0, 1.0, 4, 0)})
+        many = fedsm.fitted_temperature({"A": self.site(0, 1.0, 400, 0)})
         assert fedsm.TEMPERATURES[0] < many < few
 
     def test_a_patient_is_one_case(self) -> None:
@@ -218,7 +219,8 @@ class TestTemperature:
 
     def test_losses_are_finite_however_sure_the_selector_is(self) -> None:
         losses = fedsm.calibration_losses(torch.tensor([[1e4, -1e4]]), 1, None)
-        assert all(0 <= loss < 14 for loss in losses)
+        for loss in losses:
+            assert 0 <= loss < 14
 
 
 def test_a_patients_images_share_their_scores() -> None:

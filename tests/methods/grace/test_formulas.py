@@ -41,11 +41,11 @@ def server(golden: Golden) -> tuple[Any, ...]:
     numbers = {key.removeprefix("pos/"): value for key, value in golden("grace_server").items()}
 
     def state(folder: str) -> StateDict:
-        return {
-            key.removeprefix(f"{folder}/"): torch.from_numpy(value)
-            for key, value in numbers.items()
-            if key.startswith(f"{folder}/")
-        }
+        state = {}
+        for key, value in numbers.items():
+            if key.startswith(f"{folder}/"):
+                state[key.removeprefix(f"{folder}/")] = torch.from_numpy(value)
+        return state
 
     sites = {f"c{place}": state(f"c{place}") for place in range(4)}
     return state("global_in"), sites, dict(zip(sites, numbers["p"], strict=True)), numbers

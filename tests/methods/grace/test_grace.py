@@ -38,7 +38,8 @@ class TestLocalTraining:
         ).item()
         assert gap == pytest.approx(0, abs=1e-9)
         assert squares.equal(shared.state_dict(), before)
-        assert not any(layer.training for layer in shared.modules())
+        for layer in shared.modules():
+            assert not layer.training
 
     def test_the_discriminator_is_trained_and_kept(self) -> None:
         algorithm = squares.algorithm(GraceSite, client="adv")
@@ -140,7 +141,8 @@ def test_meta_train_takes_a_step_of_the_optimizer_and_restores_it() -> None:
     place = squares.site("A", squares.task("classification", clip={"norm": 0.5}))
     network = place.network()
     twin = place.network()
-    optimizer, other = (place.optimizer(trainable(each)) for each in (network, twin))
+    optimizer = place.optimizer(trainable(network))
+    other = place.optimizer(trainable(twin))
     images, targets, _ = next(iter(place.batches("train", 0, batch_size=12)))
     for model, steps in ((network, optimizer), (twin, other)):  # nonzero moments
         step(model, place.loss(model(images[:4]), targets[:4]), steps)
@@ -157,7 +159,8 @@ def test_meta_train_takes_a_step_of_the_optimizer_and_restores_it() -> None:
         torch.testing.assert_close(actual[name], parameter)
     assert squares.equal(copy_state(network.state_dict()), start)
     for place_of, slots in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(value, moments[place_of][slot]) for slot, value in slots.items())
+        for slot, value in slots.items():
+            assert torch.equal(value, moments[place_of][slot])
 
 
 @pytest.mark.parametrize("norm", ["instance", "batch"])

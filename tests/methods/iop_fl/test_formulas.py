@@ -30,7 +30,9 @@ def close(value: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> 
 
 
 def test_trajectory_equals_the_published_code(iop: dict[str, Tensor]) -> None:
-    local = [{name: iop[f"traj/w_local_round{t}/{name}"] for name in ENTRIES} for t in range(4)]
+    local = []
+    for t in range(4):
+        local.append({name: iop[f"traj/w_local_round{t}/{name}"] for name in ENTRIES})
     adapted = local[0]  # the published code starts from the first local model
     for t in range(1, 4):
         adapted = iop_fl.local_adapted(adapted, local[t], 0.9)

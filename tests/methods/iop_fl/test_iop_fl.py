@@ -63,7 +63,8 @@ def test_personal_models_leave_a_site_only_for_outside_sites() -> None:
     ]
     log, server, _ = squares.federation(IOPSite, IOPServer, rounds=1, outside=("O",))
     assert [step.phase for step, _, _ in log] == ["train", "validate", "submit"]
-    assert not any(entry.startswith("expert/") for entry in server.configure_final("A").states)
+    for entry in server.configure_final("A").states:
+        assert not entry.startswith("expert/")
     experts = sorted(
         entry for entry in server.configure_final("O").states if entry.startswith("expert/")
     )
@@ -116,7 +117,8 @@ def test_outside_site_gets_a_routed_model(network: TaskConfig, images: int) -> N
         p = model(algorithm.site.data.test.images)
     assert p.shape[0] == images and torch.isfinite(p).all() and p.min() >= 0 and p.max() <= 1
     coefficients = model.report()["coefficients"]
-    assert all(len(r) == len(SITES) + 1 for r in coefficients.values())
+    for r in coefficients.values():
+        assert len(r) == len(SITES) + 1
     assert (
         any(abs(value - 1 / 4) > 1e-4 for r in coefficients.values() for value in r)
         or model.report()["chosen"] == 0
@@ -140,9 +142,8 @@ def test_labels_are_not_used() -> None:
     wrong.data = dataclasses.replace(
         wrong.data, test=dataclasses.replace(test, targets=1 - test.targets)
     )
-    first, second = (
-        final_models(place=place)[1]["deployed"].states["router"] for place in (correct, wrong)
-    )
+    first = final_models(place=correct)[1]["deployed"].states["router"]
+    second = final_models(place=wrong)[1]["deployed"].states["router"]
     assert equal(first, second)
 
 
@@ -155,9 +156,9 @@ def test_predictions_do_not_depend_on_the_callers_batches() -> None:
 
 
 def test_no_epoch_leaves_the_uniform_router() -> None:
-    values = [
-        value for r in routed(route_epochs=0)[0].report()["coefficients"].values() for value in r
-    ]
+    values = []
+    for r in routed(route_epochs=0)[0].report()["coefficients"].values():
+        values += r
     torch.testing.assert_close(torch.tensor(values), torch.full((len(values),), 0.25))
 
 
@@ -166,11 +167,11 @@ def test_adaptation_changes_only_the_routers() -> None:
     incoming = trained()
     before = {entry: copy_state(state) for entry, state in incoming.states.items()}
     models = algorithm.finalize(incoming)
-    assert (
-        all(equal(incoming.states[entry], before[entry]) for entry in before)
-        and incoming.states.keys() == before.keys()
-    )
-    assert all("router" in name for name in models["deployed"].states["router"])
+    for entry in before:
+        assert equal(incoming.states[entry], before[entry])
+    assert incoming.states.keys() == before.keys()
+    for name in models["deployed"].states["router"]:
+        assert "router" in name
 
 
 def test_every_option_changes_the_losses() -> None:
@@ -199,10 +200,8 @@ def test_whole_objective_equals_the_reference(golden: Golden) -> None:
     task = load_task(
         {**SEGMENTATION.to_dict(), "target": "multiclass", "labels": ["background", "organ"]}
     )
-    p, noisy = (
-        torch.as_tensor(numbers[f"tta/{name}"]).double().softmax(dim=1)
-        for name in ("logits", "logits_noisy")
-    )
+    p = torch.as_tensor(numbers["tta/logits"]).double().softmax(dim=1)
+    noisy = torch.as_tensor(numbers["tta/logits_noisy"]).double().softmax(dim=1)
     loss = test_time_loss(
         p, noisy, task, build_hyper(IOPHyper, {"objective": "paper", "radius": 10}), start=p
     )
@@ -219,7 +218,8 @@ def test_a_sigmoid_output_has_the_loss_of_two_classes() -> None:
     )
     for objective in ("information", "paper"):
         hyper = build_hyper(IOPHyper, {"objective": objective, "radius": 1})
-        one, other = (torch.cat([1 - q, q], dim=1) for q in (p, noisy))
+        one = torch.cat([1 - p, p], dim=1)
+        other = torch.cat([1 - noisy, noisy], dim=1)
         torch.testing.assert_close(
             test_time_loss(p, noisy, SEGMENTATION, hyper, p),
             test_time_loss(one, other, softmax, hyper, one),
@@ -348,10 +348,9 @@ def test_the_gate_prevents_a_collapse() -> None:
 
 
 def test_experts_contradict_each_other_if_less_than_half_of_their_masks_coincides() -> None:
-    two, one, other = (
-        torch.tensor([mask], dtype=torch.bool)
-        for mask in ([1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 1, 1])
-    )
+    two = torch.tensor([[1, 1, 0, 0]], dtype=torch.bool)
+    one = torch.tensor([[1, 0, 0, 0]], dtype=torch.bool)
+    other = torch.tensor([[0, 1, 1, 1]], dtype=torch.bool)
     assert not contradict([[two], [one]]), "Dice 2 / 3"
     assert contradict([[two], [two], [other]]), "Dice 2 / 5"
     assert not contradict([[two, two], [one, other]]), (

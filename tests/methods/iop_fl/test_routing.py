@@ -60,11 +60,10 @@ def averaged(make: Callable[[], nn.Module], states: Any) -> nn.Module:
     )
     module = make()
     layers = module.named_modules(remove_duplicate=False)
-    routed = {
-        name
-        for name, layer in layers
-        if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d, nn.Linear))
-    }
+    routed = set()
+    for name, layer in layers:
+        if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)):
+            routed.add(name)
     module.load_state_dict(
         {
             name: mean[name] if name.rpartition(".")[0] in routed else tensor
@@ -130,10 +129,12 @@ def test_reference_numbers(golden: Golden, name: str, entry: str) -> None:
     layer = (
         nn.Conv2d(3, 5, 3, padding=1) if name == "conv" else nn.ConvTranspose2d(3, 4, 2, stride=2)
     )
-    experts = [
-        {part: numbers[f"route/expert{k}/{entry}.{part}"] for part in ("weight", "bias")}
-        for k in range(5)
-    ]
+    experts = []
+    for k in range(5):
+        of_expert = f"route/expert{k}/{entry}"
+        experts.append(
+            {"weight": numbers[f"{of_expert}.weight"], "bias": numbers[f"{of_expert}.bias"]}
+        )
     routed: Any = RoutedNetwork(layer, experts, Routing(coefficients="sigmoid"))
     routed.network.router.load_state_dict(
         {
@@ -159,19 +160,18 @@ def test_gradients_reach_every_router_and_nothing_else() -> None:
     routed = RoutedNetwork(Everything(), states_of(Everything, 3))
     routed(torch.rand(2, 3, 8, 8)).square().sum().backward()
     adaptable = routed.adaptable()
-    assert all("router" in name for name in adaptable)
-    assert all(parameter.grad is not None for parameter in adaptable.values())
-    moving = [
-        name
-        for name, parameter in adaptable.items()
-        if parameter.grad is not None and parameter.grad.abs().sum() > 0
-    ]
+    for name in adaptable:
+        assert "router" in name
+    for parameter in adaptable.values():
+        assert parameter.grad is not None
+    moving = []
+    for name, parameter in adaptable.items():
+        if parameter.grad is not None and parameter.grad.abs().sum() > 0:
+            moving.append(name)
     assert {name.split(".")[1] for name in moving} == {"down", "depthwise", "up", "head"}
-    assert all(
-        parameter.grad is None
-        for name, parameter in routed.named_parameters()
-        if name not in adaptable
-    )
+    for name, parameter in routed.named_parameters():
+        if name not in adaptable:
+            assert parameter.grad is None
 
 
 def test_batch_norm_uses_the_test_batch() -> None:
@@ -223,7 +223,8 @@ def test_a_layer_used_twice_is_routed_at_both_places() -> None:
 def test_the_adapted_state_is_restored_and_others_are_refused() -> None:
     states = states_of(Everything, 3)
     images = torch.rand(2, 3, 8, 8)
-    first, second = (drawn(Everything(), states, seed) for seed in (1, 2))
+    first = drawn(Everything(), states, 1)
+    second = drawn(Everything(), states, 2)
     assert not torch.equal(first(images), second(images))
     second.load_adapted_state(first.adapted_state())
     assert torch.equal(first(images), second(images))
@@ -258,7 +259,8 @@ def test_monai_networks(make: Callable[[], nn.Module]) -> None:
         )
     routed(images).square().sum().backward()
     assert sum(isinstance(module, RoutedLayer) for module in routed.network.modules()) >= 5
-    assert all(parameter.grad is not None for parameter in routed.adaptable().values())
+    for parameter in routed.adaptable().values():
+        assert parameter.grad is not None
 
 
 def test_the_head_of_a_network_of_monai_is_routed_too() -> None:

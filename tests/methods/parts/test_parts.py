@@ -41,7 +41,8 @@ STATISTICS = {"body.1.running_mean", "body.1.running_var", "body.1.num_batches_t
 def test_batch_norm_is_found_by_its_type() -> None:
     names = LocalPart.of_batch_norm(small()).names
     assert {"body.1.weight", "body.1.bias"} | STATISTICS <= names == batch_norm_entries(small())
-    assert not any(name.startswith(("body.0", "head")) for name in names)
+    for name in names:
+        assert not name.startswith(("body.0", "head"))
 
 
 def test_a_path_is_a_module_and_all_below_it() -> None:
@@ -109,18 +110,17 @@ def test_pull_changes_what_has_a_gradient_and_takes_a_gradient() -> None:
     for tensor in anchor.values():
         tensor.zero_()  # what becomes of the anchor afterwards does not matter
     gradient_hook()
-    assert all(parameter.grad is None for parameter in model.parameters()), (
-        "nothing was trained, so nothing is drawn"
-    )
+    for parameter in model.parameters():
+        assert parameter.grad is None, "nothing was trained, so nothing is drawn"
     for parameter in model[0].parameters():
         parameter.grad = torch.zeros_like(parameter)
     gradient_hook()
     for parameter in model[0].parameters():
         assert parameter.grad is not None and not parameter.grad.requires_grad
         torch.testing.assert_close(parameter.grad, torch.full_like(parameter, -2.0))
-    assert all(
-        parameter.grad is None for layer in list(model)[1:] for parameter in layer.parameters()
-    )
+    for layer in list(model)[1:]:
+        for parameter in layer.parameters():
+            assert parameter.grad is None
 
 
 # ---- normalisation ---------------------------------------------------------------------------------------------------------
@@ -198,12 +198,11 @@ def test_still_statistics_change_no_mode() -> None:
 
 def replies(**votes: float | None) -> dict[str, Message]:
     """A site with the name L has a thousand million images."""
-    return {
-        site: Message(
-            {}, {"n_samples": 10**9 if site == "L" else 5, "validation": {"global": vote}}
-        )
-        for site, vote in votes.items()
-    }
+    replies = {}
+    for site, vote in votes.items():
+        samples = 10**9 if site == "L" else 5
+        replies[site] = Message({}, {"n_samples": samples, "validation": {"global": vote}})
+    return replies
 
 
 def election(rule: str, liar: dict[int, float]) -> ModelSelector:
@@ -338,10 +337,11 @@ def test_the_word_of_older_jobs() -> None:
 
 def measured(*rounds: dict[str, dict[str, float | None]]) -> list[dict[str, Any]]:
     """Site -> model -> metric of round 0, 1, ..."""
-    return [
-        {"round": number, "sites": {site: {"validation": models} for site, models in sites.items()}}
-        for number, sites in enumerate(rounds)
-    ]
+    steps = []
+    for number, sites in enumerate(rounds):
+        of_sites = {site: {"validation": models} for site, models in sites.items()}
+        steps.append({"round": number, "sites": of_sites})
+    return steps
 
 
 def of_one(*values: float | None) -> list[dict[str, Any]]:
@@ -379,10 +379,8 @@ def test_patience_is_that_of_the_median_and_of_every_model() -> None:
 
     liar = measured(*(round_of(0.5, 0.5, number / 10, own=0.1) for number in range(6)))
     assert plateau(liar, 2) == 4, "one site of three keeps nobody going"
-    assert (
-        plateau(measured(*(round_of(0.5, 0.5, 0.5, own=number / 10) for number in range(6))), 2)
-        is None
-    )
+    better_alone = measured(*(round_of(0.5, 0.5, 0.5, own=number / 10) for number in range(6)))
+    assert plateau(better_alone, 2) is None
     steps = of_one(0.9, 0.5, 0.4)
     steps.insert(2, {"round": 1, "sites": {"A": {"loss": 0.3}}})
     assert plateau(steps, 1) == 3, "a step that measures nothing is no round"

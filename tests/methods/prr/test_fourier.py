@@ -113,7 +113,9 @@ def test_the_matrix_of_a_convolution_has_rows_of_inputs_and_columns_of_outputs()
     weights = normal(3, 4, 5, 3, 2)  # (K, O, I, kh, kw)
     matrices = []
     for w in weights:
-        rows = [torch.cat([w[:, i, :, x].T for x in range(2)], dim=1) for i in range(5)]
+        rows = []
+        for i in range(5):
+            rows.append(torch.cat([w[:, i, :, x].T for x in range(2)], dim=1))
         matrices.append(torch.cat(rows))
     expected = transcribed(torch.stack(matrices), 0.4, "closed", "both", "arithmetic")
     actual = fourier_aggregate(weights, 0.4)
@@ -254,17 +256,17 @@ def test_layers_of_volumes_have_their_rule_and_layers_without_one_are_named() ->
 
 
 def models(count: int) -> dict[str, dict[str, Tensor]]:
-    shapes = {
-        name: tensor.shape
-        for name, tensor in mixed().state_dict().items()
-        if "downsample.1" not in name
-    }
-    return {
-        f"site-{k}": {
-            n: normal(*shape, key=f"{k}{n}", dtype=torch.float32) for n, shape in shapes.items()
-        }
-        for k in range(count)
-    }
+    shapes = {}
+    for name, tensor in mixed().state_dict().items():
+        if "downsample.1" not in name:
+            shapes[name] = tensor.shape
+    states = {}
+    for k in range(count):
+        state = {}
+        for n, shape in shapes.items():
+            state[n] = normal(*shape, key=f"{k}{n}", dtype=torch.float32)
+        states[f"site-{k}"] = state
+    return states
 
 
 def test_aggregate_models_calls_fourier_aggregate_for_each_kernel() -> None:

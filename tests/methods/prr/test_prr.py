@@ -52,7 +52,8 @@ def test_batch_normalisation_and_the_personal_model_never_leave_the_site() -> No
     assert local and {step.phase for step, _, _ in log} == {"train", "validate"}
     for _, outgoing, replies in log:
         for message in [*outgoing.values(), *replies.values()]:
-            assert not any(local & state.keys() for state in message.states.values())
+            for state in message.states.values():
+                assert not local & state.keys()
             assert message.states.keys() <= {"model", "prototypes"}
     assert not equal(algorithms["A"].normalisation, algorithms["B"].normalisation)
     assert server.models() == {}  # no whole model is known to the server
@@ -114,7 +115,8 @@ def test_absent_sites_keep_their_model_and_late_sites_start_from_the_mean() -> N
 def test_it_trains_on_every_kind_of_task(task: TaskConfig) -> None:
     log, server, algorithms = federation(task, outside=("O",))
     losses = [replies["A"].meta["loss"] for step, _, replies in log if step.phase == "train"]
-    assert all(math.isfinite(loss) for loss in losses)
+    for loss in losses:
+        assert math.isfinite(loss)
     assert server.prototypes["prototypes"].abs().sum() > 0
     for model in algorithms["A"].finalize(server.configure_final("A")).values():
         assert torch.isfinite(
@@ -127,19 +129,16 @@ def test_it_trains_on_every_kind_of_task(task: TaskConfig) -> None:
 
 def test_a_class_without_images_is_a_warning() -> None:
     log, server, _ = federation(CLASSIFICATION, missing=1)
-    warnings = [
-        event["message"]
-        for event in server.context.events.of("warning")
-        if "class" in event["message"]
-    ]
+    warnings = []
+    for event in server.context.events.of("warning"):
+        if "class" in event["message"]:
+            warnings.append(event["message"])
     assert len(warnings) == 1 and "class medium" in warnings[0]
     assert log[0][2]["A"].states["prototypes"]["present"].tolist() == [True, False, True]
     assert torch.equal(server.prototypes["prototypes"][1], torch.zeros(8))
-    assert all(
-        math.isfinite(replies["A"].meta["loss"])
-        for step, _, replies in log
-        if step.phase == "train"
-    )
+    for step, _, replies in log:
+        if step.phase == "train":
+            assert math.isfinite(replies["A"].meta["loss"])
 
 
 def test_the_prototype_of_a_class_is_of_the_sites_that_have_it() -> None:
@@ -188,10 +187,10 @@ def test_a_site_deploys_the_better_of_its_two_models_by_its_own_validation(
     algorithm = squares.algorithm(PRRSite, selection=selection)
     start = algorithm._deputy_state(server_of({"A": algorithm}).configure(Step("train", 0), "A"))
     reached = {"personal": personal, "global": deputy}
-    states = {
-        role: {**start, "head.bias": torch.full_like(start["head.bias"], -1 if v is None else v)}
-        for role, v in reached.items()
-    }
+    states = {}
+    for role, v in reached.items():
+        bias = torch.full_like(start["head.bias"], -1 if v is None else v)
+        states[role] = {**start, "head.bias": bias}
     algorithm.personal = states["personal"]
     for role, state in states.items():
         algorithm.best[role].propose(reached[role], 1, state)
@@ -205,7 +204,8 @@ def test_a_site_deploys_the_better_of_its_two_models_by_its_own_validation(
         "model": deployed,
         "validation": reached,
     }
-    assert not any("kept" in models[role].meta for role in states), "they were not chosen"
+    for role in states:
+        assert "kept" not in models[role].meta, "they were not chosen"
 
 
 def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation() -> None:
@@ -237,10 +237,11 @@ def test_an_outside_site_gets_the_mean_deputy_with_the_mean_batch_normalisation(
 
 def test_an_outside_site_may_get_the_most_representative_personal_model() -> None:
     options: dict[str, Any] = {"counts": UNEVEN, "outside_model": "personal", "selection": "last"}
-    algorithms = {
-        name: squares.algorithm(PRRSite, name, CLASSIFICATION, missing=missing, **options)
-        for name, missing in zip(SITES, (1, None, 2), strict=True)
-    }
+    algorithms = {}
+    for name, missing in zip(SITES, (1, None, 2), strict=True):
+        algorithms[name] = squares.algorithm(
+            PRRSite, name, CLASSIFICATION, missing=missing, **options
+        )
     log, server, _ = squares.play(
         squares.server(PRRServer, rounds=2, outside=("O",), algorithms=algorithms), algorithms
     )
@@ -354,14 +355,14 @@ def test_gamma_has_a_curve_for_every_class() -> None:
     first = log[0].replies["A"].meta
     last = log[2].replies["A"].meta
     assert "gammas" not in first, "there is no refinement before there are prototypes"
-    assert last["gammas"].keys() == {"not square", "square"} and all(
-        len(curve) == 3 for curve in last["gammas"].values()
-    )
+    assert last["gammas"].keys() == {"not square", "square"}
+    for curve in last["gammas"].values():
+        assert len(curve) == 3
     assert last["gamma"] == {name: curve[-1] for name, curve in last["gammas"].items()}
-    assert (
-        all(value >= 0.999 for curve in last["gammas"].values() for value in curve)
-        and max(last["gamma"].values()) > 1.0
-    )
+    for curve in last["gammas"].values():
+        for value in curve:
+            assert value >= 0.999
+    assert max(last["gamma"].values()) > 1.0
     assert "gammas" not in federation(rounds=3, cpa="global")[0][2].replies["A"].meta
 
 
@@ -465,14 +466,13 @@ def test_prototypes_are_masked_means_of_the_features(task: TaskConfig) -> None:
         data.data.train.targets if task.target == "multilabel" else data.data.train.targets[:, None]
     )
     rows = embeddings.movedim(1, -1)
-    expected = torch.stack(
-        [
-            rows[targets[:, g] == c].mean(0)
-            for g in range(targets.shape[1])
-            for c in range(3 if task is CLASSIFICATION else 2)
-        ]
+    expected = []
+    for g in range(targets.shape[1]):
+        for c in range(3 if task is CLASSIFICATION else 2):
+            expected.append(rows[targets[:, g] == c].mean(0))
+    torch.testing.assert_close(
+        collected.state()["prototypes"], torch.stack(expected), rtol=1e-4, atol=1e-5
     )
-    torch.testing.assert_close(collected.state()["prototypes"], expected, rtol=1e-4, atol=1e-5)
     assert collected.state()["present"].all()
 
 
@@ -501,9 +501,8 @@ def test_the_warm_up_has_the_global_objective_alone(warm_up: int, refined: list[
     log, _, algorithms = federation(rounds=3, warm_up=warm_up)
     trained = [turn.replies["A"] for turn in log if turn.step.phase == "train"]
     assert ["gamma" in reply.meta for reply in trained] == refined
-    assert all("prototypes" in reply.states for reply in trained), (
-        "prototypes travel in every round"
-    )
+    for reply in trained:
+        assert "prototypes" in reply.states, "prototypes travel in every round"
     unrefined, _, plain = three_rounds(cpa="global")
     of_plain = [turn.replies["A"] for turn in unrefined if turn.step.phase == "train"]
     same = [
@@ -528,7 +527,9 @@ def test_every_option_changes_the_result() -> None:
             lam2=5.0,
         ),
         *squares.one_by_one(cpa=("global", "local", "off"), beta=0.2, tau=1.0, halve_every=1),
-        *({"cpa": "off", "plain_loss": loss} for loss in ("ce", "focal", "fedeamc")),
+        {"cpa": "off", "plain_loss": "ce"},
+        {"cpa": "off", "plain_loss": "focal"},
+        {"cpa": "off", "plain_loss": "fedeamc"},
         {"warm_up": 2},
         {"lam1": 0.0, "lam2": 5.0},
     ]
@@ -542,5 +543,6 @@ def test_every_option_changes_the_result() -> None:
             algorithms["A"].personal
             | {f"next/{name}": tensor for name, tensor in server.aggregated["A"].items()}
         )
-        assert all(torch.isfinite(tensor).all() for tensor in outcomes[-1].values()), change
+        for tensor in outcomes[-1].values():
+            assert torch.isfinite(tensor).all(), change
         assert not (change and equal(outcomes[-1], outcomes[0])), change
