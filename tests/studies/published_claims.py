@@ -76,6 +76,7 @@ CLAIMS: Final = (
 )
 
 ROUTED: Final = "iop_fl:comparisons=true"
+_ALL_FREQUENCIES: Final = ("all frequencies", ("prr:r0=0.5,r1=0.5", "deployed"))
 _PLAIN_MEAN: Final = ("plain mean", ("prr:pfa=false", "deployed"))
 _MIXTURE: Final = (("uniform mixture", (ROUTED, "mixture")),)
 # On generated images in which one mechanism has to pay (`--suite mechanisms/NAME`).
@@ -84,6 +85,8 @@ MECHANISMS: Final = (
     Claim(
         "mechanism_prr", "prr", "inside", (_PRR[0], ("FedBN", ("fedbn", "deployed")), _PLAIN_MEAN)
     ),
+    Claim("mechanism_prr_30", "prr", "inside", (_PRR[0], _PLAIN_MEAN)),
+    Claim("mechanism_prr_bands", "prr", "inside", (_ALL_FREQUENCIES, _PLAIN_MEAN)),
     Claim("mechanism_prr_clean", "prr", "inside", (_PRR[0], _PLAIN_MEAN)),
     Claim(
         "mechanism_grace",

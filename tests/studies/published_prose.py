@@ -346,6 +346,16 @@ def of_the_mechanisms(study: Callable[[str], StudyTables]) -> Sentences:
             f"({alone})."
         ),
     )
+    bands = Runs(study("mechanism_prr_bands"))
+    everything = bands.level(("prr:r0=0.5,r1=0.5", "deployed"))
+    amplitudes = bands.level(("prr:components=amplitude", "deployed"))
+    yield (
+        RESULTS,
+        (
+            f"With all frequencies exchanged PRR has {everything}, with amplitudes alone "
+            f"{amplitudes} (prr_bands, five seeds)."
+        ),
+    )
     of_batch = []
     for name in ("mechanism_feddag", "mechanism_feddag_beyond"):
         values = Runs(study(name), "outside").values(("batch-statistics", "deployed"))
