@@ -107,6 +107,7 @@ def test_a_table_of_excel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     workbook.save(tmp_path / "grades.xlsx")
     assert labels_of(tmp_path) == {name: str(number % 3) for number, name in enumerate(names)}
     (tmp_path / "datalist.json").unlink()
+    (tmp_path / "~$grades.xlsx").write_bytes(b"open somewhere")
     workbook["notes"].append(["anything"])
     workbook.save(tmp_path / "grades.xlsx")
     assert "2 sheets with cells (Sheet, notes)" in error_of(
@@ -115,7 +116,9 @@ def test_a_table_of_excel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(packages, "installed", lambda module: False)
     assert "pip install openpyxl" in error_of(tmp_path)
     monkeypatch.undo()
-    (tmp_path / "grades.xlsx").write_bytes(b"PK")
+    damaged = bytearray((tmp_path / "grades.xlsx").read_bytes())
+    damaged[300:900] = bytes(600)
+    (tmp_path / "grades.xlsx").write_bytes(damaged)
     assert "cannot be read as a table" in error_of(tmp_path, table=tmp_path / "grades.xlsx")
 
 

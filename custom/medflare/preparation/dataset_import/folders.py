@@ -292,7 +292,8 @@ def walk(
             else:
                 used.append(name)
         folders[:] = used
-        yield folder, [folder / name for name in sorted(names) if not name.startswith(".")]
+        # Hidden ones, and Office's marks of files that are open somewhere.
+        yield folder, [folder / name for name in sorted(names) if not name.startswith((".", "~$"))]
 
 
 def left_out_lines(left_out: LeftOut) -> list[str]:

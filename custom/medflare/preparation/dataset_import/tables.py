@@ -9,7 +9,6 @@ from io import StringIO
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeAlias
-from zipfile import BadZipFile
 
 import pandas as pd
 
@@ -78,7 +77,7 @@ def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
     try:
         lines = _lines_of_workbook(path) if is_workbook else _lines_of_text(read_text(path))
         header, rows = _header_and_rows(lines)
-    except (OSError, ValueError, KeyError, csv.Error, BadZipFile) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise DataError(
             f"{path}: cannot be read as a table ({one_line(error)}); "
             "save it as CSV in UTF-8, or give another --table"
@@ -111,21 +110,20 @@ def _lines_of_text(text: str) -> Iterator[tuple[int, list[str]]]:
 def _lines_of_workbook(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The number and the cells of each row of the only sheet that is not empty.
 
-    ValueError for several sheets, or none.
+    ValueError for several sheets, none, and a damaged file.
     """
     from openpyxl import load_workbook
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="openpyxl")  # of styles that it does not know
-        workbook = load_workbook(path, read_only=True, data_only=True)
+    sheets = {}
     try:
-        sheets = {}
-        for sheet in workbook.worksheets:
-            rows = list(sheet.iter_rows(values_only=True))
-            if any(map(any, rows)):
-                sheets[sheet.title] = rows
-    finally:
-        workbook.close()
+        with warnings.catch_warnings(), path.open("rb") as file:
+            warnings.filterwarnings("ignore", module="openpyxl")  # of styles that it does not know
+            for sheet in load_workbook(file, read_only=True, data_only=True).worksheets:
+                rows = list(sheet.iter_rows(values_only=True))
+                if any(map(any, rows)):
+                    sheets[sheet.title] = rows
+    except Exception as error:  # of zip, zlib and XML
+        raise ValueError(f"no file of Excel, or a damaged one: {one_line(error)}") from error
     if len(sheets) != 1:
         raise ValueError(f"{len(sheets)} sheets with cells ({', '.join(sheets)}), where one counts")
     [rows] = sheets.values()
