@@ -269,7 +269,7 @@ def _read_picture(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
                 image = image.convert("RGB")
             array = np.asarray(image)
             if mask and image_format == "JPEG":
-                array = _black_and_white(array, path)
+                array = _black_and_white(image, path)
     if tags:
         array = _as_tagged(array, tags, path, mask)
     if array.ndim == 2:
@@ -332,23 +332,25 @@ def _bits_of_ppm(path: Path) -> int:
     return bits
 
 
-def _black_and_white(array: np.ndarray, path: Path) -> np.ndarray:
-    """A JPEG mask as 0 and 255: compression moved its values, and made greys at its edges.
+def _black_and_white(image: Any, path: Path) -> np.ndarray:
+    """A JPEG mask (rows, columns) as 0 and 255: compression moved its values, and made greys at its
+    edges.
 
     DataError if it has other values than black and white.
     """
     from scipy.ndimage import binary_erosion
 
-    highest = int(array.max())
-    grey = (array > _LOSS) & (array < 255 - _LOSS)
-    if grey.ndim == 3:  # in colours
-        grey = np.any(grey, axis=2)
-    if 0 < highest < 255 - _LOSS or binary_erosion(grey, iterations=_EDGE).any():
+    values = np.asarray(image.convert("L"))
+    highest = int(values.max())
+    grey = (values > _LOSS) & (values < 255 - _LOSS)
+    wide_grey = bool(binary_erosion(grey, iterations=_EDGE).any())
+    coloured = image.mode == "RGB" and np.ptp(np.asarray(image), axis=2).max() > _LOSS
+    if coloured or wide_grey or 0 < highest < 255 - _LOSS:
         raise DataError(
             f"{path}: a JPEG mask with other values than black and white; compression changes "
             "values, save it as PNG"
         )
-    return np.where(array > 127, np.uint8(255), np.uint8(0))
+    return np.where(values > 127, np.uint8(255), np.uint8(0))
 
 
 def _check_palette(image: Any, path: Path) -> None:

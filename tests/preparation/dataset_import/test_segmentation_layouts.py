@@ -349,16 +349,28 @@ def test_a_word_after_the_name_of_the_image(tmp_path: Path) -> None:
     files(tmp_path, "stare-images/im{n}.png", "labels-ah/im{n}.ah.png*")
     imported(tmp_path)
     assert masks_of(tmp_path)["stare-images/im3.png"] == ["labels-ah/im3.ah.png"]
+    assert summarise(tmp_path, TaskHints()).settings["labels"] == ["foreground"]
     other = tmp_path / "other"
     files(other, "images/p{n}.png", "gt/p{n}_1stHO.png*", "gt/p{n}_2ndHO.png*")
     assert "of several readers" in error_of(other)
 
 
-@pytest.mark.parametrize("folder", ["masks/vessel", "vessel_masks"])
-def test_the_structure_is_called_like_the_folder_of_its_masks(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "structure"),
+    [
+        ("masks/vessel", "vessel"),
+        ("vessel_masks", "vessel"),
+        ("1st_manual", "foreground"),
+        ("masks_png_256", "foreground"),
+        ("SegmentationClass", "foreground"),
+    ],
+)
+def test_the_structure_is_called_like_the_folder_of_its_masks(
+    folder: str, structure: str, tmp_path: Path
+) -> None:
     files(tmp_path, "images/p{n}.png", f"{folder}/p{{n}}.png*")
     imported(tmp_path)
-    assert summarise(tmp_path, TaskHints()).settings["labels"] == ["vessel"]
+    assert summarise(tmp_path, TaskHints()).settings["labels"] == [structure]
 
 
 def test_masks_of_jpeg(tmp_path: Path) -> None:
@@ -379,6 +391,10 @@ def test_masks_of_jpeg(tmp_path: Path) -> None:
         Image.fromarray(np.tile(bands, (32, 1))).save(tmp_path / "x.jpg")
         with pytest.raises(DataError, match="other values than black and white"):
             read_stored(tmp_path / "x.jpg", mask=True)
+    colours[..., 2] = 0
+    Image.fromarray(colours).save(tmp_path / "yellow.jpg")
+    with pytest.raises(DataError, match="other values than black and white"):
+        read_stored(tmp_path / "yellow.jpg", mask=True)
     Image.new("L", (16, 16)).save(tmp_path / "empty.jpg")
     assert not read_stored(tmp_path / "empty.jpg", mask=True).array.any()
 

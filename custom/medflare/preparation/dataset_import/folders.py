@@ -668,7 +668,16 @@ def _structure_of_folders(names: Iterable[FileName]) -> str:
         else:
             of_images.update(listed)
     shared = set.intersection(*map(set[str], of_masks)) - of_images
-    return " ".join(word for word in of_masks[0] if word in shared and len(word) > 2)
+    return _structure_name(word for word in of_masks[0] if word in shared)
+
+
+def _structure_name(listed: Iterable[str]) -> str:
+    """The words that can name a structure: no numbers, initials and formats of files."""
+    named = []
+    for word in listed:
+        if len(word) > 2 and word.isalpha() and word not in WORDS["no_structure"]:
+            named.append(word)
+    return " ".join(named)
 
 
 def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[Path]) -> str:
@@ -977,7 +986,8 @@ def structure_suffixes(folder: ImageFolder) -> Dataset | None:
             of_structure[image][names[rest]] = mask
     structures = list(names.values())
     layout = f"masks called like their image, and for the structure: {', '.join(structures)}"
-    return _of_structures(folder, splits, of_structure, structures, layout)
+    dataset = _of_structures(folder, splits, of_structure, structures, layout)
+    return replace(dataset, structure=_structure_name(dataset.structure.split()))
 
 
 def _image_of_longer_name(
