@@ -164,7 +164,9 @@ def test_portable_pixmaps(tmp_path: Path) -> None:
     (tmp_path / "b.ppm").write_bytes(b"P6 9 6 65535\n" + pixels.tobytes())
     refused(tmp_path / "b.ppm", "with 16 bits")
     (tmp_path / "c.pgm").write_bytes(b"P5 9 6 3\n" + bytes([1, 2, 3] * 18))
-    refused(tmp_path / "c.pgm", "says that 3 is white", mask=True)
+    refused(tmp_path / "c.pgm", "neither 255 nor 65535", mask=True)
+    (tmp_path / "d.ppm").write_bytes(b"P4 8 2\n\xf0\x0f")
+    refused(tmp_path / "d.ppm", "neither 255 nor 65535")
 
 
 @pytest.mark.parametrize("colour", [0, 255, 7])

@@ -323,11 +323,11 @@ def _bits_of_ppm(path: Path) -> int:
     """
     with path.open("rb") as file:
         header = re.sub(rb"#[^\n]*", b"", file.read(1000)).split(maxsplit=4)
-    bits = {b"255": 8, b"65535": 16}.get(header[3])
+    bits = {b"255": 8, b"65535": 16}.get(b"".join(header[3:4]))
     if bits is None:
         raise DataError(
-            f"{path}: its header says that {header[3].decode(errors='replace')} is white, where "
-            "255 or 65535 can be read; save it as PNG"
+            f"{path}: white is neither 255 nor 65535 in its header, and other numbers would be "
+            "scaled; save it as PNG"
         )
     return bits
 

@@ -329,6 +329,11 @@ def test_masks_called_like_their_image_and_a_structure(
     assert f"no mask of {structures[-1 if 'isc' in masks[0] else 0]}" in error_of_again(tmp_path)
 
 
+def test_words_that_all_masks_share_name_no_structure(tmp_path: Path) -> None:
+    files(tmp_path, "images/p{n}.png", "gt/p{n}_disc.png*", "gt/p{n}_disc_new.png*")
+    assert "rename them, or give a table with --mask-column" in error_of(tmp_path)
+
+
 def test_images_of_one_name_in_several_folders(tmp_path: Path) -> None:
     for folder in ("left", "right"):
         names = [f"{folder}/gt/p{{n}}_{end}.png*" for end in ("od", "oc")]

@@ -976,7 +976,12 @@ def structure_suffixes(folder: ImageFolder) -> Dataset | None:
     if without > len(masks_of):
         return None
     names = _structures_of_suffixes(masks_of.values())
-    if len(names) > MAX_CLASSES or len({*names.values()}) < len(names):
+    distinct = {*names.values()}
+    if (
+        len(names) > MAX_CLASSES
+        or len(distinct) < len(names)
+        or (len(names) > 1 and "" in distinct)
+    ):
         return None
     splits = {}
     of_structure: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
