@@ -356,6 +356,8 @@ def of_the_mechanisms(study: Callable[[str], StudyTables]) -> Sentences:
             f"{amplitudes} (prr_bands, five seeds)."
         ),
     )
+    shipped = bands.level(("prr", "deployed"))
+    yield PAGE_OF_PRR, f"it has {everything} instead of {shipped} (five seeds, too few)."
     of_batch = []
     for name in ("mechanism_feddag", "mechanism_feddag_beyond"):
         values = Runs(study(name), "outside").values(("batch-statistics", "deployed"))
