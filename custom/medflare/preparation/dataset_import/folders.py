@@ -977,11 +977,8 @@ def structure_suffixes(folder: ImageFolder) -> Dataset | None:
         return None
     names = _structures_of_suffixes(masks_of.values())
     distinct = {*names.values()}
-    if (
-        len(names) > MAX_CLASSES
-        or len(distinct) < len(names)
-        or (len(names) > 1 and "" in distinct)
-    ):
+    some_unnamed = len(names) > 1 and "" in distinct
+    if some_unnamed or len(distinct) < len(names) or len(names) > MAX_CLASSES:
         return None
     splits = {}
     of_structure: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
