@@ -13,6 +13,7 @@ from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.flare.controller import MedflareController
 from medflare.flare.executors import FedSMExecutor
+from medflare.flare.jobs import building
 from medflare.flare.jobs.building import build_job, resumed_job
 from medflare.tasks.config import load_task
 
@@ -141,9 +142,13 @@ def test_halves_of_two_methods(tmp_path: Path) -> None:
     )
 
 
-def test_large_updates_are_fetched_in_chunks(tmp_path: Path) -> None:
+def test_large_updates_are_fetched_in_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FedSM's model of the phantom has more than 100 kB: less than what is sent inside a message."""
     small = build_job("fedsm", "phantom", out=tmp_path / "small")
-    large = build_job("fedsm", "phantom", out=tmp_path / "large", hyper={"selector": "vgg11"})
+    monkeypatch.setattr(building, "_INLINE", 100_000)
+    large = build_job("fedsm", "phantom", out=tmp_path / "large")
     for side in ("server", "client"):
         assert config(small, side)["np_download_chunk_size"] == 0
         assert config(large, side)["np_download_chunk_size"] > 2**20
