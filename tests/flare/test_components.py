@@ -112,6 +112,13 @@ def test_a_component_that_is_not_listed_is_refused(name: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["medflare.flare.simulator.SimulatorHost", "medflare.flare.jobs.building.build_job"]
+)
+def test_a_listed_name_that_is_no_component_is_refused(name: str) -> None:
+    assert "no class derived from FLARE's FLComponent" in _refusal(name, [name])
+
+
 def test_a_refusal_repeats_no_value_that_is_no_name() -> None:
     for value in (
         "/srv/data",

@@ -56,7 +56,6 @@ _GROUPS: Final = {
     "metric": "metrics",
     "metrics": "metrics",
 }
-_OWN: Final = "medflare.flare."  # medflare's own components
 _ARGUMENTS: Final = {"rule": "rules", "adapt": "adaptations"}
 # FLARE replaces "{$NAME}" by an environment variable of the party.
 _NO_BRACES: Final = "a name or text has braces, which FLARE replaces; write the values themselves"
@@ -286,15 +285,13 @@ def _texts(config: Any) -> Iterator[str]:
 def _refusal(path: Any, allowed: Collection[str]) -> str:
     """Why a component may not be built; "" if it may.
 
-    Only a listed class is imported, and medflare's own not even then.
+    Only a listed class is imported.
     """
     if path not in allowed:
         return (
             f"component {_named(path, 'without a plain name')} refused: "
             "class_allow_list in local/resources.json does not name it"
         )
-    if path.startswith(_OWN):
-        return ""
     loaded = load_class(path)
     if isinstance(loaded, type) and issubclass(loaded, FLComponent):
         return ""
