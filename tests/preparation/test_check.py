@@ -19,6 +19,7 @@ from medflare.data import decoding
 from medflare.data.loading import SiteData, Split, load_site_data
 from medflare.data.local import LocalSettings
 from medflare.data.transforms import Preprocessing
+from medflare.preparation import check
 from medflare.preparation.check import check_site, check_task, intensity_problem, site_shift
 from medflare.preparation.dataset_import.datalists import import_folder
 from medflare.tasks.config import TaskConfig, load_task
@@ -218,6 +219,22 @@ def test_the_same_image_of_two_patients_is_noted(make_site: SiteOf, make_task: T
     for number in (0, 1, 9):  # constant images are equal, but no copies
         Image.new("L", (16, 16)).save(folder / f"images/{number}.png")
     assert not check_site(folder, make_task()).sites["A"].notes
+
+
+def test_images_that_differ_in_one_number_are_no_copies(
+    make_site: SiteOf, make_task: TaskOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of large images a part is compared first, here every fourth number along each axis."""
+    monkeypatch.setattr(check, "_MOST_NUMBERS", 16)
+    folder = make_site()
+    pixels = np.array(Image.open(folder / "images/0.png"))
+    pixels[1, 1] += 1
+    Image.fromarray(pixels).save(folder / "images/9.png")
+    assert not check_site(folder, make_task()).sites["A"].notes
+    pixels[1, 1] -= 1
+    Image.fromarray(pixels).save(folder / "images/9.png")
+    (note,) = check_site(folder, make_task()).sites["A"].notes
+    assert "9.png" in note and "0.png" in note
 
 
 @pytest.mark.slow

@@ -347,7 +347,8 @@ def _read_images(
                 unsuitable.append(problem)
         digest = hashlib.sha256(np.ascontiguousarray(few).data).digest()
         first = first_of.setdefault((image.shape, digest), entry)
-        if first.patient != entry.patient and image.min() < image.max():
+        may_be_copy = first.patient != entry.patient and image.min() < image.max()
+        if may_be_copy and np.array_equal(image, source.image(first).array):
             copies.append(f"{entry.name} and {first.name}")
     judged = min(len(moments), _INTENSITY_IMAGES)
     if 2 * len(unsuitable) >= judged > 0:
