@@ -5,13 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import confusion_matrix, roc_auc_score, roc_curve
 
 from medflare.tasks.classes import (
     FALSE_ALARMS,
     Cases,
     area_interval,
     class_report,
+    curve_points,
     patients_of_classes,
 )
 
@@ -108,6 +109,25 @@ def test_without_images_or_with_many_classes_the_report_is_empty() -> None:
     assert class_report(cases([], [], ""), "binary", ["disc"]) == {}
     many = list(map(str, range(17)))
     assert class_report(cases([[1.0] * 17], [0], "a"), "multiclass", many) == {}, "meta are small"
+
+
+@pytest.mark.parametrize("distinct", [2, 7, 1000])
+def test_points_of_a_curve_are_those_of_scikit_learn(distinct: int) -> None:
+    random = np.random.default_rng(distinct)
+    truth = random.random(200) < 0.3
+    scores = random.integers(distinct, size=200) / distinct
+    false_alarms, hits, _ = roc_curve(truth, scores, drop_intermediate=False)
+    assert curve_points(scores, truth) == list(zip(false_alarms, hits, strict=True))
+    assert curve_points(scores, np.ones(200, dtype=bool)) == [], "one class alone has no curve"
+
+
+def test_counts_of_decisions_are_those_of_scikit_learn() -> None:
+    random = np.random.default_rng(0)
+    probabilities = random.dirichlet(np.ones(4), 50)
+    truth = random.integers(3, size=50)
+    answered = cases(probabilities.tolist(), truth.tolist(), "p" * 50)
+    expected = confusion_matrix(truth, probabilities.argmax(axis=1), labels=range(4)).tolist()
+    assert class_report(answered, "multiclass", "wxyz")["confusion"] == [expected]
 
 
 def test_a_curve_does_not_reveal_scores() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
-from scipy.stats import bootstrap, nct, norm, rankdata, wilcoxon
+from scipy.stats import bootstrap, nct, norm, wilcoxon
 from scipy.stats import t as student
 
 from medflare.core.rng import numpy_generator
@@ -22,7 +22,7 @@ from medflare.core.text import Json
 from medflare.evaluation.presentation import label_metric, sites_of_role
 from medflare.evaluation.results import results_frame
 from medflare.tasks.class_metrics import ONE_CLASS, Floats, is_exclusive, of_outputs, one_hot
-from medflare.tasks.classes import has_interval
+from medflare.tasks.classes import has_interval, shares_below
 from medflare.tasks.config import draws_images
 from medflare.tasks.metrics_table import known_metric
 from medflare.tasks.summaries import ALL, MEANS_OVER_IMAGES, Interval, mean_of_defined, percentiles
@@ -704,9 +704,9 @@ def delong(
 ) -> Comparison:
     """Compare the areas under the ROC curves of two scores of the same cases.
 
-    The variance is that of DeLong, DeLong and Clarke-Pearson, Biometrics 44, 1988, Eq. 5 to 8, from
-    midranks as in Sun and Xu, IEEE Signal Processing Letters 21, 2014. Cases of one patient are
-    dependent: Obuchowski, Biometrics 53, 1997, Sec. 2, sums them; of one case each it is the same.
+    The variance is that of DeLong, DeLong and Clarke-Pearson, Biometrics 44, 1988, Eq. 5 to 8.
+    Cases of one patient are dependent: Obuchowski, Biometrics 53, 1997, Sec. 2, sums them; of one
+    case each it is the same.
     p and interval are of the normal distribution; there are none if the variance is 0. Below two
     patients with and two without the class nothing is compared.
 
@@ -716,24 +716,19 @@ def delong(
         patients: (cases,), the patient of each case.
     """
     positive = np.asarray(truth, dtype=bool)
-    scores = np.stack([first, second])
-    cases = len(positive)
+    before, after = np.asarray(first), np.asarray(second)
     names, clusters = np.unique(patients, return_inverse=True)
-    ranks = rankdata(scores, axis=1)
     sums = []  # by patient, of cases with the class, then without it
     fractions = []
     variance = 0.0
     for group in (positive, ~positive):
-        size = int(group.sum())
         members = len(np.unique(clusters[group]))
         if members < 2:
             return Comparison(n=len(names))
-        within = rankdata(scores[:, group], axis=1)
-        # How many cases of the other group have a lower score, as a share.
-        below = (ranks[:, group] - within) / (cases - size)
-        gain = below[1] - below[0]
+        gain = shares_below(after[group], after[~group])
+        gain -= shares_below(before[group], before[~group])
         fractions.append(gain.mean())
-        of_patients = np.bincount(clusters[group], gain - gain.mean(), len(names)) / size
+        of_patients = np.bincount(clusters[group], gain - gain.mean(), len(names)) / group.sum()
         variance += members / (members - 1) * float(of_patients @ of_patients)
         sums.append(of_patients)
     # A case without the class is ranked correctly if it is lower, so its gains have the other sign.

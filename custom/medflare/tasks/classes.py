@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from medflare.core.packages import installed
 from medflare.core.text import JsonDict
 from medflare.tasks.class_metrics import Array, Bools, Floats, calibration_bins, one_hot
 from medflare.tasks.config import TaskConfig
@@ -149,13 +148,10 @@ def class_report(cases: Cases, target: str, labels: Sequence[str]) -> JsonDict:
     """
     if cases.outputs is None or len(labels) > MOST_CLASSES:
         return {}
-    if not (installed("sklearn") and installed("scipy")):  # as where a job brings its code
-        return {}
-    from sklearn.metrics import confusion_matrix
-
     matrices = []
     for truth, predicted, classes in decisions(cases, target, labels):
-        matrices.append(confusion_matrix(truth, predicted, labels=range(classes)).tolist())
+        counts = np.bincount(truth * classes + predicted, minlength=classes**2)
+        matrices.append(counts.reshape(classes, classes).tolist())
     patients = len(set(cases.patients))
     independent = patients == len(cases.patients) and has_interval(patients)
     curves = one_against_rest(cases, target, labels).values()
@@ -203,15 +199,27 @@ def one_against_rest(
 
 
 def curve_points(scores: Floats, truth: Bools) -> list[tuple[float, float]]:
-    """All corners (1 - specificity, sensitivity) of a ROC curve; none if all cases are positive or
-    all negative.
-    """
-    from sklearn.metrics import roc_curve
+    """(1 - specificity, sensitivity) of a ROC curve with every score as the threshold, from (0, 0)
+    to (1, 1); none if all cases are positive or all negative.
 
+    Examples:
+        >>> curve_points(np.array([0.9, 0.6, 0.6, 0.1]), np.array([True, True, False, False]))
+        [(0.0, 0.0), (0.0, 0.5), (0.5, 1.0), (1.0, 1.0)]
+    """
     if truth.all() or not truth.any():
         return []
-    false_alarms, hits, _ = roc_curve(truth, scores)
-    return list(zip(false_alarms.tolist(), hits.tolist(), strict=True))
+    thresholds = np.unique(scores)[::-1]
+    points = [(0.0, 0.0)]
+    false_alarms = _shares_from(thresholds, scores[~truth]).tolist()
+    hits = _shares_from(thresholds, scores[truth]).tolist()
+    points += zip(false_alarms, hits, strict=True)
+    return points
+
+
+def _shares_from(thresholds: Floats, scores: Floats) -> Floats:
+    """For each threshold the share of scores that are equal or higher."""
+    lower = np.searchsorted(np.sort(scores), thresholds, "left")
+    return (len(scores) - lower) / len(scores)
 
 
 def reliability_points(scores: Floats, truth: Bools) -> list[tuple[float, float]]:
@@ -297,9 +305,8 @@ def area_interval(scores: Floats, truth: Bools) -> Area:
         V10(X_i) = 1/n Σ_j ψ(X_i, Y_j),   V01(Y_j) = 1/m Σ_i ψ(X_i, Y_j)               (Sec. 3)
         var(θ) = var_i(V10) / m + var_j(V01) / n                         (Eq. 5 with L = 1)
 
-    V10 and V01 come from midranks in O(n log n) (Sun and Xu, IEEE Signal Processing Letters 21,
-    2014, Eqs. 8-12). Cases are assumed to be independent: several images of one patient make the
-    interval too narrow.
+    Cases are assumed to be independent: several images of one patient make the interval too
+    narrow.
 
     Examples:
         >>> area_interval(np.array([4.0, 2.0, 3.0, 1.0]), np.array([True, True, False, False]))
@@ -309,12 +316,8 @@ def area_interval(scores: Floats, truth: Bools) -> Area:
     n = int((~truth).sum())
     if not m or not n:
         return Area(np.nan, np.nan, np.nan)
-    from scipy.stats import rankdata
-
-    ranks = rankdata(scores)
-    # V10(X_i) and V01(Y_j) (Sec. 3), from midranks.
-    v10 = (ranks[truth] - rankdata(scores[truth])) / n
-    v01 = 1 - (ranks[~truth] - rankdata(scores[~truth])) / m
+    v10 = shares_below(scores[truth], scores[~truth])
+    v01 = 1 - shares_below(scores[~truth], scores[truth])
     value = float(v10.mean())
     if m < 2 or n < 2:
         return Area(value, np.nan, np.nan)
@@ -322,6 +325,19 @@ def area_interval(scores: Floats, truth: Bools) -> Area:
     variance = np.var(v10, ddof=1) / m + np.var(v01, ddof=1) / n
     width = _NORMAL_975 * float(np.sqrt(variance))
     return Area(value, max(0.0, value - width), min(1.0, value + width))
+
+
+def shares_below(values: Floats, others: Floats) -> Floats:
+    """For each value the share of others below it, equal ones count half: the mean of DeLong's ψ.
+
+    Examples:
+        >>> shares_below(np.array([2.0, 3.0]), np.array([1.0, 2.0]))
+        array([0.75, 1.  ])
+    """
+    in_order = np.sort(others)
+    below = np.searchsorted(in_order, values, "left")
+    not_above = np.searchsorted(in_order, values, "right")
+    return (below + not_above) / 2 / len(others)
 
 
 def patients_of_classes(patients: Sequence[str], targets: Array, labels: int) -> list[int]:
@@ -348,9 +364,7 @@ def _curve(scores: Floats, truth: Bools, independent: bool) -> JsonDict:
     area = area_interval(scores, truth)
     sensitivity = []
     if not math.isnan(area.value):
-        from sklearn.metrics import roc_curve
-
-        false_alarms, hits, _ = roc_curve(truth, scores, drop_intermediate=False)
+        false_alarms, hits = zip(*curve_points(scores, truth), strict=True)
         on_grid = np.interp(FALSE_ALARMS, false_alarms, hits).tolist()
         sensitivity = [round(value, _DIGITS) for value in on_grid]
     return {
