@@ -1,15 +1,16 @@
 """How far FedDAG's generator moves features, by what its loss is; one site, no federation.
 
-    python benchmarks/generator_attack.py                                  # small_cnn from random weights
+    python benchmarks/generator_attack.py --seeds 0,1,2,3,4                # small_cnn from random weights
     python benchmarks/generator_attack.py --task TASK.json --site NAME --data DATA --steps 60
 
 A model is trained for 80 steps and then frozen. For each loss a generator learns on the site's batches to move the features of
-x^ = x + α G(x) away from those of x. Printed: the mean of 1 - cos of both features; the same after the mean of the batch is taken away, which
-is 0 if all images move together; the share of wrong answers for x^. For comparison: two different images, noise, and projected gradient steps
-on the images themselves. docs/methods/feddag.md has the numbers.
+x^ = x + α G(x) away from those of x. Printed, as mean and [lowest, highest] of the seeds: the mean of 1 - cos of both features; the same
+after the mean of the batch is taken away, which is 0 if all images move together; the share of wrong answers for x^. For comparison: two
+different images, noise, and projected gradient steps on the images themselves. docs/benchmarks.md has the numbers.
 """
 
 import argparse
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from medflare.methods.parts.normalisation import batch_statistics
 from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.networks.weights import starting_state
-from medflare.tasks.config import load_task
+from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.epochs import trainable
 from medflare.training.opening import open_site
 from medflare.training.site import Site
@@ -77,8 +78,8 @@ class Attack:
             features, logits = self.model.features_and_output(images)
         return pooled(features), logits
 
-    def print_row(self, name: str, change: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """`change`: (images, targets) -> changed images."""
+    def measure(self, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """(3,): both distances and the share of wrong answers; `change`: (images, targets) -> changed images."""
         rows = []
         for images, targets, _ in self.measured:
             changed = change(images, targets).detach()
@@ -93,11 +94,7 @@ class Attack:
                     wrong.mean(),
                 ]
             )
-        distance, by_image, wrong_share = torch.tensor(rows).mean(dim=0).tolist()
-        print(
-            f"{name:36} 1 - cos {distance:.3f}   centred {by_image:.3f}   wrong {wrong_share:.2f}",
-            flush=True,
-        )
+        return torch.tensor(rows).mean(dim=0)
 
     def shuffled(self, images: Tensor, targets: Tensor) -> Tensor:
         return images.roll(1, dims=0)
@@ -163,12 +160,26 @@ def main() -> None:
     parser.add_argument("--site", default="A")
     parser.add_argument("--data", help="folder with a folder for each site")
     parser.add_argument("--steps", type=int, default=200, help="of each generator")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", default="0", help="separated by commas")
     options = parser.parse_args()
     torch.set_num_threads(1)
     task = load_task(options.task)
-    site = open_site(options.site, task, seed=options.seed, data_root=options.data)
-    model = initial_network(task, options.seed, start=starting_state(task, options.seed))
+    measured = defaultdict(list)
+    for seed in map(int, options.seeds.split(",")):
+        for name, numbers in rows_of(task, seed, options).items():
+            measured[name].append(numbers)
+    print("| images | 1 - cos | centred | wrong answers |\n|---|---|---|---|")
+    for name, of_seeds in measured.items():
+        cells = []
+        for values in torch.stack(of_seeds).T:
+            cells.append(f"{values.mean():.2f} [{values.min():.2f}, {values.max():.2f}]")
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def rows_of(task: TaskConfig, seed: int, options: argparse.Namespace) -> dict[str, Tensor]:
+    """Name of a row -> `Attack.measure`, for the model and the generators of one seed."""
+    site = open_site(options.site, task, seed=seed, data_root=options.data)
+    model = initial_network(task, seed, start=starting_state(task, seed))
     optimizer = site.optimizer(trainable(model))
     batches = endless(site)
     model.train()
@@ -178,11 +189,14 @@ def main() -> None:
         site.loss(model(images), targets).backward()
         optimizer.step()
     attack = Attack(site, model, batches)
-    attack.print_row("another image", attack.shuffled)
-    attack.print_row("noise", attack.noisy)
-    attack.print_row("gradient steps on the images", attack.ascended)
+    rows = {
+        "another image": attack.measure(attack.shuffled),
+        "noise": attack.measure(attack.noisy),
+        "gradient steps on the images": attack.measure(attack.ascended),
+    }
     for loss in LOSSES:
-        attack.print_row(f"generator, {loss.name}", attack.generator(loss, options.steps))
+        rows[f"generator, {loss.name}"] = attack.measure(attack.generator(loss, options.steps))
+    return rows
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ _MASK_PIXELS: Final = 200_000_000  # of these masks
 _LOW: Final = 20
 _HIGH: Final = 200
 _MOST_NESTED: Final = 3  # structures of which each needs the ones before
+_MOST_MISSING: Final = 0.2  # share of the numbers of objects, as of objects at a border
 _MAX_VALUES: Final = 20  # a mask with more has grey levels, not labels
 _MAX_SIDE: Final = {2: 224, 3: 96}  # of a classifier's input
 _STEP: Final = 16  # sides are multiples of it
@@ -400,7 +401,7 @@ def _mask_values(entries: Sequence[DatalistItem], *, named: bool) -> tuple[int, 
             )
     if not named and _count_objects(of_masks):
         raise DataError(
-            f"{file_of[max(values)]}: masks hold the values 1 to {max(values)}, others fewer of "
+            f"{file_of[max(values)]}: masks hold values up to {max(values)}, others fewer of "
             "them, as numbers of objects; store 1 for each object, or name a structure for each "
             "value with --labels"
         )
@@ -425,16 +426,19 @@ def _mask_values(entries: Sequence[DatalistItem], *, named: bool) -> tuple[int, 
 
 
 def _count_objects(of_masks: Collection[tuple[int, ...]]) -> bool:
-    """Whether each mask has the values 1, 2, ..., to another highest one in many: those of objects,
-    as in GlaS. `of_masks`: the values of masks without 0.
+    """Whether masks have the values 1, 2, ..., few of them missing, to a highest one that differs:
+    numbers of objects, as in GlaS. `of_masks`: the values of masks without 0.
 
     Examples:
-        >>> _count_objects({(1,), (1, 2), (1, 2, 3, 4)}), _count_objects({(1,), (1, 2), (1, 3)})
+        >>> _count_objects({(1,), (1, 2), (1, 2, 4, 5)}), _count_objects({(1,), (1, 2), (1, 5)})
         (True, False)
     """
-    highest = max(map(len, of_masks))
-    counted_up = all(values == tuple(range(1, len(values) + 1)) for values in of_masks)
-    return counted_up and highest > _MOST_NESTED and len(of_masks) > 2
+    highest = [max(values) for values in of_masks if values]
+    if max(highest, default=0) <= _MOST_NESTED:
+        return False
+    differ = len(set(highest)) > max(2, len(highest) / 2)
+    missing = 1 - sum(map(len, of_masks)) / sum(highest)
+    return differ and missing < _MOST_MISSING
 
 
 def _channels_and_dims(
