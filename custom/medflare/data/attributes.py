@@ -22,7 +22,7 @@ _SEXES = {
 # How programs write a missing value, in lower case.
 _MISSING = ("", "na", "n/a", "nan", "none", "null", "unk", "unknown", "not reported")
 # DICOM's age string (PS3.5, Sec. 6.2) has a unit; "90+" and ">89" hide the age of the oldest.
-_AGE = re.compile(r">?\s*(\d+(?:\.\d+)?)\s*([YMWD]?)\+?", re.IGNORECASE)
+_AGE = re.compile(r">?\s*(\d+(?:[.,]\d+)?)\s*([YMWD]?)\+?", re.IGNORECASE)
 _PER_YEAR = {"": 1, "y": 1, "m": 12, "w": 52, "d": 365}
 
 
@@ -63,8 +63,8 @@ def parse_attributes(sex: Any = None, age: Any = None, scanner: Any = None) -> A
     Examples:
         >>> parse_attributes("F", "058Y", " Siemens Aera ")
         Attributes(sex='female', age=58.0, scanner='Siemens Aera')
-        >>> parse_attributes("unknown", "90+")
-        Attributes(sex='', age=90.0, scanner='')
+        >>> parse_attributes("unknown", "90+"), parse_attributes("m", "60,5").age
+        (Attributes(sex='', age=90.0, scanner=''), 60.5)
     """
     word = _known_text(sex)
     return Attributes(_SEXES.get(word.lower(), word), _age(age), _known_text(scanner))
@@ -81,7 +81,9 @@ def _age(value: Any) -> float | None:
     if not text:
         return None
     match = _AGE.fullmatch(text)
-    years = float(match[1]) / _PER_YEAR[match[2].lower()] if match else -1.0
+    years = -1.0
+    if match:
+        years = float(match[1].replace(",", ".")) / _PER_YEAR[match[2].lower()]
     if not 0 <= years <= OLDEST:
         raise ValueError(f"age {text[:40]!r} is no number of years from 0 to {OLDEST}")
     return years

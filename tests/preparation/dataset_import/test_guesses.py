@@ -751,7 +751,7 @@ def test_numbers_of_patients_are_written_in_one_way(tmp_path: Path) -> None:
         lines.append(f"{number}.png,{'ab'[number % 2]},{'0007' if number == 5 else number % 8}")
     lines[7] = "7.png,b,7"
     error = error_of(listed(tmp_path, "image,label,patient", *lines))
-    assert "patients 0007 and 7 are one number" in error
+    assert "patients 0007 and 7 are one name" in error
 
 
 def test_a_first_line_that_names_an_image_is_no_header(tmp_path: Path) -> None:

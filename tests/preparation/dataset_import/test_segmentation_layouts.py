@@ -125,11 +125,20 @@ def test_masks_of_several_readers_are_asked_about(image: str, masks: str, tmp_pa
     assert len(imported(tmp_path, kind="segmentation").dataset.labels) == 2
 
 
+@pytest.mark.parametrize("field_of_view", [(), ("test/mask/{n}_test_mask.png*",)])
+def test_two_readers_and_a_field_of_view(field_of_view: tuple[str, ...], tmp_path: Path) -> None:
+    """As DRIVE, whose test images have two readers."""
+    readers = [f"test/{name}/{{n}}_{name[4:]}.png*" for name in ("1st_manual", "2nd_manual")]
+    files(tmp_path, "test/images/{n}_test.png", *readers, *field_of_view)
+    files(tmp_path, "training/images/{n}_training.png", "training/1st_manual/{n}_manual1.png*")
+    text = error_of(tmp_path)
+    assert "are 1st_manual, 2nd_manual, ... structures" in text and "leave one" in text
+
+
 @pytest.mark.parametrize(
     "masks",
     [
         ("mask/{n}_training_mask.png", "1st_manual/{n}_manual1.png"),  # the first: field of view
-        ("1st_manual/{n}_manual1.png", "2nd_manual/{n}_manual2.png"),
         ("images/{n}_training_mask.png", "images/{n}_training_mask_1.png"),  # BUSI
     ],
 )

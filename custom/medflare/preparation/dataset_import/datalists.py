@@ -32,6 +32,7 @@ from medflare.data.local import allowed_folders
 from medflare.data.progress import counted
 from medflare.data.reading import JPEG, stem, suffix
 from medflare.preparation.dataset_import.folders import (
+    PATIENT,
     WORDS,
     Dataset,
     ImageFolder,
@@ -46,6 +47,7 @@ from medflare.preparation.dataset_import.folders import (
     refuse_variants,
     scan_folder,
     sorted_labels,
+    split_folder,
     split_name,
     structure_files,
     structure_folders,
@@ -57,6 +59,7 @@ from medflare.preparation.dataset_import.tables import (
     GUESSED,
     Columns,
     UnrelatedTableError,
+    described,
     read_tables,
     split_of_table,
     table_columns,
@@ -71,6 +74,7 @@ _SPLIT_WORDS: Final = frozenset((*WORDS["split"], "split", "splits"))
 # Maximum of folders, and minimum of images in each, for which they may be sites.
 _MAX_SITES: Final = 30
 _MIN_IMAGES: Final = 5
+_SHOWN: Final = 10  # lines about incomplete images
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,9 @@ class ImportReport:
         if self.guessed:
             lines.append(f"guessed: {self.guessed}")
         lines += prefixed("note", dataset.notes)
-        lines += prefixed("left out", dataset.missing)
+        lines += prefixed("left out", dataset.missing[:_SHOWN])
+        if len(dataset.missing) > _SHOWN:
+            lines.append(f"left out: {len(dataset.missing) - _SHOWN} more")
         lines += prefixed("WARNING", self.warnings)
         for site in self.sites:
             lines.append(f"written: {self.home / site / FILE}")
@@ -155,7 +161,9 @@ def _find_dataset(folder: ImageFolder, options: ImportOptions) -> Dataset:
     splits, unused, related = _usable_tables(folder, options)
     requested = options.table is not None or columns != GUESSED
     tables = list(splits)
-    if requested and len(splits) + len(unused) == 1:
+    describes = bool(related) and not (columns.label or columns.mask)
+    describes = describes and any(name.mask for name in folder.names.values())
+    if requested and len(splits) + len(unused) == 1 and not describes:
         tables = [*splits, *unused]
     if len(tables) > 1 and len({*splits.values()} - {""}) < len(tables):
         names = ", ".join(map(folder.relative, tables))
@@ -163,7 +171,7 @@ def _find_dataset(folder: ImageFolder, options: ImportOptions) -> Dataset:
             f"{folder.root}: {len(tables)} tables ({names}); "
             "choose one with --table, or give --site-folders"
         )
-    if requested and not tables:
+    if requested and not tables and not describes:
         problem = f"{folder.root}: no table (CSV or Excel) for the columns; name it with --table"
         raise DataError("; ".join((problem, *unused.values())))
     if tables:
@@ -173,7 +181,8 @@ def _find_dataset(folder: ImageFolder, options: ImportOptions) -> Dataset:
                 raise DataError(f"{unused[path]}, or choose one table with --table")
         if not options.redraw:
             dataset = _with_listed_splits(folder, dataset, ())
-        return replace(dataset, notes=(*prefixed("not used", unused.values()), *dataset.notes))
+        not_used = [reason for path, reason in unused.items() if path not in tables]
+        return replace(dataset, notes=(*prefixed("not used", not_used), *dataset.notes))
     dataset = _by_names(folder, options, unused, related)
     strange = _beside_splits(folder, dataset)
     classes = dataset.kind == "classification"
@@ -195,7 +204,7 @@ def _by_names(
     """
     kind = options.kind
     try:
-        dataset = _by_folders(folder, kind, unused)
+        dataset = _by_folders(folder, kind)
     except DataError as error:
         if related and not any(name.mask for name in folder.names.values()):
             raise DataError("; ".join(unused[path] for path in related)) from error
@@ -211,9 +220,15 @@ def _by_names(
             f"{folder.root}: are the folders {', '.join(dataset.labels.values())} the classes? if "
             f"so, give --kind classification; if not: {unused[related[0]]}"
         )
+    unused = dict(unused)
+    for path in related:
+        items, read = described(dataset.items, path, folder, options.columns, redraw=options.redraw)
+        if read:
+            del unused[path]
+            dataset = replace(dataset, items=tuple(items), layout=f"{dataset.layout}; {read}")
     if not options.redraw:
         dataset = _with_listed_splits(folder, dataset, unused)
-    return dataset
+    return replace(dataset, notes=(*prefixed("not used", unused.values()), *dataset.notes))
 
 
 def _usable_tables(
@@ -304,32 +319,37 @@ def _has_splits(table: Path) -> bool:
 
 
 def _beside_splits(folder: ImageFolder, dataset: Dataset) -> list[Path]:
-    """Images without a split that have a folder more than others, or a class that no split has."""
+    """Images without a split that have a folder more than others, other folders, or a class that no
+    split has.
+    """
     names = folder.names
     depth = 0
     classes = set()
+    inner = set()  # folders in those of splits
     without = []
     for item in dataset.items:
         if not item.split:
             without.append(item)
             continue
         depth = max(depth, len(names[item.first].folders))
+        inner.update(names[item.first].folders)
         if dataset.kind == "classification":
             classes.add(item.label)
     if len(without) == len(dataset.items):
         return []
     strange = []
     for item in without:
-        deeper = len(names[item.first].folders) > depth
-        if deeper or (classes and item.label not in classes):
+        folders = names[item.first].folders
+        elsewhere = dataset.kind == "segmentation" and inner.isdisjoint(folders) and folders
+        if len(folders) > depth or elsewhere or (classes and item.label not in classes):
             strange.append(item.first)
     return strange
 
 
-def _by_folders(folder: ImageFolder, kind: str, unused: Mapping[Path, str]) -> Dataset:
-    """The images by the names of files and folders; `unused`: table -> why it is not used."""
+def _by_folders(folder: ImageFolder, kind: str) -> Dataset:
+    """The images by the names of files and folders."""
     names = folder.names
-    notes = prefixed("not used", unused.values())
+    notes = []
     images = [image for image in folder.images if not names[image].mask]
     if kind == "classification" and not images:  # the classes are called like masks
         images = list(folder.images)
@@ -356,11 +376,16 @@ def _by_folders(folder: ImageFolder, kind: str, unused: Mapping[Path, str]) -> D
 
 
 def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:
-    """Raise DataError for several structures whose names differ in a number alone."""
-    names = list(dataset.labels.values())
-    if len(names) > 1 and len({re.sub(r"\d+(st|nd|rd|th)?", "", name) for name in names}) == 1:
+    """Raise DataError for one or two structures that several names with a number may mean, as
+    those of readers do; more are vertebrae, or ribs.
+    """
+    names_of: defaultdict[str, list[str]] = defaultdict(list)
+    for name in dataset.labels.values():
+        names_of[re.sub(r"\d+(st|nd|rd|th)?", "", name).strip(" _-")].append(name)
+    several = max(names_of.values(), key=len, default=[])
+    if len(several) > 1 and len(names_of) <= 2:
         raise DataError(
-            f"{folder.root}: are {names[0]}, {names[1]}, ... structures? if so, give --kind "
+            f"{folder.root}: are {several[0]}, {several[1]}, ... structures? if so, give --kind "
             "segmentation; if they are of several readers or objects, leave one, or unite them, or "
             "give a table with --mask-column"
         )
@@ -497,6 +522,8 @@ def _site_warning(items: Sequence[Item], root: Path) -> str:
         counts.update(tops)
     if not 1 < len(counts) <= _MAX_SITES or min(counts.values()) < _MIN_IMAGES:
         return ""
+    if any(map(split_folder, counts)):
+        return ""
     if not any(item.masks for item in items):
         return ""
     folders = ", ".join(sorted(counts))
@@ -618,7 +645,7 @@ def assign_patients(
 
     Args:
         pattern: regular expression on the file name (on the path within the folder if it has a
-            "/"); its first group is the patient.
+            "/", or does not match all names); its first group is the patient.
 
     Returns:
         The images, and a warning if no patient is known, otherwise "".
@@ -642,10 +669,12 @@ def assign_patients(
     written: dict[str, str] = {}
     for item in assigned:
         patient = item.patient
-        number = (patient.lstrip("0") or "0") if patient.isdecimal() else patient
-        other = written.setdefault(number, patient)
+        key = (patient.lstrip("0") or "0") if patient.isdecimal() else patient.casefold()
+        other = written.setdefault(key, patient)
         if other != patient:
-            raise DataError(f"patients {other} and {patient} are one number; write it in one way")
+            raise DataError(
+                f"patients {other} and {patient} are one name, written in two ways; write it in one"
+            )
     if not without:
         return assigned, ""
     if len(without) < len(items):
@@ -662,17 +691,20 @@ def assign_patients(
         for row, name in enumerate(people):
             assigned[row] = replace(assigned[row], patient=name)
         warning = "patients are the file names without left and right; if they are not, "
-    return assigned, f"{warning}give {_patient_option(without)} or --patient-column"
+    return assigned, f"{warning}give {_patient_option(without, folder.root)} or --patient-column"
 
 
-def _patient_option(images: Sequence[Path]) -> str:
-    """The option that reads the patient from file names; its pattern fits them, as far as some
-    images have the same first part of their name.
+def _patient_option(images: Sequence[Path], root: Path) -> str:
+    """The option that reads the patient from file names, or from the folders of several images; its
+    pattern fits them, as far as some have the same first part of their name.
     """
+    folders = Counter(image.relative_to(root).parts[0] for image in images)
+    if max(folders.values()) > 1 and all(map(PATIENT.search, folders)):
+        return f"--patient '^([^/]+)/' (if the folders {min(folders)}, ... are patients)"
     first_parts = [_FIRST_PART.match(path.stem) for path in images]
     patients = {part[1] for part in first_parts if part}
     if None in first_parts or not 1 < len(patients) < len(images):
-        return "--patient REGEX (its first group is the patient in the file name)"
+        return "--patient REGEX (its first group is the patient in the file's name or path)"
     return f"--patient '{_FIRST_PART.pattern}' (if {min(patients)}, ... are patients)"
 
 
@@ -685,10 +717,12 @@ def _match_patients(items: Sequence[Item], folder: ImageFolder, pattern: str) ->
             f"--patient '{pattern}': not a regular expression ({error}); for example '^(p\\d+)'"
         ) from error
     group = min(expression.groups, 1)
+    names = [composed(item.first.name) for item in items]
+    if "/" in pattern or not all(map(expression.search, names)):
+        names = [composed(folder.relative(item.first)) for item in items]
     assigned = []
-    for item in items:
-        name = folder.relative(item.first) if "/" in pattern else item.first.name
-        match = expression.search(composed(name))
+    for item, name in zip(items, names, strict=True):
+        match = expression.search(name)
         if not match or not match[group]:
             raise DataError(
                 f"--patient '{pattern}' does not match {name!r}; correct the expression"
@@ -772,6 +806,12 @@ def draw_splits(
             )
     if present <= {"test"}:
         return drawn  # a site that does not train
+    if "training" not in present:
+        raise DataError(
+            f"{site or 'the images'}: no image is for training, as they are called "
+            f"{' and '.join(sorted(present))}; add training images, or draw new splits with "
+            "--redraw"
+        )
     missing = [split for split in ("test", "validation") if split in shares.keys() - present]
     rest = sum(shares[split] for split in ("training", *missing))
     for split in missing:
@@ -798,9 +838,10 @@ def _folds(items: Sequence[Item], folds: int, seed: int, key: str) -> np.ndarray
         patient, count = counts.most_common(1)[0]
         if count > 1:
             found += f" ({count} images are of {patient!r})"
+        remedy = "use fewer --sites" if key == "sites" else "unite the site with another"
         raise DataError(
-            f"{key}: {found}; "
-            "add patients, use fewer --sites, or name them in files by --patient '^(p\\d+)'"
+            f"{key}: {found}; add patients, {remedy}, or if it has more patients, name them by "
+            "--patient '^(p\\d+)' (of the file name, or of its path)"
         )
     numbers = np.zeros(len(items), np.int64)
     if folds == 1:

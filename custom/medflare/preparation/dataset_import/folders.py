@@ -55,7 +55,7 @@ _TAGS: Final = (
     "ReferencedSeriesSequence",
     "ImagePositionPatient",
 )
-_PATIENT: Final = re.compile(r"\d\d|[^\W\d_]\d")  # in the name of a patient's folder
+PATIENT: Final = re.compile(r"\d\d|[^\W\d_]\d")  # in the name of a patient's folder
 # Modalities whose files are pictures, also in one series: radiographs, ultrasound and photographs.
 _PICTURES: Final = ("CR", "DX", "MG", "IO", "PX", "RF", "XA", "US", "OP", "XC", "ES", "GM")
 _HEADER: Final = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
@@ -78,7 +78,9 @@ _WORD: Final = re.compile(rf"[A-Z]?{_LOWER}+|[A-Z]+(?!{_LOWER})|\d+")
 # Ends in a number (nnU-Net), or in NIfTI files in a word (`_flair`).
 _CHANNEL: Final = re.compile(r"^(.*[^_-])[_-]+(\d{4}|[a-z][a-z0-9]*)$")
 _ENTITY: Final = re.compile(r"_(seg|label|desc|space|res)-[^_]+")  # of BIDS; two are of masks
-_NNUNET: Final = {"Tr": "train", "Ts": "test", "Va": "val"}  # Va of AMOS
+_LABEL: Final = re.compile(r"_label-([^_]+)")
+# A folder called so, also behind images or labels, as of nnU-Net; Va of AMOS.
+_SHORT_SPLITS: Final = {"Tr": "train", "Ts": "test", "Va": "val"}
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,9 @@ class ImageFolder:
     texts: tuple[Path, ...] = ()  # text files that are no tables, such as outlines or lists
 
     def relative(self, path: Path) -> str:
-        """The path of a file within the folder."""
+        """The path of a file within the folder; of a table elsewhere, its path."""
+        if not path.is_relative_to(self.root):
+            return str(path)
         return path.relative_to(self.root).as_posix()
 
     @cached_property
@@ -480,10 +484,22 @@ def split_folder(name: str) -> str:
         ('training', 'test', '')
     """
     splits = set()
-    for word in words(name):
+    for word in words(_with_whole_split(name)):
         if len(word) > 1 and not word.isdecimal() and word not in _IGNORED_WORDS:
             splits.add(_SPLITS.get(word, ""))
     return splits.pop() if len(splits) == 1 else ""
+
+
+def _with_whole_split(name: str) -> str:
+    """The name of a folder with a short split spelt out.
+
+    Examples:
+        >>> _with_whole_split("imagesTs"), _with_whole_split("Tr"), _with_whole_split("Trauma")
+        ('images test', ' train', 'Trauma')
+    """
+    for short, split in _SHORT_SPLITS.items():
+        name = re.sub(f"^(images|labels|){short}$", rf"\1 {split}", name)
+    return name
 
 
 def parse_name(path: Path) -> FileName:
@@ -502,9 +518,7 @@ def parse_name(path: Path) -> FileName:
     split = ""
     folders = []
     for folder in path.parent.parts:
-        for short, split_word in _NNUNET.items():
-            folder = re.sub(f"^(images|labels){short}$", rf"\1 {split_word}", folder)
-        folder_words = words(folder)
+        folder_words = words(_with_whole_split(folder))
         mask = mask or not _MASK.isdisjoint(folder_words)
         splits = [_SPLITS[word] for word in folder_words if word in _SPLITS]
         if splits:
@@ -549,7 +563,7 @@ def _refuse_sites(folder: ImageFolder, inner: Mapping[str, Collection[str]]) -> 
     """
     counts = Counter(chain.from_iterable(inner.values()))
     repeated = [name for name, count in counts.items() if count > 1]
-    several = max(map(len, inner.values())) > 1 and not any(map(_PATIENT.search, counts))
+    several = max(map(len, inner.values())) > 1 and not any(map(PATIENT.search, counts))
     if len(counts) > 1 and all(inner.values()) and (repeated or several):
         names = sorted(inner)
         raise DataError(
@@ -651,8 +665,17 @@ def pair_masks(folder: ImageFolder) -> Dataset:
         channel_names,
         tuple(notes),
         (*missing, *missing_images),
-        structure="" if labels else _structure_of_folders(names.values()),
+        structure="" if labels else _structure_of(folder),
     )
+
+
+def _structure_of(folder: ImageFolder) -> str:
+    """The structure in the names of all masks, as _label-lesion of BIDS, or of their folders."""
+    masks = [path for path, name in folder.names.items() if name.mask]
+    labels = {match[1] for match in map(_LABEL.search, map(stem, masks)) if match}
+    if len(labels) == 1:
+        return labels.pop()
+    return _structure_of_folders(folder.names.values())
 
 
 def _structure_of_folders(names: Iterable[FileName]) -> str:
@@ -682,6 +705,11 @@ def _structure_name(listed: Iterable[str]) -> str:
 
 def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[Path]) -> str:
     """That no mask belongs to an image, with an example, and the remedy."""
+    if not masks:
+        return (
+            f"none of {len(images)} images is called as masks are{_several_series(folder)}; call "
+            "masks like their image and mask (a_mask.png), or give a table with --mask-column"
+        )
     problem = f"none of {len(masks)} masks belongs to an image by its name"
     if images and len(_fitting_masks(folder, images[0])) > 1:
         problem += f": {_line_without_mask(folder, images[0])}"
@@ -849,7 +877,7 @@ def structure_folders(folder: ImageFolder, kind: str) -> Dataset | None:
         if len(folders) > 1 and {*words(folders[0])} <= _MASK_WORDS:
             del folders[0]  # masks/disc is disc
         top, *inner = folders
-        name = parse_name(image).name.removesuffix(f"_{top.lower()}")
+        name = parse_name(image).names[1].removesuffix(f"_{top.lower()}")
         key = (_split_above(folder, image), *inner, name)
         files[top][key] = image
     if len(files) > MAX_CLASSES:
@@ -1110,7 +1138,7 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
             f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}"
         )
     shared = set.intersection(*inner.values())
-    patients = all(map(_PATIENT.search, shared))
+    patients = all(map(PATIENT.search, shared))
     if len(shared) > 1 and not (any_number and patients):
         remedy = "give --kind classification" if patients else "rename the folders in them"
         raise DataError(

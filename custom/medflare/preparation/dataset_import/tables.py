@@ -21,6 +21,7 @@ from medflare.data.datalist import patient_id
 from medflare.data.reading import NIFTI, image_suffixes, stem, suffix
 from medflare.preparation.dataset_import.folders import (
     MAX_CLASSES,
+    PATIENT,
     WORDS,
     WORKBOOK,
     Dataset,
@@ -295,17 +296,25 @@ def _read_rows(
             missing.append(f"{location}: no file for {cell['image']!r}")
         elif not all(label):
             missing.append(f"{location}: no mask" if used["mask"] else f"{location}: no label")
+        elif used["site"] and not cell["site"]:
+            missing.append(f"{location}: no site")
         else:
             split = "" if redraw else _split_of(cell["split"], location)
             patient = str(patient_id(cell["patient"]))
-            if images != [find(cell["image"], location)]:
+            if find.is_patient(cell["image"]):
                 patient = patient or cell["image"]
+            elif used["patient"] == used["image"] and _is_path(patient):
+                patient = ""  # of one of the patient's images
             attributes = parse_attributes(cell["sex"], cell["age"], cell["scanner"])
             site = str(patient_id(cell["site"]))
             for image in images:
                 item = Item((image,), label, patient, split, site, attributes=attributes)
                 items.append(item)
     return items, missing
+
+
+def _is_path(cell: str) -> bool:
+    return "/" in cell or "\\" in cell
 
 
 def _label_of_row(
@@ -381,6 +390,58 @@ def _without_wrong_ages(path: Path, frame: pd.DataFrame, used: _Used) -> list[st
     return []
 
 
+def described(
+    items: Sequence[Item], path: Path, folder: ImageFolder, columns: Columns, *, redraw: bool
+) -> tuple[list[Item], str]:
+    """The images with what a table without labels says of them, as participants.tsv of BIDS: their
+    patients, sites, splits, sex, age and scanner.
+
+    Returns:
+        The images, and the columns that were read, in words; ("" if none says anything).
+
+    Raises:
+        DataError: two rows that say different things of an image, or as of `read_tables`.
+    """
+    frame = read_frame(path)
+    find = _FileFinder(folder, path)
+    used = _columns_but_labels(path, frame, columns, find)
+    used["split"] = used["split"] or _split_columns(frame, used)
+    _without_wrong_ages(path, frame, used)
+    named = ("patient", "site", "split", "sex", "age", "scanner")
+    read = {name: used[name][0] for name in named if used[name]}
+    if not read or not used["image"]:
+        return [*items], ""
+    cells_of: dict[Path, dict[str, str]] = {}
+    for line, row in zip(frame.index, frame.to_dict("records"), strict=True):
+        cells = {name: row[column] for name, column in read.items()}
+        for image in find.described(row[used["image"][0]]):
+            other = cells_of.setdefault(image, cells)
+            if other != cells:
+                raise DataError(
+                    f"{path} line {line}: says something else of {folder.relative(image)} than "
+                    "another row; keep one row of an image"
+                )
+    complete = []
+    for item in items:
+        cells = cells_of.get(item.first)
+        if cells is None:
+            complete.append(item)
+            continue
+        attributes = (cells.get(name) for name in ("sex", "age", "scanner"))
+        split = "" if redraw else _split_of(cells.get("split", ""), str(path))
+        complete.append(
+            replace(
+                item,
+                patient=item.patient or str(patient_id(cells.get("patient", ""))),
+                site=str(patient_id(cells.get("site", ""))),
+                split=split or item.split,
+                attributes=parse_attributes(*attributes),
+            )
+        )
+    listed = ", ".join(f"{name} {column}" for name, column in read.items())
+    return complete, f"{folder.relative(path)}: {listed}"
+
+
 def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str) -> str:
     """The split that the name of a table has, or "".
 
@@ -391,7 +452,7 @@ def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str)
     patients = [columns.patient] if columns.patient in frame else []
     patients = patients or usual_columns(WORDS["column"]["patient"], list(frame))
     named = any(find.count(frame[name]) for name in frame)
-    if not named and not find.names_patients(frame, patients):
+    if not named and not find.names_patients(frame, [*patients, *_keys(frame)]):
         names = usual_columns(WORDS["column"]["image"], list(frame)) or list(frame)
         for cell in frame[names[0]].head(_SAMPLE):
             find(cell, f"{folder.relative(path)} column {names[0]}")  # raises if it can be several
@@ -421,20 +482,12 @@ def _used_columns(
     last word of its name, or several that hold 0 and 1.
     """
     header = list(frame.columns)
-    used = _requested_columns(path, columns, header)
-    for name in {*used} - {"image", "label"}:
-        used[name] = used[name] or usual_columns(WORDS["column"][name], header)[:1]
-    taken = set(chain(*used.values()))
-    others = [column for column in header if column not in taken]
-    for name, usual_names in WORDS["attribute_column"].items():
-        used[name] = usual_columns(usual_names, others)[:1]  # see `data.attributes`
-    used["image"] = used["image"] or _image_columns(path, frame, find, used)
+    used = _columns_but_labels(path, frame, columns, find)
     if kind == "classification" or (columns.label and not columns.mask):
         used["mask"] = []
     if not used["label"] and not used["mask"] and kind != "segmentation":
         used["label"] = _label_columns(path, frame, used)
-    if not used["split"]:
-        used["split"] = _split_columns(frame, used)
+    used["split"] = used["split"] or _split_columns(frame, used)
     if used["mask"] or kind == "segmentation":
         used["label"] = []
     needed = {"image": used["image"]}
@@ -445,6 +498,22 @@ def _used_columns(
                 f"{path}: no column is recognized as the {name}; "
                 f"give --{name}-column, one of {', '.join(header)}"
             )
+    return used
+
+
+def _columns_but_labels(
+    path: Path, frame: pd.DataFrame, columns: Columns, find: "_FileFinder"
+) -> _Used:
+    """The columns of the table; those of labels only as far as they are requested."""
+    header = list(frame.columns)
+    used = _requested_columns(path, columns, header)
+    for name in {*used} - {"image", "label"}:
+        used[name] = used[name] or usual_columns(WORDS["column"][name], header)[:1]
+    taken = set(chain(*used.values()))
+    others = [column for column in header if column not in taken]
+    for name, usual_names in WORDS["attribute_column"].items():
+        used[name] = usual_columns(usual_names, others)[:1]  # see `data.attributes`
+    used["image"] = used["image"] or _image_columns(path, frame, find, used)
     return used
 
 
@@ -473,10 +542,23 @@ def _image_columns(path: Path, frame: pd.DataFrame, find: "_FileFinder", used: _
             return [name]
     most = max(counts, key=counts.__getitem__)
     if not counts[most][0]:
-        return used["patient"] if find.names_patients(frame, used["patient"]) else usual[:1]
+        for name in [*used["patient"], *_keys(frame)]:
+            if find.names_patients(frame, [name]):
+                return [name]
+        return usual[:1]
     if find.count(pd.Series([most])):
         raise DataError(f"{path}: its first line names an image; put the names of columns above it")
     return [most]
+
+
+def _keys(frame: pd.DataFrame) -> list[str]:
+    """The columns with another text in each row, which may name the folder of a patient."""
+    keys = []
+    for name in frame:
+        are_names = all(map(PATIENT.search, frame[name]))
+        if are_names and frame[name].is_unique and len(frame) > 1:
+            keys.append(name)
+    return keys
 
 
 def _split_columns(frame: pd.DataFrame, used: _Used) -> list[str]:
@@ -535,6 +617,8 @@ class _FileFinder:
             self.split = parse_name(table.relative_to(folder.root)).split
         self._by_end: defaultdict[str, list[Path]] = defaultdict(list)  # end of the path -> images
         self._by_path: defaultdict[str, list[Path]] = defaultdict(list)
+        self._by_number: defaultdict[str, list[Path]] = defaultdict(list)  # 7 of 007.png
+        # PatientID, or a folder or several, as p1 and p1/study2 -> images.
         self._by_patient: defaultdict[str, list[Path]] = defaultdict(list)
         for image in folder.images:
             inner = image.relative_to(folder.root).parent.parts
@@ -543,8 +627,10 @@ class _FileFinder:
                 for start in range(len(parts) + 1):
                     self._by_end["/".join((*parts[start:], name))].append(image)
                 self._by_path["/".join((*parts, name))].append(image)
+            if stem(image).isdecimal():
+                self._by_number[stem(image).lstrip("0")].append(image)
             patient = folder.patients.get(image, "")
-            for name in {patient} if patient else {*map(composed, inner)}:
+            for name in [patient] if patient else _folders_of(inner):
                 self._by_patient[name].append(image)
 
     def count(self, cells: "pd.Series[str]") -> int:
@@ -556,19 +642,28 @@ class _FileFinder:
 
     def names_patients(self, frame: pd.DataFrame, columns: Sequence[str]) -> bool:
         """Whether one of the columns names patients of images, see `images`."""
-        return any(frame[name].isin(self._by_patient.keys()).any() for name in columns)
+        return any(frame[name].map(self._of_patient).any() for name in columns)
 
-    def images(self, cell: str, location: str) -> list[Path]:
+    def _of_patient(self, cell: str) -> list[Path]:
+        """The images of a patient, or below a folder."""
+        return self._by_patient.get(cell.replace("\\", "/").strip("/"), [])
+
+    def images(self, cell: str, location: str) -> Sequence[Path]:
         """The image that a cell names, otherwise those of a patient: of DICOM's PatientID, or in
         folders of this name. DataError for several volumes, which may be of different kinds.
         """
-        image = self(cell, location)
-        if image is not None:
-            return [image]
-        images = self._by_patient.get(cell, [])
+        named = self._without_masks(self._named(cell))
+        self._refuse_several(named, cell, location)
+        if named:
+            return named
+        images = self._without_masks(self._of_patient(cell))
         if any(suffix(image) in NIFTI or not image.is_file() for image in images):
             self._refuse_several(images, cell, location)
         return images
+
+    def _without_masks(self, images: Sequence[Path]) -> Sequence[Path]:
+        """Those that are not called as masks are, unless all are."""
+        return [image for image in images if not self._folder.names[image].mask] or images
 
     def _refuse_several(self, images: Sequence[Path], cell: str, location: str) -> None:
         if len(images) > 1:
@@ -578,10 +673,24 @@ class _FileFinder:
             )
 
     def __call__(self, cell: str, location: str) -> Path | None:
+        images = self._named(cell)
+        self._refuse_several(images, cell, location)
+        return images[0] if images else None
+
+    def is_patient(self, cell: str) -> bool:
+        """Whether a cell names the images of a patient, and no image."""
+        return not self._named(cell) and bool(self._of_patient(cell))
+
+    def described(self, cell: str) -> list[Path]:
+        """All images that a cell may name, of a patient or by their names."""
+        return self._of_patient(cell) or self._named(cell)
+
+    def _named(self, cell: str) -> list[Path]:
+        """The images that have the name in a cell."""
         text = cell.replace("\\", "/")
         for home in self._homes:
             if text and home / text in self._images:
-                return home / text
+                return [home / text]
         parts = _folded([part for part in text.split("/") if part not in ("", ".", "..")])
         whole = "/".join(parts)
         images = self._by_path.get(whole) or self._nearest(self._by_end.get(whole, []))
@@ -589,8 +698,9 @@ class _FileFinder:
             images = images or self._by_path.get("/".join(parts[start:]), [])
         name = composed(text).rpartition("/")[2]
         images = [image for image in images if composed(image.name) == name] or images
-        self._refuse_several(images, cell, location)
-        return images[0] if images else None
+        if not images and text.isdecimal():  # Excel stores 007 as 7
+            images = self._by_number.get(text.lstrip("0"), [])
+        return images
 
     def _nearest(self, images: list[Path]) -> list[Path]:
         """Of images with the same end, those below the table's folder and in its split."""
@@ -602,6 +712,21 @@ class _FileFinder:
             if parse_name(image.relative_to(self._folder.root)).split == self.split:
                 of_split.append(image)
         return of_split or images
+
+
+def _folders_of(inner: Sequence[str]) -> list[str]:
+    """The folders of an image, and those that lie in each other, as paths.
+
+    Examples:
+        >>> _folders_of(["data", "p1"])
+        ['data', 'data/p1', 'p1']
+    """
+    parts = list(map(composed, inner))
+    names = {}
+    for start in range(len(parts)):
+        for end in range(start, len(parts)):
+            names["/".join(parts[start : end + 1])] = None
+    return list(names)
 
 
 def _folded(parts: Sequence[str]) -> list[str]:
