@@ -233,15 +233,15 @@ def test_configuration_in_another_format_is_refused_unread(
             "executors: [{tasks: ['*'], executor: {path: '${oc.env:PATH}'}}]",
         ),
         "below": ("more/config_fed_client.conf.default", HOCON % (own_settings, "x")),
+        "drivers": ("comm_config.json", '{"comm_driver_path": "."}'),
     }
     try:
         for case, (name, text) in contents.items():
             evil = _in_another_format(job, tmp_path / case, SITE, name, text)
             watched = federation.watch(federation.submit(evil), check=False)
             assert watched.returncode != 0
-            assert f"configuration {Path(name).name}: medflare reads JSON only" in watched.stdout, (
-                case
-            )
+            refusal = f"configuration {Path(name).name}: beside its code a job has"
+            assert refusal in watched.stdout, case
             assert "data_root" not in watched.stdout and "/bin" not in watched.stdout, case
             assert f"{Path(name).name} refused" in text_of(federation.kit("site-1") / "audit.log")
         for case, include in (("server", own_settings), ("server-page", url)):

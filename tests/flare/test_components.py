@@ -259,10 +259,16 @@ INCLUDE = (
         "config_fed_client.json.default",
         "more/config_fed_client.CONF",
         "../log_config.conf",
+        # What FLARE would find in its search for the party's own settings.
+        "comm_config.json",
+        "../comm_config.json",
+        "resources.json",
+        "more/task.json",
+        "evil.py",
     ],
 )
 @pytest.mark.parametrize("beside_json", [True, False])
-def test_configuration_in_another_format_is_refused_by_name(
+def test_other_files_of_a_job_are_refused_by_name(
     party: Path, name: str, beside_json: bool
 ) -> None:
     config = party / "4711" / "app_site-1" / "config"
@@ -272,7 +278,7 @@ def test_configuration_in_another_format_is_refused_by_name(
     (config / name).write_text(INCLUDE)
     validator = FLAppValidator(SiteType.CLIENT, [JobComponents()])
     reason, _ = validator.validate(str(party / "4711" / "app_site-1"))
-    assert reason == f"configuration {Path(name).name} refused: medflare reads JSON only"
+    assert reason.startswith(f"configuration {Path(name).name} refused: beside its code a job has ")
     assert reason in (party / "audit.log").read_text()
 
 

@@ -21,6 +21,8 @@ from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
+from nvflare.fuel.utils.config_factory import ConfigFactory
+from nvflare.fuel.utils.config_service import ConfigService
 from nvflare.private.fed.app.simulator import simulator_runner
 from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
@@ -30,11 +32,35 @@ from medflare.flare.flare_patches import (
     keep_ports_apart,
     notice_lost_answers,
     quiet_ports,
+    search_kits_only,
     share_cleanup_thread,
     survive_resends,
 )
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.default", ".conf", ".yml"])
+def test_flare_finds_its_settings_in_a_kit_and_not_in_a_jobs_folder(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE alone takes comm_config.json of any folder below the kit, or below the working one."""
+    search_kits_only()
+    monkeypatch.setattr(ConfigService, "_config_path", [])
+    of_job = tmp_path / "0815" / "app_site-1" / "config" / f"comm_config{suffix}"
+    for folder in (of_job.parent, tmp_path / "startup", tmp_path / "local"):
+        folder.mkdir(parents=True)
+    of_job.write_text('{"comm_driver_path": "."}')
+    monkeypatch.chdir(tmp_path)
+    assert ConfigService.load_configuration("comm_config.json") is None, "the working folder"
+    ConfigService.initialize({}, [str(tmp_path)])
+    assert ConfigService.load_configuration("comm_config.json") is None, "the kit"
+    own = tmp_path / "local" / "comm_config.json"
+    own.write_text('{"max_message_size": 7}')
+    loaded = ConfigService.load_configuration("comm_config.json")
+    assert loaded is not None and loaded.to_dict() == {"max_message_size": 7}
+    job = ConfigFactory.search_config_format(of_job.name, [str(of_job.parent)])
+    assert job[1] == str(of_job), "the folder of a job by its name"
 
 
 def test_flare_source_has_a_timer_for_each_stream() -> None:

@@ -1,7 +1,9 @@
 """Security: what a job may name at a party, and what it may not.
 
 Configuration is JSON. FLARE also parses HOCON and YAML, which include other files of the party;
-here it does not (`flare_patches.parse_json_only`), and such files are refused by name.
+here it does not (`flare_patches.parse_json_only`). FLARE searches all of a party's folder, the
+files of jobs too, for its own settings; here it does not (`flare_patches.search_kits_only`), and a
+job with other files than its own is refused.
 
 A job without code may have FLARE build the classes that the party's resources.json lists. FLARE
 takes an entry of `class_allow_list` for a prefix and calls any callable below it. `JobComponents`,
@@ -34,13 +36,14 @@ from nvflare.apis.workspace import Workspace
 from nvflare.fuel.sec.audit import Auditor
 from nvflare.fuel.utils.class_loader import load_class
 from nvflare.fuel.utils.config_factory import ConfigFactory
+from nvflare.lighter.tool_consts import NVFLARE_SIG_FILE, NVFLARE_SUBMITTER_CRT_FILE
 
 from medflare.core.errors import ConfigError
 from medflare.core.extensions import extension_module, trust
 from medflare.core.packages import untrusted
 from medflare.core.text import Json, JsonDict, read_json
 from medflare.data.local import LOCAL_FILE, LocalSettings, local_settings, read_local
-from medflare.flare.flare_patches import JSON_ONLY, parse_json_only
+from medflare.flare.flare_patches import parse_json_only, search_kits_only
 from medflare.flare.names import BUILT, REFUSED, TASK_FILE
 
 # FLARE's keys for a component's class; FLARE takes the first one that is there.
@@ -59,8 +62,10 @@ _GROUPS: Final = {
 _ARGUMENTS: Final = {"rule": "rules", "adapt": "adaptations"}
 # FLARE replaces "{$NAME}" by an environment variable of the party.
 _NO_BRACES: Final = "a name or text has braces, which FLARE replaces; write the values themselves"
-# Suffixes of the configuration files that FLARE reads beside JSON.
-_OTHER_FORMATS: Final = (".conf", ".yml", ".yaml", ".default")
+# The files of a job beside its code. FLARE searches whole folders for further ones, such as
+# comm_config.json, which names Python files to run.
+_JOB_FILES: Final = (JobConstants.CLIENT_JOB_CONFIG, JobConstants.SERVER_JOB_CONFIG, TASK_FILE)
+_SIGNATURES: Final = (NVFLARE_SIG_FILE, NVFLARE_SUBMITTER_CRT_FILE)
 
 
 class JobComponents(FLComponent, AppValidator):
@@ -73,6 +78,7 @@ class JobComponents(FLComponent, AppValidator):
     def __init__(self) -> None:
         super().__init__()
         parse_json_only()
+        search_kits_only()
 
     def validate(self, app_folder: str) -> tuple[str, JsonDict]:
         """FLARE calls this when a job arrives.
@@ -248,10 +254,15 @@ def settings_of(workspace: Workspace) -> LocalSettings:
 def _job_refusal(app: Path, workspace: Workspace, name: str) -> str:
     """Why the job in this folder is refused; "" if it is not."""
     code = app / WorkspaceConstants.CUSTOM_FOLDER_NAME
-    for path in sorted(app.rglob("*")):
-        if path.suffix.lower() in _OTHER_FORMATS and not path.is_relative_to(code):
-            return f"configuration {_named(path.name, 'file')} refused: {JSON_ONLY}"
     folder = Path(workspace.get_app_config_dir(app.parent.name))
+    allowed_files = [folder / name for name in _JOB_FILES]
+    for path in sorted(app.rglob("*")):
+        is_expected = path in allowed_files or path.name in _SIGNATURES or path.is_dir()
+        if not is_expected and not path.is_relative_to(code):
+            return (
+                f"configuration {_named(path.name, 'file')} refused: beside its code a job has "
+                f"{', '.join(_JOB_FILES)} in config, in JSON, and nothing else"
+            )
     file = JobConstants.CLIENT_JOB_CONFIG
     if name == SiteType.SERVER:
         file = JobConstants.SERVER_JOB_CONFIG

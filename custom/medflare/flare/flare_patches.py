@@ -8,7 +8,7 @@ import threading
 import weakref
 from contextlib import suppress
 from functools import cache
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Final, NoReturn
 
 from nvflare.apis.fl_context import FLContext
@@ -50,6 +50,37 @@ def parse_json_only() -> None:
     # FLARE's own validator only looks whether the file is there, which `components.JobComponents`
     # does as well.
     default_app_validator._config_exists = lambda *args, **kwargs: ""
+
+
+def search_kits_only() -> None:
+    """Have FLARE search for a party's settings in startup/ and local/ of its kit, in this process.
+
+    It searches all folders below the kit, or below the folder in which a person starts a command;
+    so it would take comm_config.json of a job, which names Python files to run.
+    """
+    ConfigFactory.search_config_format = staticmethod(_search_kits_only)  # type: ignore[method-assign]
+
+
+_SEARCH: Final = ConfigFactory.search_config_format
+_OF_KITS: Final = ("startup", "local")
+
+
+def _search_kits_only(
+    init_file_path: str, search_dirs: Any = None, target_fmt: ConfigFormat | None = None
+) -> tuple[ConfigFormat | None, str | None]:
+    """As FLARE's function, with the folders of a kit in place of the kit."""
+    folders = [search_dirs] if isinstance(search_dirs, str) else search_dirs or []
+    is_name = not PurePath(init_file_path).parent.parts
+    if not folders and is_name:
+        return None, None
+    searched = []
+    for folder in folders:
+        of_kit = [Path(folder, name) for name in _OF_KITS]
+        if all(path.is_dir() for path in of_kit):
+            searched += map(str, of_kit)
+        else:
+            searched.append(folder)
+    return _SEARCH(init_file_path, searched, target_fmt)
 
 
 def share_cleanup_thread() -> None:

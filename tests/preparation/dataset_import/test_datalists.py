@@ -164,7 +164,7 @@ def test_sites_of_a_column(tmp_path: Path) -> None:
         )
 
     for names in (("St. Mary", "St Mary"), ("", "unknown")):
-        with pytest.raises(DataError, match="--site-column|line 2: no site"):
+        with pytest.raises(DataError, match=r"--site-column|line 2: no site"):
             sites(*names)
     assert not (tmp_path / "out").exists()
     assert sites("St. Mary", "UKE") == ["St-Mary", "UKE"]

@@ -23,6 +23,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from medflare.core.errors import ConfigError, MedflareError, one_line
 from medflare.core.settings import no_such
 from medflare.core.text import Json, printable_json
+from medflare.flare.flare_patches import search_kits_only
 
 Job = Json  # FLARE's metadata of a job
 RUNNING: Final = RunStatus.RUNNING.value
@@ -65,6 +66,7 @@ def session(kit: Path) -> Iterator[Session]:
             f"{kit} is no startup kit of a person ({kit_file} cannot be read); "
             "give that of the lead"
         ) from error
+    search_kits_only()
     try:
         with redirect_stdout(StringIO()):  # FLARE prints that it connects
             connection = new_secure_session(user, str(kit))
