@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final
 
 import torch
@@ -61,7 +61,7 @@ def starting_state(task: TaskConfig, seed: int, source: Path | None = None) -> S
     digest = file_digest(path)
     if digest != settings["sha256"]:
         raise ConfigError(
-            f"weights {path}: sha256 is {digest[:16]}..., "
+            f"weights {path.name}: sha256 is {digest[:16]}..., "
             f"task {task.name} has {settings['sha256'][:16]}..."
         )
     try:
@@ -112,8 +112,11 @@ def find_weights(file: str, source: Path | None = None) -> Path:
     else that of an installed package.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file, or its name has folders: a job names it, and would learn
+            what else lies at the server.
     """
+    if PurePath(file).name != file or "\\" in file:
+        raise ConfigError("weights: the name of the file has folders; give the name alone")
     remedy = f"set the server's folder (weights in local/medflare.json, {ENVIRONMENT} or --weights)"
     candidates: list[Path | str | None] = [source or os.environ.get(ENVIRONMENT)]
     for weights in PACKAGED.values():

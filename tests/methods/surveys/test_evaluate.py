@@ -33,9 +33,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluated(model: Path, **more: Any) -> dict[str, Any]:
     sha256 = json.loads((model / "card.json").read_text())["sha256"]
-    return run_local(
-        "evaluate", TASK, SITES, rounds=0, seed=0, weights=model, **{"sha256": sha256, **more}
-    )
+    options = {"weights": model, "sha256": sha256, **more}
+    return run_local("evaluate", TASK, SITES, rounds=0, seed=0, **options)
 
 
 @pytest.mark.parametrize(("path", "role"), [("deployed", "deployed"), ("global", "global")])
@@ -89,3 +88,16 @@ def test_a_site_with_a_privacy_budget_evaluates(name: str, tmp_path: Path) -> No
     else:
         with pytest.raises(ConfigError, match="privacy"):
             participant.answer("enrol", 0, invitation)
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "../models/deployed/weights.safetensors", "a\\b"])
+def test_a_job_learns_nothing_of_other_files_at_the_server(
+    file: str, trained: Path, tmp_path: Path
+) -> None:
+    results = evaluated(trained / "models" / "deployed", file=file)
+    assert results["status"] == "FAILED"
+    assert results["reason"].startswith("weights: the name of the file has folders")
+    (tmp_path / "patient-Meier").mkdir()
+    (tmp_path / "list.txt").write_text("x")
+    other = evaluated(trained / "models" / "deployed", file="list.txt", weights=tmp_path)
+    assert "Meier" not in other["reason"] and str(tmp_path) not in other["reason"]

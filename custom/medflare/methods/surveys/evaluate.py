@@ -3,6 +3,7 @@
 The server sends it; it can be of any kind.
 """
 
+import logging
 from typing import Any
 
 from medflare.core.errors import StateError
@@ -21,6 +22,8 @@ from medflare.methods import (
     strict_dataclass,
 )
 from medflare.networks.weights import find_weights
+
+_log = logging.getLogger(__name__)
 
 
 @strict_dataclass
@@ -66,14 +69,18 @@ class EvaluateServer(ServerAlgorithm):
     def __init__(self, context: ServerContext):
         super().__init__(context)
         path = find_weights(self.hyper.file, context.weights)
+        name = path.name
         try:
             self._model = load_model(path.parent)
         except StateError as error:
-            raise ConfigError(str(error)) from error
+            _log.warning("%s", error)  # it names folders of the server, which the lead does not see
+            raise ConfigError(
+                f"weights {name}: no model with its card, or a damaged one"
+            ) from error
         digest = self._model.card["sha256"]
         if digest != self.hyper.sha256:
             raise ConfigError(
-                f"{path}: is another model than the run's (sha256 {digest[:16]}..., "
+                f"weights {name}: is another model than the run's (sha256 {digest[:16]}..., "
                 f"not {self.hyper.sha256[:16]}...)"
             )
 
