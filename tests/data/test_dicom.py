@@ -1,4 +1,5 @@
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from monai.data.image_reader import PydicomReader
 from pydicom import Dataset
 from pydicom.data import get_testdata_file
 from pydicom.filewriter import correct_ambiguous_vr
+from pydicom.uid import ExplicitVRLittleEndian, RLELossless
 
 from helpers.small_tasks import SEGMENTATION, small_task
 from helpers.volume_sites import (
@@ -25,7 +27,15 @@ from medflare.core.errors import DataError
 from medflare.data.acquisition import acquisition_of
 from medflare.data.decoding import Source
 from medflare.data.dicom import segments
-from medflare.data.reading import is_segmentation, read_image, read_mask, read_stored, series_grid
+from medflare.data.reading import (
+    is_dicom,
+    is_segmentation,
+    read_image,
+    read_mask,
+    read_stored,
+    series_grid,
+)
+from medflare.inference.inputs import find_inputs
 from medflare.inference.masks import sizes
 from medflare.preparation.dataset_import.folders import scan_folder
 from medflare.tasks.config import TaskConfig, load_task
@@ -157,11 +167,155 @@ def test_lost_and_broken_slices_are_errors(tmp_path: Path) -> None:
     (folder / "readme.txt").write_text("hello")
     assert pictured(folder).shape == (1, 6, 5, 5)
     whole = (folder / "2.dcm").read_bytes()
-    for content in (b"broken", whole[:200], whole[132:]):
+    for content in (b"broken", whole[:200]):
         (folder / "2.dcm").write_bytes(content)
         refused("ct", folder)
     (folder / "2.dcm").unlink()
     refused("2 to 4 mm", folder)
+
+
+@pytest.mark.parametrize("place", [0, 2, 3])
+@pytest.mark.parametrize(
+    "tags",
+    [
+        {},  # all of the file is a copy
+        {"SOPInstanceUID": "1.2.77"},
+        {"SOPInstanceUID": "1.2.77", "InstanceNumber": 9},
+    ],
+)
+def test_a_copied_slice_is_named(place: int, tags: dict[str, Any], tmp_path: Path) -> None:
+    folder = dicom_series(tmp_path / "ct")
+    copy = folder / "copy.dcm"
+    tagged(pydicom.dcmread(folder / f"{place}.dcm"), **tags).save_as(copy)
+    for read in (pictured, series_grid):
+        with pytest.raises(DataError, match=r"ct: .*copied; take one of them out") as error:
+            read(folder)
+        assert {f"{place}.dcm", "copy.dcm"} <= set(str(error.value).replace(":", "").split())
+    copy.unlink()
+    assert series_grid(folder).shape == (5, 6, 4)
+
+
+def test_a_copied_slice_without_position_and_a_copied_picture(tmp_path: Path) -> None:
+    folder = change(dicom_series(tmp_path / "ct"), without=("ImagePositionPatient",))
+    (folder / "copy.dcm").write_bytes((folder / "1.dcm").read_bytes())
+    alone = dicom_series(tmp_path / "alone", slices=1)
+    (alone / "copy.dcm").write_bytes((alone / "0.dcm").read_bytes())
+    refused(r"ct: 1\.dcm and copy\.dcm .*take one", folder)
+    refused(r"alone: 0\.dcm and copy\.dcm .*take one", alone)
+
+
+def test_files_at_one_position_with_different_pixels_are_no_copies(tmp_path: Path) -> None:
+    """Two echoes; and anonymized slices of a single UID, which are a volume."""
+    folder = dicom_series(tmp_path / "ct")
+    expected = voxels(folder)
+    change(folder, SOPInstanceUID="1.2.77")
+    np.testing.assert_array_equal(voxels(folder), expected)
+    for number in range(4):
+        file = pydicom.dcmread(folder / f"{number}.dcm")
+        file.InstanceNumber = number + 5
+        file.PixelData = (file.pixel_array + np.uint16(7)).tobytes()
+        file.save_as(folder / f"e{number}.dcm")
+    for read in (pictured, series_grid):
+        with pytest.raises(DataError, match=r"0\.dcm and e0\.dcm lie at one position.*; export"):
+            read(folder)
+
+
+def test_equal_frames_in_time_are_no_copies(tmp_path: Path) -> None:
+    """A heart that does not move between two frames."""
+    folder = change(dicom_series(tmp_path / "cine"), ImagePositionPatient=[10, 20, 30])
+    file = pydicom.dcmread(folder / "1.dcm")
+    file.PixelData = pydicom.dcmread(folder / "0.dcm").PixelData
+    file.save_as(folder / "1.dcm")
+    assert voxels(folder)[0, 0].tolist() == [0, 0, 200, 300]
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("start", [0, 132])
+def test_a_slice_that_is_cut_off_in_its_header_is_no_other_object(
+    place: int, start: int, tmp_path: Path
+) -> None:
+    """At the end of a volume no distance tells that a slice is lost."""
+    folder = dicom_series(tmp_path / "ct")
+    whole = (folder / f"{place}.dcm").read_bytes()
+    for length in range(start + 20, len(whole) - 60, 20):
+        (folder / f"{place}.dcm").write_bytes(whole[start:length])
+        refused(rf"{place}\.dcm: (no DICOM file|the file is cut off).*; export it again", folder)
+
+
+def unmarked(path: Path, kind: str) -> None:
+    """Write a slice again without preamble and mark: with its meta header, or in this encoding."""
+    whole = path.read_bytes()
+    if kind == "meta":
+        path.write_bytes(whole[132:])
+        return
+    file = pydicom.dcmread(path)
+    if kind == "big":
+        file.PixelData = file.pixel_array.astype(">u2").tobytes()
+    pydicom.dcmwrite(
+        path,
+        Dataset(file),
+        implicit_vr=kind == "implicit",
+        little_endian=kind != "big",
+        enforce_file_format=False,
+    )
+
+
+@pytest.mark.parametrize("kind", ["meta", "implicit", "explicit", "big"])
+@pytest.mark.parametrize("ending", [".dcm", ".IMA", ""])
+def test_files_without_preamble_and_mark(kind: str, ending: str, tmp_path: Path) -> None:
+    """The values of the marked file, which tell column, row and slice."""
+    folder = dicom_series(tmp_path / "ct")
+    for number in range(4):
+        unmarked(folder / f"{number}.dcm", kind)
+        content = (folder / f"{number}.dcm").read_bytes()
+        assert content[128:132] != b"DICM"
+        (folder / f"{number}.dcm").rename(folder / f"I{number}{ending}")
+    column, row, place = np.mgrid[:5, :6, :4]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(voxels(folder), column + 10 * row + 100 * place)
+        assert series_grid(folder).spacing == (0.25, 0.5, 2)
+        assert find_inputs([folder], tmp_path / "out")[0][0].path == folder
+        assert scan_folder(tmp_path).patients == {folder: "p"}
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"1.2.840.10008.1.2\n",
+        b"\x89PNG\r\n\x1a\n",
+        b"PK\x03\x04",
+        b"\x5c\1\0\0",  # NIfTI-1, NIfTI-2 and both in big endian
+        b"\x1c\2\0\0",
+        b"\0\0\1\x5c",
+        b"\0\0\2\x1c",
+        b"\x1f\x8b\x08\0",
+        b"",
+    ],
+)
+def test_other_files_are_not_taken_for_dicom(begin: bytes, tmp_path: Path) -> None:
+    """Without a suffix, though a UID of DICOM stands in them; and numbers that begin as a tag."""
+    (tmp_path / "a").write_bytes(begin.ljust(400) + b"1.2.840.10008.5.1.4.1.1.2")
+    (tmp_path / "b").write_bytes(np.arange(8, 4000, dtype="<u2").tobytes())
+    assert not is_dicom(tmp_path / "a") and not is_dicom(tmp_path / "b")
+    (tmp_path / "b").rename(tmp_path / "b.dcm")
+    refused(r"b\.dcm: no DICOM file, .*; export it again", tmp_path / "b.dcm")
+
+
+def test_a_header_without_the_transfer_syntax(tmp_path: Path) -> None:
+    """The encoding shows how numbers are stored, but not how pixels are compressed."""
+    path = dicom_series(tmp_path / "ct", slices=1) / "0.dcm"
+    expected = read_stored(path).array
+    file = pydicom.dcmread(path)
+    del file.file_meta.TransferSyntaxUID
+    file.save_as(path, implicit_vr=False, little_endian=True, enforce_file_format=False)
+    np.testing.assert_array_equal(read_stored(path).array, expected)
+    file = pydicom.dcmread(path, force=True)
+    file.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    file.compress(RLELossless)
+    del file.file_meta.TransferSyntaxUID
+    file.save_as(path, implicit_vr=False, little_endian=True, enforce_file_format=False)
+    refused(r"0\.dcm: its pixels are compressed.*TransferSyntaxUID.*; export it", path)
 
 
 def test_other_dicom_objects_in_the_folder_are_no_slices(tmp_path: Path) -> None:
@@ -184,7 +338,7 @@ def test_other_dicom_objects_in_the_folder_are_no_slices(tmp_path: Path) -> None
         ("reportsi.dcm", "without pixels .Basic Text SR", "leave it out"),
         ("rtplan.dcm", "without pixels .RT Plan", "leave it out"),
         ("waveform_ecg.dcm", "without pixels .12-lead", "leave it out"),
-        ("no_meta.dcm", "mark DICM", "dcmconv"),
+        ("no_meta.dcm", "mark DICM", "export it again"),
         ("SC_rgb_jpeg_gdcm.dcm", "JPEG Lossless", "pip install pylibjpeg pylibjpeg-libjpeg"),
         ("JPEG-lossy.dcm", "JPEG Extended", "pip install pylibjpeg pylibjpeg-libjpeg"),
         ("MR_truncated.dcm", "cut off", "replace"),

@@ -353,13 +353,24 @@ def test_fractions_are_no_labels(tmp_path: Path) -> None:
     np.testing.assert_array_equal(masked(rounded, WHOLE)[0], 2 * (VOLUME > 9))
 
 
+@pytest.mark.parametrize("length", [0.0, -1.0])
 @pytest.mark.parametrize(("code", "known"), [("sform", True), ("qform", False), ("none", False)])
-def test_a_nifti_header_without_lengths(code: str, known: bool, tmp_path: Path) -> None:
-    """nibabel reads a length of 0 as 1 mm; an sform has the lengths itself."""
+def test_a_nifti_header_without_lengths(
+    code: str,
+    known: bool,
+    length: float,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """nibabel reads a length of 0 as 1 mm, and says so without the file's name; an sform has the
+    lengths itself.
+    """
     image = nibabel.Nifti1Image(VOLUME, affine())
     content = bytearray(image.to_bytes())
     content[252:256] = struct.pack("<2h", code == "qform", code == "sform")
-    content[76 + 4 * 2 : 76 + 4 * 3] = bytes(4)  # pixdim[2]; pixdim begins at byte 76 (NIfTI-1)
+    # pixdim[2]; pixdim begins at byte 76 (NIfTI-1).
+    content[76 + 4 * 2 : 76 + 4 * 3] = struct.pack("<f", length)
     (tmp_path / "v.nii").write_bytes(content)
     (tmp_path / "v.nii.gz").write_bytes(gzip.compress(content))
     for name in ("v.nii", "v.nii.gz"):
@@ -371,3 +382,69 @@ def test_a_nifti_header_without_lengths(code: str, known: bool, tmp_path: Path) 
         problem = rf"{name}: its voxel spacing is unknown"
         with nullcontext() if known else pytest.raises(DataError, match=problem):
             read_image([tmp_path / name], resampled)
+    nibabel.load(tmp_path / "v.nii")  # as where the number of channels is read alone
+    assert not caplog.records and capfd.readouterr() == ("", "")
+
+
+def two_forms(path: Path, qform: np.ndarray, sform: np.ndarray, codes: tuple[int, int]) -> Path:
+    image = nibabel.Nifti1Image(VOLUME, sform)
+    image.set_qform(qform, codes[0])
+    image.set_sform(sform, codes[1])
+    nibabel.save(image, path)
+    return path
+
+
+@pytest.mark.parametrize("codes", [(1, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("letters", "spacing"),
+    [("LAS", SPACING), ("ARS", (1.0, 2.0, 3.0)), ("RAS", (2.0, 1.0, 3.01)), ("LAS", (1.0,) * 3)],
+)
+def test_a_qform_and_an_sform_of_other_axes_are_refused(
+    letters: str, spacing: tuple[float, ...], codes: tuple[int, int], tmp_path: Path
+) -> None:
+    file = two_forms(tmp_path / "v.nii.gz", affine(), affine(letters, spacing), codes)
+    sides = " x ".join(f"{side:g}" for side in spacing)
+    problem = rf"v\.nii\.gz: .*qform.* 2 x 1 x 3 mm RAS.*sform {sides} mm {letters}; .*set_sform"
+    for mask in (False, True):
+        with pytest.raises(DataError, match=problem):
+            read_stored(file, mask=mask)
+    # The remedies that the error names.
+    for form, kept in (("set_qform", affine(letters, spacing)), ("set_sform", affine())):
+        image = nibabel.load(file)
+        getattr(image, form)(None)
+        nibabel.save(image, tmp_path / "one.nii")
+        np.testing.assert_allclose(volume(tmp_path / "one.nii")[1].affine, kept, atol=1e-5)
+
+
+def rotation(degrees: float, axis: int) -> np.ndarray:
+    """About one of the patient's axes."""
+    angle = np.radians(degrees)
+    first, second = (row for row in range(3) if row != axis)
+    matrix = np.eye(4)
+    matrix[first, first] = matrix[second, second] = np.cos(angle)
+    matrix[second, first] = np.sin(angle)
+    matrix[first, second] = -np.sin(angle)
+    return matrix
+
+
+@pytest.mark.parametrize("letters", ["RAS", "LPS", "PIR"])
+@pytest.mark.parametrize("degrees", [0, 7.3, 25])
+def test_a_qform_may_differ_from_the_sform_by_rounding_and_shear(
+    letters: str, degrees: float, tmp_path: Path
+) -> None:
+    """A qform is a rotation in 32 bits; and of a tilted gantry it has no shear, and the distance of
+    slices along the table or across them.
+    """
+    straight = rotation(degrees, 0) @ rotation(degrees / 3, 2) @ affine(letters, (0.7, 0.7, 3.3))
+    moved = straight.copy()
+    moved[:3, 3] += 40
+    aligned = rotation(4, 1) @ straight  # to a standard brain
+    for number, qform in enumerate((straight, moved, aligned)):
+        file = two_forms(tmp_path / f"{number}.nii", qform, straight, (1, 2))
+        np.testing.assert_allclose(volume(file)[1].affine, straight, atol=1e-5)
+    along = affine(letters, (0.7, 0.7, 3.3))
+    tilted = along.copy()
+    tilted[:3, 2] += along[:3, 1] * (3.3 / 0.7) * np.tan(np.radians(degrees))
+    for number, qform in enumerate((tilted, along)):
+        file = two_forms(tmp_path / f"tilted{number}.nii", qform, tilted, (1, 1))
+        np.testing.assert_allclose(volume(file)[1].affine, tilted, atol=1e-5)

@@ -2,8 +2,9 @@
 segmentations as masks.
 """
 
+import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ _NEEDED = (
     "PhotometricInterpretation",
 )
 SEGMENTATION = "1.2.840.10008.5.1.4.1.1.66.4"  # SOP class (PS3.4, Sec. B.5)
+_IMAGES = "Image Storage"  # in the names of SOP classes whose objects have pixels
 # Tolerance of slice distances and of offsets from the line through the slices, as a fraction of the
 # distance.
 _UNEVEN = 0.1
@@ -43,20 +45,59 @@ _GROUPS = ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
 HEADER = (*_SAME, "ImagePositionPatient", "InstanceNumber", "NumberOfFrames", *_GROUPS)
 _RAS = np.diag([-1.0, -1.0, 1.0, 1.0])  # DICOM's coordinates run to left and posterior
 _OFFSET = 0.1  # voxels between a frame of a segmentation and the grid
+# Bytes of a file without DICOM's mark: the tag of its first element is of group 2, or of group 8 in
+# either byte order, and one of the next elements is a UID of DICOM.
+_FIRST_GROUPS = (b"\2\0", b"\x08\0", b"\0\x08")
+_ROOT = "1.2.840.10008."
+_BEGIN = 1024
+
+
+def is_object(path: Path) -> bool:
+    """Whether a file is DICOM by its content: it has the mark (PS3.10, Sec. 7.1), or begins as a
+    DICOM object without preamble and mark, as old archives export them.
+    """
+    begin = _begin(path)
+    return begin[128:132] == b"DICM" or _is_unmarked(begin)
+
+
+def _begin(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_BEGIN)
+
+
+def _is_unmarked(begin: bytes) -> bool:
+    """No text, picture, archive or NIfTI file begins with these bytes."""
+    return begin[:2] in _FIRST_GROUPS and _ROOT.encode() in begin
 
 
 def read(path: Path, **options: Any) -> Any:
-    """A file as pydicom's dataset; DataError for one without DICOM's mark."""
+    """A file as pydicom's dataset, with a transfer syntax; DataError for one that is no DICOM."""
     from pydicom import dcmread
     from pydicom.errors import InvalidDicomError
 
+    options.setdefault("force", _is_unmarked(_begin(path)))
     try:
-        return dcmread(path, **options)
+        dataset = dcmread(path, **options)
     except InvalidDicomError as error:
         raise DataError(
-            f"{path}: no DICOM file, since the mark DICM is not at byte 128; "
-            "convert it (dcmconv of DCMTK writes the mark), or leave it out"
+            f"{path}: no DICOM file, since the mark DICM is not at byte 128, nor does it begin "
+            "with a group of DICOM; export it again, or leave it out"
         ) from error
+    except (EOFError, struct.error) as error:
+        raise DataError(f"{path}: the file is cut off; export it again, or leave it out") from error
+    if not dataset.file_meta.get("TransferSyntaxUID"):
+        dataset.file_meta.TransferSyntaxUID = _guessed_syntax(dataset)
+    return dataset
+
+
+def _guessed_syntax(dataset: Any) -> Any:
+    """The transfer syntax by which pydicom has read a file whose header gives none."""
+    from pydicom.uid import ExplicitVRBigEndian, ExplicitVRLittleEndian, ImplicitVRLittleEndian
+
+    implicit, little_endian = dataset.original_encoding
+    if implicit:
+        return ImplicitVRLittleEndian
+    return ExplicitVRLittleEndian if little_endian else ExplicitVRBigEndian
 
 
 def tags_of(path: Path, *tags: str) -> Any:
@@ -66,16 +107,29 @@ def tags_of(path: Path, *tags: str) -> Any:
 
 def is_other_object(path: Path) -> bool:
     """Whether a file, also one without DICOM's mark, is a DICOM object without an image, as a
-    report.
+    report; an image whose header is cut off is none.
     """
     names = ["SOPClassUID", "Rows"]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of what pydicom guesses
             tags = read(path, force=True, stop_before_pixels=True, specific_tags=names)
+            kind = kind_of(tags)
     except Exception:  # of a damaged file; the reader reports it
         return False
-    return "SOPClassUID" in tags and "Rows" not in tags
+    return "Rows" not in tags and kind != "" and _IMAGES not in kind
+
+
+def kind_of(dataset: Any) -> str:
+    """The name of an object's SOP class, for example "CT Image Storage", or a private UID; "" if
+    none is given, or a part of one where the file is cut off.
+    """
+    uid = dataset.get("SOPClassUID") or dataset.file_meta.get("MediaStorageSOPClassUID")
+    if uid is None:
+        return ""
+    private = uid.is_private and not _ROOT.startswith(uid)
+    known = uid.type == "SOP Class"
+    return str(uid.name) if private or known else ""
 
 
 def check_image(dataset: Any, path: Path) -> None:
@@ -87,10 +141,23 @@ def check_image(dataset: Any, path: Path) -> None:
 
     has_sides = "Rows" in dataset and "Columns" in dataset
     if not has_sides or not any(name in dataset for name in _PIXELS):
-        kind = getattr(dataset.get("SOPClassUID"), "name", "") or "unknown kind"
+        kind = kind_of(dataset)
+        if not kind or _IMAGES in kind:
+            raise DataError(
+                f"{path}: the file is cut off, or lacks Rows, Columns or pixels; "
+                "export it again, or leave it out"
+            )
         raise DataError(f"{path}: a DICOM object without pixels ({kind}); leave it out")
-    syntax = getattr(dataset, "file_meta", {}).get("TransferSyntaxUID")
-    if syntax is None or syntax.is_private or not syntax.is_encapsulated:
+    syntax = dataset.file_meta.TransferSyntaxUID
+    if syntax.is_private:
+        return
+    if not syntax.is_encapsulated:
+        # Compressed pixels have no length (PS3.5, Sec. A.4).
+        if "PixelData" in dataset and dataset["PixelData"].is_undefined_length:
+            raise DataError(
+                f"{path}: its pixels are compressed, and its header does not say how "
+                "(TransferSyntaxUID); export it uncompressed"
+            )
         return
     try:
         available = list(get_decoder(syntax).available_plugins)
@@ -218,8 +285,8 @@ def ordered_slices(slices: Sequence[Any], path: Path) -> list[Any]:
     """The slices (datasets, or `frames_of` one file) of a series in their order: by number if the
     positions agree, else by position.
 
-    DataError for several patients or series, different orientations, spacings or sizes, no order,
-    or uneven distances.
+    DataError for several patients or series, different orientations, spacings or sizes, a copied
+    slice, no order, or uneven distances.
     """
     if len(slices) == 1:
         slices = frames_of(slices[0]) or slices
@@ -227,14 +294,19 @@ def ordered_slices(slices: Sequence[Any], path: Path) -> list[Any]:
         return list(slices)
     _check_one_series(slices, path)
     numbers = [dataset.get("InstanceNumber") for dataset in slices]
+    if None not in numbers:
+        for one, other in _pairs(slices, "ImagePositionPatient", "InstanceNumber"):
+            if _same_pixels(one, other):
+                raise _copied(one, other, path)
     by_number = None
     if None not in numbers and len(set(numbers)) == len(numbers):
         by_number = np.argsort(np.array(numbers, np.int64))
     if not _has_positions(slices):
         if by_number is None:
+            problem = "some slices have none" if None in numbers else "two slices have the same"
             raise DataError(
-                f"{path}: its slices have neither ImagePositionPatient nor InstanceNumber; "
-                "export the series again"
+                f"{path}: the order of its slices is unknown, without ImagePositionPatient, and "
+                f"by InstanceNumber, of which {problem}; export the series again"
             )
         return [slices[row] for row in by_number]
     corners = np.array([dataset.ImagePositionPatient for dataset in slices], np.float64)
@@ -246,8 +318,12 @@ def ordered_slices(slices: Sequence[Any], path: Path) -> list[Any]:
         at_one_position = not gaps.any()  # as in time
         if (gaps > 0).all() or (gaps < 0).all() or at_one_position:
             order = by_number
-    _check_even(corners[order], np.abs(np.diff(positions[order])), path)
-    return [slices[row] for row in order]
+    ordered = [slices[row] for row in order]
+    gaps = np.abs(np.diff(positions[order]))
+    if not _is_even(gaps):
+        _check_one_file_a_position(ordered, path)
+    _check_even(corners[order], gaps, path)
+    return ordered
 
 
 def _has_positions(slices: Sequence[Any]) -> bool:
@@ -276,12 +352,57 @@ def _check_one_series(slices: Sequence[Any], path: Path) -> None:
                 )
 
 
+def _pairs(slices: Sequence[Any], *tags: str) -> Iterator[tuple[Any, Any]]:
+    """Files that have equal values of some tags: the first one, with each later one."""
+    first: dict[str, Any] = {}
+    for dataset in slices:
+        if not getattr(dataset, "filename", None):  # a frame
+            continue
+        values = [np.array(dataset.get(tag)).tolist() for tag in tags]
+        other = first.setdefault(str(values), dataset)
+        if other is not dataset:
+            yield other, dataset
+
+
+def _same_pixels(one: Any, other: Any) -> bool:
+    """Whether two files, of which headers may be read alone, store the same pixels."""
+    first = read(Path(one.filename))
+    second = read(Path(other.filename))
+    return all(first.get(name) == second.get(name) for name in _PIXELS)
+
+
+def _copied(one: Any, other: Any, path: Path) -> DataError:
+    first, second = _names(one, other)
+    return DataError(f"{path}: {first} and {second} are one slice, copied; take one of them out")
+
+
+def _names(one: Any, other: Any) -> tuple[str, str]:
+    return Path(one.filename).name, Path(other.filename).name
+
+
+def _check_one_file_a_position(slices: Sequence[Any], path: Path) -> None:
+    """Refuse files at one position: copies of a slice, or echoes and times."""
+    pairs = list(_pairs(slices, "ImagePositionPatient"))
+    for one, other in pairs:
+        if not _same_pixels(one, other):
+            first, second = _names(one, other)
+            raise DataError(
+                f"{path}: {first} and {second} lie at one position, with different pixels; "
+                "export echoes and times as series of their own, or take one of them out"
+            )
+    if pairs:
+        raise _copied(*pairs[0], path)
+
+
+def _is_even(gaps: np.ndarray) -> bool:
+    return bool(np.ptp(gaps) <= _UNEVEN * np.median(gaps))
+
+
 def _check_even(corners: np.ndarray, gaps: np.ndarray, path: Path) -> None:
     """Refuse lost slices, and slices beside the line through the others; `corners` (N, 3) in order,
     mm.
     """
-    tolerance = _UNEVEN * np.median(gaps)
-    if np.ptp(gaps) > tolerance:
+    if not _is_even(gaps):
         raise DataError(
             f"{path}: slices lie {gaps.min():g} to {gaps.max():g} mm apart; "
             "restore what is missing, export echoes and times as series of their own, "
@@ -289,7 +410,7 @@ def _check_even(corners: np.ndarray, gaps: np.ndarray, path: Path) -> None:
         )
     line = corners[0] + np.linspace(0, 1, len(corners))[:, None] * (corners[-1] - corners[0])
     offset = np.linalg.norm(corners - line, axis=1).max()
-    if offset > tolerance:
+    if offset > _UNEVEN * np.median(gaps):
         raise DataError(
             f"{path}: a slice lies {offset:.3g} mm beside the line through the others; "
             "take it out, or resample the volume"

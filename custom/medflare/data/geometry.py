@@ -17,6 +17,7 @@ from medflare.tasks.config import TaskConfig
 # Degrees between an axis and the nearest axis of the patient; tilted scans have up to that.
 _OBLIQUE = 30.0
 _SHEARED = 1e-3  # cosine between two axes; below it, headers are rounded
+_ROUNDED = 1e-3  # relative difference of two lengths that are equal, but for rounding
 _SAME = 0.5  # of the shortest side of a voxel: grids whose corners are closer count as equal
 
 
@@ -41,8 +42,7 @@ class Grid:
         """The spacing; of a sheared grid, then cosines between axes 0 and 1, 0 and 2, 1 and 2."""
         if self.spacing is None:
             return None
-        axes = self.affine[:3, :3] / self._sides
-        cosines = (axes.T @ axes)[np.triu_indices(3, k=1)]
+        cosines = self._cosines
         if np.abs(cosines).max() <= _SHEARED:
             return self.spacing
         return (*self.spacing, *map(float, cosines))
@@ -60,6 +60,25 @@ class Grid:
         from nibabel import orientations
 
         return "".join(map(str, orientations.aff2axcodes(self.affine)))
+
+    @property
+    def axes(self) -> str:
+        """Spacing and orientation as a text."""
+        return f"{format_shape(round(float(side), 4) for side in self._sides)} mm {self.codes}"
+
+    def has_axes_of(self, other: "Grid") -> bool:
+        """Whether another grid has this spacing and orientation, but for rounding and for the shear
+        of this grid, which may change lengths.
+        """
+        tolerance = _ROUNDED + np.abs(self._cosines).max()
+        ratios = other._sides / self._sides
+        return self.codes == other.codes and bool((np.abs(ratios - 1) <= tolerance).all())
+
+    @property
+    def _cosines(self) -> np.ndarray:
+        """Between axes 0 and 1, 0 and 2, 1 and 2."""
+        axes = self.affine[:3, :3] / self._sides
+        return (axes.T @ axes)[np.triu_indices(3, k=1)]
 
     @property
     def _sides(self) -> np.ndarray:

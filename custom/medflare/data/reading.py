@@ -8,6 +8,7 @@ first: rows run to posterior and columns to the patient's left, as in DICOM slic
 """
 
 import gzip
+import logging
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,9 @@ _LOSS = 48  # by which JPEG may move black and white
 _EDGE = 3  # half the width, in pixels, of the greys that JPEG makes at an edge
 _WHOLE = 1e-3  # distance of a label from the whole number that is meant
 _COARSE = 0.1  # slope of a header beyond which a value near a whole number may be a fraction
+
+# nibabel names no file where it repairs a header; what it cannot repair is an exception.
+logging.getLogger("nibabel.global").addFilter(lambda record: False)
 
 
 class Image(NamedTuple):
@@ -121,8 +125,7 @@ def is_dicom(path: Path) -> bool:
         return True
     if suffix(path) in image_suffixes() or not path.is_file():
         return False
-    with path.open("rb") as file:
-        return file.read(132)[128:] == b"DICM"  # PS3.10, Sec. 7.1
+    return dicom.is_object(path)
 
 
 def dicom_images(files: Iterable[Path], *, segmentations: bool = True) -> Iterator[Path]:
@@ -153,10 +156,11 @@ def dicom_files(path: Path) -> list[Path]:
 def _is_image(path: Path, segmentations: bool) -> bool:
     try:
         header = dicom.tags_of(path, "Rows", "SOPClassUID")
-        is_segmentation = header.get("SOPClassUID") == dicom.SEGMENTATION
-        return "Rows" in header and (segmentations or not is_segmentation)
     except Exception:  # `read_stored` will raise the error
         return not dicom.is_other_object(path)
+    if "Rows" not in header:  # a slice whose header is cut off is one, lest the volume lack it
+        return not dicom.is_other_object(path)
+    return segmentations or header.get("SOPClassUID") != dicom.SEGMENTATION
 
 
 @contextmanager
@@ -432,19 +436,17 @@ def _as_tagged(array: np.ndarray, tags: Any, path: Path, mask: bool) -> np.ndarr
 
 def _read_nifti(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
     import nibabel
-    from nibabel.imageglobals import LoggingOutputSuppressor
 
-    with LoggingOutputSuppressor():  # of what nibabel repairs in a header
-        image = nibabel.load(path)
-        # The three lowest bits are the unit of length.
-        unit = _OTHER_UNITS.get(int(image.header["xyzt_units"]) & 7)
-        if unit:
-            raise DataError(
-                f"{path}: the header gives lengths in {unit}, expected mm; "
-                "convert spacing and affine to mm and set xyzt_units"
-            )
-        bounds.check(path, image.shape, volume=True)
-        array, raw = _nifti_content(path, image)
+    image = nibabel.load(path)
+    # The three lowest bits are the unit of length.
+    unit = _OTHER_UNITS.get(int(image.header["xyzt_units"]) & 7)
+    if unit:
+        raise DataError(
+            f"{path}: the header gives lengths in {unit}, expected mm; "
+            "convert spacing and affine to mm and set xyzt_units"
+        )
+    bounds.check(path, image.shape, volume=True)
+    array, raw = _nifti_content(path, image)
     if mask and image.get_data_dtype().kind in "iu" and abs(image.dataobj.slope) <= _COARSE:
         # A step of the stored integers is a slope: the nearest to a label is half a step away.
         whole = array.round()
@@ -453,12 +455,35 @@ def _read_nifti(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
     array = array.squeeze(axis=empty_axes)
     if array.ndim == 2:
         return Stored(array[None], nifti=True)
-    # Without an sform the lengths are pixdim's, where nibabel reads 0 as 1 mm.
-    lengths = bool(raw["sform_code"] > 0 or (raw["pixdim"][1:4] != 0).all())
+    # Without an sform the lengths are pixdim's. nibabel reads 0 as 1 mm, and -2 as 2 mm; other
+    # programs differ.
+    lengths = bool(raw["sform_code"] > 0 or (raw["pixdim"][1:4] > 0).all())
     grid = Grid(array.shape[:3], np.asarray(image.affine, np.float64), has_spacing=lengths)
     grid.check(path)
+    _check_forms(image, raw, path)
     channels = np.moveaxis(array, -1, 0) if array.ndim == 4 else array[None]
     return Stored(channels, grid, nifti=True)
+
+
+def _check_forms(image: Any, raw: Any, path: Path) -> None:
+    """Refuse a header whose qform and sform give two spacings, or two orientations.
+
+    They may differ in position, in a small rotation and in shear, which a qform cannot have.
+    """
+    lengths = bool((raw["pixdim"][1:4] > 0).all())  # of a qform
+    if raw["qform_code"] <= 0 or raw["sform_code"] <= 0 or not lengths:
+        return
+    try:
+        matrix = image.get_qform()
+    except ValueError:  # no rotation
+        return
+    sform = Grid(image.shape[:3], image.get_sform())
+    qform = Grid(image.shape[:3], matrix)
+    if not sform.has_axes_of(qform):
+        raise DataError(
+            f"{path}: its qform gives {qform.axes}, its sform {sform.axes}; remove the wrong one "
+            "(nibabel: image.set_qform(None) or image.set_sform(None))"
+        )
 
 
 def _nifti_content(path: Path, image: Any) -> tuple[np.ndarray, Any]:

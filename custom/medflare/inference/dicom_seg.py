@@ -11,7 +11,7 @@ import numpy as np
 import medflare
 from medflare.core.errors import DataError
 from medflare.core.palette import COLOURS
-from medflare.data.dicom import frames_of
+from medflare.data.dicom import frames_of, read
 from medflare.data.reading import dicom_files
 from medflare.tasks.config import Structure, TaskConfig
 
@@ -123,13 +123,11 @@ def unwritable(image: Path, why: str) -> DataError:
 
 def _sources(series: Path, affine: np.ndarray, count: int) -> tuple[list[Any], list[int]]:
     """The headers of the files, and for every slice (frame of a single file) its volume index."""
-    from pydicom import dcmread
-
     headers = []
     order = []
     to_index = np.linalg.inv(affine)
     for file in dicom_files(series):
-        header = dcmread(file, stop_before_pixels=True)
+        header = read(file, stop_before_pixels=True)
         headers.append(header)
         for part in frames_of(header) or [header]:
             for keyword in _NEEDED:

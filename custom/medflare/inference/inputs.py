@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from medflare.core.errors import ConfigError
+from medflare.data.dicom import tags_of
 from medflare.data.reading import DICOM, dicom_images, image_suffixes, stem, suffix
 from medflare.preparation.dataset_import.folders import LeftOut, left_out_lines, walk
 
@@ -109,14 +110,12 @@ def is_series(files: Sequence[Path]) -> bool:
 
     They are if they have one series, one size, and different numbers and positions.
     """
-    from pydicom import dcmread
-
     tags = ["SeriesInstanceUID", "Rows", "Columns", "InstanceNumber", "ImagePositionPatient"]
     series = set()
     places = set()
     for file in files:
         try:
-            header = dcmread(file, stop_before_pixels=True, specific_tags=tags)
+            header = tags_of(file, *tags)
             *same, number, position = (header[tag].value for tag in tags)
             places.add((str(number), *map(float, position)))
         except Exception:  # no attribute, or no readable file: the reader reports the problem
