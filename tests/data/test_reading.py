@@ -394,7 +394,12 @@ def two_forms(path: Path, qform: np.ndarray, sform: np.ndarray, codes: tuple[int
     return path
 
 
-@pytest.mark.parametrize("codes", [(1, 1), (1, 2)])
+def test_a_qform_of_the_scanner_and_an_sform_of_an_atlas_differ(tmp_path: Path) -> None:
+    file = two_forms(tmp_path / "v.nii.gz", affine(), affine("LAS", (1.0,) * 3), (1, 4))
+    np.testing.assert_allclose(volume(file)[1].affine, affine("LAS", (1.0,) * 3), atol=1e-5)
+
+
+@pytest.mark.parametrize("codes", [(1, 1), (2, 2)])
 @pytest.mark.parametrize(
     ("letters", "spacing"),
     [("LAS", SPACING), ("ARS", (1.0, 2.0, 3.0)), ("RAS", (2.0, 1.0, 3.01)), ("LAS", (1.0,) * 3)],
@@ -448,3 +453,10 @@ def test_a_qform_may_differ_from_the_sform_by_rounding_and_shear(
     for number, qform in enumerate((tilted, along)):
         file = two_forms(tmp_path / f"tilted{number}.nii", qform, tilted, (1, 1))
         np.testing.assert_allclose(volume(file)[1].affine, tilted, atol=1e-5)
+
+
+def test_white_of_one_bit_is_white(tmp_path: Path) -> None:
+    """Beside pictures of 8 bits; a mask of one bit has 0 and 1."""
+    Image.fromarray(np.eye(4, dtype=bool)).save(tmp_path / "a.png")
+    assert set(np.unique(read_stored(tmp_path / "a.png").array)) == {0, 255}
+    assert set(np.unique(read_stored(tmp_path / "a.png", mask=True).array)) == {0, 1}

@@ -62,6 +62,16 @@ def test_what_is_ours_equals_monais(make_task: TaskOf, axis: int | list[int] | N
         assert torch.equal(*pair)
 
 
+@pytest.mark.parametrize("channel_wise", [False, True])
+def test_an_image_is_not_changed(make_task: TaskOf, channel_wise: bool) -> None:
+    """MONAI's NormalizeIntensity writes into its image; `data check` compares it with others afterwards."""
+    intensity = {"name": "NormalizeIntensity", "nonzero": True, "channel_wise": channel_wise}
+    picture = np.arange(16, dtype=np.float32).reshape(1, 4, 4)
+    before = picture.copy()
+    result = Preprocessing(make_task(intensity=intensity)).intensities(picture)
+    assert np.array_equal(picture, before) and abs(float(result[result != 0].mean())) < 1e-5
+
+
 @pytest.mark.filterwarnings("ignore:Divide by zero")
 def test_an_intensity_range_without_width_is_monais(make_task: TaskOf) -> None:
     scale = {"name": "ScaleIntensityRange", "a_min": 9, "a_max": 9, "b_min": 0.1, "b_max": 0.8}

@@ -196,11 +196,16 @@ def check(
         medflare data check DATA --task brain_lgg --out check
     """
     from medflare.data.local import local_settings, read_local
-    from medflare.preparation.check import check_site
+    from medflare.preparation.check import check_site, unreadable_files
 
     if local is not None and not local.exists():
         raise ConfigError(f"--local {local}: file not found; correct the path, or leave it out")
-    config = _task(task, root)
+    try:
+        config = _task(task, root)
+    except DataError:
+        for problem in unreadable_files(root):
+            print(f"PROBLEM: {problem}")
+        raise
     settings = local_settings({} if local is None else read_local(local))
     report = check_site(root, config, out=out, local=settings)
     print(report.render())

@@ -447,9 +447,12 @@ def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Imag
             mask = with_empty_masks(mask, annotation)
     sides = image.array.shape[1:]
     if mask.shape[1:] != sides:
+        turned = ""
+        if mask.shape[1:] == sides[::-1]:
+            turned = ", and turned alike: medflare turns a photograph as its EXIF tag says"
         raise DataError(
             f"{entry.masks[0]}: the mask is {format_shape(mask.shape[1:])}, "
-            f"its image {entry.image} is {format_shape(sides)}; store both at one size"
+            f"its image {entry.image} is {format_shape(sides)}; store both at one size{turned}"
         )
     return encode_mask(mask, task, entry.masks)
 

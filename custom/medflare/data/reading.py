@@ -267,7 +267,7 @@ def _read_picture(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
                 _check_alpha(np.asarray(image), path)
             if mask and image.mode == "P":
                 _check_palette(image, path)
-            if image.mode == "LA":
+            if image.mode == "LA" or (image.mode == "1" and not mask):  # white is 255
                 image = image.convert("L")
             elif image.mode.split(";")[0] not in GREY and not (mask and image.mode == "P"):
                 image = image.convert("RGB")
@@ -466,12 +466,13 @@ def _read_nifti(path: Path, bounds: ImageBounds, mask: bool) -> Stored:
 
 
 def _check_forms(image: Any, raw: Any, path: Path) -> None:
-    """Refuse a header whose qform and sform give two spacings, or two orientations.
+    """Refuse a header whose qform and sform give two spacings, or two orientations, of one space.
 
-    They may differ in position, in a small rotation and in shear, which a qform cannot have.
+    They may differ in position, in a small rotation and in shear, which a qform cannot have; with
+    two codes, as of the scanner and of an atlas, in everything.
     """
     lengths = bool((raw["pixdim"][1:4] > 0).all())  # of a qform
-    if raw["qform_code"] <= 0 or raw["sform_code"] <= 0 or not lengths:
+    if raw["qform_code"] <= 0 or raw["qform_code"] != raw["sform_code"] or not lengths:
         return
     try:
         matrix = image.get_qform()

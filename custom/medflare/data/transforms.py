@@ -51,9 +51,9 @@ class Preprocessing:
         return self._resize(image, "bilinear" if len(self._size) == 2 else "trilinear")
 
     def intensities(self, array: np.ndarray) -> Tensor:
-        """The intensity transform alone, float32 (C, h, w)."""
-        with plain_tensors():
-            return self._intensity(torch.as_tensor(array, dtype=torch.float32))
+        """The intensity transform alone, float32 (C, h, w); the array is not changed."""
+        with plain_tensors():  # of a copy: some transforms write into their images
+            return self._intensity(torch.tensor(array, dtype=torch.float32))
 
     def mask(self, array: np.ndarray) -> Tensor:
         """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel; with `image_mode` "patch"

@@ -58,7 +58,7 @@ def search_kits_only() -> None:
     It searches all folders below the kit, or below the folder in which a person starts a command;
     so it would take comm_config.json of a job, which names Python files to run.
     """
-    ConfigFactory.search_config_format = staticmethod(_search_kits_only)  # type: ignore[method-assign]
+    ConfigFactory.search_config_format = staticmethod(_search_kits_only)
 
 
 _SEARCH: Final = ConfigFactory.search_config_format
@@ -73,7 +73,7 @@ def _search_kits_only(
     is_name = not PurePath(init_file_path).parent.parts
     if not folders and is_name:
         return None, None
-    searched = []
+    searched: list[str] = []
     for folder in folders:
         of_kit = [Path(folder, name) for name in _OF_KITS]
         if all(path.is_dir() for path in of_kit):

@@ -25,6 +25,7 @@ from medflare.data.datalist import (
     DatalistItem,
     check_patients,
     folders_without_datalist,
+    read_datalist,
     site_folders,
     site_name,
 )
@@ -32,6 +33,7 @@ from medflare.data.decoding import Source, target_of
 from medflare.data.loading import SiteData, load_site_data, open_source, renumbered_entries
 from medflare.data.local import LocalSettings
 from medflare.data.progress import counted
+from medflare.data.reading import read_stored
 from medflare.data.targets import class_counts, encode_label, scarce_classes, scarce_line
 from medflare.data.transforms import Augmentation, Preprocessing, middle_slice
 from medflare.networks.catalogue import initial_network
@@ -220,6 +222,26 @@ def check_site(
         report.thumbnails = Path(out) / _SHEET
         write_atomically(report.thumbnails, contact_sheet(data, task))
     return report
+
+
+def unreadable_files(root: Path) -> list[str]:
+    """A line for each file of the datalists below a folder that cannot be read, without a task."""
+    lines = []
+    for folder in site_folders(root):
+        labels = [entry.label for entry in read_datalist(folder, "classification")]
+        parts = labels[0] if labels and isinstance(labels[0], list) else labels
+        kind = "segmentation" if any(isinstance(part, str) for part in parts) else "classification"
+        entries = read_datalist(folder, kind)
+        for entry in counted(entries, len(entries), f"{folder.name}, files checked"):
+            files = [(file, False) for file in entry.files if file is not None]
+            if kind == "segmentation":
+                files += [(mask, True) for mask in entry.masks]
+            for file, is_mask in files:
+                try:
+                    read_stored(file, mask=is_mask)
+                except DataError as error:
+                    lines.append(str(error))
+    return lines
 
 
 def _no_sites(root: Path, out: Path | str | None) -> str:

@@ -5,7 +5,7 @@ with its reason.
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -30,6 +30,7 @@ from medflare.data.progress import announce, counted
 from medflare.data.reading import (
     NIFTI,
     PICTURES,
+    dicom_images,
     explained,
     is_segmentation,
     label_values,
@@ -107,13 +108,14 @@ class TaskHints:
 
 
 class DatasetSummary(NamedTuple):
-    """The settings of a task that the data decide, the same with reasons, and whether the images
-    are pictures (not volumes or DICOM).
+    """The settings of a task that the data decide, the same with reasons, whether the images are
+    pictures (not volumes or DICOM), and whether they are said to be CT.
     """
 
     settings: Settings
     choices: tuple[Choice, ...]
     pictures: bool
+    is_ct: bool
 
 
 def propose(root: Path, hints: TaskHints) -> TaskPlan:
@@ -219,7 +221,22 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
         shared_name = str(names_of_sites.pop())
     settings = {"name": hints.name or _plain_name(shared_name), **chosen_settings(choices)}
     pictures = all(suffix(entry.image) in PICTURES for entry in images)
-    return DatasetSummary(settings, tuple(choices), pictures)
+    channels = _channel_names(headers[0].get("channel_names"), folders[0] / FILE)
+    return DatasetSummary(settings, tuple(choices), pictures, _is_ct(images, channels.values()))
+
+
+def _is_ct(images: Sequence[DatalistItem], channels: Iterable[str]) -> bool:
+    """Whether data are said to be CT: by the name of the channel, or by DICOM's modality."""
+    if {name.casefold() for name in channels} == {"ct"}:
+        return True
+    modalities = set()
+    for entry in images:
+        files = sorted(entry.image.iterdir()) if entry.image.is_dir() else [entry.image]
+        first = next(dicom_images(files), None)
+        if first is None:
+            return False
+        modalities.add(tags_of(first, "Modality").get("Modality"))
+    return modalities == {"CT"}
 
 
 def _plain_name(text: str) -> str:
@@ -501,6 +518,8 @@ def _modality(sites: Fingerprints, summary: DatasetSummary, hints: TaskHints) ->
         return Choice("modality", hints.modality, "as given")
     if summary.pictures:
         return Choice("modality", "photo", "pictures whose numbers begin at 0")
+    if summary.is_ct:
+        return Choice("modality", "ct", "as the header or the name of the channel says")
     lowest = min(channel.overall.p0_5 for site in sites for channel in site.channels)
     if lowest < _AIR and summary.settings["channels"] == 1:
         reason = f"intensities down to {lowest:g}, as Hounsfield units have them for air"

@@ -33,6 +33,7 @@ from medflare.data.progress import counted
 from medflare.data.reading import JPEG, stem, suffix
 from medflare.preparation.dataset_import.folders import (
     PATIENT,
+    TABLES,
     WORDS,
     Dataset,
     ImageFolder,
@@ -151,10 +152,13 @@ def _shows(item: Item, number: int) -> bool:
     return bool(item.label == number)
 
 
-def _find_dataset(folder: ImageFolder, options: ImportOptions) -> Dataset:
+def _find_dataset(
+    folder: ImageFolder, options: ImportOptions, *, several_tables: bool = False
+) -> Dataset:
     """A folder's images with labels: by a table, masks by name or folder, or a folder per class.
 
-    DataError if it is unclear, or if a folder beside those of splits may be a split, too.
+    DataError if it is unclear, or if a folder beside those of splits may be a split, too. With
+    `several_tables`, all tables are of these images.
     """
     kind = options.kind
     columns = options.columns
@@ -165,7 +169,8 @@ def _find_dataset(folder: ImageFolder, options: ImportOptions) -> Dataset:
     describes = describes and any(name.mask for name in folder.names.values())
     if requested and len(splits) + len(unused) == 1 and not describes:
         tables = [*splits, *unused]
-    if len(tables) > 1 and len({*splits.values()} - {""}) < len(tables):
+    of_splits = len({*splits.values()} - {""}) == len(tables)
+    if len(tables) > 1 and not of_splits and not several_tables:
         names = ", ".join(map(folder.relative, tables))
         raise DataError(
             f"{folder.root}: {len(tables)} tables ({names}); "
@@ -325,7 +330,7 @@ def _beside_splits(folder: ImageFolder, dataset: Dataset) -> list[Path]:
     names = folder.names
     depth = 0
     classes = set()
-    inner = set()  # folders in those of splits
+    inner: set[str] = set()  # folders in those of splits
     without = []
     for item in dataset.items:
         if not item.split:
@@ -415,7 +420,13 @@ def _read_folder(root: Path, options: ImportOptions) -> tuple[ImageFolder, Datas
             f"{out} is in {root}, so its files would be imported again; take another --out"
         )
     folder = scan_folder(root)
-    dataset = _find_dataset(folder, options)
+    return folder, _checked(folder, _find_dataset(folder, options), options)
+
+
+def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> Dataset:
+    """The images of a folder with its notes; DataError for incomplete ones and wrong files."""
+    root = folder.root
+    out = options.out
     missing = (*folder.unreadable, *dataset.missing)
     notes = (*folder.notes, *dataset.notes)
     if options.sites is None and not options.site_folders:
@@ -438,7 +449,7 @@ def _read_folder(root: Path, options: ImportOptions) -> tuple[ImageFolder, Datas
     check_files(dataset.items, root, folder.slices)
     if out is None:
         _refuse_links(dataset.items, root)
-    return folder, dataset
+    return dataset
 
 
 def _refuse_links(items: Iterable[Item], root: Path) -> None:
@@ -552,11 +563,19 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     of_site = {}
     folders: dict[str, ImageFolder] = {}
     datasets: dict[str, Dataset] = {}
+    of_all = _dataset_of_all(root, paths, options)
     for path in paths:
         out = options.out and options.out / path.name
         of_site[path.name] = replace(options, out=out)
-        folders[path.name], datasets[path.name] = _read_folder(path, of_site[path.name])
-    datasets = _with_all_classes(datasets, root)
+        if of_all is None:
+            folders[path.name], datasets[path.name] = _read_folder(path, of_site[path.name])
+            continue
+        items = [item for item in of_all.items if item.first.is_relative_to(path)]
+        folders[path.name] = scan_folder(path)
+        datasets[path.name] = replace(of_all, items=tuple(items), notes=(), missing=())
+        if not items:
+            raise DataError(f"{path}: the table names no image in it; take the folder out")
+    datasets = _with_all_channels(_with_all_classes(datasets, root), root)
     sites = {}
     of_warning: defaultdict[str, list[str]] = defaultdict(list)  # warning -> its sites
     notes = []
@@ -575,9 +594,28 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
             names = f"{_called(dataset)}, at {first_site} {_called(first)}"
             of_warning[f"its structures are called {names}"].append(site)
     layouts = "; ".join(dict.fromkeys(dataset.layout for dataset in datasets.values()))
+    if of_all is not None:
+        notes += of_all.notes
+        missing += of_all.missing
     dataset = replace(first, notes=tuple(notes), missing=tuple(missing), layout=layouts)
     warnings = [f"{', '.join(names)}: {warning}" for warning, names in of_warning.items()]
     return ImportReport(dataset, sites, options.out or root, tuple(warnings), guessed)
+
+
+def _dataset_of_all(root: Path, sites: Sequence[Path], options: ImportOptions) -> Dataset | None:
+    """The images of all sites' folders by the tables beside these, or None without such tables."""
+    beside = [path for path in sorted(root.iterdir()) if path.is_file() and suffix(path) in TABLES]
+    if options.table is not None:
+        beside = (
+            [] if any(options.table.is_relative_to(site) for site in sites) else [options.table]
+        )
+    elif any(scan_folder(site).tables for site in sites):
+        beside = []
+    if not beside:
+        return None
+    folder = scan_folder(root)
+    dataset = _find_dataset(folder, options, several_tables=options.table is None)
+    return _checked(folder, dataset, replace(options, site_folders=True))
 
 
 def _with_all_classes(datasets: Mapping[str, Dataset], root: Path) -> dict[str, Dataset]:
@@ -607,6 +645,34 @@ def _with_all_classes(datasets: Mapping[str, Dataset], root: Path) -> dict[str, 
     if not differ:
         return dict(datasets)
     return _renumbered(datasets, sorted_labels(names), root)
+
+
+def _with_all_channels(datasets: Mapping[str, Dataset], root: Path) -> dict[str, Dataset]:
+    """The sites' images with the same channels in the same order, None for one without a file.
+
+    DataError for sites whose images have all channels in one file, in different orders.
+    """
+    orders = {site: list(dataset.channels.values()) for site, dataset in datasets.items()}
+    names = sorted(set(chain(*orders.values())))
+    if not all(orders.values()) or len({*map(tuple, orders.values())}) == 1:
+        return dict(datasets)
+    complete = {}
+    for site, dataset in datasets.items():
+        lacking = sorted({*names} - {*orders[site]})
+        items = []
+        for item in dataset.items:
+            if len(item.files) != len(orders[site]):
+                raise DataError(
+                    f"{root}: sites name different channels, {site} {', '.join(orders[site])}; "
+                    "store the same ones in the same order, or a file for each channel"
+                )
+            file_of = dict(zip(orders[site], item.files, strict=True))
+            items.append(replace(item, files=tuple(map(file_of.get, names))))
+        notes = dataset.notes
+        if lacking:
+            notes = (*notes, f"no file of channel {', '.join(lacking)} (null in the datalist)")
+        complete[site] = replace(dataset, items=tuple(items), channels=numbered(names), notes=notes)
+    return complete
 
 
 def _renumbered(

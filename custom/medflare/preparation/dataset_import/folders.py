@@ -43,7 +43,7 @@ LAYOUTS: Final = (
 MAX_CLASSES: Final = 30  # more folders or values are probably not classes
 _IMAGES_OF_CLASS: Final = 2.5  # folders with fewer, in the mean, are probably patients
 WORKBOOK: Final = ".xlsx"
-_TABLES: Final = (".csv", ".tsv", WORKBOOK)
+TABLES: Final = (".csv", ".tsv", WORKBOOK)
 _STRIDE: Final = 16  # between the pixels that are looked at first
 _SAMPLE: Final = 3  # pictures of a folder that are read to tell masks from photographs
 _TAGS: Final = (
@@ -208,12 +208,11 @@ def scan_folder(root: Path) -> ImageFolder:
         if not os.listdir(folder) and folder != root:
             left_out.setdefault("as they are empty", []).append(folder.name)
         pictures = [file for file in files if suffix(file) in image_suffixes()]
-        tables_here = [file for file in files if suffix(file) in _TABLES]
+        tables_here = [file for file in files if suffix(file) in TABLES]
         dicom = [file for file in files if file.is_file() and is_dicom(file)]
         readable, damaged, without_image = _read_headers(dicom)
         others += without_image
-        for file in damaged:
-            unreadable.append(f"{file.relative_to(root).as_posix()}: cannot be read as DICOM")
+        unreadable += [line.removeprefix(f"{root}/") for line in damaged]
         only_slices = not pictures and not tables_here and folder != root
         series_headers, apart = _dicom_series(folder, readable, only_slices)
         headers |= series_headers
@@ -358,23 +357,26 @@ class _Header(NamedTuple):
     picture: bool  # whether it is no slice, see `_PICTURES`
 
 
-def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[Path], list[Path]]:
-    """The headers of DICOM images, the files that cannot be read, and objects without an image."""
+def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[str], list[Path]]:
+    """The headers of DICOM images, a line for each file that cannot be read, and objects without an
+    image.
+    """
     headers = {}
     damaged = []
     others = []
     for file in files:
+        problem = f"{file}: the file is cut off; export it again, or leave it out"
+        tags = None
         try:
             with explained(file):
                 tags = tags_of(file, *_TAGS)
-        except DataError:
+        except DataError as error:
+            problem = str(error)
+        if tags is None or "Rows" not in tags:
             if is_other_object(file):
                 others.append(file)
             else:
-                damaged.append(file)
-            continue
-        if "Rows" not in tags:
-            others.append(file)
+                damaged.append(problem)
             continue
         series = str(tags.get("SeriesInstanceUID", file))
         patient = patient_id(str(tags.get("PatientID", "") or ""))
@@ -648,14 +650,17 @@ def pair_masks(folder: ImageFolder) -> Dataset:
             missing.append(_line_without_mask(folder, path))
     unlabelled = len(without) - len(missing)
     notes = [f"{unlabelled} test images without masks are not used"] if unlabelled else []
+    for number, channel in enumerate(channels):
+        lacking = sum(item.files[number] is None for item in items)
+        if lacking:
+            notes.append(
+                f"{lacking} images lack a file of channel {channel} (null in the datalist)"
+            )
     layout = "images and masks by name"
     if len(channels) > 1:
         layout += f", a file per channel ({', '.join(channels)})"
     labels, channel_names = _read_header(folder)
-    if not channel_names:
-        for number, name in enumerate(channels):
-            if name and not name.isdecimal():
-                channel_names[str(number)] = name
+    channel_names = channel_names or _named_channels(channels)
     labels = labels or _segment_labels(folder.segmented)
     return Dataset(
         "segmentation",
@@ -667,6 +672,25 @@ def pair_masks(folder: ImageFolder) -> Dataset:
         (*missing, *missing_images),
         structure="" if labels else _structure_of(folder),
     )
+
+
+def _named_channels(channels: Sequence[str]) -> dict[str, str]:
+    """Number of a channel as text -> the word at the end of its files' names."""
+    named = {}
+    for number, name in enumerate(channels):
+        if name and not name.isdecimal():
+            named[str(number)] = name
+    return named
+
+
+def _lines_without_channel(items: Sequence[Item], channels: Sequence[str]) -> list[str]:
+    """A line for each channel of which some images have no file."""
+    lines = []
+    for number, channel in enumerate(channels):
+        lacking = sum(item.files[number] is None for item in items)
+        if lacking:
+            lines.append(f"{lacking} images lack a file of channel {channel} (null in the list)")
+    return lines
 
 
 def _structure_of(folder: ImageFolder) -> str:

@@ -169,6 +169,12 @@ def _header_and_rows(
                 "with the separator in quotes, and take lines above the names of columns out"
             )
         rows[line] = [*cells, *[""] * len(header)][: len(header)]
+    named = sum(map(bool, header))
+    if rows and len(header) > 2 * named:
+        raise ValueError(
+            f"its first line has {named} names for {len(header)} columns; take lines above the "
+            "names of columns out"
+        )
     for number, name in enumerate(header):
         if name in header[:number] and name:
             raise ValueError(f"two columns are called {name!r}; rename one")
@@ -423,10 +429,10 @@ def described(
                 )
     complete = []
     for item in items:
-        cells = cells_of.get(item.first)
-        if cells is None:
+        if item.first not in cells_of:
             complete.append(item)
             continue
+        cells = cells_of[item.first]
         attributes = (cells.get(name) for name in ("sex", "age", "scanner"))
         split = "" if redraw else _split_of(cells.get("split", ""), str(path))
         complete.append(
@@ -722,7 +728,7 @@ def _folders_of(inner: Sequence[str]) -> list[str]:
         ['data', 'data/p1', 'p1']
     """
     parts = list(map(composed, inner))
-    names = {}
+    names: dict[str, None] = {}
     for start in range(len(parts)):
         for end in range(start, len(parts)):
             names["/".join(parts[start : end + 1])] = None

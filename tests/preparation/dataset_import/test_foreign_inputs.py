@@ -1,0 +1,307 @@
+"""Data sets as hospitals and public archives deliver them: each is read as it is meant, or asked about in one line."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.downloaded_folders import picture, table
+from helpers.volume_sites import change, dicom_series
+from medflare.cli import main
+from medflare.core.errors import DataError
+from medflare.preparation.dataset_import.datalists import ImportOptions, ImportReport, import_folder
+from medflare.preparation.dataset_import.tables import Columns
+from medflare.preparation.proposing import TaskHints, propose
+from preparation.dataset_import.test_segmentation_layouts import files
+
+NUMBERS = range(10)
+
+
+def imported(root: Path, **options: Any) -> ImportReport:
+    return import_folder(root, ImportOptions(**options))
+
+
+def error_of(root: Path, **options: Any) -> str:
+    """The error of one line, after which nothing was written."""
+    with pytest.raises(DataError) as error:
+        imported(root, **options)
+    assert "\n" not in str(error.value) and not [*root.rglob("datalist.json")]
+    return str(error.value)
+
+
+def entries(root: Path) -> dict[str, dict[str, Any]]:
+    """Image (or its first file) -> its entry with its split."""
+    content = json.loads((root / "datalist.json").read_text())
+    named = {}
+    for split in ("training", "validation", "test"):
+        for entry in content[split]:
+            image = entry["image"]
+            named[image if isinstance(image, str) else image[0]] = {**entry, "split": split}
+    return named
+
+
+# -- tables without labels -------------------------------------------------------------------------
+
+
+def test_a_table_of_totalsegmentator_gives_splits_and_people(tmp_path: Path) -> None:
+    for number in NUMBERS:
+        for name in ("ct", "segmentations/liver", "segmentations/spleen"):
+            files(tmp_path, f"s00{number:02}/{name}.nii.gz{'*' if '/' in name else ''}")
+    lines = []
+    for number in NUMBERS:
+        split = "test" if number > 7 else "train"
+        lines.append((f"s00{number:02}", 50 + number, "mf"[number % 2], split, "AB"[number % 2]))
+    header = ("image_id", "age", "gender", "split", "institute")
+    table(tmp_path / "meta.csv", header, *lines)
+    imported(tmp_path)
+    entry = entries(tmp_path)["s0008/ct.nii.gz"]
+    assert (entry["split"], entry["age"], entry["sex"]) == ("test", 58, "male")
+    out = tmp_path.parent / "sites"
+    report = imported(tmp_path, columns=Columns(site="institute"), out=out)
+    assert {site: len(items) for site, items in report.sites.items()} == {"A": 5, "B": 5}
+
+
+def test_a_table_of_bids_describes_its_participants(tmp_path: Path) -> None:
+    for number in NUMBERS:
+        subject = f"sub-{number:02}"
+        for session in ("ses-1", "ses-2"):
+            name = f"{subject}/{session}/anat/{subject}_{session}"
+            files(tmp_path, f"{name}_T1w.nii.gz")
+            files(tmp_path, f"derivatives/manual/{name}_label-lesion_mask.nii.gz*")
+    rows = [(f"sub-{number:02}", 40 + number, "F") for number in NUMBERS]
+    table(tmp_path / "participants.tsv", ("participant_id", "age", "sex"), *rows)
+    report = imported(tmp_path)
+    assert report.dataset.structure == "lesion" and not report.warnings
+    entry = entries(tmp_path)["sub-03/ses-2/anat/sub-03_ses-2_T1w.nii.gz"]
+    assert (entry["patient"], entry["age"], entry["sex"]) == ("sub-03", 43, "female")
+
+
+def test_rows_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    files(tmp_path, "s0{n}/ct.nii.gz", "s0{n}/segmentation.nii.gz*")
+    rows = [("s01", 50), ("s01", 60), *[(f"s0{number}", 50) for number in range(2, 10)]]
+    table(tmp_path / "meta.csv", ("patient", "age"), *rows)
+    assert "line 3: says something else of s01/ct.nii.gz" in error_of(tmp_path)
+
+
+# -- tables that name files in other ways ----------------------------------------------------------
+
+
+def graded(root: Path, names: list[str]) -> list[tuple[str, str]]:
+    for name in names:
+        picture(root / name)
+    return [(name, "ab"[number % 2]) for number, name in enumerate(names)]
+
+
+def test_numbers_that_excel_has_shortened_name_files(tmp_path: Path) -> None:
+    graded(tmp_path, [f"{number:03}.png" for number in NUMBERS])
+    table(tmp_path / "t.csv", ("image", "label"), *[(n, "ab"[n % 2]) for n in NUMBERS])
+    assert len(imported(tmp_path).sites[""]) == 10
+    assert entries(tmp_path)["007.png"]["label"] == 1
+
+
+@pytest.mark.parametrize("cell", ["{p}", "data/{p}", "data\\{p}\\", "{p}/study1"])
+def test_a_row_of_a_folder_is_of_all_its_images(cell: str, tmp_path: Path) -> None:
+    for number in NUMBERS:
+        for view in "ab":
+            picture(tmp_path / "data" / f"pat{number:02}" / "study1" / f"{view}.png")
+    rows = [(cell.format(p=f"pat{number:02}"), "xy"[number % 2]) for number in NUMBERS]
+    table(tmp_path / "t.csv", ("study", "label"), *rows)
+    report = imported(tmp_path)
+    assert len(entries(tmp_path)) == 20 and "not used" not in report.render()
+    splits: dict[str, set[str]] = {}
+    for image, entry in entries(tmp_path).items():
+        splits.setdefault(image.split("/")[1], set()).add(entry["split"])
+    assert all(len(of_patient) == 1 for of_patient in splits.values())
+
+
+def test_two_series_of_a_patient_stay_in_one_split(tmp_path: Path) -> None:
+    """As the error asks, the table has whole paths in the column of patients."""
+    rows = []
+    for number in NUMBERS:
+        for series in "ab":
+            folder = tmp_path / f"p{number}" / series
+            folder.parent.mkdir(exist_ok=True)
+            uid = f"1.2.{number}.{ord(series)}"
+            change(dicom_series(folder), PatientID=f"P{number}", SeriesInstanceUID=uid)
+            rows.append((f"p{number}/{series}", number % 2))
+    table(tmp_path / "t.csv", ("PatientID", "label"), *rows)
+    imported(tmp_path)
+    named = entries(tmp_path)
+    for number in NUMBERS:
+        pair = [named[f"p{number}/{series}"] for series in "ab"]
+        assert pair[0]["split"] == pair[1]["split"] and pair[0]["patient"] == f"P{number}"
+
+
+def test_a_row_without_a_site_is_incomplete(tmp_path: Path) -> None:
+    names = graded(tmp_path / "i", [f"{number}.png" for number in range(16)])
+    rows = [(*row, "AB"[number // 8]) for number, row in enumerate(names)]
+    rows[0] = (*rows[0][:2], "")
+    table(tmp_path / "i" / "t.csv", ("image", "label", "clinic"), *rows)
+    options = {"columns": Columns(site="clinic"), "out": tmp_path / "out"}
+    assert "line 2: no site" in error_of(tmp_path / "i", **options)
+    assert [*imported(tmp_path / "i", skip=True, **options).sites] == ["A", "B"]
+
+
+def test_a_title_above_the_names_of_columns_is_refused(tmp_path: Path) -> None:
+    rows = [(name, label, "") for name, label in graded(tmp_path, [f"{n}.png" for n in NUMBERS])]
+    table(tmp_path / "t.csv", ("Export of 3 May", "", ""), ("image", "label", "note"), *rows)
+    assert "take lines above the names of columns out" in error_of(tmp_path)
+
+
+def test_a_table_elsewhere_that_names_no_image(tmp_path: Path) -> None:
+    graded(tmp_path / "i", [f"{number}.png" for number in NUMBERS])
+    other = table(
+        tmp_path / "other.csv", ("image", "label"), *[(f"x{n}", "ab"[n % 2]) for n in NUMBERS]
+    )
+    assert "other.csv names no image of the folder" in error_of(tmp_path / "i", table=other)
+
+
+# -- a table beside the folders of sites -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+def test_tables_beside_the_folders_of_sites(tables: int, tmp_path: Path) -> None:
+    rows = []
+    for site in ("north", "south"):
+        rows += [(f"{site}{n}.png", "xy"[n % 2]) for n in NUMBERS]
+        for number in NUMBERS:
+            picture(tmp_path / site / f"{site}{number}.png")
+    for number in range(tables):
+        part = rows[number * 10 :] if number == tables - 1 else rows[:10]
+        table(tmp_path / f"base{number}.csv", ("image", "grade"), *part)
+    report = imported(tmp_path, site_folders=True)
+    assert {site: len(items) for site, items in report.sites.items()} == {"north": 10, "south": 10}
+    assert entries(tmp_path / "south")["south3.png"]["label"] == 1
+    for site in ("north", "south"):
+        (tmp_path / site / "datalist.json").unlink()
+    (tmp_path / "south" / "south3.png").unlink()
+    assert "no file for 'south3.png'" in error_of(tmp_path, site_folders=True)
+
+
+# -- patients --------------------------------------------------------------------------------------
+
+
+def test_folders_of_patients_are_proposed_and_found(tmp_path: Path) -> None:
+    files(tmp_path, "Pat 0{n}/2019/scan.nii.gz", "Pat 0{n}/2019/mask.nii.gz*")
+    files(tmp_path, "Pat 0{n}/2020/scan.nii.gz", "Pat 0{n}/2020/mask.nii.gz*")
+    [warning] = imported(tmp_path).warnings
+    assert "--patient '^([^/]+)/' (if the folders Pat 00, ... are patients)" in warning
+    for pattern in ("^([^/]+)/", r"(Pat \d+)"):
+        report = imported(tmp_path, patient=pattern, force=True)
+        assert (
+            not report.warnings
+            and entries(tmp_path)["Pat 03/2020/scan.nii.gz"]["patient"] == "Pat 03"
+        )
+
+
+def test_patients_in_two_spellings_are_refused(tmp_path: Path) -> None:
+    rows = [
+        (name, grade, "P01" if n == 3 else f"p0{n // 2}")
+        for n, (name, grade) in enumerate(graded(tmp_path, [f"{n}.png" for n in NUMBERS]))
+    ]
+    table(tmp_path / "t.csv", ("image", "label", "patient"), *rows)
+    assert "patients p01 and P01 are one name" in error_of(tmp_path)
+
+
+# -- splits ----------------------------------------------------------------------------------------
+
+
+def test_short_names_of_splits_are_read(tmp_path: Path) -> None:
+    for split, number in (("Tr", 0), ("Va", 1), ("Ts", 2)):
+        files(
+            tmp_path,
+            f"{split}/images/{number}{{n}}.nii.gz",
+            f"{split}/labels/{number}{{n}}.nii.gz*",
+        )
+    report = imported(tmp_path)
+    splits = {image[:2]: entry["split"] for image, entry in entries(tmp_path).items()}
+    assert splits == {"Tr": "training", "Va": "validation", "Ts": "test"} and report.guessed
+
+
+def test_a_folder_that_may_be_a_split_is_asked_about(tmp_path: Path) -> None:
+    for folder, number in (("set-a-train", 0), ("heldout", 1)):
+        files(
+            tmp_path,
+            f"{folder}/images/{number}{{n}}.nii.gz",
+            f"{folder}/labels/{number}{{n}}.nii.gz*",
+        )
+    text = error_of(tmp_path)
+    assert "in no folder of a split, but others are: heldout/" in text and "--redraw" in text
+
+
+def test_validation_images_alone_are_refused(tmp_path: Path) -> None:
+    for number in NUMBERS:
+        picture(tmp_path / "val" / "ab"[number % 2] / f"{number}.png")
+    text = error_of(tmp_path)
+    assert "no image is for training" in text and "--redraw" in text
+    assert len(imported(tmp_path, redraw=True).sites[""]) == 10
+
+
+# -- masks and channels ----------------------------------------------------------------------------
+
+
+def test_without_masks_the_error_says_how_they_are_called(tmp_path: Path) -> None:
+    files(tmp_path, "{n}.nii.gz")
+    text = error_of(tmp_path, kind="segmentation")
+    assert "none of 10 images is called as masks are" in text and "--mask-column" in text
+
+
+def test_a_channel_that_a_hospital_lacks_is_null_there(tmp_path: Path) -> None:
+    for site, channels in (("A", ("flair", "t1", "t2")), ("B", ("t1", "t2"))):
+        for channel in (*channels, "seg*"):
+            name = channel.rstrip("*")
+            star = "*" if channel.endswith("*") else ""
+            files(tmp_path, f"{site}/p{{n}}/p{{n}}_{name}.nii.gz{star}")
+    (tmp_path / "A" / "p3" / "p3_t1.nii.gz").unlink()
+    text = imported(tmp_path, site_folders=True).render()
+    assert (
+        "B: no file of channel flair" in text and "A: 1 images lack a file of channel t1 " in text
+    )
+    content = json.loads((tmp_path / "B" / "datalist.json").read_text())
+    assert content["channel_names"] == {"0": "flair", "1": "t1", "2": "t2"}
+    image = content["training"][0]["image"]
+    assert image[0] is None and [name.rpartition("_")[2] for name in image[1:]] == [
+        "t1.nii.gz",
+        "t2.nii.gz",
+    ]
+    assert entries(tmp_path / "A")["p3/p3_flair.nii.gz"]["image"][1] is None
+
+
+# -- what is said of the images --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["header", "dicom"])
+def test_a_ct_without_air_is_a_ct(source: str, tmp_path: Path) -> None:
+    for number in NUMBERS:
+        folder = tmp_path / "xy"[number % 2] / f"{number}"
+        folder.parent.mkdir(exist_ok=True)
+        if source == "dicom":
+            change(
+                dicom_series(folder), PatientID=f"P{number}", SeriesInstanceUID=f"1.2.3.{number}"
+            )
+    if source == "header":
+        shutil.rmtree(tmp_path / "x")
+        shutil.rmtree(tmp_path / "y")
+        files(tmp_path, "imagesTr/{n}_0000.nii.gz", "labelsTr/{n}.nii.gz*")
+        header = {"channel_names": {"0": "CT"}, "labels": {"background": 0, "liver": 1}}
+        (tmp_path / "dataset.json").write_text(json.dumps(header))
+    imported(tmp_path)
+    reasons = [
+        choice for choice in propose(tmp_path, TaskHints()).choices if choice.setting == "modality"
+    ]
+    assert [choice.value for choice in reasons] == ["ct"]
+
+
+def test_every_file_that_cannot_be_read_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files(tmp_path, "{n}.png", "{n}_mask.png*")
+    imported(tmp_path)
+    for name in ("1.png", "4_mask.png"):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:60])
+    assert main(["data", "check", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert [line.partition(":")[0] for line in shown.out.splitlines()].count("PROBLEM") == 2
+    assert "no task can be proposed" in shown.err
