@@ -91,7 +91,7 @@ def init(
         patient_column (NAME): ID of the patient
         site_column (NAME): Name of the site; a folder each, below --out
         split_column (NAME): train, val or test
-        patient (REGEX): Patient in the file name, its first group: '^(p\\d+)'
+        patient (REGEX): Patient in the file name, else in the path, its first group: '^(p\\d+)'
         shares (T,V,T): Patients for training, validation and test
         redraw: Draw the splits, also if the folder names them
         seed: Of the random splits and sites
