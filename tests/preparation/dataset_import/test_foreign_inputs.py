@@ -101,12 +101,17 @@ def test_numbers_that_excel_has_shortened_name_files(tmp_path: Path) -> None:
     assert entries(tmp_path)["007.png"]["label"] == 1
 
 
-@pytest.mark.parametrize("cell", ["{p}", "data/{p}", "data\\{p}\\", "{p}/study1"])
+@pytest.mark.parametrize(
+    "cell", ["{p}", "data/{p}", "data\\{p}\\", "{p}/study1", "{root}/data/{p}/"]
+)
 def test_a_row_of_a_folder_is_of_all_its_images(cell: str, tmp_path: Path) -> None:
     for number in NUMBERS:
         for view in "ab":
             picture(tmp_path / "data" / f"pat{number:02}" / "study1" / f"{view}.png")
-    rows = [(cell.format(p=f"pat{number:02}"), "xy"[number % 2]) for number in NUMBERS]
+    rows = []
+    for number in NUMBERS:
+        named = cell.format(p=f"pat{number:02}", root=tmp_path.name)
+        rows.append((named, "xy"[number % 2]))
     table(tmp_path / "t.csv", ("study", "label"), *rows)
     report = imported(tmp_path)
     assert len(entries(tmp_path)) == 20 and "not used" not in report.render()

@@ -764,9 +764,12 @@ def _patient_option(images: Sequence[Path], root: Path) -> str:
     """The option that reads the patient from file names, or from the folders of several images; its
     pattern fits them, as far as some have the same first part of their name.
     """
-    folders = Counter(image.relative_to(root).parts[0] for image in images)
-    if max(folders.values()) > 1 and all(map(PATIENT.search, folders)):
-        return f"--patient '^([^/]+)/' (if the folders {min(folders)}, ... are patients)"
+    inner = [image.relative_to(root).parent.parts for image in images]
+    for level in range(min(map(len, inner))):
+        folders = Counter(parts[level] for parts in inner)
+        if max(folders.values()) > 1 and all(map(PATIENT.search, folders)):
+            above = "[^/]+/" * level
+            return f"--patient '^{above}([^/]+)/' (if the folders {min(folders)}, ... are patients)"
     first_parts = [_FIRST_PART.match(path.stem) for path in images]
     patients = {part[1] for part in first_parts if part}
     if None in first_parts or not 1 < len(patients) < len(images):

@@ -373,7 +373,7 @@ def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[str]
         except DataError as error:
             problem = str(error)
         if tags is None or "Rows" not in tags:
-            if is_other_object(file):
+            if is_other_object(file) or file.name.upper() == "DICOMDIR":
                 others.append(file)
             else:
                 damaged.append(problem)

@@ -651,8 +651,10 @@ class _FileFinder:
         return any(frame[name].map(self._of_patient).any() for name in columns)
 
     def _of_patient(self, cell: str) -> list[Path]:
-        """The images of a patient, or below a folder."""
-        return self._by_patient.get(cell.replace("\\", "/").strip("/"), [])
+        """The images of a patient, or below a folder, whose path may begin with the whole one's."""
+        path = cell.replace("\\", "/").strip("/")
+        inner = path.removeprefix(f"{self._folder.root.resolve().name}/")
+        return self._by_patient.get(path) or self._by_patient.get(inner, [])
 
     def images(self, cell: str, location: str) -> Sequence[Path]:
         """The image that a cell names, otherwise those of a patient: of DICOM's PatientID, or in
