@@ -209,7 +209,7 @@ executors = [ { tasks = ["*"], executor { path = ${%s}, args { seed = 0 } } } ]
 """
 
 
-def test_configuration_in_another_format_is_refused_unread(
+def test_further_configuration_is_refused_unread(
     federation: ProvisionedFederation, job: Path, tmp_path: Path
 ) -> None:
     """FLARE's HOCON includes files of the party, environment variables and pages of its network."""
@@ -271,7 +271,7 @@ def _in_another_format(job: Path, copy: Path, removed: str, name: str, text: str
             ),
         )
     path = sites / "config" / name
-    if path.parent.name == "config":
+    if path.parent.name == "config" and name.startswith("config_fed"):
         (path.parent / removed).unlink()
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
