@@ -1,6 +1,7 @@
 """The order of a server's requests: what a hostile server asks is refused, what an honest one repeats is answered."""
 
 import csv
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,21 @@ def test_evaluations_of_a_study_are_counted_over_all_jobs(tmp_path: Any) -> None
             ask(asked, 4, FINALIZE, ROUNDS)
     rows = (tmp_path / "record" / "evaluations.csv").read_text().splitlines()
     assert len(rows) == 3 and "job-0" in rows[1] and "job-1" in rows[2]
+
+
+def test_metrics_on_validation_images_are_counted_over_all_jobs(tmp_path: Path) -> None:
+    """A server can ask by each model whether a pixel of a patient is above a value."""
+    (tmp_path / "datalist.json").write_text("{}")
+    for job in range(3):
+        record = StudyRecord(tmp_path / "record", tmp_path, f"job-{job}", 9, most_validations=2)
+        asked = participant(study=lambda record=record: record)
+        if job == 2:
+            with pytest.raises(ConfigError, match=r"reported 2 metrics .* bounds\.validations"):
+                ask(asked, 0, "train", 0)
+            continue
+        metrics = ask(asked, 0, "train", 0).meta["validation"]
+        assert len(metrics) == 1 and None not in metrics.values()
+    assert json.loads((tmp_path / "record" / "validations.json").read_text()) == {"models": 2}
 
 
 def test_the_plain_loop_begins_anew_in_the_folder_of_an_earlier_run(tmp_path: Any) -> None:

@@ -209,6 +209,8 @@ class Bounds(ImageBounds):
     rounds: NonNegativeInt = 10_000  # of one job
     # largest `batch_size`, `accumulate` and `patches_per_image` of a task
     batch: _AtLeastOne = 2**16
+    # metrics of models on validation images, over all jobs on one data folder
+    validations: _AtLeastOne = 20_000
 
 
 @strict_dataclass

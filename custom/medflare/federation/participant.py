@@ -69,6 +69,7 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.base import SiteAlgorithm
 from medflare.methods.fedavg.site import MODEL
 from medflare.methods.method import Method
+from medflare.methods.parts.measured import VALIDATION
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.training.site import Site
@@ -219,7 +220,9 @@ class Participant:
                 if phase == CROSS_SITE:
                     return self._cross_site(site, incoming)
                 reply = algorithm.perform(phase, round, incoming)
-                return self._suppression.suppressed(reply, algorithm.phase(phase), algorithm.plan)
+                reply = self._suppression.suppressed(reply, algorithm.phase(phase), algorithm.plan)
+                self._note_validations(reply)
+                return reply
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"site {self.name}: the GPU's memory is full in '{phase}' of round {round}; "
@@ -227,6 +230,14 @@ class Participant:
             ) from error
         finally:
             self.note_step(phase, round, rounds, False)
+
+    def _note_validations(self, reply: Message) -> None:
+        """Count the metrics on validation images that leave with a reply."""
+        metrics = (reply.get(VALIDATION) or {}).values()
+        reported = sum(value is not None for value in metrics)
+        study = self.study() if reported else None
+        if study is not None:
+            study.note_validations(reported, self.name)
 
     def _enrol(self, round: int, incoming: Message) -> Message:
         """Check that server and site run the same federation, and report the site's data.

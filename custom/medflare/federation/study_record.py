@@ -2,7 +2,7 @@
 
 The first job fixes which images are used, with which labels, in which split: from the counts and
 metrics of two jobs that differ in them, those of single patients could be computed. Each evaluation
-on test images is noted.
+on test images is noted, and the number of those on validation images.
 """
 
 import csv
@@ -17,12 +17,13 @@ from typing import Any
 from medflare.core.errors import ConfigError
 from medflare.core.store import csv_text, file_digest, locked, write_atomically, write_json
 from medflare.data.datalist import FILE
-from medflare.data.local import PLACE
+from medflare.data.local import PLACE, Bounds
 from medflare.data.targets import counts_by_image
 from medflare.training.site import Site
 
 SELECTION = "selection.json"  # the file that a site deletes to allow another selection
 EVALUATIONS = "evaluations.csv"
+VALIDATIONS = "validations.json"
 _LOCK = ".lock"
 _SLICE = re.compile(r"\[\d+\]\Z")  # the end of the name of a volume's slice
 _COLUMNS = ("time", "job", "phase", "models")
@@ -40,6 +41,7 @@ class StudyRecord:
         private: whether the site has a privacy budget; then the split stays that of the first job
             also when the datalist changes: evaluations must not reach patients that DP-SGD has
             trained on.
+        most_validations: `Bounds.validations`.
     """
 
     folder: Path
@@ -47,6 +49,7 @@ class StudyRecord:
     job: str
     most_evaluations: int
     private: bool = False
+    most_validations: int = Bounds.validations
 
     def fix_selection(self, site: Site) -> None:
         """Note the selection and split of the first job; a changed datalist begins anew.
@@ -95,6 +98,27 @@ class StudyRecord:
                 )
             row = {"time": _now(), "job": self.job, "phase": phase, "models": models}
             write_atomically(path, csv_text([*earlier, row], _COLUMNS).encode())
+
+    def note_validations(self, models: int, site: str) -> None:
+        """Note that metrics of so many models on validation images leave the site.
+
+        Each answers a question about these images, and a server can ask what it likes by the model
+        that it sends: whether a pixel of a patient is above a value.
+
+        Raises:
+            ConfigError: with these the study has more than the site allows.
+        """
+        path = self.folder / VALIDATIONS
+        with locked(self.folder / _LOCK):
+            noted = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            earlier = noted.get("models", 0)
+            if earlier + models > self.most_validations:
+                raise ConfigError(
+                    f"site {site}: its jobs have reported {earlier} metrics on the validation "
+                    f"images of this data; bounds.validations in its {PLACE} allows "
+                    f"{self.most_validations}"
+                )
+            write_json(path, {"models": earlier + models})
 
 
 def study_folder(records: Path, data: Path) -> Path:

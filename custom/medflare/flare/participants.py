@@ -123,6 +123,7 @@ class ParticipantSpec:
                 data=root,
                 job=self.folder.name,
                 most_evaluations=local.bounds.evaluations,
+                most_validations=local.bounds.validations,
                 private=local.privacy is not None,
             )
 
