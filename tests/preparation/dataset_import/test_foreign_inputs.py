@@ -10,25 +10,11 @@ import pytest
 from helpers.downloaded_folders import picture, table
 from helpers.volume_sites import change, dicom_series
 from medflare.cli import main
-from medflare.core.errors import DataError
-from medflare.preparation.dataset_import.datalists import ImportOptions, ImportReport, import_folder
 from medflare.preparation.dataset_import.tables import Columns
 from medflare.preparation.proposing import TaskHints, propose
-from preparation.dataset_import.test_segmentation_layouts import files
+from preparation.dataset_import.test_segmentation_layouts import error_of, files, imported
 
 NUMBERS = range(10)
-
-
-def imported(root: Path, **options: Any) -> ImportReport:
-    return import_folder(root, ImportOptions(**options))
-
-
-def error_of(root: Path, **options: Any) -> str:
-    """The error of one line, after which nothing was written."""
-    with pytest.raises(DataError) as error:
-        imported(root, **options)
-    assert "\n" not in str(error.value) and not [*root.rglob("datalist.json")]
-    return str(error.value)
 
 
 def entries(root: Path) -> dict[str, dict[str, Any]]:
