@@ -92,6 +92,24 @@ def test_metrics_of_few_patients_are_suppressed(minimum: int, validation: bool, 
         assert message_problem(reply, "A") is None
 
 
+def test_a_site_whose_role_changes_is_opened_again() -> None:
+    """Only an inside site compares a task with its bounds of training."""
+    roles: list[str] = []
+
+    def opened(role: str) -> Site:
+        roles.append(role)
+        if role == "inside":
+            raise ConfigError("beyond the site's bounds")
+        return squares.site("A")
+
+    participant = Participant("A", opened, get_method("fedavg"), {})
+    for _ in range(2):
+        participant.answer(ENROL, 0, Message({}, {"role": "outside", "sites": ["B", "C"]}))
+    assert roles == ["outside"]
+    with pytest.raises(ConfigError, match="beyond"):
+        participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
+
+
 def test_a_report_that_cannot_be_written_is_a_warning() -> None:
     class Full(ArtifactStore):
         def finish(self, *arguments: Any) -> None:
@@ -260,6 +278,8 @@ def test_a_site_that_does_not_train_cannot_choose_a_personal_model() -> None:
         ("robust", {"rule": "median"}, {}, False),
         ("robust", {"rule": "krum"}, {}, True),
         ("robust", {"rule": "krum"}, {"combined_sites": 2}, True),
+        ("ifca", {"clusters": 2}, {}, True),  # a site may be alone in its cluster
+        ("ifca", {"clusters": 1}, {}, False),
     ],
 )
 def test_a_site_whose_update_may_be_used_alone_does_not_train(

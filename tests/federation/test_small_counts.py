@@ -24,6 +24,7 @@ from medflare.federation.suppression import has_small_cell, small_report
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
 from medflare.tasks.classes import Cases, class_report
+from medflare.tasks.config import TaskConfig, UnreadableLimit
 from medflare.training.opening import open_site
 
 MINIMUM: Final = 5
@@ -113,6 +114,55 @@ def test_a_second_job_selects_and_splits_as_the_first(method: str, job: str, rep
     assert replies(method, replace(FIRST, name="renamed"))[0] is None, (
         "any job with the selection of the first one"
     )
+
+
+def test_a_selection_that_cannot_be_opened_is_answered_as_another_one(
+    data: Path, tmp_path: Path
+) -> None:
+    """Else a limit of unreadable images, bisected, tells how many images any selection has."""
+    record = StudyRecord(tmp_path / "record", data / "a", "one", 1000)
+    invitation = Message({}, {"role": "inside", "sites": list(SITES)})
+
+    def answer(task: TaskConfig) -> str:
+        site = Participant(
+            "a",
+            lambda role: open_site("a", task, data_root=data),
+            get_method("fedavg"),
+            {},
+            study=lambda: record,
+        )
+        with pytest.raises(Exception) as caught:
+            site.answer("enrol", 0, invitation)
+        return f"{type(caught.value).__name__} {caught.value}"
+
+    nowhere = replace(FIRST, label_values={"dark": [0], "medium": [77]}, resplit=3)
+    nothing = replace(FIRST, label_values={"dark": [66], "medium": [77]})
+    limit = replace(FIRST, unreadable="skip", unreadable_limit=UnreadableLimit(0.5, 1))
+    assert answer(nothing).startswith("DataError")
+    record.fix_selection(open_site("a", FIRST, data_root=data))
+    lines = {answer(task) for task in (nowhere, nothing, limit, *JOBS.values())}
+    assert len(lines) == 1 and "ConfigError" in lines.pop()
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_lead_can_correct_a_few_first_jobs(data: Path, tmp_path: Path, private: bool) -> None:
+    """A site's refusal tells something of its counts, so that only a few selections are tried."""
+    record = StudyRecord(tmp_path / "record", data / "a", "one", 1000, private)
+    first = open_site("a", FIRST, data_root=data)
+    other = open_site("a", JOBS["another split"], data_root=data)
+    for job in range(5):
+        attempt = replace(record, job=f"refused {job}")
+        attempt.fix_selection(first)
+        attempt.note_refusal()
+        if private:
+            break
+        assert not record.is_fixed()
+    attempt = replace(record, job="refused again")
+    attempt.fix_selection(first)
+    attempt.note_refusal()
+    assert record.is_fixed()
+    with pytest.raises(ConfigError, match="earlier job"):
+        replace(record, job="other").fix_selection(other)
 
 
 def test_the_site_allows_another_selection(data: Path, tmp_path: Path) -> None:

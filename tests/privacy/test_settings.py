@@ -114,8 +114,9 @@ class TestSupport:
             squares.algorithm(FedAvgSite, task=task, **PRIVATE)
 
     def test_delta_must_be_below_one_by_patients(self, task: TaskConfig) -> None:
-        with pytest.raises(ConfigError, match="dp_delta"):
+        with pytest.raises(ConfigError, match="dp_delta") as caught:
             squares.algorithm(FedAvgSite, task=task, **PRIVATE, dp_delta=0.09)
+        assert "12" not in str(caught.value), "the lead reads the line, and not how many they are"
         # outside: it never trains.
         squares.algorithm(FedAvgSite, "O", task=task, **PRIVATE, dp_delta=0.09)
 

@@ -8,7 +8,13 @@ from torch import Tensor
 from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.data.loading import Split
-from medflare.training.batches import in_order, in_random_order, read_ahead, sampling_weights
+from medflare.training.batches import (
+    check_drawn,
+    in_order,
+    in_random_order,
+    read_ahead,
+    sampling_weights,
+)
 
 LABELS = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 2])
 
@@ -71,7 +77,7 @@ def test_weights_of_the_task_and_absent_classes() -> None:
         [1 / 6] * 6 + [1.5] * 2 + [0.0]
     )
     with pytest.raises(ConfigError, match="weights"):
-        sampling_weights(task, torch.tensor([2, 2]))
+        check_drawn(task, sampling_weights(task, torch.tensor([2, 2])))
     with pytest.raises(ConfigError, match="weights"):
         sampling_weights(
             small_task("classification", sampling={"name": "weighted", "weights": [1.0, 3.0]}),

@@ -44,6 +44,21 @@ def test_tasks_beyond_the_sites_bounds(
         open_site("A", make_task(**settings), data_root=make_site(), local={"bounds": bounds})
 
 
+def test_the_memory_of_a_step_does_not_tell_how_many_images_a_site_has(
+    make_site: SiteOf, make_task: TaskOf
+) -> None:
+    lines = []
+    for images in (1, 5):
+        splits = {"training": [f"t{number}" for number in range(images)]}
+        splits |= {"validation": ["v"], "test": ["x"]}
+        folder = make_site(splits, name=str(images))
+        local = {"bounds": {"memory": 0.01}}
+        with pytest.raises(ConfigError, match=r"1000 x \[16, 16\]") as caught:
+            open_site(str(images), make_task(batch_size=1000), data_root=folder, local=local)
+        lines.append(str(caught.value).replace(f"site {images}", "site"))
+    assert lines[0] == lines[1]
+
+
 def test_tasks_within_the_sites_bounds(make_site: SiteOf, make_task: TaskOf) -> None:
     bounds = {"pixels": 256, "epochs": 10**10, "batch": 10**10, "model_bytes": 10**6, "memory": 1}
     task = make_task(local_epochs=10**9, patches_per_image=10**9, image_mode="patch")

@@ -14,25 +14,25 @@ from medflare.data.loading import SiteData, Split
 from medflare.data.local import Bounds, LocalSettings
 from medflare.federation.participant import Participant
 from medflare.methods.catalogue import get_method
-from medflare.tasks.config import Sampling, TaskConfig
+from medflare.tasks.config import Sampling, TaskConfig, load_task, presets
+from medflare.tasks.loss_weights import loss_weights
 from medflare.training.site import Site
-from medflare.training.site_rules import (
-    check_inside_sites,
-    check_selection,
-    loss_factors,
-    weighty_patients,
-)
+from medflare.training.site_rules import check_inside_sites, check_selection, weighty_patients
 
 TASK = small_task("classification")  # dark, medium, bright
 RARE = [0] * 12 + [1] * 8 + [2]  # one patient of the last class
 ALONE = 1e-9
 
 
+def pictures(count: int) -> torch.Tensor:
+    return torch.rand(count, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
 def site_of(
     labels: Sequence[int], task: TaskConfig = TASK, patients: Sequence[str] | None = None
 ) -> Site:
     names = tuple(patients or map(str, range(len(labels))))
-    split = Split(torch.zeros(len(labels), 1, 16, 16), torch.tensor(labels), names, names)
+    split = Split(pictures(len(labels)), torch.tensor(labels), names, names)
     return Site("A", task, SiteData(split, split, split))
 
 
@@ -77,7 +77,7 @@ def test_patients_count_and_not_images() -> None:
 )
 def test_weights_do_not_make_a_model_of_one_patient(task: TaskConfig) -> None:
     """The patient of the rare class has nearly all of the gradient."""
-    assert weighty_patients(task, site_of(RARE, task).data) == 1
+    assert weighty_patients(task, site_of(RARE, task).data, 5) < 5
     assert "minimum_patients" in problem(site_of(RARE, task))
     assert not problem(site_of([0] * 12 + [1] * 8 + [2] * 6, task))
 
@@ -89,16 +89,186 @@ def test_usual_weights_for_a_rare_class_are_allowed(task: TaskConfig) -> None:
     assert not problem(site_of(RARE, task))
 
 
-def test_weights_of_positives_of_several_labels() -> None:
-    """Two of four images have a label; the others count once."""
+ATTACKS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "tiny weight of the others": ("binary", ["finding"], {"name": "ce", "weights": [1e-30]}),
+    "alpha of a focal loss": ("binary", ["finding"], {"name": "FocalLoss", "alpha": 1.0}),
+    "alpha of a Tversky loss": ("binary", ["finding"], {"name": "TverskyLoss", "alpha": 0.0}),
+    "Dice of an undecided network": ("binary", ["finding"], {"name": "DiceLoss"}),
+    "alpha with a softmax": ("multiclass", ["no", "yes"], {"name": "FocalLoss", "alpha": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("ones", [1, 39])
+def test_no_argument_of_a_loss_makes_a_model_of_one_patient(name: str, ones: int) -> None:
+    """One patient has, or lacks, what 39 others lack or have."""
+    target, labels, loss = ATTACKS[name]
+    task = small_task("classification", target=target, labels=labels, loss=loss)
+    plain = replace(task, loss={"name": "focal"})
+    classes = [1] * ones + [0] * (40 - ones)
+    assert "minimum_patients" in problem(site_of(classes, task))
+    assert not problem(site_of(classes, plain))
+    assert problem(site_of(classes, task), minimum=1) == ""
+
+
+@pytest.mark.parametrize("name", ["JukeboxLoss", "BoundaryLoss"])
+def test_a_loss_whose_weights_cannot_be_told_is_refused_where_there_is_a_minimum(name: str) -> None:
+    task = small_task("classification", target="binary", labels=["finding"], loss={"name": name})
+    line = problem(site_of([0, 1] * 20, task))
+    assert name in line and "minimum_patients" in line and "\n" not in line
+    assert not problem(site_of([0, 1] * 20, task), minimum=1)
+    usual = replace(task, loss={"name": "AUCMLoss"})
+    assert not problem(site_of([0, 1] * 20, usual))
+    assert not problem(site_of([1] + [0] * 39, usual))
+
+
+def test_one_output_is_not_that_of_one_patient() -> None:
+    """The first label is common; all that trains the second output is its one patient."""
     task = small_task(
         "classification",
         target="multilabel",
         labels=["oedema", "nodule"],
-        loss={"name": "ce", "weights": [2.0, 1e6]},
+        loss={"name": "FocalLoss", "alpha": 1.0},
     )
-    present = torch.tensor([[True, False], [False, True], [False, False], [True, True]])
-    assert loss_factors(task, present).tolist() == [2.0, 1e6, 1.0, 1e6]
+    names = tuple(map(str, range(40)))
+    labels = torch.zeros(40, 2)
+    labels[:20, 0] = 1
+    labels[7, 1] = 1
+    split = Split(pictures(40), labels, names, names)
+    data = SiteData(split, split, split)
+    with pytest.raises(ConfigError, match="does not train"):
+        check_selection("A", task, data, 5, Bounds())
+    check_selection("A", replace(task, loss={"name": "ce", "weights": [1, 19]}), data, 5, Bounds())
+
+
+@pytest.mark.parametrize("kind", ["ce", "focal", "weighted", "both"])
+def test_answers_to_weights_do_not_tell_how_many_patients_a_rare_class_has(kind: str) -> None:
+    """Forty patients, of whom one to four have the class: each weight has one answer."""
+
+    def accepted(weight: float, rare: int) -> bool:
+        task = replace(
+            small_task("classification", labels=["common", "rare"]),
+            loss={"name": "focal" if kind == "focal" else "ce"},
+        )
+        weights = (1.0, weight)
+        if kind in ("weighted", "both"):
+            task = replace(task, sampling=Sampling("weighted", weights))
+        if kind != "weighted":
+            task = replace(task, loss={**task.loss, "weights": list(weights)})
+        return not problem(site_of([1] * rare + [0] * (40 - rare), task))
+
+    answers = []
+    for exponent in range(-40, 41):
+        weight = 10 ** (exponent / 8)
+        (answer,) = {accepted(weight, rare) for rare in range(1, 5)}
+        answers.append(answer)
+    assert answers[40] and not answers[0] and not answers[-1]
+    assert sum(answers) > 6, "usual weights are free"
+    assert accepted(100.0, 10), "the numbers of a class of enough patients are sent"
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "binary": {"target": "binary", "labels": ["lesion"]},
+    "multiclass": {"target": "multiclass", "labels": ["background", "organ", "lesion"]},
+    "multilabel": {"target": "multilabel", "labels": ["organ", "lesion"]},
+}
+LOSSES: list[dict[str, Any]] = [
+    {"name": "ce"},
+    {"name": "dice"},
+    {"name": "dice", "batch": True},
+    {"name": "dice", "squared": True},
+    {"name": "dice_ce"},
+    {"name": "focal"},
+    {"name": "TverskyLoss", "alpha": 0.3, "beta": 0.7},
+    {"name": "FocalLoss", "alpha": 0.25},
+]
+
+
+def masks_of(target: str, patients: int, lesions: int) -> SiteData:
+    """Two slices of each patient, one without any structure; few patients have a lesion."""
+    masks = torch.zeros(2 * patients, 2, 16, 16)
+    masks[:patients, 0, :8] = 1
+    masks[:lesions, 1, 2:5, 2:5] = 1
+    targets: torch.Tensor = masks
+    if target == "binary":
+        targets = masks[:, 1].long()
+    elif target == "multiclass":
+        targets = torch.where(masks[:, 1] > 0, 2, masks[:, 0]).long()
+    names = tuple(map(str, range(patients))) * 2
+    split = Split(pictures(len(masks)), targets, names, names)
+    return SiteData(split, split, split)
+
+
+@pytest.mark.parametrize("target", MASKS)
+@pytest.mark.parametrize("dimensions", [2, 3])
+def test_usual_losses_of_masks_train_where_a_structure_is_rare(
+    target: str, dimensions: int
+) -> None:
+    size = [16] * dimensions
+    for loss in LOSSES:
+        task = small_task(**MASKS[target], loss=loss, spatial_dims=dimensions, size=size)
+        for lesions in (1, 4, 8, 19):
+            check_selection("A", task, masks_of(target, 20, lesions), 5, Bounds())
+
+
+@pytest.mark.parametrize("target", MASKS)
+def test_weights_of_a_rare_structure_do_not_make_a_model_of_one_patient(target: str) -> None:
+    settings = MASKS[target]
+    outputs = 1 if target == "binary" else len(settings["labels"])
+    weights = [1e-6] * (outputs - 1) + [1e6]
+    task = small_task(**settings, loss={"name": "ce", "weights": weights})
+    with pytest.raises(ConfigError, match="does not train"):
+        check_selection("A", task, masks_of(target, 20, 1), 5, Bounds())
+
+
+def test_slices_without_foreground_may_be_left_out() -> None:
+    task = small_task(**MASKS["multiclass"], sampling={"name": "weighted", "weights": [0, 1]})
+    check_selection("A", task, masks_of("multiclass", 20, 2), 5, Bounds())
+    few = small_task(sampling={"name": "weighted", "weights": [0, 1]})
+    with pytest.raises(ConfigError, match="does not train"):
+        check_selection("A", few, masks_of("binary", 20, 4), 5, Bounds())
+
+
+def test_structures_that_are_not_annotated_have_no_weight() -> None:
+    task = small_task(**MASKS["multiclass"], loss={"name": "ce", "weights": [1, 1, 1e9]})
+    data = masks_of("multiclass", 20, 0)
+    check_selection("A", task, replace(data, annotated=("organ",)), 5, Bounds())
+    check_selection("A", task, replace(data, annotated=()), 5, Bounds())
+
+
+@pytest.mark.parametrize("name", presets())
+def test_tasks_of_the_package_train_at_a_site_with_a_rare_class(name: str) -> None:
+    task = load_task(name)
+    weights = torch.cat(loss_weights(task), dim=1)
+    worst = float((weights.amax(dim=0) / weights.amin(dim=0)).max())
+    # Of 30 patients four have a class, whose weight is `worst`, and 26 lack it.
+    assert 4 * worst < 0.9 * (4 * worst + 26)
+
+
+def test_an_intensity_transform_does_not_leave_one_patient_alone() -> None:
+    """As ScaleIntensityRange does from the value that only one image reaches."""
+    site = site_of([0, 1] * 20)
+    for lit in (1, 4, 5):
+        site.data = site_of([0, 1] * 20).data
+        assert isinstance(site.data.train.images, torch.Tensor)
+        site.data.train.images[lit:] *= 0.001
+        assert ("wider range" in problem(site)) == (lit < 5)
+        assert not problem(site, minimum=0)
+    empty = site_of([0, 1] * 20, patients=[str(row // 4) for row in range(40)])
+    assert isinstance(empty.data.train.images, torch.Tensor)
+    empty.data.train.images[::4] = 0
+    assert not problem(empty), "first slices of volumes may be empty"
+    empty.data.train.images[:] = 0
+    assert not problem(empty), "no patient is left alone"
+    empty.data.train.images[5] = pictures(1)[0]
+    assert "wider range" in problem(empty), "nor by an image that is not the middle one"
+
+
+def test_a_class_without_weight_is_not_told_from_a_class_of_few() -> None:
+    """The site opens, and has one line for no patient and for few."""
+    task = weighted(0, 0, 1)
+    lines = {problem(site_of([0, 1] * 20 + [2] * rare, task)) for rare in range(5)}
+    assert len(lines) == 1 and "minimum_patients" in lines.pop()
 
 
 def test_a_task_that_leaves_out_most_images_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from medflare.core.errors import Aborted, ConfigError, MessageError
+from medflare.core.errors import Aborted, ConfigError, DataError, MessageError
 from medflare.core.events import Event, EventLog
 from medflare.core.message import Message
 from medflare.core.packages import installed
@@ -55,7 +55,7 @@ from medflare.federation.protocol import (
 )
 from medflare.federation.request_order import RequestOrder
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL
-from medflare.federation.study_record import StudyRecord
+from medflare.federation.study_record import StudyRecord, other_selection
 from medflare.federation.suppression import (
     OF_TEST,
     Suppression,
@@ -130,7 +130,8 @@ class Participant:
 
     Args:
         name: the site's name.
-        open_site: role -> the site with its data; called once, for the first request.
+        open_site: role -> the site with its data; called for the first request, and again if a
+            later invitation gives the site another role.
         hyper: the method's hyper-parameters, see `core.hyper.split_hyper`.
         store: where the algorithm's memory is stored after every step; by default in this process.
         artifacts: stores what stays at the site; by default nothing is stored.
@@ -162,6 +163,7 @@ class Participant:
         self._account = Account(Ledger(self.store), self.budget)
         self._algorithm = StoredAlgorithm(self.name, self.store, self._make)
         self._site: Site | None = None
+        self._role = ""  # in which the site was opened
         self._order = RequestOrder(self.name, self.store, self.method, bounds.rounds)
 
     def answer(self, phase: str, round: int, incoming: Message) -> Message:
@@ -231,6 +233,14 @@ class Participant:
         finally:
             self.note_step(phase, round, rounds, False)
 
+    def _check_selection(self, site: Site, study: StudyRecord | None) -> None:
+        try:
+            check_selection(self.name, site.task, site.data, self._minimum, self.local.bounds)
+        except ConfigError:
+            if study is not None:
+                study.note_refusal()
+            raise
+
     def _note_validations(self, reply: Message) -> None:
         """Count the metrics on validation images that leave with a reply."""
         metrics = (reply.get(VALIDATION) or {}).values()
@@ -248,19 +258,19 @@ class Participant:
         validator.check_invitation(incoming)
         role = incoming[ROLE]
         sites = tuple(incoming[SITES])
-        site = self._opened(role)
+        site = self._opened_at_enrolment(role)
         self._check_identity(site, role, incoming.meta)
         trains = self.method.trains
         plan = self.method.plan(site.task, sites, self.hyper)
         if role == "inside" and trains:
             combined = min(len(sites), incoming.get(COMBINED) or len(sites))
-            if getattr(plan.server_hyper, "rule", "") == "krum":  # chooses one site's update
-                combined = 1
+            combined = self.method.server_class.fewest_combined(plan.server_hyper, combined)
             check_inside_sites(self.name, combined, self.local.bounds)
-            check_selection(self.name, site.task, site.data, self._minimum, self.local.bounds)
         study = self.study()
         if study is not None:
-            study.fix_selection(site)
+            study.fix_selection(site)  # first: answers about other selections tell their counts
+        if role == "inside" and trains:
+            self._check_selection(site, study)
         if trains and self.local.keep == "personal" and role == "outside":
             raise ConfigError(
                 f"site {self.name}: keep in its {PLACE} is 'personal', "
@@ -315,11 +325,12 @@ class Participant:
         return is_private(self.method.plan(site.task, (), self.hyper).site_hyper)
 
     def _opened(self, role: str) -> Site:
-        """The site with its data, read once in this process.
+        """The site with its data, read once in this process for each change of role: an inside site
+        has bounds that an outside site does not check.
 
         Its `abort` also checks the limits of working time.
         """
-        if self._site is None:
+        if self._site is None or self._role != role:
             site = self.open_site(role)
             aborted = site.abort
 
@@ -329,8 +340,21 @@ class Participant:
 
             site.abort = abort
             self._site = site
+            self._role = role
             self._suppression = Suppression(site, self._minimum)
         return self._site
+
+    def _opened_at_enrolment(self, role: str) -> Site:
+        """As `_opened`; if an earlier job has fixed the selection, data that cannot be used is
+        answered as another selection is: a lead would count images by which of the two it gets.
+        """
+        try:
+            return self._opened(role)
+        except DataError as error:
+            study = self.study()
+            if study is not None and study.is_fixed():
+                raise other_selection(self.name) from error
+            raise
 
     def _make(self, role: str, sites: tuple[str, ...], start: StateDict | None) -> SiteAlgorithm:
         site = self._opened(role)

@@ -24,6 +24,7 @@ from medflare.training.site import Site
 SELECTION = "selection.json"  # the file that a site deletes to allow another selection
 EVALUATIONS = "evaluations.csv"
 VALIDATIONS = "validations.json"
+_MOST_REFUSED = 5  # selections, of first jobs
 _LOCK = ".lock"
 _SLICE = re.compile(r"\[\d+\]\Z")  # the end of the name of a volume's slice
 _COLUMNS = ("time", "job", "phase", "models")
@@ -62,21 +63,45 @@ class StudyRecord:
             "datalist": file_digest(self.data / FILE),
             "selection": selection_digest(site),
             "resplit": site.task.resplit,
+            "unreadable": _unreadable(site),
         }
         with locked(self.folder / _LOCK):  # two jobs at the same time are not both the first
             first = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             same_data = first.get("datalist") == present["datalist"]
             other_images = same_data and first["selection"] != present["selection"]
-            other_split = first and self.private and first["resplit"] != present["resplit"]
-            if other_images or other_split:
-                raise ConfigError(
-                    f"site {site.name}: an earlier job used other images, classes or splits of "
-                    "this data, and two such jobs would tell the numbers of single patients; use "
-                    "the label_values, unlisted_labels and resplit of that job, or have the site "
-                    f"allow another selection by deleting its {SELECTION}"
-                )
+            resplit = first.get("resplit", present["resplit"])
+            other_split = self.private and resplit != present["resplit"]
+            # Limits that a site's unreadable images just meet would tell their number.
+            limit = first.get("unreadable", present["unreadable"])
+            other_limit = same_data and limit != present["unreadable"]
+            if other_images or other_split or other_limit:
+                raise other_selection(site.name)
             if not same_data:
-                write_json(path, {**present, "job": self.job, "time": _now()})
+                noted = {"job": self.job, "time": _now(), "refused": first.get("refused", 0)}
+                write_json(path, {**present, **noted})
+
+    def note_refusal(self) -> None:
+        """Give up the selection of this job, which the site has refused, so that a lead can correct
+        a first job; after a few of them it stays, since each answer tells something of the counts.
+        With a privacy budget it stays at once.
+        """
+        if self.private:
+            return
+        path = self.folder / SELECTION
+        with locked(self.folder / _LOCK):
+            first = json.loads(path.read_text(encoding="utf-8"))
+            refused = first.get("refused", 0) + 1
+            if first.get("job") == self.job and refused <= _MOST_REFUSED:
+                write_json(path, {"refused": refused})
+
+    def is_fixed(self) -> bool:
+        """Whether an earlier job has fixed the selection from the present datalist."""
+        path = self.folder / SELECTION
+        datalist = self.data / FILE
+        if not path.exists() or not datalist.exists():
+            return False
+        first = json.loads(path.read_text(encoding="utf-8"))
+        return bool(first.get("datalist") == file_digest(datalist))
 
     def note_evaluation(self, phase: str, models: int, site: str) -> None:
         """Note that so many models are evaluated on test images.
@@ -119,6 +144,24 @@ class StudyRecord:
                     f"{self.most_validations}"
                 )
             write_json(path, {"models": earlier + models})
+
+
+def other_selection(site: str) -> ConfigError:
+    """The refusal of another selection, also of one that cannot be opened: which of the two it is
+    would tell how many images it has.
+    """
+    return ConfigError(
+        f"site {site}: an earlier job used other images, classes or splits of this data, and two "
+        "such jobs would tell the numbers of single patients; use the label_values, "
+        "unlisted_labels, resplit, unreadable and unreadable_limit of that job, or have the site "
+        f"allow another selection by deleting its {SELECTION}. If the selection is the same, the "
+        "site's log says what is wrong with its data"
+    )
+
+
+def _unreadable(site: Site) -> list[Any]:
+    limit = site.task.unreadable_limit
+    return [site.task.unreadable, limit.share, limit.count]
 
 
 def study_folder(records: Path, data: Path) -> Path:

@@ -450,6 +450,14 @@ class ServerAlgorithm(ABC, Generic[V]):
         self.aggregation = context.aggregation or self.aggregation_class(self.hyper)
         self.aggregation.prepare(context.task, context.rounds)
 
+    @classmethod
+    def fewest_combined(cls, hyper: Any, sites: int) -> int:
+        """The fewest of so many sites whose updates a model may combine that other sites receive.
+
+        A site demands `bounds.inside_sites`.
+        """
+        return sites
+
     def steps(self) -> list[Step]:
         """The whole schedule.
 

@@ -116,8 +116,8 @@ def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
     patients = training_patients(site)
     if hyper.dp_delta * patients >= 1:
         raise ConfigError(
-            f"site {site.name}: dp_delta = {hyper.dp_delta:g} is not below "
-            f"1 / {patients} training patients; choose it far smaller"
+            f"site {site.name}: dp_delta = {hyper.dp_delta:g} is not below 1 / the number of "
+            "training patients; choose it far smaller"
         )
 
 

@@ -79,8 +79,7 @@ def sampling_weights(task: TaskConfig, targets: Images) -> Tensor | None:
     its parts. Groups without images are ignored.
 
     Raises:
-        ConfigError: the number of weights differs from that of the groups, or all groups that have
-            images have weight 0.
+        ConfigError: the number of weights differs from that of the groups.
     """
     if task.sampling.name == "shuffle":
         return None
@@ -92,13 +91,20 @@ def sampling_weights(task: TaskConfig, targets: Images) -> Tensor | None:
             f"task {task.name}: sampling.weights must be {len(groups)} numbers "
             f"({', '.join(groups)}), got {len(weights)}"
         )
-    image_weights = members @ (weights / members.sum(dim=0).clamp(min=1))
-    if len(image_weights) and not image_weights.sum() > 0:
+    return members @ (weights / members.sum(dim=0).clamp(min=1))
+
+
+def check_drawn(task: TaskConfig, weights: Tensor | None) -> None:
+    """Raise ConfigError if no image is drawn, since all groups that have images have weight 0.
+
+    Not where a site is opened: the answer tells whether it has a class, so `check_selection` comes
+    first.
+    """
+    if weights is not None and len(weights) and not weights.sum() > 0:
         raise ConfigError(
             f"task {task.name}: sampling.weights are 0 for every image that this site has; "
             "give one of its groups a weight"
         )
-    return image_weights
 
 
 def _groups(task: TaskConfig, targets: Images) -> tuple[tuple[str, ...], Tensor]:

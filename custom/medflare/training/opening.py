@@ -55,6 +55,8 @@ def open_site(
     check_task_bounds(task, settings.bounds, f"site {name}")
     if role == "inside":
         check_single_batches(task)
+        check_step_memory(task, settings, f"site {name}")
+        check_batch_bounds(task, settings.bounds, f"site {name}")
     root = resolve_data_root(name, task, settings.data_root, data_root)
     data = load_site_data(
         name,
@@ -74,16 +76,6 @@ def open_site(
     site.source = lambda other: open_source(
         name, other, root, settings.data_folders, settings.bounds
     )
-    if role == "inside":
-        batch = min(site.batch_size, site.n["train"] * task.patches_per_image)
-        needed = step_bytes(task, batch) / 2**30
-        if needed > settings.bounds.memory:
-            raise ConfigError(
-                f"site {name}: a training step on {batch} x {list(task.size)} takes about "
-                f"{needed:.1f} GiB, {_named('memory')} allows {settings.bounds.memory:g}; "
-                "make size or batch_size smaller"
-            )
-        check_batch_bounds(task, settings.bounds, f"site {name}")
     if site.batch_size < task.batch_size:
         site.notes.append(
             f"trains with batches of {site.batch_size}, not the task's {task.batch_size}: "
@@ -112,6 +104,24 @@ def check_task_bounds(task: TaskConfig, bounds: Bounds, location: str) -> None:
         raise ConfigError(
             f"{location}: task {task.name}: the network has {needed} bytes, "
             f"{_named('model_bytes')} allows {bounds.model_bytes}"
+        )
+
+
+def check_step_memory(task: TaskConfig, settings: LocalSettings, location: str) -> None:
+    """Compare the memory of a training step on a whole batch with a site's bound.
+
+    The site's number of images does not matter: a lead would learn it from the answer.
+
+    Raises:
+        ConfigError: the step needs more.
+    """
+    batch = min(task.batch_size, settings.batch_size or task.batch_size)
+    needed = step_bytes(task, batch) / 2**30
+    if needed > settings.bounds.memory:
+        raise ConfigError(
+            f"{location}: a training step on {batch} x {list(task.size)} takes about "
+            f"{needed:.1f} GiB, {_named('memory')} allows {settings.bounds.memory:g}; "
+            "make size or batch_size smaller"
         )
 
 

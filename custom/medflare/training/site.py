@@ -27,7 +27,7 @@ from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Measured, Scores
 from medflare.tasks.metrics_table import selection_metrics
 from medflare.tasks.optimizers import build_optimizer
-from medflare.training.batches import in_random_order, read_ahead, sampling_weights
+from medflare.training.batches import check_drawn, in_random_order, read_ahead, sampling_weights
 from medflare.training.computing import Computing
 from medflare.training.patches import Patches, WholeImages
 from medflare.training.scoring import (
@@ -165,6 +165,7 @@ class Site:
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
         count = len(data) * self.image_mode.per_image
         weights = self._sampling_weights.get(split)
+        check_drawn(self.task, weights)
         orders = in_random_order(count, size, self.seed, self.name, *keys, "order", weights=weights)
         what = f"site {self.name}, batches of {split} images in this epoch"
         rows = (order % len(data) for order in counted(orders, len(orders), what))

@@ -6,7 +6,7 @@ the update shows.
 """
 
 import math
-from statistics import fmean
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -17,9 +17,11 @@ from medflare.data.loading import SiteData
 from medflare.data.local import PLACE, Bounds
 from medflare.data.targets import counts_by_image
 from medflare.tasks.config import TaskConfig
-from medflare.training.batches import sampling_weights
+from medflare.tasks.loss_weights import image_weights, loss_weights
+from medflare.training.batches import rows_of_patients, sampling_weights
 
 _MOST: Final = 0.9  # of the weight of all training images
+_LEAST_CONTRAST: Final = 0.01  # of the patient with the most
 
 
 def check_inside_sites(site: str, count: int, bounds: Bounds) -> None:
@@ -30,7 +32,7 @@ def check_inside_sites(site: str, count: int, bounds: Bounds) -> None:
         raise ConfigError(
             f"site {site} does not train in a job that combines the updates of {count} inside "
             f"sites; bounds.inside_sites in its {PLACE} asks for {bounds.inside_sites}: have more "
-            "inside sites, a larger min_sites or sites_per_round, and another rule than krum"
+            "inside sites, a larger min_sites or sites_per_round, and neither krum nor ifca"
         )
 
 
@@ -52,55 +54,156 @@ def check_selection(
             "list more labels in the task's label_values"
         )
     patients = len(set(data.train.patients))
-    weighty_minimum = math.ceil(_MOST * minimum_patients)
-    if patients < minimum_patients or weighty_patients(task, data) < weighty_minimum:
+    enough = patients >= minimum_patients
+    if enough and minimum_patients > 1:
+        enough = weighty_patients(task, data, minimum_patients) >= _most_of(minimum_patients)
+    if not enough:
         raise ConfigError(
-            f"site {site} does not train, and sends no model: with this task's classes and "
+            f"site {site} does not train, and sends no model: with this task's classes, loss and "
             "weights, training is on fewer patients than its minimum_patients "
             f"({minimum_patients})"
         )
+    if minimum_patients > 1 and contrasted_patients(data) < _most_of(minimum_patients):
+        raise ConfigError(
+            f"site {site} does not train, and sends no model: the task's intensity transform makes "
+            "the training images plain but those of fewer patients than its minimum_patients "
+            f"({minimum_patients}); give the transform a wider range"
+        )
 
 
-def weighty_patients(task: TaskConfig, data: SiteData) -> int:
-    """The smallest number of training patients that have 0.9 of the weight in training; of n equal
-    ones ceil(0.9 n).
+def contrasted_patients(data: SiteData) -> int:
+    """The number of training patients whose image, as the network gets it, has a standard deviation
+    of at least 0.01 of the largest one; all patients if each image is plain.
+
+    Of several images of a patient the middle one counts: the first and last slices of a volume may
+    be empty. If all these are plain, every image counts.
+    """
+    rows = rows_of_patients(data.train.patients)
+    middle = [own[len(own) // 2] for own in rows.values()]
+    deviations = [_deviation(data, row) for row in middle]
+    if not any(deviations):
+        deviations = [max(_deviation(data, row) for row in own) for own in rows.values()]
+    least = _LEAST_CONTRAST * max(deviations, default=0.0)
+    return sum(deviation >= least for deviation in deviations)
+
+
+def _deviation(data: SiteData, row: int) -> float:
+    """The largest standard deviation of a channel of a training image."""
+    image = data.train.image(row).double().flatten(1)
+    image = image - image[:, :1]  # of a plain image exactly 0
+    return float(image.std(dim=1, correction=0).max())
+
+
+def weighty_patients(task: TaskConfig, data: SiteData, minimum_patients: int) -> int:
+    """The smallest number of training patients that have 0.9 of the weight in training an output;
+    of n equal ones ceil(0.9 n).
 
     A patient's weight is the mean over the patient's images of the weight in sampling, times that
-    of the class in the loss (see `loss_factors`): what the task chooses, not how many images a
-    patient has.
+    in the loss (see `loss_weights`): what the task chooses, not how many images a patient has.
+
+    Where fewer patients than `minimum_patients` have a class, or lack it, their number does not
+    leave the site, and a lead that bisects weights must not find it from accepted and refused
+    jobs. So the result is then that of the worst number, see `_fewest`: it depends on the task and
+    the number of all patients alone. Weights are not fixed by the first job, so that a researcher
+    can compare a loss with and without them.
+
+    Raises:
+        ConfigError: see `loss_weights`.
     """
     train = data.train
-    weights = sampling_weights(task, train.targets)
-    if weights is None:
-        weights = torch.ones(len(train), dtype=torch.float64)
-    if data.annotated != ():  # without labels no class has a weight
-        weights = weights * loss_factors(task, counts_by_image(train.targets, task) > 0)
-    by_patient: dict[str, list[float]] = {}
-    for patient, weight in zip(train.patients, weights.tolist(), strict=True):
-        by_patient.setdefault(patient, []).append(weight)
-    means = sorted(map(fmean, by_patient.values()), reverse=True)
-    missing = _MOST * sum(means)
+    drawn = sampling_weights(task, train.targets)
+    patients = _numbered(train.patients)
+    if drawn is not None:
+        drawn_patients = len(patients[drawn > 0].unique())
+        if drawn_patients < minimum_patients:
+            return drawn_patients
+    if drawn is None:
+        drawn = torch.ones(len(train), dtype=torch.float64)
+    if data.annotated == ():  # without labels no class has a weight
+        return _weighty(_means(drawn, patients))
+    weights = loss_weights(task, data.annotated)
+    shown = counts_by_image(train.targets, task) > 0
+    if _has_small_group(task, shown, patients, minimum_patients):
+        count = len(patients[drawn > 0].unique())
+        columns = [column for column in torch.cat(weights, dim=1).T if column.any()]
+        return min(_fewest(task, column, count, minimum_patients) for column in columns)
+    by_image = torch.cat([image_weights(task, part, shown) for part in weights], dim=1)
+    used = [drawn * column for column in by_image.T if column.any()]
+    return min((_weighty(_means(column, patients)) for column in used), default=0)
+
+
+def _fewest(task: TaskConfig, weights: Tensor, patients: int, minimum: int) -> int:
+    """The fewest weighty patients of an output, whoever of the `patients` have which classes, if
+    the heaviest are of fewer than `minimum`.
+
+    Args:
+        weights: (patterns,), in the loss, see `loss_weights`.
+    """
+    groups = _drawn_groups(task, weights)
+    heaviest = sorted((float(group.max()) for group in groups), reverse=True)
+    lightest = min(float(group.min()) for group in groups)
+    counts = []
+    for few in range(1, min(minimum, patients)):
+        others = patients - few
+        if len(groups) == 1:
+            counts.append(_weighty([heaviest[0]] * few + [lightest] * others))
+            continue
+        # A group has the same share of an epoch, however few its patients are.
+        share = sum(heaviest[: min(few, len(groups) - 1)])
+        counts.append(_weighty([share / few] * few + [lightest / others] * others))
+    return min(counts, default=patients)
+
+
+def _drawn_groups(task: TaskConfig, weights: Tensor) -> list[Tensor]:
+    """The weights of patterns in loss and sampling, by group of the sampling; one group where each
+    image comes once.
+    """
+    if task.sampling.name == "shuffle":
+        return [weights]
+    classification = task.kind == "classification"
+    groups = weights.split(1) if classification else (weights[:1], weights[1:])
+    factors = task.sampling.weights or [1.0] * len(groups)
+    drawn = [factor * group for factor, group in zip(factors, groups, strict=True)]
+    if task.kind == "segmentation":  # slices without foreground may be left out
+        drawn = [group for group, factor in zip(drawn, factors, strict=True) if factor > 0]
+    return drawn
+
+
+def _has_small_group(
+    task: TaskConfig, shown: Tensor, patients: Tensor, minimum_patients: int
+) -> bool:
+    """Whether fewer patients than the minimum, but some, have images with a class, without it, or
+    without any label.
+    """
+    labels = shown[:, 1:] if task.target == "multiclass" else shown[:, -len(task.labels) :]
+    groups = [*shown.T, *~shown.T, ~labels.any(dim=1)]
+    counts = [len(patients[group].unique()) for group in groups]
+    return any(0 < count < minimum_patients for count in counts)
+
+
+def _numbered(patients: Sequence[str]) -> Tensor:
+    """A number for each patient, long (N,)."""
+    numbers = {patient: number for number, patient in enumerate(dict.fromkeys(patients))}
+    return torch.tensor([numbers[patient] for patient in patients], dtype=torch.long)
+
+
+def _means(weights: Tensor, patients: Tensor) -> list[float]:
+    """The mean weight of each patient's images."""
+    images = torch.bincount(patients)
+    return (torch.bincount(patients, weights) / images).tolist()
+
+
+def _weighty(weights: Iterable[float]) -> int:
+    """The smallest number of `weights` that have 0.9 of their sum."""
+    descending = sorted(weights, reverse=True)
+    total = sum(descending)
+    missing = _MOST * total
     count = 0
-    while count < len(means) and missing > 1e-12 * sum(means):
-        missing -= means[count]
+    while count < len(descending) and missing > 1e-12 * total:
+        missing -= descending[count]
         count += 1
     return count
 
 
-def loss_factors(task: TaskConfig, present: Tensor) -> Tensor:
-    """The factor of each image in the loss by the task's class weights, float64 (N,): the largest
-    of its classes.
-
-    Args:
-        present: bool (N, classes), whether an image shows a class of `task.classes`.
-    """
-    listed = task.loss.get("weights", task.loss.get("weight"))
-    if not isinstance(listed, list | tuple):
-        return torch.ones(len(present), dtype=torch.float64)
-    factors = torch.ones(present.shape[1], dtype=torch.float64)
-    factors[-len(listed) :] = torch.tensor(listed, dtype=torch.float64).abs()[: len(factors)]
-    largest = (present * factors).amax(dim=1)
-    if task.target == "multiclass":
-        return largest
-    # The weights are those of positives; an image without any counts once.
-    return largest.clamp(min=1.0)
+def _most_of(patients: int) -> int:
+    return math.ceil(_MOST * patients)

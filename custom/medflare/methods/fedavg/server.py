@@ -1,7 +1,7 @@
 """FedAvg's server algorithm: the global model, its aggregation and the best round's selection."""
 
 from dataclasses import replace
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
@@ -59,6 +59,11 @@ class FedAvgServer(ServerAlgorithm[G]):
     aggregation_class: ClassVar[type[Aggregation]] = WeightedMean
     freezes = True
     model = PersistentState("model")  # the global one
+
+    @classmethod
+    def fewest_combined(cls, hyper: Any, sites: int) -> int:
+        """Krum chooses the update of one site."""
+        return 1 if getattr(hyper, "rule", "mean") == "krum" else sites
 
     def __init__(self, context: ServerContext):
         super().__init__(context)

@@ -108,6 +108,11 @@ class IFCAServer(ServerAlgorithm[IFCAServerHyper]):
             self.memory[CLUSTERS.member(name)] = context.initial_state(purpose)
         self.memory.meta["clusters"] = {}  # site -> its latest one
 
+    @classmethod
+    def fewest_combined(cls, hyper: Any, sites: int) -> int:
+        """A site may be alone in its cluster, whose model all sites receive."""
+        return 1 if hyper.clusters > 1 else sites
+
     @asks(IFCASite.train, IFCASite.validate)
     def request(self, step: Step, site: str) -> Message:
         """All clusters."""
