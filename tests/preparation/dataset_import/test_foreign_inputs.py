@@ -64,11 +64,15 @@ def test_a_table_of_bids_describes_its_participants(tmp_path: Path) -> None:
     assert (entry["patient"], entry["age"], entry["sex"]) == ("sub-03", 43, "female")
 
 
-def test_rows_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+def test_a_table_that_cannot_describe_the_images_is_noted(tmp_path: Path) -> None:
     files(tmp_path, "s0{n}/ct.nii.gz", "s0{n}/segmentation.nii.gz*")
     rows = [("s01", 50), ("s01", 60), *[(f"s0{number}", 50) for number in range(2, 10)]]
     table(tmp_path / "meta.csv", ("patient", "age"), *rows)
-    assert "line 3: says something else of s01/ct.nii.gz" in error_of(tmp_path)
+    (tmp_path / "damaged.csv").write_bytes(b"\xff\xfe\x00")
+    text = imported(tmp_path).render()
+    assert "note: not used: " in text and "line 3: says something else of s01/ct.nii.gz" in text
+    assert "damaged.csv: cannot be read as a table" in text
+    assert "age" not in entries(tmp_path)["s01/ct.nii.gz"]
 
 
 # -- tables that name files in other ways ----------------------------------------------------------

@@ -227,7 +227,13 @@ def _by_names(
         )
     unused = dict(unused)
     for path in related:
-        items, read = described(dataset.items, path, folder, options.columns, redraw=options.redraw)
+        try:
+            items, read = described(
+                dataset.items, path, folder, options.columns, redraw=options.redraw
+            )
+        except DataError as error:
+            unused[path] = str(error)
+            continue
         if read:
             del unused[path]
             dataset = replace(dataset, items=tuple(items), layout=f"{dataset.layout}; {read}")

@@ -403,7 +403,7 @@ def described(
     patients, sites, splits, sex, age and scanner.
 
     Returns:
-        The images, and the columns that were read, in words; ("" if none says anything).
+        The images, and the columns that were read, in words, "" for none.
 
     Raises:
         DataError: two rows that say different things of an image, or as of `read_tables`.
