@@ -73,6 +73,10 @@ def test_a_table_that_cannot_describe_the_images_is_noted(tmp_path: Path) -> Non
     assert "note: not used: " in text and "line 3: says something else of s01/ct.nii.gz" in text
     assert "damaged.csv: cannot be read as a table" in text
     assert "age" not in entries(tmp_path)["s01/ct.nii.gz"]
+    for name in ("datalist.json", "damaged.csv"):
+        (tmp_path / name).unlink()
+    options = {"columns": Columns(site="hospital"), "out": tmp_path.parent / "sites"}
+    assert "hospital" in error_of(tmp_path, **options)
 
 
 # -- tables that name files in other ways ----------------------------------------------------------

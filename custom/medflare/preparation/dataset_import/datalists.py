@@ -232,6 +232,8 @@ def _by_names(
                 dataset.items, path, folder, options.columns, redraw=options.redraw
             )
         except DataError as error:
+            if options.table is not None or options.columns != GUESSED:
+                raise
             unused[path] = str(error)
             continue
         if read:
