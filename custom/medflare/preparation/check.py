@@ -347,6 +347,7 @@ def _read_images(
     first_of: dict[tuple[tuple[int, ...], bytes], DatalistItem] = {}
     copies = []
     filled = Counter[str]()  # structure -> masks that it fills
+    unscaled = []  # volumes whose spacing is unknown
     is_classification = task.kind == "classification"
     for entry in entries:
         try:
@@ -357,6 +358,8 @@ def _read_images(
         except DataError as error:
             report.problems.append(str(error))
             continue
+        if read.grid is not None and read.grid.spacing is None:
+            unscaled.append(entry.name)
         image = read.array
         report.sizes[format_shape(image.shape[1:])] += 1
         few = _thinned(image)
@@ -369,8 +372,7 @@ def _read_images(
                 unsuitable.append(problem)
         digest = hashlib.sha256(np.ascontiguousarray(few).data).digest()
         first = first_of.setdefault((image.shape, digest), entry)
-        may_be_copy = first.patient != entry.patient and image.min() < image.max()
-        if may_be_copy and np.array_equal(image, source.image(first).array):
+        if _is_copy(entry, image, first, source):
             copies.append(f"{entry.name} and {first.name}")
     judged = min(len(moments), _INTENSITY_IMAGES)
     if 2 * len(unsuitable) >= judged > 0:
@@ -386,13 +388,31 @@ def _read_images(
                 f"WARNING: {name} fills all of {count} masks, with their corners; if they are "
                 "inverted, as by their palette, store the structure as 1 and the rest as 0"
             )
+    report.notes += _lines_of_files(copies, unscaled)
+    if moments:
+        report.intensity = _overall_intensity(moments)
+
+
+def _lines_of_files(copies: Sequence[str], unscaled: Sequence[str]) -> list[str]:
+    """Lines about copied images, and about volumes without a spacing."""
+    lines = []
     if copies:
-        report.notes.append(
+        lines.append(
             f"{len(copies)} images equal one of another patient, the first: {copies[0]}; "
             "give both one patient, or list the image once"
         )
-    if moments:
-        report.intensity = _overall_intensity(moments)
+    if unscaled:
+        lines.append(
+            f"{len(unscaled)} images give no spacing, so distances are in voxels, the first: "
+            f"{unscaled[0]}"
+        )
+    return lines
+
+
+def _is_copy(entry: DatalistItem, image: np.ndarray, first: DatalistItem, source: Source) -> bool:
+    """Whether an image is that of another patient; all plain images are alike."""
+    may_be_copy = first.patient != entry.patient and image.min() < image.max()
+    return may_be_copy and np.array_equal(image, source.image(first).array)
 
 
 def _thinned(image: np.ndarray) -> np.ndarray:

@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import nibabel
+import numpy as np
 import pytest
 
 from helpers.downloaded_folders import picture, table
@@ -204,6 +206,17 @@ def test_patients_in_two_spellings_are_refused(tmp_path: Path) -> None:
     assert "patients p01 and P01 are one name" in error_of(tmp_path)
 
 
+def test_a_site_without_validation_as_its_patients_train_elsewhere(tmp_path: Path) -> None:
+    rows = []
+    for number, (name, grade) in enumerate(graded(tmp_path / "i", [f"{n}.png" for n in range(24)])):
+        rows.append((name, grade, f"p{number % 18}", "AB"[number // 18]))
+    table(tmp_path / "i" / "t.csv", ("image", "label", "patient", "clinic"), *rows)
+    options = {"columns": Columns(site="clinic"), "out": tmp_path / "out", "seed": 5}
+    report = imported(tmp_path / "i", **options)
+    assert "validation" not in {item.split for item in report.sites["B"]}
+    assert "B: no validation image, as patients have one split at all sites" in report.warnings
+
+
 # -- splits ----------------------------------------------------------------------------------------
 
 
@@ -291,6 +304,21 @@ def test_a_ct_without_air_is_a_ct(source: str, tmp_path: Path) -> None:
         choice for choice in propose(tmp_path, TaskHints()).choices if choice.setting == "modality"
     ]
     assert [choice.value for choice in reasons] == ["ct"]
+
+
+def test_volumes_without_a_spacing_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files(tmp_path, "{n}.nii.gz", "{n}_seg.nii.gz*")
+    for name in ("3.nii.gz", "3_seg.nii.gz"):
+        image = nibabel.load(tmp_path / name)
+        array = np.asanyarray(image.dataobj)
+        plain = nibabel.Nifti1Image(array, None)
+        plain.header["pixdim"][1:4] = 0
+        nibabel.save(plain, tmp_path / name)
+    imported(tmp_path)
+    assert main(["data", "check", str(tmp_path)]) == 0
+    assert "1 images give no spacing, so distances are in voxels" in capsys.readouterr().out
 
 
 def test_every_file_that_cannot_be_read_is_listed(

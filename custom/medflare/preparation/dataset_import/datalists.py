@@ -483,6 +483,7 @@ def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) 
     if not (options.sites or options.columns.site):
         warnings.append(_site_warning(dataset.items, root))
     warnings.append(_split_warning(dataset, drawn, root, options))
+    warnings += _lines_without_split(sites)
     home = options.out or root
     check_target(home, sites, force=options.force)
     header: dict[str, Any] = {"labels": dataset.labels, "channel_names": dataset.channels}
@@ -505,6 +506,19 @@ def _guessed(dataset: Dataset, options: ImportOptions) -> str:
     return " and ".join(guesses)
 
 
+def _lines_without_split(sites: Sites) -> list[str]:
+    """A line for each site that trains and whose patients of a split are at another site, too, so
+    that they have its split.
+    """
+    lines = []
+    for site, items in sites.items():
+        present = {item.split for item in items}
+        for split in ("training", "validation"):
+            if split not in present and present != {"test"}:
+                lines.append(f"{site}: no {split} image, as patients have one split at all sites")
+    return lines
+
+
 def _split_warning(
     dataset: Dataset, items: Sequence[Item], root: Path, options: ImportOptions
 ) -> str:
@@ -521,10 +535,11 @@ def _split_warning(
         return ""
     found = f"classes stand in one split only: {', '.join(alone)}"
     if len(alone) == len(splits) and options.kind != "classification":
-        raise DataError(
+        problem = (
             f"{root}: all {found}; if they are patients or splits, give {dataset.options}; "
             "otherwise --kind classification"
         )
+        raise DataError("; ".join((problem, *dataset.notes)))
     return f"{found}; add patients of these classes, or --redraw"
 
 

@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
@@ -23,7 +24,7 @@ from medflare.core.errors import DataError
 from medflare.core.text import read_json
 from medflare.data.attributes import NO_ATTRIBUTES, Attributes
 from medflare.data.datalist import FILE, patient_id
-from medflare.data.dicom import SEGMENTATION, is_other_object, tags_of
+from medflare.data.dicom import SEGMENTATION, is_other_object, kind_of, tags_of
 from medflare.data.local import FOLDERS, allowed_folders
 from medflare.data.reading import (
     NIFTI,
@@ -226,8 +227,7 @@ def scan_folder(root: Path) -> ImageFolder:
     images += headers
     notes = left_out_lines(left_out)
     if others:
-        first = others[0].relative_to(root).as_posix()
-        notes.append(f"left out, DICOM objects without an image: {len(others)}, the first: {first}")
+        notes.append(_line_of_objects(others, root))
     notes += _not_read(foreign, root)
     if not images:
         suffixes = ", ".join((*image_suffixes(), ".dcm"))
@@ -252,6 +252,21 @@ def scan_folder(root: Path) -> ImageFolder:
         tuple(unreadable),
         tuple(texts),
     )
+
+
+def _line_of_objects(files: Sequence[Path], root: Path) -> str:
+    """A line about DICOM objects without an image, with their kinds."""
+    kinds = set()
+    for file in files:
+        with suppress(DataError), explained(file):
+            kinds.add(kind_of(tags_of(file, "SOPClassUID")))
+    line = f"left out, DICOM objects without an image: {len(files)}"
+    named = sorted(kinds - {""})
+    if named:
+        line += f" ({', '.join(named)})"
+    if "RT Structure Set Storage" in named:
+        line += "; make masks of their outlines"
+    return f"{line}; the first: {files[0].relative_to(root).as_posix()}"
 
 
 def _not_read(files: Iterable[Path], root: Path) -> list[str]:
