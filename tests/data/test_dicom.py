@@ -216,7 +216,7 @@ def test_files_at_one_position_with_different_pixels_are_no_copies(tmp_path: Pat
         file.PixelData = (file.pixel_array + np.uint16(7)).tobytes()
         file.save_as(folder / f"e{number}.dcm")
     for read in (pictured, series_grid):
-        with pytest.raises(DataError, match=r"0\.dcm and e0\.dcm lie at one position.*; export"):
+        with pytest.raises(DataError, match=r"0\.dcm and e0\.dcm have one position.*; export"):
             read(folder)
 
 

@@ -159,6 +159,17 @@ def read_content(folder: Path) -> Mapping[str, Any]:
     return content
 
 
+def kind_of_labels(entries: Sequence[DatalistItem]) -> str:
+    """The kind of a task, "segmentation" or "classification", by the label of the first of some
+    items that were read for classification: mask files are texts.
+    """
+    label = entries[0].label
+    parts = label if isinstance(label, list) else [label]
+    if all(isinstance(part, str) for part in parts):
+        return "segmentation"
+    return "classification"
+
+
 def read_datalist(
     folder: Path, kind: str, folders: Sequence[str | Path] = ()
 ) -> list[DatalistItem]:

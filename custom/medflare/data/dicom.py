@@ -128,8 +128,8 @@ def kind_of(dataset: Any) -> str:
     if uid is None:
         return ""
     private = uid.is_private and not _ROOT.startswith(uid)
-    known = uid.type == "SOP Class"
-    return str(uid.name) if private or known else ""
+    is_standard = uid.type == "SOP Class"
+    return str(uid.name) if private or is_standard else ""
 
 
 def check_image(dataset: Any, path: Path) -> None:
@@ -387,7 +387,7 @@ def _check_one_file_a_position(slices: Sequence[Any], path: Path) -> None:
         if not _same_pixels(one, other):
             first, second = _names(one, other)
             raise DataError(
-                f"{path}: {first} and {second} lie at one position, with different pixels; "
+                f"{path}: {first} and {second} have one position, with different pixels; "
                 "export echoes and times as series of their own, or take one of them out"
             )
     if pairs:

@@ -25,6 +25,7 @@ from medflare.data.datalist import (
     DatalistItem,
     check_patients,
     folders_without_datalist,
+    kind_of_labels,
     read_datalist,
     site_folders,
     site_name,
@@ -228,19 +229,26 @@ def unreadable_files(root: Path) -> list[str]:
     """A line for each file of the datalists below a folder that cannot be read, without a task."""
     lines = []
     for folder in site_folders(root):
-        labels = [entry.label for entry in read_datalist(folder, "classification")]
-        parts = labels[0] if labels and isinstance(labels[0], list) else labels
-        kind = "segmentation" if any(isinstance(part, str) for part in parts) else "classification"
+        listed = read_datalist(folder, "classification")
+        if not listed:
+            continue
+        kind = kind_of_labels(listed)
         entries = read_datalist(folder, kind)
         for entry in counted(entries, len(entries), f"{folder.name}, files checked"):
-            files = [(file, False) for file in entry.files if file is not None]
+            lines += _problems(filter(None, entry.files), mask=False)
             if kind == "segmentation":
-                files += [(mask, True) for mask in entry.masks]
-            for file, is_mask in files:
-                try:
-                    read_stored(file, mask=is_mask)
-                except DataError as error:
-                    lines.append(str(error))
+                lines += _problems(entry.masks, mask=True)
+    return lines
+
+
+def _problems(files: Iterable[Path], *, mask: bool) -> list[str]:
+    """A line for each file that cannot be read."""
+    lines = []
+    for file in files:
+        try:
+            read_stored(file, mask=mask)
+        except DataError as error:
+            lines.append(str(error))
     return lines
 
 

@@ -19,6 +19,7 @@ from medflare.data.datalist import (
     FILE,
     DatalistItem,
     class_numbers,
+    kind_of_labels,
     mask_names,
     read_content,
     read_datalist,
@@ -109,7 +110,7 @@ class TaskHints:
 
 class DatasetSummary(NamedTuple):
     """The settings of a task that the data decide, the same with reasons, whether the images are
-    pictures (not volumes or DICOM), and whether they are said to be CT.
+    pictures (not volumes or DICOM), and whether a header names them CT.
     """
 
     settings: Settings
@@ -190,11 +191,9 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
         if not items:
             raise DataError(f"{folder / FILE}: lists no image; write it with medflare data init")
     label = listed[0][0].label
-    parts = label if isinstance(label, list) else [label]
-    kind = "classification"
+    kind = kind_of_labels(listed[0])
     reason = "labels are numbers of classes"
-    if all(isinstance(part, str) for part in parts):
-        kind = "segmentation"
+    if kind == "segmentation":
         reason = "labels are mask files"
     choices = [Choice("kind", kind, reason)]
     entries = [read_datalist(folder, kind) for folder in folders]
@@ -226,7 +225,7 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
 
 
 def _is_ct(images: Sequence[DatalistItem], channels: Iterable[str]) -> bool:
-    """Whether data are said to be CT: by the name of the channel, or by DICOM's modality."""
+    """Whether a header names the images CT: the channel's name, or DICOM's modality."""
     if {name.casefold() for name in channels} == {"ct"}:
         return True
     modalities = set()

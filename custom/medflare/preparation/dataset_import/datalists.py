@@ -53,6 +53,7 @@ from medflare.preparation.dataset_import.folders import (
     structure_files,
     structure_folders,
     structure_suffixes,
+    walk,
     words,
 )
 from medflare.preparation.dataset_import.shared_patients import Sites, across_sites, shared_warning
@@ -420,15 +421,18 @@ def import_folder(root: Path, options: ImportOptions = ImportOptions()) -> Impor
 
 def _read_folder(root: Path, options: ImportOptions) -> tuple[ImageFolder, Dataset]:
     """The files of a folder, and its images with labels; DataError as of `import_folder`."""
-    out = options.out
-    if (options.sites is not None or options.columns.site) and out is None:
+    if (options.sites is not None or options.columns.site) and options.out is None:
         raise DataError(f"{root}: several sites need a folder of their own; name it with --out")
+    _check_out(root, options.out)
+    folder = scan_folder(root)
+    return folder, _checked(folder, _find_dataset(folder, options), options)
+
+
+def _check_out(root: Path, out: Path | None) -> None:
     if out is not None and out.resolve().is_relative_to(root.resolve()):
         raise DataError(
             f"{out} is in {root}, so its files would be imported again; take another --out"
         )
-    folder = scan_folder(root)
-    return folder, _checked(folder, _find_dataset(folder, options), options)
 
 
 def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> Dataset:
@@ -586,18 +590,15 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     of_site = {}
     folders: dict[str, ImageFolder] = {}
     datasets: dict[str, Dataset] = {}
-    of_all = _dataset_of_all(root, paths, options)
     for path in paths:
-        out = options.out and options.out / path.name
-        of_site[path.name] = replace(options, out=out)
+        of_site[path.name] = replace(options, out=options.out and options.out / path.name)
+        _check_out(path, of_site[path.name].out)
+    of_all = _read_tables_beside(root, paths, options)
+    for path in paths:
         if of_all is None:
             folders[path.name], datasets[path.name] = _read_folder(path, of_site[path.name])
-            continue
-        items = [item for item in of_all.items if item.first.is_relative_to(path)]
-        folders[path.name] = scan_folder(path)
-        datasets[path.name] = replace(of_all, items=tuple(items), notes=(), missing=())
-        if not items:
-            raise DataError(f"{path}: the table names no image in it; take the folder out")
+        else:
+            folders[path.name], datasets[path.name] = _part_of(path, *of_all)
     datasets = _with_all_channels(_with_all_classes(datasets, root), root)
     sites = {}
     of_warning: defaultdict[str, list[str]] = defaultdict(list)  # warning -> its sites
@@ -618,27 +619,45 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
             of_warning[f"its structures are called {names}"].append(site)
     layouts = "; ".join(dict.fromkeys(dataset.layout for dataset in datasets.values()))
     if of_all is not None:
-        notes += of_all.notes
-        missing += of_all.missing
+        notes += of_all[1].notes
+        missing += of_all[1].missing
     dataset = replace(first, notes=tuple(notes), missing=tuple(missing), layout=layouts)
     warnings = [f"{', '.join(names)}: {warning}" for warning, names in of_warning.items()]
     return ImportReport(dataset, sites, options.out or root, tuple(warnings), guessed)
 
 
-def _dataset_of_all(root: Path, sites: Sequence[Path], options: ImportOptions) -> Dataset | None:
-    """The images of all sites' folders by the tables beside these, or None without such tables."""
-    beside = [path for path in sorted(root.iterdir()) if path.is_file() and suffix(path) in TABLES]
+def _read_tables_beside(
+    root: Path, sites: Sequence[Path], options: ImportOptions
+) -> tuple[ImageFolder, Dataset] | None:
+    """The files of all sites' folders, and their images by the tables beside these folders; None
+    without such tables.
+    """
     if options.table is not None:
-        beside = (
-            [] if any(options.table.is_relative_to(site) for site in sites) else [options.table]
-        )
-    elif any(scan_folder(site).tables for site in sites):
-        beside = []
-    if not beside:
+        if any(options.table.is_relative_to(site) for site in sites):
+            return None
+    elif not _has_table(root, below=False) or any(map(_has_table, sites)):
         return None
     folder = scan_folder(root)
     dataset = _find_dataset(folder, options, several_tables=options.table is None)
-    return _checked(folder, dataset, replace(options, site_folders=True))
+    return folder, _checked(folder, dataset, options)
+
+
+def _has_table(folder: Path, *, below: bool = True) -> bool:
+    """Whether a folder has a table, or one `below` it has."""
+    for inner, files in walk(folder, {}):
+        if inner != folder and not below:
+            break
+        if any(suffix(file) in TABLES for file in files):
+            return True
+    return False
+
+
+def _part_of(site: Path, folder: ImageFolder, dataset: Dataset) -> tuple[ImageFolder, Dataset]:
+    """What all sites' files and images have in a site's folder, without the notes of all."""
+    items = tuple(item for item in dataset.items if item.first.is_relative_to(site))
+    if not items:
+        raise DataError(f"{site}: the table names no image in it; take the folder out")
+    return replace(folder, root=site), replace(dataset, items=items, notes=(), missing=())
 
 
 def _with_all_classes(datasets: Mapping[str, Dataset], root: Path) -> dict[str, Dataset]:

@@ -10,7 +10,6 @@ import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
@@ -202,7 +201,7 @@ def scan_folder(root: Path) -> ImageFolder:
     slices: dict[Path, tuple[Path, ...]] = {}
     left_out: LeftOut = {}
     unreadable = []
-    others = []
+    others: dict[Path, str] = {}
     foreign: list[Path] = []
     texts = []
     for folder, files in walk(root, left_out, _reason_of_datalist):
@@ -212,7 +211,7 @@ def scan_folder(root: Path) -> ImageFolder:
         tables_here = [file for file in files if suffix(file) in TABLES]
         dicom = [file for file in files if file.is_file() and is_dicom(file)]
         readable, damaged, without_image = _read_headers(dicom)
-        others += without_image
+        others |= without_image
         unreadable += [line.removeprefix(f"{root}/") for line in damaged]
         only_slices = not pictures and not tables_here and folder != root
         series_headers, apart = _dicom_series(folder, readable, only_slices)
@@ -254,19 +253,15 @@ def scan_folder(root: Path) -> ImageFolder:
     )
 
 
-def _line_of_objects(files: Sequence[Path], root: Path) -> str:
-    """A line about DICOM objects without an image, with their kinds."""
-    kinds = set()
-    for file in files:
-        with suppress(DataError), explained(file):
-            kinds.add(kind_of(tags_of(file, "SOPClassUID")))
-    line = f"left out, DICOM objects without an image: {len(files)}"
-    named = sorted(kinds - {""})
+def _line_of_objects(kinds: Mapping[Path, str], root: Path) -> str:
+    """A line about DICOM objects without an image; `kinds`: file -> its kind, "" if unknown."""
+    line = f"left out, DICOM objects without an image: {len(kinds)}"
+    named = sorted({*kinds.values()} - {""})
     if named:
         line += f" ({', '.join(named)})"
     if "RT Structure Set Storage" in named:
         line += "; make masks of their outlines"
-    return f"{line}; the first: {files[0].relative_to(root).as_posix()}"
+    return f"{line}; the first: {next(iter(kinds)).relative_to(root).as_posix()}"
 
 
 def _not_read(files: Iterable[Path], root: Path) -> list[str]:
@@ -372,13 +367,13 @@ class _Header(NamedTuple):
     picture: bool  # whether it is no slice, see `_PICTURES`
 
 
-def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[str], list[Path]]:
-    """The headers of DICOM images, a line for each file that cannot be read, and objects without an
-    image.
+def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[str], dict[Path, str]]:
+    """The headers of DICOM images, a line for each file that cannot be read, and the objects
+    without an image with their kinds.
     """
     headers = {}
     damaged = []
-    others = []
+    others = {}
     for file in files:
         problem = f"{file}: the file is cut off; export it again, or leave it out"
         tags = None
@@ -389,7 +384,7 @@ def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[str]
             problem = str(error)
         if tags is None or "Rows" not in tags:
             if is_other_object(file) or file.name.upper() == "DICOMDIR":
-                others.append(file)
+                others[file] = "" if tags is None else kind_of(tags)
             else:
                 damaged.append(problem)
             continue
@@ -665,12 +660,7 @@ def pair_masks(folder: ImageFolder) -> Dataset:
             missing.append(_line_without_mask(folder, path))
     unlabelled = len(without) - len(missing)
     notes = [f"{unlabelled} test images without masks are not used"] if unlabelled else []
-    for number, channel in enumerate(channels):
-        lacking = sum(item.files[number] is None for item in items)
-        if lacking:
-            notes.append(
-                f"{lacking} images lack a file of channel {channel} (null in the datalist)"
-            )
+    notes += _lines_without_channel(items, channels)
     layout = "images and masks by name"
     if len(channels) > 1:
         layout += f", a file per channel ({', '.join(channels)})"
@@ -704,7 +694,7 @@ def _lines_without_channel(items: Sequence[Item], channels: Sequence[str]) -> li
     for number, channel in enumerate(channels):
         lacking = sum(item.files[number] is None for item in items)
         if lacking:
-            lines.append(f"{lacking} images lack a file of channel {channel} (null in the list)")
+            lines.append(f"{lacking} images lack a file of channel {channel} (null in datalist)")
     return lines
 
 
