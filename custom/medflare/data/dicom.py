@@ -4,7 +4,7 @@ segmentations as masks.
 
 import struct
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,22 +72,28 @@ def _is_unmarked(begin: bytes) -> bool:
 
 def read(path: Path, **options: Any) -> Any:
     """A file as pydicom's dataset, with a transfer syntax; DataError for one that is no DICOM."""
-    from pydicom import dcmread
-    from pydicom.errors import InvalidDicomError
-
-    options.setdefault("force", _is_unmarked(_begin(path)))
     try:
-        dataset = dcmread(path, **options)
-    except InvalidDicomError as error:
-        raise DataError(
-            f"{path}: no DICOM file, since the mark DICM is not at byte 128, nor does it begin "
-            "with a group of DICOM; export it again, or leave it out"
-        ) from error
+        dataset = _parsed(path, options)
     except (EOFError, struct.error) as error:
         raise DataError(f"{path}: the file is cut off; export it again, or leave it out") from error
     if not dataset.file_meta.get("TransferSyntaxUID"):
         dataset.file_meta.TransferSyntaxUID = _guessed_syntax(dataset)
     return dataset
+
+
+def _parsed(path: Path, options: Mapping[str, Any]) -> Any:
+    from pydicom import dcmread
+    from pydicom.errors import InvalidDicomError
+
+    try:
+        return dcmread(path, **options)
+    except InvalidDicomError as error:
+        if not _is_unmarked(_begin(path)):
+            raise DataError(
+                f"{path}: no DICOM file, since the mark DICM is not at byte 128, nor does it begin "
+                "with a group of DICOM; export it again, or leave it out"
+            ) from error
+    return dcmread(path, **options, force=True)
 
 
 def _guessed_syntax(dataset: Any) -> Any:
