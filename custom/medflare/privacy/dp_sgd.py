@@ -64,24 +64,29 @@ class NoisyOptimizer(DPOptimizer):
 
 
 def check_gradients(network: FeatureNetwork, images: Tensor) -> None:
-    """Raises ConfigError for a layer that Opacus does not support, or that changes its input in
-    place.
+    """Raises ConfigError for a layer that Opacus does not support, that changes its input in place,
+    or that keeps numbers of the images in a buffer, where no noise is added.
 
-    Tries gradients of each image with two images (2, C, ...); the network must not be used
-    afterwards.
+    Tries gradients of each image with noise of the shape of `images` (2, C, ...); the network must
+    not be used afterwards.
     """
+    buffers = {path: buffer.clone() for path, buffer in network.named_buffers()}
     try:
         hooks = GradSampleModule(network, loss_reduction="mean")
         with seeded(0, "check gradients"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Full backward hook is firing")
-            hooks(images).sum().backward()
+            hooks(torch.rand_like(images)).sum().backward()
+        for path, buffer in network.named_buffers():
+            if not torch.equal(buffer, buffers[path]):
+                raise ValueError(f"buffer {path} changes with the images")
         for path, weight in network.named_parameters():
             if weight.requires_grad and getattr(weight, "grad_sample", None) is None:
                 raise ValueError(f"{path} has no part in the output")
     except (NotImplementedError, RuntimeError, ValueError, AttributeError, TypeError) as error:
         name = network.settings["spec"]["name"]
         raise ConfigError(
-            f"dp_noise: network {name} gives no gradient of each image ({one_line(error)}); "
+            f"dp_noise: network {name} does not learn by each image's gradient alone "
+            f"({one_line(error)}); "
             "choose an activation that changes nothing in place, or take unet, small_cnn or vgg11"
         ) from error
 
