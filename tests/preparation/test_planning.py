@@ -187,11 +187,27 @@ class TestIntensity:
                 "nonzero": nonzero,
                 "channel_wise": True,
             }
-        for highest, top in ((255, 255), (4000, 65535)):
-            picture = fingerprint(
-                SIDE, SIDE, channels=(Channel(Intensities(0, 20, highest, 50, 80), None),)
+
+    @pytest.mark.parametrize(
+        ("highest", "common"), [((255, 250), True), ((255, 4000), False), ((1, 255), False)]
+    )
+    def test_photographs_with_and_without_a_common_white(
+        self, highest: tuple[int, int], common: bool
+    ) -> None:
+        sites = [
+            fingerprint(
+                SIDE,
+                SIDE,
+                site=site,
+                channels=(Channel(Intensities(0, 0, white, white / 3, white / 4), None),),
             )
-            assert planned(picture, modality="photo")["intensity"]["a_max"] == top
+            for site, white in zip("AB", highest, strict=True)
+        ]
+        intensity = planned(*sites, modality="photo")["intensity"]
+        if common:
+            assert (intensity["a_min"], intensity["a_max"]) == (0, 255)
+        else:
+            assert intensity["name"] == "NormalizeIntensity"
 
     def test_ct_by_the_foreground_of_all(self) -> None:
         other = Intensities(0, 0, 100, 10, 40)

@@ -34,6 +34,7 @@ _BATCH_SHARE: Final = 0.05  # of all voxels, at most, in one batch
 # Share of zeros from which intensities are normalised without them; nnU-Net uses the share that
 # cropping removes.
 _MANY_ZEROS: Final = 0.25
+_WHITE: Final = 255  # of pictures with eight bits
 # Pixels or voxels of the patch that is then made smaller.
 _FIRST_PATCH: Final = {2: 2048**2, 3: 256**3}
 _MAX_FEATURES: Final = {2: 512, 3: 320}
@@ -512,18 +513,16 @@ def intensity(sites: Fingerprints, modality: Modality) -> Choice:
     """The intensity transform."""
     if modality == "ct":
         return _ct_intensity(sites)
-    if modality == "photo":
-        highest = max(channel.overall.p99_5 for site in sites for channel in site.channels)
-        top = 255 if highest <= 255 else 65535
+    if modality == "photo" and _have_common_white(sites):
         scale = {
             "name": "ScaleIntensityRange",
             "a_min": 0,
-            "a_max": top,
+            "a_max": _WHITE,
             "b_min": 0.0,
             "b_max": 1.0,
             "clip": True,
         }
-        reason = f"photographs: 0 to {top} becomes 0 to 1, the same for all"
+        reason = f"photographs: 0 to {_WHITE} becomes 0 to 1, the same for all"
         return Choice("intensity", scale, reason)
     zeros = _mean(sites, [site.zeros for site in sites])
     nonzero = zeros > _MANY_ZEROS
@@ -531,6 +530,15 @@ def intensity(sites: Fingerprints, modality: Modality) -> Choice:
     reason += f"zeros ({zeros:.0%}) {'left out' if nonzero else 'included'}"
     normalize = {"name": "NormalizeIntensity", "nonzero": nonzero, "channel_wise": True}
     return Choice("intensity", normalize, reason)
+
+
+def _have_common_white(sites: Fingerprints) -> bool:
+    """Whether the pictures of every site have eight bits, and none of a site is nearly black."""
+    for site in sites:
+        highest = max(channel.overall.p99_5 for channel in site.channels)
+        if not _WHITE / 8 <= highest <= _WHITE:
+            return False
+    return True
 
 
 def _ct_intensity(sites: Fingerprints) -> Choice:
