@@ -252,6 +252,7 @@ class Refusing(Idle):
 class Averaging(nn.Module):
     """Keeps the mean of its images, as an exponential moving average does."""
 
+    mean: Tensor
     settings = Idle.settings
 
     def __init__(self) -> None:

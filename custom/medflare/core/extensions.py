@@ -32,7 +32,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from medflare.core.errors import ConfigError, one_line
-from medflare.core.packages import untrusted
+from medflare.core.packages import trust_refusal
 
 VARIABLE = "MEDFLARE_PACKAGES"  # packages or modules, separated by commas
 _trusted: set[str] = set()
@@ -53,7 +53,7 @@ def trusted() -> tuple[str, ...]:
 def require_trust(what: str, module: str) -> None:
     """Raise ConfigError, which begins with `what`, if this process does not trust the module."""
     package = module.partition(".")[0]
-    reason = untrusted(module, trusted())
+    reason = trust_refusal(module, trusted())
     if reason:
         raise ConfigError(
             f"{what}: this process does not trust {package}: {reason}, "

@@ -46,11 +46,11 @@ def require(module: str, purpose: str, error: type[MedflareError] = ConfigError)
         )
 
 
-def untrusted(module: str, packages: Iterable[str]) -> str:
+def trust_refusal(module: str, packages: Iterable[str]) -> str:
     """Why code of a module that a job, a task or a card names is not imported; "" if it may be.
 
     Examples:
-        >>> untrusted("lab_nets.small", ["lab_nets"]), untrusted("os", ["os"])
+        >>> trust_refusal("lab_nets.small", ["lab_nets"]), trust_refusal("os", ["os"])
         ('', 'code of os is never imported by name')
     """
     parts = module.split(".")

@@ -79,8 +79,8 @@ class TensorSpec(EntrySpec[StateDict]):
             site's `minimum_patients`.
         per_class: whether the first axis of its tensors is the class (`tasks.classes.class_names`,
             or the task's labels), see `PerClass`. For a class with fewer patients the participant
-            sends zeros: of "values" in that class's rows, of "counts" (and of integer tensors) in
-            all rows. Zeros must mean "no such class" to the server.
+            sends zeros. With "values", that class's rows are zero. With "counts", and in integer
+            tensors, all rows are. Zeros must mean "no such class" to the server.
         rest: where the network's other entries are, if it is a part of one: "local", each site has
             its own; "initial", they are frozen and everywhere those of the initial model.
     """

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.core.packages import untrusted
+from medflare.core.packages import trust_refusal
 from medflare.core.settings import checked, nested, strict_dataclass
 from medflare.core.text import format_shape, read_json
 
@@ -106,7 +106,7 @@ def cache_with_folder(
 
 def _importable(packages: tuple[str, ...]) -> tuple[str, ...]:
     for name in packages:
-        reason = untrusted(name, packages)
+        reason = trust_refusal(name, packages)
         if reason:
             raise ValueError(f"names of packages with extensions: {reason}")
     return packages

@@ -23,7 +23,7 @@ from medflare.core.text import format_shape
 from medflare.data.transforms import Augmentation, Preprocessing
 from medflare.networks.catalogue import meta_network
 from medflare.networks.foreign import foreign_module, imported
-from medflare.networks.usual import is_usual_network
+from medflare.networks.quick_to_build import builds_quickly
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.transforms import is_usual
 
@@ -44,7 +44,7 @@ def try_task(task: TaskConfig, memory: float, location: str, setting: str = "") 
     """
     # What this process does not trust is refused here, not in the other process.
     usual = [is_usual(settings) for settings in (task.intensity, *task.augment)]
-    if is_usual_network(task.network) and all(usual):
+    if builds_quickly(task.network) and all(usual):
         return
     if foreign_module(task.network):
         imported(task.network["name"])

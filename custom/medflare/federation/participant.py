@@ -268,7 +268,8 @@ class Participant:
             check_inside_sites(self.name, combined, self.local.bounds)
         study = self.study()
         if study is not None:
-            study.fix_selection(site)  # first: answers about other selections tell their counts
+            # First, since later refusals would tell the counts of another selection.
+            study.fix_selection(site)
         if role == "inside" and trains:
             self._check_selection(site, study)
         if trains and self.local.keep == "personal" and role == "outside":

@@ -40,7 +40,7 @@ from medflare.data.acquisition import TRAINED_ON, check_range
 from medflare.evaluation.findings import OF_TRAINING
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, META_LIMIT
 from medflare.methods.base import Plan, SiteAlgorithm
-from medflare.privacy.settings import PrivacyCost
+from medflare.privacy.rounds import PrivacyCost
 from medflare.tasks.class_metrics import ONE_CLASS
 from medflare.tasks.classes import FALSE_ALARMS, MOST_CLASSES
 from medflare.tasks.metrics_table import metric_table

@@ -40,7 +40,7 @@ from nvflare.lighter.tool_consts import NVFLARE_SIG_FILE, NVFLARE_SUBMITTER_CRT_
 
 from medflare.core.errors import ConfigError
 from medflare.core.extensions import extension_module, trust
-from medflare.core.packages import untrusted
+from medflare.core.packages import trust_refusal
 from medflare.core.text import Json, JsonDict, read_json
 from medflare.data.local import LOCAL_FILE, LocalSettings, local_settings, read_local
 from medflare.flare.flare_patches import parse_json_only, search_kits_only
@@ -157,10 +157,10 @@ def authorize(methods: Iterable[str], task: Json, fl_ctx: FLContext) -> tuple[st
     for name in dict.fromkeys(methods):
         module = foreign_method_module(name)
         if module:
-            _require_trust(f"method {name!r}", module, fl_ctx)
+            _require_trust_of_party(f"method {name!r}", module, fl_ctx)
     modules = []
     for setting, name, module in _extensions_of(task):
-        _require_trust(f"{setting} {name!r}", module, fl_ctx)
+        _require_trust_of_party(f"{setting} {name!r}", module, fl_ctx)
         modules.append(module)
     for module in (*settings_of(fl_ctx.get_workspace()).packages, *modules):
         trust(module)
@@ -236,11 +236,11 @@ def brings_code(fl_ctx: FLContext) -> bool:
     return isinstance(meta, Mapping) and bool(meta.get(AppValidationKey.BYOC))
 
 
-def _require_trust(what: str, module: str, fl_ctx: FLContext) -> None:
+def _require_trust_of_party(what: str, module: str, fl_ctx: FLContext) -> None:
     packages = settings_of(fl_ctx.get_workspace()).packages
     if brings_code(fl_ctx):
         packages = (*packages, module)
-    reason = untrusted(module, packages)
+    reason = trust_refusal(module, packages)
     if reason:
         party = fl_ctx.get_identity_name()
         raise ConfigError(f"{what} comes from {module}, which {party} does not allow; {reason}")
@@ -315,7 +315,7 @@ def _extension_refusal(config: Any, task: Path, workspace: Workspace) -> str:
     if task.is_file():
         extensions += _extensions_of(read_json(task))
     for setting, name, module in extensions:
-        reason = untrusted(module, settings_of(workspace).packages)
+        reason = trust_refusal(module, settings_of(workspace).packages)
         if reason:
             return f"{setting} {_named(name, 'without a plain name')} refused: {reason}"
     return ""

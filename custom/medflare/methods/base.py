@@ -362,7 +362,7 @@ class SiteAlgorithm(ABC, Generic[S]):
         return {}
 
     def privacy(self) -> dict[str, Any] | None:
-        """The privacy cost of this run, see `privacy.settings.privacy_cost`.
+        """The privacy cost of this run, see `privacy.rounds.privacy_cost`.
 
         None without differential privacy.
         """

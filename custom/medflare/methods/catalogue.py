@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from medflare.core import extensions
 from medflare.core.errors import ConfigError
-from medflare.core.packages import untrusted
+from medflare.core.packages import trust_refusal
 from medflare.core.settings import no_such
 from medflare.methods.method import Method, loaded, paired
 
@@ -99,7 +99,7 @@ def _builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
     others = set()  # packages whose methods are not loaded
     for name, point in _foreign().items():
         module = extensions.entry_module(point)
-        if module in sys.modules or not untrusted(module, trusted):
+        if module in sys.modules or not trust_refusal(module, trusted):
             usable.append(name)
         else:
             others.add(module.partition(".")[0])

@@ -160,14 +160,15 @@ class Method:
         """Raises ConfigError if an algorithm needs its own method's other algorithm."""
         of_site, of_server = self.algorithms
         if not issubclass(self.server_class.Hyper, self.site_class.server_hyper):
-            refused = f"site algorithm of {of_site!r} needs its own other one; run {of_site!r}"
+            kind, other, name = "site", "server", of_site
         elif not issubclass(self.site_class, self.server_class.site_algorithm):
-            refused = (
-                f"server algorithm of {of_server!r} needs its own other one; run {of_server!r}"
-            )
+            kind, other, name = "server", "site", of_server
         else:
             return
-        raise ConfigError(f"method {self.name!r}: the {refused}")
+        raise ConfigError(
+            f"method {self.name!r}: the {kind} algorithm of {name!r} works only with its {other} "
+            f"algorithm; run {name!r}"
+        )
 
     @property
     def dp_unsupported_reason(self) -> str:

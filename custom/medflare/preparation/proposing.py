@@ -627,7 +627,7 @@ def _classification(
         sampling,
         Choice("loss", {"name": "ce"}, "cross entropy"),
         # `_with_time` sets the rate.
-        Choice("optimizer", {"name": "adam", "lr": 0.001}, ""),
+        Choice("optimizer", UNDECIDED["optimizer"], ""),
         _batch_size(sites),
         Choice("local_epochs", 1, "a round is an epoch of the site's images"),
         Choice("metric", "f1_macro", "a rare class counts as much as a common one"),

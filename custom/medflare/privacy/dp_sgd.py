@@ -85,8 +85,7 @@ def check_gradients(network: FeatureNetwork, images: Tensor) -> None:
     except (NotImplementedError, RuntimeError, ValueError, AttributeError, TypeError) as error:
         name = network.settings["spec"]["name"]
         raise ConfigError(
-            f"dp_noise: network {name} does not learn by each image's gradient alone "
-            f"({one_line(error)}); "
+            f"dp_noise: network {name} cannot be trained with DP-SGD ({one_line(error)}); "
             "choose an activation that changes nothing in place, or take unet, small_cnn or vgg11"
         ) from error
 

@@ -1,21 +1,15 @@
-"""Training with differential privacy: settings, supported tasks, cost.
+"""Training with differential privacy: settings, supported tasks and networks.
 
 Site algorithms opt in: their hyper-parameters inherit `PrivacyHyper`, and their training goes
-through `FedAvgSite.descend`. The unit of privacy is a training patient with all images. The
-mechanism is in `dp_sgd.py`, which alone needs Opacus.
+through `FedAvgSite.descend`. The unit of privacy is a training patient with all images. A round is
+in `rounds.py`, its mechanism in `dp_sgd.py`, which alone needs Opacus.
 """
 
-import math
 from types import ModuleType
-from typing import Annotated, Any, TypeGuard
+from typing import TypeGuard
 
-import numpy as np
-import torch
-from pydantic import ConfigDict, Field
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from typing_extensions import TypedDict
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
@@ -24,10 +18,9 @@ from medflare.core.settings import strict_dataclass
 from medflare.data.local import PLACE
 from medflare.networks.catalogue import meta_network
 from medflare.networks.features import WholeNetwork, zero_images
-from medflare.privacy.ledger import Account, Release, training_patients
+from medflare.privacy.ledger import training_patients
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import pools_images
-from medflare.training.epochs import Loss
 from medflare.training.site import Site
 
 
@@ -108,7 +101,7 @@ def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
             f"site {site.name}: dp_noise takes each image's gradient from a plain network; "
             f"leave compile out of {PLACE}"
         )
-    dp_sgd = _dp_sgd(site)
+    dp_sgd = dp_sgd_module(site)
     network = site.network()
     if isinstance(network, WholeNetwork):  # medflare's own networks are tested
         images = zero_images(site.task.image_channels, site.task.size, site.device)
@@ -121,66 +114,8 @@ def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
         )
 
 
-def train_privately(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    site: Site,
-    account: Account,
-    hyper: PrivacyHyper,
-    loss: Loss | None,
-) -> None:
-    """A round of DP-SGD in place; arguments as of `dp_sgd.train_dp_sgd`. It is counted before its
-    first step, in case of a crash.
-
-    Raises:
-        PrivacyError: it would exceed the site's budget.
-    """
-    dp_sgd = _dp_sgd(site)
-    release = planned(site, hyper)
-    account.charge(release, dp_sgd.epsilon_of)
-    dp_sgd.train_dp_sgd(model, optimizer, site, release, hyper.dp_clip, system_generator(), loss)
-
-
-def planned(site: Site, hyper: PrivacyHyper) -> Release:
-    """The release of one round: the steps of an epoch draw every patient once on average."""
-    patients = training_patients(site)
-    rate = min(1.0, site.batch_size / patients)
-    steps = site.task.local_epochs * math.ceil(patients / site.batch_size)
-    return Release(hyper.dp_noise, rate, steps)
-
-
-def system_generator() -> np.random.Generator:
-    """A generator from 128 bits of the operating system: the server knows the run's seed, and could
-    subtract the noise.
-    """
-    return np.random.default_rng()
-
-
-def privacy_cost(site: Site, account: Account, hyper: PrivacyHyper) -> dict[str, Any] | None:
-    """{"epsilon", "delta", "steps"} of this run so far; "epsilon" is None if infinite.
-
-    None before the first release.
-    """
-    releases = account.ledger.releases()
-    if not releases:
-        return None
-    epsilon = _dp_sgd(site).epsilon_of(releases, hyper.dp_delta)
-    steps = sum(release.steps for release in releases)
-    finite = epsilon if math.isfinite(epsilon) else None
-    return {"epsilon": finite, "delta": hyper.dp_delta, "steps": steps}
-
-
-class PrivacyCost(TypedDict):
-    """What `privacy_cost` returns, as metadata."""
-
-    # Pydantic's place for the configuration:
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    epsilon: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None
-    delta: Annotated[float, Field(strict=True, ge=0, le=1)]
-    steps: Annotated[int, Field(strict=True, ge=0)]
-
-
-def _dp_sgd(site: Site) -> ModuleType:
+def dp_sgd_module(site: Site) -> ModuleType:
+    """`privacy.dp_sgd`; ConfigError if Opacus is not installed."""
     if not installed("opacus"):
         raise ConfigError(
             f"site {site.name}: dp_noise needs Opacus, which is not installed; "

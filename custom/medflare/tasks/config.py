@@ -236,9 +236,9 @@ class TaskConfig:
         intensity: one deterministic MONAI intensity transform {"name": ..., arguments}, see
             `tasks.transforms`.
         augment: MONAI random transforms, applied to training batches in this order.
-        slices: 2-D: how volumes are cut into slices: "axis" (0, 1, 2; 2 is the third stored axis)
-            and "keep" ("all", or "foreground": of training volumes the slices that show a
-            structure; validation and test always keep all).
+        slices: 2-D: how volumes are cut into slices: "axis" (0, 1 or 2 of rows, columns and slices;
+            NIfTI is turned to LPS before) and "keep" ("all", or "foreground": of training volumes
+            the slices that show a structure; validation and test always keep all).
         label_values: label -> values that files use for it; empty: binary 1, multiclass the index,
             multilabel a mask (or 0/1) per label.
         unlisted_labels: values that no label lists: "error", or "drop" (the image is left out; in a

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from medflare.core.extensions import Extensions, trusted
-from medflare.core.packages import installed, untrusted
+from medflare.core.packages import installed, trust_refusal
 from medflare.core.settings import unknown
 from medflare.tasks.class_metrics import (
     accuracy,
@@ -379,7 +379,7 @@ def metric_table() -> dict[str, Metric]:
 def _table(packages: tuple[str, ...]) -> dict[str, Metric]:
     table = dict(METRICS)
     for name in EXTENSIONS.names():
-        if not untrusted(EXTENSIONS.module(name), packages):
+        if not trust_refusal(EXTENSIONS.module(name), packages):
             table[name] = EXTENSIONS.foreign(name)
     return table
 

@@ -22,15 +22,8 @@ from medflare.methods.base import Plan, SiteAlgorithm, SiteHyper
 from medflare.methods.parts.measured import MEASURED
 from medflare.methods.parts.partial import LocalPart
 from medflare.networks.features import FeatureNetwork, copied_state
-from medflare.privacy.settings import (
-    PrivacyCost,
-    PrivacyHyper,
-    check_private,
-    check_private_site,
-    is_private,
-    privacy_cost,
-    train_privately,
-)
+from medflare.privacy.rounds import PrivacyCost, privacy_cost, train_privately
+from medflare.privacy.settings import PrivacyHyper, check_private, check_private_site, is_private
 from medflare.tasks.config import TaskConfig
 from medflare.training.epochs import Loss, OptimizerMemory, train_epochs, trainable
 from medflare.training.graph import Hook

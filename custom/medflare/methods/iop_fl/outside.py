@@ -310,7 +310,7 @@ class RoutedModel(nn.Module):
 
         After every epoch the state is evaluated on all images, without dropout and with the same
         noise, so that epochs can be compared. The start is a candidate too; states that the gate
-        refuses are none.
+        refuses are not.
         """
         parts = Repeated(lambda: chain.from_iterable(map(self._batches, batches)))
         starts, decisions = self._starts(parts)
@@ -386,8 +386,8 @@ class RoutedModel(nn.Module):
     ) -> tuple[Start, StateSummary]:
         """The start of the lowest loss; `starts` begins with the mixture.
 
-        An expert whose decisions have less than a quarter of the mixture's entropy is none: it
-        predicts next to nothing here.
+        An expert whose decisions have less than a quarter of the mixture's entropy is not used as
+        one: it predicts next to nothing here.
         """
         references = list(decisions.values())
         least = START_ENTROPY * decisions[starts[0]].entropy()

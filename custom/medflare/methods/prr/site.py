@@ -93,6 +93,7 @@ GAMMA = MetaSpec[dict[str, float]](
     "gamma",
     "γ of every class in the last epoch; 1 before the refinement",
     table(number(0.0)),
+    "train",
     per_class="values",
 )
 GAMMAS = MetaSpec[dict[str, list[float]]](

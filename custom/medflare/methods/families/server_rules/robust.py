@@ -1,8 +1,8 @@
-"""FedAvg with a robust rule in place of the mean.
+"""FedAvg with a robust rule in place of the mean; the rules are in `parts/robust.py`.
 
 A few faulty or harmful sites then cannot move the model far. The rules are the coordinate-wise
 median and the trimmed mean (Yin, Chen, Ramchandran and Bartlett, ICML 2018), Krum, the geometric
-median and clipped updates, see `parts.robust`. Sites have equal weights, since a harmful site can
+median and clipped updates. Sites have equal weights, since a harmful site can
 report a false number of images.
 """
 

@@ -1,4 +1,4 @@
-"""Networks that are built in seconds, whatever their arguments say. Light to import."""
+"""Whether a network is built in seconds, whatever its arguments say. Light to import."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -13,13 +13,13 @@ _WIDTHS: Final = frozenset(
 )
 
 
-def is_usual_network(spec: NetworkSpec) -> bool:
+def builds_quickly(spec: NetworkSpec) -> bool:
     """Whether no argument of {"name": ..., arguments} can make the network slow to build.
 
     Examples:
-        >>> is_usual_network({"name": "unet", "channels": [16, 32, 512], "num_res_units": 2})
+        >>> builds_quickly({"name": "unet", "channels": [16, 32, 512], "num_res_units": 2})
         True
-        >>> is_usual_network({"name": "DenseNet", "block_config": [200, 1, 1, 1]})
+        >>> builds_quickly({"name": "DenseNet", "block_config": [200, 1, 1, 1]})
         False
     """
     arguments = {name: value for name, value in spec.items() if name not in ("name", "weights")}
