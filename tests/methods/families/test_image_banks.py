@@ -171,7 +171,7 @@ def test_zeros_are_no_entry(squares: ModuleType) -> None:
 
 def test_only_its_server_has_a_bank() -> None:
     for pair in (get_method("fedrdn", server="fedavg"), get_method("fedavg", server="ccst")):
-        with pytest.raises(ConfigError, match="works only with its (server|site) algorithm"):
+        with pytest.raises(ConfigError, match=r"works only with its (server|site) algorithm"):
             pair.check({})
 
 
