@@ -25,6 +25,7 @@ from medflare.studies.references import (
     centralised,
     constant_answer,
     equal_compute,
+    participating,
     pooled_images,
     recorded_run,
     single_site,
@@ -160,6 +161,24 @@ def test_fedavg_with_another_task_is_that_fedavg(
     assert results["configuration"]["task"] == plain["configuration"]["task"]
     assert results["configuration"]["settings"]["task_changes"] == changes
     assert results["traffic"] == plain["traffic"]
+
+
+def test_participating_outside_sites_are_tested_on_the_same_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fork_trials(monkeypatch)
+    sites = ("site-1", "site-2", "site-3")
+    draw = Draw(Setting(load_task(tiny_phantom()), sites, rounds=1), 0, ("site-3",))
+    results = participating(draw, {"server": {"selection": "last"}})
+    expected = run_local("fedavg", draw.task, sites, rounds=1, seed=0, resplit=0, selection="last")
+    fedavg = recorded_run("fedavg", draw, draw.inside, outside=draw.outside)
+    for name, site in results["sites"].items():
+        assert site["metrics"] == expected["sites"][name]["metrics"]
+        patients = [run["scores"][name]["deployed"]["patients"] for run in (results, fedavg)]
+        assert patients[0] == patients[1]
+    assert results["sites"]["site-3"]["role"] == "outside"
+    mean = results["mean"]["outside"]["deployed"]["dice"]
+    assert mean == results["sites"]["site-3"]["metrics"]["deployed"]["dice"]
 
 
 def test_a_site_that_fails_alone_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

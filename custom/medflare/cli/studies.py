@@ -79,7 +79,8 @@ def run_study(
             normalized by the test images (networks with BatchNorm); centralised: the images of all
             sites in one place; uniform: FedAvg with every site counted once; augmentation: FedAvg
             with more augmentation (contrast, intensity, noise); equal-compute: FedAvg with twice
-            the local epochs. A method with personal models always gets the row oracle: the better
+            the local epochs; participating (not of all): FedAvg in which the outside sites train
+            too, an oracle. A method with personal models always gets the row oracle: the better
             of global and personal model at each site, chosen on test images
         suite (NAME): Run a table of a paper and show the paper's numbers beside ours, or test a
             mechanism on generated images (mechanisms/NAME): a name or a JSON file, see

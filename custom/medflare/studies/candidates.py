@@ -16,6 +16,7 @@ from medflare.methods.method import Method
 from medflare.studies.references import (
     BATCH_STATISTICS,
     CONSTANT,
+    PARTICIPATING,
     REFERENCES,
     SINGLE_SITE,
     TRAINED_AS,
@@ -213,7 +214,8 @@ def rows_of(
     labels = [UNIFORM_ROW if name == UNIFORM else name for name in references if name != "all"]
     optional = (*REFERENCES, UNIFORM_ROW) if "all" in references else ()
     for label in dict.fromkeys([*labels, *optional]):
-        if label in methods:
+        is_oracle = label == PARTICIPATING and label not in labels
+        if label in methods or is_oracle:
             continue
         row = Candidate.parse(label, selection)
         if label not in labels:

@@ -46,6 +46,7 @@ CENTRALISED = "centralised"
 BATCH_STATISTICS = "batch-statistics"
 AUGMENTATION = "augmentation"
 EQUAL_COMPUTE = "equal-compute"
+PARTICIPATING = "participating"  # the oracle of outside sites: no method has to beat it
 # The method that references train with by default; they take its hyper-parameters.
 TRAINED_AS: Final = "fedavg"
 POOLED: Final = "all-sites"  # the one site of centralised training
@@ -284,6 +285,14 @@ def equal_compute(draw: Draw, hyper: Json) -> Results:
     return _reference(EQUAL_COMPUTE, with_other_task(changes, draw, partial(_fedavg, hyper=hyper)))
 
 
+def participating(draw: Draw, hyper: Json) -> Results:
+    """FedAvg of all sites: what the outside sites would get if they took part."""
+    results = _fedavg(replace(draw, outside=()), hyper)
+    for name, site in results["sites"].items():
+        site["role"] = draw.role(name)
+    return _reference(PARTICIPATING, results)
+
+
 def _fedavg(draw: Draw, hyper: Json, **options: Any) -> Results:
     """FedAvg of the inside sites; `options`: of `recorded_run`."""
     return recorded_run(TRAINED_AS, draw, draw.inside, outside=draw.outside, **options, **hyper)
@@ -339,4 +348,5 @@ REFERENCES: Final = {
     CENTRALISED: centralised,
     AUGMENTATION: augmentation,
     EQUAL_COMPUTE: equal_compute,
+    PARTICIPATING: participating,
 }
