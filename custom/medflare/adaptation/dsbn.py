@@ -73,7 +73,7 @@ def with_batch_statistics(model: nn.Module) -> tuple[nn.Module, dict[str, TestTi
     """
     model = copy.deepcopy(model).eval()
     replaced: dict[_BatchNorm, TestTimeNorm] = {}
-    by_name: dict[str, TestTimeNorm] = {}
+    by_name = {}
     for name, layer in batch_norm_layers(model).items():
         by_name[name] = replaced.setdefault(layer, TestTimeNorm(layer))
         replace_layer(model, name, by_name[name])

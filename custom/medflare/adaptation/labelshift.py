@@ -9,7 +9,6 @@ look the same at both, and that the model's probabilities are right for p.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +17,12 @@ from medflare.core.errors import ConfigError, StateError
 from medflare.core.states import StateDict
 from medflare.tasks.config import TaskConfig
 
-CLASS_SHARES: Final = "class_shares"  # item of a final model: class shares of the training
-UNKNOWN_SHARES: Final = (
+CLASS_SHARES = "class_shares"  # item of a final model: class shares of the training
+UNKNOWN_SHARES = (
     "the model does not hold the class shares of its training, which are taken as equal"
 )
-_CLOSE: Final = 1e-7
-_LEAST: Final = 1e-6  # share of a class, so that no probability is divided by 0
+_CLOSE = 1e-7
+_LEAST = 1e-6  # share of a class, so that no probability is divided by 0
 
 
 def corrected(p: Tensor, trained: Tensor, shares: Tensor) -> Tensor:

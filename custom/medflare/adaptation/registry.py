@@ -7,7 +7,7 @@ own kind is its item "base"; the item of the kind's name has its arguments.
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -28,9 +28,9 @@ from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 
 STATISTICS = "statistics"  # the entry with what an adaptation estimated from all images
-NONE: Final = "none"
-LABEL_SHIFT: Final = "labelshift"
-ROUTING: Final = "routing"  # of IOP-FL's models alone, whose kind is "routed"
+NONE = "none"
+LABEL_SHIFT = "labelshift"
+ROUTING = "routing"  # of IOP-FL's models alone, whose kind is "routed"
 
 Build = Callable[[Message], nn.Module]
 
@@ -62,7 +62,7 @@ def _in_batches(adaptation: Any) -> Callable[..., nn.Module]:
 
 
 # Kind -> class of its arguments, and (built model, task, message, arguments) -> module.
-_BUILTIN: Final[dict[str, tuple[type[Any], Callable[..., nn.Module]]]] = {
+_BUILTIN: dict[str, tuple[type[Any], Callable[..., nn.Module]]] = {
     "dsbn": (_NoSettings, lambda model, *_: TargetStatistics(model)),
     "tent": (TentSettings, _in_batches(Tent)),
     "sar": (SARSettings, _in_batches(SAR)),
@@ -88,7 +88,7 @@ class _Adaptations(Extensions):
         return self.foreign(kind) or partial(_built, kind)
 
 
-ADAPTATIONS: Final = _Adaptations("adaptation", "adaptations", lambda: _BUILTIN, check_callable)
+ADAPTATIONS = _Adaptations("adaptation", "adaptations", lambda: _BUILTIN, check_callable)
 
 
 def check_adaptable(task: TaskConfig) -> None:
@@ -107,7 +107,7 @@ def parsed(adapt: str) -> tuple[str, dict[str, Any]]:
     names = (NONE, *ADAPTATIONS, ROUTING)
     if name not in names:
         raise ConfigError(no_such("adaptation", name, names))
-    arguments: dict[str, Any] = {}
+    arguments = {}
     for word in words:
         argument, equals, value = word.partition("=")
         if not equals or name in (NONE, ROUTING):

@@ -12,7 +12,7 @@ BatchNorm keeps the statistics of the training. The method `ttt` trains such mod
 
 import copy
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from medflare.networks.catalogue import feature_width
 from medflare.networks.features import FeatureNetwork, Probabilities, pooled
 from medflare.tasks.config import TaskConfig
 
-ROTATION: Final = "rotation"  # the entry of a message with θ_s
+ROTATION = "rotation"  # the entry of a message with θ_s
 
 
 @strict_dataclass
@@ -64,7 +64,7 @@ def rotation_loss(
 def rotation_head(task: TaskConfig) -> nn.Linear:
     """θ_s of the task's network, zeros."""
     turns = 4 if task.size[-1] == task.size[-2] else 2
-    head: nn.Linear = nn.utils.skip_init(nn.Linear, feature_width(task), turns)
+    head = nn.utils.skip_init(nn.Linear, feature_width(task), turns)
     for weight in head.parameters():
         nn.init.zeros_(weight)
     return head

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import typer
 from typer.main import get_command
@@ -19,7 +19,7 @@ from medflare.core.packages import end_quickly
 from medflare.data.progress import print_lines
 
 _UsageError: Any = typer.BadParameter.__bases__[0]
-_REMEDIES: Final = {
+_REMEDIES = {
     errno.ENOENT: "correct the path",
     **dict.fromkeys(
         (errno.ENOTDIR, errno.EEXIST), "a file is where a folder is needed; correct the path"

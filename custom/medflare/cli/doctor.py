@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from medflare.cli.startup_kit import (
     MALFORMED,
@@ -37,7 +37,7 @@ from medflare.preparation.check import check_site
 from medflare.tasks.config import TaskConfig
 from medflare.training.computing import usable_device
 
-_GB: Final = 10**9
+_GB = 10**9
 
 
 class CheckResult(NamedTuple):

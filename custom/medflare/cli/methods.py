@@ -6,7 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from importlib import resources
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from medflare.core.hyper import Described
     from medflare.methods.method import Method
 
-_WIDE: Final = 10_000  # columns, where nothing is wrapped
-_PAPERS: Final = "papers"  # methods of no family
-_COLUMNS: Final = ("method", "title", "stays at the site", "leaves", "cost", "outside", "DP-SGD")
+_WIDE = 10_000  # columns, where nothing is wrapped
+_PAPERS = "papers"  # methods of no family
+_COLUMNS = ("method", "title", "stays at the site", "leaves", "cost", "outside", "DP-SGD")
 
 
 def methods(

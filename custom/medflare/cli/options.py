@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -29,9 +29,9 @@ AUTO_HELP: dict[str, Any] = {
     "add_completion": False,
     "no_args_is_help": True,
 }
-DEFAULT_ROUNDS: Final = 10
-PHANTOM: Final = "phantom"
-TASK: Final = "task."  # prefix of a task's setting in --set
+DEFAULT_ROUNDS = 10
+PHANTOM = "phantom"
+TASK = "task."  # prefix of a task's setting in --set
 
 PathArgument = Annotated[Path, typer.Argument()]
 PathArguments = Annotated[list[Path], typer.Argument()]
@@ -58,7 +58,7 @@ Track = Annotated[
     ),
 ]
 _Command = Callable[..., Any]
-_ENTRY: Final = r"^    (\S.*(?:\n {5,}.+)*)"  # of a section of a docstring
+_ENTRY = r"^    (\S.*(?:\n {5,}.+)*)"  # of a section of a docstring
 
 
 def _take_file(context: typer.Context, file: Path | None) -> Path | None:

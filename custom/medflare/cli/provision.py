@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
 from medflare.cli import root_key
 from medflare.cli.options import PathArgument
@@ -16,7 +15,7 @@ from medflare.cli.startup_kit import KitSettings, make_private, open_kit, set_up
 from medflare.core.errors import ConfigError, one_line
 
 # The same federation as poc_workspace/project.yml.
-_EXAMPLE: Final = """\
+_EXAMPLE = """\
 # A federation: one server, four hospitals, four people, mutual TLS. Set the names of the server, sites, organizations and people.
 api_version: 3
 name: medflare

@@ -9,20 +9,19 @@ import json
 import os
 import secrets
 from pathlib import Path
-from typing import Final
 
 from cryptography.fernet import Fernet, InvalidToken
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from medflare.core.errors import ConfigError
 
-OPEN: Final = "cert.json"  # FLARE's name for the file
-LOCKED: Final = "cert.json.locked"
-VARIABLE: Final = "MEDFLARE_ROOT_PASSPHRASE"
-SHORTEST: Final = 12  # characters of a passphrase
-_COST: Final = {"n": 2**16, "r": 8, "p": 1}  # 64 MiB and a fraction of a second for every guess
+OPEN = "cert.json"  # FLARE's name for the file
+LOCKED = "cert.json.locked"
+VARIABLE = "MEDFLARE_ROOT_PASSPHRASE"
+SHORTEST = 12  # characters of a passphrase
+_COST = {"n": 2**16, "r": 8, "p": 1}  # 64 MiB and a fraction of a second for every guess
 # Raised for half a JSON file, or another one.
-_DAMAGED: Final = (ValueError, KeyError, TypeError, AttributeError)
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
 
 
 def check_passphrase(passphrase: str) -> None:

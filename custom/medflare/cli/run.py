@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from medflare.methods.method import Method
     from medflare.tasks.config import TaskConfig
 
-EVALUATE: Final = "evaluate"  # the method that tests the model of --model
-_OPTIMIZER: Final = f"{options.TASK}optimizer"
-_RATE: Final = f"{_OPTIMIZER}.lr"
-_SHORT: Final = {  # option -> the setting of the task that it is short for
+EVALUATE = "evaluate"  # the method that tests the model of --model
+_OPTIMIZER = f"{options.TASK}optimizer"
+_RATE = f"{_OPTIMIZER}.lr"
+_SHORT = {  # option -> the setting of the task that it is short for
     "network": f"{options.TASK}network",
     "lr": _RATE,
     "epochs": f"{options.TASK}local_epochs",
     "batch_size": f"{options.TASK}batch_size",
 }
-_OTHER_OPTIONS: Final = (
+_OTHER_OPTIONS = (
     "sites",
     "data_root",
     "resplit",

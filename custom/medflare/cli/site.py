@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
@@ -19,13 +19,11 @@ from medflare.cli.startup_kit import Kit, KitSettings, open_kit, read_object, se
 from medflare.core.errors import ConfigError
 from medflare.flare.names import REFUSED
 
-_KIT: Final = "Startup kit of a site or the server: the folder with startup/ and local/"
+_KIT = "Startup kit of a site or the server: the folder with startup/ and local/"
 KitFolder = Annotated[Path, typer.Argument(metavar="KIT", help=_KIT)]
-_JOB_ID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # FLARE's
+_JOB_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # FLARE's
 # A refused job in audit.log.
-_REFUSED: Final = re.compile(
-    rf"\[R:([0-9a-f-]{{36}})\].*\[A:{re.escape(REFUSED)}\](.*)$", re.MULTILINE
-)
+_REFUSED = re.compile(rf"\[R:([0-9a-f-]{{36}})\].*\[A:{re.escape(REFUSED)}\](.*)$", re.MULTILINE)
 
 
 def add_groups(app: typer.Typer) -> None:

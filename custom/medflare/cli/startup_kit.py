@@ -14,32 +14,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.x509 import Certificate, load_pem_x509_certificate
 
 from medflare.core.errors import ConfigError
 
-LOCAL_FILE: Final = "medflare.json"  # as in data/local.py, whose import takes a second
-VALIDATOR: Final = "app_validator"  # FLARE's name: the component that inspects a job on arrival
-PREFIX: Final = "medflare."
+LOCAL_FILE = "medflare.json"  # as in data/local.py, whose import takes a second
+VALIDATOR = "app_validator"  # FLARE's name: the component that inspects a job on arrival
+PREFIX = "medflare."
 # Raised when FLARE's JSON has another structure.
-MALFORMED: Final = (AttributeError, IndexError, KeyError, TypeError)
-SITE_SETTINGS: Final = (
-    "data_root",
-    "device",
-    "batch_size",
-    "cache",
-    "minimum_patients",
-    "stream_logs",
-)
-_DEFAULT_LAUNCHER: Final = (
+MALFORMED = (AttributeError, IndexError, KeyError, TypeError)
+SITE_SETTINGS = ("data_root", "device", "batch_size", "cache", "minimum_patients", "stream_logs")
+_DEFAULT_LAUNCHER = (
     "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
 )
-_RESTARTING_LAUNCHER: Final = "medflare.flare.launcher.RestartingLauncher"
+_RESTARTING_LAUNCHER = "medflare.flare.launcher.RestartingLauncher"
 # FLARE's default, shared by all federations of a machine and deleted at a reboot.
-_DEFAULT_STORAGE: Final = "/tmp/nvflare/"
+_DEFAULT_STORAGE = "/tmp/nvflare/"
 _Json = dict[str, Any]
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,7 @@ from medflare.core.text import Json
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
-_SEEDS: Final = "0,1,2"
+_SEEDS = "0,1,2"
 Figures = Annotated[
     Path | None,
     typer.Option(

@@ -62,7 +62,7 @@ def acquisition_of(image: Image, task: TaskConfig) -> Acquisition:
     """The numbers of an image; of a volume that is cut into slices, the sides of a slice."""
     array = image.array
     sides = list(array.shape[1:])
-    spacing: Spacing | None = None
+    spacing = None
     if task.spatial_dims == 3 and image.stored_grid is not None:
         grid = image.stored_grid.turned(task.orientation)
         sides = list(grid.shape)

@@ -193,11 +193,11 @@ class Source:
                 f"{path}: segments overlap, a {task.target} task has one label a voxel; "
                 "separate them, or make it multilabel"
             )
-        value_of: dict[str, int] = {}
+        value_of = {}
         for label, stored in zip(task.labels, stored_values(task), strict=True):
             value_of[plain_name(label)] = stored[0]
-        values: list[int] = []
-        unnamed: set[int] = set()
+        values = []
+        unnamed = set()
         for label, number in segments:
             name = plain_name(label)
             values.append(value_of.get(name, number))
@@ -538,8 +538,7 @@ def decoded_when_used(
     def read(row: DecodedRow, name: str) -> Tensor:
         if getattr(row, name) is None:
             row = rows_of(row.entry)[row.row_index]
-        tensor: Tensor = getattr(row, name)
-        return tensor
+        return getattr(row, name)
 
     return Decoded(rows, failed, read)
 
@@ -603,7 +602,7 @@ class _CachedImages:
     def decoded(self, site: str, items: Iterable[DatalistItem]) -> Decoded:
         """All images: in memory if they fit, else read when they are used."""
         task = self._task
-        rows: list[DecodedRow] = []
+        rows = []
         nbytes = 0
         fits = True
         for number, _ in enumerate(items):
@@ -684,7 +683,7 @@ class _CachedImages:
         return rows
 
     def _write(self, path: Path, rows: Sequence[DecodedRow]) -> None:
-        tensors: dict[str, Tensor] = {}
+        tensors = {}
         if rows:
             tensors["image"] = torch.stack([row.image for row in rows])
             targets = torch.stack([row.target for row in rows])

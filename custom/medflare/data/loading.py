@@ -111,8 +111,8 @@ def _on(tensors: Images, device: torch.device) -> Images:
 
 def joined(parts: Sequence[Split], names: Sequence[str]) -> Split:
     """Several splits of one task as one; patients and files get the prefix `names[i]/`."""
-    patients: list[str] = []
-    files: list[str] = []
+    patients = []
+    files = []
     spacings: list[Spacing | None] = []
     for name, part in zip(names, parts, strict=True):
         patients += [f"{name}/{patient}" for patient in part.patients]
@@ -295,11 +295,11 @@ def load_site_data(
         train = uncounted(train, task)
 
     # What the site learns about its data.
-    missing: list[str] = []
+    missing = []
     if role == "inside" and not unlabelled:
         counts = class_counts(train.targets, task)
         missing = [name for name, count in zip(task.classes, counts, strict=True) if not count]
-    absent: list[str] = []
+    absent = []
     if annotation is None and task.kind == "segmentation":
         absent = _absent_structures(missing, task)
     else:

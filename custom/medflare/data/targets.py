@@ -182,7 +182,7 @@ def renumbering(
     """
     # The task's names and numbers.
     label_of: dict[int, str] = {}
-    numbers_of: defaultdict[str, set[int]] = defaultdict(set)
+    numbers_of = defaultdict(set)
     for label, numbers in zip(task.labels, stored_values(task), strict=True):
         label_of |= dict.fromkeys(numbers, label)
         numbers_of[plain_name(label)].update(numbers)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import fill, wrap
-from typing import IO, TYPE_CHECKING, Any, Final, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from medflare.core.packages import installed, require
 from medflare.core.palette import COLOURS
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
-_LINES: Final = ("-", "--", ":", "-.")
-INK: Final = "#010203"  # replaced by the page's text colour in the finished SVG
-_WIDTH: Final = 4.2  # inches: on a phone the text has its size
-_ROW_NAME: Final = 20  # characters of a line
-_GOLDEN: Final = 0.6180339887  # its multiples modulo 1 are spread evenly
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_LINES = ("-", "--", ":", "-.")
+INK = "#010203"  # replaced by the page's text colour in the finished SVG
+_WIDTH = 4.2  # inches: on a phone the text has its size
+_ROW_NAME = 20  # characters of a line
+_GOLDEN = 0.6180339887  # its multiples modulo 1 are spread evenly
 
 Points = Sequence[tuple[float, float]]
 RocCurves = dict[str, dict[str, tuple[Points, float]]]  # class -> line -> points and area

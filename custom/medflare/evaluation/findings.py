@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from statistics import fmean
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,12 +25,12 @@ _Curves = dict[str, dict[str, Curve]]  # model -> site -> curve
 # A mask whose volume is more than nine times the true one, or less than a ninth of it, cannot reach
 # a Dice of 0.2: 2 / (1 + 9). So a Dice below the floor is named without the volumes, which do not
 # leave the site. As IoU: 0.2 / (2 - 0.2).
-FLOORS: Final = {"dice": 0.2, "iou": 1 / 9}
+FLOORS = {"dice": 0.2, "iou": 1 / 9}
 # |predicted - true| / true: on average the prediction is three times as large as the truth.
-MOST_VOLUME_ERROR: Final = 2.0
-RISING: Final = 0.01  # gain of the validation metric
-_FEWEST_ROUNDS: Final = 4  # behind a slope
-_MOST: Final = 5  # places that one line names
+MOST_VOLUME_ERROR = 2.0
+RISING = 0.01  # gain of the validation metric
+_FEWEST_ROUNDS = 4  # behind a slope
+_MOST = 5  # places that one line names
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _Text(NamedTuple):
     brief: str
 
 
-_TEXTS: Final = {  # the gravest first
+_TEXTS = {  # the gravest first
     "constant_output": _Text(
         "The deployed model gives one answer for all test images",
         "Do not use it: train more rounds, lower the learning rate, "
@@ -127,11 +127,11 @@ _TEXTS: Final = {  # the gravest first
         "a rare class",
     ),
 }
-KINDS: Final = tuple(_TEXTS)
-UNUSABLE: Final = ("constant_output", "at_chance", "below_floor")
+KINDS = tuple(_TEXTS)
+UNUSABLE = ("constant_output", "at_chance", "below_floor")
 # The server knows these; a site cannot compute them.
-OF_TRAINING: Final = ("still_rising", "few_validation_images")
-_OF_EVENTS: Final = ("constant_output", "at_chance", "few_validation_images", "rare_class")
+OF_TRAINING = ("still_rising", "few_validation_images")
+_OF_EVENTS = ("constant_output", "at_chance", "few_validation_images", "rare_class")
 
 
 class _Note(NamedTuple):
@@ -157,7 +157,7 @@ def kinds_of_training(results: Json, history: _Steps, sites: Iterable[str]) -> d
     They have no numbers: those are of other sites, too.
     """
     notes = _notes(results, history, "deployed")
-    kinds: dict[str, list[str]] = {}
+    kinds = {}
     for site in sites:
         concerned = {note.kind for note in notes if note.site in (None, site)}
         kinds[site] = [kind for kind in OF_TRAINING if kind in concerned]
@@ -407,8 +407,8 @@ def level_sentence(results: Json) -> str:
     """
     metric = task_metric(results)
     standings = defaultdict(list)  # standing -> sites
-    values: list[float] = []
-    constants: list[float] = []
+    values = []
+    constants = []
     for name, site in ordered_sites(results).items():
         if site.get("constant") is None:
             continue
@@ -442,7 +442,7 @@ def level_sentence(results: Json) -> str:
     return f"{start}: {'; '.join(parts)}."
 
 
-_STANDINGS: Final = {
+_STANDINGS = {
     "no interval": "above it, but without an interval,",
     "not better": "not better",
     "open": "not distinguishable",

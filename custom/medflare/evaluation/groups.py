@@ -8,7 +8,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics_table import metric_table
 from medflare.tasks.summaries import ALL, Interval, intervals_of
 
-FEWEST_OF_GROUP: Final = 5  # patients of a group that is shown
+FEWEST_OF_GROUP = 5  # patients of a group that is shown
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,20 @@ tables of studies.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 from medflare.core.text import Json
 from medflare.evaluation.labels import labels_of, named_metrics, task_metric
 from medflare.tasks.metrics_table import metric_table
 
-UNDEFINED: Final = "–"
-_WORDS: Final = {  # of a class
+UNDEFINED = "–"
+_WORDS = {  # of a class
     "ppv": "positive predictive value",
     "f1": "F1",
     "auc": "AUC",
     "auprc": "AUPRC",
 }
-_MOST: Final = 5  # sites that one line names
+_MOST = 5  # sites that one line names
 _Tables = dict[str, Mapping[str, Json]]  # title -> site -> column -> cell
 
 
@@ -185,7 +185,7 @@ def method_tables(results: Json) -> _Tables:
     -> column -> number or text.
     """
     metric = task_metric(results)
-    matrix: dict[str, dict[str, str]] = {}
+    matrix = {}
     for model, row in results.get("cross_site", {}).items():
         matrix[model] = {f"images of {site}": format_metric(metric, row[site]) for site in row}
     tables = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 # Of a model selection in the page; long runs of many sites would make it too large to open.
-_CANDIDATES: Final = 200
-_LISTED: Final = 10  # patients by name, those with the lowest values
+_CANDIDATES = 200
+_LISTED = 10  # patients by name, those with the lowest values
 
 _Table = tuple[list[str], list[list[Any]]]  # headings, rows
 

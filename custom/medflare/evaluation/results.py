@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -36,16 +36,16 @@ from medflare.tasks.summaries import ALL, Values
 if TYPE_CHECKING:
     import pandas as pd
 
-MODELS: Final = ("global", "personal", "deployed")
-ROLES: Final = ("inside", "outside")
-SPLITS: Final = ("train", "validation", "test")
-COMPLETED: Final = "COMPLETED"
-FAILED: Final = "FAILED"
-UNKNOWN: Final = "unknown"  # the method or the task of a job that could not be read
-FOLDER: Final = "medflare"  # below the server's job folder
-RESULTS_FILE: Final = "results.json"
-ROUNDS_FILE: Final = "metrics.jsonl"
-REPORT_FILE: Final = "report.html"
+MODELS = ("global", "personal", "deployed")
+ROLES = ("inside", "outside")
+SPLITS = ("train", "validation", "test")
+COMPLETED = "COMPLETED"
+FAILED = "FAILED"
+UNKNOWN = "unknown"  # the method or the task of a job that could not be read
+FOLDER = "medflare"  # below the server's job folder
+RESULTS_FILE = "results.json"
+ROUNDS_FILE = "metrics.jsonl"
+REPORT_FILE = "report.html"
 
 
 @dataclass

@@ -9,7 +9,7 @@ its part.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
@@ -191,7 +191,7 @@ class SharpnessAggregator(MethodAggregator):
     default_method = "sha"
 
 
-AGGREGATORS: Final = {  # method -> aggregator
+AGGREGATORS = {  # method -> aggregator
     aggregator.default_method: aggregator for aggregator in MethodAggregator.__subclasses__()
 }
 

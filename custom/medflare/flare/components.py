@@ -24,7 +24,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from nvflare.apis.app_validation import AppValidationKey, AppValidator
 from nvflare.apis.event_type import EventType
@@ -47,10 +47,10 @@ from medflare.flare.flare_patches import parse_json_only, search_kits_only
 from medflare.flare.names import BUILT, REFUSED, TASK_FILE
 
 # FLARE's keys for a component's class; FLARE takes the first one that is there.
-_PATH_KEYS: Final = ("path", "class_path", "name")
-_PLAIN: Final = re.compile(r"[A-Za-z_][\w.:]{0,199}", re.ASCII)  # a name that a refusal may repeat
+_PATH_KEYS = ("path", "class_path", "name")
+_PLAIN = re.compile(r"[A-Za-z_][\w.:]{0,199}", re.ASCII)  # a name that a refusal may repeat
 # Settings of a task, and arguments of components -> group of `core.extensions`.
-_GROUPS: Final = {
+_GROUPS = {
     "network": "networks",
     "loss": "losses",
     "optimizer": "optimizers",
@@ -59,13 +59,13 @@ _GROUPS: Final = {
     "metric": "metrics",
     "metrics": "metrics",
 }
-_ARGUMENTS: Final = {"rule": "rules", "adapt": "adaptations"}
+_ARGUMENTS = {"rule": "rules", "adapt": "adaptations"}
 # FLARE replaces "{$NAME}" by an environment variable of the party.
-_NO_BRACES: Final = "a name or text has braces, which FLARE replaces; write the values themselves"
+_NO_BRACES = "a name or text has braces, which FLARE replaces; write the values themselves"
 # The files of a job beside its code. FLARE searches whole folders for further ones, such as
 # comm_config.json, which names Python files to run.
-_JOB_FILES: Final = (JobConstants.CLIENT_JOB_CONFIG, JobConstants.SERVER_JOB_CONFIG, TASK_FILE)
-_SIGNATURES: Final = (NVFLARE_SIG_FILE, NVFLARE_SUBMITTER_CRT_FILE)
+_JOB_FILES = (JobConstants.CLIENT_JOB_CONFIG, JobConstants.SERVER_JOB_CONFIG, TASK_FILE)
+_SIGNATURES = (NVFLARE_SIG_FILE, NVFLARE_SUBMITTER_CRT_FILE)
 
 
 class JobComponents(FLComponent, AppValidator):

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from nvflare.apis.client import Client
 from nvflare.apis.event_type import EventType
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from medflare.federation.run import Run
     from medflare.flare.tasks import TaskExchange
 
-_LATE_EVENTS: Final = 20  # of a site at most: how often it replies to closed steps is up to it
+_LATE_EVENTS = 20  # of a site at most: how often it replies to closed steps is up to it
 
 
 @dataclass(eq=False, repr=False)

@@ -14,7 +14,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.executor import Executor
@@ -221,6 +221,6 @@ class FedDAGExecutor(MedflareExecutor):
     default_method = "feddag"
 
 
-EXECUTORS: Final = {  # method -> executor
+EXECUTORS = {  # method -> executor
     executor.default_method: executor for executor in MedflareExecutor.__subclasses__()
 }

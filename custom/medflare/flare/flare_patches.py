@@ -9,7 +9,7 @@ import weakref
 from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePath
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 from nvflare.apis.fl_context import FLContext
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
@@ -17,11 +17,11 @@ from nvflare.fuel.utils.config import ConfigFormat, ConfigLoader
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.private.fed.app import default_app_validator
 
-_SIMULATOR: Final = "nvflare.private.fed.app.simulator.simulator_runner"
+_SIMULATOR = "nvflare.private.fed.app.simulator.simulator_runner"
 # Above services, below the ports that systems hand out (Linux: from 32768).
-_PORTS: Final = range(10_000, 30_000)
-JSON_ONLY: Final = "medflare reads JSON only"
-_POLL_TIMEOUT: Final = 30.0  # seconds; FLARE waits 300 s for the answer to a poll
+_PORTS = range(10_000, 30_000)
+JSON_ONLY = "medflare reads JSON only"
+_POLL_TIMEOUT = 30.0  # seconds; FLARE waits 300 s for the answer to a poll
 
 
 class _RefusedFormat(ConfigLoader):
@@ -61,8 +61,8 @@ def search_kits_only() -> None:
     ConfigFactory.search_config_format = staticmethod(_search_kits_only)
 
 
-_SEARCH: Final = ConfigFactory.search_config_format
-_OF_KITS: Final = ("startup", "local")
+_SEARCH = ConfigFactory.search_config_format
+_OF_KITS = ("startup", "local")
 
 
 def _search_kits_only(

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import ReturnCode
@@ -47,10 +47,8 @@ if TYPE_CHECKING:
     _Planned = tuple[ParticipantSpec, type[SiteAlgorithm], Plan]
 
 _COLUMNS = ("time", "phase", "round", "entry", "tensors", "bytes", "purpose", "sent")
-_RETURN_CODES: Final = {
-    code: code for name, code in vars(ReturnCode).items() if not name.startswith("_")
-}
-_LONGEST: Final = 1000  # characters of a failed task's reason, and of a header
+_RETURN_CODES = {code: code for name, code in vars(ReturnCode).items() if not name.startswith("_")}
+_LONGEST = 1000  # characters of a failed task's reason, and of a header
 
 
 class OutboundGuard(Filter):

@@ -12,7 +12,7 @@ or unpacked: the simulator's processes pass messages on without it.
 import errno
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from medflare.core.message import Message
 
-UNABLE: Final = "medflare: unable: "  # in a site's log, before the reason of a failed task
-META: Final = "meta"  # name of the METRICS DXO; no state may have it
+UNABLE = "medflare: unable: "  # in a site's log, before the reason of a failed task
+META = "meta"  # name of the METRICS DXO; no state may have it
 # In the site's folder of a job: full errors, which may name images and patients.
-ERRORS: Final = "errors.log"
-DISK_FULL: Final = "the disk is full: free some space at the site and submit the job again"
+ERRORS = "errors.log"
+DISK_FULL = "the disk is full: free some space at the site and submit the job again"
 _ERROR_HEADER = "medflare.error"
 # In a state's DXO: names of tensors whose bits are sent as int16, because numpy has no bfloat16.
 _BFLOAT16 = "bfloat16"

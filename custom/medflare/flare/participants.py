@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic.dataclasses import dataclass
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from medflare.training.site import Site
 
 # In FLARE's context while a task and the filters of its result run.
-SITE_TASK: Final = "medflare.site_task"
-_DATA_ROOT: Final = "MEDFLARE_DATA_ROOT"
-DEVICES: Final = "CUDA_VISIBLE_DEVICES"  # the simulator sets it for each site's process
+SITE_TASK = "medflare.site_task"
+_DATA_ROOT = "MEDFLARE_DATA_ROOT"
+DEVICES = "CUDA_VISIBLE_DEVICES"  # the simulator sets it for each site's process
 # Folder beside local/medflare.json: the privacy budget that the site's jobs have spent, and the
 # record of each study.
 _LEDGER = "privacy"

@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from nvflare.recipe import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
@@ -22,7 +22,7 @@ from medflare.core.settings import checked
 from medflare.flare.jobs.building import JOB_SETTINGS, FederationJob, JobSettings
 from medflare.tasks.config import TaskConfig, load_task
 
-_SITE_NAME: Final = re.compile(r"[A-Za-z0-9_-]+")  # FLARE uses dots in the names of its cells
+_SITE_NAME = re.compile(r"[A-Za-z0-9_-]+")  # FLARE uses dots in the names of its cells
 
 
 class MedflareRecipe(Recipe):

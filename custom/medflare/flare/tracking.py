@@ -6,15 +6,15 @@ The progress is lines for the job's log and FLARE's job statistics.
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from nvflare.apis.fl_component import FLComponent
 
 from medflare.core.events import Event, EventLog
 
-GROUP: Final = "medflare"  # in FLARE's statistics of the job
-MLFLOW: Final = "mlflow"  # id of the component `MLflowTracker`
-NOTED: Final = "medflare: noted: "  # in the job's log, before an event
+GROUP = "medflare"  # in FLARE's statistics of the job
+MLFLOW = "mlflow"  # id of the component `MLflowTracker`
+NOTED = "medflare: noted: "  # in the job's log, before an event
 _LINES = 200  # that the statistics hold: who asks every few seconds misses none
 
 

@@ -311,7 +311,7 @@ class SiteAlgorithm(ABC, Generic[S]):
             ConfigError: an unknown phase, or a reply that differs from the phase's declaration.
         """
         declared = self.phase(phase)
-        reply: Message = getattr(self, declared.name)(round, incoming)
+        reply = getattr(self, declared.name)(round, incoming)
         problem = declared.undeclared(reply, self.plan) or _not_json(reply.meta)
         if problem:
             raise ConfigError(

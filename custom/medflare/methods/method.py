@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import SplitHyper, build_hyper, plain, split_hyper
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Builder: TypeAlias = "Callable[[TaskConfig, Message], nn.Module]"
 # The final models of a site, as results name them.
-MODEL_ROLES: Final = ("global", "personal", "deployed")
+MODEL_ROLES = ("global", "personal", "deployed")
 
 
 @dataclass(frozen=True)

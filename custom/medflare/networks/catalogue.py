@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ NETWORKS: dict[str, Callable[..., FeatureNetwork]] = {
 }
 _SIDE = 64  # default image size; most networks do not depend on it
 # What networks raise for arguments or images that they do not accept.
-PROBLEMS: Final = (
+PROBLEMS = (
     TypeError,
     ValueError,
     RuntimeError,
@@ -118,12 +118,12 @@ def _ours(
 
 # -- networks of MONAI, and of trusted packages, whose arguments have the same names ---------------
 
-_CHANNELS: Final = ("in_channels", "n_input_channels")
-_OUTPUTS: Final = ("out_channels", "num_classes", "classes")
-_SIZES: Final = ("img_size", "input_image_size")
-_SHAPE: Final = "in_shape"  # (channels, ...)
+_CHANNELS = ("in_channels", "n_input_channels")
+_OUTPUTS = ("out_channels", "num_classes", "classes")
+_SIZES = ("img_size", "input_image_size")
+_SHAPE = "in_shape"  # (channels, ...)
 # Random weights without a download, a classification head, no activation after the logits.
-_FIXED: Final[dict[str, Any]] = {"pretrained": False, "progress": False, "classification": True}
+_FIXED: dict[str, Any] = {"pretrained": False, "progress": False, "classification": True}
 
 
 @cache
@@ -158,7 +158,7 @@ def parameters_of(build: Any) -> dict[str, inspect.Parameter]:
     makers = build.__mro__ if inspect.isclass(build) else (build, _returned_class(build))
     for maker in filter(None, makers):
         passes_on = False
-        named: dict[str, inspect.Parameter] = {}
+        named = {}
         for name, parameter in inspect.signature(maker).parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 passes_on = True
@@ -190,7 +190,7 @@ def _theirs(
     build = imported(name) if foreign_module({"name": name}) else monai_networks().get(name)
     if build is None:
         raise unknown("network", name, EXTENSIONS, "network")
-    fixed: dict[str, Any] = {
+    fixed = {
         **_FIXED,
         **dict.fromkeys(_CHANNELS, in_channels),
         **dict.fromkeys(_OUTPUTS, out_channels),

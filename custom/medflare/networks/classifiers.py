@@ -99,7 +99,7 @@ def small_cnn(
     """Convolutions (`channels`) of stride 2 and global average pooling, 24 thousand parameters: a
     classifier for trials on a CPU.
     """
-    layers: list[nn.Module] = []
+    layers = []
     for width_in, width_out in zip([in_channels, *channels], channels, strict=False):
         convolution = _layer("Conv", spatial_dims)
         layers.append(convolution(width_in, width_out, 3, stride=2, padding=1, bias=not batch_norm))

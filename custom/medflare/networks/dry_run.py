@@ -5,10 +5,10 @@ both without computing (meta device).
 import math
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError, one_line
 from medflare.networks.catalogue import PROBLEMS, meta_network
@@ -16,8 +16,8 @@ from medflare.networks.features import FeatureNetwork, zero_images
 from medflare.tasks.config import TaskConfig
 
 # Kind of task -> a network for it.
-_EXAMPLES: Final = {"segmentation": "unet", "classification": "resnet18"}
-_COPIES: Final = 4  # of the weights: themselves, their gradients and Adam's two moments
+_EXAMPLES = {"segmentation": "unet", "classification": "resnet18"}
+_COPIES = 4  # of the weights: themselves, their gradients and Adam's two moments
 
 
 def check_network(task: TaskConfig) -> FeatureNetwork:
@@ -56,7 +56,7 @@ def step_bytes(task: TaskConfig, batch: int) -> int:
     images and weights count.
     """
     network = meta_network(task).train()
-    outputs: dict[UntypedStorage, int] = {}
+    outputs = {}
 
     def note(layer: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor):

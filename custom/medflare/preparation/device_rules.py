@@ -8,7 +8,6 @@ chosen by.
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Final
 
 from medflare.core.text import about, format_shape
 from medflare.preparation.fingerprint import Fingerprints
@@ -17,27 +16,27 @@ from medflare.preparation.round_time import Stopwatch, median_size
 from medflare.preparation.structures import SIDES
 from medflare.tasks.config import TaskConfig, load_task
 
-_DETAIL: Final = 0.97  # Dice after resizing from which a size keeps enough of the structures
-_LEAST_DETAIL: Final = 0.9  # below it, patches at full resolution are better
-_WHOLE: Final = {2: 128, 3: 48}  # side up to which whole images are better than patches
-_LEVELS: Final = 4
-_WIDTH: Final = 8  # feature maps of the first level
-_STEP: Final = 2 ** (_LEVELS - 1)  # sides of images are multiples of it
-_BATCHES: Final = {2: 8, 3: 4}  # at most
-_PATCH_BATCH: Final = 4
-_PATCH_SIDES: Final = {2: (128, 96, 64), 3: (48, 32)}
-_MAX_PATCHES: Final = {2: 4, 3: 2}  # of an image in an epoch
+_DETAIL = 0.97  # Dice after resizing from which a size keeps enough of the structures
+_LEAST_DETAIL = 0.9  # below it, patches at full resolution are better
+_WHOLE = {2: 128, 3: 48}  # side up to which whole images are better than patches
+_LEVELS = 4
+_WIDTH = 8  # feature maps of the first level
+_STEP = 2 ** (_LEVELS - 1)  # sides of images are multiples of it
+_BATCHES = {2: 8, 3: 4}  # at most
+_PATCH_BATCH = 4
+_PATCH_SIDES = {2: (128, 96, 64), 3: (48, 32)}
+_MAX_PATCHES = {2: 4, 3: 2}  # of an image in an epoch
 # nnU-Net's changes of intensity that cost a CPU little; its rotations and blurs cost more than they
 # give in a short run.
-_CHEAP: Final = (
+_CHEAP = (
     "RandGaussianNoise",
     "RandScaleIntensity",
     "RandScaleIntensityFixedMean",
     "RandAdjustContrast",
     "RandFlip",
 )
-_STEPS: Final = 25  # of a round at the median site
-_MAX_EPOCHS: Final = 10
+_STEPS = 25  # of a round at the median site
+_MAX_EPOCHS = 10
 
 
 def small_segmentation(settings: Settings, stopwatch: Stopwatch) -> tuple[Choice, ...]:

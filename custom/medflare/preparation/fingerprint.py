@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -37,11 +37,11 @@ from medflare.preparation.structures import Layout, LayoutOfImages, Share
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
 
-FORMAT: Final = "medflare fingerprint 1"
-KEPT_FILE: Final = "fingerprint.json"  # beside the datalist
+FORMAT = "medflare fingerprint 1"
+KEPT_FILE = "fingerprint.json"  # beside the datalist
 # Settings that a planned task takes from the task of the fingerprints: what is learnt, and what
 # files mean.
-LEARNT: Final = (
+LEARNT = (
     "name",
     "kind",
     "target",
@@ -61,9 +61,9 @@ LEARNT: Final = (
     "unreadable_limit",
     "source",
 )
-_DRAWN: Final = 10_000  # intensities per image for percentiles (nnU-Net)
-_MAX_DRAWN: Final = 2_000_000  # intensities of all images, which limits memory
-_MAX_SUMMED: Final = 2**20  # intensities of an image for mean and deviation, about
+_DRAWN = 10_000  # intensities per image for percentiles (nnU-Net)
+_MAX_DRAWN = 2_000_000  # intensities of all images, which limits memory
+_MAX_SUMMED = 2**20  # intensities of an image for mean and deviation, about
 
 Axes = Annotated[tuple[NonNegativeFloat, ...], Field(min_length=2, max_length=3)]
 T = TypeVar("T")
@@ -278,7 +278,7 @@ def evenly_spaced(items: Sequence[T], most: int) -> list[T]:
 
 def _images_by_class(entries: Sequence[DatalistItem], task: TaskConfig) -> Counter[str]:
     """Class -> listed images that have it."""
-    images: Counter[str] = Counter(dict.fromkeys(task.classes, 0))
+    images = Counter(dict.fromkeys(task.classes, 0))
     for entry in entries:
         target = encode_label(entry.label, task, entry.location)
         if target is not None:
@@ -349,13 +349,13 @@ def _read_rows(
     """
     image = source.image(entry)
     target = target_of(task, source, entry, image)
-    spacing: Spacing | None = None
+    spacing = None
     if task.spatial_dims == 3 and image.grid:
         spacing = image.grid.spacing
     rows = []
     pictures = list(pictures_of(task, entry, image.array, target))  # views, not copies
     for _, picture, label in pictures:
-        inside: np.ndarray = np.zeros(picture.shape[1:], bool)
+        inside = np.zeros(picture.shape[1:], bool)
         if task.kind == "segmentation":
             inside = np.asarray(label.any(axis=0))
             layout.add(label, entry.patient)
@@ -402,7 +402,7 @@ def _channels(
 ) -> tuple[Channel, ...]:
     channels = []
     for overall, inside in values:
-        foreground: Intensities | None = None
+        foreground = None
         if inside.count and with_foreground:
             foreground = inside.summary()
         channels.append(Channel(overall.summary(), foreground))

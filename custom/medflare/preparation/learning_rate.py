@@ -1,17 +1,15 @@
 """The learning rate that a network usually trains with (medflare's own rule)."""
 
-from typing import Final
-
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.config import TaskConfig
 
-_ADAMS: Final = ("adam", "adamw")
-_SGD_OVER_ADAM: Final = 10  # rate of SGD with momentum, relative to Adam's
+_ADAMS = ("adam", "adamw")
+_SGD_OVER_ADAM = 10  # rate of SGD with momentum, relative to Adam's
 # Adam's rate of a network with random weights, by its millions of weights.
-_SEGMENTATION: Final = ((1.0, 0.01), (5.0, 0.003), (float("inf"), 0.001))
-_CLASSIFICATION: Final = ((1.0, 0.003), (float("inf"), 0.001))
-_FROZEN_BODY: Final = 0.003  # the head alone is trained
-_FINE_TUNING: Final = 0.0003  # of pretrained weights
+_SEGMENTATION = ((1.0, 0.01), (5.0, 0.003), (float("inf"), 0.001))
+_CLASSIFICATION = ((1.0, 0.003), (float("inf"), 0.001))
+_FROZEN_BODY = 0.003  # the head alone is trained
+_FINE_TUNING = 0.0003  # of pretrained weights
 
 
 def usual_rate(task: TaskConfig) -> tuple[float, str]:

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -26,24 +26,24 @@ Modality: TypeAlias = Literal["mr", "ct", "photo"]
 Settings: TypeAlias = dict[str, Any]  # of a task, as in its JSON file
 Sides: TypeAlias = tuple[int, ...]
 
-_ANISOTROPY: Final = 3  # ratio from which the coarsest axis is treated separately
-_MIN_SIDE: Final = 4  # of the smallest feature map
-_MIN_BATCH: Final = 2
-_MIN_LEVELS: Final = 3  # of MONAI's DynUNet
-_BATCH_SHARE: Final = 0.05  # of all voxels, at most, in one batch
+_ANISOTROPY = 3  # ratio from which the coarsest axis is treated separately
+_MIN_SIDE = 4  # of the smallest feature map
+_MIN_BATCH = 2
+_MIN_LEVELS = 3  # of MONAI's DynUNet
+_BATCH_SHARE = 0.05  # of all voxels, at most, in one batch
 # Share of zeros from which intensities are normalised without them; nnU-Net uses the share that
 # cropping removes.
-_MANY_ZEROS: Final = 0.25
-_WHITE: Final = 255  # of pictures with eight bits
+_MANY_ZEROS = 0.25
+_WHITE = 255  # of pictures with eight bits
 # Pixels or voxels of the patch that is then made smaller.
-_FIRST_PATCH: Final = {2: 2048**2, 3: 256**3}
-_MAX_FEATURES: Final = {2: 512, 3: 320}
-_MAX_PATCHES: Final = 8  # per image and epoch
-_COUNTED: Final = 0.5  # share of the memory for what `step_bytes` counts
-_PERCENTILES: Final = (0, 10, 50, 90, 100)  # of a `Spread`
-_HALF_TURN: Final = 3.1416
+_FIRST_PATCH = {2: 2048**2, 3: 256**3}
+_MAX_FEATURES = {2: 512, 3: 320}
+_MAX_PATCHES = 8  # per image and epoch
+_COUNTED = 0.5  # share of the memory for what `step_bytes` counts
+_PERCENTILES = (0, 10, 50, 90, 100)  # of a `Spread`
+_HALF_TURN = 3.1416
 # Settings that `load_task` requires, before they are decided.
-UNDECIDED: Final = {
+UNDECIDED = {
     "network": {"name": "unet"},
     "loss": {"name": "dice"},
     "optimizer": {"name": "adam", "lr": 1.0},
@@ -176,7 +176,7 @@ def topology(size: Sequence[int], spacing: Sequence[float]) -> Topology:
     gaps = list(spacing)
     kernel = [1] * len(sides)
     kernels = []
-    strides: list[Sides] = [tuple(kernel)]
+    strides = [tuple(kernel)]
     while True:
         finest = min(gaps)
         for axis, gap in enumerate(gaps):
@@ -308,7 +308,7 @@ def ordered_axes(sites: Fingerprints) -> list[int]:
 
     Images must not be mirrored along them.
     """
-    axes: set[int] = set()
+    axes = set()
     for site in sites:
         if site.layout is not None:
             axes.update(np.flatnonzero(site.layout.ordered).tolist())
@@ -594,7 +594,7 @@ def _augment(geometry: _Geometry, ordered: Sequence[int]) -> Choice:
         rotate = [0.0] * axes
         rotate[int(np.argmax(geometry.spacing))] = largest
         angle += ", in the plane of the fine axes alone"
-    transforms: list[dict[str, Any]] = [
+    transforms = [
         {
             "name": "RandAffine",
             "prob": 0.2,
@@ -634,7 +634,7 @@ def mirroring(ordered: Sequence[int]) -> str:
     return f"no mirroring along axis {axes}, where one structure lies before another in every image"
 
 
-_TRAINING: Final = (
+_TRAINING = (
     Choice(
         "loss",
         {"name": "dice_ce", "batch": True},

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import nibabel
 import numpy as np
@@ -66,28 +66,28 @@ from medflare.tasks.config import load_task
 from medflare.tasks.metrics_table import default_metrics
 from medflare.training.computing import usable_device
 
-_READ: Final = 20  # training images of a site, for the fingerprint
-_SAMPLED_IMAGES: Final = 6  # of a site, to count channels
+_READ = 20  # training images of a site, for the fingerprint
+_SAMPLED_IMAGES = 6  # of a site, to count channels
 # Masks of a site that are read to list label values; `medflare data check` reads all.
-_LEAST_MASKS: Final = 20
-_MOST_MASKS: Final = 200
-_MASK_PIXELS: Final = 200_000_000  # of these masks
+_LEAST_MASKS = 20
+_MOST_MASKS = 200
+_MASK_PIXELS = 200_000_000  # of these masks
 # Values below the one and above the other are rarely labels of one mask.
-_LOW: Final = 20
-_HIGH: Final = 200
-_MOST_NESTED: Final = 3  # structures of which each needs the ones before
-_MOST_MISSING: Final = 0.2  # share of the numbers of objects, as of objects at a border
-_MAX_VALUES: Final = 20  # a mask with more has grey levels, not labels
-_MAX_SIDE: Final = {2: 224, 3: 96}  # of a classifier's input
-_STEP: Final = 16  # sides are multiples of it
-_FEW_IMAGES: Final = 2000  # training images below which a small network is enough
-_IMBALANCE: Final = 3  # ratio of the largest class to the smallest from which classes are balanced
-_AIR: Final = -200  # Hounsfield units; only CT has lower values
-_MAX_BATCH: Final = 16
-_SMALL: Final = "small_cnn"  # the smallest classifier of the catalogue
-_PRETRAINED: Final = "efficientnet_lite0"
-TIMED_ROUNDS: Final = 20  # of a run whose time is printed
-_LATE: Final = 1.25  # times the limit of a round, from which a warning says so
+_LOW = 20
+_HIGH = 200
+_MOST_NESTED = 3  # structures of which each needs the ones before
+_MOST_MISSING = 0.2  # share of the numbers of objects, as of objects at a border
+_MAX_VALUES = 20  # a mask with more has grey levels, not labels
+_MAX_SIDE = {2: 224, 3: 96}  # of a classifier's input
+_STEP = 16  # sides are multiples of it
+_FEW_IMAGES = 2000  # training images below which a small network is enough
+_IMBALANCE = 3  # ratio of the largest class to the smallest from which classes are balanced
+_AIR = -200  # Hounsfield units; only CT has lower values
+_MAX_BATCH = 16
+_SMALL = "small_cnn"  # the smallest classifier of the catalogue
+_PRETRAINED = "efficientnet_lite0"
+TIMED_ROUNDS = 20  # of a run whose time is printed
+_LATE = 1.25  # times the limit of a round, from which a warning says so
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def _structures(
         target = Choice("target", "multilabel", "a mask file for each structure")
         return [target, Choice("labels", labels, reason)]
     _check_palettes(entries)
-    named: dict[str, Any] = {}
+    named = {}
     for name, values in names.items():
         # nnU-Net's "ignore" is no structure: its pixels count neither in training nor in metrics.
         if values != [0] and plain_name(name) != "ignore":
@@ -391,11 +391,11 @@ def _mask_values(entries: Sequence[DatalistItem], *, named: bool) -> tuple[int, 
     The background is 0, or the value of all corners of all masks, as in REFUGE, where it is 255 and
     0 is the cup.
     """
-    values: set[int] = set()
+    values = set()
     file_of: dict[int, Path] = {}  # value -> the first mask with it
-    corners: set[int] = set()
-    with_255: set[int] = set()  # values of the masks that have 255
-    of_masks: set[tuple[int, ...]] = set()
+    corners = set()
+    with_255 = set()  # values of the masks that have 255
+    of_masks = set()
     for entry in counted(entries, len(entries), "masks read for their values"):
         mask = label_values(read_stored(entry.masks[0], mask=True).array, entry.masks[0])
         if len(mask) > 1:

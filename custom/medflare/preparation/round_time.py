@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
@@ -21,11 +20,11 @@ from medflare.tasks.config import TaskConfig
 from medflare.training.patches import OVERLAP
 
 # Validation images for each training image: fingerprints count training images alone.
-_VALIDATED: Final = 0.25
-_FORWARD: Final = 1 / 3  # a forward pass, of the time of a training step
+_VALIDATED = 0.25
+_FORWARD = 1 / 3  # a forward pass, of the time of a training step
 # The network whose step is measured to estimate those of others.
-_YARDSTICK: Final = {"name": "unet", "channels": [16, 32, 64], "norm": "instance"}
-_YARDSTICK_SIDES: Final = {2: 64, 3: 24}
+_YARDSTICK = {"name": "unet", "channels": [16, 32, 64], "norm": "instance"}
+_YARDSTICK_SIDES = {2: 64, 3: 24}
 
 
 @dataclass(frozen=True)

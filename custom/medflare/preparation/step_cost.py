@@ -5,7 +5,6 @@ that is too large to try.
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from medflare.tasks.losses import build_loss
 from medflare.tasks.optimizers import build_optimizer
 from medflare.training.epochs import trainable
 
-_STEPS: Final = 2  # that are measured, after a first one
+_STEPS = 2  # that are measured, after a first one
 
 
 @dataclass(frozen=True)

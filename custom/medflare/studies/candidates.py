@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from medflare.adaptation.registry import check_adaptable
 from medflare.core.errors import ConfigError, one_line
@@ -29,8 +28,8 @@ from medflare.studies.references import (
 from medflare.tasks.config import TaskConfig, load_task
 
 # Name of the reference `UNIFORM_ROW`: FedAvg with every site counted once.
-UNIFORM: Final = "uniform"
-UNIFORM_ROW: Final = "fedavg:weighting=uniform"
+UNIFORM = "uniform"
+UNIFORM_ROW = "fedavg:weighting=uniform"
 
 
 @dataclass(frozen=True)

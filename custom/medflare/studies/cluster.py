@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from medflare.core.errors import ConfigError, one_line
 from medflare.core.hyper import parsed_value
 from medflare.core.packages import require
 from medflare.core.store import make_folder
 
-FOLDER: Final = "cluster"  # in a study's folder: the logs of its jobs
-_CLUSTERS: Final = ("slurm", "local")  # local: processes of this machine, to try it
+FOLDER = "cluster"  # in a study's folder: the logs of its jobs
+_CLUSTERS = ("slurm", "local")  # local: processes of this machine, to try it
 
 Job = TypeVar("Job", bound=Callable[[], Any])
 

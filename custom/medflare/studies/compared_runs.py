@@ -5,7 +5,7 @@ paired differences over patients.
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pandas as pd
 
@@ -25,9 +25,9 @@ from medflare.studies.references import SCORES
 from medflare.studies.statistics import Comparison, Run, RunModel, compare_patients, delong_by_class
 from medflare.studies.tables import bounds_text, delong_text
 
-_MODEL: Final = "deployed"
+_MODEL = "deployed"
 # Settings of the task without which two values are not of the same quantity.
-_SAME: Final = ("kind", "labels", "metric")
+_SAME = ("kind", "labels", "metric")
 
 
 def read_run(path: Path) -> dict[str, Any]:

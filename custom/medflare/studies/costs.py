@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-PROCESSOR: Final = "processor"  # a stage of a results dict's seconds
-PEAK: Final = "peak_memory_bytes"  # in a results dict
-_PROCESS: Final = Path("/proc/self")  # on Linux
+PROCESSOR = "processor"  # a stage of a results dict's seconds
+PEAK = "peak_memory_bytes"  # in a results dict
+_PROCESS = Path("/proc/self")  # on Linux
 
 
 def with_costs(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import pandas as pd
 
@@ -13,9 +13,9 @@ from medflare.studies.references import CONSTANT, TRAINED_AS
 from medflare.studies.statistics import Groups, Run, all_runs, compare, distinct, metrics_frame
 from medflare.studies.tables import StudyTables, curve_of, selection
 
-_OF_TARGET: Final = 0.95  # of the final validation metric
+_OF_TARGET = 0.95  # of the final validation metric
 # Seconds of a run, if all runs have them -> column.
-_SECONDS: Final = {PROCESSOR: "processor_seconds", "total": "wall_seconds"}
+_SECONDS = {PROCESSOR: "processor_seconds", "total": "wall_seconds"}
 
 
 def long_table(groups: Groups, metrics: Sequence[str]) -> pd.DataFrame:

@@ -27,7 +27,7 @@ from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 
 import pandas as pd
@@ -52,11 +52,11 @@ from medflare.studies.statistics import Run
 from medflare.studies.tables import TABLE_FILE, StudyTables, study_report
 from medflare.tasks.config import load_task
 
-STUDY_FILE: Final = "study.zip"
-SCORES_FILE: Final = "scores.json"
-_ROWS: Final = "study.json"
-_LOCK: Final = ".study.lock"
-_DATALISTS: Final = "datalists"  # setting in a run's results: site -> checksum of its datalist
+STUDY_FILE = "study.zip"
+SCORES_FILE = "scores.json"
+_ROWS = "study.json"
+_LOCK = ".study.lock"
+_DATALISTS = "datalists"  # setting in a run's results: site -> checksum of its datalist
 
 # -- study.zip -------------------------------------------------------------------------------------
 

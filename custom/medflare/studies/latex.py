@@ -1,14 +1,12 @@
 """The tables of a study for a paper, in LaTeX."""
 
-from typing import Final
-
 import pandas as pd
 
 from medflare.evaluation.presentation import UNDEFINED, lower_is_better, metric_label
 from medflare.studies.statistics import ALL_SITES
 from medflare.studies.tables import StudyTables, spread
 
-_UNDEFINED: Final = "--"
+_UNDEFINED = "--"
 _Columns = dict[str, tuple[str, str, str]]  # heading -> metric, role and site
 
 

@@ -3,7 +3,6 @@ and every table.
 """
 
 import re
-from typing import Final
 
 import pandas as pd
 
@@ -25,7 +24,7 @@ from medflare.studies.statistics import all_runs, distinct
 from medflare.studies.tables import StudyTables, cautions, spread, task_of
 from medflare.tasks.summaries import mean_interval
 
-PAGE_FILE: Final = "study.html"
+PAGE_FILE = "study.html"
 
 
 def study_page(study: StudyTables) -> str:
@@ -105,9 +104,9 @@ def _gains(study: StudyTables) -> dict[str, dict[str, tuple[str, bool]]]:
 
 
 # Columns that say what a row is.
-_IN_NAME: Final = ("model", "deployed against its own", "sites", "model of", "structure or class")
+_IN_NAME = ("model", "deployed against its own", "sites", "model of", "structure or class")
 # Heading -> rank of its column; that of all others is 1.
-_RANKS: Final = {"mean inside": 0, "mean": 0, "verdict": 0, "selection": 2}
+_RANKS = {"mean inside": 0, "mean": 0, "verdict": 0, "selection": 2}
 
 
 def answer_first(table: str) -> tuple[list[str], list[list[tuple[str, bool]]]]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from medflare.adaptation.dsbn import with_batch_statistics
 from medflare.adaptation.registry import check_adaptable
@@ -48,19 +48,19 @@ AUGMENTATION = "augmentation"
 EQUAL_COMPUTE = "equal-compute"
 PARTICIPATING = "participating"  # the oracle of outside sites: no method has to beat it
 # The method that references train with by default; they take its hyper-parameters.
-TRAINED_AS: Final = "fedavg"
-POOLED: Final = "all-sites"  # the one site of centralised training
+TRAINED_AS = "fedavg"
+POOLED = "all-sites"  # the one site of centralised training
 # In a results dict: model -> site -> [rounds of training, validation metric] each.
 CURVES = "curves"
 SCORES = "scores"  # in a results dict: site -> model -> `Cases.to_dict`
-TASK_CHANGES: Final = "task_changes"  # in a run's settings: what a reference changed in the task
-APPEARANCE: Final[Sequence[Mapping[str, Any]]] = (  # contrast, brightness, noise of other scanners
+TASK_CHANGES = "task_changes"  # in a run's settings: what a reference changed in the task
+APPEARANCE: Sequence[Mapping[str, Any]] = (  # contrast, brightness, noise of other scanners
     {"name": "RandAdjustContrast", "prob": 0.5, "gamma": [0.5, 2.0]},
     {"name": "RandShiftIntensity", "prob": 0.5, "offsets": 0.5},
     {"name": "RandScaleIntensity", "prob": 0.5, "factors": 0.5},
     {"name": "RandGaussianNoise", "prob": 0.5, "std": 0.1},
 )
-_NO_TRAFFIC: Final[Mapping[str, int]] = {"down_bytes": 0, "up_bytes": 0}
+_NO_TRAFFIC: Mapping[str, int] = {"down_bytes": 0, "up_bytes": 0}
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ def pooled_images(parts: Sequence[SiteData]) -> SiteData:
     return SiteData(split("train"), split("validation"), split("test"), annotated=annotated.pop())
 
 
-REFERENCES: Final = {
+REFERENCES = {
     CONSTANT: lambda draw, hyper: constant_answer(draw),
     SINGLE_SITE: single_site,
     BATCH_STATISTICS: batch_statistics,

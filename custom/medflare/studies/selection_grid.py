@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from statistics import fmean
-from typing import Any, Final
+from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import parsed_value
@@ -17,8 +17,8 @@ from medflare.studies.statistics import Groups, Run
 from medflare.studies.tables import markdown, task_of
 from medflare.tasks.config import TaskConfig
 
-TRIED: Final = "tried, selected on validation images: no row is selected by its test metric"
-_SHORT: Final = {"lr": "task.optimizer.lr"}
+TRIED = "tried, selected on validation images: no row is selected by its test metric"
+_SHORT = {"lr": "task.optimizer.lr"}
 
 
 def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,14 +34,14 @@ RunModel = tuple[Sequence[Run], str]
 Groups = Mapping[str, Sequence[Run]]
 CaseTable = Mapping[str, NDArray[Any]]  # the cases of one model, see `case_table`
 
-ALL_SITES: Final = ""  # in place of a site: the mean over the sites of a role
-RESAMPLES: Final = 1999
-_BATCH: Final = 200  # resamples in memory at once
+ALL_SITES = ""  # in place of a site: the mean over the sites of a role
+RESAMPLES = 1999
+_BATCH = 200  # resamples in memory at once
 # Patients of a class in each test set; resamples of fewer miss it, or hold one patient many times.
-FEWEST_OF_CLASS: Final = 10
-LEVEL: Final = 0.05  # of tests, two-sided
-POWER: Final = 0.8
-_MEANS_OVER_CLASSES: Final = (  # of the metric of one class that `label_metric` names
+FEWEST_OF_CLASS = 10
+LEVEL = 0.05  # of tests, two-sided
+POWER = 0.8
+_MEANS_OVER_CLASSES = (  # of the metric of one class that `label_metric` names
     "balanced_accuracy",
     "f1_macro",
     "auc_macro",

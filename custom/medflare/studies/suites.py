@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -25,8 +25,8 @@ from medflare.studies.tables import bullets, markdown
 from medflare.tasks.config import PRESETS, json_files, load_task
 from medflare.tasks.summaries import mean_interval
 
-MEAN: Final = "mean"  # the column of the mean over the sites
-BESIDE_FILE: Final = "beside_the_paper.md"
+MEAN = "mean"  # the column of the mean over the sites
+BESIDE_FILE = "beside_the_paper.md"
 
 Text = Annotated[str, Field(min_length=1)]
 

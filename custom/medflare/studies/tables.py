@@ -7,7 +7,6 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
-from typing import Final
 
 import numpy as np
 import pandas as pd
@@ -65,19 +64,19 @@ Model = tuple[str, str]  # label of a row, name of the model
 # Seed, site and role -> the task's metric of the constant answer.
 _Constants = dict[tuple[int, str, str], float | None]
 
-TABLE_FILE: Final = "table.md"
-ORACLE: Final = "oracle"
+TABLE_FILE = "table.md"
+ORACLE = "oracle"
 # Of IOP-FL's experts at an outside site.
 BEST_EXPERT = "best expert"
 EXPERT_SPREAD = "spread of experts"
-CHOSEN_ON_TEST: Final = (ORACLE, BEST_EXPERT)
+CHOSEN_ON_TEST = (ORACLE, BEST_EXPERT)
 # Rows that show what could be gained; no model that a site could have.
-UNATTAINABLE: Final = (*CHOSEN_ON_TEST, EXPERT_SPREAD)
+UNATTAINABLE = (*CHOSEN_ON_TEST, EXPERT_SPREAD)
 # Models of a run that its adapted model has to beat.
-CONTROLS: Final = ("global", "batch_statistics", "mixture", "printed_objective", "tent")
-_PERSONAL: Final = ""  # beside the sites that a selector recognized: the share of personal models
-HARM: Final = 0.02  # routing that ends this far below its start has done harm
-_STATISTICS: Final = (
+CONTROLS = ("global", "batch_statistics", "mixture", "printed_objective", "tent")
+_PERSONAL = ""  # beside the sites that a selector recognized: the share of personal models
+HARM = 0.02  # routing that ends this far below its start has done harm
+_STATISTICS = (
     "95 % over seeds",
     "t-test over seeds, p",
     "seeds",
@@ -89,10 +88,10 @@ _STATISTICS: Final = (
     "d",
     "verdict",
 )
-MARGIN: Final = 0.02  # smallest difference that matters where no paper has an effect
+MARGIN = 0.02  # smallest difference that matters where no paper has an effect
 # The papers' effects on the mean over sites, see docs/results.md: (method, metric, role of the
 # sites) -> d.
-PAPER_EFFECTS: Final[Mapping[tuple[str, str, str], float]] = {
+PAPER_EFFECTS: Mapping[tuple[str, str, str], float] = {
     ("fedsm", "dice", "inside"): 0.020,
     ("iop_fl", "dice", "inside"): 0.024,
     ("iop_fl", "dice", "outside"): 0.035,
@@ -511,7 +510,7 @@ class StudyTables:
                 difference = compared[key]
                 if difference is not None:
                     models[difference].append(model)
-        judged: list[Difference] = []
+        judged = []
         for line, of_line in models.items():
             if line.label in self.compared and not set(of_line) <= set(UNATTAINABLE):
                 judged.append(line)

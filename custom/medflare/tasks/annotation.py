@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
 
 # Arguments of losses, ours and MONAI's, with a number for every class.
-_PER_CLASS: Final = ("weights", "weight", "dist_matrix")
+_PER_CLASS = ("weights", "weight", "dist_matrix")
 
 
 def marginal_logits(logits: Tensor, kept: Sequence[int]) -> Tensor:

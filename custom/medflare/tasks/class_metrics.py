@@ -15,7 +15,7 @@ out.
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ Bools = NDArray[np.bool_]
 ClassMetric = Callable[[Floats, Array, Floats, str], Floats]
 # (scores, truth, predicted, weights) of one class against the rest
 OneClass = Callable[[Floats, Array, Array, Floats], Floats]
-CALIBRATION_BINS: Final = 15
+CALIBRATION_BINS = 15
 
 
 def of_outputs(
@@ -176,7 +176,7 @@ def calibration_bins(scores: Floats) -> Array:
     return np.minimum((scores * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
 
 
-ONE_CLASS: Final[dict[str, OneClass]] = {
+ONE_CLASS: dict[str, OneClass] = {
     metric.__name__: metric
     for metric in (sensitivity, specificity, ppv, f1, auc, auprc, brier, ece)
 }

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,15 +20,15 @@ from medflare.tasks.config import TaskConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-FALSE_ALARMS: Final = tuple(step / 20 for step in range(21))  # false positive rates
+FALSE_ALARMS = tuple(step / 20 for step in range(21))  # false positive rates
 # Of a reply: the size of metadata is limited (`federation.settings.META_LIMIT`).
-MOST_CLASSES: Final = 16
+MOST_CLASSES = 16
 # Patients, or other values, behind an interval: a bootstrap interval of three is their lowest and
 # highest value.
-FEWEST: Final = 6
-_DIGITS: Final = 4  # of sensitivities
+FEWEST = 6
+_DIGITS = 4  # of sensitivities
 ROUNDED = 7  # decimals of metrics in metadata
-_NORMAL_975: Final = 1.959963984540054  # quantile of the normal distribution: an interval of 95 %
+_NORMAL_975 = 1.959963984540054  # quantile of the normal distribution: an interval of 95 %
 
 
 def has_interval(count: int) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import asdict, field
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -30,7 +30,7 @@ from medflare.tasks.transforms import check_transforms
 if TYPE_CHECKING:
     from torch import Tensor
 
-_REMEDY: Final = "see app_configs/ for working examples"
+_REMEDY = "see app_configs/ for working examples"
 PRESETS = resources.files("medflare.tasks") / "presets"
 Embedded = Literal[
     "",
@@ -49,7 +49,7 @@ def draws_images(embedded: str) -> bool:
     return embedded.startswith("mechanisms/")
 
 
-_FROM_8_BIT: Final[dict[str, Any]] = {
+_FROM_8_BIT: dict[str, Any] = {
     "name": "ScaleIntensityRange",
     "a_min": 0,
     "a_max": 255,

@@ -6,7 +6,6 @@ takes all weight from the images without a structure.
 
 import math
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +15,12 @@ from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import like_logits
 
-_UNDECIDED: Final[tuple[float, ...]] = (0.0,)  # sizes of the logits
+_UNDECIDED: tuple[float, ...] = (0.0,)  # sizes of the logits
 # A Dice loss with its smoothing of 1e-5 has a gradient on masks without foreground only where the
 # network is nearly certain.
-_TO_CERTAIN: Final[tuple[float, ...]] = (0.0, 4.0, 8.0, 12.0, 16.0, 20.0)
-_SIDES: Final = {2: 16, 3: 12}  # pixels; structural similarity needs 11
-_MOST_NUMBERS: Final = 2**26  # of logits at once
+_TO_CERTAIN: tuple[float, ...] = (0.0, 4.0, 8.0, 12.0, 16.0, 20.0)
+_SIDES = {2: 16, 3: 12}  # pixels; structural similarity needs 11
+_MOST_NUMBERS = 2**26  # of logits at once
 
 
 def loss_weights(task: TaskConfig, annotated: Sequence[str] | None = None) -> list[Tensor]:

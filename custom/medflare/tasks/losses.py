@@ -7,7 +7,7 @@ it returns a scalar.
 import inspect
 import math
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,9 @@ from medflare.core.settings import refuse_arguments, unknown
 from medflare.core.text import Json
 from medflare.tasks.config import TaskConfig
 
-_ACTIVATIONS: Final = ("sigmoid", "softmax", "other_act", "use_softmax")
+_ACTIVATIONS = ("sigmoid", "softmax", "other_act", "use_softmax")
 # Pixels of the images that a loss of MONAI is tried on; structural similarity needs 11.
-_SIDE: Final = 16
+_SIDE = 16
 
 
 def build_loss(task: TaskConfig, spec: Json | None = None) -> nn.Module:
@@ -111,7 +111,7 @@ def monai_losses() -> Json:
     return classes
 
 
-_MOST_GAMMA: Final = 10  # Lin et al. try 0 to 5
+_MOST_GAMMA = 10  # Lin et al. try 0 to 5
 
 
 class MonaiLoss(nn.Module):
@@ -246,7 +246,7 @@ class DiceCE(nn.Module):
 
 
 LOSSES = {"ce": CrossEntropy, "dice": SoftDice, "dice_ce": DiceCE, "focal": Focal}
-EXTENSIONS: Final = Extensions("loss", "losses", lambda: {*LOSSES, *monai_losses()}, check_callable)
+EXTENSIONS = Extensions("loss", "losses", lambda: {*LOSSES, *monai_losses()}, check_callable)
 
 
 def _weights(task: TaskConfig, weights: list[float] | None) -> Tensor | None:

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ Images = Any
 # Of a sheared volume the cosines between its axes follow, see `data.geometry.Grid.cell`.
 Spacing = tuple[float, ...]
 Portion = tuple[Tensor, Tensor, Spacing | None]
-_COUNTS: Final = "counts"  # entry of `Measured.parts` beside the metrics of masks
+_COUNTS = "counts"  # entry of `Measured.parts` beside the metrics of masks
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from medflare.core.extensions import Extensions, trusted
 from medflare.core.packages import installed, trust_refusal
@@ -269,19 +269,19 @@ def _of_masks(
     return compute
 
 
-_in_mm: Final = partial(_of_masks, millimetres=True)
-_EMPTY: Final = "no image has a foreground pixel, true or predicted (0/0)"
-_NOT_BOTH: Final = "no image has both true and predicted foreground"
-_ONE_CLASS: Final = "the true labels hold a single class"
-_NO_LABEL: Final = "no image has a label"
-_error: Final = partial(Metric, lower_is_better=True, bounds=(0.0, 1e6))
-_distance: Final = partial(_error, "masks", digits=1)
-_distance_px: Final = partial(_distance, undefined=_NOT_BOTH, spatial_dims=2)
-_distance_mm: Final = partial(
+_in_mm = partial(_of_masks, millimetres=True)
+_EMPTY = "no image has a foreground pixel, true or predicted (0/0)"
+_NOT_BOTH = "no image has both true and predicted foreground"
+_ONE_CLASS = "the true labels hold a single class"
+_NO_LABEL = "no image has a label"
+_error = partial(Metric, lower_is_better=True, bounds=(0.0, 1e6))
+_distance = partial(_error, "masks", digits=1)
+_distance_px = partial(_distance, undefined=_NOT_BOTH, spatial_dims=2)
+_distance_mm = partial(
     _distance, undefined=f"{_NOT_BOTH}, or the voxel spacing is unknown", spatial_dims=3
 )
-_of_classes: Final = partial(Metric, "classes")
-METRICS: Final[Mapping[str, Metric]] = {
+_of_classes = partial(Metric, "classes")
+METRICS: Mapping[str, Metric] = {
     "dice": Metric("counts", "Dice", dice, _EMPTY, default=True),
     "iou": Metric("counts", "IoU", iou, _EMPTY, default=True),
     "hd95": _distance_px("HD95 (px)", _of_masks(boundary_distance), default=True),
@@ -354,7 +354,7 @@ def _try(metric: Any) -> None:
 
 
 # Settings of the task for which a metric of masks is tried.
-_EXAMPLE: Final[Mapping[str, Any]] = {
+_EXAMPLE: Mapping[str, Any] = {
     "name": "example",
     "kind": "segmentation",
     "target": "binary",
@@ -363,7 +363,7 @@ _EXAMPLE: Final[Mapping[str, Any]] = {
     "spacing": None,
     "surface_tolerance": 2.0,
 }
-EXTENSIONS: Final = Extensions("metric", "metrics", lambda: METRICS, _try)
+EXTENSIONS = Extensions("metric", "metrics", lambda: METRICS, _try)
 
 
 def metric_table() -> dict[str, Metric]:

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-OPTIMIZERS: Final = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}  # name -> class in torch.optim
+OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}  # name -> class in torch.optim
 
 
 def optimizer_class(name: str, location: str) -> "type[Optimizer] | None":
@@ -57,7 +57,7 @@ def _check_class(candidate: Any) -> None:
         raise TypeError(f"{candidate!r} is no class derived from torch.optim.Optimizer")
 
 
-EXTENSIONS: Final = Extensions("optimizer", "optimizers", _usable, _check_class)
+EXTENSIONS = Extensions("optimizer", "optimizers", _usable, _check_class)
 
 
 def build_optimizer(
@@ -202,7 +202,7 @@ class Polynomial(Schedule):
         return self.minimum + (1 - self.minimum) * (1 - round / rounds) ** self.power
 
 
-SCHEDULES: Final[dict[str, type[Schedule]]] = {
+SCHEDULES: dict[str, type[Schedule]] = {
     "constant": Schedule,
     "step": StepSchedule,
     "cosine": Cosine,

@@ -5,7 +5,7 @@ intervals over patients.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -18,14 +18,14 @@ from medflare.tasks.metrics_table import metric_table
 Values = Mapping[str, float | None]
 Interval = tuple[float, float]
 
-ALL: Final = ""  # in place of a structure or class: the metric of the model
+ALL = ""  # in place of a structure or class: the metric of the model
 # Structures or classes: the size of metadata is limited (`federation.settings.META_LIMIT`).
-MOST_LABELS: Final = 32
-RESAMPLES: Final = 999
+MOST_LABELS = 32
+RESAMPLES = 999
 # Metrics of classification that are means over images: a rare class hardly counts in them.
-MEANS_OVER_IMAGES: Final = ("accuracy", "brier", "ece")
-_BATCH: Final = 200  # resamples in memory at once
-_UNDEFINED: Final = 0.1  # largest share of undefined resamples
+MEANS_OVER_IMAGES = ("accuracy", "brier", "ece")
+_BATCH = 200  # resamples in memory at once
+_UNDEFINED = 0.1  # largest share of undefined resamples
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Light to import.
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any, Final
+from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.core.extensions import Extensions
@@ -13,12 +13,12 @@ from medflare.core.settings import unknown
 from medflare.core.text import Json
 
 # They return several patches, or change intensities only.
-_NOT_SPATIAL: Final = ("RandGridPatch", "RandSimulateLowResolution")
+_NOT_SPATIAL = ("RandGridPatch", "RandSimulateLowResolution")
 # Their input or output is not one image.
-_NOT_INTENSITY: Final = ("ComputeHoVerMaps", "ForegroundMask", "MaskIntensity")
+_NOT_INTENSITY = ("ComputeHoVerMaps", "ForegroundMask", "MaskIntensity")
 
 # Those of the presets and plans: known without importing MONAI, which takes seconds.
-_USUAL: Final = {
+_USUAL = {
     "intensity": frozenset(
         {
             "NormalizeIntensity",
@@ -40,7 +40,7 @@ _USUAL: Final = {
     ),
 }
 # Arguments by which a transform may change the size of an image.
-SIZING: Final = frozenset({"keep_size", "spatial_size"})
+SIZING = frozenset({"keep_size", "spatial_size"})
 
 
 def is_usual(settings: Json) -> bool:
@@ -112,7 +112,7 @@ def _check_class(candidate: Any) -> None:
         raise TypeError("set spatial = True if it moves pixels, and masks with them, else False")
 
 
-EXTENSIONS: Final = Extensions("transform", "transforms", _names, _check_class)
+EXTENSIONS = Extensions("transform", "transforms", _names, _check_class)
 
 
 def check_transforms(intensity: Json, augment: Sequence[Json], location: str) -> None:

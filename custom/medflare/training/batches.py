@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from medflare.data.loading import Split
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images
 
-_AHEAD: Final = 2  # batches that are read ahead of the one in use
+_AHEAD = 2  # batches that are read ahead of the one in use
 T = TypeVar("T")
 
 

@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,11 +12,11 @@ from medflare.data.loading import Split
 from medflare.networks.features import FeatureNetwork
 
 # Precision of a task -> dtype of autocast.
-PRECISIONS: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Most of a GPU's free memory that images, or an optimizer's moments, may take to stay there.
-_RESIDENT: Final = 0.25
+_RESIDENT = 0.25
 # Dimensions of a kernel -> memory format.
-_CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The constant prediction: the best that does not depend on the image. A useful model is better."""
 
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from medflare.training.scoring import BatchPrediction
 from medflare.training.site import Site
 
 # Difference of metrics up to which a model counts as no better than the constant prediction.
-NEAR: Final = 0.01
+NEAR = 0.01
 
 
 def is_at_chance(value: float, constant: float) -> bool:

@@ -249,7 +249,7 @@ def unpack_optimizer(optimizer: Optimizer, packed: StateDict) -> None:
     learning rate is kept.
     """
     slots: dict[int, dict[str, Tensor]] = {}
-    numbers: dict[str, float] = {}  # of the scaler
+    numbers = {}  # of the scaler
     for key, tensor in copy_on_device(packed).items():
         owner, slot = key.split(".", 1)
         if owner == _SCALER:

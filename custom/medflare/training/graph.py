@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,10 +24,10 @@ from medflare.training.site import Site
 Hook = Callable[[], None]  # called between gradient and step
 Moments = dict[Tensor, dict[str, Tensor]]  # weight -> slot of the optimizer -> value
 _log = logging.getLogger(__name__)
-_WARM_UP: Final = 3  # steps before a capture: torch and its libraries allocate in the first ones
+_WARM_UP = 3  # steps before a capture: torch and its libraries allocate in the first ones
 # Full batches in a call of `train_epochs` for which a network's step is captured. That takes about
 # as long as ten steps, once for all rounds.
-_LEAST: Final = 5
+_LEAST = 5
 
 
 def can_capture(model: nn.Module, optimizer: Optimizer, site: Site, full_batches: int) -> bool:

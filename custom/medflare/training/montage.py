@@ -5,7 +5,6 @@ training images of each site.
 from collections.abc import Mapping, Sequence
 from functools import partial
 from io import BytesIO
-from typing import Final
 
 import numpy as np
 import torch
@@ -21,15 +20,15 @@ from medflare.training.patches import Predictor
 from medflare.training.scoring import evaluating, predict_each, predicts_by_patient
 from medflare.training.site import Site
 
-_SIDE: Final = 320  # pixels of the longest side of a picture
-_VOLUME_SIDE: Final = 240  # of each of the three slices of a volume
-_SMALL: Final = 96  # pixels of a side in the contact sheet
-_COLUMNS: Final = 12
-_OPAQUE: Final = 0.45  # of a prediction over the image
-_WHITE: Final = (255, 255, 255)
-_OPPOSITE: Final = dict(zip("RLAPSI", "LRPAIS", strict=True))
+_SIDE = 320  # pixels of the longest side of a picture
+_VOLUME_SIDE = 240  # of each of the three slices of a volume
+_SMALL = 96  # pixels of a side in the contact sheet
+_COLUMNS = 12
+_OPAQUE = 0.45  # of a prediction over the image
+_WHITE = (255, 255, 255)
+_OPPOSITE = dict(zip("RLAPSI", "LRPAIS", strict=True))
 # Direction of the axis across a plane -> the plane.
-_PLANES: Final = {
+_PLANES = {
     "S": "axial",
     "I": "axial",
     "A": "coronal",
@@ -37,7 +36,7 @@ _PLANES: Final = {
     "R": "sagittal",
     "L": "sagittal",
 }
-_SCALES: Final = (100, 50, 20, 10, 5, 2, 1)  # mm
+_SCALES = (100, 50, 20, 10, 5, 2, 1)  # mm
 
 
 def overlay(site: Site, predictor: Predictor, row: int) -> bytes:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from medflare.tasks.config import TaskConfig
 from medflare.training.computing import Computing, be_deterministic, check_precision, usable_device
 from medflare.training.site import Site
 
-_NOT_ON_META: Final = tuple(problem for problem in PROBLEMS if problem is not ValueError)
+_NOT_ON_META = tuple(problem for problem in PROBLEMS if problem is not ValueError)
 
 
 def open_site(

@@ -62,7 +62,7 @@ class Patches(WholeImages):
         empty batch (DP-SGD) its shape.
         """
         order = rows.tolist()
-        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        pairs = {}
         for row in order or [0]:
             if row not in pairs:  # each is read once, however often it is drawn
                 pairs[row] = (data.image(row), data.targets[row])

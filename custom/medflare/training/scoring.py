@@ -122,7 +122,7 @@ def measure_split(
 @contextmanager
 def evaluating(predictor: object) -> Iterator[None]:
     """Evaluation mode for a module and all its parts; each returns to its own mode afterwards."""
-    modes: dict[nn.Module, bool] = {}
+    modes = {}
     if isinstance(predictor, nn.Module):
         modes = {part: part.training for part in predictor.modules()}
         predictor.eval()

@@ -7,7 +7,6 @@ the update shows.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -20,8 +19,8 @@ from medflare.tasks.config import TaskConfig
 from medflare.tasks.loss_weights import image_weights, loss_weights
 from medflare.training.batches import rows_of_patients, sampling_weights
 
-_MOST: Final = 0.9  # of the weight of all training images
-_LEAST_CONTRAST: Final = 0.01  # of the patient with the most
+_MOST = 0.9  # of the weight of all training images
+_LEAST_CONTRAST = 0.01  # of the patient with the most
 
 
 def check_inside_sites(site: str, count: int, bounds: Bounds) -> None:

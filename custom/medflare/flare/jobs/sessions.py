@@ -13,7 +13,6 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import datetime
 from io import StringIO
 from pathlib import Path
-from typing import Final
 
 from nvflare.apis.job_def import JobMetaKey, RunStatus
 from nvflare.fuel.flare_api import api_spec
@@ -26,10 +25,10 @@ from medflare.core.text import Json, printable_json
 from medflare.flare.flare_patches import search_kits_only
 
 Job = Json  # FLARE's metadata of a job
-RUNNING: Final = RunStatus.RUNNING.value
+RUNNING = RunStatus.RUNNING.value
 # Also after a restart of the server.
-LOST: Final = (api_spec.AuthenticationError, api_spec.NoConnection, api_spec.SessionClosed)
-REFUSALS: Final = (
+LOST = (api_spec.AuthenticationError, api_spec.NoConnection, api_spec.SessionClosed)
+REFUSALS = (
     *LOST,
     api_spec.AuthorizationError,
     api_spec.InternalError,
@@ -39,10 +38,10 @@ REFUSALS: Final = (
     api_spec.JobNotRunning,
     api_spec.NoReply,
 )
-ABOUT: Final = "medflare"  # in a job's meta.json: what `job_table` shows of it
-_WAITING: Final = (RunStatus.SUBMITTED, RunStatus.APPROVED, RunStatus.DISPATCHED)
-_COLUMNS: Final = ("name", "id", "state", "method", "rounds", "submitted by", "at", "took", "")
-_ID_LETTERS: Final = 8  # of an id that a list shows
+ABOUT = "medflare"  # in a job's meta.json: what `job_table` shows of it
+_WAITING = (RunStatus.SUBMITTED, RunStatus.APPROVED, RunStatus.DISPATCHED)
+_COLUMNS = ("name", "id", "state", "method", "rounds", "submitted by", "at", "took", "")
+_ID_LETTERS = 8  # of an id that a list shows
 
 
 class Unreachable(MedflareError):

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
 
 from nvflare.apis.job_def import JobMetaKey, RunStatus
 from nvflare.fuel.flare_api.api_spec import MonitorReturnCode, TargetType
@@ -44,13 +43,13 @@ _STEP = r"(?:round \d+/\d+|after round \d+|without training) \w+: .+"
 _SLOW = r"slow: \S+: at work on .+"  # from `tasks`
 _PROGRESS = re.compile(f"(?:{NOTED}(?P<event>.+))|(?P<step>{_STEP}|{_SLOW})")  # in the server's log
 
-_NEW_POLICIES: Final = (
+_NEW_POLICIES = (
     "the administrator of {party} runs `medflare site setup KIT --replace-policies`, "
     "then submit the job again"
 )
 
 # What FLARE or medflare writes -> what it means; {party} is the server or site that wrote it.
-MEANINGS: Final[Mapping[str, str]] = {
+MEANINGS: Mapping[str, str] = {
     r"BYOC not permitted": (
         "{party} refuses jobs that bring their own code; "
         "submit the job without app/custom/ (medflare job ... --no-byoc), "

@@ -258,7 +258,7 @@ def choose_evaluators(
         >>> choose_evaluators(["A", "B", "C"], 0, np.random.default_rng(0))
         {'A': ['B', 'C'], 'B': ['A', 'C'], 'C': ['A', 'B']}
     """
-    chosen: dict[str, list[str]] = {}
+    chosen = {}
     for site in sorted(sites):
         others = sorted(set(sites) - {site})
         if 0 < number < len(others):

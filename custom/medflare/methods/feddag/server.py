@@ -12,13 +12,7 @@ from medflare.methods import (
     strict_dataclass,
 )
 from medflare.methods.feddag.sha import COMPANIONS, SHAHyper, SHAServer
-from medflare.methods.feddag.site import (
-    GENERATOR,
-    STUDENT,
-    FedDAGSite,
-    FedDAGSiteHyper,
-    initial_generator,
-)
+from medflare.methods.feddag.site import GENERATOR, STUDENT, FedDAGSite, initial_generator
 
 _GENERATOR = COMPANIONS.member(GENERATOR.name)
 _STUDENT = COMPANIONS.member(STUDENT.name)
@@ -43,7 +37,7 @@ class FedDAGServer(SHAServer[FedDAGServerHyper]):
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        hyper: FedDAGSiteHyper = context.plan.site_hyper
+        hyper = context.plan.site_hyper
         self.warmup = min(self.hyper.warmup, context.rounds // 4)
         if self.warmup < self.hyper.warmup:
             context.warn(

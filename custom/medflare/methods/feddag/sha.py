@@ -10,7 +10,7 @@ score (β). ρ = 0 and κ = 0 give the plain cross-client evaluation that the pa
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -66,7 +66,7 @@ SCORES = MetaSpec[dict[str, float | None]](
     "validation",
 )
 COMPANIONS = TensorSpec("companion")  # in the server's memory, by entry
-_AUC: Final = "auc_macro"
+_AUC = "auc_macro"
 
 
 @strict_dataclass

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -56,7 +56,7 @@ from medflare.methods.parts.normalisation import batch_statistics, still_statist
 from medflare.networks.features import overwrite, pooled
 from medflare.training.epochs import samples_of_pass
 
-_PICTURES: Final = 4  # generated images in the site's own report
+_PICTURES = 4  # generated images in the site's own report
 
 
 @strict_dataclass
@@ -299,7 +299,7 @@ class AdversarialGeneration:
         """
         images, targets, _ = batch
         losses: dict[str, Tensor] = {}
-        reference: Tensor | None = None
+        reference = None
         if self.hyper.ndag:
             reference = self.reference(images)
             if self.hyper.alpha > 0:

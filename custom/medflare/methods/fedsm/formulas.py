@@ -6,7 +6,6 @@ CVPR 2022. Also the formulas of what its Sec. 3.1 compares: FedSM-extra and the 
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -17,12 +16,12 @@ from medflare.methods.families.second_models.apfl import apfl_mixture as apfl_mi
 from medflare.methods.families.second_models.pfedme import pfedme_outer as pfedme_outer
 
 # Candidates of γ, and of the temperature: 1/64 to 16.
-GAMMAS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
-TEMPERATURES: Final = tuple(2 ** (exponent / 2) for exponent in range(-12, 9))
+GAMMAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+TEMPERATURES = tuple(2 ** (exponent / 2) for exponent in range(-12, 9))
 # Of the metric: a loss per site that the sites together may bear for the gain of one of them.
-NEGLIGIBLE: Final = 0.01
-UNLIKELY: Final = 1e-6  # smaller probabilities count as this one
-_NEVER: Final = -1e4  # logit of a missing class
+NEGLIGIBLE = 0.01
+UNLIKELY = 1e-6  # smaller probabilities count as this one
+_NEVER = -1e4  # logit of a missing class
 
 
 def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDict]:

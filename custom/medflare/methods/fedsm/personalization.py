@@ -9,7 +9,7 @@ hardly move a model.
 """
 
 from functools import partial
-from typing import Final, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from medflare.methods import (
     LOSS,
@@ -46,7 +46,7 @@ from medflare.methods.families.second_models.pfedme import train_pfedme
 from medflare.methods.fedsm.formulas import soft_pull
 
 # Personalizations with a second shared model beside w_g.
-SHARED_META: Final = ("perfedavg", "pfedme")
+SHARED_META = ("perfedavg", "pfedme")
 
 
 @strict_dataclass

@@ -3,7 +3,7 @@
 It averages the first, pulls the second together (Eq. 11), and solves or steps the third.
 """
 
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from medflare.methods import (
     FedAvgServer,
@@ -41,8 +41,8 @@ from medflare.methods.fedsm.site import (
 )
 from medflare.methods.fedsm.super_model import CHOOSE_BY, CLASSES, GAMMA, SPEC
 
-_UPDATES: Final = 100  # of a trained selector in a run, as many as in the published code
-_CANDIDATES: Final = [f"{gamma:g}" for gamma in GAMMAS]
+_UPDATES = 100  # of a trained selector in a run, as many as in the published code
+_CANDIDATES = [f"{gamma:g}" for gamma in GAMMAS]
 V = TypeVar("V", bound=PersonalServerHyper)
 
 
@@ -83,7 +83,7 @@ class SuperModelServer(FedAvgServer[V]):
         """The whole super model: every site may meet images that look like another site's."""
         message = super().configure_final(site)
         message[self.site_algorithm.entries.weights] = self.delivered_selector
-        rounds: dict[str, int | None] = {}
+        rounds = {}
         for name, best in self.personal.best.items():
             model, rounds[name] = best.chosen(self.hyper.selection, self.personal[name])
             message[PERSONALS.member(name)] = model

@@ -132,10 +132,7 @@ class SuperModelSite(SitePersonal[F]):
 
     def validate_request(self, incoming: Message) -> str | None:
         """Refuses a super model of other sites, or with another selector, than the plan's."""
-        expected: dict[MetaSpec, Any] = {
-            CLASSES: list(self.plan.sites),
-            SPEC: dict(selector_spec(self.plan)),
-        }
+        expected = {CLASSES: list(self.plan.sites), SPEC: dict(selector_spec(self.plan))}
         for item, value in expected.items():
             if item in incoming and incoming[item] != value:
                 return f"item {item.name!r} is {incoming[item]!r:.100}, this run has {value!r:.100}"

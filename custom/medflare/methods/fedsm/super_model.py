@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from medflare.core.errors import StateError
-from medflare.core.specs import Spec
 from medflare.inference.deployed import network_with
 from medflare.methods import (
     MODEL,
@@ -204,7 +203,7 @@ def super_model_parts(
     """
     sites = list(message.get(CLASSES) or ())
     entries = [MODEL, *(PERSONALS.member(site) for site in sites)]
-    needed: list[Spec] = [CLASSES, SPEC, *entries, OF_SITES.weights]
+    needed = [CLASSES, SPEC, *entries, OF_SITES.weights]
     missing = [spec.name for spec in needed if spec not in message]
     if missing:
         raise StateError(f"the super model lacks {', '.join(missing)}; fetch the model again")
@@ -271,7 +270,7 @@ def _scores_of_images(model: SuperModel, site: Site) -> dict[float, Scores]:
 
 def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
     """Windows overlap: all of them run again for every γ that changes the choice of one."""
-    largest: list[Tensor] = [torch.empty(0)]  # each window's largest score
+    largest = [torch.empty(0)]  # each window's largest score
 
     def scored(gamma: float) -> Scores:
         def predict(images: Tensor) -> Tensor:

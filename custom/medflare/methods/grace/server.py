@@ -3,8 +3,6 @@
 The weights grow with an update's mean cosine to all updates.
 """
 
-from typing import Final
-
 from medflare.methods import (
     FedAvgServer,
     FedAvgServerHyper,
@@ -21,7 +19,7 @@ from medflare.methods.grace.formulas import consistent_aggregate
 from medflare.networks.catalogue import meta_network
 from medflare.training.epochs import named_trainable
 
-SMALLEST_BATCH: Final = 16  # images; CORAL's covariances are of one half of them (32 in the paper)
+SMALLEST_BATCH = 16  # images; CORAL's covariances are of one half of them (32 in the paper)
 
 
 @strict_dataclass

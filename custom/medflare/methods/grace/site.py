@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,9 +51,9 @@ from medflare.networks.catalogue import feature_width
 from medflare.networks.features import overwrite, pooled
 from medflare.training.epochs import named_trainable, preserved_moments
 
-_DISTANCES: Final = {"coral": coral, "mmd": mmd}
-_HIDDEN: Final = 64  # width of the two-layer discriminator
-_SMALLEST_CUT: Final = 4  # each half then has two images, which BatchNorm and covariances need
+_DISTANCES = {"coral": coral, "mmd": mmd}
+_HIDDEN = 64  # width of the two-layer discriminator
+_SMALLEST_CUT = 4  # each half then has two images, which BatchNorm and covariances need
 
 A_DISTANCE = MetaSpec[float | None](
     "a_distance", "between global and local features", number(-2.0, 2.0, optional=True), "train"

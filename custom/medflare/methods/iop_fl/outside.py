@@ -14,7 +14,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -46,18 +46,18 @@ EXPERTS = TensorSpec("expert", of=lambda plan: plan.sites)  # the sites' persona
 ROUTER = TensorSpec("router")  # the fitted coefficients of a delivered model
 
 # Weight of the divergence from the start's prediction; at 0 an empty mask has the lowest loss.
-ANCHOR: Final = 0.05
+ANCHOR = 0.05
 # Least mutual information of a state, as a fraction of the start's.
-GATE_INFORMATION: Final = 0.8
+GATE_INFORMATION = 0.8
 # Least entropy of an expert's decisions as a start, as a fraction of the mixture's: else it
 # predicts nothing. Mutual information would also depend on how certain an expert is.
-START_ENTROPY: Final = 0.25
+START_ENTROPY = 0.25
 # Least agreement (Dice) with the mixture or an expert.
-GATE_AGREEMENT: Final = 0.9
+GATE_AGREEMENT = 0.9
 # Two experts contradict each other if their masks agree less (Dice): more differs than coincides.
-CONTRADICTION: Final = 0.5
-MIXTURE: Final = "mixture"
-_MEASURABLE: Final = 1e-6  # nats; less mutual information is rounding
+CONTRADICTION = 0.5
+MIXTURE = "mixture"
+_MEASURABLE = 1e-6  # nats; less mutual information is rounding
 
 
 @strict_dataclass
@@ -268,7 +268,7 @@ class RoutedModel(nn.Module):
             by layer, averaged over the images. Empty before.
     """
 
-    counts_images: Final = False
+    counts_images = False
 
     def __init__(
         self,
@@ -349,7 +349,7 @@ class RoutedModel(nn.Module):
     def _mean_coefficients(self, batches: Iterable[Tensor]) -> dict[str, list[float]]:
         """R by layer, averaged over the images."""
         by_batch = [self.network.coefficients(images) for images in batches]
-        means: dict[str, list[float]] = {}
+        means = {}
         for layer in by_batch[0]:
             of_images = torch.cat([by_layer[layer] for by_layer in by_batch])
             means[layer] = of_images.mean(dim=0).tolist()

@@ -291,7 +291,7 @@ class RoutedNetwork(nn.Module):
 
 def _entries(network: nn.Module, without: Collection[str]) -> dict[str, tuple[nn.Module, str]]:
     """Entry of the network's state -> its module and its name there; not those of some layers."""
-    entries: dict[str, tuple[nn.Module, str]] = {}
+    entries = {}
     names = network.state_dict().keys()
     for name, module in network.named_modules(remove_duplicate=False):
         if name in without:

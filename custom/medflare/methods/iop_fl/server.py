@@ -3,8 +3,6 @@
 For outside sites it collects every P_k at the end and sends them with w_g.
 """
 
-from typing import Final
-
 from medflare.methods import (
     SELECTED_ROUND,
     FedAvgServer,
@@ -18,7 +16,7 @@ from medflare.methods import (
 from medflare.methods.iop_fl.outside import EXPERTS
 from medflare.methods.iop_fl.site import ADAPTED, IOPSite
 
-ROUNDS: Final = "expert_rounds"  # in the memory: site -> rounds of training of its P_k
+ROUNDS = "expert_rounds"  # in the memory: site -> rounds of training of its P_k
 
 
 class IOPServer(FedAvgServer[FedAvgServerHyper]):

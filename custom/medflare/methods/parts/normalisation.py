@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -17,7 +16,7 @@ def still_statistics(*networks: nn.Module) -> Iterator[None]:
     Networks may share layers.
     """
     batch = []
-    instance: list[tuple[_InstanceNorm, list[Any]]] = []
+    instance = []
     for layer in _tracking(networks):
         if isinstance(layer, _InstanceNorm):
             instance.append((layer, [getattr(layer, name) for name in _MOVED]))

@@ -27,7 +27,7 @@ state.
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import AfterValidator, Field
@@ -61,7 +61,7 @@ def _try(rule: Any) -> None:
             raise ValueError(f"its state does not fit those of the sites: {reason}")
 
 
-EXTENSIONS: Final = Extensions("rule", "rules", lambda: ("mean", *get_args(_Builtin)), _try)
+EXTENSIONS = Extensions("rule", "rules", lambda: ("mean", *get_args(_Builtin)), _try)
 
 
 def _extension(name: str) -> str:
@@ -74,8 +74,8 @@ def _extension(name: str) -> str:
 RobustRule = _Builtin | Annotated[str, AfterValidator(_extension)]
 # Steps of Weiszfeld's algorithm; two sites of nearly equal shares need most: shares of 1.01 and 1
 # about 900.
-_STEPS: Final = 2000
-_NEAR: Final = 1e-6  # ν: distances below this do not count as smaller
+_STEPS = 2000
+_NEAR = 1e-6  # ν: distances below this do not count as smaller
 
 
 @strict_dataclass

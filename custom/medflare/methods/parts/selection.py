@@ -9,7 +9,7 @@ the one with the better mean over the sites is delivered, then the later one.
 import math
 from collections.abc import Iterable, Mapping
 from statistics import fmean, median
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
@@ -18,7 +18,7 @@ from medflare.core.states import StateDict, copy_state
 from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
 
 # Validation images: with fewer, one image decides more than the difference between rounds.
-FEW_IMAGES: Final = 10
+FEW_IMAGES = 10
 
 
 def _renamed(rule: Any) -> Any:

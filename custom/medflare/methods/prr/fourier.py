@@ -7,7 +7,7 @@ from the printed equations.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,9 @@ from medflare.methods.parts.tensors import check_choice, widened
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 # Numbers that are transformed along rows at a time.
-_BLOCK: Final = 2**21
+_BLOCK = 2**21
 # Bins that are transformed along columns at a time: 2 MB, about a second-level cache.
-_TILE: Final = 2**18
+_TILE = 2**18
 
 
 def frequency_ratio(round: int, num_rounds: int, r0: float = 0.35, r1: float = 0.48) -> float:
@@ -329,7 +329,7 @@ def treatments_by_shape(states: Mapping[str, StateDict]) -> dict[str, Treatment]
 
     Tensors of two or more axes are weights, the last is the classifier.
     """
-    plan: dict[str, Treatment] = {}
+    plan = {}
     last = None
     for name, tensor in next(iter(states.values())).items():
         if tensor.ndim >= 2 and tensor.is_floating_point():
@@ -386,7 +386,7 @@ def aggregate_models(
     if fourier:
         mixed = [name for name in names if plan[name].kind in ("kernel", "classifier")]
     mean = plain_mean({site: split_state(states[site], frozenset(mixed))[1] for site in sites})
-    aggregated: dict[str, StateDict] = {site: dict(mean) for site in sites}
+    aggregated = {site: dict(mean) for site in sites}
     reading = Reading(components=components)
     for name in mixed:
         weights = []

@@ -231,7 +231,7 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
         """The model for outside sites, if it is complete."""
         if not self.memory.meta["complete"]:
             return {}
-        rounds: int | None = None  # a personal model is of its site's own best round
+        rounds = None  # a personal model is of its site's own best round
         if self.hyper.outside_model == "mean":
             rounds = self.context.rounds
         return {"global": trained_model(self.outside, rounds)}

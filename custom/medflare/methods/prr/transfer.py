@@ -177,7 +177,7 @@ class Supervision:
         Cross entropy without counts and gamma.
         """
         annotation = self.site.annotation
-        gammas: Sequence[Tensor | None] = [None] * len(self.counts)
+        gammas = [None] * len(self.counts)
         if self.gamma is not None:
             gammas = list(self.gamma)
         groups = zip(

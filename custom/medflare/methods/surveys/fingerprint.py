@@ -4,7 +4,7 @@
 holds back, is in `preparation.fingerprint`.
 """
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
@@ -22,7 +22,7 @@ from medflare.methods import (
 )
 from medflare.preparation.fingerprint import fingerprint_of, from_json, learnt_of, to_json
 
-FILE: Final = "fingerprints.json"
+FILE = "fingerprints.json"
 
 
 def _check_fingerprint(value: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class FingerprintSite(SiteAlgorithm[SiteHyper]):
         fingerprint = fingerprint_of(
             site.name, site.task, site.source, self.minimum_patients, site.abort
         )
-        described: dict[str, Any] = {}
+        described = {}
         if fingerprint is not None:
             described = to_json([fingerprint])["sites"][0]
         return Message.of({FINGERPRINT: described})

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import chain
 from pathlib import Path, PurePath
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -68,15 +68,15 @@ from medflare.preparation.dataset_import.tables import (
     usual_columns,
 )
 
-_SUBJECT: Final = re.compile(r"(?:^|/)(sub-[A-Za-z0-9]+)")  # of BIDS
+_SUBJECT = re.compile(r"(?:^|/)(sub-[A-Za-z0-9]+)")  # of BIDS
 # The end of the name of a photograph.
-_EYE: Final = re.compile(r"[ _-](?:left|right|od|os|l|r)$", re.IGNORECASE)
-_FIRST_PART: Final = re.compile("^([^_-]+)[_-]")  # of a file name
-_SPLIT_WORDS: Final = frozenset((*WORDS["split"], "split", "splits"))
+_EYE = re.compile(r"[ _-](?:left|right|od|os|l|r)$", re.IGNORECASE)
+_FIRST_PART = re.compile("^([^_-]+)[_-]")  # of a file name
+_SPLIT_WORDS = frozenset((*WORDS["split"], "split", "splits"))
 # Maximum of folders, and minimum of images in each, for which they may be sites.
-_MAX_SITES: Final = 30
-_MIN_IMAGES: Final = 5
-_SHOWN: Final = 10  # lines about incomplete images
+_MAX_SITES = 30
+_MIN_IMAGES = 5
+_SHOWN = 10  # lines about incomplete images
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _counts(sites: Sites, classes: Sequence[str]) -> pd.DataFrame:
     for site, items in sites.items():
         for split in SPLITS:
             listed = [item for item in items if item.split == split]
-            row: list[Any] = [site, split, len(listed), len(set(map(patient_of, listed)))]
+            row = [site, split, len(listed), len(set(map(patient_of, listed)))]
             for number in range(len(classes)):
                 row.append(sum(_shows(item, number) for item in listed))
             rows.append(row)
@@ -304,7 +304,7 @@ def _listed_splits(
     images: Sequence[str], lists: Sequence[Path], unused: Collection[Path]
 ) -> list[str]:
     """The split of each image by the lists of names; DataError for an image that is not in one."""
-    splits: defaultdict[str, set[str]] = defaultdict(set)
+    splits = defaultdict(set)
     for path in lists:
         split = _first_split(path.stem)
         if split and path not in unused and path.suffix.lower() in (".txt", ".lst"):
@@ -368,7 +368,7 @@ def _by_folders(folder: ImageFolder, kind: str) -> Dataset:
     if kind == "classification" and not images:  # the classes are called like masks
         images = list(folder.images)
     masks = len(names) - len(images)
-    structures: Dataset | None = None
+    structures = None
     if kind != "classification" and (not masks or are_in_structures(names.values())):
         structures = structure_folders(folder, "segmentation" if masks else kind)
     elif kind != "classification":
@@ -393,7 +393,7 @@ def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:
     """Raise DataError for one or two structures that several names with a number may mean, as
     those of readers do; more are vertebrae, or ribs.
     """
-    names_of: defaultdict[str, list[str]] = defaultdict(list)
+    names_of = defaultdict(list)
     for name in dataset.labels.values():
         names_of[re.sub(r"\d+(st|nd|rd|th)?", "", name).strip(" _-")].append(name)
     several = max(names_of.values(), key=len, default=[])
@@ -527,7 +527,7 @@ def _split_warning(
     dataset: Dataset, items: Sequence[Item], root: Path, options: ImportOptions
 ) -> str:
     """A line about classes that stand in one split only; DataError if all classes do."""
-    splits: defaultdict[int, set[str]] = defaultdict(set)
+    splits = defaultdict(set)
     for item in items:
         if isinstance(item.label, int):
             splits[item.label].add(item.split)
@@ -588,8 +588,8 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
             f"{root}: no folder of a site in it; correct the path, or leave out --site-folders"
         )
     of_site = {}
-    folders: dict[str, ImageFolder] = {}
-    datasets: dict[str, Dataset] = {}
+    folders = {}
+    datasets = {}
     for path in paths:
         of_site[path.name] = replace(options, out=options.out and options.out / path.name)
         _check_out(path, of_site[path.name].out)
@@ -601,7 +601,7 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
             folders[path.name], datasets[path.name] = _part_of(path, *of_all)
     datasets = _with_all_channels(_with_all_classes(datasets, root), root)
     sites = {}
-    of_warning: defaultdict[str, list[str]] = defaultdict(list)  # warning -> its sites
+    of_warning = defaultdict(list)  # warning -> its sites
     notes = []
     missing = []
     guessed = ""
@@ -989,7 +989,7 @@ def check_files(items: Iterable[Item], root: Path, made: Collection[Path] = ()) 
 
     Folders that will be `made` need not exist.
     """
-    listed: set[Path] = set()
+    listed = set()
     for item in items:
         for file in item.paths:
             if file not in item.rendered and file not in made and not file.exists():

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Final
 
 import torch
 from PIL import Image
@@ -29,9 +28,9 @@ from medflare.preparation.dataset_import.datalists import check_target, write_da
 from medflare.preparation.dataset_import.folders import Item
 from medflare.tasks.config import TaskConfig, load_task
 
-TASK: Final = "task.json"  # beside the sites' folders
-_BATCH: Final = 32
-_COPIED: Final = (  # settings that do not describe images
+TASK = "task.json"  # beside the sites' folders
+_BATCH = 32
+_COPIED = (  # settings that do not describe images
     "kind",
     "target",
     "labels",
@@ -48,8 +47,8 @@ _COPIED: Final = (  # settings that do not describe images
     "accumulate",
     "local_epochs",
 )
-_HEAD: Final = {"name": "mlp", "hidden": [64], "batch_norm": True}
-_UNCHANGED: Final = {
+_HEAD = {"name": "mlp", "hidden": [64], "batch_norm": True}
+_UNCHANGED = {
     "name": "ScaleIntensityRange",
     "a_min": 0.0,
     "a_max": 1.0,

@@ -15,7 +15,7 @@ from functools import cached_property
 from importlib import resources
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,17 +36,17 @@ from medflare.data.reading import (
 )
 from medflare.data.targets import plain_name
 
-LAYOUTS: Final = (
+LAYOUTS = (
     "an image and its mask by name (a.png, a_mask.png), images/ and masks/, a folder per class, "
     "or a table (CSV, Excel)"
 )
-MAX_CLASSES: Final = 30  # more folders or values are probably not classes
-_IMAGES_OF_CLASS: Final = 2.5  # folders with fewer, in the mean, are probably patients
-WORKBOOK: Final = ".xlsx"
-TABLES: Final = (".csv", ".tsv", WORKBOOK)
-_STRIDE: Final = 16  # between the pixels that are looked at first
-_SAMPLE: Final = 3  # pictures of a folder that are read to tell masks from photographs
-_TAGS: Final = (
+MAX_CLASSES = 30  # more folders or values are probably not classes
+_IMAGES_OF_CLASS = 2.5  # folders with fewer, in the mean, are probably patients
+WORKBOOK = ".xlsx"
+TABLES = (".csv", ".tsv", WORKBOOK)
+_STRIDE = 16  # between the pixels that are looked at first
+_SAMPLE = 3  # pictures of a folder that are read to tell masks from photographs
+_TAGS = (
     "Rows",
     "SOPClassUID",
     "Modality",
@@ -55,32 +55,32 @@ _TAGS: Final = (
     "ReferencedSeriesSequence",
     "ImagePositionPatient",
 )
-PATIENT: Final = re.compile(r"\d\d|[^\W\d_]\d")  # in the name of a patient's folder
+PATIENT = re.compile(r"\d\d|[^\W\d_]\d")  # in the name of a patient's folder
 # Modalities whose files are pictures, also in one series: radiographs, ultrasound and photographs.
-_PICTURES: Final = ("CR", "DX", "MG", "IO", "PX", "RF", "XA", "US", "OP", "XC", "ES", "GM")
-_HEADER: Final = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
+_PICTURES = ("CR", "DX", "MG", "IO", "PX", "RF", "XA", "US", "OP", "XC", "ES", "GM")
+_HEADER = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
 
 # Words in the names of files and folders, of which `other` ones say nothing of an image; column ->
 # names that it usually has, the most likely first. In dermoscopy the images of one lesion stay
 # together where there is no patient.
-WORDS: Final[dict[str, Any]] = json.loads(
+WORDS: dict[str, Any] = json.loads(
     (resources.files(__package__) / "words.json").read_text(encoding="utf-8")
 )
-_MASK: Final = frozenset(WORDS["mask"])
-_MASK_WORDS: Final = _MASK | {"ground"}
-_IMAGE: Final = frozenset(WORDS["image"])
-_SPLITS: Final[dict[str, str]] = WORDS["split"]
-_IGNORED_WORDS: Final = _IMAGE | _MASK_WORDS.union(WORDS["other"])
-_NO_NAMES: Final = _IGNORED_WORDS | _SPLITS.keys()
-_TEXTS: Final = (".txt", ".lst", ".json", ".xml")
-_LOWER: Final = r"[^\W\d_A-Z]"  # a letter, but A to Z
-_WORD: Final = re.compile(rf"[A-Z]?{_LOWER}+|[A-Z]+(?!{_LOWER})|\d+")
+_MASK = frozenset(WORDS["mask"])
+_MASK_WORDS = _MASK | {"ground"}
+_IMAGE = frozenset(WORDS["image"])
+_SPLITS: dict[str, str] = WORDS["split"]
+_IGNORED_WORDS = _IMAGE | _MASK_WORDS.union(WORDS["other"])
+_NO_NAMES = _IGNORED_WORDS | _SPLITS.keys()
+_TEXTS = (".txt", ".lst", ".json", ".xml")
+_LOWER = r"[^\W\d_A-Z]"  # a letter, but A to Z
+_WORD = re.compile(rf"[A-Z]?{_LOWER}+|[A-Z]+(?!{_LOWER})|\d+")
 # Ends in a number (nnU-Net), or in NIfTI files in a word (`_flair`).
-_CHANNEL: Final = re.compile(r"^(.*[^_-])[_-]+(\d{4}|[a-z][a-z0-9]*)$")
-_ENTITY: Final = re.compile(r"_(seg|label|desc|space|res)-[^_]+")  # of BIDS; two are of masks
-_LABEL: Final = re.compile(r"_label-([^_]+)")
+_CHANNEL = re.compile(r"^(.*[^_-])[_-]+(\d{4}|[a-z][a-z0-9]*)$")
+_ENTITY = re.compile(r"_(seg|label|desc|space|res)-[^_]+")  # of BIDS; two are of masks
+_LABEL = re.compile(r"_label-([^_]+)")
 # A folder called so, also behind images or labels, as of nnU-Net; Va of AMOS.
-_SHORT_SPLITS: Final = {"Tr": "train", "Ts": "test", "Va": "val"}
+_SHORT_SPLITS = {"Tr": "train", "Ts": "test", "Va": "val"}
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def scan_folder(root: Path) -> ImageFolder:
     left_out: LeftOut = {}
     unreadable = []
     others: dict[Path, str] = {}
-    foreign: list[Path] = []
+    foreign = []
     texts = []
     for folder, files in walk(root, left_out, _reason_of_datalist):
         if not os.listdir(folder) and folder != root:
@@ -407,7 +407,7 @@ def _dicom_series(
     Each of these series is the folder to make for it -> its files.
     """
     images = {}
-    series: defaultdict[str, list[Path]] = defaultdict(list)
+    series = defaultdict(list)
     for file, header in headers.items():
         if header.segments or header.picture:
             images[file] = header
@@ -711,8 +711,8 @@ def _structure_of_folders(names: Iterable[FileName]) -> str:
     """The words that the folders of all masks have, and those of no image: "vessels" of
     images/1.png and masks/vessels/1.png; "" without any.
     """
-    of_images: set[str] = set()
-    of_masks: list[list[str]] = []
+    of_images = set()
+    of_masks = []
     for name in names:
         listed = " ".join(name.folders).split()
         if name.mask:
@@ -751,7 +751,7 @@ def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], lis
     """Mask -> channel -> image file; and the images without a mask."""
     names = folder.names
     files_of: dict[Path, dict[str, Path]] = {}
-    by_name: defaultdict[str, list[Path]] = defaultdict(list)
+    by_name = defaultdict(list)
     images = []
     for path, name in names.items():
         if name.mask:
@@ -805,7 +805,7 @@ def _two_masks(folder: ImageFolder, masks: Sequence[Path]) -> DataError:
 def _refuse_second_masks(folder: ImageFolder, files_of: Mapping[Path, Mapping[str, Path]]) -> None:
     """Raise DataError for an unused mask with the name of an image that has another one."""
     names = folder.names
-    unused: defaultdict[tuple[str, str], list[Path]] = defaultdict(list)
+    unused = defaultdict(list)
     for mask, files in files_of.items():
         if not files:
             unused[names[mask].split, names[mask].name].append(mask)
@@ -993,7 +993,7 @@ def structure_files(folder: ImageFolder) -> Dataset | None:
     As TotalSegmentator's case/ct.nii.gz, case/segmentations/liver.nii.gz.
     """
     masks: defaultdict[tuple[Any, ...], dict[str, Path]] = defaultdict(dict)
-    images: defaultdict[tuple[Any, ...], list[Path]] = defaultdict(list)
+    images = defaultdict(list)
     for path, name in folder.names.items():
         if name.mask:
             masks[name.split, name.folders][name.name] = path
@@ -1019,7 +1019,7 @@ def structure_suffixes(folder: ImageFolder) -> Dataset | None:
     As RIM-ONE's im1.png, im1-Cup.png and im1-Disc.png, or IDRiD's Microaneurysms/IDRiD_01_MA.tif.
     """
     masks = [path for path, name in folder.names.items() if name.mask]
-    by_name: defaultdict[str, list[Path]] = defaultdict(list)
+    by_name = defaultdict(list)
     for path, name in folder.names.items():
         if not name.mask:
             by_name[name.name].append(path)
@@ -1074,7 +1074,7 @@ def _structures_of_suffixes(masks: Iterable[Mapping[str, Path]]) -> dict[str, st
     """End of a mask's name -> its structure: the name of the masks' folder, if each has its own,
     otherwise the words that not all ends have.
     """
-    folders: defaultdict[str, set[str]] = defaultdict(set)
+    folders = defaultdict(set)
     for of_image in masks:
         for rest, mask in of_image.items():
             folders[rest].add(" ".join(filter(str.isalpha, words(mask.parent.name))))
@@ -1096,7 +1096,7 @@ def are_in_structures(names: Iterable[FileName]) -> bool:
     """
     inner = set()
     of_images: set[str] = set()
-    folders_of: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    folders_of = defaultdict(set)
     for name in names:
         if not name.mask:
             of_images.update(name.folders)
@@ -1149,8 +1149,8 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
     common = _common_folder(images)
     items = []
     missing = []
-    inner: defaultdict[str, set[str]] = defaultdict(set)  # class -> folders in it
-    deeper: defaultdict[str, set[str]] = defaultdict(set)  # class -> all folders below it
+    inner = defaultdict(set)  # class -> folders in it
+    deeper = defaultdict(set)  # class -> all folders below it
     below = {image: _folders_below(common, image) for image in images}
     shared_by_all = os.path.commonpath(["/".join(folders) for folders in below.values()])
     for image, folders in below.items():

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import pandas as pd
 
@@ -37,10 +37,10 @@ from medflare.preparation.dataset_import.folders import (
     words,
 )
 
-_MASK_COLUMNS: Final[list[str]] = WORDS["column"]["mask"]  # usual names
-_SAMPLE: Final = 20  # rows by which columns and separators are recognized
+_MASK_COLUMNS: list[str] = WORDS["column"]["mask"]  # usual names
+_SAMPLE = 20  # rows by which columns and separators are recognized
 # How programs write a missing value, in lower case (those that pandas knows).
-_MISSING: Final[list[str]] = WORDS["missing_value"]
+_MISSING: list[str] = WORDS["missing_value"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Columns:
     split: str = ""  # training, validation or test
 
 
-GUESSED: Final = Columns()
+GUESSED = Columns()
 # Attribute of `Columns`, sex, age and scanner -> the columns of the table; empty if there is none.
 _Used: TypeAlias = dict[str, list[str]]
 

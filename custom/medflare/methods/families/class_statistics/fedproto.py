@@ -11,7 +11,7 @@ probabilities softmax(-||f - C̄^(c)||²), which is a linear head (`prototype_he
 serves the training alone, and predicts before there are prototypes.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ from medflare.methods.families.class_statistics.statistics import (
 )
 from medflare.methods.families.local_terms.features import class_indices
 
-_NEVER: Final = -1e6  # logit of a class without a prototype
+_NEVER = -1e6  # logit of a class without a prototype
 
 
 PROTOTYPES = specs_by_class(

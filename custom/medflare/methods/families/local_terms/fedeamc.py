@@ -6,7 +6,7 @@ loss; in segmentation Dice is added, as in PRR. A sigmoid counts as two classes.
 repeats the images of rare classes instead, which they call equivalent.
 """
 
-from typing import Any, Final
+from typing import Any
 
 from medflare.methods import (
     ConfigError,
@@ -19,7 +19,7 @@ from medflare.methods import (
 from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.methods.prr.transfer import Supervision, class_totals
 
-_LOSS: Final = PRRSiteHyper(cpa="off", plain_loss="fedeamc")
+_LOSS = PRRSiteHyper(cpa="off", plain_loss="fedeamc")
 
 
 class FedeAMCSite(FedAvgSite[FedAvgSiteHyper]):

@@ -60,7 +60,7 @@ def early_blocks(module: nn.Module) -> list[nn.Module]:
 
     Of a module around one such block, or of a list, those of the first block.
     """
-    blocks: list[nn.Module] = []
+    blocks = []
     for block in module.children():
         if any(isinstance(layer, nn.modules.conv._ConvNd) for layer in block.modules()):
             blocks.append(block)

@@ -12,7 +12,7 @@ network with the head ψ + φ.
 """
 
 import copy
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,9 @@ from medflare.methods.families.second_models.site import SecondModelSite
 from medflare.methods.parts.heads import meta_head
 from medflare.methods.prr.transfer import totals_of_site
 
-_LINEAR: Final = (nn.Linear, nn.modules.conv._ConvNd)
-_NO_WEIGHTS: Final = (nn.Sequential, nn.Dropout, nn.Identity)
-_ABSENT: Final = 1e-6  # images of a class without any: log is finite
+_LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
+_NO_WEIGHTS = (nn.Sequential, nn.Dropout, nn.Identity)
+_ABSENT = 1e-6  # images of a class without any: log is finite
 
 
 def balance(counts: Tensor, multiclass: bool) -> Tensor:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from statistics import fmean
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from medflare.methods.families.server_rules.rule import (
     inner_products,
 )
 
-_METRIC: Final = number(0, 1, optional=True)
+_METRIC = number(0, 1, optional=True)
 TRAINED_METRIC = MetaSpec[float | None](
     "trained_metric",
     "the task's metric on validation images, of the locally trained model",

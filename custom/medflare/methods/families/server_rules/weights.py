@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -27,8 +26,8 @@ from medflare.methods.families.server_rules.rule import (
     inner_products,
 )
 
-_NEAR: Final = 1e-12  # distances below this count as equal
-_MEMORY: Final = 5  # costs in FedPIDAvg's sum
+_NEAR = 1e-12  # distances below this count as equal
+_MEMORY = 5  # costs in FedPIDAvg's sum
 
 
 def inverse_distances(states: Mapping[str, StateDict]) -> Weights:

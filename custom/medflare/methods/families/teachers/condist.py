@@ -13,7 +13,7 @@ annotated together. Structures that may overlap (multilabel) need no condition a
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from medflare.methods import (
 from medflare.methods.families.teachers.site import ANNOTATED, TeacherSite
 from medflare.tasks.annotation import structures_of
 
-_FIRST: Final = 0.01  # fraction of λ in round 0, authors' code
+_FIRST = 0.01  # fraction of λ in round 0, authors' code
 
 
 def conditional_probabilities(

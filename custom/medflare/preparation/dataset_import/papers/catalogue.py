@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from importlib import resources
 from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -55,10 +55,10 @@ def find_volumes(root: Path, sites: Mapping[str, Sequence[str]], download: Downl
 
 # -- retina: DoFE (Wang et al., TMI 2020), RIGA+, and GDRBench (Che et al., MICCAI 2023) -----------
 
-_READER: Final = 1  # of RIGA's six, whose outlines are taken
+_READER = 1  # of RIGA's six, whose outlines are taken
 # Between the three grey values of a mask, which shrinking has blurred.
-_DARK: Final = 51
-_BRIGHT: Final = 201
+_DARK = 51
+_BRIGHT = 201
 # IOP-FL keeps REFUGE's training and validation images apart, FedSM has them as one client.
 
 
@@ -131,7 +131,7 @@ def _disc_and_cup(mask: Path, cup_is_darkest: bool) -> np.ndarray:
     return np.where(rest, 0, np.where(cup, 2, 1)).astype(np.uint8)
 
 
-_LISTS: Final = {"train": "training", "crossval": "validation"}
+_LISTS = {"train": "training", "crossval": "validation"}
 
 
 def find_grades(root: Path, sites: Sequence[str], download: Download) -> list[Item]:
@@ -154,7 +154,7 @@ def find_grades(root: Path, sites: Sequence[str], download: Download) -> list[It
 
 # -- dermoscopy: Fed-ISIC2019 as FLamby divides it, and PRR ----------------------------------------
 
-_PRR_CLASSES: Final = ("nv", "bkl", "mel")
+_PRR_CLASSES = ("nv", "bkl", "mel")
 
 
 def find_fed_isic(
@@ -232,7 +232,7 @@ def find_prr(
 
 # -- histology: Camelyon17-WILDS, and MIDOG 2022 ---------------------------------------------------
 
-_COLUMNS: Final = ("patient", "node", "x_coord", "y_coord", "tumor", "center")
+_COLUMNS = ("patient", "node", "x_coord", "y_coord", "tumor", "center")
 
 
 def find_camelyon(root: Path, sites: Sequence[str], download: Download) -> list[Item]:
@@ -253,10 +253,10 @@ def find_camelyon(root: Path, sites: Sequence[str], download: Download) -> list[
 
 
 # Pixels of a patch; FedDAG resizes all images to 96 x 96, so patches keep their resolution.
-_SIDE: Final = 96
+_SIDE = 96
 # Of the TIFF files, of the PNG files, of 2021.
-_TABLES: Final = ("MIDOG2022_training.json", "MIDOG2022_training_png.json", "MIDOG.json")
-_LABELS: Final = {1: 1, 2: 0}  # category -> class: mitotic figure, hard negative
+_TABLES = ("MIDOG2022_training.json", "MIDOG2022_training_png.json", "MIDOG.json")
+_LABELS = {1: 1, 2: 0}  # category -> class: mitotic figure, hard negative
 
 
 def find_midog(
@@ -341,7 +341,7 @@ def _patch(source: Path, left: int, top: int) -> np.ndarray:
 
 # -- all -------------------------------------------------------------------------------------------
 
-_FIND: Final[tuple[Callable[..., list[Item]], ...]] = (
+_FIND: tuple[Callable[..., list[Item]], ...] = (
     find_volumes,
     find_fundus,
     find_grades,
@@ -350,11 +350,9 @@ _FIND: Final[tuple[Callable[..., list[Item]], ...]] = (
     find_camelyon,
     find_midog,
 )
-_BY_NAME: Final = {find.__name__: find for find in _FIND}
-_DESCRIPTIONS: Final = json.loads(
-    (resources.files(__package__) / "data.json").read_text(encoding="utf-8")
-)
-PREPARATIONS: Final = {
+_BY_NAME = {find.__name__: find for find in _FIND}
+_DESCRIPTIONS = json.loads((resources.files(__package__) / "data.json").read_text(encoding="utf-8"))
+PREPARATIONS = {
     name: Preparation(name=name, **of | {"find": _BY_NAME[of["find"]]})
     for name, of in _DESCRIPTIONS.items()
 }

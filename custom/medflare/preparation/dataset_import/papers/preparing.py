@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 from pydantic.dataclasses import dataclass
@@ -29,11 +29,11 @@ from medflare.preparation.dataset_import.papers.splits import (
 from medflare.preparation.dataset_import.shared_patients import Sites, shared_warning
 
 # Names in `Preparation.counts`, besides classes.
-IMAGES: Final = "images"
-PATIENTS: Final = "patients"
+IMAGES = "images"
+PATIENTS = "patients"
 # Training and validation images together, if a paper has no validation images of its own.
-TRAINED_ON: Final = "not test"
-TEST: Final = "test"
+TRAINED_ON = "not test"
+TEST = "test"
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def prepare(
         raise DataError(f"{source}: not a folder; give the folder with {paths}")
     items = preparation.find(source, preparation.sites, *preparation.downloads)
     check_files(items, source)
-    counts: dict[str, Mapping[str, int]] = dict(preparation.counts)
+    counts = dict(preparation.counts)
     if redraw:
         trained = {item.site for item in items if item.split != "test"}
         for number, item in enumerate(items):

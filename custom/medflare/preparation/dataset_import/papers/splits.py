@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 from medflare.core.errors import DataError
 from medflare.data.reading import stem
@@ -13,8 +12,8 @@ from medflare.preparation.dataset_import.folders import Item, split_name
 from medflare.preparation.dataset_import.shared_patients import Sites, across_sites
 from medflare.preparation.dataset_import.tables import read_frame
 
-SPLIT_FILE: Final = "split_of_the_paper.csv"  # beside the downloads, a row per image
-_COLUMNS: Final = ("image_id", "site", "split")
+SPLIT_FILE = "split_of_the_paper.csv"  # beside the downloads, a row per image
+_COLUMNS = ("image_id", "site", "split")
 
 
 def with_paper_split(items: Sequence[Item], file: Path) -> list[Item]:
