@@ -278,6 +278,7 @@ def test_a_site_that_does_not_train_cannot_choose_a_personal_model() -> None:
         ("robust", {"rule": "median"}, {}, False),
         ("robust", {"rule": "krum"}, {}, True),
         ("robust", {"rule": "krum"}, {"combined_sites": 2}, True),
+        ("robust", {"rule": "geometric"}, {}, True),
         ("ifca", {"clusters": 2}, {}, True),  # a site may be alone in its cluster
         ("ifca", {"clusters": 1}, {}, False),
     ],

@@ -62,8 +62,11 @@ class FedAvgServer(ServerAlgorithm[G]):
 
     @classmethod
     def fewest_combined(cls, hyper: Any, sites: int) -> int:
-        """Krum chooses the update of one site."""
-        return 1 if getattr(hyper, "rule", "mean") == "krum" else sites
+        """One for rules whose result can be the model of one site: Krum, and the geometric median,
+        if the site has more images than all others.
+        """
+        rule = getattr(hyper, "rule", "mean")
+        return 1 if rule in ("krum", "geometric") else sites
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
