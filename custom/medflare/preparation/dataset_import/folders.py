@@ -907,7 +907,7 @@ def structure_folders(folder: ImageFolder, kind: str) -> Dataset | None:
             del folders[0]  # masks/disc is disc
         top, *inner = folders
         name = parse_name(image).names[1].removesuffix(f"_{top.lower()}")
-        key = (_split_above(folder, image), *inner, name)
+        key = (split_above(folder, image), *inner, name)
         files[top][key] = image
     if len(files) > MAX_CLASSES:
         return None
@@ -1156,7 +1156,7 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
     for image, folders in below.items():
         classes = folders[len(Path(shared_by_all).parts) :]  # without images of train/images/cat
         if classes:
-            items.append(Item((image,), classes[0], split=_split_above(folder, image)))
+            items.append(Item((image,), classes[0], split=split_above(folder, image)))
             inner[classes[0]].update(classes[1:2])
             deeper[classes[0]].update(classes[1:])
         else:
@@ -1222,7 +1222,7 @@ def _folders_below(common: Path, image: Path) -> list[str]:
     return [part for part in parts if not split_folder(part)]
 
 
-def _split_above(folder: ImageFolder, image: Path) -> str:
+def split_above(folder: ImageFolder, image: Path) -> str:
     """The split that a folder of the image names, or ""."""
     parts = image.relative_to(folder.root).parent.parts
     return next(filter(None, map(split_folder, parts)), "")

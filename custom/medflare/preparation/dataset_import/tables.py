@@ -33,11 +33,13 @@ from medflare.preparation.dataset_import.folders import (
     parse_name,
     refuse_variants,
     sorted_labels,
+    split_above,
     split_name,
     words,
 )
 
 _MASK_COLUMNS: list[str] = WORDS["column"]["mask"]  # usual names
+_MAX_LEVELS = 8  # more numbers with decimals are a measurement, and no classes
 _SAMPLE = 20  # rows by which columns and separators are recognized
 # How programs write a missing value, in lower case (those that pandas knows).
 _MISSING: list[str] = WORDS["missing_value"]
@@ -59,6 +61,16 @@ class Columns:
 
 
 GUESSED = Columns()
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a row of a table says of an image."""
+
+    location: str  # table and line
+    item: Item  # with a list of labels
+
+
 # Attribute of `Columns`, sex, age and scanner -> the columns of the table; empty if there is none.
 _Used: TypeAlias = dict[str, list[str]]
 
@@ -161,6 +173,8 @@ def _header_and_rows(
         if not any(cells):  # Excel writes rows of separators
             continue
         if not header:
+            if cells[0].startswith("#"):
+                raise ValueError("its first line begins with #; take it out")
             header = cells
             continue
         if any(cells[len(header) :]):
@@ -169,6 +183,11 @@ def _header_and_rows(
                 "with the separator in quotes, and take lines above the names of columns out"
             )
         rows[line] = [*cells, *[""] * len(header)][: len(header)]
+    width = len(header)  # without empty columns at the end
+    while width and not header[width - 1] and not any(cells[width - 1] for cells in rows.values()):
+        width -= 1
+    header = header[:width]
+    rows = {line: cells[:width] for line, cells in rows.items()}
     named = sum(map(bool, header))
     if rows and len(header) > 2 * named:
         raise ValueError(
@@ -214,22 +233,28 @@ def read_tables(
     missing = []
     notes = []
     labelled_by: list[str] = []
-    row_of: dict[Path, str] = {}
+    rows: dict[Path, _Row] = {}
     names_of_sites: defaultdict[str, set[str]] = defaultdict(set)  # column -> its names
     for path in paths:
         frame = read_frame(path)
         find = _FileFinder(folder, path)
         used = _used_columns(path, frame, columns, kind, find)
-        if labelled_by and (used["mask"] or used["label"]) != labelled_by:
-            raise DataError(f"{path}: has other labels than {paths[0]}; choose one with --table")
-        labelled_by = used["mask"] or used["label"]
+        of_labels = used["mask"] or used["label"]
+        labelled_by = labelled_by or of_labels
+        # One column may have another name in each table.
+        if of_labels != labelled_by and not len(of_labels) == len(labelled_by) == 1:
+            raise DataError(
+                f"{path}: has other columns of labels than {paths[0]}; write the same in both, or "
+                "choose one table with --table"
+            )
         for column in _site_columns(frame, used):
             names_of_sites[column].update(filter(None, frame[column]))
         notes += _missing_words(path, frame, used)
         notes += _without_wrong_ages(path, frame, used)
-        read, incomplete = _read_rows(path, frame, used, find, redraw, row_of)
-        if len(paths) > 1:
-            read = [replace(item, split=item.split or find.split) for item in read]
+        read, incomplete = _read_rows(path, frame, used, find, redraw, rows, notes)
+        if not redraw:
+            of_table = find.split if len(paths) > 1 else ""
+            read = [_in_split_of_folder(item, of_table, folder, path) for item in read]
         items += read
         missing += incomplete
     used_files = {file for item in items for file in item.paths}
@@ -248,6 +273,8 @@ def read_tables(
     elif len(labelled_by) == 1:
         labels = [label[0] for label in labels]
     items = [replace(item, label=label) for item, label in zip(items, labels, strict=True)]
+    if items and not used["mask"] and len(labelled_by) == 1 and isinstance(labels[0], int):
+        _refuse_other_class(" and ".join(map(str, paths)), items, names, folder)
     if 0 < unsplit < len(items) and not redraw:
         notes.append(
             f"{unsplit} of {len(items)} images have no split and count as training; "
@@ -276,14 +303,18 @@ def _read_rows(
     used: _Used,
     find: "_FileFinder",
     redraw: bool,
-    row_of: dict[Path, str],
+    rows: dict[Path, "_Row"],
+    notes: list[str],
 ) -> tuple[list[Item], list[str]]:
     """The images of a table with a list of labels each, and a line for each incomplete row.
 
-    `row_of`: image -> its row in this and earlier tables; DataError for one in two rows.
+    `rows`: image -> its first row in this and earlier tables; another one that says the same is
+    left out, as of several boxes, with a line in `notes`. DataError for one that says something
+    else.
     """
     items = []
     missing = []
+    repeated = 0
     for line, row in zip(frame.index, frame.to_dict("records"), strict=True):
         location = f"{path} line {line}"
         cell = dict.fromkeys(used, "")
@@ -292,12 +323,6 @@ def _read_rows(
                 cell[name] = row[listed[0]]
         label = _label_of_row(row, used, find, location)
         images = find.images(cell["image"], location)
-        for image in images:
-            other = row_of.setdefault(image, location)
-            if other != location:
-                raise DataError(
-                    f"{location}: image {image.name} is also in {other}; keep one row of an image"
-                )
         if not images:
             missing.append(f"{location}: no file for {cell['image']!r}")
         elif not all(label):
@@ -315,8 +340,53 @@ def _read_rows(
             site = str(patient_id(cell["site"]))
             for image in images:
                 item = Item((image,), label, patient, split, site, attributes=attributes)
-                items.append(item)
+                earlier = rows.setdefault(image, _Row(location, item))
+                if earlier.location == location:
+                    items.append(item)
+                    continue
+                repeated += 1
+                if earlier.item != item:
+                    raise DataError(
+                        f"{location}: image {image.name} is also in {earlier.location}, with other "
+                        "cells; keep one row of an image"
+                    )
+    if repeated:
+        notes.append(f"{path.name}: {repeated} rows repeat the image and the cells of another")
     return items, missing
+
+
+def _in_split_of_folder(item: Item, of_table: str, folder: ImageFolder, table: Path) -> Item:
+    """The image with the split that its row, the name of its table or one of its folders names.
+
+    DataError for a row and a folder of which one says test.
+    """
+    split = item.split or of_table
+    of_folder = split_above(folder, item.first)
+    if of_folder and split not in ("", of_folder) and "test" in (split, of_folder):
+        raise DataError(
+            f"{table}: {folder.relative(item.first)} is in the split {split}, but in a folder of "
+            f"{of_folder}; correct one, give another --split-column, or draw new splits with "
+            "--redraw"
+        )
+    return replace(item, split=split or of_folder)
+
+
+def _refuse_other_class(
+    table: str, items: Sequence[Item], names: Sequence[str], folder: ImageFolder
+) -> None:
+    """Raise DataError for an image in the folder of another class than its row has, if every image
+    is in a folder that is called like a class.
+    """
+    class_of = {name.casefold(): name for name in names}
+    of_folders = [class_of.get(item.first.parent.name.casefold()) for item in items]
+    if None in of_folders or len({*of_folders}) < 2:
+        return
+    for item, of_folder in zip(items, of_folders, strict=True):
+        if names[item.label] != of_folder:
+            raise DataError(
+                f"{table}: {folder.relative(item.first)} is {names[item.label]}, but in the folder "
+                f"of {of_folder}; correct one"
+            )
 
 
 def _is_path(cell: str) -> bool:
@@ -496,6 +566,13 @@ def _used_columns(
     used["split"] = used["split"] or _split_columns(frame, used)
     if used["mask"] or kind == "segmentation":
         used["label"] = []
+    for name in used["label"]:
+        text = frame[name].iloc[0]
+        if suffix(Path(text)) in image_suffixes():
+            raise DataError(
+                f"{path}: column {name} names files, as {text!r}; give --mask-column {name} if "
+                "they are masks, otherwise another --label-column"
+            )
     needed = {"image": used["image"]}
     needed["mask" if kind == "segmentation" else "label"] = used["label"] or used["mask"]
     for name, listed in needed.items():
@@ -554,6 +631,14 @@ def _image_columns(path: Path, frame: pd.DataFrame, find: "_FileFinder", used: _
         return usual[:1]
     if find.count(pd.Series([most])):
         raise DataError(f"{path}: its first line names an image; put the names of columns above it")
+    images = find.named_by(frame[most])
+    for name, cells in frame.items():
+        others = find.named_by(cells)
+        if others and others.isdisjoint(images) and not find.are_masks(others):
+            raise DataError(
+                f"{path}: {most} and {name} both name images; write a row for each image, or give "
+                "--image-column, and --mask-column if one has masks"
+            )
     return [most]
 
 
@@ -641,10 +726,17 @@ class _FileFinder:
 
     def count(self, cells: "pd.Series[str]") -> int:
         """How many images the first rows of a column name; 0 if a cell can be several."""
-        try:
-            return len({self(cell, str(cells.name)) for cell in cells.head(_SAMPLE)} - {None})
-        except DataError:
-            return 0
+        return len(self.named_by(cells))
+
+    def named_by(self, cells: "pd.Series[str]") -> set[Path]:
+        """The images that the first rows of a column name; none if a cell can be several."""
+        named: set[Path] = set()
+        for cell in cells.head(_SAMPLE):
+            images = self._without_masks(self._named(cell))
+            if len(images) > 1:
+                return set()
+            named.update(images)
+        return named
 
     def names_patients(self, frame: pd.DataFrame, columns: Sequence[str]) -> bool:
         """Whether one of the columns names patients of images, see `images`."""
@@ -672,6 +764,10 @@ class _FileFinder:
     def _without_masks(self, images: Sequence[Path]) -> Sequence[Path]:
         """Those that are not called as masks are, unless all are."""
         return [image for image in images if not self._folder.names[image].mask] or images
+
+    def are_masks(self, images: Iterable[Path]) -> bool:
+        """Whether files are called as masks are."""
+        return all(self._folder.names[image].mask for image in images)
 
     def _refuse_several(self, images: Sequence[Path], cell: str, location: str) -> None:
         if len(images) > 1:
@@ -755,7 +851,9 @@ def _encode_labels(location: str, cells: pd.DataFrame) -> tuple[list[Any], list[
             refuse_variants(names, location)
             return findings[names].to_numpy().tolist(), names
         names = sorted_labels(column.unique())
-        if len(names) > MAX_CLASSES:
+        numbers = list(map(number_of, names))
+        measured = None not in numbers and any(number % 1 for number in filter(None, numbers))
+        if len(names) > (_MAX_LEVELS if measured else MAX_CLASSES):
             raise DataError(
                 f"{location} has {len(names)} values, for example {names[0]!r}; "
                 "name the class with --label-column"
