@@ -332,3 +332,245 @@ def test_every_file_that_cannot_be_read_is_listed(
     shown = capsys.readouterr()
     assert [line.partition(":")[0] for line in shown.out.splitlines()].count("PROBLEM") == 2
     assert "no task can be proposed" in shown.err
+
+
+# -- tables beside folders of splits ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", ["path", "name", "mask"])
+def test_folders_of_splits_under_a_table_are_kept(columns: str, tmp_path: Path) -> None:
+    """Before, the images of train/ and test/ were mixed."""
+    rows = []
+    for number in range(20):
+        folder = "test_images" if number > 13 else "train_images"
+        path = f"{folder}/{number:03}.png"
+        picture(tmp_path / path, 60 + number)
+        if columns == "mask":
+            files(tmp_path, f"masks/{number:03}.png*")
+        label = f"masks/{number:03}.png" if columns == "mask" else "ab"[number % 2]
+        rows.append((f"{number:03}" if columns == "name" else path, label))
+    header = ("image", "mask" if columns == "mask" else "label")
+    table(tmp_path / "labels.csv", header, *rows)
+    imported(tmp_path)
+    for path, entry in entries(tmp_path).items():
+        assert (entry["split"] == "test") == path.startswith("test_images")
+    imported(tmp_path, redraw=True, force=True)
+    tested = [path for path, entry in entries(tmp_path).items() if entry["split"] == "test"]
+    assert any(path.startswith("train") for path in tested)
+
+
+def test_a_table_that_contradicts_folders_is_refused(tmp_path: Path) -> None:
+    rows = []
+    for number in NUMBERS:
+        split = "test" if number > 6 else "train"
+        picture(tmp_path / f"{split}/{number}.png", 60 + number)
+        rows.append((f"{split}/{number}.png", "ab"[number % 2], "train"))
+    path = table(tmp_path / "t.csv", ("image", "label", "split"), *rows)
+    assert "test/7.png is in the split training, but in a folder of test" in error_of(tmp_path)
+    path.unlink()
+    classes = tmp_path / "classes"
+    pairs = []
+    for number in NUMBERS:
+        name = "ab"[number % 2]
+        picture(classes / f"{name}/{number}.png", 60 + number)
+        pairs.append((f"{number}.png", "a" if number == 3 else name))
+    table(classes / "t.csv", ("image", "label"), *pairs)
+    assert "b/3.png is a, but in the folder of b" in error_of(classes)
+
+
+@pytest.mark.parametrize("damage", ["title", "encoding", "header"])
+def test_a_damaged_table_of_a_split_stops_the_import(damage: str, tmp_path: Path) -> None:
+    """Before, the other table alone was used, and test images were drawn from its rows."""
+    for split in ("train", "test"):
+        rows = []
+        for number in NUMBERS:
+            picture(tmp_path / split / f"{split[:2]}{number}.png", 60 + number)
+            rows.append((f"{split[:2]}{number}.png", "ab"[number % 2]))
+        table(tmp_path / f"{split}.csv", ("image", "label"), *rows)
+    imported(tmp_path)
+    (tmp_path / "datalist.json").unlink()
+    lines = (tmp_path / "test.csv").read_text()
+    if damage == "title":
+        (tmp_path / "test.csv").write_text("Study 7,\n" + lines)
+    elif damage == "encoding":
+        (tmp_path / "test.csv").write_bytes(lines.encode() + b"\xe4.png,a\n")
+    else:
+        (tmp_path / "test.csv").write_text(lines.partition("\n")[2])
+    assert "test.csv" in error_of(tmp_path)
+
+
+def test_a_list_of_test_images_without_labels_is_no_table_of_labels(tmp_path: Path) -> None:
+    """As Kaggle's train.csv and test.csv."""
+    for number in range(20):
+        picture(tmp_path / "images" / f"{number:02}.png", 60 + number)
+    rows = [(f"{number:02}", "ab"[number % 2]) for number in range(14)]
+    table(tmp_path / "train.csv", ("id_code", "diagnosis"), *rows)
+    table(tmp_path / "test.csv", ("id_code",), *[(f"{number:02}",) for number in range(14, 20)])
+    report = imported(tmp_path)
+    assert len(entries(tmp_path)) == 14
+    assert any("6 of 20 files are in no complete row" in note for note in report.dataset.notes)
+
+
+def test_one_label_column_may_have_another_name_in_each_table(tmp_path: Path) -> None:
+    for split, name in (("train", "label"), ("test", "class")):
+        rows = []
+        for number in NUMBERS:
+            picture(tmp_path / f"{split[:2]}{number}.png", 60 + number)
+            rows.append((f"{split[:2]}{number}.png", "ab"[number % 2]))
+        table(tmp_path / f"{split}.csv", ("image", name), *rows)
+    imported(tmp_path)
+    of_test = [name for name, entry in entries(tmp_path).items() if entry["split"] == "test"]
+    assert sorted(of_test) == [f"te{number}.png" for number in NUMBERS]
+
+
+def test_splits_without_a_common_class_are_refused(tmp_path: Path) -> None:
+    """As ISIC 2016: benign and malignant in training, 0.0 and 1.0 in the test."""
+    for split, names in (("train", ("benign", "malignant")), ("test", ("0.0", "1.0"))):
+        rows = []
+        for number in NUMBERS:
+            picture(tmp_path / f"{split[:2]}{number}.png", 60 + number)
+            rows.append((f"{split[:2]}{number}.png", names[number % 2]))
+        table(tmp_path / f"{split}.csv", ("image", "label"), *rows)
+    text = error_of(tmp_path)
+    assert "training images have the classes benign, malignant, test images 0, 1" in text
+
+
+# -- cells of tables -------------------------------------------------------------------------------
+
+
+def test_two_columns_of_images_are_asked_about(tmp_path: Path) -> None:
+    """Before, all right eyes were left out."""
+    rows = []
+    for number in NUMBERS:
+        for eye in "lr":
+            picture(tmp_path / f"{number}_{eye}.png", 60 + number)
+        rows.append((f"p{number}", f"{number}_l.png", f"{number}_r.png", number % 2))
+    table(tmp_path / "t.csv", ("patient", "image_left", "image_right", "dr_grade"), *rows)
+    assert "image_left and image_right both name images" in error_of(tmp_path)
+
+
+def test_a_label_column_with_files_and_one_of_measurements_are_refused(tmp_path: Path) -> None:
+    rows = []
+    measured = []
+    for number in NUMBERS:
+        picture(tmp_path / f"images/{number}.png", 60 + number)
+        files(tmp_path, f"seg/q{7 * number}.png*")
+        rows.append((f"images/{number}.png", f"seg/q{7 * number}.png"))
+        measured.append((f"images/{number}.png", number + 0.37))
+    path = table(tmp_path / "t.csv", ("image", "label"), *rows)
+    assert "give --mask-column label" in error_of(tmp_path)
+    table(path, ("image", "label"), *measured)
+    text = error_of(tmp_path, kind="classification")
+    assert "has 10 values, for example '0.37'" in text and len(text) < 300
+
+
+def test_comments_above_a_table_and_empty_columns_behind_it(tmp_path: Path) -> None:
+    rows = []
+    for number in NUMBERS:
+        picture(tmp_path / f"{number}.png", 60 + number)
+        rows.append(f"{number}.png,{'ab'[number % 2]},,,,")
+    text = "\n".join(["image,label,,,,", *rows])
+    (tmp_path / "t.csv").write_text(f"# exported 2021-03-01, by PACS\n{text}")
+    assert "begins with #; take it out" in error_of(tmp_path)
+    (tmp_path / "t.csv").write_text(text)
+    imported(tmp_path)
+    assert len(entries(tmp_path)) == 10
+
+
+# -- patients --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "proposed"),
+    [
+        ("patient{n:05}/study1/view1.png", False),  # one image each; before: the folder study1
+        ("patient{n2:05}/study{n}/view1.png", True),
+        ("ISIC2018_Task1-2_Training_Input/{n}.png", False),
+        ("fold{n2}/{n}.png", False),
+    ],
+)
+def test_only_folders_of_patients_are_proposed_as_patients(
+    path: str, proposed: bool, tmp_path: Path
+) -> None:
+    rows = []
+    for number in NUMBERS:
+        name = path.format(n=number, n2=number // 2)
+        picture(tmp_path / name, 60 + number)
+        rows.append((name, "ab"[number % 2]))
+    table(tmp_path / "t.csv", ("image", "label"), *rows)
+    [warning] = [line for line in imported(tmp_path).warnings if "--patient" in line]
+    assert ("are patients" in warning) == proposed
+
+
+def test_left_and_right_after_a_number_are_eyes(tmp_path: Path) -> None:
+    files(tmp_path, "images/Image_{n}L.png", "images/Image_{n}R.png")
+    files(tmp_path, "masks/Image_{n}L.png*", "masks/Image_{n}R.png*")
+    imported(tmp_path)
+    assert {entry["patient"] for entry in entries(tmp_path).values()} == {
+        f"Image_{number}" for number in NUMBERS
+    }
+
+
+# -- masks, volumes and their tables ---------------------------------------------------------------
+
+
+def test_classes_in_a_table_beside_masks_are_asked_about(tmp_path: Path) -> None:
+    """As TotalSegmentator's meta.csv with pathologies; before: a classification."""
+    for number in NUMBERS:
+        for name in ("ct", "segmentations/liver", "segmentations/spleen"):
+            files(tmp_path, f"s00{number:02}/{name}.nii.gz{'*' if '/' in name else ''}")
+    rows = [(f"s00{number:02}", "ab"[number % 2], 40 + number) for number in NUMBERS]
+    table(tmp_path / "meta.csv", ("image_id", "pathology", "age"), *rows)
+    text = error_of(tmp_path)
+    assert "pathology can be the class, but masks lie beside the images" in text
+    imported(tmp_path, kind="segmentation")
+    assert entries(tmp_path)["s0003/ct.nii.gz"]["age"] == 43
+
+
+def test_two_tables_with_other_sites_are_refused(tmp_path: Path) -> None:
+    """As the two partitionings of FeTS; before: the last one counted."""
+    files(tmp_path, "p{n4}.png", "p{n4}_seg.png*")
+    for number, sites in ((1, 2), (2, 3)):
+        rows = [(f"{index % sites + 1}", f"p{index:04}") for index in NUMBERS]
+        table(tmp_path / f"partitioning_{number}.csv", ("Partition_ID", "Subject_ID"), *rows)
+    out = tmp_path.parent / "out"
+    text = error_of(tmp_path, columns=Columns(site="Partition_ID"), out=out)
+    assert "partitioning_2.csv: p0002.png is at site 3, in another table at 1" in text
+
+
+def test_versions_and_copies_of_an_image_are_refused(tmp_path: Path) -> None:
+    files(tmp_path, "Images/{n}.png", "Masks/{n}.png*")
+    imported(tmp_path)
+    files(tmp_path, "Images_Cropped/{n}.png", "Masks_Cropped/{n}.png*")
+    (tmp_path / "datalist.json").unlink()
+    text = error_of(tmp_path)
+    assert "Images/0.png and Images_Cropped/0.png seem to be versions of one picture" in text
+    copied = tmp_path / "copied"
+    files(copied, "imagesTr/p{n}_0000.nii.gz", "labelsTr/p{n}.nii.gz*")
+    shutil.copy(copied / "imagesTr/p3_0000.nii.gz", copied / "imagesTr/p3_0000.nii")
+    assert "seem to be one image twice; take one out" in error_of(copied)
+
+
+def test_masks_of_many_objects_and_ignored_voxels_are_refused(tmp_path: Path) -> None:
+    """As the Data Science Bowl 2018, and nnU-Net's label "ignore"."""
+    for number in NUMBERS:
+        files(tmp_path, f"a{number}/images/a{number}.png", f"a{number}/masks/{91 * number:x}e{{n}}.png*")
+    assert "holds 10 masks of one image; unite the masks" in error_of(tmp_path)
+    ignored = tmp_path / "ignored"
+    files(ignored, "imagesTr/p{n}_0000.nii.gz", "labelsTr/p{n}.nii.gz*")
+    labels = {"background": 0, "tumour": 1, "ignore": 2}
+    content = {"channel_names": {"0": "T1"}, "labels": labels}
+    (ignored / "dataset.json").write_text(json.dumps(content))
+    assert "the label ignore cannot be left out of training" in error_of(ignored)
+
+
+def test_the_column_of_images_is_the_one_that_names_each_alone(tmp_path: Path) -> None:
+    """As ADNI's table, whose subjects have several images."""
+    rows = []
+    for number in NUMBERS:
+        subject = f"{number // 2:03}_S_{number // 2:04}"
+        files(tmp_path, f"{subject}/I{number + 100}/t1_{number}.nii.gz")
+        rows.append((f"I{number + 100}", subject, "AB"[number // 2 % 2]))
+    table(tmp_path / "adni.csv", ("Image Data ID", "Subject", "Group"), *rows)
+    imported(tmp_path, columns=Columns(label="Group"), kind="classification")
+    assert {entry["patient"] for entry in entries(tmp_path).values()} == {row[1] for row in rows}

@@ -366,7 +366,10 @@ def test_a_word_after_the_name_of_the_image(tmp_path: Path) -> None:
     assert summarise(tmp_path, TaskHints()).settings["labels"] == ["foreground"]
     other = tmp_path / "other"
     files(other, "images/p{n}.png", "gt/p{n}_1stHO.png*", "gt/p{n}_2ndHO.png*")
-    assert "of several readers" in error_of(other)
+    assert "two masks of one image" in error_of(other)
+    initials = tmp_path / "initials"
+    files(initials, "images/p{n}.png", "labels-ah/p{n}.ah.png*", "labels-vk/p{n}.vk.png*")
+    assert "of several readers" in error_of(initials)
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,16 @@ from medflare.preparation.dataset_import.tables import (
 
 _SUBJECT = re.compile(r"(?:^|/)(sub-[A-Za-z0-9]+)")  # of BIDS
 # The end of the name of a photograph.
-_EYE = re.compile(r"[ _-](?:left|right|od|os|l|r)$", re.IGNORECASE)
+_EYE = re.compile(r"(?:[ _-](?:left|right|od|os|l|r)|(?<=\d)[lr])$", re.IGNORECASE)
 _FIRST_PART = re.compile("^([^_-]+)[_-]")  # of a file name
 _SPLIT_WORDS = frozenset((*WORDS["split"], "split", "splits"))
+_NO_PATIENT = _SPLIT_WORDS.union(WORDS["image"], WORDS["mask"], ("fold", "input"))
 # Maximum of folders, and minimum of images in each, for which they may be sites.
 _MAX_SITES = 30
 _MIN_IMAGES = 5
+_VERSIONS = frozenset(WORDS["version"])
 _SHOWN = 10  # lines about incomplete images
+_LISTED = 4  # names in a message
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,8 @@ def _find_dataset(
         problem = f"{folder.root}: no table (CSV or Excel) for the columns; name it with --table"
         raise DataError("; ".join((problem, *unused.values())))
     if tables:
+        damaged = {path: unused[path] for path in related if path not in tables}
+        _refuse_part(folder, splits, damaged)
         dataset = read_tables(tables, folder, columns, kind=kind, redraw=options.redraw)
         for path in related:
             if {*dataset.labelled_by} <= {*table_columns(path)}:
@@ -202,6 +207,24 @@ def _find_dataset(
     return dataset
 
 
+def _refuse_part(
+    folder: ImageFolder, splits: Mapping[Path, str], unused: Mapping[Path, str]
+) -> None:
+    """Raise DataError for a table of another split that is `unused`, with this reason, though it
+    cannot be read or has as many columns as those of `splits`.
+    """
+    if not any(splits.values()):
+        return
+    width = min(len(table_columns(path)) for path in splits)
+    for path, reason in unused.items():
+        columns = table_columns(path)
+        if _first_split(path.stem) and (not columns or len(columns) >= width):
+            used = ", ".join(map(folder.relative, splits))
+            raise DataError(
+                f"{reason}; correct this table, or choose one of the others with --table ({used})"
+            )
+
+
 def _by_names(
     folder: ImageFolder, options: ImportOptions, unused: Mapping[Path, str], related: Sequence[Path]
 ) -> Dataset:
@@ -209,11 +232,13 @@ def _by_names(
     without a kind.
     """
     kind = options.kind
+    _refuse_versions(folder)
     try:
         dataset = _by_folders(folder, kind)
     except DataError as error:
         if related and not any(name.mask for name in folder.names.values()):
-            raise DataError("; ".join(unused[path] for path in related)) from error
+            reasons = [unused[path] for path in related]
+            raise DataError("; ".join((*reasons, *folder.notes))) from error
         hints = [*unused.values(), *folder.notes]
         if folder.texts:
             hints.append(
@@ -243,6 +268,22 @@ def _by_names(
     if not options.redraw:
         dataset = _with_listed_splits(folder, dataset, unused)
     return replace(dataset, notes=(*prefixed("not used", unused.values()), *dataset.notes))
+
+
+def _refuse_versions(folder: ImageFolder) -> None:
+    """Raise DataError for images of one name in folders that are called as versions of one picture
+    are: Images/1.png and Images_Cropped/1.png.
+    """
+    first_of: dict[tuple[bool, str], Path] = {}
+    for image, name in folder.names.items():
+        other = first_of.setdefault((name.mask, image.name), image)
+        differ = {*image.relative_to(folder.root).parts} ^ {*other.relative_to(folder.root).parts}
+        if not _VERSIONS.isdisjoint(chain.from_iterable(map(words, differ))):
+            both = " and ".join(map(folder.relative, (other, image)))
+            raise DataError(
+                f"{both} seem to be versions of one picture; give the folder of one version, or "
+                "take the other out"
+            )
 
 
 def _usable_tables(
@@ -395,7 +436,13 @@ def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:
     """
     names_of = defaultdict(list)
     for name in dataset.labels.values():
-        names_of[re.sub(r"\d+(st|nd|rd|th)?", "", name).strip(" _-")].append(name)
+        words_of_name = words(name)
+        initials = len(words_of_name) == 2 and len(words_of_name[1]) == 2
+        if initials and words_of_name[0] in WORDS["mask"]:  # labels-ah, labels-vk
+            name_of_all = words_of_name[0]
+        else:
+            name_of_all = re.sub(r"\d+(st|nd|rd|th)?", "", name).strip(" _-")
+        names_of[name_of_all].append(name)
     several = max(names_of.values(), key=len, default=[])
     if len(several) > 1 and len(names_of) <= 2:
         raise DataError(
@@ -537,7 +584,8 @@ def _split_warning(
             alone.append(f"{dataset.labels[str(number)]} in {min(of_class)}")
     if not alone or len(set().union(*splits.values())) < 2:
         return ""
-    found = f"classes stand in one split only: {', '.join(alone)}"
+    _refuse_split_without_a_known_class(dataset, splits, root)
+    found = f"classes stand in one split only: {_shortened(alone)}"
     if len(alone) == len(splits) and options.kind != "classification":
         problem = (
             f"{root}: all {found}; if they are patients or splits, give {dataset.options}; "
@@ -545,6 +593,35 @@ def _split_warning(
         )
         raise DataError("; ".join((problem, *dataset.notes)))
     return f"{found}; add patients of these classes, or --redraw"
+
+
+def _refuse_split_without_a_known_class(
+    dataset: Dataset, splits: Mapping[int, set[str]], root: Path
+) -> None:
+    """Raise DataError if test and training images have no class in common."""
+    names: dict[str, list[str]] = {"training": [], "test": []}
+    for split, of_split in names.items():
+        for number, present in splits.items():
+            if split in present:
+                of_split.append(dataset.labels[str(number)])
+    trained = names["training"]
+    tested = names["test"]
+    if trained and tested and not {*trained} & {*tested} and len(trained) + len(tested) > 2:
+        raise DataError(
+            f"{root}: training images have the classes {_shortened(trained)}, test images "
+            f"{_shortened(tested)}; write one class alike, or draw new splits with --redraw"
+        )
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """The first names, and how many more there are.
+
+    Examples:
+        >>> _shortened(["a", "b", "c", "d", "e", "f"])
+        'a, b, c, d and 2 more'
+    """
+    shown = ", ".join(names[:_LISTED])
+    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
 
 
 def _site_warning(items: Sequence[Item], root: Path) -> str:
@@ -809,7 +886,8 @@ def _patient_option(images: Sequence[Path], root: Path) -> str:
     inner = [image.relative_to(root).parent.parts for image in images]
     for level in range(min(map(len, inner))):
         folders = Counter(parts[level] for parts in inner)
-        if max(folders.values()) > 1 and all(map(PATIENT.search, folders)):
+        paths = {parts[: level + 1] for parts in inner}
+        if max(folders.values()) > 1 and len(paths) == len(folders) and _may_be_patients(folders):
             above = "[^/]+/" * level
             return f"--patient '^{above}([^/]+)/' (if the folders {min(folders)}, ... are patients)"
     first_parts = [_FIRST_PART.match(path.stem) for path in images]
@@ -817,6 +895,14 @@ def _patient_option(images: Sequence[Path], root: Path) -> str:
     if None in first_parts or not 1 < len(patients) < len(images):
         return "--patient REGEX (its first group is the patient in the file's name or path)"
     return f"--patient '{_FIRST_PART.pattern}' (if {min(patients)}, ... are patients)"
+
+
+def _may_be_patients(folders: Collection[str]) -> bool:
+    """Whether folders have names with numbers, and no word of a split, of images or of masks."""
+    for name in folders:
+        if not PATIENT.search(name) or not _NO_PATIENT.isdisjoint(words(name)):
+            return False
+    return len(folders) > 1
 
 
 def _match_patients(items: Sequence[Item], folder: ImageFolder, pattern: str) -> list[Item]:

@@ -569,6 +569,31 @@ def _several_series(folder: ImageFolder) -> str:
     )
 
 
+def _refuse_equal_folders(
+    folder: ImageFolder, inner: Mapping[str, Collection[str]], *, any_number: bool
+) -> None:
+    """Raise DataError if all folders of classes hold folders of the same names, unless `any_number`
+    of them are patients; `inner`: class -> the folders in it.
+    """
+    names = sorted_labels(inner)
+    shared = set.intersection(*map(set, inner.values()))
+    patients = all(map(PATIENT.search, shared))
+    if len(shared) < 2 or (any_number and patients):
+        return
+    listed = ", ".join(sorted(shared)[:3])
+    if all(map(PATIENT.search, names)) and any(name.mask for name in folder.names.values()):
+        raise DataError(
+            f"{folder.root}: each of {', '.join(names[:3])}, ... holds the folders {listed}; keep "
+            "one of them, or give a table with --mask-column"
+        )
+    remedy = "give --kind classification" if patients else "rename the folders in them"
+    raise DataError(
+        f"{folder.root}: each of {', '.join(names)} holds the folders {listed}; if {names[0]}, ... "
+        f"are sites, give --site-folders; if they are splits, rename them train, val or test; "
+        f"otherwise {remedy}"
+    )
+
+
 def _refuse_sites(folder: ImageFolder, inner: Mapping[str, Collection[str]]) -> None:
     """Raise DataError if the folders of classes hold folders that may be the classes: some of the
     same name in all, or several without a number; `inner`: class -> the folders in it.
@@ -739,6 +764,13 @@ def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[
             f"none of {len(images)} images is called as masks are{_several_series(folder)}; call "
             "masks like their image and mask (a_mask.png), or give a table with --mask-column"
         )
+    several, count = Counter(mask.parent for mask in masks).most_common(1)[0]
+    images_there = sum(image.is_relative_to(several.parent) for image in images)
+    if count > 1 and images_there == 1:
+        return (
+            f"{folder.relative(several)} holds {count} masks of one image; unite the masks of each "
+            "image in one file"
+        )
     problem = f"none of {len(masks)} masks belongs to an image by its name"
     if images and len(_fitting_masks(folder, images[0])) > 1:
         problem += f": {_line_without_mask(folder, images[0])}"
@@ -780,6 +812,8 @@ def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], lis
                 other = files_of[masks[0]].setdefault(part, image)
                 if other is not image:
                     both = " and ".join(map(folder.relative, (other, image)))
+                    if (other.parent, stem(other)) == (image.parent, stem(image)):
+                        raise DataError(f"{both} seem to be one image twice; take one out")
                     raise DataError(
                         f"{both} would both have the mask {folder.relative(masks[0])}; use the "
                         "same folder names for images and masks, or list them in a table"
@@ -881,6 +915,11 @@ def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
             raise DataError(
                 f"{path}: not a header of Decathlon or nnU-Net ({error}); correct or delete it"
             ) from error
+        if "ignore" in headers[-1][0]:
+            raise DataError(
+                f"{path}: voxels with the label ignore cannot be left out of training; annotate "
+                "them, or give them a label of their own"
+            )
         if headers[-1] != headers[0]:
             raise DataError(
                 f"{path} and {paths[0]} name other labels or channels, as of two data sets; "
@@ -922,12 +961,12 @@ def structure_folders(folder: ImageFolder, kind: str) -> Dataset | None:
     if len(homes) > 1 or not any(photographs.keys() & files[top] for top in structures):
         remedy = "give all masks two values" if kind else "give --kind classification"
         raise DataError(
-            f"{folder.root}: {listed} hold pictures of two values, as masks do, beside "
+            f"{folder.root}: {listed} have pictures of two values only, as masks do, beside "
             f"{', '.join(homes)}; list them in a table with --mask-column, or {remedy}"
         )
     if not kind and home and not {*words(home)} <= _IMAGE:
         raise DataError(
-            f"{folder.root}: {listed} hold pictures of two values, with the names of {home}; "
+            f"{folder.root}: {listed} have pictures of two values only, with the names of {home}; "
             "give --kind segmentation if they are masks, --kind classification if not"
         )
     masks_of: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
@@ -1166,15 +1205,7 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
         raise DataError(
             f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}"
         )
-    shared = set.intersection(*inner.values())
-    patients = all(map(PATIENT.search, shared))
-    if len(shared) > 1 and not (any_number and patients):
-        remedy = "give --kind classification" if patients else "rename the folders in them"
-        raise DataError(
-            f"{folder.root}: each of {', '.join(names)} holds the folders "
-            f"{', '.join(sorted(shared)[:3])}; if {names[0]}, ... are sites, give --site-folders; "
-            f"if they are splits, rename them train, val or test; otherwise {remedy}"
-        )
+    _refuse_equal_folders(folder, inner, any_number=any_number)
     if not any_number:
         _refuse_sites(folder, inner)
     for name in names:

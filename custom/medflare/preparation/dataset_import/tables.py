@@ -233,7 +233,7 @@ def read_tables(
     missing = []
     notes = []
     labelled_by: list[str] = []
-    rows: dict[Path, _Row] = {}
+    listed: dict[Path, _Row] = {}
     names_of_sites: defaultdict[str, set[str]] = defaultdict(set)  # column -> its names
     for path in paths:
         frame = read_frame(path)
@@ -251,7 +251,12 @@ def read_tables(
             names_of_sites[column].update(filter(None, frame[column]))
         notes += _missing_words(path, frame, used)
         notes += _without_wrong_ages(path, frame, used)
-        read, incomplete = _read_rows(path, frame, used, find, redraw, rows, notes)
+        if used["label"] and not (kind or columns.label):
+            _refuse_masks_beside(folder, path, used["label"])
+        rows, incomplete = _read_rows(path, frame, used, find, redraw)
+        read, repeated = _each_once(rows, listed)
+        if repeated:
+            notes.append(f"{path.name}: {repeated} rows repeat the image and the cells of another")
         if not redraw:
             of_table = find.split if len(paths) > 1 else ""
             read = [_in_split_of_folder(item, of_table, folder, path) for item in read]
@@ -298,23 +303,11 @@ def read_tables(
 
 
 def _read_rows(
-    path: Path,
-    frame: pd.DataFrame,
-    used: _Used,
-    find: "_FileFinder",
-    redraw: bool,
-    rows: dict[Path, "_Row"],
-    notes: list[str],
-) -> tuple[list[Item], list[str]]:
-    """The images of a table with a list of labels each, and a line for each incomplete row.
-
-    `rows`: image -> its first row in this and earlier tables; another one that says the same is
-    left out, as of several boxes, with a line in `notes`. DataError for one that says something
-    else.
-    """
-    items = []
+    path: Path, frame: pd.DataFrame, used: _Used, find: "_FileFinder", redraw: bool
+) -> tuple[list["_Row"], list[str]]:
+    """The images of a table with a list of labels each, and a line for each incomplete row."""
+    rows = []
     missing = []
-    repeated = 0
     for line, row in zip(frame.index, frame.to_dict("records"), strict=True):
         location = f"{path} line {line}"
         cell = dict.fromkeys(used, "")
@@ -340,19 +333,38 @@ def _read_rows(
             site = str(patient_id(cell["site"]))
             for image in images:
                 item = Item((image,), label, patient, split, site, attributes=attributes)
-                earlier = rows.setdefault(image, _Row(location, item))
-                if earlier.location == location:
-                    items.append(item)
-                    continue
-                repeated += 1
-                if earlier.item != item:
-                    raise DataError(
-                        f"{location}: image {image.name} is also in {earlier.location}, with other "
-                        "cells; keep one row of an image"
-                    )
-    if repeated:
-        notes.append(f"{path.name}: {repeated} rows repeat the image and the cells of another")
-    return items, missing
+                rows.append(_Row(location, item))
+    return rows, missing
+
+
+def _refuse_masks_beside(folder: ImageFolder, table: Path, labels: Sequence[str]) -> None:
+    """Raise DataError if masks lie beside the images of a table of classes."""
+    masks = [path for path, name in folder.names.items() if name.mask]
+    if masks:
+        raise DataError(
+            f"{table}: column {labels[0]} can be the class, but masks lie beside the images, as "
+            f"{folder.relative(masks[0])}; give --kind classification or --kind segmentation"
+        )
+
+
+def _each_once(rows: Iterable["_Row"], listed: dict[Path, "_Row"]) -> tuple[list[Item], int]:
+    """The images that are not `listed` yet, and the number of rows that repeat another one, as of
+    several boxes in an image; DataError for a row that says something else of its image.
+    """
+    items = []
+    repeated = 0
+    for row in rows:
+        earlier = listed.setdefault(row.item.first, row)
+        if earlier is row:
+            items.append(row.item)
+            continue
+        repeated += 1
+        if earlier.item != row.item:
+            raise DataError(
+                f"{row.location}: image {row.item.first.name} is also in {earlier.location}, with "
+                "other cells; keep one row of an image"
+            )
+    return items, repeated
 
 
 def _in_split_of_folder(item: Item, of_table: str, folder: ImageFolder, table: Path) -> Item:
@@ -503,17 +515,22 @@ def described(
             complete.append(item)
             continue
         cells = cells_of[item.first]
+        site = str(patient_id(cells.get("site", "")))
+        if site and item.site not in ("", site):
+            raise DataError(
+                f"{path}: {folder.relative(item.first)} is at site {site}, in another table at "
+                f"{item.site}; choose one with --table"
+            )
         attributes = (cells.get(name) for name in ("sex", "age", "scanner"))
         split = "" if redraw else _split_of(cells.get("split", ""), str(path))
-        complete.append(
-            replace(
-                item,
-                patient=item.patient or str(patient_id(cells.get("patient", ""))),
-                site=str(patient_id(cells.get("site", ""))),
-                split=split or item.split,
-                attributes=parse_attributes(*attributes),
-            )
+        with_cells = replace(
+            item,
+            patient=item.patient or str(patient_id(cells.get("patient", ""))),
+            site=site or item.site,
+            split=split or item.split,
+            attributes=parse_attributes(*attributes),
         )
+        complete.append(with_cells if redraw else _in_split_of_folder(with_cells, "", folder, path))
     listed = ", ".join(f"{name} {column}" for name, column in read.items())
     return complete, f"{folder.relative(path)}: {listed}"
 
@@ -567,21 +584,27 @@ def _used_columns(
     if used["mask"] or kind == "segmentation":
         used["label"] = []
     for name in used["label"]:
-        text = frame[name].iloc[0]
-        if suffix(Path(text)) in image_suffixes():
+        if _names_files(frame[name]):
             raise DataError(
-                f"{path}: column {name} names files, as {text!r}; give --mask-column {name} if "
-                "they are masks, otherwise another --label-column"
+                f"{path}: column {name} names files, as {frame[name].iloc[0]!r}; give "
+                f"--mask-column {name} if they are masks, otherwise another --label-column"
             )
     needed = {"image": used["image"]}
     needed["mask" if kind == "segmentation" else "label"] = used["label"] or used["mask"]
     for name, listed in needed.items():
         if not listed:
-            raise DataError(
-                f"{path}: no column is recognized as the {name}; "
-                f"give --{name}-column, one of {', '.join(header)}"
-            )
+            of_files = [column for column in header if _names_files(frame[column])]
+            masks = [column for column in of_files if column not in used["image"]]
+            choice = f"give --{name}-column, one of {', '.join(header)}"
+            if masks and name != "image":
+                choice = f"give --mask-column, of {', '.join(masks)}, or --label-column"
+            raise DataError(f"{path}: no column is recognized as the {name}; {choice}")
     return used
+
+
+def _names_files(cells: "pd.Series[str]") -> bool:
+    """Whether the first cell has the suffix of an image."""
+    return suffix(Path(cells.iloc[0])) in image_suffixes()
 
 
 def _columns_but_labels(
@@ -619,16 +642,16 @@ def _image_columns(path: Path, frame: pd.DataFrame, find: "_FileFinder", used: _
     usual = usual_columns(WORDS["column"]["image"], list(frame))
     counts = {}
     for name, cells in frame.items():
-        counts[name] = find.count(cells), suffix(Path(cells.iloc[0])) in image_suffixes()
+        counts[name] = find.count(cells), _names_files(cells)
     for name in usual:
         if counts[name][0]:
             return [name]
     most = max(counts, key=counts.__getitem__)
     if not counts[most][0]:
-        for name in [*used["patient"], *_keys(frame)]:
-            if find.names_patients(frame, [name]):
-                return [name]
-        return usual[:1]
+        named = [*used["patient"], *_keys(frame)]
+        named = [name for name in named if find.names_patients(frame, [name])]
+        named.sort(key=lambda name: not find.names_each(frame[name]))
+        return named[:1] or usual[:1]
     if find.count(pd.Series([most])):
         raise DataError(f"{path}: its first line names an image; put the names of columns above it")
     images = find.named_by(frame[most])
@@ -741,6 +764,15 @@ class _FileFinder:
     def names_patients(self, frame: pd.DataFrame, columns: Sequence[str]) -> bool:
         """Whether one of the columns names patients of images, see `images`."""
         return any(frame[name].map(self._of_patient).any() for name in columns)
+
+    def names_each(self, cells: "pd.Series[str]") -> bool:
+        """Whether no cell names several volumes."""
+        try:
+            for cell in cells:
+                self.images(cell, "")
+        except DataError:
+            return False
+        return True
 
     def _of_patient(self, cell: str) -> list[Path]:
         """The images of a patient, or below a folder, whose path may begin with the whole one's."""
