@@ -554,7 +554,11 @@ def test_versions_and_copies_of_an_image_are_refused(tmp_path: Path) -> None:
 def test_masks_of_many_objects_and_ignored_voxels_are_refused(tmp_path: Path) -> None:
     """As the Data Science Bowl 2018, and nnU-Net's label "ignore"."""
     for number in NUMBERS:
-        files(tmp_path, f"a{number}/images/a{number}.png", f"a{number}/masks/{91 * number:x}e{{n}}.png*")
+        files(
+            tmp_path,
+            f"a{number}/images/a{number}.png",
+            f"a{number}/masks/{91 * number:x}e{{n}}.png*",
+        )
     assert "holds 10 masks of one image; unite the masks" in error_of(tmp_path)
     ignored = tmp_path / "ignored"
     files(ignored, "imagesTr/p{n}_0000.nii.gz", "labelsTr/p{n}.nii.gz*")
@@ -574,3 +578,35 @@ def test_the_column_of_images_is_the_one_that_names_each_alone(tmp_path: Path) -
     table(tmp_path / "adni.csv", ("Image Data ID", "Subject", "Group"), *rows)
     imported(tmp_path, columns=Columns(label="Group"), kind="classification")
     assert {entry["patient"] for entry in entries(tmp_path).values()} == {row[1] for row in rows}
+
+
+def test_a_second_table_describes_the_images_of_the_first(tmp_path: Path) -> None:
+    """As ISIC 2019: lesions and ages beside the table of classes."""
+    labels = []
+    people = []
+    for number in NUMBERS:
+        picture(tmp_path / f"i{number}.png", 60 + number)
+        labels.append((f"i{number}", "ab"[number // 2 % 2]))
+        people.append((f"i{number}", f"L{number // 2}", 40 + number))
+    table(tmp_path / "GroundTruth.csv", ("image", "label"), *labels)
+    table(tmp_path / "Metadata.csv", ("image", "lesion", "age_approx"), *people)
+    imported(tmp_path)
+    assert entries(tmp_path)["i3.png"]["patient"] == "L1"
+    assert entries(tmp_path)["i3.png"]["age"] == 43
+    table(tmp_path / "Metadata.csv", ("image", "lesion_no", "age_approx"), *people)
+    imported(tmp_path, columns=Columns(patient="lesion_no"), force=True)
+    assert entries(tmp_path)["i3.png"]["patient"] == "L1"
+
+
+def test_tables_named_after_splits_give_the_splits_of_masks(tmp_path: Path) -> None:
+    """As SIIM-ACR: the column of the files has no usual name."""
+    for split, numbers in (("train", range(12)), ("test", range(12, 20))):
+        rows = []
+        for number in numbers:
+            files(tmp_path, f"png_images/{number}_x.png", f"png_masks/{number}_x.png*")
+            rows.append((f"1.2.{number}", f"{number}_x.png"))
+        table(tmp_path / f"stage_1_{split}_images.csv", ("ImageId", "new_filename"), *rows)
+    imported(tmp_path)
+    listed = entries(tmp_path)
+    assert listed["png_images/13_x.png"]["split"] == "test"
+    assert listed["png_images/3_x.png"]["split"] != "test"

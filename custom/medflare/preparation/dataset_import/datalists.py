@@ -184,16 +184,17 @@ def _find_dataset(
         problem = f"{folder.root}: no table (CSV or Excel) for the columns; name it with --table"
         raise DataError("; ".join((problem, *unused.values())))
     if tables:
-        damaged = {path: unused[path] for path in related if path not in tables}
-        _refuse_part(folder, splits, damaged)
+        others = {path: unused[path] for path in related if path not in tables}
+        _refuse_part(folder, splits, others)
         dataset = read_tables(tables, folder, columns, kind=kind, redraw=options.redraw)
         for path in related:
             if {*dataset.labelled_by} <= {*table_columns(path)}:
                 raise DataError(f"{unused[path]}, or choose one table with --table")
+        dataset, not_used = _described_by(dataset, [*others], unused, folder, options)
         if not options.redraw:
             dataset = _with_listed_splits(folder, dataset, ())
-        not_used = [reason for path, reason in unused.items() if path not in tables]
-        return replace(dataset, notes=(*prefixed("not used", not_used), *dataset.notes))
+        reasons = [reason for path, reason in not_used.items() if path not in tables]
+        return replace(dataset, notes=(*prefixed("not used", reasons), *dataset.notes))
     dataset = _by_names(folder, options, unused, related)
     strange = _beside_splits(folder, dataset)
     classes = dataset.kind == "classification"
@@ -251,23 +252,39 @@ def _by_names(
             f"{folder.root}: are the folders {', '.join(dataset.labels.values())} the classes? if "
             f"so, give --kind classification; if not: {unused[related[0]]}"
         )
+    dataset, unused = _described_by(dataset, related, unused, folder, options)
+    if not options.redraw:
+        dataset = _with_listed_splits(folder, dataset, unused)
+    return replace(dataset, notes=(*prefixed("not used", unused.values()), *dataset.notes))
+
+
+def _described_by(
+    dataset: Dataset,
+    tables: Sequence[Path],
+    unused: Mapping[Path, str],
+    folder: ImageFolder,
+    options: ImportOptions,
+) -> tuple[Dataset, dict[Path, str]]:
+    """The images with what these tables without labels say of them, and the tables that are still
+    `unused`.
+    """
     unused = dict(unused)
-    for path in related:
+    columns = options.columns
+    requested = options.table is not None or columns.patient or columns.site or columns.split
+    for path in tables:
         try:
             items, read = described(
                 dataset.items, path, folder, options.columns, redraw=options.redraw
             )
         except DataError as error:
-            if options.table is not None or options.columns != GUESSED:
+            if requested:
                 raise
             unused[path] = str(error)
             continue
         if read:
             del unused[path]
             dataset = replace(dataset, items=tuple(items), layout=f"{dataset.layout}; {read}")
-    if not options.redraw:
-        dataset = _with_listed_splits(folder, dataset, unused)
-    return replace(dataset, notes=(*prefixed("not used", unused.values()), *dataset.notes))
+    return dataset, unused
 
 
 def _refuse_versions(folder: ImageFolder) -> None:

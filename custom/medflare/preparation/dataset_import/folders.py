@@ -773,8 +773,8 @@ def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[
         )
     problem = f"none of {len(masks)} masks belongs to an image by its name"
     if images and len(_fitting_masks(folder, images[0])) > 1:
-        problem += f": {_line_without_mask(folder, images[0])}"
-    elif images:
+        return _line_without_mask(folder, images[0])
+    if images:
         problem += f", as {folder.relative(masks[0])} beside {folder.relative(images[0])}"
     return f"{problem}{_several_series(folder)}; rename them, or give a table with --mask-column"
 
@@ -885,8 +885,8 @@ def _line_without_mask(folder: ImageFolder, image: Path) -> str:
         return f"{folder.relative(image)}: no mask"
     both = " and ".join(map(folder.relative, fitting[:2]))
     return (
-        f"{folder.relative(image)}: {both} can be its mask "
-        "(give --site-folders if the folders are sites, or a table with --mask-column)"
+        f"{folder.relative(image)}: {both} can be its mask (give --site-folders if the folders are "
+        "sites, or a table with --mask-column, and a column for each structure)"
     )
 
 

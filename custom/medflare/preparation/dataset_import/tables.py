@@ -49,7 +49,8 @@ _MISSING: list[str] = WORDS["missing_value"]
 class Columns:
     """Names of the columns; "" is recognised by its usual names.
 
-    Labels and masks may be several, separated by commas.
+    Labels and masks may be several, separated by commas. Patient, site and split may be in another
+    table than the labels.
     """
 
     image: str = ""  # path of the file, its name, or its name without suffix
@@ -497,7 +498,8 @@ def described(
     _without_wrong_ages(path, frame, used)
     named = ("patient", "site", "split", "sex", "age", "scanner")
     read = {name: used[name][0] for name in named if used[name]}
-    if not read or not used["image"]:
+    of_table = "" if redraw or used["split"] else find.split
+    if not (read or of_table) or not used["image"]:
         return [*items], ""
     cells_of: dict[Path, dict[str, str]] = {}
     for line, row in zip(frame.index, frame.to_dict("records"), strict=True):
@@ -522,7 +524,7 @@ def described(
                 f"{item.site}; choose one with --table"
             )
         attributes = (cells.get(name) for name in ("sex", "age", "scanner"))
-        split = "" if redraw else _split_of(cells.get("split", ""), str(path))
+        split = "" if redraw else _split_of(cells.get("split", of_table), str(path))
         with_cells = replace(
             item,
             patient=item.patient or str(patient_id(cells.get("patient", ""))),
@@ -531,6 +533,8 @@ def described(
             attributes=parse_attributes(*attributes),
         )
         complete.append(with_cells if redraw else _in_split_of_folder(with_cells, "", folder, path))
+    if of_table:
+        read["split"] = of_table
     listed = ", ".join(f"{name} {column}" for name, column in read.items())
     return complete, f"{folder.relative(path)}: {listed}"
 
@@ -612,7 +616,7 @@ def _columns_but_labels(
 ) -> _Used:
     """The columns of the table; those of labels only as far as they are requested."""
     header = list(frame.columns)
-    used = _requested_columns(path, columns, header)
+    used = _requested_columns(path, columns, header, find.other_tables)
     for name in {*used} - {"image", "label"}:
         used[name] = used[name] or usual_columns(WORDS["column"][name], header)[:1]
     taken = set(chain(*used.values()))
@@ -623,14 +627,21 @@ def _columns_but_labels(
     return used
 
 
-def _requested_columns(path: Path, columns: Columns, header: Sequence[str]) -> _Used:
-    """The columns that options name; DataError for one that the table lacks."""
+def _requested_columns(
+    path: Path, columns: Columns, header: Sequence[str], others: Iterable[Path]
+) -> _Used:
+    """The columns that options name; DataError for one that the table lacks, if it is not one of
+    patients, sites or splits that one of the `others` has.
+    """
     used = {}
     for name, requested in asdict(columns).items():
         names = [requested] if _clean(requested) in header else requested.split(",")
         used[name] = [_clean(part) for part in names if part.strip()]
         missing = [column for column in used[name] if column not in header]
-        if missing:
+        may_be_elsewhere = missing and name in ("patient", "site", "split")
+        if may_be_elsewhere and any(missing[0] in table_columns(other) for other in others):
+            used[name] = []
+        elif missing:
             raise DataError(no_such("column", missing[0], header, f"{path}: --{name}-column"))
     return used
 
@@ -724,6 +735,7 @@ class _FileFinder:
 
     def __init__(self, folder: ImageFolder, table: Path):
         self._folder = folder
+        self.other_tables = [other for other in folder.tables if other != table]
         self._homes = (table.parent, folder.root)
         self._images = frozenset(folder.images)
         self.split = next(filter(None, map(split_name, words(table.stem))), "")
