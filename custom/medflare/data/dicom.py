@@ -4,7 +4,7 @@ segmentations as masks.
 
 import struct
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -301,9 +301,7 @@ def ordered_slices(slices: Sequence[Any], path: Path) -> list[Any]:
     _check_one_series(slices, path)
     numbers = [dataset.get("InstanceNumber") for dataset in slices]
     if None not in numbers:
-        for one, other in _pairs(slices, "ImagePositionPatient", "InstanceNumber"):
-            if _same_pixels(one, other):
-                raise _copied(one, other, path)
+        _refuse_copies(slices, path, "ImagePositionPatient", "InstanceNumber")
     by_number = None
     if None not in numbers and len(set(numbers)) == len(numbers):
         by_number = np.argsort(np.array(numbers, np.int64))
@@ -327,7 +325,7 @@ def ordered_slices(slices: Sequence[Any], path: Path) -> list[Any]:
     ordered = [slices[row] for row in order]
     gaps = np.abs(np.diff(positions[order]))
     if not _is_even(gaps):
-        _check_one_file_a_position(ordered, path)
+        _refuse_copies(ordered, path, "ImagePositionPatient")
     _check_even(corners[order], gaps, path)
     return ordered
 
@@ -358,46 +356,28 @@ def _check_one_series(slices: Sequence[Any], path: Path) -> None:
                 )
 
 
-def _pairs(slices: Sequence[Any], *tags: str) -> Iterator[tuple[Any, Any]]:
-    """Files that have equal values of some tags: the first one, with each later one."""
+def _refuse_copies(slices: Sequence[Any], path: Path, *tags: str) -> None:
+    """Refuse copies of a slice among the files with equal values of some tags; and, of files at one
+    position alone, echoes and times.
+    """
     first: dict[str, Any] = {}
     for dataset in slices:
         if not getattr(dataset, "filename", None):  # a frame
             continue
         values = [np.array(dataset.get(tag)).tolist() for tag in tags]
         other = first.setdefault(str(values), dataset)
-        if other is not dataset:
-            yield other, dataset
-
-
-def _same_pixels(one: Any, other: Any) -> bool:
-    """Whether two files, of which headers may be read alone, store the same pixels."""
-    first = read(Path(one.filename))
-    second = read(Path(other.filename))
-    return all(first.get(name) == second.get(name) for name in _PIXELS)
-
-
-def _copied(one: Any, other: Any, path: Path) -> DataError:
-    first, second = _names(one, other)
-    return DataError(f"{path}: {first} and {second} are one slice, copied; take one of them out")
-
-
-def _names(one: Any, other: Any) -> tuple[str, str]:
-    return Path(one.filename).name, Path(other.filename).name
-
-
-def _check_one_file_a_position(slices: Sequence[Any], path: Path) -> None:
-    """Refuse files at one position: copies of a slice, or echoes and times."""
-    pairs = list(_pairs(slices, "ImagePositionPatient"))
-    for one, other in pairs:
-        if not _same_pixels(one, other):
-            first, second = _names(one, other)
+        if other is dataset:
+            continue
+        files = (Path(other.filename), Path(dataset.filename))
+        names = " and ".join(file.name for file in files)
+        one, two = map(read, files)  # of the headers alone, pixels are missing
+        if all(one.get(name) == two.get(name) for name in _PIXELS):
+            raise DataError(f"{path}: {names} are one slice, copied; take one of them out")
+        if len(tags) == 1:
             raise DataError(
-                f"{path}: {first} and {second} have one position, with different pixels; "
+                f"{path}: {names} have one position, with different pixels; "
                 "export echoes and times as series of their own, or take one of them out"
             )
-    if pairs:
-        raise _copied(*pairs[0], path)
 
 
 def _is_even(gaps: np.ndarray) -> bool:
