@@ -161,12 +161,12 @@ def test_the_embedded_federation(make_task: TaskOf) -> None:
 
 def test_the_state_of_files_changes_with_any_of_them(make_site: SiteOf, make_task: TaskOf) -> None:
     folder = make_site()
-    entry = Source(folder, make_task()).entries()[0]
     for kind, changes in (
         ("segmentation", {"0.png": True, "0_mask.png": True, "1.png": False}),
         ("classification", {"0_mask.png": False}),
     ):
         source = Source(folder, make_task(kind))
+        entry = source.entries()[0]
         for name, changed in changes.items():
             before = source.state(entry)
             os.utime(folder / "images" / name, ns=(1, len(name)))

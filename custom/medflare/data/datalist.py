@@ -85,12 +85,14 @@ class DatalistItem:
 
     @property
     def masks(self) -> list[Path]:
-        """Its mask files (segmentation)."""
-        if self.label is None:
-            return []
-        if isinstance(self.label, list):
-            return self.label
-        return [self.label]
+        """Its mask files; empty in classification."""
+        labels = self.label if isinstance(self.label, list) else [self.label]
+        return [label for label in labels if isinstance(label, Path)]
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files of the image and of its masks."""
+        return [*filter(None, self.files), *self.masks]
 
 
 # -- folders ---------------------------------------------------------------------------------------
@@ -203,8 +205,7 @@ def read_datalist(
             entries[entry.image] = entry
     allowed = [path.resolve() for path in (folder, *allowed_folders(folders))]
     for entry in entries.values():
-        masks = entry.masks if kind == "segmentation" else []
-        for file in filter(None, (*entry.files, *masks)):
+        for file in entry.paths:
             check_folder(file, allowed, entry.location)
             for inner in os.scandir(file) if file.is_dir() else ():
                 if inner.is_symlink():  # a slice

@@ -228,8 +228,7 @@ class Source:
         """
         bounds = [self._bounds.pixels, self._bounds.voxels]
         states = [None if file is None else file_state(file) for file in entry.files]
-        if self._task.kind == "segmentation":
-            states += map(file_state, entry.masks)
+        states += map(file_state, entry.masks)
         return [bounds, [states]]
 
 
@@ -572,8 +571,7 @@ def _extension_modules(task: TaskConfig, entries: Iterable[DatalistItem]) -> set
     """The modules of other distributions that read and scale the images."""
     modules = {TRANSFORMS.module(task.intensity["name"])}
     for entry in entries:
-        masks = entry.masks if task.kind == "segmentation" else []
-        for file in filter(None, (*entry.files, *masks)):
+        for file in entry.paths:
             modules.add(READERS.module(suffix(file).removeprefix(".")))
     return modules - {""}
 

@@ -231,23 +231,13 @@ def unreadable_files(root: Path) -> list[str]:
         listed = read_datalist(folder, "classification")
         if not listed:
             continue
-        kind = kind_of_labels(listed)
-        entries = read_datalist(folder, kind)
+        entries = read_datalist(folder, kind_of_labels(listed))
         for entry in counted(entries, len(entries), f"{folder.name}, files checked"):
-            lines += _problems(filter(None, entry.files), mask=False)
-            if kind == "segmentation":
-                lines += _problems(entry.masks, mask=True)
-    return lines
-
-
-def _problems(files: Iterable[Path], *, mask: bool) -> list[str]:
-    """A line for each file that cannot be read."""
-    lines = []
-    for file in files:
-        try:
-            read_stored(file, mask=mask)
-        except DataError as error:
-            lines.append(str(error))
+            for file in entry.paths:
+                try:
+                    read_stored(file, mask=file in entry.masks)
+                except DataError as error:
+                    lines.append(str(error))
     return lines
 
 

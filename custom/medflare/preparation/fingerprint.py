@@ -452,12 +452,8 @@ def _key(folder: Path, task: TaskConfig, entries: Sequence[DatalistItem]) -> str
     digest = hashlib.sha256((folder / FILE).read_bytes())
     digest.update(json.dumps(learnt_of(task), sort_keys=True).encode())
     for entry in entries:
-        files = list(entry.files)
-        if task.kind == "segmentation":
-            files += entry.masks
-        for path in files:
-            state = None if path is None else file_state(path)
-            digest.update(json.dumps(state).encode())
+        for path in entry.paths:
+            digest.update(json.dumps(file_state(path)).encode())
     return digest.hexdigest()
 
 
