@@ -131,6 +131,16 @@ class MisspeltSite(FedAvgSite[Any]):
         return {"global": incoming, "deployd": incoming}
 
 
+class UndeclaredSite(FedAvgSite[Any]):
+    """Its last phase declares no message."""
+
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        return {}
+
+
+del UndeclaredSite.phases["finalize"]
+
+
 @pytest.mark.parametrize(
     ("site", "server", "named"),
     [
@@ -139,6 +149,8 @@ class MisspeltSite(FedAvgSite[Any]):
         (FedAvgSite, StyleServer, "no phase 'styles'"),
         (FedAvgSite, DeafServer, "needs 'styles'"),
         (FedAvgSite, SilentServer, "final models: missing entry 'model'"),
+        (UndeclaredSite, FedAvgServer, "final models: unexpected entry 'model'"),
+        (UndeclaredSite, SilentServer, "no model 'deployed', it makes none"),
         (MisspeltSite, FedAvgServer, "no model 'deployed', it makes global, deployd"),
     ],
 )

@@ -14,6 +14,7 @@ from medflare.core.message import Message
 from medflare.core.phases import Phase
 from medflare.data.loading import SiteData, Split
 from medflare.federation.protocol import request_problem
+from medflare.federation.settings import FINALIZE
 from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, Step
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.method import Method
@@ -99,8 +100,9 @@ def _dry_run(method: Method, plan: Plan, outside: Sequence[str], adapt: str) -> 
         problem = _step_problem(server, step, phases[step.phase], plan)
         if problem:
             return problem
+    final = phases.get(FINALIZE, Phase(FINALIZE))
     for site in (*_SITES, *outside):
-        problem = request_problem(phases["finalize"], plan, server.configure_final(site))
+        problem = request_problem(final, plan, server.configure_final(site))
         if problem:
             return f"the server's message with the final models: {problem}"
     last = [server.configure_final(site) for site in (_SITES[0], *outside[:1])]
