@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foreign.install import METHOD, install
+from foreign.install import METHOD, describe, install
 from medflare.core import packages
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.packages import (
@@ -58,6 +58,10 @@ def test_the_code_of_a_package_is_its_files(
     assert first["damped-fedavg"] == "0.1" and "medflare code" in first
     assert extension_modules([METHOD]) == {"damped_fedavg"} and not extension_modules(["dice"])
     codes = {first["damped-fedavg code"]}
+    describe(tmp_path, "broken", {"broken": "damped_fedavg METHOD"})
+    packages._distribution.cache_clear()
+    assert code_versions(["damped_fedavg"]).keys() == {"damped-fedavg", "damped-fedavg code"}
+    assert extension_modules([METHOD, "broken"]) == {"damped_fedavg", "damped_fedavg METHOD"}
     file = tmp_path / "damped_fedavg" / "more.py"
     for change in (lambda: file.write_text("x = 1"), lambda: file.rename(file.with_name("n.py"))):
         change()

@@ -32,7 +32,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from medflare.core.errors import ConfigError, one_line
-from medflare.core.packages import trust_refusal
+from medflare.core.packages import entry_module, trust_refusal
 
 VARIABLE = "MEDFLARE_PACKAGES"  # packages or modules, separated by commas
 _trusted: set[str] = set()
@@ -134,11 +134,6 @@ def load(kind: str, point: EntryPoint, check: Callable[[Any], None]) -> Any:
 
 _points = cache(read_points)
 _loaded = cache(load)
-
-
-def entry_module(point: EntryPoint) -> str:
-    """The module that an entry point names, which may be malformed."""
-    return point.value.partition(":")[0].strip()
 
 
 def with_distributions(kind: str, points: Sequence[EntryPoint]) -> str:

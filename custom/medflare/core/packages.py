@@ -94,7 +94,12 @@ def _version(package: str) -> str:
 
 def extension_modules(names: Container[str]) -> set[str]:
     """The modules of all entry points with these names, in any group of medflare."""
-    return {point.module for _, point in _extensions() if point.name in names}
+    return {entry_module(point) for _, point in _extensions() if point.name in names}
+
+
+def entry_module(point: EntryPoint) -> str:
+    """The module that an entry point names, which may be malformed."""
+    return point.value.partition(":")[0].strip()
 
 
 def _extensions() -> Iterator[tuple[str, EntryPoint]]:
@@ -125,7 +130,7 @@ def _distribution(package: str) -> str:
         return _DISTRIBUTIONS[package]
     names = set(packages_distributions().get(package, ()))
     for name, point in _extensions():  # an editable installation may list no package
-        if point.module.partition(".")[0] == package:
+        if entry_module(point).partition(".")[0] == package:
             names.add(name)
     return min(names, default=package)
 
