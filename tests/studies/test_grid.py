@@ -450,6 +450,16 @@ def test_a_failed_run_is_repeated(runs: list[Run], tmp_path: Path, trained: list
     assert trained == ["fedavg"], "once, and then it is kept"
 
 
+def test_rows_whose_names_differ_in_punctuation_are_refused(
+    tmp_path: Path, trained: list[str]
+) -> None:
+    row = Candidate.parse("fedavg")
+    rows = [dataclasses.replace(row, label=label) for label in ("lab/mean", "lab+mean")]
+    with pytest.raises(ConfigError, match=r"'lab/mean' and 'lab\+mean' would have one place"):
+        run_study(rows, SETTING, [0], tmp_path)
+    assert not trained
+
+
 @pytest.mark.parametrize(
     ("rows", "seeds", "left_out", "token"),
     [

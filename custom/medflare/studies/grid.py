@@ -294,10 +294,15 @@ def run_study(
     for candidate in cells.values():
         candidate.check(setting.task, setting.rounds, left_out)
     splits: list[tuple[str, ...]] = [(site,) for site in left_out] or [()]
-    jobs = {}
+    jobs: dict[str, _Job] = {}
     for seed, candidate, outside in product(seeds, cells.values(), splits):
         job = _Job(candidate, Draw(setting, seed, outside))
-        jobs[job.name] = job
+        other = jobs.setdefault(job.name, job)
+        if other is not job:
+            raise ConfigError(
+                f"study: rows {other.candidate.label!r} and {candidate.label!r} would have one "
+                f"place in {STUDY_FILE}; give one of them a study of its own"
+            )
     repeated = set()
     for label in rerun:
         if label not in rows and label not in cells:
