@@ -13,7 +13,9 @@ from helpers.downloaded_folders import classes, mask, pairs, picture, table
 from helpers.forked_trial import fork_trials
 from helpers.volume_sites import cube_task, dicom_series, write
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.reading import series_grid
+from medflare.data.datalist import DatalistItem
+from medflare.data.reading import Stored, series_grid
+from medflare.preparation import proposing
 from medflare.preparation.check import check_site
 from medflare.preparation.dataset_import.datalists import ImportOptions, import_folder
 from medflare.preparation.dataset_import.tables import Columns
@@ -86,6 +88,15 @@ def test_grey_pictures_saved_as_colour_have_one_channel(tmp_path: Path) -> None:
     for file in classes(tmp_path, patients=6).rglob("*.png"):
         Image.open(file).convert("RGB").save(file)
     assert proposed(tmp_path)[0].channels == 1
+
+
+def test_channels_of_another_distributions_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    five = Stored(np.arange(5.0)[:, None, None] * np.ones((5, 16, 16)))
+    monkeypatch.setattr(proposing, "read_stored", lambda file: five)
+    entry = DatalistItem(tmp_path / "0.five", 0, "0", "training", "A")
+    assert proposing._stored_shape(entry) == (5, 2)
 
 
 @pytest.mark.parametrize(

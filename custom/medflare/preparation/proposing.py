@@ -508,7 +508,7 @@ def _stored_shape(entry: DatalistItem) -> tuple[int, int]:
         channels = max(shape[3:], default=1)
         return channels, sum(side > 1 for side in shape[:3])
     array = read_stored(entry.image).array
-    channels = 1 if (array == array[:1]).all() else 3
+    channels = 1 if (array == array[:1]).all() else len(array)
     return channels, array.ndim - 1
 
 
