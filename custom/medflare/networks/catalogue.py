@@ -60,7 +60,7 @@ def build_network(
 
     Args:
         spec: "name", of `NETWORKS`, of a class in `monai.networks.nets` or of a trusted package
-            (see `own`), and arguments.
+            (see `foreign`), and arguments.
         out_channels: channels of the logits.
         size: of the images, for networks that are built for one size; None: 64 a side.
 
@@ -136,7 +136,7 @@ def monai_networks() -> dict[str, Any]:
     return {name: build for name, build in sorted(vars(nets).items()) if _is_usable(name, build)}
 
 
-EXTENSIONS.builtin = lambda: {*NETWORKS, *monai_networks()}  # which `own` cannot import
+EXTENSIONS.builtin = lambda: {*NETWORKS, *monai_networks()}  # which `foreign` cannot import
 
 
 def _is_usable(name: str, build: Any) -> bool:
