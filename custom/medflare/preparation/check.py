@@ -369,7 +369,9 @@ def _read_images(
                 unsuitable.append(problem)
         digest = hashlib.sha256(np.ascontiguousarray(few).data).digest()
         first = first_of.setdefault((image.shape, digest), entry)
-        if _is_copy(entry, image, first, source):
+        varied = image.min() < image.max()  # plain images are alike
+        of_another = varied and first.patient != entry.patient
+        if of_another and np.array_equal(image, source.image(first).array):
             copies.append(f"{entry.name} and {first.name}")
     judged = min(len(moments), _INTENSITY_IMAGES)
     if 2 * len(unsuitable) >= judged > 0:
@@ -404,12 +406,6 @@ def _lines_of_files(copies: Sequence[str], unscaled: Sequence[str]) -> list[str]
             f"{unscaled[0]}"
         )
     return lines
-
-
-def _is_copy(entry: DatalistItem, image: np.ndarray, first: DatalistItem, source: Source) -> bool:
-    """Whether an image is that of another patient; all plain images are alike."""
-    may_be_copy = first.patient != entry.patient and image.min() < image.max()
-    return may_be_copy and np.array_equal(image, source.image(first).array)
 
 
 def _thinned(image: np.ndarray) -> np.ndarray:

@@ -169,11 +169,8 @@ def structures_of(task: TaskConfig) -> tuple[str, ...]:
     """Labels of a segmentation task without the background of exclusive classes; all labels of a
     classification task.
     """
-    return task.labels[1:] if _has_background(task) else task.labels
-
-
-def _has_background(task: TaskConfig) -> bool:
-    return task.kind == "segmentation" and task.target == "multiclass"
+    has_background = task.kind == "segmentation" and task.target == "multiclass"
+    return task.labels[1:] if has_background else task.labels
 
 
 def _for_outputs(spec: dict[str, Any], annotation: Annotation) -> dict[str, Any]:
