@@ -105,7 +105,7 @@ def measured(folder: Path, memory_gb: float) -> None:
         started = time.monotonic()
         used = time.process_time()
         images = 0
-        for number, batch in enumerate(site.batches("train", 0, "model", epoch, augment=False)):
+        for number, batch in enumerate(site.batches("train", 0, "model", epoch)):
             if number == BATCHES:
                 break
             images += len(batch.images)

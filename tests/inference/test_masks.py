@@ -12,9 +12,10 @@ from helpers.volume_sites import dicom_slice
 from medflare.data.geometry import Grid
 from medflare.data.reading import label_values, read_image, read_stored
 from medflare.data.targets import encode_mask
+from medflare.data.transforms import resized
 from medflare.inference import masks
 from medflare.inference.inputs import Input
-from medflare.inference.masks import label_map, restored, sizes, write_masks
+from medflare.inference.masks import label_map, sizes, write_masks
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.metrics import foreground
 
@@ -70,18 +71,16 @@ def test_one_mask_for_several_structures() -> None:
     assert sizes(label_map(p, PHANTOM), PHANTOM) == {"pixels_disc": 4, "pixels_cup": 3}
 
 
-def test_size_is_restored() -> None:
+def test_size_is_resized() -> None:
     p = torch.rand(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
-    assert restored(p, (8, 8)) is p
-    larger = restored(p, (16, 24))
-    smaller = restored(p, (4, 2))
-    mixed = restored(p, (16, 4))
+    assert resized(p, (8, 8)) is p
+    larger = resized(p, (16, 24))
+    smaller = resized(p, (4, 2))
+    mixed = resized(p, (16, 4))
     assert larger.shape == (1, 2, 16, 24) and mixed.shape == (1, 2, 16, 4)
     torch.testing.assert_close(smaller, p.reshape(1, 2, 4, 2, 2, 4).mean(dim=(3, 5)))
     ramp = torch.linspace(0.5, 7.5, 8).expand(1, 1, 8, 8)  # pixel centres at 0.5, 1.5, ...
-    torch.testing.assert_close(
-        restored(ramp, (16, 16))[0, 0, 3, 1:-1], torch.arange(0.75, 7.5, 0.5)
-    )
+    torch.testing.assert_close(resized(ramp, (16, 16))[0, 0, 3, 1:-1], torch.arange(0.75, 7.5, 0.5))
 
 
 @pytest.mark.parametrize("codes", ["RAS", "LPS", "LIP", "ASR", "SPL"])

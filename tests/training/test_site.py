@@ -16,8 +16,8 @@ from medflare.training.site import Site
 RANDOM = np.random.RandomState(0)
 
 
-def _order(site: Site, *keys: Any, **options: Any) -> list[int]:
-    return torch.cat([batch.index for batch in site.batches("train", *keys, **options)]).tolist()
+def _order(site: Site, *keys: Any) -> list[int]:
+    return torch.cat([batch.index for batch in site.batches("train", *keys)]).tolist()
 
 
 def test_batches_are_a_seeded_permutation(make_task: TaskOf) -> None:
@@ -52,21 +52,20 @@ def test_augmentation_is_keyed_and_does_not_touch_global_randomness(make_task: T
         make_task(augment=[{"name": "RandGaussianNoise", "prob": 1.0, "std": 0.5}])
     )
 
-    def images(*keys: Any, augment: bool = True) -> torch.Tensor:
-        return torch.cat([batch.images for batch in site.batches("train", *keys, augment=augment)])
+    def images(*keys: Any) -> torch.Tensor:
+        return torch.cat([batch.images for batch in site.batches("train", *keys)])
 
     torch.testing.assert_close(images(0), images(0), rtol=0, atol=0)
     assert not torch.equal(images(0), images(1))
-    assert images(0, augment=False).unique().numel() == 10
     assert torch.cat([batch.images for batch in site.ordered("train")]).unique().numel() == 10
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_abort_is_checked_before_every_batch(make_task: TaskOf) -> None:
-    site = numbered_site(make_task())
+    site = numbered_site(make_task(batch_size=2))
     answers = iter([False, False, True])
     site.abort = lambda: next(answers)
-    batches = site.batches("train", 0, batch_size=2)
+    batches = site.batches("train", 0)
     assert len([next(batches), next(batches)]) == 2
     with pytest.raises(Aborted, match="site A"):
         next(batches)
@@ -115,7 +114,7 @@ def test_a_limit_bounds_every_batch(make_task: TaskOf) -> None:
     site = numbered_site(make_task(batch_size=8))
     site.batch_limit = 3
     assert site.batch_size == site.scoring_batch == 3
-    assert [len(batch.images) for batch in site.batches("train", 0, batch_size=6)] == [3, 3, 4]
+    assert [len(batch.images) for batch in site.batches("train", 0)] == [3, 3, 4]
     assert [batch.index.tolist() for batch in site.ordered("train")] == [
         [0, 1, 2],
         [3, 4, 5],

@@ -342,20 +342,11 @@ def open_source(
     return Source(root, task, folders, bounds)
 
 
-class UsableEntries(NamedTuple):
-    """The items that a task can use, each with its split; notes on renamed classes; the patients of
-    the items that it drops.
-    """
-
-    entries: list[DatalistItem]
-    notes: list[str]
-    dropped: tuple[str, ...]
-
-
 def usable_entries(
     site: str, task: TaskConfig, source: Source, *, role: str = "inside"
-) -> UsableEntries:
-    """What the task can use of a site's datalist.
+) -> tuple[list[DatalistItem], list[str], tuple[str, ...]]:
+    """The items that the task can use of a site's datalist, each with its split; notes on renamed
+    classes; and the patients of the items that it drops.
 
     Raises:
         DataError: see `datalist.assign_splits` and `targets.renumbering`, or a label that the task
@@ -383,7 +374,7 @@ def usable_entries(
         resplit = None if source.splits_are_fixed else task.resplit
         outside = role == "outside"
         used = assign_splits(used, source.listed(), site, outside=outside, resplit=resplit)
-    return UsableEntries(used, notes, tuple(dropped))
+    return used, notes, tuple(dropped)
 
 
 def renumbered_entries(

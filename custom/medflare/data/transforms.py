@@ -45,10 +45,7 @@ class Preprocessing:
 
         With `image_mode` "patch" the size is kept.
         """
-        image = self.intensities(array)
-        if all(side >= new for side, new in zip(image.shape[1:], self._size, strict=True)):
-            return self._resize(image, "area")
-        return self._resize(image, "bilinear" if len(self._size) == 2 else "trilinear")
+        return self._sized(self.intensities(array))
 
     def intensities(self, array: np.ndarray) -> Tensor:
         """The intensity transform alone, float32 (C, h, w); the array is not changed."""
@@ -59,12 +56,26 @@ class Preprocessing:
         """Targets int64 (M, h, w) to (M, H, W) by the nearest pixel; with `image_mode` "patch"
         unchanged.
         """
-        return self._resize(torch.as_tensor(array), "nearest-exact").to(torch.int64)
+        return self._sized(torch.as_tensor(array), "nearest-exact").to(torch.int64)
 
-    def _resize(self, image: Tensor, mode: str) -> Tensor:
-        if not self._resizes or image.shape[1:] == self._size:
+    def _sized(self, image: Tensor, mode: str = "") -> Tensor:
+        if not self._resizes:
             return image
-        return functional.interpolate(image[None].float().contiguous(), self._size, mode=mode)[0]
+        return resized(image[None].float().contiguous(), self._size, mode)[0]
+
+
+def resized(images: Tensor, size: tuple[int, ...], mode: str = "") -> Tensor:
+    """Images or probabilities (N, C, ...) of this size (N, C, *size).
+
+    By area averaging if all sides shrink, else linearly; or by another `mode`.
+    """
+    if images.shape[2:] == size:
+        return images
+    if not mode:
+        mode = "bilinear" if len(size) == 2 else "trilinear"
+        if all(side <= old for side, old in zip(size, images.shape[2:], strict=True)):
+            mode = "area"
+    return functional.interpolate(images, size, mode=mode)
 
 
 class Augmentation:

@@ -166,7 +166,7 @@ def _write_masks(task: TaskConfig) -> list[Any]:
 
 
 def _resizing(task: TaskConfig) -> str:
-    """An inferer that resizes images as `Preprocessing` and masks as `masks.restored` does."""
+    """An inferer that resizes images and masks as `transforms.resized` does."""
     resize = "torch.nn.functional.interpolate"
     linear = "bilinear" if task.spatial_dims == 2 else "trilinear"
     sides = f"for side, new in zip(images.shape[2:], {task.size})"

@@ -11,31 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from medflare.core.errors import DataError
 from medflare.core.store import write_atomically
 from medflare.data.geometry import Grid, restore_grid
 from medflare.data.reading import NIFTI, is_dicom, series_grid, suffix
 from medflare.data.targets import stored_values
+from medflare.data.transforms import resized
 from medflare.inference.dicom_seg import dicom_seg, unwritable
 from medflare.inference.inputs import Input
 from medflare.tasks.config import TaskConfig
 
 _PNG_VALUES = range(2**16)
-
-
-def restored(probabilities: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Probabilities (N, C, ...) resized to an image's stored size (N, C, *size).
-
-    Linearly, or by area averaging if all sides shrink.
-    """
-    if tuple(probabilities.shape[2:]) == tuple(size):
-        return probabilities
-    mode = "bilinear" if len(size) == 2 else "trilinear"
-    if all(side <= old for side, old in zip(size, probabilities.shape[2:], strict=True)):
-        mode = "area"
-    return functional.interpolate(probabilities, size, mode=mode)
 
 
 def in_place(
@@ -45,7 +32,7 @@ def in_place(
 
     `grids` of a volume: as stored, and along the task's axes.
     """
-    values = restored(probabilities[None], size)[0]
+    values = resized(probabilities[None], size)[0]
     if grids is None:
         return values
     return restore_grid(values, grids[1], grids[0], task)

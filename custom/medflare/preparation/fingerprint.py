@@ -11,31 +11,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from medflare.core.errors import Aborted, DataError, one_line
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import strict_dataclass
 from medflare.core.store import write_json
+from medflare.data.acquisition import Axes
 from medflare.data.datalist import FILE, DatalistItem, site_folders, site_name
 from medflare.data.decoding import Source, file_state, pictures_of, target_of
 from medflare.data.loading import check_unreadable, open_source, usable_entries
 from medflare.data.progress import counted
 from medflare.data.targets import class_counts, encode_label
-from medflare.preparation.structures import Layout, LayoutOfImages, Share
+from medflare.preparation.structures import Layout, LayoutOfImages
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Spacing
+from medflare.tasks.optimizers import Share
 
 FORMAT = "medflare fingerprint 1"
 KEPT_FILE = "fingerprint.json"  # beside the datalist
@@ -65,7 +60,6 @@ _DRAWN = 10_000  # intensities per image for percentiles (nnU-Net)
 _MAX_DRAWN = 2_000_000  # intensities of all images, which limits memory
 _MAX_SUMMED = 2**20  # intensities of an image for mean and deviation, about
 
-Axes = Annotated[tuple[NonNegativeFloat, ...], Field(min_length=2, max_length=3)]
 T = TypeVar("T")
 
 
@@ -261,7 +255,7 @@ def fingerprint_of(
 
 
 def _training_entries(site: str, task: TaskConfig, source: Source) -> list[DatalistItem]:
-    entries = usable_entries(site, task, source).entries
+    entries, *_ = usable_entries(site, task, source)
     return [entry for entry in entries if entry.split == "training"]
 
 

@@ -5,22 +5,19 @@ What resizing loses of them, and along which axes they keep an order.
 
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
 from medflare.core.settings import strict_dataclass
 from medflare.tasks.annotation import structures_of
 from medflare.tasks.config import TaskConfig
+from medflare.tasks.optimizers import Share
 
 # Longest sides, in pixels or voxels, to which masks are resized.
 SIDES = {2: (32, 48, 64, 96, 128, 160, 192, 256, 384, 512), 3: (16, 24, 32, 48, 64, 80, 96, 128)}
 _MAX_SIDE = 1024  # larger masks are thinned out first
 _SAME_ORDER = 0.95  # share of images
 _APART = 1.0  # distance of two centres, in deviations of their pixels
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @strict_dataclass

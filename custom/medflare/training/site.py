@@ -150,30 +150,26 @@ class Site:
         """
         return self._loss(logits, targets)
 
-    def batches(
-        self, split: str, *keys: Key, batch_size: int | None = None, augment: bool = True
-    ) -> Iterator[Batch]:
+    def batches(self, split: str, *keys: Key) -> Iterator[Batch]:
         """One pass over a split in random order; equal (seed, name, keys) give equal batches, see
         `batches.in_random_order`.
 
         Args:
             keys: of this pass, by convention round, purpose, epoch.
-            batch_size: other than the task's; `batch_limit` applies too.
         """
         data = self._split(split)
-        size = self._limited(batch_size or self.task.batch_size)
         random = numpy_random_state(self.seed, self.name, *keys, "augment")
         count = len(data) * self.image_mode.per_image
         weights = self._sampling_weights.get(split)
         check_drawn(self.task, weights)
-        orders = in_random_order(count, size, self.seed, self.name, *keys, "order", weights=weights)
+        orders = in_random_order(
+            count, self.batch_size, self.seed, self.name, *keys, "order", weights=weights
+        )
         what = f"site {self.name}, batches of {split} images in this epoch"
         rows = (order % len(data) for order in counted(orders, len(orders), what))
         for index, images in read_ahead(data, rows, partial(self.image_mode.read, data)):
             batch = self._batch(index, *self.image_mode.samples(images, random))
-            if augment:
-                batch = self.augmented(batch, random)
-            yield batch
+            yield self.augmented(batch, random)
 
     def ordered(self, split: str, batch_size: int | None = None) -> Iterator[Batch]:
         """One pass in fixed order, without augmentation; with `image_mode` "patch", over the

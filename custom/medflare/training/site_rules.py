@@ -6,8 +6,9 @@ the update shows.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,7 +112,7 @@ def weighty_patients(task: TaskConfig, data: SiteData, minimum_patients: int) ->
     """
     train = data.train
     drawn = sampling_weights(task, train.targets)
-    patients = _numbered(train.patients)
+    patients = torch.from_numpy(np.unique(train.patients, return_inverse=True)[1])
     if drawn is not None:
         drawn_patients = len(patients[drawn > 0].unique())
         if drawn_patients < minimum_patients:
@@ -178,12 +179,6 @@ def _has_small_group(
     groups = [*shown.T, *~shown.T, ~labels.any(dim=1)]
     counts = [len(patients[group].unique()) for group in groups]
     return any(0 < count < minimum_patients for count in counts)
-
-
-def _numbered(patients: Sequence[str]) -> Tensor:
-    """A number for each patient, long (N,)."""
-    numbers = {patient: number for number, patient in enumerate(dict.fromkeys(patients))}
-    return torch.tensor([numbers[patient] for patient in patients], dtype=torch.long)
 
 
 def _means(weights: Tensor, patients: Tensor) -> list[float]:

@@ -138,12 +138,12 @@ def test_the_update_is_the_gradient_at_the_adapted_weights() -> None:
 
 def test_meta_train_takes_a_step_of_the_optimizer_and_restores_it() -> None:
     """theta' is the result of a step of Adam with its current moments; theta and moments are as before."""
-    place = squares.site("A", squares.task("classification", clip={"norm": 0.5}))
+    place = squares.site("A", squares.task("classification", clip={"norm": 0.5}, batch_size=12))
     network = place.network()
     twin = place.network()
     optimizer = place.optimizer(trainable(network))
     other = place.optimizer(trainable(twin))
-    images, targets, _ = next(iter(place.batches("train", 0, batch_size=12)))
+    images, targets, _ = next(place.batches("train", 0))
     for model, steps in ((network, optimizer), (twin, other)):  # nonzero moments
         step(model, place.loss(model(images[:4]), targets[:4]), steps)
     start = copy_state(network.state_dict())
