@@ -297,10 +297,10 @@ def _show_tasks(folders: Sequence[Path], metrics: Sequence[str], figures: Path |
     """Print the comparison over tasks, and write ranks.pdf into the folder of figures."""
     from medflare.core.store import write_atomically
     from medflare.studies import grid, tables
-    from medflare.studies.figures import critical_difference_drawing
+    from medflare.studies.figures import ranks_drawing
     from medflare.studies.tasks_compared import (
         critical_difference,
-        mean_ranks,
+        ranks_of,
         task_means,
         tasks_report,
     )
@@ -309,8 +309,7 @@ def _show_tasks(folders: Sequence[Path], metrics: Sequence[str], figures: Path |
     print(tasks_report(studies))
     if figures is not None:
         means = task_means(studies)
-        critical = critical_difference(*means.shape)
-        drawing = critical_difference_drawing(mean_ranks(means).to_dict(), critical)
+        drawing = ranks_drawing(ranks_of(means), critical_difference(*means.shape))
         file = figures / "ranks.pdf"
         write_atomically(file, drawing.pdf(), public=True)
         print(f"figure: {file}")

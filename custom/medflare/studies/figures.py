@@ -1,15 +1,11 @@
 """The figures of a study: learning curves, differences to the first row, and ranks over tasks."""
 
-from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from medflare.core.store import write_atomically
 from medflare.evaluation.figures import (
-    INK,
     Drawing,
     Panel,
     line_drawing,
@@ -21,9 +17,6 @@ from medflare.evaluation.presentation import metric_label
 from medflare.studies.references import CONSTANT, CURVES
 from medflare.studies.statistics import ALL_SITES, Groups, compare
 from medflare.studies.tables import MARGIN, StudyTables, curve_of, task_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def curve_panel(groups: Groups) -> Panel | None:
@@ -97,57 +90,15 @@ def marked_range(metric: str) -> float:
     return MARGIN if unit_bounds(metric) else 0.0
 
 
-def critical_difference_drawing(ranks: Mapping[Any, float], critical: float) -> Drawing:
-    """Mean ranks on an axis, best left; a bar joins rows that do not differ by `critical` (Demšar,
-    JMLR 7, 2006, Fig. 1).
+def ranks_drawing(ranks: pd.DataFrame, critical: float) -> Drawing:
+    """The ranks of every row (see `tasks_compared.ranks_of`), best mean first. Bars, as long as the
+    critical difference, overlap where mean ranks do not differ by it.
     """
-    ordered = sorted(ranks.items(), key=itemgetter(1))
-    count = len(ordered)
-    left_count = (count + 1) // 2
-    bars = equal_groups([rank for _, rank in ordered], critical)
-    top = 0.6 + 0.3 * len(bars)  # of the names
-
-    def draw(figure: "Figure") -> None:
-        axis = figure.add_axes((0.0, 0.0, 1.0, 1.0))
-        axis.set_axis_off()
-        axis.set(xlim=(1 - 0.8 * count, 1.8 * count), ylim=(top + left_count, -2))
-        line: Mapping[str, Any] = {"color": INK, "linewidth": 1}
-        axis.plot([1, count], [0, 0], **line)
-        for tick in range(1, count + 1):
-            axis.plot([tick, tick], [0, -0.15], **line)
-            axis.text(tick, -0.3, str(tick), ha="center", va="bottom")
-        axis.plot([1, 1 + critical], [-1.3, -1.3], **line)
-        axis.text(1, -1.4, f"critical difference {critical:.2f}", va="bottom")
-        for position, (label, rank) in enumerate(ordered):
-            is_left = position < left_count
-            height = top + min(position, count - 1 - position)
-            side: float = 0.9 if is_left else count + 0.1
-            text = f"{label} {rank:.2f} " if is_left else f" {rank:.2f} {label}"
-            axis.plot([rank, rank, side], [0, height, height], **line)
-            axis.text(side, height, text, ha="right" if is_left else "left", va="center")
-        for number, (first, last) in enumerate(bars):
-            ends = [ordered[first][1] - 0.05, ordered[last][1] + 0.05]
-            axis.plot(ends, [0.3 + 0.3 * number] * 2, color=INK, linewidth=3)
-
-    return Drawing(draw, 7.0, 0.25 * (top + left_count + 2))  # inches; 0.25 for a name
-
-
-def equal_groups(ranks: Sequence[float], critical: float) -> list[tuple[int, int]]:
-    """First and last position of every largest group of sorted ranks within a critical difference.
-
-    Examples:
-        >>> equal_groups([1.0, 1.5, 2.5, 4.0], 1.2)
-        [(0, 1), (1, 2)]
-    """
-    groups: list[tuple[int, int]] = []
-    for first, rank in enumerate(ranks):
-        last = first
-        while last + 1 < len(ranks) and ranks[last + 1] - rank < critical:
-            last += 1
-        is_new = not groups or last > groups[-1][1]
-        if last > first and is_new:
-            groups.append((first, last))
-    return groups
+    means = ranks.mean().sort_values()
+    half = critical / 2
+    bars = {label: (mean - half, mean + half) for label, mean in means.items()}
+    words = f"rank, 1 is best; critical difference {critical:.2f}"
+    return patients_drawing(ranks[means.index].to_dict(), bars, words)
 
 
 def write_figures(folder: Path, study: StudyTables) -> list[Path]:

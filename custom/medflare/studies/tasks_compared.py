@@ -43,9 +43,9 @@ def task_means(studies: Sequence[StudyTables]) -> pd.DataFrame:
     return table
 
 
-def mean_ranks(means: pd.DataFrame) -> "pd.Series[float]":
-    """Row -> its mean rank over tasks, 1 is best; `means`: see `task_means`."""
-    return _oriented(means).rank(axis=1, ascending=False).mean()
+def ranks_of(means: pd.DataFrame) -> pd.DataFrame:
+    """The rank of every row in every task, 1 is best; `means`: see `task_means`."""
+    return _oriented(means).rank(axis=1, ascending=False)
 
 
 def _oriented(means: pd.DataFrame) -> pd.DataFrame:
@@ -87,7 +87,7 @@ def tasks_report(studies: Sequence[StudyTables]) -> str:
     """
     means = task_means(studies)
     tasks, rows = means.shape
-    ranks = mean_ranks(means).sort_values()
+    ranks = ranks_of(means).mean().sort_values()
     critical = critical_difference(tasks, rows)
     headings = [f"{task}, {metric_label(metric)}" for task, metric in means.index]
     lines = [["method", *headings, "mean rank"]]
