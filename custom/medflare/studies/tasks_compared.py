@@ -5,11 +5,9 @@ After Demšar, Statistical Comparisons of Classifiers over Multiple Data Sets, J
 
 from collections.abc import Sequence
 from itertools import combinations
-from math import factorial
 
 import numpy as np
 import pandas as pd
-from scipy.stats import f as fisher
 from scipy.stats import friedmanchisquare, studentized_range, wilcoxon
 
 from medflare.core.errors import ConfigError
@@ -52,21 +50,6 @@ def _oriented(means: pd.DataFrame) -> pd.DataFrame:
     """The values with a sign such that more is better."""
     signs = [sign_of(metric) for _, metric in means.index]
     return means.mul(signs, axis=0)
-
-
-def iman_davenport(chi2: float, tasks: int, rows: int) -> tuple[float, float]:
-    """F = (N - 1) chi2 / (N (k - 1) - chi2) and its p-value (Demšar, Sec. 3.2.2, after Iman and
-    Davenport, 1980); k - 1 and (k - 1)(N - 1) degrees of freedom.
-
-    Examples:
-        >>> round(iman_davenport(9.28, 14, 4)[0], 2)
-        3.69
-    """
-    most = tasks * (rows - 1)
-    if chi2 >= most:  # all tasks have the same order: F has no distribution, p is exact
-        return np.inf, factorial(rows) ** (1.0 - tasks)
-    value = (tasks - 1) * chi2 / (most - chi2)
-    return value, float(fisher.sf(value, rows - 1, (rows - 1) * (tasks - 1)))
 
 
 def critical_difference(tasks: int, rows: int) -> float:
@@ -115,15 +98,10 @@ def tasks_report(studies: Sequence[StudyTables]) -> str:
 
 
 def _friedman_line(means: pd.DataFrame) -> str:
-    tasks, rows = means.shape
     chi2, p = friedmanchisquare(*_oriented(means).to_numpy().T)
     if np.isnan(chi2):
         return "Friedman: all rows are equal in all tasks."
-    value, p_of_f = iman_davenport(chi2, tasks, rows)
-    return (
-        f"Friedman, corrected for ties: chi2 {chi2:.2f}, p {p_text(p)}; "
-        f"Iman and Davenport: F {value:.2f}, p {p_text(p_of_f)}."
-    )
+    return f"Friedman, corrected for ties: chi2 {chi2:.2f}, p {p_text(p)}."
 
 
 def _pairs(means: pd.DataFrame, ranks: "pd.Series[float]") -> str:
