@@ -212,7 +212,7 @@ def test_results_and_models_of_the_simulator_are_where_the_plain_loop_has_them(
         (["run", "fedavg", "--set", "task.lr=0.01"], "--lr"),
         (["study", "fedavg", "--set", "task.lr=0.01", "--out", "x"], "--lr"),
         (["study", "fedavg", "--set", "lr=0.01", "--out", "x"], "--lr"),
-        (["run", "fedavg", "--task", "task.jsn"], "no such file"),
+        (["run", "fedavg", "--task", "task.jsn"], "unknown task file or preset 'task.jsn'"),
         (["run", "fedavg", "--sites", "4", "--sites-per-round", "9"], "--sites-per-round 9"),
         (["run", "fedavg", "--workers", "2"], "--workers"),
         *(
@@ -433,7 +433,7 @@ def test_options_in_a_file(engine: Engine, tmp_path: Path, refused: Refused) -> 
     }
     assert actual == expected and named["task"].batch_size == 5, "the command line has priority"
     for content, word in (
-        ({"round": 3}, "'round' is no option of this command; did you mean rounds?"),
+        ({"round": 3}, "unknown option 'round'; did you mean rounds"),
         ([1], "object"),
     ):
         assert word in refused("run", "fedavg", *written(content))

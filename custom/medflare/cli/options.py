@@ -10,7 +10,6 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from medflare.core.errors import ConfigError
-from medflare.core.settings import check_site_name
+from medflare.core.settings import check_site_name, unknown
 from medflare.core.text import Json, read_json
 
 if TYPE_CHECKING:
@@ -87,9 +86,7 @@ def _take_file(context: typer.Context, file: Path | None) -> Path | None:
     for name, value in content.items():
         option = names.get(name.replace("-", "_"))
         if option is None:
-            nearest = get_close_matches(name, names, n=1)
-            remedy = f"did you mean {nearest[0]}?" if nearest else "see medflare run --help"
-            raise ConfigError(f"--options {file}: {name!r} is no option of this command; {remedy}")
+            raise unknown("option", name, names, f"--options {file}")
         if isinstance(value, dict):
             raise ConfigError(
                 f"--options {file}: {name} is an object; "
@@ -296,20 +293,10 @@ def task_with(source: str | Json, changes: Json) -> "TaskConfig":
     `changes`: "task.NAME" -> value; "task.optimizer.lr" reaches into the mapping `optimizer`.
     ConfigError: an unknown task or setting, or an invalid value.
     """
-    from medflare.tasks.config import load_task, presets
+    from medflare.tasks.config import load_task
 
-    if isinstance(source, str) and source not in presets():
-        file = Path(source)
-        if file.suffix and not file.is_file():
-            nearest = get_close_matches(source, map(str, file.parent.glob("*.json")), n=1)
-            remedy = "correct the path, or write the file with medflare task init"
-            if nearest:
-                remedy = f"did you mean {nearest[0]}?"
-            raise ConfigError(f"--task {source}: no such file; {remedy}")
     content = load_task(source).to_dict()
     for name, value in changes.items():
-        if not name.startswith(TASK):
-            raise ConfigError(f"--set {name} is not a setting of the task; write {TASK}NAME=VALUE")
         *path, last = name.removeprefix(TASK).split(".")
         target = content
         for part in path:
