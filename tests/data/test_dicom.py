@@ -485,9 +485,7 @@ def site(tmp_path: Path) -> Path:
     from medflare.inference.dicom_seg import dicom_seg
 
     series = dicom_series(tmp_path / "ct")
-    (tmp_path / "seg.dcm").write_bytes(
-        dicom_seg(series, structures(), series_grid(series).affine, segmented())
-    )
+    (tmp_path / "seg.dcm").write_bytes(dicom_seg(series, structures(), segmented()))
     (tmp_path / "datalist.json").write_text(
         json.dumps({"test": [{"image": "ct", "label": "seg.dcm"}]})
     )
@@ -544,7 +542,7 @@ def test_segmentations_that_do_not_fit_their_series(site: Path) -> None:
     with pytest.raises(DataError, match="beside"):
         segments(moved, site / "seg.dcm", "1.2.3", grid)
     (site / "seg.dcm").write_bytes(
-        dicom_seg(site / "ct", {"liver": both, "spleen": both}, grid.affine, segmented())
+        dicom_seg(site / "ct", {"liver": both, "spleen": both}, segmented())
     )
     with pytest.raises(DataError, match="overlap"):
         mask_of(site, **TWO)
@@ -602,8 +600,7 @@ def segment(site: Path, **masks: np.ndarray) -> None:
     """Replace the segmentation of a site; its segments are numbered in this order."""
     from medflare.inference.dicom_seg import dicom_seg
 
-    grid = series_grid(site / "ct")
-    (site / "seg.dcm").write_bytes(dicom_seg(site / "ct", masks, grid.affine, segmented()))
+    (site / "seg.dcm").write_bytes(dicom_seg(site / "ct", masks, segmented()))
 
 
 @pytest.mark.parametrize("labels", [["spleen", "liver"], ["Liver", "SPLEEN"], ["a", "b"]])

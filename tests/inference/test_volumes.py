@@ -24,9 +24,8 @@ from helpers.volume_sites import (
 )
 from inference.conftest import Answer, rows_of
 from medflare.core import packages
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, DataError
 from medflare.data.decoding import Source
-from medflare.data.reading import series_grid
 from medflare.federation.local.loop import run_local
 from medflare.inference.deployed import StoredModel, load_model, plain_message
 from medflare.inference.dicom_seg import dicom_seg
@@ -273,12 +272,7 @@ def test_structures_have_the_codes_and_colours_of_the_task(tmp_path: Path) -> No
     bright = [np.zeros((5, 6, 4), bool) for _ in labels]
     bright[0][1:3, 2:4] = bright[2][4] = True
     (tmp_path / "seg.dcm").write_bytes(
-        dicom_seg(
-            tmp_path / "ct",
-            dict(zip(labels, bright, strict=True)),
-            series_grid(tmp_path / "ct").affine,
-            task,
-        )
+        dicom_seg(tmp_path / "ct", dict(zip(labels, bright, strict=True)), task)
     )
     seg = highdicom.seg.segread(tmp_path / "seg.dcm")
     liver, tumour, spleen = seg.SegmentSequence
@@ -369,6 +363,9 @@ def test_a_series_in_time_gets_a_mask_on_its_slices(tmp_path: Path) -> None:
     assert summary.images == 1 and not summary.failed
     mask = np.asarray(nibabel.load(tmp_path / "out/cine_seg.nii.gz").dataobj)
     assert mask.shape == (5, 6, 4) and mask.any() and not mask.all()
+    pytest.importorskip("highdicom", reason="the extra dicomseg is not installed")
+    with pytest.raises(DataError, match="no volume of 4 slices"):
+        dicom_seg(folder, {"lesion": np.ones((5, 6, 4), bool)}, cube_task())
 
 
 def test_labels_that_begin_alike_have_different_codes(tmp_path: Path) -> None:
@@ -378,7 +375,7 @@ def test_labels_that_begin_alike_have_different_codes(tmp_path: Path) -> None:
     labels = ["lung_lower_lobe_left", "lung_lower_lobe_right", "heart"]
     task = cube_task(image_mode="patch", channels=1, target="multilabel", labels=labels)
     drawn = {label: np.ones((5, 6, 4), bool) for label in labels}
-    content = dicom_seg(tmp_path / "ct", drawn, series_grid(tmp_path / "ct").affine, task)
+    content = dicom_seg(tmp_path / "ct", drawn, task)
     (tmp_path / "seg.dcm").write_bytes(content)
     segments = highdicom.seg.segread(tmp_path / "seg.dcm").SegmentSequence
     codes = [segment.SegmentedPropertyTypeCodeSequence[0] for segment in segments]

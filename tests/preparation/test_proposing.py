@@ -14,7 +14,7 @@ from helpers.forked_trial import fork_trials
 from helpers.volume_sites import cube_task, dicom_series, write
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import DatalistItem
-from medflare.data.reading import Stored, series_grid
+from medflare.data.reading import Stored
 from medflare.preparation import proposing
 from medflare.preparation.check import check_site
 from medflare.preparation.dataset_import.datalists import ImportOptions, import_folder
@@ -319,7 +319,7 @@ def test_structures_of_dicom_segmentation_objects(tmp_path: Path) -> None:
         series = dicom_series(tmp_path / f"ct{number}")
         drawn = np.zeros((5, 6, 4), bool)
         drawn[1:3, 2:5, [0, 1, 3]] = True
-        content = dicom_seg(series, {"liver": drawn}, series_grid(series).affine, task)
+        content = dicom_seg(series, {"liver": drawn}, task)
         (tmp_path / f"seg{number}.dcm").write_bytes(content)
         split = ("training", "training", "training", "validation", "test")[number]
         item = {"image": f"ct{number}", "label": f"seg{number}.dcm", "patient": f"p{number}"}

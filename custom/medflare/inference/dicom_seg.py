@@ -11,7 +11,7 @@ import numpy as np
 import medflare
 from medflare.core.errors import DataError
 from medflare.core.palette import COLOURS
-from medflare.data.dicom import frames_of, read
+from medflare.data.dicom import frames_of, grid_of, ordered_slices, read
 from medflare.data.reading import dicom_files
 from medflare.tasks.config import Structure, TaskConfig
 
@@ -36,24 +36,20 @@ _NEEDED = (
     "ImageOrientationPatient",
     "PixelSpacing",
 )
-_ALIGNED = 0.1  # maximum distance, in slices, of a file's position from its slice of the volume
 
 
-def dicom_seg(
-    series: Path, structures: Mapping[str, np.ndarray], affine: np.ndarray, task: TaskConfig
-) -> bytes:
+def dicom_seg(series: Path, structures: Mapping[str, np.ndarray], task: TaskConfig) -> bytes:
     """The content of a file with a segment for every structure.
 
     Equal masks of a series have equal identifiers.
 
     Args:
         series: folder of the series, or the file with all its frames.
-        structures: label -> bool (columns, rows, slices).
-        affine: (4, 4), voxel indices of these arrays to millimetres in RAS.
+        structures: label -> bool (columns, rows, slices), the slices in the order of the series.
 
     Raises:
         DataError: a file of the series cannot be read, lacks an attribute that the object needs, or
-            is not a slice of the volume.
+            is not a slice of one volume.
     """
     import highdicom
     from pydicom.sr.codedict import codes
@@ -61,7 +57,7 @@ def dicom_seg(
     from pydicom.uid import generate_uid
 
     volume = np.stack(list(structures.values()), axis=-1)
-    sources, order = _sources(series, affine, volume.shape[2])
+    sources, order = _sources(series, volume.shape[2])
     algorithm = highdicom.AlgorithmIdentificationSequence(
         f"medflare {task.name}"[:64], codes.DCM.ArtificialIntelligence, version=medflare.__version__
     )
@@ -121,32 +117,23 @@ def unwritable(image: Path, why: str) -> DataError:
     )
 
 
-def _sources(series: Path, affine: np.ndarray, count: int) -> tuple[list[Any], list[int]]:
+def _sources(series: Path, count: int) -> tuple[list[Any], np.ndarray]:
     """The headers of the files, and for every slice (frame of a single file) its volume index."""
-    headers = []
-    order = []
-    to_index = np.linalg.inv(affine)
-    for file in dicom_files(series):
-        header = read(file, stop_before_pixels=True)
-        headers.append(header)
+    headers = [read(file, stop_before_pixels=True) for file in dicom_files(series)]
+    for header in headers:
         for part in frames_of(header) or [header]:
             for keyword in _NEEDED:
                 if not (part.get(keyword) or header.get(keyword)):
-                    raise unwritable(series, f"{file.name} has no {keyword}")
-            left, posterior, superior = map(float, part.ImagePositionPatient)
-            index = float((to_index @ [-left, -posterior, superior, 1])[2])
-            if abs(index - round(index)) > _ALIGNED or not 0 <= round(index) < count:
-                raise DataError(
-                    f"{file}: is not one of the volume's {count} slices; "
-                    "use a folder with one series of evenly spaced slices"
-                )
-            order.append(round(index))
+                    raise unwritable(series, f"{Path(header.filename).name} has no {keyword}")
         for keyword in _MAY_BE_EMPTY:
             if keyword not in header:
                 setattr(header, keyword, "")
-    if sorted(order) != list(range(count)):
+    slices = ordered_slices(headers, series)
+    if len(slices) != count or not grid_of(slices).has_affine:
         raise DataError(
-            f"{series}: {len(order)} files for {count} slices; "
+            f"{series}: is no volume of {count} slices; "
             "use a folder with one series of evenly spaced slices"
         )
-    return headers, order
+    if len(headers) > 1:
+        return slices, np.arange(count)
+    return headers, np.argsort([part.get("InstanceNumber", 0) for part in slices])

@@ -127,14 +127,11 @@ def write_masks(
     if seg and (source.path.is_dir() or is_dicom(source.path)):
         if masks.ndim < 4:
             raise unwritable(source.path, "it is not a series of slices with positions")
-        if grid:
-            affine = grid.affine
-        else:
+        if not grid:
             masks = np.swapaxes(masks, 1, 2)
-            affine = series_grid(source.path).affine
         structures = label_masks(masks, task)
         file = out / f"{source.name}_seg.dcm"
-        write_atomically(file, dicom_seg(source.path, structures, affine, task))
+        write_atomically(file, dicom_seg(source.path, structures, task))
         return [file]
     endings = _endings(task.labels) if len(masks) > 1 else [""]
     files = []

@@ -12,7 +12,6 @@ from helpers.volume_sites import TASK, beside_a_series, change, dicom_series, wr
 from medflare.core.errors import DataError
 from medflare.data.datalist import read_datalist
 from medflare.data.decoding import Source
-from medflare.data.reading import series_grid
 from medflare.preparation.dataset_import.datalists import ImportOptions, import_folder
 from medflare.preparation.dataset_import.folders import scan_folder
 from medflare.preparation.dataset_import.tables import GUESSED, Columns, read_tables
@@ -262,7 +261,7 @@ def test_a_dicom_series_has_the_segmentation_that_refers_to_it(tmp_path: Path) -
         structures = {"liver": np.zeros((5, 6, 4), bool), "spleen": np.zeros((5, 6, 4), bool)}
         structures["liver"][1:3, 2:5, 1:3] = True
         structures["spleen"][4, 0, 3] = True
-        mask.write_bytes(dicom_seg(series, structures, series_grid(series).affine, task))
+        mask.write_bytes(dicom_seg(series, structures, task))
         expected[str(series.relative_to(tmp_path))] = (
             str(mask.relative_to(tmp_path)),
             f"P{number}",
