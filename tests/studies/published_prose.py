@@ -396,3 +396,8 @@ def of_the_mechanisms(study: Callable[[str], StudyTables]) -> Sentences:
         RESULTS,
         f"FedAvg with test-batch statistics has {of_batch[0]} (beyond its reach {of_batch[1]}):",
     )
+    oracles = []
+    for name in ("mechanism_grace", "mechanism_feddag", "mechanism_feddag_beyond"):
+        values = Runs(study(name), "outside").values(("participating", "deployed"))
+        oracles.append(f"{values.mean():.2f} in {name}")
+    yield RESULTS, f"FedAvg would have {', '.join(oracles)}."
