@@ -1,6 +1,7 @@
 """Data and tasks are checked before a site joins: every problem is listed with its remedy."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers.downloaded_folders import classes
+from helpers.downloaded_folders import classes, picture
 from helpers.fixture_types import Edit, SiteOf, TaskOf
 from helpers.small_tasks import small_task
 from helpers.volume_sites import cube_task, make_volumes
@@ -180,7 +181,9 @@ def test_one_of_several_sites_must_train(
     )
     make_site(name="DATA/inside")
     report = check_site(tmp_path / "DATA", make_task(), out=tmp_path / "out")
-    assert report.ok and NOTE in report.render() and report.sites["inside"].notes == []
+    assert report.ok and NOTE in report.render()
+    (note,) = report.sites["inside"].notes
+    assert "3 images equal one of another patient or site" in note
     make_site({"training": ["p0"], "validation": ["p1"], "test": []}, name="DATA/untested")
     report = check_site(tmp_path / "DATA", make_task())
     assert not report.ok and "'test'" in report.sites["untested"].problems[0]
@@ -219,6 +222,25 @@ def test_the_same_image_of_two_patients_is_noted(make_site: SiteOf, make_task: T
     for number in (0, 1, 9):  # constant images are equal, but no copies
         Image.new("L", (16, 16)).save(folder / f"images/{number}.png")
     assert not check_site(folder, make_task()).sites["A"].notes
+
+
+def test_the_same_image_at_two_sites_is_noted(
+    make_site: SiteOf, make_task: TaskOf, tmp_path: Path
+) -> None:
+    """With its paths, and with its labels if they contradict each other."""
+    for site in ("north", "south"):
+        folder = tmp_path / "DATA" / site
+        import_folder(classes(folder, patients=12, names=("benign", "melanoma")))
+        for number, path in enumerate(sorted(folder.rglob("*.png"))):
+            picture(path, number + (50 if site == "north" else 100))
+    copied = tmp_path / "DATA/north/benign/p00_0.png"
+    shutil.copy(copied, tmp_path / "DATA/south/melanoma/p01_0.png")
+    task = make_task("classification", labels=["benign", "melanoma"])
+    report = check_site(tmp_path / "DATA", task)
+    note = next(note for note in report.sites["south"].notes if "images equal" in note)
+    assert "south/melanoma/p01_0.png and " in note and "north/benign/p00_0.png" in note
+    assert "with other labels" in note
+    assert not any("images equal" in note for note in report.sites["north"].notes)
 
 
 def test_images_that_differ_in_one_number_are_no_copies(

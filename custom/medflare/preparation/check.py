@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import ConcatDataset
 from medflare.core.errors import ConfigError, DataError, one_line
 from medflare.core.rng import numpy_generator, seeded
 from medflare.core.store import make_folder, write_atomically
-from medflare.core.text import format_shape
+from medflare.core.text import format_shape, printable
 from medflare.data.datalist import (
     FILE,
     DatalistItem,
@@ -197,12 +198,13 @@ def check_site(
     if folders != [root]:
         report.note = _no_sites(root, out)
     data = {}
+    seen: _SeenImages = {}
     for folder in folders:
         name = site_name(folder)
         site = SiteCheck()
         report.sites[name] = site
         try:
-            site_data = _check_folder(name, folder, task, local, site)
+            site_data = _check_folder(name, folder, task, local, site, seen)
             if site_data is not None:
                 data[name] = site_data
         except DataError as error:
@@ -284,16 +286,21 @@ def check_task(task: TaskConfig) -> None:
 
 
 def _check_folder(
-    name: str, folder: Path, task: TaskConfig, local: LocalSettings, report: SiteCheck
+    name: str,
+    folder: Path,
+    task: TaskConfig,
+    local: LocalSettings,
+    report: SiteCheck,
+    seen: "_SeenImages",
 ) -> SiteData | None:
-    """The data of a site, or None if images cannot be used; fills `report`; DataError if the
-    datalist or the whole cannot be used.
+    """The data of a site, or None if images cannot be used; fills `report` and `seen`; DataError if
+    the datalist or the whole cannot be used.
     """
     source = open_source(name, task, folder, local.data_folders, local.bounds)
     entries, _ = renumbered_entries(name, task, source)
     check_patients(entries)
     logged = counted(entries, len(entries), f"site {name}, images checked")
-    _read_images(source, logged, task, report)
+    _read_images(source, logged, task, report, seen)
     if report.problems and task.unreadable == "error":
         return None
     report.left_out = report.problems
@@ -333,15 +340,21 @@ def _check_folder(
     return data
 
 
+# Shape, and hash of the thinned values -> the first such image of all sites, and its source.
+_SeenImages: TypeAlias = dict[tuple[tuple[int, ...], bytes], tuple[DatalistItem, Source]]
+
+
 def _read_images(
-    source: Source, entries: Iterable[DatalistItem], task: TaskConfig, report: SiteCheck
+    source: Source,
+    entries: Iterable[DatalistItem],
+    task: TaskConfig,
+    report: SiteCheck,
+    seen: _SeenImages,
 ) -> None:
     """Read every file: sizes, intensities and problems go into the report."""
     preprocessing = Preprocessing(task)
     moments: list[tuple[float, ...]] = []
     unsuitable = []
-    # Shape, and hash of the thinned values -> image.
-    first_of: dict[tuple[tuple[int, ...], bytes], DatalistItem] = {}
     copies = []
     filled = Counter[str]()  # structure -> masks that it fills
     unscaled = []  # volumes whose spacing is unknown
@@ -368,11 +381,13 @@ def _read_images(
             if problem:
                 unsuitable.append(problem)
         digest = hashlib.sha256(np.ascontiguousarray(few).data).digest()
-        first = first_of.setdefault((image.shape, digest), entry)
+        first, its_source = seen.setdefault((image.shape, digest), (entry, source))
         varied = image.min() < image.max()  # plain images are alike
-        of_another = varied and first.patient != entry.patient
-        if of_another and np.array_equal(image, source.image(first).array):
-            copies.append(f"{entry.name} and {first.name}")
+        of_another = first.patient != entry.patient or its_source is not source
+        if varied and of_another and np.array_equal(image, its_source.image(first).array):
+            other_label = is_classification and first.label != entry.label
+            pair = f"{printable(str(entry.image))} and {printable(str(first.image))}"
+            copies.append(f"{pair}, with other labels" if other_label else pair)
     judged = min(len(moments), _INTENSITY_IMAGES)
     if 2 * len(unsuitable) >= judged > 0:
         report.notes.append(
@@ -397,7 +412,7 @@ def _lines_of_files(copies: Sequence[str], unscaled: Sequence[str]) -> list[str]
     lines = []
     if copies:
         lines.append(
-            f"{len(copies)} images equal one of another patient, the first: {copies[0]}; "
+            f"{len(copies)} images equal one of another patient or site, the first: {copies[0]}; "
             "give both one patient, or list the image once"
         )
     if unscaled:
