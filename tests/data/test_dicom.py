@@ -220,6 +220,16 @@ def test_files_at_one_position_with_different_pixels_are_no_copies(tmp_path: Pat
             read(folder)
 
 
+def test_slices_with_and_without_a_rescale_are_refused(tmp_path: Path) -> None:
+    """Before, half of a CT was 1000 HU higher than the other."""
+    folder = change(dicom_series(tmp_path / "ct"), RescaleSlope=1, RescaleIntercept=-1000)
+    assert voxels(folder).min() == -1000
+    file = pydicom.dcmread(folder / "2.dcm")
+    del file.RescaleSlope, file.RescaleIntercept
+    file.save_as(folder / "2.dcm")
+    refused(r"ct: some slices have a RescaleIntercept and others do not", folder)
+
+
 def test_equal_frames_in_time_are_no_copies(tmp_path: Path) -> None:
     """A heart that does not move between two frames."""
     folder = change(dicom_series(tmp_path / "cine"), ImagePositionPatient=[10, 20, 30])

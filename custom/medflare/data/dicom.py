@@ -42,7 +42,8 @@ _PLANE = {
 }
 _GROUPS = ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
 # Tags that order and positions of slices and frames depend on.
-HEADER = (*_SAME, "ImagePositionPatient", "InstanceNumber", "NumberOfFrames", *_GROUPS)
+_RESCALED = "RescaleIntercept"
+HEADER = (*_SAME, "ImagePositionPatient", "InstanceNumber", "NumberOfFrames", _RESCALED, *_GROUPS)
 _RAS = np.diag([-1.0, -1.0, 1.0, 1.0])  # DICOM's coordinates run to left and posterior
 _OFFSET = 0.1  # voxels between a frame of a segmentation and the grid
 # Bytes of a file without DICOM's mark: the tag of its first element is of group 2, or of group 8 in
@@ -343,6 +344,11 @@ def _check_one_series(slices: Sequence[Any], path: Path) -> None:
                 f"{path}: slices of {len(ids)} {several} lie in one folder; "
                 "give every series a folder of its own"
             )
+    if len({_RESCALED in dataset for dataset in slices}) > 1:
+        raise DataError(
+            f"{path}: some slices have a RescaleIntercept and others do not; export the series "
+            "again, or take those slices out"
+        )
     for tag, several in _SAME.items():
         values = []
         for dataset in slices:
