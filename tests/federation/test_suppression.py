@@ -104,7 +104,7 @@ def test_suppressed_statistics_do_not_change_the_ridge_selector() -> None:
 
     def solved(replies: dict[str, Message]) -> dict[str, torch.Tensor]:
         server.aggregate(step, replies)
-        return dict(server.selector.state)
+        return dict(server.selector)
 
     def suppressed_at(name: str, reply: Message) -> Message:
         algorithm = algorithms[name]

@@ -94,7 +94,7 @@ def test_the_server_calls_soft_pull(lam: float) -> None:
         for name in SITES:
             assert equal(after.outgoing[name].states["personal"], pulled[name])
     for name in SITES:
-        assert equal(server.personal[name], pulled[name])
+        assert equal(server.personal(name), pulled[name])
 
 
 def test_the_personal_model_of_an_absent_site_is_kept() -> None:
@@ -188,7 +188,7 @@ def test_the_delivered_selector_is_divided_by_the_fitted_temperature() -> None:
     assert temperature != 1.0
     sent = played.log[-2].outgoing["A"].states["selector"]
     delivered = played.server.configure_final("A").states["selector"]
-    logits = [played.algorithms["A"].selector.logits(state, "test") for state in (sent, delivered)]
+    logits = [played.algorithms["A"].selector_logits(state, "test") for state in (sent, delivered)]
     torch.testing.assert_close(logits[1], logits[0] / temperature)
 
 
@@ -256,7 +256,7 @@ def test_the_ridge_selector_separates_sites_after_one_exchange() -> None:
     assert "selector" not in log[0].outgoing["A"].states
     assert log[2].replies["A"].states.keys() == {"selector_statistics"}
     for place, name in enumerate(("A", "C")):
-        choices = algorithms[name].selector.logits(server.delivered_selector, "test").argmax(dim=1)
+        choices = algorithms[name].selector_logits(server.delivered_selector, "test").argmax(dim=1)
         assert (choices == place).all()
 
 
@@ -267,7 +267,7 @@ def test_a_site_without_statistics_is_never_chosen() -> None:
         gamma=0.5,
         absent=lambda step, name: (step.phase, name) == ("selector_features", "B"),
     )
-    scores = algorithms["B"].selector.logits(server.delivered_selector, "test").softmax(dim=1)
+    scores = algorithms["B"].selector_logits(server.delivered_selector, "test").softmax(dim=1)
     assert (scores[:, 1] < 0.01).all() and torch.isfinite(scores).all()
 
 
@@ -302,7 +302,7 @@ def test_per_fedavg_adapts_the_aggregated_model() -> None:
             last.step.round,
             algorithm.optimizers.recall("meta", algorithm.site.optimizer(trainable(model))),
         )
-        assert equal(server.personal[name], copy_state(model.state_dict()))
+        assert equal(server.personal(name), copy_state(model.state_dict()))
         assert algorithm.validation(model) == last.replies[name].meta["validation"]["personal"]
 
 

@@ -26,7 +26,6 @@ from medflare.methods import (
     TaskConfig,
     TensorSpec,
     asks,
-    handles,
     param,
     phase,
     strict_dataclass,
@@ -137,7 +136,7 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
         return super().finalize(incoming)
 
     def _networks_of(self, models: Message) -> list[nn.Module]:
-        networks, _, _ = super_model_parts(self.site.task, models, self.selector.outputs)
+        networks, _, _ = super_model_parts(self.site.task, models, self.outputs)
         return [network.to(self.site.device) for network in networks]
 
     @torch.no_grad()
@@ -196,15 +195,14 @@ class FedSMExtraServer(SuperModelServer[FedSMExtraServerHyper]):
         message = Message()
         if site not in self._sites_with_models:
             message = self.configure_final(site)
-        self.selector.add_request(message)
+        message[OF_ALL.trained] = self.selector
         message[UPDATE] = 0
         return message
 
-    @handles(FedSMExtraSite.train_selector)
     def step_selector(self, step: Step, replies: Replies) -> None:
         """The next selector."""
         self.memory.meta["sites_with_models"] = sorted({*self._sites_with_models, *replies})
-        self.selector.step(replies)
+        super().step_selector(step, replies)
 
     def configure_final(self, site: str) -> Message:
         """The whole super model, and how it combines its members."""

@@ -2,7 +2,7 @@
 
 Those are fine-tuning, APFL with fixed α, Per-FedAvg and pFedMe, by the functions of
 `families.second_models`; w is FedSM's global model, frozen while APFL's v is trained.
-`SitePersonal` trains the site's personal model for a round, `ServerPersonal` holds all of them.
+`SitePersonal` trains the site's personal model for a round; `SuperModelServer` holds all of them.
 Per-FedAvg and pFedMe share a second model ("meta") from which personal models start. Their gradient
 steps are those of the task's optimizer: plain SGD steps at the learning rate of a task with Adam
 hardly move a model.
@@ -16,25 +16,18 @@ from medflare.methods import (
     MEASURED,
     MODEL,
     VALIDATION,
-    Aggregation,
-    Best,
     FedAvgServerHyper,
     FedAvgSite,
     FedAvgSiteHyper,
     Message,
     MetaSpec,
-    Replies,
-    ServerContext,
     StateDict,
-    Step,
     TensorSpec,
     WeightedMean,
     copied_state,
-    copy_state,
     number,
     param,
     phase,
-    site_models,
     states_of,
     strict_dataclass,
     table,
@@ -190,61 +183,3 @@ class SoftPull(WeightedMean):
     def personal(self, models: Models, round: int) -> dict[str, StateDict]:
         """Site -> its personal model, pulled towards those of the others (Eq. 11)."""
         return soft_pull(states_of(models), self.hyper.lam)
-
-
-class ServerPersonal:
-    """Every site's personal model in the server algorithm's memory.
-
-    Also the best one of each by its site's validation metric. All start from the initial global
-    model `model`.
-    """
-
-    def __init__(self, context: ServerContext, memory: Message, model: StateDict):
-        self.kind = context.plan.site_hyper.personalization
-        self.memory = memory
-        self.best: dict[str, Best] = {}
-        for site in context.sites:
-            personal = PERSONALS.member(site)
-            memory[personal] = copy_state(model)
-            self.best[site] = Best(memory, personal.name)
-        memory[META] = copy_state(model)
-        lam = context.plan.server_hyper.lam
-        count = len(context.sites)
-        if self.kind == "softpull" and lam * count < 1 < count:
-            context.warn(
-                f"lam = {lam:g} is below 1/K = {1 / count:.3g}: SoftPull overshoots the mean"
-            )
-
-    def __getitem__(self, site: str) -> StateDict:
-        """The personal model of a site."""
-        return self.memory[PERSONALS.member(site)]
-
-    def add_request(self, site: str, message: Message) -> None:
-        """Adds the site's personal model.
-
-        For Per-FedAvg and pFedMe also the shared model that it comes from.
-        """
-        message[PERSONAL] = self[site]
-        if self.kind in SHARED_META:
-            message[META] = self.memory[META]
-
-    def validated(self, step: Step, replies: Replies) -> None:
-        """Offers the measured models for selection.
-
-        Per-FedAvg's model is made, measured and sent by the site.
-        """
-        for site, reply in replies.items():
-            if self.kind == "perfedavg":
-                self.memory[PERSONALS.member(site)] = reply[PERSONAL]
-            self.best[site].propose(reply[VALIDATION].get("personal"), step.round, self[site])
-
-    def trained(self, step: Step, replies: Replies, aggregation: Aggregation) -> None:
-        """The next models, combined by SoftPull. Sites that did not reply keep their models."""
-        models = {site: reply[PERSONAL] for site, reply in replies.items()}
-        if self.kind == "softpull":
-            models = aggregation.personal(site_models(replies, PERSONAL), step.round)
-        for site, state in models.items():
-            self.memory[PERSONALS.member(site)] = state
-        if self.kind in SHARED_META:
-            shared = site_models(replies, META)
-            self.memory[META] = aggregation.shared(shared, step.round, self.memory[META])

@@ -5,32 +5,42 @@ It averages the first, pulls the second together (Eq. 11), and solves or steps t
 
 from typing import Any, ClassVar, TypeVar
 
+import torch
+
 from medflare.methods import (
+    VALIDATION,
+    Best,
     FedAvgServer,
     Message,
     ModelSelector,
+    PersistentState,
     Replies,
     ServerContext,
     StateDict,
     Step,
     asks,
+    copy_state,
     handles,
+    site_models,
     trained_model,
 )
-from medflare.methods.fedsm.formulas import GAMMAS, fitted_temperature, tempered, tuned_gamma
+from medflare.methods.aggregation import plain_mean
+from medflare.methods.fedsm.formulas import (
+    GAMMAS,
+    adam_step,
+    fitted_temperature,
+    tempered,
+    tuned_gamma,
+)
 from medflare.methods.fedsm.personalization import (
+    META,
+    PERSONAL,
     PERSONALS,
+    SHARED_META,
     PersonalServerHyper,
-    ServerPersonal,
     SoftPull,
 )
-from medflare.methods.fedsm.selector import (
-    OF_SITES,
-    UPDATE,
-    ServerSelector,
-    is_ridge,
-    selector_spec,
-)
+from medflare.methods.fedsm.selector import OF_SITES, RATES, UPDATE, is_ridge, selector_spec, solved
 from medflare.methods.fedsm.site import (
     CALIBRATION,
     GAINS,
@@ -47,45 +57,115 @@ V = TypeVar("V", bound=PersonalServerHyper)
 
 
 class SuperModelServer(FedAvgServer[V]):
-    """FedAvg's global model, the personal models, and the super model of them and a selector."""
+    """FedAvg's global model, the personal models, and the super model of them and a selector.
+
+    Personal models start from the initial global one.
+
+    Attributes:
+        selector: its weights; `first` and `second` are its Adam moments.
+        best_personal: site -> its best personal model by the site's validation metric.
+    """
 
     site_algorithm: ClassVar[type[SuperModelSite]]
     aggregation_class = SoftPull
     freezes = False
+    selector = PersistentState("selector")
+    first = PersistentState("selector_exp_avg")
+    second = PersistentState("selector_exp_avg_sq")
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        self.personal = ServerPersonal(context, self.memory, self.model)
-        self.selector = ServerSelector(context, self.memory, self.site_algorithm.entries)
+        plan = context.plan
+        self.personalization = plan.site_hyper.personalization
+        self.best_personal: dict[str, Best] = {}
+        for site in context.sites:
+            entry = PERSONALS.member(site)
+            self.memory[entry] = copy_state(self.model)
+            self.best_personal[site] = Best(self.memory, entry.name)
+        self.memory[META] = copy_state(self.model)
+        lam = self.hyper.lam
+        count = len(context.sites)
+        if self.personalization == "softpull" and lam * count < 1 < count:
+            context.warn(
+                f"lam = {lam:g} is below 1/K = {1 / count:.3g}: SoftPull overshoots the mean"
+            )
+        entries = self.site_algorithm.entries
+        spec = selector_spec(plan)
+        self.selector = context.initial_state("selector", spec, entries.outputs(plan))
+        self.memory.meta["selector_step"] = 0
+        self.ridge = is_ridge(plan)
+        if not self.ridge:
+            learnt = entries.gradient.template(plan)
+            self.first = {name: torch.zeros_like(self.selector[name]) for name in learnt}
+            self.second = dict(self.first)
+
+    def personal(self, site: str) -> StateDict:
+        """The personal model of a site."""
+        return self.memory[PERSONALS.member(site)]
 
     def request_of_model(self, step: Step, site: str) -> Message:
-        """The global and the site's personal model."""
+        """The global and the site's personal model.
+
+        For Per-FedAvg and pFedMe also the shared model that it comes from.
+        """
         message = super().request_of_model(step, site)
-        self.personal.add_request(site, message)
+        message[PERSONAL] = self.personal(site)
+        if self.personalization in SHARED_META:
+            message[META] = self.memory[META]
         return message
 
     def select_model(self, step: Step, replies: Replies) -> None:
-        """The measured models are candidates."""
+        """The measured models are candidates.
+
+        Per-FedAvg's personal model is made, measured and sent by the site.
+        """
         super().select_model(step, replies)
-        self.personal.validated(step, replies)
+        for site, reply in replies.items():
+            if self.personalization == "perfedavg":
+                self.memory[PERSONALS.member(site)] = reply[PERSONAL]
+            value = reply[VALIDATION].get("personal")
+            self.best_personal[site].propose(value, step.round, self.personal(site))
 
     def aggregate_models(self, step: Step, replies: Replies) -> None:
-        """The next global and personal models."""
+        """The next global and personal models. Sites that did not reply keep theirs."""
         super().aggregate_models(step, replies)
-        self.personal.trained(step, replies, self.aggregation)
+        models = {site: reply[PERSONAL] for site, reply in replies.items()}
+        if self.personalization == "softpull":
+            models = self.aggregation.personal(site_models(replies, PERSONAL), step.round)
+        for site, state in models.items():
+            self.memory[PERSONALS.member(site)] = state
+        if self.personalization in SHARED_META:
+            shared = site_models(replies, META)
+            self.memory[META] = self.aggregation.shared(shared, step.round, self.memory[META])
+
+    @handles(FedSMSite.train_selector)
+    def step_selector(self, step: Step, replies: Replies) -> None:
+        """A step of Adam along the sites' mean gradient.
+
+        Sites, its classes, have equal weights: else it would choose the largest site.
+        """
+        count = self.memory.meta["selector_step"] + 1
+        gradient = self.site_algorithm.entries.gradient
+        mean = plain_mean({site: reply[gradient] for site, reply in replies.items()})
+        rate = RATES[selector_spec(self.context.plan)["name"]]
+        moments = {"exp_avg": self.first, "exp_avg_sq": self.second}
+        self.selector, moments = adam_step(self.selector, mean, moments, count, rate)
+        self.first = moments["exp_avg"]
+        self.second = moments["exp_avg_sq"]
+        self.memory.meta["selector_step"] = count
 
     @property
     def delivered_selector(self) -> StateDict:
         """The selector of the super model."""
-        return self.selector.state
+        return self.selector
 
     def configure_final(self, site: str) -> Message:
         """The whole super model: every site may meet images that look like another site's."""
         message = super().configure_final(site)
         message[self.site_algorithm.entries.weights] = self.delivered_selector
         rounds = {}
-        for name, best in self.personal.best.items():
-            model, rounds[name] = best.chosen(self.hyper.selection, self.personal[name])
+        for name, best in self.best_personal.items():
+            model, rounds[name] = best.chosen(self.hyper.selection, self.personal(name))
             message[PERSONALS.member(name)] = model
         message[CLASSES] = list(self.context.sites)
         message[SPEC] = dict(selector_spec(self.context.plan))
@@ -116,7 +196,6 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        self.ridge = is_ridge(context.plan)
         rule = self.hyper.selection
         self.best_selector = ModelSelector(self.memory, "selector", rule, zero_sum=True)
         gamma = 0.0 if isinstance(self.hyper.gamma, str) else float(self.hyper.gamma)
@@ -157,42 +236,42 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
     def request_of_model(self, step: Step, site: str) -> Message:
         """The global model, the site's personal one, and the selector if it is trained."""
         message = super().request_of_model(step, site)
-        self.selector.add_request(message)
+        if not self.ridge:
+            message[OF_SITES.trained] = self.selector
         return message
 
     def select_model(self, step: Step, replies: Replies) -> None:
         """The measured models are candidates."""
         super().select_model(step, replies)
         if not self.ridge:
-            self.best_selector.update(replies, "selector", step.round, self.selector.state)
+            self.best_selector.update(replies, "selector", step.round, self.selector)
 
     def aggregate_models(self, step: Step, replies: Replies) -> None:
         """The next global and personal models, and a step of the selector if it is trained."""
         super().aggregate_models(step, replies)
         if not self.ridge:
-            self.selector.step(replies)
+            self.step_selector(step, replies)
 
     # -- the selector -----------------------------------------------------------------------------
 
     @asks(FedSMSite.train_selector)
     def request_of_selector(self, step: Step, site: str) -> Message:
         """The selector alone."""
-        message = Message.of({UPDATE: step.part})
-        self.selector.add_request(message)
-        return message
-
-    @handles(FedSMSite.train_selector)
-    def step_selector(self, step: Step, replies: Replies) -> None:
-        """A further update of the selector within a round."""
-        self.selector.step(replies)
+        return Message.of({UPDATE: step.part, OF_SITES.trained: self.selector})
 
     @handles(FedSMSite.selector_features)
     def solve_selector(self, step: Step, replies: Replies) -> None:
         """The ridge selector."""
-        if not self.selector.solve(replies):
+        solution = solved(replies, self.context.sites)
+        if solution is None:
             self.context.warn(
                 "the sites' statistics give no selector: the models that it selects mean nothing"
             )
+            return
+        weight, bias = solution
+        self.selector = {
+            name: weight if name.endswith("weight") else bias for name in self.selector
+        }
 
     @asks(FedSMSite.selector_confidence)
     def request_of_confidence(self, step: Step, site: str) -> Message:
@@ -223,7 +302,7 @@ class FedSMServer(SuperModelServer[FedSMServerHyper]):
     @property
     def delivered_selector(self) -> StateDict:
         """The selector of the round with the best accuracy, or the last one, at its temperature."""
-        chosen, _ = self.best_selector.chosen(self.hyper.selection, self.selector.state)
+        chosen, _ = self.best_selector.chosen(self.hyper.selection, self.selector)
         return tempered(chosen, self.memory.meta["temperature"])
 
     # -- results ----------------------------------------------------------------------------------

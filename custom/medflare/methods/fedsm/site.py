@@ -10,8 +10,12 @@ calibration and the candidates of γ on validation images.
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from pydantic import Field
+from torch import Tensor, nn
 
+from medflare.core.rng import seeded
+from medflare.data.loading import Batch
 from medflare.methods import (
     MEASURED,
     MODEL,
@@ -21,6 +25,8 @@ from medflare.methods import (
     MetaSpec,
     Plan,
     Site,
+    StateDict,
+    copy_state,
     count,
     extends,
     listing,
@@ -47,7 +53,6 @@ from medflare.methods.fedsm.selector import (
     UPDATE,
     SelectorEntries,
     SelectorLoss,
-    SiteSelector,
     is_ridge,
     selector_spec,
     site_statistics,
@@ -60,6 +65,7 @@ from medflare.methods.fedsm.super_model import (
     gain_by_gamma,
     super_model,
 )
+from medflare.training.epochs import samples_of_pass, weighted_sum
 
 CALIBRATION = MetaSpec[list[float]](
     "calibration",
@@ -128,7 +134,7 @@ class SuperModelSite(SitePersonal[F]):
 
     def __init__(self, site: Site, plan: Plan[F, Any]):
         super().__init__(site, plan)
-        self.selector = SiteSelector(self, self.entries)
+        self.outputs = self.entries.outputs(plan)
 
     def validate_request(self, incoming: Message) -> str | None:
         """Refuses a super model of other sites, or with another selector, than the plan's."""
@@ -138,9 +144,49 @@ class SuperModelSite(SitePersonal[F]):
                 return f"item {item.name!r} is {incoming[item]!r:.100}, this run has {value!r:.100}"
         return None
 
+    @property
+    def label(self) -> int:
+        """The site's class, of the selector."""
+        return self.plan.sites.index(self.site.name)
+
+    def selector(self, state: StateDict) -> nn.Module:
+        """The selector with these weights."""
+        return self.network("selector", state, selector_spec(self.plan), self.outputs)
+
+    @torch.no_grad()
+    def selector_logits(self, state: StateDict, split: str) -> Tensor:
+        """Logits (N, outputs) of the split's images, on the CPU.
+
+        With `image_mode` "patch" they are of the images' windows.
+        """
+        selector = self.selector(state).eval()
+        return torch.cat([selector(batch.images).cpu() for batch in self.site.ordered(split)])
+
+    def selector_gradient(
+        self, round: int, incoming: Message, loss: SelectorLoss
+    ) -> tuple[StateDict, float]:
+        """(gradient, value) of the mean loss over all training images."""
+        site = self.site
+        selector = self.selector(incoming[self.entries.trained]).train()
+        keys = (round, "selector", incoming.get(UPDATE) or 0, 0)
+        total = samples_of_pass(site)
+        values = []
+        shares = []
+        selector.zero_grad()
+        with seeded(site.seed, site.name, *keys, "dropout"):
+            for batch in site.batches("train", *keys):
+                value = loss(selector(batch.images), batch)
+                share = len(batch.images) / total
+                (value * share).backward()
+                values.append(value.detach())
+                shares.append(share)
+        weights = selector.named_parameters()
+        gradients = {name: w.grad for name, w in weights if w.grad is not None}
+        return copy_state(gradients), weighted_sum(values, shares)
+
     def selector_reply(self, round: int, incoming: Message, loss: SelectorLoss) -> Message:
         """A reply with the selector's gradient alone."""
-        gradient, value = self.selector.gradient(round, incoming, loss)
+        gradient, value = self.selector_gradient(round, incoming, loss)
         return self.reply({self.entries.gradient: gradient}, loss=value)
 
     def finalize(self, incoming: Message) -> dict[str, Message]:
@@ -175,7 +221,7 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
         reply = super().train(round, incoming)
         self._measure_selector(incoming, reply)
         if not is_ridge(self.plan):
-            gradient, value = self.selector.gradient(round, incoming, self.selector.own_label_loss)
+            gradient, value = self.selector_gradient(round, incoming, self.own_label_loss)
             reply[OF_SITES.gradient] = gradient
             reply[LOSSES]["selector"] = value
         return reply
@@ -188,7 +234,12 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
     )
     def train_selector(self, round: int, incoming: Message) -> Message:
         """A further gradient of the selector alone within a round."""
-        return self.selector_reply(round, incoming, self.selector.own_label_loss)
+        return self.selector_reply(round, incoming, self.own_label_loss)
+
+    def own_label_loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Cross entropy with y_s = one_hot(k) for all images of site k (Eq. 2)."""
+        labels = torch.full((len(logits),), self.label, device=logits.device)
+        return nn.functional.cross_entropy(logits, labels)
 
     @extends(request=(OF_SITES.trained,))
     def validate(self, round: int, incoming: Message) -> Message:
@@ -198,8 +249,11 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
         return reply
 
     def _measure_selector(self, incoming: Message, reply: Message) -> None:
+        """Adds the share of validation images that are recognized as the site's."""
         if len(self.site.data.validation) and OF_SITES.trained in incoming:
-            reply[VALIDATION]["selector"] = self.selector.accuracy(incoming[OF_SITES.trained])
+            logits = self.selector_logits(incoming[OF_SITES.trained], "validation")
+            recognized = logits.argmax(dim=1) == self.label
+            reply[VALIDATION]["selector"] = float(recognized.float().mean())
 
     @phase(reply=(STATISTICS,), meta=MEASURED)
     def selector_features(self, round: int, incoming: Message) -> Message:
@@ -211,12 +265,12 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
         """The selector's loss on validation images at each temperature; [] without images."""
         losses = []
         if len(self.site.data.validation):
-            logits = self.selector.logits(incoming[OF_SITES.weights], "validation")
+            logits = self.selector_logits(incoming[OF_SITES.weights], "validation")
             windows = self.site.task.image_mode == "patch"
             patients = None
             if self.plan.server_hyper.choose_by == "patient" and not windows:
                 patients = self.site.data.validation.patients
-            losses = calibration_losses(logits, self.selector.label, patients)
+            losses = calibration_losses(logits, self.label, patients)
         return self.reply({CALIBRATION: losses})
 
     @phase(request=SUPER_MODEL, request_meta=SUPER_MODEL_META, meta=(*MEASURED, GAINS))
