@@ -71,7 +71,7 @@ def test_truth_and_prediction_differ_for_dichromats() -> None:
 def drawn(truth: np.ndarray, prediction: np.ndarray) -> np.ndarray:
     """Masks (S, 160, 160) over a grey image, at their size: a line is one pixel wide."""
     masks = [torch.from_numpy(truth), torch.from_numpy(prediction)]
-    return montage._tile(torch.full((1, 160, 160), 0.5), masks, (1.0, 1.0), (0.0, 1.0), 160)
+    return montage.tile(torch.full((1, 160, 160), 0.5), masks, (1.0, 1.0), (0.0, 1.0), 160)
 
 
 def test_the_outline_leaves_a_thin_vessel_visible() -> None:

@@ -59,9 +59,9 @@ def _image(site: Site, row: int, masks: Sequence[Tensor]) -> bytes:
     image = data.image(row)
     limits = tuple(np.percentile(image.numpy(), [0.5, 99.5]))
     if image.ndim == 3:
-        return _png(_picture(image, masks, None, limits, _SIDE))
+        return png(_picture(image, masks, None, limits, _SIDE))
     spacing = data.spacings[row] if data.spacings else None
-    return _png(_picture(image, masks, spacing, limits, _VOLUME_SIDE, site.task.orientation))
+    return png(_picture(image, masks, spacing, limits, _VOLUME_SIDE, site.task.orientation))
 
 
 def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
@@ -84,12 +84,12 @@ def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
             masks = []
             if task.kind == "segmentation":
                 masks = [structures(split.targets[row][None], task)[0]]
-            tile = _picture(split.image(row), masks, None, limits, _SMALL)
-            tile = tile[:, :_SMALL]  # the first slice of a volume
+            picture = _picture(split.image(row), masks, None, limits, _SMALL)
+            picture = picture[:, :_SMALL]  # the first slice of a volume
             above = top * _SMALL
             left = column * _SMALL
-            sheet[above : above + len(tile), left : left + tile.shape[1]] = tile
-    return _png(sheet)
+            sheet[above : above + len(picture), left : left + picture.shape[1]] = picture
+    return png(sheet)
 
 
 def fullest_row(site: Site, patient: str) -> int:
@@ -99,7 +99,8 @@ def fullest_row(site: Site, patient: str) -> int:
     return max(rows, key=lambda row: int(structures(data.targets[row][None], site.task).sum()))
 
 
-def _png(picture: np.ndarray) -> bytes:
+def png(picture: np.ndarray) -> bytes:
+    """A picture, uint8 (h, w, 3), as a PNG."""
     from PIL import Image
 
     buffer = BytesIO()
@@ -140,7 +141,7 @@ def _picture(
         orientation: the directions of a volume's axes, to label them; "": no labels.
     """
     if image.ndim == 3:
-        return _tile(image, masks, (1.0, 1.0), limits, side)
+        return tile(image, masks, (1.0, 1.0), limits, side)
     gaps = spacing or (1.0,) * 3
     tiles = []
     for axis, right, up in ((2, 0, 1), (1, 0, 2), (0, 1, 2)):
@@ -148,32 +149,32 @@ def _picture(
         if masks and masks[0].any():
             index = int(masks[0].any(dim=0).sum(dim=(right, up)).argmax())
         slices = [part.select(axis + 1, index).transpose(1, 2).flip(1) for part in (image, *masks)]
-        tile = _tile(slices[0], slices[1:], (gaps[up], gaps[right]), limits, side)
-        millimetres = image.shape[right + 1] * gaps[right] / tile.shape[1] if spacing else 0.0
-        tile = _squared(tile, side)
+        view = tile(slices[0], slices[1:], (gaps[up], gaps[right]), limits, side)
+        millimetres = image.shape[right + 1] * gaps[right] / view.shape[1] if spacing else 0.0
+        view = _squared(view, side)
         if orientation:
             plane = _PLANES[orientation[axis]]
-            tile = _labelled(tile, plane, orientation[right], orientation[up], millimetres)
-        tiles.append(tile)
+            view = _labelled(view, plane, orientation[right], orientation[up], millimetres)
+        tiles.append(view)
     return np.concatenate(tiles, axis=1)
 
 
-def _squared(tile: np.ndarray, side: int) -> np.ndarray:
-    """The tile in the middle of a black square: its letters have room beside a flat slice."""
-    height = side - len(tile)
-    width = side - tile.shape[1]
+def _squared(view: np.ndarray, side: int) -> np.ndarray:
+    """A slice in the middle of a black square: its letters have room beside a flat slice."""
+    height = side - len(view)
+    width = side - view.shape[1]
     above = height // 2
     left = width // 2
-    return np.pad(tile, ((above, height - above), (left, width - left), (0, 0)))
+    return np.pad(view, ((above, height - above), (left, width - left), (0, 0)))
 
 
-def _labelled(tile: np.ndarray, plane: str, right: str, up: str, millimetres: float) -> np.ndarray:
+def _labelled(view: np.ndarray, plane: str, right: str, up: str, millimetres: float) -> np.ndarray:
     """A slice with its plane, directions ("RLAPSI") of columns and rows at its edges, and a bar;
     millimetres of a pixel, 0 if unknown.
     """
     from PIL import Image, ImageDraw, ImageFont
 
-    picture = Image.fromarray(tile)
+    picture = Image.fromarray(view)
     draw = ImageDraw.Draw(picture)
     width, height = picture.size
     font = ImageFont.load_default(size=16)
@@ -192,17 +193,18 @@ def _labelled(tile: np.ndarray, plane: str, right: str, up: str, millimetres: fl
     return np.array(picture)
 
 
-def _tile(
+def tile(
     plane: Tensor,
     masks: Sequence[Tensor],
     gaps: tuple[float, float],
     limits: tuple[float, ...],
     side: int,
 ) -> np.ndarray:
-    """A plane (C, H, W) with truth and prediction, masks (S, H, W) each.
+    """A plane (C, H, W) with truth and prediction, masks (S, H, W) each, as uint8 (h, w, 3).
 
-    `side` is the longer side in pixels. A prediction's edge has the full colour: its fill mixes
-    with the image, for example to grey on a red fundus.
+    `limits` are the intensities of black and white, `side` is the longer side in pixels. A
+    prediction's edge has the full colour: its fill mixes with the image, for example to grey on a
+    red fundus.
     """
     from PIL import Image, ImageColor
     from scipy import ndimage

@@ -3,13 +3,12 @@
 And a picture of what it makes.
 """
 
-from io import BytesIO
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from medflare.data.transforms import middle_slice
+from medflare.training.montage import png, tile
 
 _CONVOLUTIONS = {2: nn.Conv2d, 3: nn.Conv3d}  # by spatial dimensions
 _NORMS = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
@@ -100,30 +99,9 @@ def picture_grid(images: Tensor, perturbations: Tensor, x_hat: Tensor) -> bytes:
             images.
         perturbations: G(x) of the same shape, with the range [-1, 1].
     """
-    from PIL import Image
-
-    images = _shown(images)
-    low, high = np.percentile(images.numpy(), [0.5, 99.5])
-    spread = max(high - low, 1e-6)
-    rows = [
-        (images - low) / spread,
-        (_shown(perturbations) + 1) / 2,
-        (_shown(x_hat) - low) / spread,
-    ]
-    strips = [torch.cat(list(row.expand(-1, 3, -1, -1)), dim=2) for row in rows]
-    sheet = torch.cat(strips, dim=1)
-    _, height, width = sheet.shape
-    pixels = (255 * sheet.clamp(0, 1)).round().byte().permute(1, 2, 0).numpy()
-    factor = 96 / images.shape[3]  # an image has 96 pixels a side
-    size = (round(width * factor), round(height * factor))
-    buffer = BytesIO()
-    Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST).save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def _shown(images: Tensor) -> Tensor:
-    """The images that are shown: middle slices of volumes; RGB, else the first channel."""
-    pictures = torch.stack([middle_slice(image) for image in images])
-    if images.ndim == 4 and pictures.shape[1] in (1, 3):
-        return pictures
-    return pictures[:, :1]
+    limits = tuple(np.percentile(images.numpy(), [0.5, 99.5]))
+    rows = []
+    for pictures, shown in ((images, limits), (perturbations, (-1.0, 1.0)), (x_hat, limits)):
+        tiles = [tile(middle_slice(picture), [], (1.0, 1.0), shown, 96) for picture in pictures]
+        rows.append(np.concatenate(tiles, axis=1))
+    return png(np.concatenate(rows))
