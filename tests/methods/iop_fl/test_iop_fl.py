@@ -53,7 +53,7 @@ def test_local_models_are_accumulated(tau: float) -> None:
     expected = squares.start()
     for _, _, replies in log[:2]:
         expected = blend(expected, replies["B"].states["model"], tau)
-    assert equal(algorithms["B"].adapted, expected)
+    assert equal(algorithms["B"].personal, expected)
 
 
 def test_personal_models_leave_a_site_only_for_outside_sites() -> None:

@@ -13,19 +13,17 @@ from medflare.methods import (
     MODEL,
     N_SAMPLES,
     SELECTED_ROUND,
-    VALIDATION,
     FedAvgHyper,
     Message,
     PersistentState,
-    PersonalSite,
+    StateDict,
     TensorSpec,
-    copy_state,
     param,
     phase,
     plain_message,
     strict_dataclass,
 )
-from medflare.methods.fedavg.site import delivered
+from medflare.methods.families.second_models.site import SecondModelSite
 from medflare.methods.iop_fl.formulas import local_adapted
 from medflare.methods.iop_fl.outside import (
     EXPERTS,
@@ -55,34 +53,18 @@ class IOPHyper(OutsideHyper, FedAvgHyper):
     )
 
 
-class IOPSite(PersonalSite[IOPHyper]):
+class IOPSite(SecondModelSite[IOPHyper]):
     """FedAvg's site algorithm with a local adapted model P_k.
 
     The site uses that of the best round by its own validation.
     """
 
     selection_name = "adapted"
-    adapted = PersistentState("adapted")  # P_k
+    personal = PersistentState("adapted")  # P_k
 
-    def train(self, round: int, incoming: Message) -> Message:
-        """FedAvg's training, after which P_k is updated (Eq. 4).
-
-        The reply has the validation metric of P_k before.
-        """
-        personal = self.selection.validated(round, self.adapted)
-        reply = super().train(round, incoming)
-        if self.adapted is None:  # P_k^0 = w_g, which has just been validated
-            self.adapted = copy_state(incoming[MODEL])
-            personal = reply[VALIDATION]["global"]
-        self.adapted = local_adapted(self.adapted, reply[MODEL], self.hyper.tau)
-        reply[VALIDATION]["personal"] = personal
-        return reply
-
-    def validate(self, round: int, incoming: Message) -> Message:
-        """The validation metrics of the incoming global model and of P_k."""
-        reply = super().validate(round, incoming)
-        reply[VALIDATION]["personal"] = self.selection.validated(round, self.adapted)
-        return reply
+    def personalize(self, round: int, shared: StateDict, trained: StateDict) -> None:
+        """Updates P_k (Eq. 4); P_k^0 is the incoming global model."""
+        self.personal = local_adapted(self.personal or shared, trained, self.hyper.tau)
 
     @phase(reply=(ADAPTED,), meta=(N_SAMPLES, SELECTED_ROUND))
     def submit(self, round: int, incoming: Message) -> Message:
@@ -90,11 +72,11 @@ class IOPSite(PersonalSite[IOPHyper]):
 
         Raises StateError if the site has not trained.
         """
-        if self.adapted is None:
+        if self.personal is None:
             raise StateError(
                 f"site {self.site.name} has not trained and has no local adapted model to submit"
             )
-        model = self.selection.final(self.adapted)
+        model = self.selection.final(self.personal)
         reply = Message.of({ADAPTED: model[MODEL], N_SAMPLES: self.site.n["train"]})
         reply[SELECTED_ROUND] = model[SELECTED_ROUND]
         return reply
@@ -105,12 +87,7 @@ class IOPSite(PersonalSite[IOPHyper]):
 
         Outside: the global model and the routed one, fitted to this site's test images.
         """
-        if self.inside and self.adapted is not None:
-            rounds = None
-            if self.plan.server_hyper.selection == "last":  # else it is the global model's alone
-                rounds = incoming.get(SELECTED_ROUND)
-            return delivered(incoming, self.selection.final(self.adapted, rounds))
-        models = delivered(incoming, None)
+        models = super().finalize(incoming)
         if not self.inside and incoming.family(EXPERTS):
             models["deployed"] = self._routed(incoming, self.hyper)
             if self.hyper.comparisons:

@@ -36,7 +36,7 @@ class DittoHyper(FedAvgSiteHyper):
 class DittoSite(SecondModelSite[DittoHyper]):
     """Trains the personal model after the global one, near the incoming global model."""
 
-    def personalize(self, round: int, shared: StateDict) -> None:
+    def personalize(self, round: int, shared: StateDict, trained: StateDict) -> None:
         model = self.network("personal", self.personal or shared)
         proximal = proximal_term(model, shared, self.hyper.lam)
         self.train_model(model, round, "personal", proximal)

@@ -36,12 +36,13 @@ class SecondModelSite(PersonalSite[F]):
     )
     personal = PersistentState("personal")  # None before the first training
 
-    def personalize(self, round: int, shared: StateDict) -> None:
-        """Trains the personal model after the global one.
+    def personalize(self, round: int, shared: StateDict, trained: StateDict) -> None:
+        """Sets the personal model after the global one's training.
 
         Args:
             round: 0-based.
             shared: the incoming global model.
+            trained: the site's trained copy of it.
         """
 
     def validated(self, round: int, shared: StateDict) -> float | None:
@@ -54,7 +55,7 @@ class SecondModelSite(PersonalSite[F]):
         starts = self.personal is None  # as the global model, whose metric is in the reply
         reply = super().train(round, incoming)
         reply[VALIDATION]["personal"] = reply[VALIDATION]["global"] if starts else personal
-        self.personalize(round, incoming[MODEL])
+        self.personalize(round, incoming[MODEL], reply[MODEL])
         return reply
 
     def validate(self, round: int, incoming: Message) -> Message:
@@ -67,7 +68,9 @@ class SecondModelSite(PersonalSite[F]):
         """A site that has trained uses its personal model, any other the global one."""
         if self.personal is None:
             return delivered(incoming, None)
-        rounds = incoming.get(SELECTED_ROUND)
+        rounds = None
+        if self.plan.server_hyper.selection == "last":  # else it is the global model's alone
+            rounds = incoming.get(SELECTED_ROUND)
         return delivered(incoming, self.selection.final(self.personal, rounds))
 
     def fit_both(
