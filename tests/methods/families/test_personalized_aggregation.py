@@ -8,23 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state, weighted_mean
-from medflare.methods.aggregation import SiteModel
 from medflare.methods.base import Step
 from medflare.methods.families.personalized_aggregation.anchored import (
     AnchoredSite,
-    AttentiveAggregation,
     FedAMPServer,
     FedAMPServerHyper,
     FedAMPSite,
     FedMTLServer,
-    FedMTLServerHyper,
-    Relationship,
     attention,
+    attraction,
     mean_relationship,
+    mixtures,
+    pairwise_squared_distances,
+    related,
 )
 from medflare.methods.families.personalized_aggregation.fedfomo import (
     FedFomoServer,
@@ -40,12 +41,12 @@ LR = 0.1
 POINTS = {"A": [0.0, 0.0], "B": [1.0, 0.0], "C": [0.0, 3.0]}
 
 
-def points() -> dict[str, SiteModel]:
+def points() -> dict[str, StateDict]:
     """Models of two weights and one running statistic, far from each other."""
     models = {}
     for index, (site, point) in enumerate(POINTS.items()):
         statistic = torch.tensor([100.0 * index])
-        models[site] = SiteModel({"w": torch.tensor(point), "running_mean": statistic})
+        models[site] = {"w": torch.tensor(point), "running_mean": statistic}
     return models
 
 
@@ -77,11 +78,15 @@ def test_attention_by_hand() -> None:
     assert xi.sum(dim=1).tolist() == pytest.approx([1.0] * 3)
 
 
+def attracted(states: dict[str, StateDict], **hyper: Any) -> tuple[Tensor, float]:
+    squared = pairwise_squared_distances(list(states.values()), ["w"])
+    return attraction(squared, FedAMPServerHyper(**hyper))
+
+
 def test_fedamp_descends_the_attraction() -> None:
     """u_k = w_k - α/2 of the gradient of Σ A by autograd: the factor 2 is in α."""
-    rule = AttentiveAggregation(FedAMPServerHyper(lam=3.0, sigma=2.0, step=0.25))
-    rule.names = ("w",)
-    anchors = rule.personal(points(), 0)
+    xi, strength = attracted(points(), lam=3.0, sigma=2.0, step=0.25)
+    anchors = mixtures(points(), xi)
     w = torch.tensor(list(POINTS.values()), dtype=torch.float64, requires_grad=True)
     total = torch.zeros(())
     for j, k in ((0, 1), (0, 2), (1, 2)):
@@ -90,24 +95,22 @@ def test_fedamp_descends_the_attraction() -> None:
     expected = w - 0.5 / 2 * gradient  # α = 0.25 σ
     for row, site in enumerate(POINTS):
         assert anchors[site]["w"].tolist() == pytest.approx(expected[row].tolist())
-    assert rule.strength == 3.0 / 0.5
+    assert strength == 3.0 / 0.5
     assert anchors["A"]["running_mean"].item() == pytest.approx(
-        100 * attention_of("A", "B", rule) + 200 * attention_of("A", "C", rule), rel=1e-5
+        100 * attention_of("A", "B") + 200 * attention_of("A", "C"), rel=1e-5
     )
 
 
-def attention_of(site: str, other: str, rule: AttentiveAggregation) -> float:
+def attention_of(site: str, other: str) -> float:
     distance = sum((a - b) ** 2 for a, b in zip(POINTS[site], POINTS[other], strict=True))
     return 0.25 * math.exp(-distance / 2.0)
 
 
 def test_by_default_equal_models_get_their_mean_and_near_ones_attract_more() -> None:
-    rule = AttentiveAggregation(FedAMPServerHyper())
-    rule.names = ("w",)
-    same = {site: SiteModel({"w": torch.ones(2)}) for site in "ABC"}
-    rule.personal(same, 0)
-    assert rule.weights == pytest.approx(dict.fromkeys("ABC", 1 / 3))
-    anchors = rule.personal(points(), 0)
+    xi, _ = attracted({site: {"w": torch.ones(2)} for site in "ABC"})
+    assert xi.diagonal().tolist() == pytest.approx([1 / 3] * 3)
+    xi, _ = attracted(points())
+    anchors = mixtures(points(), xi)
     towards_b, towards_c = anchors["A"]["w"] / torch.tensor([1.0, 3.0])
     assert towards_b > 2 * towards_c > 0
 
@@ -115,13 +118,9 @@ def test_by_default_equal_models_get_their_mean_and_near_ones_attract_more() -> 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 def test_the_term_of_fedamp_does_not_grow_as_models_come_closer(scale: float) -> None:
     """Without sigma, lam is in units of the mean squared distance: the strength is lam K."""
-    rule = AttentiveAggregation(FedAMPServerHyper(lam=0.5))
-    rule.names = ("w",)
-    models = {}
-    for site, point in POINTS.items():
-        models[site] = SiteModel({"w": scale * torch.tensor(point)})
-    rule.personal(models, 0)
-    assert rule.strength == pytest.approx(0.5 * 3)
+    models = {site: {"w": scale * torch.tensor(point)} for site, point in POINTS.items()}
+    _, strength = attracted(models, lam=0.5)
+    assert strength == pytest.approx(0.5 * 3)
 
 
 def test_fedamp_starts_at_the_anchor(squares: ModuleType) -> None:
@@ -150,15 +149,14 @@ def test_fedamp_refuses_more_than_all_of_the_weight(squares: ModuleType) -> None
 
 def test_the_anchor_is_the_gradient_of_the_relationship() -> None:
     """λ1 tr(W Ω Wᵀ) by autograd, and its value as the paper's sum of squares."""
-    rule = Relationship(FedMTLServerHyper(lam=0.3))
-    anchors = rule.personal(points(), 0)
+    anchors, strength = related(points(), lam=0.3)
     columns = torch.tensor(list(POINTS.values()), dtype=torch.float64).T.requires_grad_()
     value = 0.3 * torch.trace(columns @ mean_relationship(3) @ columns.T)
     mean = columns.mean(dim=1, keepdim=True)
     assert value.item() == pytest.approx(0.3 * (columns - mean).square().sum().item())
     (gradient,) = torch.autograd.grad(value, columns)
     for index, site in enumerate(POINTS):
-        term = rule.strength * (points()[site].state["w"] - anchors[site]["w"])
+        term = strength * (points()[site]["w"] - anchors[site]["w"])
         assert term.tolist() == pytest.approx(gradient[:, index].tolist(), abs=1e-6)
 
 

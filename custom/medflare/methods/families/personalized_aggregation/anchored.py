@@ -29,6 +29,7 @@ published code has another term, in which models are added, not compared:
 (1 - 1/K)² ‖Σ_k w_k‖² + ‖W‖², times a power of ten.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -45,21 +46,17 @@ from medflare.methods import (
     Replies,
     ServerContext,
     ServerHyper,
-    SiteModel,
     StateDict,
     Step,
-    TaskConfig,
     TensorSpec,
     copied_state,
     number,
     param,
     phase,
     proximal_term,
-    states_of,
     strict_dataclass,
     weighted_mean,
 )
-from medflare.methods.aggregation import Models, NoAggregation
 from medflare.methods.families.personalized_aggregation.personalized import (
     PERSONALS,
     TRAINED,
@@ -68,7 +65,6 @@ from medflare.methods.families.personalized_aggregation.personalized import (
     PersonalizedSite,
 )
 from medflare.methods.families.server_rules.rule import inner_products
-from medflare.networks.catalogue import meta_network
 
 ANCHOR = TensorSpec("anchor", optional=True)  # absent before the site's first update
 ANCHORS = TensorSpec("anchor", of=lambda plan: plan.sites)  # in the server's memory
@@ -98,16 +94,6 @@ class AnchoredSite(PersonalizedSite[FedAvgSiteHyper]):
         return self.reply({TRAINED: trained}, loss=loss, validation={"personal": value})
 
 
-class AnchorRule(NoAggregation):
-    """Computes the anchors u_k in `own`.
-
-    Attributes:
-        strength: of the proximal term, from the latest call.
-    """
-
-    strength: float = 0.0
-
-
 def mixtures(states: Mapping[str, StateDict], shares: Tensor) -> dict[str, StateDict]:
     """Site -> mean of all states with its row of `shares` (K, K), >= 0."""
     rows = dict(zip(states, shares.tolist(), strict=True))
@@ -121,7 +107,10 @@ class AnchoredServer(PersonalizedServer[G]):
     """Computes the anchors from the last models of all sites that have trained."""
 
     site_algorithm = AnchoredSite
-    aggregation: AnchorRule
+
+    @abstractmethod
+    def anchors(self, states: Mapping[str, StateDict]) -> tuple[dict[str, StateDict], float]:
+        """Site -> u_k, from the models w_k by site; and the strength of the proximal term."""
 
     def request(self, step: Step, site: str) -> Message:
         """The site's model; for training also its anchor, if it has one."""
@@ -135,12 +124,9 @@ class AnchoredServer(PersonalizedServer[G]):
     def aggregate_models(self, step: Step, replies: Replies) -> None:
         """Stores the trained models, then computes all anchors anew."""
         super().aggregate_models(step, replies)
-        personal = self.memory.family(PERSONALS)
-        models = {site: SiteModel(state) for site, state in personal.items()}
-        for site, anchor in self.aggregation.personal(models, step.round).items():
+        anchors, self.memory[STRENGTH] = self.anchors(self.memory.family(PERSONALS))
+        for site, anchor in anchors.items():
             self.memory[ANCHORS.member(site)] = anchor
-        self.memory[STRENGTH] = self.aggregation.strength
-        self.context.note(weight=self.aggregation.weights)
 
 
 # -- FedAMP ---------------------------------------------------------------------------------------
@@ -182,28 +168,15 @@ def attention(squared: Tensor, alpha: float, sigma: float) -> Tensor:
     return xi + torch.diag(1 - xi.sum(dim=1))
 
 
-class AttentiveAggregation(AnchorRule):
-    """u_k of FedAMP; `weights` are ξ_kk."""
-
-    hyper: FedAMPServerHyper
-    names: tuple[str, ...] = ()
-
-    def prepare(self, task: TaskConfig, rounds: int) -> None:
-        super().prepare(task, rounds)
-        self.names = tuple(name for name, _ in meta_network(task).named_parameters())
-
-    def personal(self, models: Models, round: int) -> dict[str, StateDict]:
-        states = states_of(models)
-        count = len(states)
-        squared = pairwise_squared_distances(list(states.values()), self.names)
-        mean = float(squared.sum()) / max(1, count * (count - 1))
-        sigma = self.hyper.sigma or mean or 1.0
-        alpha = sigma * (self.hyper.step or 1 / count)
-        unit = 1.0 if self.hyper.sigma else sigma
-        self.strength = self.hyper.lam * unit / alpha
-        xi = attention(squared, alpha, sigma).clamp(min=0)  # below 0 by rounding only
-        self.weights = dict(zip(states, xi.diagonal().tolist(), strict=True))
-        return mixtures(states, xi)
+def attraction(squared: Tensor, hyper: FedAMPServerHyper) -> tuple[Tensor, float]:
+    """ξ and the strength λ / α of the proximal term, from squared distances (K, K)."""
+    count = len(squared)
+    mean = float(squared.sum()) / max(1, count * (count - 1))
+    sigma = hyper.sigma or mean or 1.0
+    alpha = sigma * (hyper.step or 1 / count)
+    unit = 1.0 if hyper.sigma else sigma
+    xi = attention(squared, alpha, sigma).clamp(min=0)  # below 0 by rounding only
+    return xi, hyper.lam * unit / alpha
 
 
 class FedAMPSite(AnchoredSite):
@@ -216,7 +189,6 @@ class FedAMPServer(AnchoredServer[FedAMPServerHyper]):
     """Raises ConfigError if ξ_kk could be negative."""
 
     site_algorithm = FedAMPSite
-    aggregation_class = AttentiveAggregation
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
@@ -226,6 +198,13 @@ class FedAMPServer(AnchoredServer[FedAMPServerHyper]):
                 f"step {self.hyper.step:g} gives {others} equal models more than all of the "
                 f"weight; set step to at most {1 / others:.3g}"
             )
+
+    def anchors(self, states: Mapping[str, StateDict]) -> tuple[dict[str, StateDict], float]:
+        trained = dict(self.context.plan.network().named_parameters())
+        squared = pairwise_squared_distances(list(states.values()), list(trained))
+        xi, strength = attraction(squared, self.hyper)
+        self.context.note(weight=dict(zip(states, xi.diagonal().tolist(), strict=True)))
+        return mixtures(states, xi), strength
 
 
 # -- FedMTL ---------------------------------------------------------------------------------------
@@ -250,20 +229,17 @@ def mean_relationship(count: int) -> Tensor:
     return centring @ centring
 
 
-class Relationship(AnchorRule):
-    """u_k of FedMTL."""
-
-    hyper: FedMTLServerHyper
-
-    def personal(self, models: Models, round: int) -> dict[str, StateDict]:
-        if len(models) == 1:  # it is related to no other
-            return {}
-        omega = mean_relationship(len(models))
-        self.strength = 2 * self.hyper.lam * float(omega[0, 0])
-        return mixtures(states_of(models), (-omega).fill_diagonal_(0))
+def related(states: Mapping[str, StateDict], lam: float) -> tuple[dict[str, StateDict], float]:
+    """u_k of FedMTL, and the strength 2 λ1 Ω_kk of the proximal term."""
+    omega = mean_relationship(len(states))
+    strength = 2 * lam * float(omega[0, 0])
+    if len(states) == 1:  # it is related to no other
+        return {}, strength
+    return mixtures(states, (-omega).fill_diagonal_(0)), strength
 
 
 class FedMTLServer(AnchoredServer[FedMTLServerHyper]):
     """The anchors of the relationship."""
 
-    aggregation_class = Relationship
+    def anchors(self, states: Mapping[str, StateDict]) -> tuple[dict[str, StateDict], float]:
+        return related(states, self.hyper.lam)
