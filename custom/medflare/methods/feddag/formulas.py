@@ -7,7 +7,6 @@ states its reading.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import overload
 
 import numpy as np
 import torch
@@ -91,23 +90,17 @@ def round_decay(batches: int) -> float:
     return min(math.exp(-1 / (0.2 * batches)), 0.99)
 
 
-@overload
-def sharpness_perturbation(gradients: Mapping[str, Tensor], rho: float) -> StateDict: ...
-@overload
-def sharpness_perturbation(gradients: Sequence[Tensor], rho: float) -> list[Tensor]: ...
-def sharpness_perturbation(
-    gradients: Mapping[str, Tensor] | Sequence[Tensor], rho: float
-) -> StateDict | list[Tensor]:
+def sharpness_perturbation(gradients: Mapping[str, Tensor], rho: float) -> StateDict:
     """epsilon = rho g / ||g||_2 with one norm over all gradients together.
 
     Sec. III-C1, after Foret et al., ICLR 2021.
 
     Args:
-        gradients: of the task loss, by parameter name or in a sequence.
+        gradients: of the task loss, by parameter name.
         rho: length of the perturbation, in the units of the parameters.
 
     Returns:
-        epsilon in the form of `gradients`; zeros if all gradients are 0.
+        epsilon by name; zeros if all gradients are 0.
 
     Raises:
         ValueError: rho < 0.
@@ -115,18 +108,15 @@ def sharpness_perturbation(
     Examples:
         >>> sharpness_perturbation({"w": torch.tensor([3.0, 4.0])}, rho=0.5)
         {'w': tensor([0.3000, 0.4000])}
-        >>> sharpness_perturbation([torch.zeros(1)], rho=0.5)
-        [tensor([0.])]
+        >>> sharpness_perturbation({"w": torch.zeros(1)}, rho=0.5)
+        {'w': tensor([0.])}
     """
     if not rho >= 0:
         raise ValueError(f"rho must be a length, 0 or more, got {rho}")
-    if isinstance(gradients, Mapping):
-        epsilon = sharpness_perturbation(list(gradients.values()), rho)
-        return dict(zip(gradients, epsilon, strict=True))
-    squares = [float(gradient.double().square().sum()) for gradient in gradients]
+    squares = [float(gradient.double().square().sum()) for gradient in gradients.values()]
     norm = math.sqrt(sum(squares))
     scale = rho / norm if norm > 0 else 0.0
-    return [gradient.detach() * scale for gradient in gradients]
+    return {name: gradient.detach() * scale for name, gradient in gradients.items()}
 
 
 def generalization_scores(metrics: Tensor, n_validation: Tensor | None = None) -> Tensor:

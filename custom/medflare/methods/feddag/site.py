@@ -407,13 +407,14 @@ def sharpness_aware_step(
     optimizer.zero_grad()
     loss().backward()
     if rho > 0:
-        weights = [weight for weight in model.parameters() if weight.grad is not None]
+        named = model.named_parameters()
+        gradients = {name: weight.grad for name, weight in named if weight.grad is not None}
+        weights = [model.get_parameter(name) for name in gradients]
         origin = [weight.detach().clone() for weight in weights]
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
-        perturbation = sharpness_perturbation(gradients, rho)
+        epsilon = sharpness_perturbation(gradients, rho)
         with torch.no_grad():
-            for weight, epsilon in zip(weights, perturbation, strict=True):
-                weight.add_(epsilon)
+            for weight, step in zip(weights, epsilon.values(), strict=True):
+                weight.add_(step)
         optimizer.zero_grad()
         with still_statistics(model):
             loss().backward()
