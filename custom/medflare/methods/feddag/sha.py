@@ -151,11 +151,10 @@ class ScoredSite(SiteAlgorithm):
         model = self.network("model", state).eval()
         loss = self.site.loss(model(batch.images), batch.targets)
         weights = named_trainable(model)
-        gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-        by_name = {}
-        for name, gradient in zip(weights, gradients, strict=True):
-            if gradient is not None:
-                by_name[name] = gradient.cpu()
+        gradients = torch.autograd.grad(
+            loss, list(weights.values()), allow_unused=True, materialize_grads=True
+        )
+        by_name = dict(zip(weights, [gradient.cpu() for gradient in gradients], strict=True))
         epsilon = formulas.sharpness_perturbation(by_name, self.plan.server_hyper.rho)
         reply[PERTURBED] = {**state, **moved({name: state[name] for name in by_name}, epsilon)}
 
@@ -215,19 +214,6 @@ class HierarchicalAggregation(WeightedMean):
         weights = formulas.soft_balancing_weights(list(self.scores.values()), self.hyper.beta)
         self.weights = dict(zip(self.scores, weights.tolist(), strict=True))
         return self.combined(averaged, self.weights, previous)
-
-    def companion(
-        self, states: Mapping[str, StateDict], weights: Mapping[str, float], origin: StateDict
-    ) -> StateDict:
-        """The aggregate of states that travel with the models, by the same rule.
-
-        `weights` are the models' (empty: the rule has none).
-        """
-        of_models = self.weights
-        of_states = {site: weights.get(site, 1.0) for site in states}
-        state = self.combined(states, of_states, origin)
-        self.weights = of_models
-        return state
 
     def mean(self, models: Models) -> StateDict:
         """FedAvg's mean, for rounds without scores."""
@@ -370,7 +356,8 @@ class SHAServer(FedAvgServer[K]):
         for name, origin in self.companions.items():
             sent = {site: entries[name] for site, entries in candidates.items() if name in entries}
             if sent:
-                averaged = self.aggregation.companion(sent, weights, origin)
+                shares = {site: weights.get(site, 1.0) for site in sent}  # some rules have none
+                averaged = self.aggregation.combined(sent, shares, origin)
                 self.memory[COMPANIONS.member(name)] = averaged
         for name in self.memory.family(CANDIDATES):
             del self.memory.states[CANDIDATES.member(name).name]
