@@ -14,8 +14,9 @@ from medflare.federation.request_order import schedule_of
 from medflare.methods.aggregation import SiteModel
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
-from medflare.methods.fedavg import FedAvgSite
+from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.feddag.formulas import soft_balancing_weights
+from medflare.methods.feddag.server import FedDAGServer
 from medflare.methods.feddag.sha import CANDIDATES, HierarchicalAggregation, SHAHyper, SHAServer
 from methods import squares
 
@@ -238,3 +239,25 @@ def test_phases_that_the_site_algorithm_adds_stay_in_the_schedule(sha: bool) -> 
     for place, phase in enumerate(phases):
         if phase == "train":
             assert phases[place + 1 : place + 1 + len(scored)] == scored
+
+
+@pytest.mark.parametrize(
+    ("server_class", "phase", "settings"),
+    [(SHAServer, "train", {"sha": False}), (FedDAGServer, "warm_up", {})],
+)
+def test_rounds_without_scores_are_fedavgs_also_by_a_robust_rule(
+    server_class: Any, phase: str, settings: dict[str, Any]
+) -> None:
+    """Updates 1, 2 and 9 of the round's model, clipped to 2."""
+    server = squares.server(server_class, rounds=4, rule="clipped", **settings)
+    fedavg = squares.server(FedAvgServer, rule="clipped")
+    before = {name: torch.zeros_like(tensor) for name, tensor in fedavg.model.items()}
+    replies = {}
+    for site, value in {"A": 1, "B": 2, "C": 9}.items():
+        moved = {name: torch.full_like(tensor, value) for name, tensor in before.items()}
+        replies[site] = Message({"model": moved}, {"n_samples": 4, "validation": {}})
+    for each, name in ((server, phase), (fedavg, "train")):
+        each.model = before
+        each.aggregate(Step(name, 0), replies)
+    assert squares.equal(server.model, fedavg.model)
+    assert server.model["head.weight"].mean().item() == pytest.approx(5 / 3)

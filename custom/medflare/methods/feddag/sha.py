@@ -215,9 +215,9 @@ class HierarchicalAggregation(WeightedMean):
         self.weights = dict(zip(self.scores, weights.tolist(), strict=True))
         return self.combined(averaged, self.weights, previous)
 
-    def mean(self, models: Models) -> StateDict:
+    def mean(self, models: Models, previous: StateDict) -> StateDict:
         """FedAvg's mean, for rounds without scores."""
-        return super().shared(models, 0)
+        return super().shared(models, 0, previous)
 
     def pack(self, message: Message) -> None:
         by_site = {}
@@ -347,7 +347,8 @@ class SHAServer(FedAvgServer[K]):
         self.select_model(step, replies)
         self._store(replies)
         models = site_models(replies, MODEL)
-        self._conclude(self.aggregation.mean(models), self.aggregation.shares(models))
+        mean = self.aggregation.mean(models, self.model)
+        self._conclude(mean, self.aggregation.shares(models))
 
     def _conclude(self, model: StateDict, weights: Mapping[str, float]) -> None:
         """End a round with its global model; the companions are averaged with the same weights."""
