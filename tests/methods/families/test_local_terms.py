@@ -36,6 +36,11 @@ def test_feddyn_first_trains_as_fedprox(squares: ModuleType) -> None:
     assert squares.equal(dynamic, proximal)
 
 
+def test_feddyn_has_no_case_without_regularizer(squares: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="alpha"):
+        get_method("feddyn").check({"alpha": 0.0}, squares.SEGMENTATION)
+
+
 def test_feddyn_step_has_the_printed_gradient(squares: ModuleType) -> None:
     """g - h_k + α (w - w_g); the first step starts at w_g, where the last term is 0."""
     task = squares.task("classification", **ONE_STEP)

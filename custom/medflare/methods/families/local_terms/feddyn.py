@@ -9,6 +9,9 @@ so h is the mean of all h_k. Site and server store c_k = -h_k/α and c = -h/α, 
 SCAFFOLD its control variates: c_k stays at its site and changes once the server has used the site's
 model. If update validation clips a model, c moves by the clipped change, c_k by the whole one.
 Entries that are not trained, such as running statistics, are averaged.
+
+The first round's training is FedProx's with μ = α. α = 0 is refused: c moves the mean by all
+earlier changes whatever α is, so that it would not be FedAvg, and would diverge.
 """
 
 from torch.optim import Optimizer
@@ -41,7 +44,7 @@ class FedDynHyper(FedAvgSiteHyper):
         "weight of the regularizer",
         symbol="α",
         source="Eq. 1; 0.01 as in the authors' CIFAR-10 example",
-        low=0,
+        low=1e-4,
     )
 
 
