@@ -133,6 +133,20 @@ class TestFedNova:
         assert fednova.normalizer(3) == 3
         assert fednova.normalizer(3, 0.9) == pytest.approx(2.71 + 1.9 + 1)
 
+    @pytest.mark.parametrize("momentum", [1.0, 1 - 1e-9, 1 - 1e-5, 1 + 1e-5])
+    def test_momentum_1_is_the_limit(self, momentum: float) -> None:
+        """Each of the 10 gradients enters every later step whole: 1 + 2 + ... + 10."""
+        assert fednova.normalizer(10, momentum) == pytest.approx(55, rel=1e-4)
+
+    @pytest.mark.parametrize("variant", [{"nesterov": True}, {"dampening": 0.1}])
+    def test_other_kinds_of_momentum_are_refused(
+        self, squares: ModuleType, variant: dict[str, Any]
+    ) -> None:
+        optimizer = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+        get_method("fednova").check({}, squares.task(optimizer=optimizer))
+        with pytest.raises(ConfigError, match="nesterov"):
+            get_method("fednova").check({}, squares.task(optimizer={**optimizer, **variant}))
+
     def test_the_printed_formula(self) -> None:
         """p = 1/2, a = (1, 3), Δ = (1, 6): w + 2 (1/2 · 1 + 1/2 · 2)."""
         made = aggregation("fednova")

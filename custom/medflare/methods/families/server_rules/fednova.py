@@ -35,10 +35,12 @@ STEPS = MetaSpec[int]("steps", "optimizer steps of this round's training", count
 
 
 def normalizer(steps: float, momentum: float = 0.0) -> float:
-    """||a_k||_1 = (τ - ρ (1 - ρ^τ) / (1 - ρ)) / (1 - ρ) for τ steps of SGD with momentum ρ < 1.
+    """||a_k||_1 = (τ - ρ (1 - ρ^τ) / (1 - ρ)) / (1 - ρ) for τ steps of SGD with momentum ρ.
 
-    Wang et al. 2020, Sec. 4; τ without momentum.
+    Wang et al. 2020, Sec. 4; τ without momentum, and τ (τ + 1) / 2 in the limit ρ = 1.
     """
+    if abs(1 - momentum) < 1e-6:  # the formula is 0 / 0, or inexact
+        return steps * (steps + 1) / 2
     lost = momentum * (1 - momentum**steps) / (1 - momentum)
     return (steps - lost) / (1 - momentum)
 
@@ -48,6 +50,16 @@ class CountingSite(FedAvgSite):
 
     freezes = False
     steps: int | None  # of the task at work
+
+    @classmethod
+    def check(cls, task: TaskConfig, hyper: Any, server_hyper: Any) -> None:
+        """Also raises ConfigError for variants of momentum for which a_k does not hold."""
+        super().check(task, hyper, server_hyper)
+        if task.optimizer.get("nesterov") or task.optimizer.get("dampening"):
+            raise ConfigError(
+                "fednova normalises by the steps of plain momentum; "
+                "leave out nesterov and dampening of task.optimizer"
+            )
 
     @extends(meta=(STEPS,))
     def train(self, round: int, incoming: Message) -> Message:
