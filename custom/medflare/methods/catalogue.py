@@ -1,7 +1,7 @@
 """All methods by name: those of this folder and those of other distributions.
 
-Every package of this folder, and of a package without methods of its own (`families`), may hold
-`Method` objects; another distribution names its own in the entry-point group `medflare.methods`:
+Every package below this folder may hold `Method` objects; another distribution names its own in the
+entry-point group `medflare.methods`:
 
     [project.entry-points."medflare.methods"]
     my_method = "my_package.my_method:METHOD"
@@ -159,23 +159,12 @@ def _by_name(name: str) -> Method:
 
 @cache
 def _builtin() -> dict[str, str]:
-    """Method -> package, in this folder."""
-    return _packages_below(Path(__file__).parent, "medflare.methods")
-
-
-def _packages_below(folder: Path, package: str) -> dict[str, str]:
-    """Method -> package, of the packages in a folder; those without `Method` objects are searched
-    too.
-    """
-    packages: dict[str, str] = {}
-    for item in pkgutil.iter_modules([str(folder)]):
-        if not item.ispkg:
-            continue
-        inner = f"{package}.{item.name}"
-        names = [method.name for method in _methods_in(inner)]
-        packages |= dict.fromkeys(names, inner)
-        if not names:
-            packages |= _packages_below(folder / item.name, inner)
+    """Method -> package, below this folder."""
+    packages = {}
+    for item in pkgutil.walk_packages([str(Path(__file__).parent)], "medflare.methods."):
+        if item.ispkg:
+            for method in _methods_in(item.name):
+                packages[method.name] = item.name
     return packages
 
 
