@@ -234,6 +234,7 @@ class SiteAlgorithm(ABC, Generic[S]):
             `TaskConfig.accumulate` and fp16.
         freezes: whether it supports `TaskConfig.freeze`.
         dp_unsupported_reason: why there is no DP-SGD, unless `Hyper` is a `privacy.PrivacyHyper`.
+        uses_features: whether it uses a network's features or head, whatever its settings.
         uses_training: whether replies depend on training images; else sites with a privacy budget
             take part without DP-SGD.
         memory: states and meta that are kept until the next task; empty if every round starts from
@@ -248,6 +249,7 @@ class SiteAlgorithm(ABC, Generic[S]):
     accumulates: ClassVar[bool] = False
     freezes: ClassVar[bool] = False
     dp_unsupported_reason: ClassVar[str] = "its training takes no gradient of each patient's own"
+    uses_features: ClassVar[bool] = False
     uses_training: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
@@ -282,7 +284,7 @@ class SiteAlgorithm(ABC, Generic[S]):
 
         Networks without them are then refused.
         """
-        return False
+        return cls.uses_features
 
     @classmethod
     def phase(cls, name: str) -> Phase:

@@ -102,17 +102,12 @@ def delivered(incoming: Message, personal: Message | None) -> dict[str, Message]
 
 
 class FedAvgSite(SiteAlgorithm[F]):
-    """Trains the incoming global model for the task's local epochs and sends it back.
-
-    Attributes:
-        uses_features: whether it uses a network's features or head, whatever its settings.
-    """
+    """Trains the incoming global model for the task's local epochs and sends it back."""
 
     # Has the settings of DP-SGD, which a subclass without hyper-parameters of its own inherits.
     Hyper: ClassVar[type] = FedAvgHyper
     accumulates = True
     freezes = True
-    uses_features: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -139,10 +134,6 @@ class FedAvgSite(SiteAlgorithm[F]):
                 "dp_noise: rounds with frozen parts of the network are not counted; "
                 "leave out task.freeze"
             )
-
-    @classmethod
-    def needs_features(cls, hyper: F) -> bool:
-        return cls.uses_features
 
     @phase(request=(MODEL,), reply=(MODEL,), meta=(*MEASURED, PRIVACY.as_optional()))
     def train(self, round: int, incoming: Message) -> Message:

@@ -22,7 +22,6 @@ from medflare.methods.parts.tensors import check_choice, refuse_widths, widened
 
 Granularity = Literal["total", "split", "reweight"]
 CoralForm = Literal["domainbed", "deep_coral"]
-Inner = Literal["optimizer", "sgd"]
 
 _FLOOR = 1e-3  # consistency of the least consistent site after the shift
 _EQUAL = 1e-6  # consistencies that differ by less are equal

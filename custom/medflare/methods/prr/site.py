@@ -119,6 +119,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
     """
 
     accumulates = True
+    uses_features = True
     server_hyper = PRRServerHyper
     dp_unsupported_reason = (
         "class prototypes are means of image features that leave the site, "
@@ -133,10 +134,6 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         self.part = local_part(plan)
         self.width = prototype_width(site.task) if self.hyper.refines else 0
         self.best = {role: Best(self.memory, role) for role in ("global", "personal")}
-
-    @classmethod
-    def needs_features(cls, hyper: PRRSiteHyper) -> bool:
-        return True
 
     @classmethod
     def check(cls, task: TaskConfig, hyper: PRRSiteHyper, server_hyper: Any) -> None:
