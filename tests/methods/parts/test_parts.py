@@ -173,6 +173,34 @@ def test_instance_normalisation_that_remembers_is_still_too(still: Any, training
     assert not squares.equal(copy_state(model.state_dict()), before)
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("training", [True, False])
+def test_outputs_and_gradients_are_those_of_the_network_itself(
+    training: bool, momentum: float | None
+) -> None:
+    """Bit by bit."""
+    still = nn.Sequential(
+        nn.Conv2d(1, 4, 3, bias=False),
+        nn.BatchNorm2d(4, momentum=momentum),
+        nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    )
+    images = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    still(images)  # its statistics are no longer 0 and 1
+    still.train(training)
+    moving = copy.deepcopy(still)
+    before = copy_state(still.state_dict())
+    expected = moving(images)
+    with still_statistics(still, still[1]):
+        output = still(images)
+    assert output.equal(expected)
+    output.square().mean().backward()
+    expected.square().mean().backward()
+    for weight, other in zip(still.parameters(), moving.parameters(), strict=True):
+        assert weight.grad is not None and other.grad is not None
+        assert weight.grad.equal(other.grad)
+    assert squares.equal(copy_state(still.state_dict()), before)
+
+
 def test_an_error_inside_changes_nothing() -> None:
     model = network().eval()
     with pytest.raises(RuntimeError), batch_statistics(model):

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 
-_MOVED = ("momentum", "running_mean", "running_var")  # what a forward pass moves, and how far
+# What a forward pass moves, and how far.
+_MOVED = ("momentum", "running_mean", "running_var", "num_batches_tracked")
+_statistics = attrgetter(*_MOVED)
 
 
 @contextmanager
@@ -15,28 +17,18 @@ def still_statistics(*networks: nn.Module) -> Iterator[None]:
     """Inside, no forward pass changes running statistics; each layer normalises as its mode says.
     Networks may share layers.
     """
-    batch = []
-    instance = []
-    for layer in _tracking(networks):
-        if isinstance(layer, _InstanceNorm):
-            instance.append((layer, [getattr(layer, name) for name in _MOVED]))
-        else:
-            batch.append(layer)
-    for layer in batch:
-        layer.track_running_stats = False
-    # Without tracking, instance normalisation would use the image in either mode, and still change
-    # its statistics. A momentum of 0 changes copies by rounding only.
-    for layer, (_, mean, variance) in instance:
-        layer.momentum = 0.0
+    before = {layer: _statistics(layer) for layer in _tracking(networks)}
+    for layer, (_, mean, variance, batches) in before.items():
+        layer.momentum = 0.0  # changes copies by rounding only
         layer.running_mean = mean.clone()
         layer.running_var = variance.clone()
+        layer.num_batches_tracked = batches.clone()
     try:
         yield
     finally:
-        for layer in batch:
-            layer.track_running_stats = True
-        for layer, before in instance:
-            layer.momentum, layer.running_mean, layer.running_var = before
+        for layer, statistics in before.items():
+            for name, value in zip(_MOVED, statistics, strict=True):
+                setattr(layer, name, value)
 
 
 @contextmanager
