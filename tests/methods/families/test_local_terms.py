@@ -46,7 +46,7 @@ def test_feddyn_step_has_the_printed_gradient(squares: ModuleType) -> None:
     task = squares.task("classification", **ONE_STEP)
     site = squares.algorithm(FedDynSite, task=task, alpha=0.2)
     start = squares.start(task)
-    site.counted(None)
+    site.current_control(None)
     site.control = {name: torch.ones_like(w) for name, w in site.control.items()}  # h_k = -0.2
     model = site.network("model", start)
     site.fit(model, site.site.optimizer(model.parameters()), 0)
@@ -61,7 +61,7 @@ def test_feddyn_server_by_hand(squares: ModuleType) -> None:
     start = squares.start()
     full = squares.federation(FedDynSite, FedDynServer, rounds=1)
     mean = weighted_mean({name: model_of(full, name) for name in "ABC"}, dict.fromkeys("ABC", 1.0))
-    trained = full.server.controls.keys()
+    trained = full.server.control_sum.keys()
     expected = moved(mean, difference(mean, start))
     squares.assert_close(
         {name: full.model[name] for name in trained}, {name: expected[name] for name in trained}

@@ -59,10 +59,10 @@ class FedDynSite(CountedSite[FedDynHyper]):
     @phase(request=(MODEL,), request_meta=(COUNTED,), reply=(MODEL,), meta=MEASURED)
     def train(self, round: int, incoming: Message) -> Message:
         """FedAvg's training; the change of the model is c_k's update."""
-        names = self.counted(incoming)
+        control = self.current_control(incoming)
         reply = super().train(round, incoming)
-        trained = {name: reply[MODEL][name] for name in names}
-        self.updates(round, difference(trained, incoming[MODEL]))
+        trained = {name: reply[MODEL][name] for name in control}
+        self.remember_update(round, difference(trained, incoming[MODEL]))
         return reply
 
     def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
@@ -83,7 +83,7 @@ class FedDynServer(CountedServer):
 
     def update_of(self, reply: Message, start: StateDict) -> StateDict:
         """w_k - w_g."""
-        return difference({name: reply[MODEL][name] for name in self.controls}, start)
+        return difference({name: reply[MODEL][name] for name in self.control_sum}, start)
 
     def aggregate_models(self, step: Step, replies: Replies) -> None:
         """FedAvg's aggregation, then the step by c."""

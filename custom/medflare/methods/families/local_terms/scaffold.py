@@ -121,7 +121,7 @@ class CountedSite(FedAvgSite[F]):
     control = PersistentState("control")
     update = PersistentState("update")
 
-    def counted(self, incoming: Message) -> StateDict:
+    def current_control(self, incoming: Message) -> StateDict:
         """c_k, with its last update if the server has counted it."""
         if self.control is None:
             self.control = _zeros(self.plan)
@@ -130,7 +130,7 @@ class CountedSite(FedAvgSite[F]):
             self.update = None
         return self.control
 
-    def updates(self, round: int, update: StateDict) -> None:
+    def remember_update(self, round: int, update: StateDict) -> None:
         """Stores the update of a round."""
         self.update = update
         self.memory.meta["updated"] = round
@@ -148,13 +148,13 @@ class ScaffoldSite(CountedSite[FedAvgSiteHyper]):
 
         The reply holds the model and c_k⁺ - c_k.
         """
-        control = self.counted(incoming)
+        control = self.current_control(incoming)
         model = self.network("model", incoming[MODEL])
         validation = self.validation(model)
         moved_state = self.site.computing.moved_state
         correction = Correction(model, moved_state(control), moved_state(incoming[CONTROL]))
         loss = self.train_model(model, round, "model", correction)
-        self.updates(round, moved(correction.mean(), control, -1.0))
+        self.remember_update(round, moved(correction.mean(), control, -1.0))
         entries = {MODEL: copied_state(model), UPDATE: self.update}
         return self.reply(entries, loss=loss, validation={"global": validation})
 
@@ -163,16 +163,17 @@ class CountedServer(FedAvgServer[ScaffoldServerHyper]):
     """FedAvg's server algorithm with the mean of the sites' control variates.
 
     Attributes:
-        controls: Σ_k n_k c_k over all sites, whose weighted mean is c; n_k = 1 for uniform weights.
+        control_sum: Σ_k n_k c_k over all sites, whose weighted mean is c; n_k = 1 for uniform
+            weights.
     """
 
     site_algorithm = CountedSite
     freezes = False
-    controls = PersistentState("controls")
+    control_sum = PersistentState("controls")
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
-        self.controls = _zeros(context.plan)
+        self.control_sum = _zeros(context.plan)
         self.memory.meta |= {"samples": {}, "counted": {}}
 
     @property
@@ -196,7 +197,7 @@ class CountedServer(FedAvgServer[ScaffoldServerHyper]):
     def control(self) -> StateDict:
         """c, the mean of all c_k."""
         total = sum(self.weights.values()) or 1.0
-        return {name: tensor / total for name, tensor in self.controls.items()}
+        return {name: tensor / total for name, tensor in self.control_sum.items()}
 
     @asks(CountedSite.train)
     def request_of_training(self, step: Step, site: str) -> Message:
@@ -216,7 +217,7 @@ class CountedServer(FedAvgServer[ScaffoldServerHyper]):
         weights = self.weights
         self.memory.meta["samples"] = weights
         for site, reply in replies.items():
-            self.controls = moved(self.controls, self.update_of(reply, start), weights[site])
+            self.control_sum = moved(self.control_sum, self.update_of(reply, start), weights[site])
             self.memory.meta["counted"][site] = step.round
 
 
