@@ -126,10 +126,11 @@ def _aggregate_layer(
         return
     # An odd number of cache lines: strides of powers of two collide in the cache.
     lines = max(1, _TILE // (8 * rows))
-    width = 8 * (lines - 1 | 1)
+    odd_lines = lines if lines % 2 else lines - 1
+    width = 8 * odd_lines
     tiles = [_row_spectra(matrix, low_columns, width) for matrix in matrices]
-    starts = range(0, low_columns, width)
-    for start, spectra in zip(starts, zip(*tiles, strict=True), strict=True):
+    for index, start in enumerate(range(0, low_columns, width)):
+        spectra = [of_site[index] for of_site in tiles]
         end = min(start + width, low_columns)
         window = column_window[:, start:end]
         real_columns = [bin - start for bin in _self_conjugate(columns) if start <= bin < end]
