@@ -5,7 +5,6 @@ Adam hardly move a model.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 
 from torch import nn
 from torch.optim import Optimizer
@@ -70,10 +69,17 @@ def adapted(algorithm: FedAvgSite, round: int, shared: StateDict, purpose: str) 
 
 
 def _pairs(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Batch]]:
-    rest = iter(batches)
-    for first in islice(rest, 1):
-        yield first, next(rest, first)
-    yield from zip(rest, rest, strict=False)
+    first = None
+    count = 0
+    for batch in batches:
+        count += 1
+        if first is None:
+            first = batch
+        else:
+            yield first, batch
+            first = None
+    if first is not None and count == 1:
+        yield first, first
 
 
 class PerFedAvgSite(SecondModelSite[FedAvgSiteHyper]):
