@@ -497,7 +497,11 @@ def test_time_loss(
         start: those of the start for the images.
     """
     classes = formulas.all_classes(p, task.target)
-    consistency = shape = entropy = information = p.new_zeros(())
+    zero = p.new_zeros(())
+    consistency = zero
+    shape = zero
+    entropy = zero
+    information = zero
     if hyper.use_consistency:  # Eq. 7
         classes_noisy = formulas.all_classes(p_noisy, task.target)
         consistency = formulas.consistency_loss(classes, classes_noisy)
