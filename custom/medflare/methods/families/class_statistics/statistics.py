@@ -78,8 +78,9 @@ class LinearHeadSite(SiteAlgorithm):
 
 def head_of(state: StateDict) -> tuple[Tensor, Tensor]:
     """(weight (outputs, D), bias (outputs,)) of a network with a linear head."""
-    names = [name for name in state if name.startswith("head.")]
-    bias, weight = sorted((state[name] for name in names), key=lambda tensor: tensor.dim())
+    head = [tensor for name, tensor in state.items() if name.startswith("head.")]
+    (weight,) = [tensor for tensor in head if tensor.dim() > 1]
+    (bias,) = [tensor for tensor in head if tensor.dim() == 1]
     return weight.flatten(1), bias
 
 
