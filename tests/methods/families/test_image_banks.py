@@ -131,9 +131,50 @@ def test_single_styles_are_of_images_or_of_enough_patients(squares: ModuleType) 
     assert shared.shape == (5, 1) and torch.isin(shared, mean).all()
     one.minimum_patients = 12  # all patients of the site
     torch.testing.assert_close(one.described()["mean"], mean.mean(dim=0).expand(5, 1))
-    one.minimum_patients = 3
-    (images,) = one.groups(1)
-    assert len(images) == len({image.sum().item() for image in images}) == 3
+
+
+@pytest.mark.parametrize(
+    ("cls", "hyper"), [(CCSTSite, {"mode": "single", "images": 40}), (ELCFSSite, {"images": 40})]
+)
+def test_groups_share_no_patient_and_are_those_of_every_job(
+    squares: ModuleType, cls: type[BankSite[Any]], hyper: dict[str, Any]
+) -> None:
+    """From overlapping groups of known patients a lead solved each patient's own values."""
+    one = squares.algorithm(cls, **hyper)
+    one.minimum_patients = 5
+    sent = one.described()
+    images = one.site.data.train.images
+    order = sorted(range(12), key=lambda row: one.site.data.train.patients[row])
+    for name, values in sent.items():
+        groups = values.unique(dim=0)
+        assert len(values) == 40 and len(groups) == 2  # of 5 and 7 patients
+        rows = order[:5], order[5:]
+        for group, value in zip(rows, values[:2], strict=True):
+            torch.testing.assert_close(value, each_of(cls, images[group])[name].mean(dim=0))
+    other = squares.algorithm(cls, **{**hyper, "images": 1})
+    other.minimum_patients = 5
+    other.site.seed = 99
+    for name, values in other.described().items():
+        assert torch.equal(values, sent[name][:1])
+
+
+def each_of(cls: type[BankSite[Any]], images: Tensor) -> dict[str, Tensor]:
+    """Entry -> the values of every image."""
+    if cls is ELCFSSite:
+        return {"amplitude": amplitudes(images, 0.1)}
+    mean, deviation = channel_statistics(images)
+    return {"mean": mean, "deviation": deviation}
+
+
+def test_a_patient_counts_once_whatever_its_images(squares: ModuleType) -> None:
+    one = squares.algorithm(CCSTSite, mode="single", images=1)
+    train = one.site.data.train
+    patients = ("p0", *["p1"] * 11)
+    one.site.data = replace(one.site.data, train=replace(train, patients=patients))
+    one.minimum_patients = 2
+    mean, _ = channel_statistics(train.images)
+    expected = (mean[:1] + mean[1:].mean(dim=0)) / 2
+    torch.testing.assert_close(one.described()["mean"], expected)
 
 
 @pytest.mark.parametrize("cls", SITES)

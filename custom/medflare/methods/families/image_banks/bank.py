@@ -6,12 +6,13 @@ request and has no entry in it. Neither has a site that sends zeros (`minimum_pa
 outside ones too, receive the bank.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from numpy.random import RandomState
 from torch import Tensor, nn
 
 from medflare.core.rng import numpy_random_state
@@ -115,18 +116,48 @@ class BankSite(FedAvgSite[B]):
         """The state of `entry`, on the CPU."""
         raise NotImplementedError
 
-    def groups(self, count: int) -> Iterator[Tensor]:
-        """`count` random groups of training images (n, C, ...), each of n different patients.
+    def group_means(self, count: int, describe: Callable[[Tensor], Tensor]) -> Tensor:
+        """`count` means, (count, ...) on the CPU, of what `describe` makes of images (n, C, ...).
 
-        n is `minimum_patients`, at least 1: the mean of a group describes no fewer.
+        Each is of one random image or, with `minimum_patients`, of a group of as many patients.
+        No two groups share a patient, and no setting of a job changes who is in which: from
+        overlapping groups each patient's own values could be solved. Fewer groups than `count` are
+        repeated.
+
+        Args:
+            describe: images (n, C, ...) -> values (n, ...).
         """
         rows = rows_of_patients(self.site.data.train.patients)
-        size = min(max(self.minimum_patients, 1), len(rows))
+        if self.minimum_patients > 1:
+            # Numbers of the job's seed would differ from job to job.
+            random = numpy_random_state(0, self.site.name, "survey")
+            groups = disjoint_groups(sorted(rows), self.minimum_patients)[:count]
+            means = [self._mean_of_patients(rows, group, describe, random) for group in groups]
+            return torch.stack([means[index % len(means)] for index in range(count)])
         random = numpy_random_state(self.site.seed, self.site.name, "survey")
+        values = []
         for _ in range(count):
-            patients = random.choice(list(rows), size, replace=False)
-            drawn = [random.choice(rows[patient]) for patient in patients]
-            yield self.site.take("train", torch.tensor(drawn), random).images
+            (patient,) = random.choice(list(rows), 1, replace=False)
+            drawn = torch.tensor([random.choice(rows[patient])])
+            image = self.site.take("train", drawn, random).images
+            values.append(describe(image).mean(dim=0).cpu())
+        return torch.stack(values)
+
+    def _mean_of_patients(
+        self,
+        rows: Mapping[str, list[int]],
+        patients: Sequence[str],
+        describe: Callable[[Tensor], Tensor],
+        random: RandomState,
+    ) -> Tensor:
+        """The mean over patients of their means over all their images."""
+        means = []
+        for patient in patients:
+            values = []
+            for index in torch.tensor(rows[patient]).split(self.site.batch_size):
+                values.append(describe(self.site.take("train", index, random).images).cpu())
+            means.append(torch.cat(values).mean(dim=0))
+        return torch.stack(means).mean(dim=0)
 
     def round_loss(self, model: FeatureNetwork, round: int) -> Loss:
         """See `batch_loss`."""
@@ -138,6 +169,20 @@ class BankSite(FedAvgSite[B]):
     ) -> Tensor:
         """The loss of a training batch; draws are from `random`, on the CPU."""
         raise NotImplementedError
+
+
+def disjoint_groups(patients: Sequence[str], size: int) -> list[Sequence[str]]:
+    """Groups of `size` patients in their order; a smaller rest joins the last group.
+
+    Examples:
+        >>> disjoint_groups("abcde", 2)
+        ['ab', 'cde']
+        >>> disjoint_groups("a", 2)
+        ['a']
+    """
+    last = max(len(patients) // size - 1, 0) * size
+    groups = [patients[start : start + size] for start in range(0, last, size)]
+    return [*groups, patients[last:]]
 
 
 class BankServer(FedAvgServer[BankServerHyper]):

@@ -95,8 +95,8 @@ class ELCFSSite(BankSite[ELCFSHyper]):
         min_θ  L(x; θ) + L(x'; θ - β ∇L(x; θ))
 
     x' has low-frequency amplitudes mixed with those of an image of another site, λ ~ U(0, 1). As in
-    the authors' code, the inner gradient is a constant. Where `minimum_patients` is above 1, an
-    amplitude is the mean of as many patients' amplitudes.
+    the authors' code, the inner gradient is a constant. With `minimum_patients` an amplitude is the
+    mean of a group of patients, see `group_means`.
     """
 
     accumulates = False
@@ -109,10 +109,8 @@ class ELCFSSite(BankSite[ELCFSHyper]):
     )
 
     def described(self) -> StateDict:
-        window = self.hyper.window
-        groups = self.groups(self.hyper.images)
-        rows = [amplitudes(images, window).mean(dim=0).cpu() for images in groups]
-        return {"amplitude": torch.stack(rows)}
+        describe = partial(amplitudes, window=self.hyper.window)
+        return {"amplitude": self.group_means(self.hyper.images, describe)}
 
     def batch_loss(
         self, network: nn.Module, images: Tensor, targets: Tensor, random: torch.Generator

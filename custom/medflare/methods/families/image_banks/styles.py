@@ -23,6 +23,11 @@ def channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance.sqrt()
 
 
+def stacked_statistics(images: Tensor) -> Tensor:
+    """`channel_statistics` as one tensor (N, 2, C)."""
+    return torch.stack(channel_statistics(images), dim=1)
+
+
 def normalised(images: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
     """(x - μ) / σ (FedRDN) of images (N, C, ...), with statistics (C,) or (N, C)."""
     shape = (-1, images.shape[1], *[1] * (images.ndim - 2))
@@ -137,8 +142,8 @@ class CCSTSite(BankSite[CCSTHyper]):
     Each image gets K styles of different sites; that of its site leaves it as it is. Published:
     AdaIN of the features of a pretrained VGG network, with a pretrained decoder, once before
     training. Here AdaIN changes the images themselves, so that a style is brightness and contrast
-    by channel, without texture; and the sites are drawn for every batch. Where `minimum_patients`
-    is above 1, a single style is the mean of as many patients' styles.
+    by channel, without texture; and the sites are drawn for every batch. With `minimum_patients` a
+    single style is the mean of a group of patients, see `group_means`.
     """
 
     entry = TensorSpec(
@@ -155,9 +160,8 @@ class CCSTSite(BankSite[CCSTHyper]):
             mean = means.mean(dim=0)
             square = (deviations.square() + (means - mean).square()).mean(dim=0)
             return {"mean": mean[None], "deviation": square.sqrt()[None]}
-        groups = self.groups(self.hyper.images)
-        styles = [torch.stack(channel_statistics(images)).mean(dim=1).cpu() for images in groups]
-        mean, deviation = torch.stack(styles, dim=1)
+        styles = self.group_means(self.hyper.images, stacked_statistics)
+        mean, deviation = styles.unbind(dim=1)
         return {"mean": mean, "deviation": deviation}
 
     def batch_loss(
