@@ -286,6 +286,15 @@ class TestFedAWA:
         assert made.weights["C"] < first["C"] / (first["A"] + first["C"])
         assert made.record.keys() == {"A", "B", "C"}
 
+    def test_no_settings_make_the_mean_one_site(self) -> None:
+        with pytest.raises(ConfigError, match="eta"):
+            get_method("fedawa").check({"server": {"eta": 1e5}})
+        made = aggregation("fedawa", steps=100, eta=1.0)
+        two = models([2.0, 1.0], [0.0, 1.1])
+        for round in range(9):
+            made.shared(two, round, previous(1.0, 1.0))
+        assert max(made.weights.values()) < 0.9
+
     def test_one_site_and_equal_models(self) -> None:
         assert aggregation("fedawa").shared(models([2.0]), 0, previous(1.0))["w"].item() == 2.0
         made = aggregation("fedawa")
@@ -334,19 +343,28 @@ class TestFedPIDAvg:
         assert actual["B"] == pytest.approx(0.45 * 0.25 + 0.45 * 0.75 + 0.1 * 0.6)
 
     def test_drops_are_those_of_a_site_and_a_rise_is_none(self) -> None:
-        made = aggregation("fets_pid", alpha=0.0, gamma=0.0)
+        made = aggregation("fets_pid", alpha=0.25, beta=0.75, gamma=0.0)
         made.shared(models([1.0], [1.0], [1.0], loss=[1.0, 1.0, 1.0]), 0, previous(0.0))
         assert made.weights == pytest.approx(dict.fromkeys("ABC", 1 / 3)), "no drop: FedAvg"
         made = again(made)
         made.shared(models([1.0], [1.0], [1.0], loss=[0.9, 0.7, 1.5]), 1, previous(0.0))
-        assert made.weights == pytest.approx({"A": 0.25, "B": 0.75, "C": 0.0})
+        images = 0.25 / 3
+        drops = {"A": 0.25, "B": 0.75, "C": 0.0}
+        expected = {site: images + 0.75 * drop for site, drop in drops.items()}
+        assert made.weights == pytest.approx(expected)
 
     def test_the_sum_is_that_of_five_costs(self) -> None:
-        made = aggregation("fets_pid", alpha=0.0, beta=0.0, gamma=1.0)
+        made = aggregation("fets_pid", alpha=0.25, beta=0.0, gamma=0.75)
         for round in range(7):
             made.shared(models([1.0], [1.0], loss=[float(round), 2.0]), round, previous(0.0))
         assert made.record["A"] == [2.0, 3.0, 4.0, 5.0, 6.0]
-        assert made.weights["A"] == pytest.approx(20 / 30)
+        assert made.weights["A"] == pytest.approx(0.25 / 2 + 0.75 * 20 / 30)
+
+    @pytest.mark.parametrize("hyper", [{"alpha": 0.0}, {"beta": 1e9}, {"gamma": 3.0}])
+    def test_no_setting_leaves_out_the_images(self, hyper: dict[str, float]) -> None:
+        """Else the model of a round is that of the only site whose cost fell."""
+        with pytest.raises(ConfigError, match="alpha must be at least"):
+            get_method("fets_pid").check({"server": hyper})
 
     @pytest.mark.parametrize("loss", [None, math.nan])
     def test_without_losses_it_is_fedavg(self, loss: float | None) -> None:

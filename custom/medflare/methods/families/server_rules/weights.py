@@ -9,6 +9,7 @@ from torch import Tensor
 from medflare.core.states import cosines
 from medflare.methods import (
     LOSS,
+    ConfigError,
     FedAvgServer,
     FedAvgServerHyper,
     StateDict,
@@ -27,6 +28,8 @@ from medflare.methods.families.server_rules.rule import (
 )
 
 _NEAR = 1e-12  # distances below this count as equal
+_FURTHEST = 1.0  # FedAWA's t stays so near to log n_k: two weights change by a factor e^2 at most
+_LEAST_IMAGES = 0.2  # FedPIDAvg's term of the images, as a share of all three
 _MEMORY = 5  # costs in FedPIDAvg's sum
 
 
@@ -69,7 +72,7 @@ class FedAWAHyper(FedAvgServerHyper):
         1, "optimizer steps of the weights a round; 0: FedAvg", source="authors' code", low=0
     )
     eta: float = param(
-        0.001, "learning rate of the weights", symbol="η", source="authors' code", low=0
+        0.001, "learning rate of the weights", symbol="η", source="authors' code", low=0, high=1
     )
 
 
@@ -95,7 +98,8 @@ class OptimizedWeights(ReweightedMean):
     """The mean with weights p that steps of Adam on t have optimized.
 
     Adam's settings and one step a round are those of the authors' code. Unlike there, t starts at
-    log n_k, so that p starts at n_k/n, and the weights are those after the step. `record` holds t.
+    log n_k, so that p starts at n_k/n, and the weights are those after the step. t stays near
+    log n_k, so that no number of rounds gives one site nearly all weight. `record` holds t.
     """
 
     def weigh(self, models: Models, round: int, previous: StateDict) -> Weights:
@@ -104,15 +108,18 @@ class OptimizedWeights(ReweightedMean):
         cosine = cosines(inner_products([*parts, previous], zeros))[-1, :-1]
         vectors = inner_products(parts, previous)
         shares = self.shares(models)
-        start = [self.record.get(site, math.log(share)) for site, share in shares.items()]
+        images = {site: math.log(share) for site, share in shares.items()}
+        start = [self.record.get(site, usual) for site, usual in images.items()]
         logits = torch.tensor(start, dtype=torch.float64, requires_grad=True)
         optimizer = torch.optim.Adam([logits], lr=self.hyper.eta, betas=(0.5, 0.999))
         for _ in range(self.hyper.steps):
             loss = alignment_loss(logits, vectors, cosine)
             (logits.grad,) = torch.autograd.grad(loss, [logits])
             optimizer.step()
-        self.record |= dict(zip(shares, logits.tolist(), strict=True))
-        return dict(zip(shares, logits.softmax(dim=0).tolist(), strict=True))
+        usual = torch.tensor(list(images.values()), dtype=torch.float64)
+        near = logits.detach().clamp(usual - _FURTHEST, usual + _FURTHEST)
+        self.record |= dict(zip(shares, near.tolist(), strict=True))
+        return dict(zip(shares, near.softmax(dim=0).tolist(), strict=True))
 
 
 class FedAWAServer(FedAvgServer[FedAWAHyper]):
@@ -128,6 +135,12 @@ class FetsPIDHyper(FedAvgServerHyper):
     alpha: float = param(0.45, "share of the images", symbol="α", low=0)
     beta: float = param(0.45, "share of the drop of the cost", symbol="β", low=0)
     gamma: float = param(0.1, "share of the sum of costs", symbol="γ", low=0)
+
+    def __post_init__(self) -> None:
+        """With too little weight of the images, the model is that of the only site with a drop."""
+        total = self.alpha + self.beta + self.gamma
+        if self.alpha < _LEAST_IMAGES * total:
+            raise ConfigError(f"alpha must be at least {_LEAST_IMAGES:g} of alpha + beta + gamma")
 
 
 def pid_weights(images: Weights, drops: Weights, sums: Weights, hyper: FetsPIDHyper) -> Weights:
