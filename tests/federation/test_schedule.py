@@ -182,6 +182,8 @@ def test_no_site_counts_for_more_than_its_share() -> None:
     for rules, counts in ((None, 10**9), (Rules(max_client_weight=0.5), 24)):
         federation = run(Sites(spoil=lie), rounds=1, rules=rules)
         assert federation.outcome.history[0]["sites"]["B"]["n_samples"] == counts
+        most = rules.max_client_weight if rules else None
+        assert federation.server.aggregation.max_client_weight == most
         warnings = federation.events.of("warning")
         (share,) = [event["message"] for event in warnings if event["site"] == "B"]
         assert "has 100% of all training images" in share

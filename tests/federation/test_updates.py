@@ -5,7 +5,8 @@ import torch
 
 from medflare.core.message import Message
 from medflare.core.specs import StateSpec
-from medflare.federation.update_validation.updates import Validated, capped, validate_replies
+from medflare.federation.update_validation.updates import Validated, validate_replies
+from medflare.methods.aggregation import capped
 
 WEIGHTS = {"w": torch.ones(4)}
 ALONG = torch.tensor([0.1, 0.1, 0.0, 0.0])

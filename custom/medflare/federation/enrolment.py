@@ -28,7 +28,7 @@ from medflare.federation.protocol import (
     VERSIONS,
 )
 from medflare.federation.settings import ENROL
-from medflare.federation.update_validation.updates import capped
+from medflare.methods.aggregation import capped
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.parts.measured import N_SAMPLES
 from medflare.tasks.config import TaskConfig

@@ -48,10 +48,10 @@ from medflare.federation.settings import CROSS_SITE, FINALIZE, Rules
 from medflare.federation.update_validation.drift import DriftMemory
 from medflare.federation.update_validation.updates import (
     Validated,
-    capped,
     drop_invalid_metrics,
     validate_replies,
 )
+from medflare.methods.aggregation import capped
 from medflare.methods.base import ServerAlgorithm, Step
 from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
 from medflare.methods.parts.selection import FEW_IMAGES, images_behind, plateau
@@ -83,6 +83,7 @@ class Federation:
 
     def __post_init__(self) -> None:
         self._context = self.server.context
+        self.server.aggregation.max_client_weight = self.rules.max_client_weight
         self._transport = Transport(self.exchange, self.outcome)
         self._network = StateSpec.like(self._context.plan.template(), "").tensors.items()
         self.drift = DriftMemory(self._context.seed)

@@ -27,9 +27,8 @@ class Rules:
     Attributes:
         min_sites: usable replies that a step needs; None: two, or one in a federation of one.
         sites_per_round: inside sites drawn for a round; None: all.
-        max_client_weight: maximum fraction of all training images that one site counts for; rules
-            with weights of their own (geometric, grace, sha, feddag, ida, fednova, fedawa, fedce,
-            feddg_ga, fets_pid) may exceed it. None: no maximum.
+        max_client_weight: maximum fraction of all training images, and of a rule's weights, that
+            one site counts for; geometric, grace, sha and feddag may exceed it. None: no maximum.
         outlier_policy: an update against all others is "used", with an event, or "rejected".
         patience: training stops after so many rounds in which no validated model became better by
             the median over the sites (see `parts.selection.plateau`); the best round is used in any

@@ -61,18 +61,45 @@ def site_models(replies: Mapping[str, Message], entry: TensorSpec) -> dict[str, 
     return models
 
 
+def capped(samples: Mapping[str, float], most: float) -> dict[str, float]:
+    """Counts, the largest lowered so that no site has more than the fraction `most` of their sum.
+
+    Args:
+        samples: site -> training images, none of them 0.
+        most: if it is below 1/K, which not all sites can meet, all get the smallest count.
+
+    Examples:
+        >>> capped({"A": 98.0, "B": 1.0, "C": 1.0}, 0.5)
+        {'A': 2.0, 'B': 1.0, 'C': 1.0}
+        >>> capped({"A": 100.0, "B": 100.0, "C": 1.0}, 0.25)
+        {'A': 1.0, 'B': 1.0, 'C': 1.0}
+    """
+    if not samples or most * len(samples) <= 1:
+        return dict.fromkeys(samples, min(samples.values(), default=0.0))
+    rest = float(sum(samples.values()))
+    limit = most * rest
+    for lowered, count in enumerate(sorted(samples.values(), reverse=True)):
+        limit = most * rest / (1 - lowered * most)  # the limit, if so many sites are at it
+        if count <= limit:
+            break
+        rest -= count
+    return {site: min(count, limit) for site, count in samples.items()}
+
+
 class Aggregation(ABC, Generic[V]):
     """The formula of a server algorithm, whose hyper-parameters it takes.
 
     Attributes:
         rounds: of the federation, for formulas with a schedule; None if unknown.
         weights: site -> its weight in the last call, for the record; may stay empty.
+        max_client_weight: of the federation (`federation.settings.Rules`); None: no maximum.
     """
 
     def __init__(self, hyper: V):
         self.hyper = hyper
         self.rounds: int | None = None
         self.weights: dict[str, float] = {}
+        self.max_client_weight: float | None = None
 
     def prepare(self, task: TaskConfig, rounds: int) -> None:
         """Gives task and rounds to the formula; not called under FLARE's own workflows."""

@@ -505,6 +505,37 @@ def first_weights(squares: ModuleType, method: Any) -> dict[str, float]:
     return weights
 
 
+class TestMaxClientWeight:
+    """Reported numbers of one site would give it nearly all weight."""
+
+    def test_a_false_cost_does_not_exceed_it(self) -> None:
+        made = aggregation("fets_pid")
+        for round in range(2):
+            losses = [1.0, 1e12 / 10**round, 1.0]
+            made.shared(models([1.0], [5.0], [1.0], loss=losses), round, previous(0.0))
+        assert made.weights["B"] > 0.6
+        made = aggregation("fets_pid")
+        made.max_client_weight = 0.4
+        for round in range(2):
+            losses = [1.0, 1e12 / 10**round, 1.0]
+            made.shared(models([1.0], [5.0], [1.0], loss=losses), round, previous(0.0))
+        assert made.weights == pytest.approx({"A": 0.3, "B": 0.4, "C": 0.3})
+
+    def test_false_metrics_do_not_exceed_it(self) -> None:
+        made = aggregation("feddg_ga")
+        made.max_client_weight = 0.4
+        made.record = {"weights": {"A": 0.05, "B": 0.9, "C": 0.05}, "metrics": {}}
+        made.shared(models([1.0], [5.0], [1.0]), 1, previous(0.0))
+        assert made.weights == pytest.approx({"A": 0.3, "B": 0.4, "C": 0.3})
+
+    def test_weights_of_zero_for_the_others_are_fedavgs(self) -> None:
+        made = aggregation("feddg_ga")
+        made.max_client_weight = 0.4
+        made.record = {"weights": {"A": 0.0, "B": 1.0, "C": 0.0}, "metrics": {}}
+        made.shared(models([1.0], [5.0], [1.0]), 1, previous(0.0))
+        assert made.weights == pytest.approx(dict.fromkeys("ABC", 1 / 3))
+
+
 class TestAllRules:
     @pytest.mark.parametrize("name", RULES)
     def test_resumed_from_disk_after_every_step(

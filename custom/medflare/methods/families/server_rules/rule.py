@@ -17,7 +17,7 @@ from medflare.methods import (
     states_of,
     strict_dataclass,
 )
-from medflare.methods.aggregation import Models
+from medflare.methods.aggregation import Models, capped
 from medflare.networks.catalogue import meta_network
 
 Weights: TypeAlias = dict[str, float]
@@ -36,7 +36,8 @@ class ReweightedMean(WeightedMean):
     """The weighted mean with the weights of `weigh`, changed by `moved`.
 
     It is FedAvg's mean if there is no previous model (local parts, the first round of FLARE's own
-    workflows). The weights are FedAvg's if `weigh` gives 0 for all sites.
+    workflows). The weights are FedAvg's if `weigh` gives 0 for all sites, or for so many that the
+    others would have more than `max_client_weight`.
 
     Attributes:
         trained: names of the trained entries; None without a task: all floating ones.
@@ -78,12 +79,21 @@ class ReweightedMean(WeightedMean):
         if previous is not None:
             weighed = self.weigh(models, round, previous)
             if any(weighed.values()):
-                weights = weighed
+                weights = self._limited(weighed) or weights
         self.weights = fractions(weights)
         mean = self.combined(states_of(models), weights, previous)
         if previous is None:
             return mean
         return {**mean, **self.moved(self.trained_part(mean), models, previous)}
+
+    def _limited(self, weights: Weights) -> Weights:
+        """The weights, the largest lowered to `max_client_weight`; empty if that leaves none."""
+        shares = fractions(weights)
+        most = self.max_client_weight
+        if most is None or max(shares.values()) <= most:
+            return weights
+        limited = capped(shares, most)
+        return limited if any(limited.values()) else {}
 
     def pack(self, message: Message) -> None:
         message.meta["rule"] = self.record
