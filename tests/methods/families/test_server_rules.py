@@ -14,6 +14,7 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict, weighted_mean
 from medflare.federation.preflight import check_run
 from medflare.methods.aggregation import SiteModel
+from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
 from medflare.methods.families.server_rules import fedlws, fednova, fedopt, rule, validated, weights
 from medflare.methods.fedavg.server import FedAvgServer
@@ -204,6 +205,36 @@ class TestFedNova:
         site_class = extended(OwnLoop, server.site_extension)
         with pytest.raises(ConfigError, match="count"):
             squares.federation(site_class, server, rounds=1)
+
+    def server(self, squares: ModuleType, task: Any) -> Any:
+        """Of one round."""
+        method = get_method("fednova")
+        algorithms = squares.algorithms(method.site_class, task, server_class=method.server_class)
+        return squares.server(method.server_class, task, 1, outside=(), algorithms=algorithms)
+
+    @pytest.mark.parametrize(("claimed", "counted"), [(2**53, 24), (1, 4), (4, 4), (24, 24)])
+    def test_a_false_number_of_steps_is_changed(
+        self, squares: ModuleType, claimed: int, counted: int
+    ) -> None:
+        """12 images, two epochs: 4 steps in batches of 6, 24 in batches of 1."""
+        server = self.server(squares, squares.task(local_epochs=2))
+        replies = {}
+        for site in "ABC":
+            meta = {"n_samples": 12, "steps": claimed if site == "B" else 4, "validation": {}}
+            replies[site] = Message({"model": squares.start()}, meta)
+        server.aggregate(Step("train", 0), replies)
+        assert replies["B"].meta["steps"] == counted
+        warned = [event["site"] for event in server.context.events.of("warning")]
+        assert warned == ["B"] * (claimed != counted)
+        squares.assert_close(server.model, squares.start())  # no NaN
+
+    def test_a_site_of_unknown_images_counts_as_the_others(self, squares: ModuleType) -> None:
+        server = self.server(squares, squares.SEGMENTATION)
+        del server.context.site_counts["B"]["n"]["train"]
+        meta = {"n_samples": 12, "steps": 2, "validation": {}}
+        replies = {site: Message({"model": squares.start()}, dict(meta)) for site in "ABC"}
+        server.aggregate(Step("train", 0), replies)
+        assert "steps" not in replies["B"].meta and replies["A"].meta["steps"] == 2
 
     def test_sites_with_other_numbers_of_steps(self, squares: ModuleType) -> None:
         counts = {"B": (3, 4, 5)}

@@ -66,6 +66,10 @@ class FedAvgSiteHyper(SiteHyper):
         False, "start every round with a fresh optimizer; false keeps its moments at the site"
     )
 
+    def passes(self, local_epochs: int) -> int:
+        """Epochs of the shared model in a round of a task with so many local epochs."""
+        return local_epochs
+
 
 @strict_dataclass
 class FedAvgHyper(PrivacyHyper, FedAvgSiteHyper):

@@ -39,6 +39,10 @@ class FedRepHyper(FedAvgSiteHyper):
         low=0,
     )
 
+    def passes(self, local_epochs: int) -> int:
+        body_epochs = local_epochs if self.body_epochs is None else self.body_epochs
+        return self.head_epochs + body_epochs
+
 
 class FedRepSite(PartialSite[FedRepHyper]):
     """Keeps the network's head; trains the head, then the body."""

@@ -22,12 +22,15 @@ from medflare.methods import (
     FedAvgSite,
     Message,
     MetaSpec,
+    Replies,
     StateDict,
+    Step,
     TaskConfig,
     count,
     extends,
 )
 from medflare.methods.families.server_rules.rule import Models, ReweightedMean, Weights, fractions
+from medflare.privacy.settings import is_private
 
 T = TypeVar("T")
 
@@ -128,3 +131,39 @@ class FedNovaServer(FedAvgServer[FedAvgServerHyper]):
     site_algorithm = FedAvgSite
     site_extension = CountingSite
     aggregation_class = NormalizedMean
+
+    def aggregate_models(self, step: Step, replies: Replies) -> None:
+        """FedAvg's step; a number of steps that the site cannot have taken is changed first.
+
+        A false one would make its update the longest of all, or give it nearly all weight.
+        """
+        for site, reply in replies.items():
+            steps = reply.get(STEPS)
+            possible = self._possible_steps(site)
+            if steps is None or (possible is not None and steps in possible):
+                continue
+            del reply.meta[STEPS.name]
+            counts = "the others' mean number"
+            if possible is not None:
+                reply[STEPS] = min(max(steps, possible[0]), possible[-1])
+                counts = f"{reply[STEPS]}"
+            text = f"cannot have taken {steps} steps with its images; {counts} counts"
+            self.context.warn(text, site=site, round=step.round)
+        super().aggregate_models(step, replies)
+
+    def _possible_steps(self, site: str) -> range | None:
+        """The steps of a round at a site, at the batch sizes that it may choose; None: unknown.
+
+        With fp16 steps are skipped, and with DP-SGD patients are drawn: then the fewest are 1.
+        """
+        task = self.context.task
+        hyper = self.context.plan.site_hyper
+        images = self.context.site_counts.get(site, {}).get("n", {}).get("train")
+        if not images:
+            return None
+        samples = images * task.patches_per_image
+        passes = hyper.passes(task.local_epochs)
+        fewest = 1
+        if task.precision != "fp16" and not is_private(hyper):
+            fewest = passes * max(1, samples // (task.batch_size * task.accumulate))
+        return range(fewest, passes * samples + 1)
