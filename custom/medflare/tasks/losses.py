@@ -111,7 +111,16 @@ def monai_losses() -> Json:
     return classes
 
 
-_MOST_GAMMA = 10  # Lin et al. try 0 to 5
+# Numbers of MONAI's losses outside these ranges can leave the gradient to a single image.
+# Published: gamma 0 to 5 (Lin et al.), 0.1 to 0.9 (unified focal loss), alpha 2 (Karimi et al.).
+_RANGES = {
+    "gamma": (0, 10),
+    "alpha": (0, 2),
+    "beta": (0, 2),
+    "smooth_nr": (0, 1),
+    "smooth_dr": (0, math.inf),
+}
+_MOST_UNIFIED_GAMMA = 1
 
 
 class MonaiLoss(nn.Module):
@@ -136,12 +145,15 @@ class MonaiLoss(nn.Module):
         for argument in values.keys() - inspect.signature(cls).parameters:
             del values[argument]
         values.update(arguments)
-        gamma = values.get("gamma", 0)
-        if isinstance(gamma, int | float) and gamma > _MOST_GAMMA:
-            raise ConfigError(
-                f"loss {name}: gamma {gamma:g} would leave the gradient to a single image; "
-                f"take at most {_MOST_GAMMA}"
-            )
+        for argument, (low, high) in _RANGES.items():
+            if name == "AsymmetricUnifiedFocalLoss" and argument == "gamma":
+                high = _MOST_UNIFIED_GAMMA
+            value = values.get(argument, low)
+            if isinstance(value, int | float) and not low <= value <= high:
+                raise ConfigError(
+                    f"loss {name}: {argument} {value:g} could leave the gradient to a single "
+                    f"image; take {low} to {high:g}"
+                )
         if isinstance(values.get("weight"), list):
             values["weight"] = torch.tensor(values["weight"], dtype=torch.float32)
         self._loss = cls(**values)
