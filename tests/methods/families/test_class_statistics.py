@@ -1,5 +1,6 @@
 """Statistics by class: each formula against NumPy, torch or scikit-learn, and what small or absent classes do."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,9 @@ from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.federation.local.loop import run_local
 from medflare.federation.suppression import Suppression
+from medflare.methods import copied_state
 from medflare.methods.base import Step
+from medflare.methods.catalogue import get_method
 from medflare.methods.families.class_statistics.fed_gaussian import (
     GAUSSIANS,
     FedGaussianServer,
@@ -423,3 +426,45 @@ def test_statistics_that_cannot_be_solved_change_nothing(squares: ModuleType) ->
     server.aggregate(step, {"A": reply})
     assert_bits(server.model, squares.start(), squares)
     assert server.context.events.of("warning")
+
+
+# -- suppression -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["prr", "fedproto", "fed_gaussian", "ridge"])
+@pytest.mark.parametrize("shown", [1, 5])
+def test_patients_are_counted_at_the_resolution_of_the_features(
+    squares: ModuleType, name: str, shown: int
+) -> None:
+    """All 12 patients have the class 2, but not all at a position of the features, which are at
+    every eighth pixel: the row would be that of one patient."""
+    network = {"name": "AutoEncoder", "channels": [4, 8], "strides": [8, 2], "norm": "instance"}
+    task = squares.task(
+        network={**network, "up_kernel_size": 1},
+        target="multiclass",
+        labels=["background", "square", "corner"],
+        size=[32, 32],
+    )
+    method = get_method(name)
+    one = squares.algorithm(method.site_class, "A", task, server_class=method.server_class)
+    targets = torch.zeros_like(one.site.data.train.targets)
+    targets[:, :16, :16] = 1
+    targets[:, 17, 19] = 2
+    targets[:shown, 24, 24] = 2
+    train = replace(one.site.data.train, targets=targets)
+    one.site.data = replace(one.site.data, train=train)
+    server = squares.server(method.server_class, task, algorithms={"A": one}, outside=())
+    one.minimum_patients = 5
+    if name == "fed_gaussian":
+        start = copied_state(one.site.network())
+        request = Message({"model": start}, {"selected_round": 0})
+        reply = one.perform("class_statistics", 1, request)
+    else:
+        reply = one.perform("train", 0, server.configure(Step("train", 0), "A"))
+    (state,) = (state for entry, state in reply.states.items() if entry != "model")
+    for tensor in state.values():
+        if name == "ridge":
+            assert tensor.any() == (shown == 5)
+            continue
+        assert tensor[:2].any(), "other classes are sent"
+        assert tensor[2].any() == (shown == 5)

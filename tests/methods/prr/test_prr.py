@@ -1,6 +1,7 @@
 """PRR on small generated images: rounds, losses and prototypes, aggregation, ablations, absent sites, final models."""
 
 import math
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -484,6 +485,31 @@ def test_labels_are_resized_to_the_feature_map() -> None:
     assert collected.state()["prototypes"].flatten().tolist() == [2.0, 5.0] and collected.state()[
         "present"
     ].tolist() == [True, True]
+
+
+@pytest.mark.parametrize("shown", [1, 5])
+def test_a_class_that_few_patients_show_in_training_is_not_sent(shown: int) -> None:
+    """Counted in the batches of the round, as patches may show fewer than the masks do."""
+    algorithms = squares.algorithms(PRRSite, MULTICLASS)
+    one = algorithms["A"]
+    one.minimum_patients = 5
+    train = one.site.data.train
+    targets = train.targets.clamp(max=1)
+    targets[:shown, 0, 0] = 2
+    one.site.data = replace(one.site.data, train=replace(train, targets=targets))
+    server = server_of(algorithms)
+    for round in range(2):
+        step = Step("train", round)
+        replies = {}
+        for name, algorithm in algorithms.items():
+            replies[name] = algorithm.perform("train", round, server.configure(step, name))
+        server.aggregate(step, replies)
+        sent = replies["A"].states["prototypes"]
+        assert sent["present"].tolist() == [True, True, shown == 5]
+        assert sent["prototypes"][2].any() == (shown == 5)
+    assert one.prototypes["prototypes"][2].any(), "the site itself uses it"
+    assert ("corner" in replies["A"].meta["gamma"]) == (shown == 5)
+    assert ("corner" in replies["A"].meta["gammas"]) == (shown == 5)
 
 
 @cache

@@ -3,10 +3,11 @@
 Only the deputy, without batch normalisation, leaves the site.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medflare.core.specs import models
 from medflare.inference.deployed import KEPT
@@ -38,7 +39,13 @@ from medflare.methods import (
 from medflare.methods.prr.formulas import better_model
 from medflare.methods.prr.fourier import without_rule
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
-from medflare.methods.prr.transfer import SitePrototypes, Supervision, Transfer, prototype_width
+from medflare.methods.prr.transfer import (
+    SitePrototypes,
+    Supervision,
+    Transfer,
+    prototype_width,
+    without_rows,
+)
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.classes import class_names
 
@@ -128,6 +135,8 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
     personal = PersistentState("personal")  # P_k, None before the first training
     normalisation = PersistentState("normalisation")  # the deputy's
     prototypes = PersistentState("prototypes")
+    # {"few": (G C,)}: classes that fewer than `minimum_patients` patients show in `prototypes`
+    few = PersistentState("few")
 
     def __init__(self, site: Site, plan: Plan[PRRSiteHyper, Any]):
         super().__init__(site, plan)
@@ -186,6 +195,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
             measure=self.validation,
             width=self.width,
             prototypes=self.prototypes or {},
+            minimum_patients=self.minimum_patients,
         )
         loss = transfer.run(round, validation)
         trained = copied_state(deputy)
@@ -195,8 +205,14 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         entries = {DEPUTY: self.part.shared(trained), STAGES: transfer.stages}
         reply = self.reply(entries, loss=loss, validation=validation)
         if self.hyper.refines:
+            before = [self.few["few"]] if self.few else []
+            few = [*before, *transfer.few]
             reply[PROTOTYPES] = transfer.prototypes
-            self._add_gammas(reply, transfer)
+            if transfer.few:
+                self.few = {"few": few[-1]}
+                reply[PROTOTYPES] = without_rows(transfer.prototypes, few[-1])
+            # γ is of the prototypes of the epoch before.
+            self._add_gammas(reply, transfer, few[:-1])
         if self.hyper.retrogress:
             reply[TRAINED] = self._validation(personal, deputy)
         return reply
@@ -209,12 +225,15 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         totals = torch.tensor(incoming[CLASS_TOTALS])
         return Supervision(self.site, self.hyper, totals, prototypes)
 
-    def _add_gammas(self, reply: Message, transfer: Transfer) -> None:
-        """The curves of γ by class, if there are any."""
+    def _add_gammas(self, reply: Message, transfer: Transfer, few: Sequence[Tensor]) -> None:
+        """The curves of γ by class, if there are any; none of a class in one of `few`."""
         if not transfer.gammas:
             return
         names = [name for group in class_names(self.site.task) for name in group]
         curves = dict(zip(names, torch.stack(transfer.gammas, dim=1).tolist(), strict=True))
+        for hidden in few:
+            for row in hidden.nonzero().flatten().tolist():
+                curves.pop(names[row], None)
         reply[GAMMA] = {name: curve[-1] for name, curve in curves.items()}
         reply[GAMMAS] = curves
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from medflare.data.loading import Batch
 from medflare.methods import (
     FeatureNetwork,
     Site,
@@ -101,23 +102,72 @@ def totals_of_site(site: Site) -> Tensor:
 prototype_width = feature_width
 
 
+class PatientsOfClasses:
+    """Which patients show each class in the images and at the positions of some statistics.
+
+    They can be fewer than those with the class in their masks, which small-cell suppression counts:
+    features have a lower resolution, and patches are parts of images.
+
+    Args:
+        patients: of every row of the split.
+    """
+
+    def __init__(self, patients: Sequence[str]):
+        self._patients = patients
+        self._shown: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, labels: Tensor, classes: int, rows: Tensor) -> None:
+        """A batch: class indices (G, N, P) of rows (N,) of the split."""
+        shown = [(labels == number).any(dim=2) for number in range(classes)]
+        self._shown.append((rows, torch.stack(shown, dim=1).flatten(0, 1)))
+
+    def few(self, minimum: int) -> Tensor:
+        """(G C,) whether patients show the class, but fewer than `minimum`."""
+        counts = []
+        for by_batch in zip(*(shown.cpu() for _, shown in self._shown), strict=True):
+            rows = [rows[images] for (rows, _), images in zip(self._shown, by_batch, strict=True)]
+            counts.append(len({self._patients[row] for row in torch.cat(rows).tolist()}))
+        return torch.tensor([0 < count < minimum for count in counts], dtype=torch.bool)
+
+
+def without_rows(state: StateDict, hidden: Tensor) -> StateDict:
+    """The state with zeros in the rows (K,) that are hidden."""
+    changed = {}
+    for name, tensor in state.items():
+        changed[name] = tensor.clone()
+        changed[name][hidden] = 0
+    return changed
+
+
 class SitePrototypes:
     """Local prototypes f^(k) of every class (PRR, Eq. 10).
 
     Collected batch by batch from the personal model's embeddings.
+
+    Args:
+        patients: of every training image, to count those who show a class; None: not counted.
     """
 
-    def __init__(self, task: TaskConfig, width: int, device: torch.device | str):
+    def __init__(
+        self,
+        task: TaskConfig,
+        width: int,
+        device: torch.device | str,
+        patients: Sequence[str] | None = None,
+    ):
         self.task = task
+        self.patients = None if patients is None else PatientsOfClasses(patients)
         groups, classes = groups_and_classes(task)
         self._means = [formulas.PrototypeMean(classes, width, device) for _ in range(groups)]
 
-    def add(self, features: Tensor, targets: Tensor) -> None:
-        """Adds a batch: features (N, D) or (N, D, ...).
+    def add(self, features: Tensor, targets: Tensor, rows: Tensor | None = None) -> None:
+        """Adds a batch: features (N, D) or (N, D, ...), and the rows (N,) of the training images.
 
         Label maps are resized to the feature map (nearest).
         """
         targets = class_targets(at_positions(targets, features), self.task)
+        if self.patients is not None and rows is not None:
+            self.patients.add(targets, groups_and_classes(self.task)[1], rows)
         for mean, labels in zip(self._means, targets, strict=True):
             mean.add(features, labels)
 
@@ -225,7 +275,9 @@ class Transfer:
         prototypes: the site's own of the round before, empty at the start; `run` updates them every
             epoch.
         stages: of every epoch; empty if DET is off.
+        minimum_patients: see `few`.
         gammas: (G C,) γ of every epoch; empty without refinement.
+        few: (G C,) by epoch, which classes fewer than `minimum_patients` patients showed in it.
     """
 
     site: Site
@@ -238,6 +290,8 @@ class Transfer:
     prototypes: StateDict
     stages: list[int] = field(default_factory=list)
     gammas: list[Tensor] = field(default_factory=list)
+    minimum_patients: int = 0
+    few: list[Tensor] = field(default_factory=list)
 
     @property
     def _single(self) -> bool:
@@ -268,8 +322,9 @@ class Transfer:
             collected = self._begin_epoch(validation)
             for model in models:
                 model.train()
-            for images, targets, _ in batches:
-                losses = self._losses(images, targets, collected)
+            for batch in batches:
+                images = batch.images
+                losses = self._losses(batch, collected)
                 for stepping, loss in zip(steps, losses, strict=True):
                     stepping.backward(loss, len(images))
                 losses_of_personal.append(losses[0].detach())
@@ -278,6 +333,8 @@ class Transfer:
                 stepping.finish()
             if collected is not None:
                 self.prototypes = copy_state(collected.state())
+                if collected.patients is not None:
+                    self.few.append(collected.patients.few(self.minimum_patients))
         return weighted_sum(losses_of_personal, sizes) / sum(sizes)
 
     def _begin_epoch(self, validation: dict[str, float | None]) -> SitePrototypes | None:
@@ -294,7 +351,8 @@ class Transfer:
         self.supervision.refine(self.prototypes.get("prototypes"))
         if self.supervision.gamma is not None:
             self.gammas.append(self.supervision.gamma.flatten())
-        return SitePrototypes(self.site.task, self.width, self.site.device)
+        patients = self.site.data.train.patients if self.minimum_patients > 1 else None
+        return SitePrototypes(self.site.task, self.width, self.site.device, patients)
 
     def _stage(self, stage: int, validation: dict[str, float | None]) -> int:
         """The stage of the coming epoch; `stage` is the last one, 0 at the start of a round."""
@@ -316,13 +374,12 @@ class Transfer:
             return min(following, formulas.EXCHANGE)
         return following
 
-    def _losses(
-        self, images: Tensor, targets: Tensor, collected: SitePrototypes | None
-    ) -> list[Tensor]:
+    def _losses(self, batch: Batch, collected: SitePrototypes | None) -> list[Tensor]:
         """[L_P, L_D] of a batch (Eq. 5-6), or [L_sup] of the only model."""
+        images, targets, rows = batch
         features, logits = self.personal.features_and_output(images)
         if collected is not None:
-            collected.add(features, targets)
+            collected.add(features, targets, rows)
         loss_p = self.supervision(logits, targets)
         if self._single:
             return [loss_p]

@@ -127,7 +127,8 @@ class FedGaussianSite(LinearHeadSite, FedAvgSite[FedAvgSiteHyper]):
     @phase(request=(MODEL,), request_meta=(SELECTED_ROUND,), reply=GAUSSIANS, meta=MEASURED)
     def class_statistics(self, round: int, incoming: Message) -> Message:
         """Means and covariances of the selected model's features."""
-        local, covariances = class_moments(self.site, self.network("model", incoming[MODEL]))
+        model = self.network("model", incoming[MODEL])
+        local, covariances = class_moments(self.site, model, self.minimum_patients)
         return self.reply({GAUSSIANS[0]: {"means": local, "covariances": covariances}})
 
 

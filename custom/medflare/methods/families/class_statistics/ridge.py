@@ -39,7 +39,7 @@ from medflare.methods.families.class_statistics.statistics import (
     usable,
     with_head,
 )
-from medflare.methods.prr.transfer import prototype_width
+from medflare.methods.prr.transfer import PatientsOfClasses, prototype_width
 
 
 @strict_dataclass
@@ -105,10 +105,14 @@ class RidgeSite(LinearHeadSite, FedAvgSite):
         reply = self.validate(round, incoming)
         task = self.site.task
         sums = zero_sums(task)
-        for features, labels in feature_rows(self.site, self.network("model", incoming[MODEL])):
+        shown = PatientsOfClasses(self.site.data.train.patients)
+        network = self.network("model", incoming[MODEL])
+        for features, labels in feature_rows(self.site, network, shown):
             rows = torch.cat([features, features.new_ones(len(features), 1)], dim=1)
             sums["A"] += rows.T @ rows
             sums["b"] += regression_targets(labels, task).T @ rows
+        if shown.few(self.minimum_patients).any():
+            sums = zero_sums(task)
         reply[STATISTICS] = sums
         return reply
 

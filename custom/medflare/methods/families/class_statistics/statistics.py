@@ -27,7 +27,12 @@ from medflare.methods import (
 )
 from medflare.methods.families.local_terms.features import class_indices
 from medflare.methods.parts.heads import meta_head
-from medflare.methods.prr.transfer import class_totals, groups_and_classes, prototype_width
+from medflare.methods.prr.transfer import (
+    PatientsOfClasses,
+    class_totals,
+    groups_and_classes,
+    prototype_width,
+)
 
 
 def means(plan: Plan) -> StateDict:
@@ -103,31 +108,43 @@ def feature_vectors(features: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def feature_rows(site: Site, network: FeatureNetwork) -> Iterator[tuple[Tensor, Tensor]]:
+def feature_rows(
+    site: Site, network: FeatureNetwork, shown: PatientsOfClasses | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Features (M, D), float64, and classes (G, M) of the training images or pixels, by batch.
 
     None at a site that annotated only some structures: its background is not everyone's.
+
+    Args:
+        shown: to count the patients of every class.
     """
     if not site.annotation.complete:
         return
     network.eval()
-    for images, targets, _ in site.ordered("train"):
+    classes = groups_and_classes(site.task)[1]
+    for images, targets, rows in site.ordered("train"):
         features, _ = network.features_and_output(images)
-        labels = class_indices(site, targets, features).flatten(1)
-        yield feature_vectors(features).double().cpu(), labels.cpu()
+        labels = class_indices(site, targets, features).cpu()
+        if shown is not None:
+            shown.add(labels, classes, rows)
+        yield feature_vectors(features).double().cpu(), labels.flatten(1)
 
 
-def class_moments(site: Site, network: FeatureNetwork) -> tuple[Tensor, Tensor]:
+def class_moments(
+    site: Site, network: FeatureNetwork, minimum_patients: int = 0
+) -> tuple[Tensor, Tensor]:
     """Means (K, D) and covariances (K, D, D; 0 for one sample) of the features, float32.
 
-    Rows of classes without samples are 0.
+    Rows of classes without samples are 0, and those of classes that fewer than `minimum_patients`
+    patients show; then all rows of a multilabel task, see `specs_by_class`.
     """
     groups, classes = groups_and_classes(site.task)
     width = prototype_width(site.task)
     counts = torch.zeros(groups * classes, dtype=torch.float64)
     sums = torch.zeros(groups * classes, width, dtype=torch.float64)
     products = torch.zeros(groups * classes, width, width, dtype=torch.float64)
-    for features, labels in feature_rows(site, network):
+    shown = PatientsOfClasses(site.data.train.patients)
+    for features, labels in feature_rows(site, network, shown):
         for row in range(groups * classes):
             chosen = features[labels[row // classes] == row % classes]
             counts[row] += len(chosen)
@@ -136,6 +153,11 @@ def class_moments(site: Site, network: FeatureNetwork) -> tuple[Tensor, Tensor]:
     mean = sums / counts.clamp_min(1)[:, None]
     centred = products - counts[:, None, None] * torch.einsum("kd,ke->kde", mean, mean)
     covariances = centred / (counts - 1).clamp_min(1)[:, None, None]
+    few = shown.few(minimum_patients)
+    if few.any():
+        hidden = torch.full_like(few, True) if site.task.target == "multilabel" else few
+        mean[hidden] = 0
+        covariances[hidden] = 0
     return mean.float(), covariances.float()
 
 
