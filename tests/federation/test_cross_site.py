@@ -111,10 +111,17 @@ def test_a_site_that_does_not_test_has_no_column(monkeypatch: pytest.MonkeyPatch
 
 
 def finished(
-    *, share: bool | None = True, hyper: dict[str, Any] | None = None, **settings: Any
+    *,
+    share: bool | None = True,
+    hyper: dict[str, Any] | None = None,
+    shown: int = 5,
+    **settings: Any,
 ) -> tuple[Participant, Message]:
-    """A participant after one round, and its reply with the final metrics."""
+    """A participant after one round, and its reply with the final metrics; the first `shown` of its
+    five test patients have the structure.
+    """
     site = squares.site("A", squares.WITHOUT_BATCH_NORM)
+    site.data.test.targets[shown:] = 0
     participant = Participant("A", lambda role: site, get_method("fedavg"), hyper or {}, **settings)
     participant.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"]}))
     state = site.network().state_dict()
@@ -159,6 +166,19 @@ def test_a_metric_of_few_patients_does_not_leave(minimum: int, sent: bool) -> No
     assert (value is not None) == sent
     if sent:
         assert value == reply.meta["metrics"]["personal"]["dice"]
+
+
+@pytest.mark.parametrize(("minimum", "value"), [(1, 0.0), (2, None)])
+def test_a_metric_that_few_patients_define_does_not_leave(
+    minimum: int, value: float | None
+) -> None:
+    """A model that answers background everywhere has no score for those without the structure."""
+    local = LocalSettings(share_model=True, minimum_patients=minimum)
+    participant, reply = finished(shown=1, local=local)
+    state = {name: torch.zeros_like(tensor) for name, tensor in reply[SHARED].items()}
+    state["head.bias"] -= 9
+    request = Message({f"{SHARED.name}/B": state}, {"step": 1, "run_rounds": 1})
+    assert participant.answer(CROSS_SITE, 1, request).meta[CROSS_SITE] == {"B": value}
 
 
 def test_a_site_takes_models_of_members_that_fit() -> None:

@@ -290,11 +290,16 @@ def _report(
     return report
 
 
-def metric_of(model: Message, site: Site) -> float | None:
-    """The task's metric of a final model on the site's test images; None if undefined."""
+def metric_of(model: Message, site: Site, minimum_patients: int = 0) -> float | None:
+    """The task's metric of a final model on the site's test images; None if it is undefined, or
+    defined for fewer patients than `minimum_patients`.
+    """
     metric = site.task.metric
     module = build_deployed(site.task, model).to(site.device)
-    return finite_or_none(site.score(module, "test", [metric]).values[metric])
+    scores = site.score(module, "test", [metric])
+    if scores.cases.has_few(metric, minimum_patients):
+        return None
+    return finite_or_none(scores.values[metric])
 
 
 def _why_missing(role: str, method: Method, inside: bool) -> str:

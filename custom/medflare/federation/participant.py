@@ -429,7 +429,7 @@ class Participant:
         """The task's metric of the other sites' personal models on this site's test images."""
         values = {}
         for owner, state in incoming.family(SHARED_MODELS).items():
-            values[owner] = metric_of(plain_message(state), site)
+            values[owner] = metric_of(plain_message(state), site, self._minimum)
         reply = Message.of({TESTED: values})
         suppress_splits(reply, CROSS.meta, small_splits(site, self._minimum))
         return reply
