@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore
 from medflare.data.local import Bounds, LocalSettings
@@ -149,6 +149,37 @@ def test_each_step_is_noted_when_it_begins_and_ends_also_if_it_fails() -> None:
 
 
 # ---- hours of a job ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "hyper", "named"),
+    [("prr", {}, "method, hyper"), ("ditto", {"site": {"lam": 0.5}}, "hyper")],
+)
+def test_another_run_does_not_continue_from_a_stored_state(
+    method: str, hyper: dict[str, Any], named: str
+) -> None:
+    """Ditto's personal model stays; a job that resumes it with PRR would ask for it."""
+    site = squares.site("A", squares.WITHOUT_BATCH_NORM)
+    store = MemoryStore()
+
+    def trained(participant: Participant, number: int) -> Message:
+        numbers = {"step": number, "run_rounds": 9}
+        incoming = Message({"model": site.network().state_dict()}, numbers)
+        return participant.answer("train", number, incoming)
+
+    def resume(participant: Participant) -> None:
+        participant.answer(ENROL, 1, Message({}, {**INVITATION, "finished": 1}))
+
+    trained(enrolled(site, "ditto", store=store), 0)
+    other = Participant("A", lambda role: site, get_method(method), hyper, store=store)
+    refused = f"of a job with other {named};"
+    with pytest.raises(StateError, match=refused):
+        resume(other)
+    with pytest.raises(StateError, match=refused):
+        trained(other, 1)
+    same = Participant("A", lambda role: site, get_method("ditto"), {}, store=store)
+    resume(same)
+    assert trained(same, 1).states
 
 
 class Clock:

@@ -16,11 +16,13 @@ from medflare.core.errors import ConfigError, StateError
 from medflare.core.message import Message
 from medflare.core.states import StateDict
 from medflare.core.store import StateStore, Store
+from medflare.core.text import JsonDict
 from medflare.federation.protocol import ROLE, SITES, START
 from medflare.methods.base import SiteAlgorithm
 
 _PREFIX = "algorithm-"
 _MEMBERSHIP = "membership"
+_IDENTITY = "identity"
 _WORK = "work"
 
 
@@ -33,12 +35,15 @@ class StoredAlgorithm:
     The store holds the memory under the number of the step that it precedes: the newest one and the
     one before it.
 
-    `make` is (role, inside sites, initial weights) -> a new algorithm.
+    `make` is (role, inside sites, initial weights) -> a new algorithm; `identify` is role -> what
+    the run is, see `participant.identity_of`. A job that resumes another one copies its state: it
+    must be the same run, as another method may send what this one keeps at the site.
     """
 
     name: str
     store: Store
     make: Callable[[str, tuple[str, ...], StateDict | None], SiteAlgorithm]
+    identify: Callable[[str], JsonDict]
     _algorithm: SiteAlgorithm | None = None
     _precedes: int = 0  # the step that the algorithm of this process is ready for
 
@@ -53,6 +58,7 @@ class StoredAlgorithm:
             self.store.delete(f"{_PREFIX}{step}")
         membership = Message.of({SITES: list(sites), ROLE: role})
         membership.meta["site"] = self.name
+        membership.meta[_IDENTITY] = self.identify(role)
         if start is not None:
             membership[START] = start
         self.store.save(_MEMBERSHIP, membership)
@@ -83,7 +89,8 @@ class StoredAlgorithm:
         """The algorithm as the last step before `step` left it.
 
         Raises:
-            StateError: the site has not enrolled, or its state is lost, damaged or another site's.
+            StateError: the site has not enrolled, or its state is lost, damaged, another site's or
+                another run's.
         """
         if self._algorithm is not None and self._precedes <= step:
             return self._algorithm
@@ -99,6 +106,7 @@ class StoredAlgorithm:
                 f"the stored state of site {self.name} belongs to site {owner}; "
                 "restore the state of each site"
             )
+        self._check_identity(membership)
         usable = [stored for stored in self._stored_steps() if stored <= step]
         memory = self.store.load(f"{_PREFIX}{usable[-1]}") if usable else None
         if memory is None:
@@ -112,6 +120,16 @@ class StoredAlgorithm:
         self._algorithm = algorithm
         self._precedes = usable[-1]
         return algorithm
+
+    def _check_identity(self, membership: Message) -> None:
+        stored = membership.meta.get(_IDENTITY, {})
+        identity = self.identify(membership[ROLE])
+        different = [name for name, value in identity.items() if stored.get(name) != value]
+        if different:
+            raise StateError(
+                f"the stored state of site {self.name} is of a job with other "
+                f"{', '.join(different)}; resume a job with its own job folder"
+            )
 
     def _save(self, step: int, memory: Message) -> None:
         """Store what `step` starts from, and keep the newest earlier one."""

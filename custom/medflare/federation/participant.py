@@ -161,7 +161,7 @@ class Participant:
         self._minimum = self.local.minimum_patients
         self._working = WorkingTime(self.name, self.store, bounds.minutes, self.hours)
         self._account = Account(Ledger(self.store), self.budget)
-        self._algorithm = StoredAlgorithm(self.name, self.store, self._make)
+        self._algorithm = StoredAlgorithm(self.name, self.store, self._make, self._identity)
         self._site: Site | None = None
         self._role = ""  # in which the site was opened
         self._order = RequestOrder(self.name, self.store, self.method, bounds.rounds)
@@ -311,8 +311,7 @@ class Participant:
                 f"(privacy in its local/medflare.json), this job without: "
                 f"{self.method.dp_unsupported_reason or 'set dp_noise'}"
             )
-        identity = identity_of(self.method, self.hyper, site.task.fingerprint(), site.seed)
-        for name, value in identity.items():
+        for name, value in self._identity(role).items():
             if name in server and server[name] != value:
                 setting, here, there = first_difference(name, value, server[name])
                 raise ConfigError(
@@ -320,6 +319,10 @@ class Participant:
                     f"{here!r} here, {there!r} there; "
                     "submit one job folder to all, and do not edit the site's copy"
                 )
+
+    def _identity(self, role: str) -> JsonDict:
+        site = self._opened(role)
+        return identity_of(self.method, self.hyper, site.task.fingerprint(), site.seed)
 
     def _private(self, site: Site) -> bool:
         """Whether the run trains with differential privacy."""
