@@ -170,6 +170,26 @@ def test_metrics_on_validation_images_are_counted_over_all_jobs(tmp_path: Path) 
     assert json.loads((tmp_path / "record" / "validations.json").read_text()) == {"models": 2}
 
 
+@pytest.mark.parametrize("most", [2, 3])
+def test_scores_of_many_models_are_as_many_metrics(tmp_path: Path, most: int) -> None:
+    """SHA's sites score a model of each site: a server can send 1000 of its choice in a step."""
+    (tmp_path / "datalist.json").write_text("{}")
+    record = StudyRecord(tmp_path / "record", tmp_path, "job", 9, most_validations=most)
+    sites = ["A", "B", "C"]
+    site = squares.site("A", squares.CLASSIFICATION)
+    sha = get_method("sha")
+    asked = Participant("A", lambda role: site, sha, {}, study=lambda: record)
+    asked.answer(ENROL, 0, Message({}, {"role": "inside", "sites": sites}))
+    model = site.network().state_dict()
+    candidates = {f"candidate/{name}": model for name in sites}
+    request = Message(candidates, {"step": 1, "run_rounds": 9})
+    if most == 3:
+        assert len(asked.answer("score", 0, request).meta["scores"]) == 3
+    else:
+        with pytest.raises(ConfigError, match=r"bounds\.validations"):
+            asked.answer("score", 0, request)
+
+
 def test_the_plain_loop_begins_anew_in_the_folder_of_an_earlier_run(tmp_path: Any) -> None:
     for rounds in (2, 3):
         results = run_local(

@@ -13,6 +13,7 @@ from medflare.core.errors import Aborted, ConfigError, DataError, MessageError
 from medflare.core.events import Event, EventLog
 from medflare.core.message import Message
 from medflare.core.packages import installed
+from medflare.core.phases import Items
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.core.text import Json, JsonDict
@@ -60,6 +61,7 @@ from medflare.federation.suppression import (
     OF_TEST,
     Suppression,
     count_in_words,
+    count_numbers,
     counts_of_splits,
     small_classes,
     small_splits,
@@ -69,7 +71,6 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.base import SiteAlgorithm
 from medflare.methods.fedavg.site import MODEL
 from medflare.methods.method import Method
-from medflare.methods.parts.measured import VALIDATION
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.training.site import Site
@@ -223,7 +224,7 @@ class Participant:
                     return self._cross_site(site, incoming)
                 reply = algorithm.perform(phase, round, incoming)
                 reply = self._suppression.suppressed(reply, algorithm.phase(phase), algorithm.plan)
-                self._note_validations(reply)
+                self._note_validations(reply, algorithm.phase(phase).meta)
                 return reply
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -241,10 +242,10 @@ class Participant:
                 study.note_refusal()
             raise
 
-    def _note_validations(self, reply: Message) -> None:
-        """Count the metrics on validation images that leave with a reply."""
-        metrics = (reply.get(VALIDATION) or {}).values()
-        reported = sum(value is not None for value in metrics)
+    def _note_validations(self, reply: Message, declared: Items) -> None:
+        """Count the numbers about validation images that leave with a reply."""
+        measured = [item for item in declared if item.measured == "validation"]
+        reported = sum(count_numbers(reply.get(item)) for item in measured)
         study = self.study() if reported else None
         if study is not None:
             study.note_validations(reported, self.name)

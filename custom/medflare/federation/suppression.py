@@ -67,6 +67,20 @@ def small_report(report: Any, least: int) -> bool:
     return isinstance(report, int) and 0 < report < least
 
 
+def count_numbers(value: Any) -> int:
+    """How many numbers are in JSON values.
+
+    Examples:
+        >>> count_numbers({"A": 0.5, "B": None, "C": [0.1, 0.2]})
+        3
+    """
+    if isinstance(value, Mapping):
+        return sum(count_numbers(inner) for inner in value.values())
+    if isinstance(value, list | tuple):
+        return sum(count_numbers(inner) for inner in value)
+    return int(isinstance(value, int | float))
+
+
 def most_images(patients: Sequence[str]) -> int:
     """The images of the patient with the most; 0 without patients."""
     return max(Counter(patients).values(), default=0)
