@@ -125,6 +125,17 @@ def test_ranges_of_one_image_and_of_unknown_spacing() -> None:
     assert ranged([unknown, WITHIN]).spacing == ((1, 1, 1), (1, 1, 1))
 
 
+def test_a_spacing_that_few_images_have_does_not_leave_the_site() -> None:
+    unknown = dataclasses.replace(WITHIN, spacing=None)
+    few = ranged([unknown] * 9 + [WITHIN], minimum=5)
+    assert few.spacing is None and few.extent is None
+    assert ranged([WITHIN] * 10, minimum=5).spacing == ((1, 1, 1), (1, 1, 1))
+    # `predict` compares voxels instead of millimetres.
+    assert outside(WITHIN, few) == {}
+    large = dataclasses.replace(WITHIN, sides=(400.0, 400.0, 300.0))
+    assert outside(large, few).keys() == {"size"}
+
+
 def test_the_range_of_several_sites_is_the_widest() -> None:
     other = dataclasses.replace(
         RANGE, spacing=None, extent=None, medians=((-5.0,), (20.0,)), coloured=(True,)

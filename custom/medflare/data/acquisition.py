@@ -132,7 +132,8 @@ def range_of(rows: Any, patients: int, axes: int, minimum: int = 0) -> TrainedOn
         rows: `Acquisition.row` of the images, (N, ...).
         patients: number of their patients.
         minimum: small-cell suppression: of fewer patients there is no range; from 2 on, percentiles
-            are 10 and 90, not 5 and 95.
+            are 10 and 90, not 5 and 95, and there is no range of spacings where one is unknown:
+            the known ones may be of few patients. New images are then compared in pixels.
     """
     if not len(rows) or patients < minimum:
         return None
@@ -156,7 +157,7 @@ def range_of(rows: Any, patients: int, axes: int, minimum: int = 0) -> TrainedOn
         "contrasts": ends(contrasts),
         "coloured": np.unique(coloured).tolist(),
     }
-    if known.any():
+    if known.all() if minimum > 1 else known.any():
         content["spacing"] = ends(spacing[known])
         content["extent"] = ends(sides[known] * spacing[known])
     return read_range(content)
