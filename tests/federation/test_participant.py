@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from medflare.core.errors import ConfigError, StateError
+from medflare.core.errors import ConfigError, MessageError, StateError
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore
 from medflare.data.local import Bounds, LocalSettings
@@ -326,3 +326,12 @@ def test_a_site_whose_update_may_be_used_alone_does_not_train(
             participant.answer(ENROL, 0, invitation)
     else:
         participant.answer(ENROL, 0, invitation)
+
+
+@pytest.mark.parametrize("wrong", [{"combined_sites": 0}, {"sites": ["A", "A"]}])
+def test_an_invitation_that_miscounts_the_inside_sites_is_refused(wrong: dict[str, Any]) -> None:
+    site = squares.site("A")
+    local = LocalSettings(bounds=Bounds(inside_sites=2))
+    participant = Participant("A", lambda role: site, get_method("fedavg"), {}, local=local)
+    with pytest.raises(MessageError, match=next(iter(wrong))):
+        participant.answer(ENROL, 0, Message({}, INVITATION | wrong))

@@ -273,7 +273,7 @@ SITES = MetaSpec[list[str]]("sites", "the inside sites, sorted", listing(text(),
 COMBINED = MetaSpec[int](
     "combined_sites",
     "the fewest inside sites whose updates a step combines",
-    count(),
+    Annotated[int, Field(strict=True, ge=1)],
     optional=True,
 )
 FINISHED = MetaSpec[int]("finished", "steps that were done before", count(), optional=True)
@@ -450,6 +450,8 @@ class RequestValidator:
         """Check an invitation, as far as is possible before the site's task is loaded."""
         self._check_form(message)
         self._check(_request_meta_problem(message, INVITES))
+        if len(set(message[SITES])) < len(message[SITES]):
+            self._check(f"item {SITES.name!r} has a name twice")
         role = message[ROLE]
         if (role == "inside") != (self.site in message[SITES]):
             self._check(f"item {SITES.name!r} and the role {role!r} of {self.site} do not agree")
