@@ -10,6 +10,7 @@ import torch
 from medflare.adaptation.dsbn import TargetStatistics
 from medflare.adaptation.registry import adapted_at, adapted_model, with_adaptation, with_tent
 from medflare.adaptation.tent import Tent, TentSettings
+from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.inference.deployed import load_model, plain_message, save_model
 from medflare.methods.catalogue import build_deployed
@@ -89,3 +90,10 @@ def test_the_adapted_model_can_be_of_any_kind() -> None:
     odd = with_tent(Message(plain.states, {"kind": "odder", "more": 1}), squares.SEGMENTATION)
     assert odd.meta["more"] == 1 and type(adapted_model(squares.SEGMENTATION, odd, build)) is Tent
     assert kinds == ["odd", "odder"]
+
+
+def test_memo_has_a_limit_of_copies() -> None:
+    task = squares.SEGMENTATION
+    message = with_adaptation(plain_message(squares.start(task)), "memo,copies=65")
+    with pytest.raises(ConfigError, match="copies"):
+        build_deployed(task, message)

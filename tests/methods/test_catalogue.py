@@ -293,3 +293,17 @@ class TestOtherDistributions:
             assert built == "built"
         finally:
             sys.modules.pop("odd", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "hyper"),
+    [
+        ("fedlora", {"rank": 257}),
+        ("elcfs", {"images": 2001}),
+        ("ccst", {"images": 2001}),
+        ("fed_gaussian", {"samples": 5001}),
+    ],
+)
+def test_a_number_that_decides_on_memory_has_a_limit(name: str, hyper: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="less than or equal to"):
+        get_method(name).check(hyper, TASK)

@@ -28,7 +28,9 @@ class MEMOSettings:
 
     rate: float = param(2.5e-4, "learning rate of SGD", symbol="η", low=0)
     steps: int = param(1, "on each image", low=0, high=100)
-    copies: int = param(16, "augmentations of an image; the paper has 32 or 64", symbol="B", low=1)
+    copies: int = param(
+        16, "augmentations of an image; the paper has 32 or 64", symbol="B", low=1, high=64
+    )
     intensity: float = param(0.1, "largest offset in the image's deviations, and gain - 1", low=0)
 
 

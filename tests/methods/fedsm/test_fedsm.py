@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from helpers.small_tasks import predicted
+from medflare.core.errors import StateError
+from medflare.core.message import Message
 from medflare.core.states import StateDict, copy_state, weighted_mean
 from medflare.data.loading import Batch, SiteData, Split
 from medflare.federation.suppression import suppress_splits
@@ -595,3 +597,18 @@ def test_the_servers_adam_is_torchs() -> None:
         state, moments = adam_step(state, {"w": weight.grad}, moments, step, rate=0.01)
         torch.testing.assert_close(state["w"], weight.detach())
     assert state["buffer"] == 3
+
+
+def test_a_super_models_selector_is_one_of_fedsm() -> None:
+    """A message or model folder comes from another party: its network would have any size."""
+    task = squares.SEGMENTATION
+    state = squares.start(task)
+    selector = copy_state(
+        initial_network(task, 1, "s", {"name": "compact_selector"}, 1).state_dict()
+    )
+    states = {"model": state, "personal/A": state, "selector": selector}
+    meta = {"kind": "super", "sites": ["A"], "gamma": 0.5, "selector": {"name": "compact_selector"}}
+    assert isinstance(build_deployed(task, Message(states, meta)), SuperModel)
+    for spec in ({"name": "mlp", "hidden": [10**9]}, {"name": "vgg11", "channels": [9]}, ["vgg11"]):
+        with pytest.raises(StateError, match="selector"):
+            build_deployed(task, Message(states, {**meta, "selector": spec}))

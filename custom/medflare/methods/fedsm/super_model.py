@@ -27,7 +27,7 @@ from medflare.methods import (
 )
 from medflare.methods.fedsm.formulas import GAMMAS, choose_model, paired_gain, patient_scores
 from medflare.methods.fedsm.personalization import PERSONALS
-from medflare.methods.fedsm.selector import OF_SITES
+from medflare.methods.fedsm.selector import COMPACT, OF_SITES, RIDGE, VGG11
 from medflare.tasks.metrics import Measured, Scores
 from medflare.training.scoring import BatchPrediction
 
@@ -35,6 +35,8 @@ CLASSES = MetaSpec[list[str]]("sites", "the selector's classes", listing(text())
 SPEC = MetaSpec[dict[str, Any]]("selector", "the selector's network", table())
 GAMMA = MetaSpec[float]("gamma", "γ", number(0.0, 1.0))
 CHOOSE_BY = MetaSpec[str]("choose_by", "whose scores choose", text("image", "patient"))
+# A model comes from another party, whose network may have any size.
+_SELECTORS = ({"name": RIDGE}, {"name": COMPACT}, {"name": VGG11})
 
 
 class SuperModel(nn.Module):
@@ -199,7 +201,7 @@ def super_model_parts(
     They are in evaluation mode.
 
     Raises:
-        StateError: the message is incomplete.
+        StateError: the message is incomplete, or names another selector than FedSM's.
     """
     sites = list(message.get(CLASSES) or ())
     entries = [MODEL, *(PERSONALS.member(site) for site in sites)]
@@ -207,6 +209,8 @@ def super_model_parts(
     missing = [spec.name for spec in needed if spec not in message]
     if missing:
         raise StateError(f"the super model lacks {', '.join(missing)}; fetch the model again")
+    if message[SPEC] not in _SELECTORS:
+        raise StateError("the super model's selector is none of FedSM's; fetch the model again")
     selector = network_with(task, message[OF_SITES.weights], message[SPEC], outputs)
     networks = [network_with(task, message[entry]) for entry in entries]
     return networks, selector, ["global", *sites]

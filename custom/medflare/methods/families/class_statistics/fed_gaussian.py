@@ -70,7 +70,12 @@ class FedGaussianServerHyper(FedAvgServerHyper):
     """The training of the head."""
 
     samples: int = param(
-        200, "features drawn of each class", symbol="M_c", source="Alg. 1; 200 in FL-bench", low=1
+        200,
+        "features drawn of each class",
+        symbol="M_c",
+        source="Alg. 1; 200 in FL-bench",
+        low=1,
+        high=5000,
     )
     head_steps: int = param(100, "L-BFGS steps of the head; 0: FedAvg", low=0)
 

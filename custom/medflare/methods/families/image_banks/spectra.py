@@ -85,7 +85,9 @@ class ELCFSHyper(BankHyper):
         low=0,
         high=0.5,
     )
-    images: int = param(16, "amplitudes that a site shares; the paper: of all images", low=1)
+    images: int = param(
+        16, "amplitudes that a site shares; the paper: of all images", low=1, high=2000
+    )
     step: float = param(1e-3, "inner step of an episode", symbol="β", source="authors' code", low=0)
 
 

@@ -128,7 +128,7 @@ class CCSTHyper(BankHyper):
         source="README of the code",
         low=1,
     )
-    images: int = param(16, "single styles that a site shares", symbol="J", low=1)
+    images: int = param(16, "single styles that a site shares", symbol="J", low=1, high=2000)
 
 
 def _styles(plan: Plan) -> StateDict:

@@ -54,7 +54,9 @@ from medflare.training.epochs import named_trainable as trained
 class FedLoRAHyper(FedAvgSiteHyper):
     """The adapters, and which of their factors travel."""
 
-    rank: int = param(8, "rank of the adapters", symbol="r", source="LoRA, Sec. 4.1", low=1)
+    rank: int = param(
+        8, "rank of the adapters", symbol="r", source="LoRA, Sec. 4.1", low=1, high=256
+    )
     alpha: float = param(
         16.0, "scale of the adapters, divided by the rank", symbol="α", source="LoRA, Sec. 4.1"
     )
