@@ -335,3 +335,28 @@ def test_an_invitation_that_miscounts_the_inside_sites_is_refused(wrong: dict[st
     participant = Participant("A", lambda role: site, get_method("fedavg"), {}, local=local)
     with pytest.raises(MessageError, match=next(iter(wrong))):
         participant.answer(ENROL, 0, Message({}, INVITATION | wrong))
+
+
+@pytest.mark.parametrize(
+    ("method", "hyper", "bounds", "named"),
+    [
+        ("finetune", {"tuning_epochs": 5}, {"epochs": 4}, "tuning_epochs 5, bounds.epochs"),
+        ("finetune", {"tuning_epochs": 4}, {"epochs": 4}, ""),
+        ("fedrep", {"body_epochs": None}, {"epochs": 10}, ""),
+        # Adapters that are larger than the network, which has 3400 bytes.
+        ("fedlora", {"rank": 256}, {"model_bytes": 10_000}, "'model', bounds.model_bytes"),
+        ("fedlora", {"rank": 8}, {"model_bytes": 10_000}, ""),
+    ],
+)
+def test_a_method_is_within_the_bounds_of_a_site(
+    method: str, hyper: dict[str, Any], bounds: dict[str, Any], named: str
+) -> None:
+    site = squares.site("A")
+    local = LocalSettings(bounds=Bounds(**bounds))
+    participant = Participant("A", lambda role: site, get_method(method), hyper, local=local)
+    invitation = Message({}, dict(INVITATION))
+    if named:
+        with pytest.raises(ConfigError, match=named):
+            participant.answer(ENROL, 0, invitation)
+    else:
+        participant.answer(ENROL, 0, invitation)

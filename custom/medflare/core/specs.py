@@ -36,6 +36,11 @@ class StateSpec:
     purpose: str
     nonnegative: frozenset[str] = frozenset()
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors in bytes."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
+
     @classmethod
     def like(cls, state: State, purpose: str) -> "StateSpec":
         """The spec of `state` (any device, meta included); running variances are always

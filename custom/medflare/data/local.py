@@ -205,7 +205,7 @@ class Bounds(ImageBounds):
     # GiB that a training step needs at least; a transform of one image may take a quarter
     memory: PositiveFloat = 64.0
     minutes: PositiveFloat = 1440.0  # of one step of the federation; a day
-    model_bytes: _AtLeastOne = 2**33  # of the task's network
+    model_bytes: _AtLeastOne = 2**33  # of the task's network, and of each state of a reply
     rounds: NonNegativeInt = 10_000  # of one job
     # largest `batch_size`, `accumulate` and `patches_per_image` of a task
     batch: _AtLeastOne = 2**16

@@ -74,7 +74,7 @@ from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.training.site import Site
-from medflare.training.site_rules import check_inside_sites, check_selection
+from medflare.training.site_rules import check_inside_sites, check_method_bounds, check_selection
 
 # Notes about a site's data, up to 48 kB of JSON, in which a character may take six bytes.
 _MOST_NOTES = 20
@@ -267,6 +267,8 @@ class Participant:
             combined = min(len(sites), incoming.get(COMBINED) or len(sites))
             combined = self.method.server_class.fewest_combined(plan.server_hyper, combined)
             check_inside_sites(self.name, combined, self.local.bounds)
+            replies = [phase.manifest(plan) for phase in self.method.site_class.phases.values()]
+            check_method_bounds(self.name, plan.site_hyper, replies, self.local.bounds)
         study = self.study()
         if study is not None:
             # First, since later refusals would tell the counts of another selection.

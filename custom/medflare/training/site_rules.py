@@ -6,13 +6,16 @@ the update shows.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from medflare.core.errors import ConfigError
+from medflare.core.specs import Manifest
 from medflare.data.loading import SiteData
 from medflare.data.local import PLACE, Bounds
 from medflare.data.targets import counts_by_image
@@ -34,6 +37,32 @@ def check_inside_sites(site: str, count: int, bounds: Bounds) -> None:
             f"sites; bounds.inside_sites in its {PLACE} asks for {bounds.inside_sites}: have more "
             "inside sites, a larger min_sites or sites_per_round, and neither krum nor ifca"
         )
+
+
+def check_method_bounds(site: str, hyper: Any, replies: Iterable[Manifest], bounds: Bounds) -> None:
+    """Compare what a method takes beside the task with a site's bounds: passes over the images, and
+    memory of the states that leave.
+
+    Args:
+        hyper: the site's hyper-parameters, a dataclass.
+        replies: the manifests of its phases.
+
+    Raises:
+        ConfigError: the method is beyond the bounds.
+    """
+    for name, value in asdict(hyper).items():
+        if name.endswith("epochs") and (value or 0) > bounds.epochs:
+            raise ConfigError(
+                f"site {site}: the method has {name} {value}, bounds.epochs in its {PLACE} "
+                f"allows {bounds.epochs}"
+            )
+    for manifest in replies:
+        for entry, spec in manifest.items():
+            if spec.nbytes > bounds.model_bytes:
+                raise ConfigError(
+                    f"site {site}: the method replies with {spec.nbytes} bytes of '{entry}', "
+                    f"bounds.model_bytes in its {PLACE} allows {bounds.model_bytes}"
+                )
 
 
 def check_selection(
