@@ -517,3 +517,12 @@ def test_a_site_report_has_the_interval_of_each_structure() -> None:
         ["disc", "0.5000.500 to 0.500"],
         ["cup", cup],
     ], "five patients have a cup"
+
+
+def test_a_page_with_pictures_of_images_is_private(record: RunRecord, tmp_path: Path) -> None:
+    modes = {}
+    for title, pictures in (("none", {}), ("some", {"A: generated": b"\x89PNG"})):
+        write_results(tmp_path / title, dataclasses.replace(record, pictures=pictures))
+        modes[title] = (tmp_path / title / "report.html").stat().st_mode & 0o077
+    assert modes["some"] == 0
+    assert modes["none"] != 0

@@ -86,12 +86,14 @@ def template(name: str) -> "Template":
 def write_results(folder: Path, record: RunRecord) -> JsonDict:
     """Write results.json and then report.html into `folder`; returns the results dict, see
     `build_results`.
+
+    A page with pictures, which may show training images, is readable by this account alone.
     """
     results = build_results(record)
     write_json(folder / RESULTS_FILE, results, public=True)
     models = {path.name for path in (folder / "models").glob("*")}
     page = render_report(results, json_ready(record.history), record.pictures, models)
-    write_atomically(folder / REPORT_FILE, page.encode(), public=True)
+    write_atomically(folder / REPORT_FILE, page.encode(), public=not record.pictures)
     return results
 
 
