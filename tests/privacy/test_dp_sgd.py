@@ -249,6 +249,12 @@ class Refusing(Idle):
         raise TypeError("two\nlines")
 
 
+class Frozen(Idle):
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle.requires_grad_(False)
+
+
 class Averaging(nn.Module):
     """Keeps the mean of its images, as an exponential moving average does."""
 
@@ -270,6 +276,7 @@ class Averaging(nn.Module):
     ("kind", "reason"),
     [
         (Idle, r"idle\.weight has no part in the output"),
+        (Frozen, r"idle\.weight is frozen"),
         (Refusing, "two"),
         (Averaging, "buffer mean changes with the images"),
     ],

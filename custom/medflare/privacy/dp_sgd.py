@@ -65,7 +65,8 @@ class NoisyOptimizer(DPOptimizer):
 
 def check_gradients(network: FeatureNetwork, images: Tensor) -> None:
     """Raises ConfigError for a layer that Opacus does not support, that changes its input in place,
-    or that keeps numbers of the images in a buffer, where no noise is added.
+    that keeps numbers of the images in a buffer, where no noise is added, or that the network
+    itself freezes (`TaskConfig.freeze` comes later, in the training).
 
     Tries gradients of each image with noise of the shape of `images` (2, C, ...); the network must
     not be used afterwards.
@@ -80,7 +81,9 @@ def check_gradients(network: FeatureNetwork, images: Tensor) -> None:
             if not torch.equal(buffer, buffers[path]):
                 raise ValueError(f"buffer {path} changes with the images")
         for path, weight in network.named_parameters():
-            if weight.requires_grad and getattr(weight, "grad_sample", None) is None:
+            if not weight.requires_grad:
+                raise ValueError(f"{path} is frozen")
+            if getattr(weight, "grad_sample", None) is None:
                 raise ValueError(f"{path} has no part in the output")
     except (NotImplementedError, RuntimeError, ValueError, AttributeError, TypeError) as error:
         name = network.settings["spec"]["name"]
