@@ -7,6 +7,7 @@ import os
 import posix
 import stat
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -128,6 +129,27 @@ def test_a_file_that_medflare_did_not_write_raises(
 ) -> None:
     path = tmp_path / "odd.safetensors"
     path.write_bytes(to_safetensors({"a//w": torch.zeros(2)}, metadata=metadata))
+    with pytest.raises(StateError, match=r"odd\.safetensors: not a readable"):
+        read_message(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "content"),
+    [
+        ("w", {"meta": {}, "entries": ["model"]}),
+        ("other//w", {"meta": {}, "entries": ["model"]}),
+        ("model//w", {"meta": [1], "entries": ["model"]}),
+        ("model//w", {"meta": {}, "entries": 5}),
+        ("model//w", {"meta": {}, "entries": [["model"]]}),
+    ],
+)
+def test_a_crafted_file_with_its_checksum_raises(
+    tmp_path: Path, key: str, content: dict[str, Any]
+) -> None:
+    tensors = {key: torch.zeros(2)}
+    header = json.dumps({**content, "digest": store._digest(tensors, content)})
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(to_safetensors(tensors, metadata={"medflare": header}))
     with pytest.raises(StateError, match=r"odd\.safetensors: not a readable"):
         read_message(path)
 

@@ -17,6 +17,7 @@ from medflare.inference.deployed import (
     save_model,
     signed,
 )
+from medflare.methods.catalogue import build_deployed
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task
 
@@ -208,3 +209,28 @@ def test_texts_of_a_card_are_printable(tmp_path: Path, message: Message) -> None
         load_model(tmp_path).card["method"] == "fedavg\\x1b[2J"
         and load_model(tmp_path).card["site"] == "A\\u202eB"
     )
+
+
+def test_a_model_whose_kind_is_no_text_is_refused(tmp_path: Path, message: Message) -> None:
+    save_model(tmp_path, TASK, Message(message.states, {"kind": ["plain"]}), {})
+    refused(tmp_path, r"model\.safetensors: names no kind")
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"kind": ["plain"]},
+        {"kind": "tent"},
+        {"kind": "tent", "base": ["plain"]},
+        {"kind": "tent", "base": "tent"},
+        {"kind": "memo", "base": "plain", "memo": [1]},
+        {"kind": "super", "sites": 3},
+        {"kind": "routed"},
+    ],
+)
+def test_a_model_with_crafted_content_is_refused_in_one_line(
+    message: Message, meta: dict[str, Any]
+) -> None:
+    with pytest.raises((ConfigError, StateError)) as refusal:
+        build_deployed(TASK, Message(message.states, meta))
+    assert "\n" not in str(refusal.value)

@@ -17,7 +17,7 @@ from medflare.adaptation.memo import MEMO, MEMOSettings
 from medflare.adaptation.sar import SAR, SARSettings
 from medflare.adaptation.tent import Tent, TentSettings
 from medflare.adaptation.ttt import TestTimeTraining, TTTSettings
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, StateError
 from medflare.core.extensions import Extensions, check_callable
 from medflare.core.hyper import build_hyper, parsed_value
 from medflare.core.message import Message
@@ -202,5 +202,12 @@ def remark(message: Message) -> str:
 
 
 def _base(message: Message) -> Message:
+    """The model that is adapted; StateError if there is none, or it is itself an adaptation."""
+    base = message.meta.get("base")
+    if not isinstance(base, str) or base in ADAPTATIONS:
+        raise StateError(
+            f"a model of kind {message.meta['kind']!r} adapts no model, or one that is adapted "
+            "itself; fetch the model again"
+        )
     states = {entry: state for entry, state in message.states.items() if entry != STATISTICS}
-    return Message(states, {**message.meta, "kind": message.meta["base"]})
+    return Message(states, {**message.meta, "kind": base})

@@ -211,6 +211,7 @@ def read_message(path: Path) -> Message:
             tensors = {key: file.get_tensor(key) for key in names}
         content = {"meta": header["meta"], "entries": header["entries"]}
         intact = header["digest"] == _digest(tensors, content)
+        message = _message(tensors, content)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise StateError(
             f"{path}: not a readable state file ({error}); "
@@ -221,6 +222,16 @@ def read_message(path: Path) -> Message:
             f"{path}: content does not match its checksum; "
             "restore it from a backup or delete it to start again"
         )
+    return message
+
+
+def _message(tensors: StateDict, content: JsonDict) -> Message:
+    """The message of a file, which another party may have made, checksum included.
+
+    KeyError, TypeError or ValueError for one that `write_message` does not write.
+    """
+    if not isinstance(content["meta"], dict) or not isinstance(content["entries"], list):
+        raise TypeError("other metadata or entries than medflare writes")
     states: dict[str, StateDict] = {entry: {} for entry in content["entries"]}
     for key, tensor in tensors.items():
         entry, name = key.rsplit(SEPARATOR, 1)

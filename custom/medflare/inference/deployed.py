@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -33,6 +34,7 @@ KEPT = "kept"  # item of a deployed model that the site chose: its role, for car
 WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "card.json"
 CARD_SCHEMA = 1
+_FETCH = "fetch the model again"
 _TRIAL = 16.0  # maximum GiB for the network's shapes and the intensity transform of one image
 SEAL = "signature"  # the checksum of the card, which contains that of the weights
 _PREPROCESSING = (
@@ -62,24 +64,34 @@ def build(
 
     Raises:
         ConfigError: an unknown kind.
-        StateError: weights that do not fit the task.
+        StateError: weights that do not fit the task, or content that no such model has.
     """
     kind = message.meta.get("kind", "plain")
+    if not isinstance(kind, str):
+        raise StateError(f"a model names its kind, this one {type(kind).__name__}; {_FETCH}")
     if kind == "plain":
         if MODEL not in message.states:
             raise StateError(
                 f"a plain model needs the entry '{MODEL}', this one holds {sorted(message.states)}"
             )
         return Probabilities(network_with(task, message.states[MODEL]), task).eval()
+    builder: Builder | None
     if kind in ADAPTATIONS:
-        return adapted_model(task, message, lambda base: build(task, base, builder_of))
-    builder = builder_of(kind)
+        builder = partial(adapted_model, build=lambda base: build(task, base, builder_of))
+    else:
+        builder = builder_of(kind)
     if builder is None:
         raise ConfigError(
             f"unknown kind of model {kind!r}; install its method, "
             "or use methods.catalogue.build_deployed"
         )
-    return builder(task, message)
+    try:
+        return builder(task, message)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise StateError(
+            f"a model of kind {kind!r} has content that cannot be built "
+            f"({type(error).__name__}: {one_line(error)}); {_FETCH}"
+        ) from error
 
 
 def plain_message(state: StateDict, **meta: Any) -> Message:
@@ -265,4 +277,7 @@ def load_model(
         raise StateError(f"{card_file}: its task cannot be used here, {remedy}: {error}") from error
     bounds.check_task(task, str(card_file))
     try_task(replace(task, augment=()), _TRIAL, str(card_file))
-    return StoredModel(task, read_message(folder / WEIGHTS_FILE), shown)
+    message = read_message(folder / WEIGHTS_FILE)
+    if not isinstance(message.meta.get("kind"), str):
+        raise StateError(f"{folder / WEIGHTS_FILE}: names no kind of model; {_FETCH}")
+    return StoredModel(task, message, shown)
