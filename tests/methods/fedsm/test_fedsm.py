@@ -17,6 +17,7 @@ from medflare.data.loading import Batch, SiteData, Split
 from medflare.federation.suppression import suppress_splits
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.families.second_models.perfedavg import adapt
+from medflare.methods.fedsm import super_model
 from medflare.methods.fedsm.extra import (
     EnsembleSuperModel,
     ExtraSuperModel,
@@ -36,6 +37,8 @@ from medflare.methods.fedsm.server import FedSMServer
 from medflare.methods.fedsm.site import FedSMSite
 from medflare.methods.fedsm.super_model import SuperModel
 from medflare.networks.catalogue import initial_network
+from medflare.tasks.classes import Cases
+from medflare.tasks.metrics import Scores
 from medflare.training.epochs import epochs, trainable
 from medflare.training.site import Site
 from methods import squares
@@ -612,3 +615,21 @@ def test_a_super_models_selector_is_one_of_fedsm() -> None:
     for spec in ({"name": "mlp", "hidden": [10**9]}, {"name": "vgg11", "channels": [9]}, ["vgg11"]):
         with pytest.raises(StateError, match="selector"):
             build_deployed(task, Message(states, {**meta, "selector": spec}))
+
+
+@pytest.mark.parametrize(("minimum", "gain"), [(0, 0.25), (1, 0.25), (2, None)])
+def test_a_gain_of_few_patients_is_not_sent(
+    minimum: int, gain: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the gain of one patient the pixels of its structure could be computed."""
+    undefined = torch.full((5,), torch.nan)
+    values = torch.tensor([0.25, 0.5, 0.5, 0.5, 0.5])
+    reference = torch.cat([torch.zeros(1), undefined[1:]])
+    scores = {
+        gamma: Scores({"dice": None}, cases=Cases(tuple("abcde"), {"dice": of_gamma}))
+        for gamma, of_gamma in ((0.5, values), (1.0, reference))
+    }
+    monkeypatch.setattr(super_model, "_scores_of_images", lambda *_: scores)
+    site = squares.site("A", squares.SEGMENTATION)
+    model: Any = None
+    assert super_model.gain_by_gamma(model, site, minimum)["0.5"] == gain

@@ -88,7 +88,12 @@ class SHAHyper(FedAvgServerHyper):
         low=0,
     )
     beta: float = param(
-        1.0, "exponent of the scores; negative: the inverse", symbol="β", source="Eq. 6"
+        1.0,
+        "exponent of the scores; negative: the inverse",
+        symbol="β",
+        source="Eq. 6",
+        low=-10,
+        high=10,  # so that no site with a score near the others' has nearly all weight
     )
     centred: bool = param(
         True,

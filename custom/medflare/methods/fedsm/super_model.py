@@ -220,10 +220,13 @@ def super_model_parts(
 
 
 @torch.no_grad()
-def gain_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
+def gain_by_gamma(
+    model: SuperModel, site: Site, minimum_patients: int = 0
+) -> dict[str, float | None]:
     """γ of `GAMMAS` (as text) -> gain over γ = 1, the global model, on a site's validation images.
 
-    The gain, None if undefined, is by the task's metric. It is the mean of the patients' gains if
+    The gain, None if it is undefined or defined for fewer than `minimum_patients`, is by the task's
+    metric. It is the mean of the patients' gains if
     the metric is one of patients, else the difference of the site's two values.
     """
     if site.task.image_mode == "patch":
@@ -231,14 +234,18 @@ def gain_by_gamma(model: SuperModel, site: Site) -> dict[str, float | None]:
     else:
         scores = _scores_of_images(model, site)
     metric = site.task.metric
-    return {f"{gamma:g}": _gain(scores[gamma], scores[1.0], metric) for gamma in scores}
+    gains = {}
+    for gamma, reached in scores.items():
+        gains[f"{gamma:g}"] = _gain(reached, scores[1.0], metric, minimum_patients)
+    return gains
 
 
-def _gain(reached: Scores, reference: Scores, metric: str) -> float | None:
+def _gain(reached: Scores, reference: Scores, metric: str, minimum_patients: int) -> float | None:
     values = reached.cases.values.get(metric)
     others = reference.cases.values.get(metric)
     if values is not None and others is not None:
-        return paired_gain(values, others)
+        compared = int((~(values - others).isnan()).sum())
+        return None if compared < minimum_patients else paired_gain(values, others)
     value = reached.values[metric]
     other = reference.values[metric]
     if value is None or other is None:
