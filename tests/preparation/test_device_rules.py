@@ -54,6 +54,12 @@ def test_operations_are_counted_by_hand() -> None:
     assert step_operations(task) == 2 * convolutions
 
 
+def test_a_network_for_masks_does_not_classify() -> None:
+    task = small_task("classification", network=UNET, size=[32, 32])
+    with pytest.raises(ConfigError, match=r"a training step on .* fails .*; change size, network"):
+        measure_step(task, torch.device("cpu"))
+
+
 def test_a_step_has_a_time_and_a_memory_of_its_size() -> None:
     small = small_task(network=UNET, size=[32, 32], batch_size=2)
     large = small_task(network=UNET, size=[128, 128], batch_size=8)

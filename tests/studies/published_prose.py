@@ -12,7 +12,7 @@ import pandas as pd
 from medflare.evaluation.results import confusion
 from medflare.studies.statistics import ALL_SITES, detectable_difference
 from medflare.studies.tables import BEST_EXPERT, EXPERT_SPREAD, HARM, Model, Run, StudyTables
-from studies.published_claims import ALONE, CLAIMS, FEDAVG, FEDDAG, GRACE, IOP, ROUTED, claim_lines
+from studies.published_claims import ALONE, CLAIMS, FEDAVG, GRACE, IOP, ROUTED, claim_lines
 
 ROOT: Final = Path(__file__).parents[2]
 README: Final = "README.md"
@@ -301,14 +301,6 @@ def of_feddag(study: Callable[[str], StudyTables]) -> Sentences:
         ),
     )
 
-    inside = []
-    for runs in shipped:
-        inside.append(Runs(runs.study).gain(PLAIN_FEDAVG, SHIPPED))
-    for name, row in FEDDAG.items():
-        inside.append(Runs(study(name)).gain(FEDAVG, (row, "deployed")))
-    first_five = ", ".join(inside[:5])
-    yield RESULTS, f"Inside, in this order: {first_five} (these two above zero over patients only)"
-    yield RESULTS, f"(these two above zero over patients only), {', '.join(inside[5:])}."
     at = {
         site: hospitals.gain(PLAIN_FEDAVG, SHIPPED, site)
         for site in ("rosendahl", "vidir_modern", "vidir_molemax", "vienna_dias")

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import ConcatDataset
 
-from medflare.core.errors import ConfigError, DataError, one_line
+from medflare.core.errors import ConfigError, DataError
 from medflare.core.rng import numpy_generator, seeded
 from medflare.core.store import make_folder, write_atomically
 from medflare.core.text import format_shape, printable
@@ -39,7 +39,7 @@ from medflare.data.targets import class_counts, encode_label, scarce_classes, sc
 from medflare.data.transforms import Augmentation, Preprocessing, middle_slice
 from medflare.networks.catalogue import initial_network
 from medflare.networks.dry_run import check_network
-from medflare.preparation.step_cost import noise
+from medflare.preparation.step_cost import noise, step_failed
 from medflare.preparation.structures import structure_masks
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
@@ -278,10 +278,7 @@ def check_task(task: TaskConfig) -> None:
         with seeded(0, "check task"):
             loss(network(images), targets).backward()
     except (RuntimeError, ValueError, IndexError) as error:
-        raise ConfigError(
-            f"task {task.name}: a training step on {task.size} images fails ({one_line(error)}); "
-            "change size, network or augment"
-        ) from error
+        raise step_failed(task, error) from error
     check_single_batches(task)
 
 

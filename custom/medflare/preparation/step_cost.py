@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from medflare.core.errors import ConfigError, one_line
 from medflare.core.rng import numpy_generator, seeded
 from medflare.data.transforms import Augmentation
 from medflare.networks.catalogue import PROBLEMS, initial_network, meta_network
@@ -35,7 +36,7 @@ def measure_step(task: TaskConfig, device: torch.device) -> StepCost:
     """Train on noise for a few steps, with the task's augmentation and batch size.
 
     On a CPU the time is the smaller of the clock's and the processor's, so that other programs do
-    not count.
+    not count. ConfigError if the task's loss cannot be computed of its network's output.
     """
     before = _reset_peak(device)
     images, targets = noise(task, task.batch_size, "measure step")
@@ -51,7 +52,12 @@ def measure_step(task: TaskConfig, device: torch.device) -> StepCost:
             processor = time.process_time()
             batch, truth = augmentation(images, targets, draws)
             optimizer.zero_grad(set_to_none=True)
-            loss(network(batch.to(device)), truth.to(device)).backward()
+            output = network(batch.to(device))
+            try:
+                value = loss(output, truth.to(device))
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise step_failed(task, error) from error
+            value.backward()
             optimizer.step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -66,6 +72,14 @@ def measure_step(task: TaskConfig, device: torch.device) -> StepCost:
         # A process takes memory that it has freed before, which is not seen as growth.
         taken = max(taken, step_bytes(task, task.batch_size))
     return StepCost(min(seconds[1:]), taken / 2**30)
+
+
+def step_failed(task: TaskConfig, error: Exception) -> ConfigError:
+    """The error of a task whose training step fails, for example as its network is for masks."""
+    return ConfigError(
+        f"task {task.name}: a training step on {task.size} images fails ({one_line(error)}); "
+        "change size, network or augment"
+    )
 
 
 def noise(task: TaskConfig, images: int, purpose: str) -> tuple[torch.Tensor, torch.Tensor]:
