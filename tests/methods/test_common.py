@@ -118,7 +118,7 @@ def test_every_option_changes_the_sites_training(name: str, kind: str) -> None:
     ("name", "metric", "own"),
     [
         ("ditto", "personal", "personal"),
-        ("iop_fl", "personal", "adapted"),
+        ("iop_fl", "personal", "personal"),
         ("fedrep", "global", "local"),
     ],
 )

@@ -610,3 +610,22 @@ def test_tables_named_after_splits_give_the_splits_of_masks(tmp_path: Path) -> N
     listed = entries(tmp_path)
     assert listed["png_images/13_x.png"]["split"] == "test"
     assert listed["png_images/3_x.png"]["split"] != "test"
+
+
+def test_a_row_of_a_patient_is_of_all_its_sessions(tmp_path: Path) -> None:
+    """As participants.tsv of BIDS; images of two kinds are refused."""
+    rows = []
+    for number in NUMBERS:
+        for session in (1, 2):
+            name = f"sub-{number:02}/ses-{session}/anat/sub-{number:02}_ses-{session}"
+            files(tmp_path, f"{name}_T1w.nii.gz")
+        rows.append((f"sub-{number:02}", "ab"[number % 2]))
+    table(tmp_path / "participants.csv", ("participant_id", "group"), *rows)
+    imported(tmp_path, columns=Columns(label="group"))
+    listed = entries(tmp_path)
+    assert len(listed) == 20
+    first, second = [listed[f"sub-03/ses-{n}/anat/sub-03_ses-{n}_T1w.nii.gz"] for n in (1, 2)]
+    assert first == {**second, "image": first["image"]} and first["patient"] == "sub-03"
+    files(tmp_path, "sub-03/ses-1/anat/sub-03_ses-1_T2w.nii.gz")
+    (tmp_path / "datalist.json").unlink()
+    assert "'sub-03' can be" in error_of(tmp_path, columns=Columns(label="group"))

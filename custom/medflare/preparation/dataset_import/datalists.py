@@ -569,7 +569,7 @@ def _guessed(dataset: Dataset, options: ImportOptions) -> str:
     guesses = []
     if not options.kind and not (options.columns.label or options.columns.mask):
         guesses.append(f"the layout (otherwise give {dataset.options})")
-    if not options.redraw and any(item.split for item in dataset.items):
+    if not options.redraw and len({item.split for item in dataset.items}) > 1:
         guesses.append("the splits, by their names (otherwise give --redraw)")
     return " and ".join(guesses)
 

@@ -1,6 +1,7 @@
 """A table of images (CSV, TSV or Excel): the columns, and the file that each row names."""
 
 import csv
+import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -794,14 +795,17 @@ class _FileFinder:
 
     def images(self, cell: str, location: str) -> Sequence[Path]:
         """The image that a cell names, otherwise those of a patient: of DICOM's PatientID, or in
-        folders of this name. DataError for several volumes, which may be of different kinds.
+        folders of this name. DataError for several volumes that may be of different kinds.
         """
         named = self._without_masks(self._named(cell))
         self._refuse_several(named, cell, location)
         if named:
             return named
         images = self._without_masks(self._of_patient(cell))
-        if any(suffix(image) in NIFTI or not image.is_file() for image in images):
+        kinds = {re.split("[_-]", stem(image))[-1] for image in images}  # T1w of sub-1_ses-2_T1w
+        are_series = any(not image.is_file() for image in images)
+        are_volumes = any(suffix(image) in NIFTI for image in images)
+        if are_series or (are_volumes and len(kinds) > 1):
             self._refuse_several(images, cell, location)
         return images
 
