@@ -376,6 +376,8 @@ def test_a_table_that_contradicts_folders_is_refused(tmp_path: Path) -> None:
         pairs.append((f"{number}.png", "a" if number == 3 else name))
     table(classes / "t.csv", ("image", "label"), *pairs)
     assert "b/3.png is a, but in the folder of b" in error_of(classes)
+    imported(classes, columns=Columns(label="label"))
+    assert entries(classes)["b/3.png"]["label"] == 0
 
 
 @pytest.mark.parametrize("damage", ["title", "encoding", "header"])
@@ -545,6 +547,9 @@ def test_versions_and_copies_of_an_image_are_refused(tmp_path: Path) -> None:
     (tmp_path / "datalist.json").unlink()
     text = error_of(tmp_path)
     assert "Images/0.png and Images_Cropped/0.png seem to be versions of one picture" in text
+    structures = tmp_path / "structures"
+    files(structures, "original/{n}.png", "disc/{n}.png*", "cup/{n}.png*")
+    assert "give --kind segmentation if they are masks" in error_of(structures)
     copied = tmp_path / "copied"
     files(copied, "imagesTr/p{n}_0000.nii.gz", "labelsTr/p{n}.nii.gz*")
     shutil.copy(copied / "imagesTr/p3_0000.nii.gz", copied / "imagesTr/p3_0000.nii")

@@ -291,11 +291,13 @@ def _refuse_versions(folder: ImageFolder) -> None:
     """Raise DataError for images of one name in folders that are called as versions of one picture
     are: Images/1.png and Images_Cropped/1.png.
     """
-    first_of: dict[tuple[bool, str], Path] = {}
+    first_of: dict[tuple[bool, str, tuple[str, ...]], Path] = {}
     for image, name in folder.names.items():
-        other = first_of.setdefault((name.mask, image.name), image)
-        differ = {*image.relative_to(folder.root).parts} ^ {*other.relative_to(folder.root).parts}
-        if not _VERSIONS.isdisjoint(chain.from_iterable(map(words, differ))):
+        listed = words(folder.relative(image.parent))
+        others = tuple(word for word in listed if word not in _VERSIONS | _NO_PATIENT)
+        other = first_of.setdefault((name.mask, image.name, others), image)
+        differ = {*listed} ^ {*words(folder.relative(other.parent))}
+        if not _VERSIONS.isdisjoint(differ):
             both = " and ".join(map(folder.relative, (other, image)))
             raise DataError(
                 f"{both} seem to be versions of one picture; give the folder of one version, or "

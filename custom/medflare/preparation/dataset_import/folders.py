@@ -581,16 +581,12 @@ def _refuse_equal_folders(
     if len(shared) < 2 or (any_number and patients):
         return
     listed = ", ".join(sorted(shared)[:3])
-    if all(map(PATIENT.search, names)) and any(name.mask for name in folder.names.values()):
-        raise DataError(
-            f"{folder.root}: each of {', '.join(names[:3])}, ... holds the folders {listed}; keep "
-            "one of them, or give a table with --mask-column"
-        )
     remedy = "give --kind classification" if patients else "rename the folders in them"
+    several = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     raise DataError(
-        f"{folder.root}: each of {', '.join(names)} holds the folders {listed}; if {names[0]}, ... "
-        f"are sites, give --site-folders; if they are splits, rename them train, val or test; "
-        f"otherwise {remedy}"
+        f"{folder.root}: each of {several} holds the folders {listed}; if {names[0]}, ... "
+        "are sites, give --site-folders; if they are splits, rename them train, val or test; "
+        f"if they are patients, keep one of the folders in each; otherwise {remedy}"
     )
 
 

@@ -280,7 +280,8 @@ def read_tables(
     elif len(labelled_by) == 1:
         labels = [label[0] for label in labels]
     items = [replace(item, label=label) for item, label in zip(items, labels, strict=True)]
-    if items and not used["mask"] and len(labelled_by) == 1 and isinstance(labels[0], int):
+    guessed = not (used["mask"] or columns.label)
+    if items and guessed and len(labelled_by) == 1 and isinstance(labels[0], int):
         _refuse_other_class(" and ".join(map(str, paths)), items, names, folder)
     if 0 < unsplit < len(items) and not redraw:
         notes.append(
@@ -399,7 +400,7 @@ def _refuse_other_class(
         if names[item.label] != of_folder:
             raise DataError(
                 f"{table}: {folder.relative(item.first)} is {names[item.label]}, but in the folder "
-                f"of {of_folder}; correct one"
+                f"of {of_folder}; correct one, or give --label-column"
             )
 
 
