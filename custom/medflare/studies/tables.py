@@ -32,6 +32,7 @@ from medflare.studies.references import (
     CENTRALISED,
     CONSTANT,
     CURVES,
+    PARTICIPATING,
     REFERENCES,
     SCORES,
     SINGLE_SITE,
@@ -189,7 +190,8 @@ class Row:
 
     @property
     def is_attainable(self) -> bool:
-        return not set(self.models) <= set(UNATTAINABLE)
+        is_oracle = self.runs[0]["method"] == PARTICIPATING
+        return not (is_oracle or set(self.models) <= set(UNATTAINABLE))
 
     @property
     def cells(self) -> list[str]:
@@ -240,8 +242,11 @@ class StudyTables:
         for role in self.roles:
             for site in (*sorted(names[role]), ALL_SITES):
                 self.places.append((role, site))
-        # The rows but the constant answer.
-        self.compared = [label for label, of in groups.items() if of[0]["method"] != CONSTANT]
+        # The rows that are compared with each other.
+        self.compared = []
+        for label, of_label in groups.items():
+            if of_label[0]["method"] not in (CONSTANT, PARTICIPATING):
+                self.compared.append(label)
         self.split_ratio = split_ratio(runs)
         # The same for all rows.
         self.common = {role: common_classes(runs, role) for role in self.roles}
