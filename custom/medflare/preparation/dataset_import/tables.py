@@ -550,7 +550,7 @@ def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str)
     find = _FileFinder(folder, path)
     patients = [columns.patient] if columns.patient in frame else []
     patients = patients or usual_columns(WORDS["column"]["patient"], list(frame))
-    named = any(find.count(frame[name]) for name in frame)
+    named = any(find.named_by(frame[name]) for name in frame)
     if not named and not find.names_patients(frame, [*patients, *_keys(frame)]):
         names = usual_columns(WORDS["column"]["image"], list(frame)) or list(frame)
         for cell in frame[names[0]].head(_SAMPLE):
@@ -653,9 +653,10 @@ def _image_columns(path: Path, frame: pd.DataFrame, find: "_FileFinder", used: _
     names the most, of equals one whose cells have an image's suffix; or the one of the patients.
     """
     usual = usual_columns(WORDS["column"]["image"], list(frame))
+    images = {name: find.named_by(cells) for name, cells in frame.items()}
     counts = {}
     for name, cells in frame.items():
-        counts[name] = find.count(cells), _names_files(cells)
+        counts[name] = len(images[name]), _names_files(cells)
     for name in usual:
         if counts[name][0]:
             return [name]
@@ -665,12 +666,10 @@ def _image_columns(path: Path, frame: pd.DataFrame, find: "_FileFinder", used: _
         named = [name for name in named if find.names_patients(frame, [name])]
         named.sort(key=lambda name: not find.names_each(frame[name]))
         return named[:1] or usual[:1]
-    if find.count(pd.Series([most])):
+    if find.named_by(pd.Series([most])):
         raise DataError(f"{path}: its first line names an image; put the names of columns above it")
-    images = find.named_by(frame[most])
-    for name, cells in frame.items():
-        others = find.named_by(cells)
-        if others and others.isdisjoint(images) and not find.are_masks(others):
+    for name, others in images.items():
+        if others and others.isdisjoint(images[most]) and not find.are_masks(others):
             raise DataError(
                 f"{path}: {most} and {name} both name images; write a row for each image, or give "
                 "--image-column, and --mask-column if one has masks"
@@ -760,10 +759,6 @@ class _FileFinder:
             patient = folder.patients.get(image, "")
             for name in [patient] if patient else _folders_of(inner):
                 self._by_patient[name].append(image)
-
-    def count(self, cells: "pd.Series[str]") -> int:
-        """How many images the first rows of a column name; 0 if a cell can be several."""
-        return len(self.named_by(cells))
 
     def named_by(self, cells: "pd.Series[str]") -> set[Path]:
         """The images that the first rows of a column name; none if a cell can be several."""
