@@ -126,6 +126,30 @@ def test_events_about_few_test_patients_are_suppressed(tmp_path: Any) -> None:
     assert "status doubtful" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.parametrize("minimum", [5, 7])
+def test_that_a_model_overflows_for_one_of_few_test_patients_is_no_event(minimum: int) -> None:
+    """A lead could make the overflow depend on a pixel; of enough patients the site says it."""
+    task = small_task("classification")
+    split = data(BALANCED, BALANCED, BALANCED[:6])
+    site = Participant(
+        "A",
+        lambda role: Site("A", task, split),
+        FEDAVG,
+        {},
+        local=LocalSettings(minimum_patients=minimum),
+    )
+    site.answer("enrol", 0, Message({}, {"role": "inside", "sites": ["A"]}))
+    state = Site("A", task, split).network().state_dict()
+    overflowing = {name: tensor * 1e30 for name, tensor in state.items()}
+    for step, (phase, round) in enumerate([("validate", 1), ("finalize", 1)]):
+        message = Message({"model": overflowing}, {"step": step, "run_rounds": 1})
+        reply = site.answer(phase, round, message)
+    assert reply.meta["metrics"]["global"]["accuracy"] is None
+    said = [event["message"] for event in reply.meta["events"] if event["kind"] == "undefined"]
+    assert any("NaN" in line for line in said) == (minimum == 5)
+    assert minimum == 5 or said == ["test metrics: too few patients"]
+
+
 def test_an_event_does_not_name_a_small_class() -> None:
     results = federated(
         small_task("classification"),

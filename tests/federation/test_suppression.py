@@ -210,7 +210,8 @@ def measured(
 ) -> dict[str, Any]:
     """The final metadata of a site with a test patient for each target; its network answers `always` for each pixel, if given."""
     names = tuple("abcdefgh"[: len(targets)])
-    part = Split(torch.rand(len(targets), 1, 16, 16), targets, names, names)
+    images = torch.rand(len(targets), 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    part = Split(images, targets, names, names)
     site = Site("A", task, SiteData(part, part, part))
     state = site.network().state_dict()
     if always:

@@ -102,6 +102,22 @@ class TestStep:
         (move, _) = trained(nn.Linear(1, 50), site, clip=1.0, rate=0.01, noise=1.0)
         assert move.abs().min() > 0
 
+    @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e30])
+    def test_a_gradient_that_is_not_finite_is_left_out(self, value: float) -> None:
+        """Of the gradients (x, 1) one overflows, or its norm does: the others and the noise stay.
+
+        A model can be made to overflow for one patient only; NaN would say so through any noise.
+        """
+        ordinary, overflowing = (
+            trained(nn.Linear(1, 1), linear_site([1.0, last]), clip=1.0, noise=1.0)
+            for last in (0.0, value)
+        )
+        (of_zero_weight, of_zero_bias) = ordinary
+        (weight, bias) = overflowing
+        assert torch.allclose(weight, of_zero_weight)
+        # The ordinary patient's gradient (0, 1) is half of a sum over two.
+        assert torch.allclose(bias, of_zero_bias + 0.5)
+
     def test_opacus_hooks_are_removed(self) -> None:
         model = nn.Linear(1, 1)
         trained(model, linear_site([1.0]), clip=1.0)

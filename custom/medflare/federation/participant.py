@@ -409,6 +409,7 @@ class Participant:
             events.append({"kind": "warning", "message": text})
         if "test" in small:
             events[:] = [event for event in events if event["kind"] not in OF_TEST]
+            events.append({"kind": "undefined", "message": "test metrics: too few patients"})
         personal = models.get("personal")
         if numbers.get(SHARE) and personal is not None:
             reason = self._unshared(algorithm.site, personal)

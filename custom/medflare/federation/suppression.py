@@ -7,7 +7,6 @@ the participant suppresses them here. What a site says about how many images or 
 decided here, too.
 """
 
-import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,8 @@ from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 
 SPLITS = ("train", "validation", "test")
-OF_TEST = ("constant_output", "at_chance", "reverted")  # events that describe test patients
+# Events that describe test patients.
+OF_TEST = ("constant_output", "at_chance", "reverted", "undefined")
 
 
 def small_splits(site: Site, minimum: int) -> tuple[str, ...]:
@@ -227,12 +227,9 @@ def suppress_splits(message: Message, declared: Items, splits: tuple[str, ...]) 
 
 
 def _without_numbers(value: Any) -> Any:
-    """Tables keep their names, lists become empty.
-
-    NaN and infinity show a failure and no patient, and stay.
-    """
+    """Tables keep their names, lists become empty; NaN, which one image can cause, goes too."""
     if isinstance(value, dict):
         return {name: _without_numbers(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return []
-    return value if isinstance(value, float) and not math.isfinite(value) else None
+    return None

@@ -53,6 +53,18 @@ class NoisyOptimizer(DPOptimizer):
         super().__init__(optimizer, **settings)
         self.random = random
 
+    def clip_and_accumulate(self) -> None:
+        """As Opacus, without the patients whose gradient is not finite: clipping makes it 0 · inf,
+        which is NaN, and NaN plus noise is NaN.
+        """
+        samples = self.grad_samples
+        if len(samples[0]):
+            finite = [sample.reshape(len(sample), -1).isfinite().all(dim=1) for sample in samples]
+            not_finite = ~torch.stack(finite).all(dim=0)
+            for sample in samples:
+                sample[not_finite] = 0.0
+        super().clip_and_accumulate()
+
     def add_noise(self) -> None:
         """Sets every parameter's gradient to the clipped sum plus N(0, σ² C²) noise; Opacus divides
         by L afterwards.
