@@ -195,6 +195,14 @@ def test_a_copied_slice_is_named(place: int, tags: dict[str, Any], tmp_path: Pat
     assert series_grid(folder).shape == (5, 6, 4)
 
 
+def test_a_deflated_file_is_read_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(get_testdata_file("image_dfl.dcm"))
+    assert read_stored(path).array.shape == (1, 512, 512)
+    monkeypatch.setattr("medflare.data.dicom._MOST_INFLATED", 2**17)
+    with pytest.raises(DataError, match=r"image_dfl\.dcm: its deflated data set has more than"):
+        read_stored(path)
+
+
 def test_a_copied_slice_without_position_and_a_copied_picture(tmp_path: Path) -> None:
     folder = change(dicom_series(tmp_path / "ct"), without=("ImagePositionPatient",))
     (folder / "copy.dcm").write_bytes((folder / "1.dcm").read_bytes())

@@ -11,7 +11,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 
@@ -578,6 +578,11 @@ def test_a_damaged_study_raises_an_error(runs: list[Run], tmp_path: Path) -> Non
             archive.writestr("a/seed0/results.json", content)
         with pytest.raises(StateError, match="a/seed0"):
             read_study(tmp_path)
+    with ZipFile(file, "w", ZIP_DEFLATED) as archive:
+        for number in range(6):
+            archive.writestr(str(number), bytes(10**8))
+    with pytest.raises(StateError, match=r"more than 0\.5 GB"):
+        read_study(tmp_path)
 
 
 @pytest.mark.slow

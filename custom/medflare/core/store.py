@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +31,7 @@ from medflare.core.text import Json, JsonDict, escaped
 SEPARATOR = "//"  # between entry and tensor name
 _FORMULA = re.compile(r"[=@\t\r\n]|[+-](?![\d.]+(?:e[+-]?\d+)?\Z)", re.ASCII | re.IGNORECASE)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in an error of safetensors
+_MOST_UNPACKED = 5e8  # bytes
 _HEADER = "medflare"  # the field of the safetensors header with metadata, entry names and checksum
 
 
@@ -95,6 +97,13 @@ def file_digest(path: Path) -> str:
         while part := file.read(2**20):
             digest.update(part)
     return digest.hexdigest()
+
+
+def refuse_bomb(archive: ZipFile) -> None:
+    """Raise ValueError for an archive of more than 0.5 GB unpacked, before it is unpacked."""
+    unpacked = sum(member.file_size for member in archive.infolist())
+    if unpacked > _MOST_UNPACKED:
+        raise ValueError(f"unpacked it has {unpacked / 1e9:.1f} GB, more than 0.5 GB")
 
 
 def private_opener(path: str, flags: int) -> int:

@@ -4,7 +4,9 @@ segmentations as masks.
 
 import struct
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,8 @@ _OFFSET = 0.1  # voxels between a frame of a segmentation and the grid
 _FIRST_GROUPS = (b"\2\0", b"\x08\0", b"\0\x08")
 _ROOT = "1.2.840.10008."
 _BEGIN = 1024
+_DEFLATED = b"1.2.840.10008.1.2.1.99"  # transfer syntax: the data set is compressed as a whole
+_MOST_INFLATED = 2**28  # bytes of such a data set
 
 
 def is_object(path: Path) -> bool:
@@ -86,6 +90,8 @@ def _parsed(path: Path, options: Mapping[str, Any]) -> Any:
     from pydicom import dcmread
     from pydicom.errors import InvalidDicomError
 
+    if _DEFLATED in _begin(path):
+        _refuse_bomb(path)
     try:
         return dcmread(path, **options)
     except InvalidDicomError as error:
@@ -95,6 +101,26 @@ def _parsed(path: Path, options: Mapping[str, Any]) -> Any:
                 "with a group of DICOM; export it again, or leave it out"
             ) from error
     return dcmread(path, **options, force=True)
+
+
+def _refuse_bomb(path: Path) -> None:
+    """Raise DataError for a deflated data set that is too large inflated; pydicom inflates it
+    whole, also for a few tags.
+    """
+    from pydicom.filereader import read_file_meta_info
+
+    meta_bytes = 144 + read_file_meta_info(path).get("FileMetaInformationGroupLength", 0)
+    inflating = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
+    inflated = 0
+    with path.open("rb") as file, suppress(zlib.error):  # pydicom reports a damaged one
+        file.seek(meta_bytes)
+        while compressed := inflating.unconsumed_tail or file.read(_BEGIN):
+            inflated += len(inflating.decompress(compressed, _MOST_INFLATED // 256))
+            if inflated > _MOST_INFLATED:
+                raise DataError(
+                    f"{path}: its deflated data set has more than {_MOST_INFLATED >> 20} MiB; "
+                    "leave it out"
+                )
 
 
 def _guessed_syntax(dataset: Any) -> Any:

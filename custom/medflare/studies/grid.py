@@ -35,7 +35,7 @@ import torch
 
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.packages import CODE
-from medflare.core.store import file_digest, locked, replacing, write_atomically
+from medflare.core.store import file_digest, locked, refuse_bomb, replacing, write_atomically
 from medflare.core.text import JsonDict, Say, about
 from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
@@ -177,8 +177,9 @@ def _contents(out: Path) -> dict[str, bytes]:
         return {}
     try:
         with ZipFile(file) as archive:
+            refuse_bomb(archive)
             return {name: archive.read(name) for name in archive.namelist()}
-    except (OSError, BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, BadZipFile, zlib.error) as error:
         raise StateError(f"{file}: {error!r}; delete it to run the study again") from error
 
 

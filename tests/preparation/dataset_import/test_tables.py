@@ -122,6 +122,25 @@ def test_a_table_of_excel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "cannot be read as a table" in error_of(tmp_path, table=tmp_path / "grades.xlsx")
 
 
+def test_a_sheet_that_is_too_wide_or_too_large_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few kilobytes can name cells of millions of rows and columns."""
+    openpyxl = pytest.importorskip("openpyxl")
+    workbook = openpyxl.Workbook()
+    workbook.active.append(["image", "grade"])
+    for name in pictures(tmp_path):
+        workbook.active.append([name, 1])
+    table = tmp_path / "grades.xlsx"
+    workbook.save(table)
+    monkeypatch.setattr("medflare.core.store._MOST_UNPACKED", 100)
+    assert "more than 0.5 GB" in error_of(tmp_path, table=table)
+    workbook.active["XFD2"] = 1
+    workbook.save(table)
+    monkeypatch.undo()
+    assert "16384 columns, more than 2000" in error_of(tmp_path, table=table)
+
+
 # -- columns -------------------------------------------------------------------------------------
 
 

@@ -10,12 +10,14 @@ from io import StringIO
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
+from zipfile import ZipFile
 
 import pandas as pd
 
 from medflare.core.errors import DataError, one_line
 from medflare.core.packages import require
 from medflare.core.settings import no_such
+from medflare.core.store import refuse_bomb
 from medflare.core.text import read_text
 from medflare.data.attributes import age_problem, parse_attributes
 from medflare.data.datalist import patient_id
@@ -40,6 +42,7 @@ from medflare.preparation.dataset_import.folders import (
 )
 
 _MASK_COLUMNS: list[str] = WORDS["column"]["mask"]  # usual names
+_COLUMNS = 2000  # most of a sheet of Excel
 _MAX_LEVELS = 8  # more numbers with decimals are a measurement, and no classes
 _SAMPLE = 20  # rows by which columns and separators are recognized
 # How programs write a missing value, in lower case (those that pandas knows).
@@ -133,8 +136,17 @@ def _lines_of_workbook(path: Path) -> Iterator[tuple[int, list[str]]]:
     try:
         with warnings.catch_warnings(), path.open("rb") as file:
             warnings.filterwarnings("ignore", module="openpyxl")  # of styles that it does not know
+            with ZipFile(file) as archive:
+                refuse_bomb(archive)
             for sheet in load_workbook(file, read_only=True, data_only=True).worksheets:
-                rows = list(sheet.iter_rows(values_only=True))
+                rows = []
+                for row in sheet.iter_rows(values_only=True):
+                    if len(row) > _COLUMNS:
+                        raise ValueError(
+                            f"sheet {sheet.title} has {len(row)} columns, more than {_COLUMNS}; "
+                            "delete empty ones"
+                        )
+                    rows.append(row)
                 if any(map(any, rows)):
                     sheets[sheet.title] = rows
     except Exception as error:  # of zip, zlib and XML
