@@ -92,7 +92,7 @@ def test_thin_structures_get_patches_and_broad_ones_whole_images(tmp_path: Path)
 def test_fewer_minutes_give_smaller_images(tmp_path: Path) -> None:
     root = drawn(tmp_path / "broad", 128, 32)
     plenty = proposed(root)
-    little = proposed(root, minutes=0.0005)
+    little = proposed(root, minutes=1e-5)
     assert (
         math.prod(little.size) <= math.prod(plenty.size)
         and little.local_epochs == 1 < plenty.local_epochs
