@@ -21,7 +21,6 @@ from medflare.methods.iop_fl.formulas import agreeing, image_spread
 from medflare.methods.iop_fl.outside import (
     EXPERTS,
     MIXTURE,
-    PackedDecisions,
     RoutedModel,
     StateSummary,
     contradict,
@@ -307,7 +306,8 @@ def test_one_classified_image_has_no_mutual_information(seed: int) -> None:
     """The difference of the two entropies is then rounding, and the gate must not require a fraction of it."""
     logits = torch.randn(3, 1, 3, generator=torch.Generator().manual_seed(seed))
     start, state, _ = (
-        summarize_state(CLASSIFICATION, [(torch.tensor(1.0), p)]) for p in logits.softmax(dim=2)
+        summarize_state(CLASSIFICATION, [(torch.tensor(1.0), torch.tensor(0.0), p)])
+        for p in logits.softmax(dim=2)
     )
     assert 0 <= state.information < 1e-12 and gate_refusal(state, start) == ""
 
@@ -318,8 +318,8 @@ def test_a_summary_of_batches_is_that_of_all_images(task: Any) -> None:
     batches = list(algorithm.site.ordered("train"))
     p = [task.probabilities(algorithm.site.network()(batch.images)).detach() for batch in batches]
     loss = torch.tensor(2.0)
-    summary = summarize_state(task, [(loss, q) for q in p])
-    expected = summarize_state(task, [(loss, torch.cat(p))])
+    summary = summarize_state(task, [(loss, loss, q) for q in p])
+    expected = summarize_state(task, [(loss, loss, torch.cat(p))])
     assert summary.loss == 2.0 and summary.agreement == 1.0 and summary.information > 0
     assert summary.information == pytest.approx(expected.information, abs=1e-6)
 
@@ -373,7 +373,7 @@ def with_opposite_masks(incoming: Message, site: str) -> Message:
     return incoming
 
 
-def test_where_experts_contradict_each_other_the_fit_starts_from_the_lowest_loss() -> None:
+def test_where_experts_contradict_each_other_the_fit_starts_from_the_most_stable_one() -> None:
     place = site("O", counts=(0, 0, 8))
     algorithm = IOPSite(place, plan_of(IOPSite, IOPServer, SEGMENTATION, **QUICK))
     message = algorithm.finalize(with_opposite_masks(trained(), "B"))["deployed"]
@@ -387,13 +387,9 @@ def test_where_experts_contradict_each_other_the_fit_starts_from_the_lowest_loss
     for start in starts:
         model.load_start(*start)
         summaries[start] = model.measure(images, references)
-    least = outside.START_ENTROPY * decisions[starts[0]].entropy()
-    losses = {}
-    for start, summary in summaries.items():
-        if start.expert == MIXTURE or decisions[start].entropy() >= least:
-            losses[start] = summary.loss
+    assert len({summary.instability for summary in summaries.values()}) > 1
     report = message.meta["adaptation"]
-    chosen = min(losses, key=losses.__getitem__)
+    chosen = min(summaries, key=lambda start: summaries[start].instability)
     assert (report["start"], report["running_statistics"]) == chosen
     rebuilt: Any = build_deployed(SEGMENTATION, message)
     assert rebuilt.measure(images, references).loss == pytest.approx(
@@ -401,17 +397,15 @@ def test_where_experts_contradict_each_other_the_fit_starts_from_the_lowest_loss
     )
 
 
-def test_the_entropy_of_decisions_is_that_of_their_shares() -> None:
-    decisions = PackedDecisions()
-    assert decisions.entropy() == 0
-    decisions.append(torch.tensor([[True, False], [False, False]]))
-    decisions.append(torch.zeros(1, 4, dtype=torch.bool))
-    expected = -(1 / 8) * math.log(1 / 8) - (7 / 8) * math.log(7 / 8)
-    assert decisions.entropy() == pytest.approx(expected)
-    classes = PackedDecisions()
-    classes.append(torch.tensor([2, 2, 0]))
-    classes.append(torch.tensor([0]))
-    assert classes.entropy() == pytest.approx(math.log(2))
+def test_neither_an_empty_mask_nor_one_half_everywhere_is_stable() -> None:
+    """Nor a mask that changes under noise: 0.1 of consistency by an information of H(1/2) - 0."""
+    mask = torch.tensor([[[[1.0, 1.0], [0.0, 0.0]]]])
+    zero = torch.tensor(0.0)
+    empty = summarize_state(SEGMENTATION, [(zero, zero, torch.zeros_like(mask))])
+    undecided = summarize_state(SEGMENTATION, [(zero, zero, torch.full_like(mask, 0.5))])
+    assert empty.instability == undecided.instability == math.inf
+    changing = summarize_state(SEGMENTATION, [(zero, torch.tensor(0.1), mask)])
+    assert changing.instability == pytest.approx(0.1 / math.log(2))
 
 
 def test_an_event_names_the_used_state_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

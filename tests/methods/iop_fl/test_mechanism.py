@@ -28,8 +28,9 @@ def dice_outside(inside: list[str], outside: str, seed: int) -> dict[str, float]
 
 
 @pytest.mark.slow
-# At seed 3 expert B has a Dice of 0.91 with its own running statistics, 0.70 with a batch's.
-@pytest.mark.parametrize("seed", [1, 2, 3])
+# At seed 3 expert B has a Dice of 0.91 with its own running statistics, 0.70 with a batch's; at 20
+# expert A is undecided everywhere, at 33 certain and wrong: both with a lower loss than B.
+@pytest.mark.parametrize("seed", [3, 20, 33])
 def test_routing_finds_the_expert_where_experts_contradict_each_other(seed: int) -> None:
     dice = dice_outside(["A", "B", "C"], "X", seed)
     assert dice["personal/B"] >= 0.85

@@ -4,15 +4,16 @@
 The coefficients of every layer (`routing`) are fitted to the site's unlabelled images by
 consistency under noise, shape and certainty (Eq. 7-10), from the uniform mixture. Where personal
 models contradict each other a mixture means nothing: then the fit starts from the mixture or the
-personal model of lowest loss, normalised by the test batch or by its own running statistics. The
-state with the lowest loss among those that pass the gate is used. The gate exists because the loss
-alone once selected a state with an empty mask (docs/results.md): a state must be nearly as
-informative as its start, and agree with the mixture or with an expert.
+personal model that noise changes least, relative to what it tells, normalised by the test batch or
+by its own running statistics. The state with the lowest loss among those that pass the gate is
+used. The gate exists because the loss alone once selected a state with an empty mask
+(docs/results.md): a state must be nearly as informative as its start, and agree with the mixture or
+with an expert.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -49,9 +50,6 @@ ROUTER = TensorSpec("router")  # the fitted coefficients of a delivered model
 ANCHOR = 0.05
 # Least mutual information of a state, as a fraction of the start's.
 GATE_INFORMATION = 0.8
-# Least entropy of an expert's decisions as a start, as a fraction of the mixture's: else it
-# predicts nothing. Mutual information would also depend on how certain an expert is.
-START_ENTROPY = 0.25
 # Least agreement (Dice) with the mixture or an expert.
 GATE_AGREEMENT = 0.9
 # Two experts contradict each other if their masks agree less (Dice): more differs than coincides.
@@ -122,11 +120,26 @@ class StateSummary:
         information: mutual information of pixel and prediction, in nats, >= 0.
         agreement: with the masks, or classes, of the reference that it agrees with most; see
             `formulas.agreeing`.
+        consistency: what noise changes, Eq. 7.
     """
 
     loss: float
     information: float
     agreement: float
+    consistency: float = 0.0
+
+    @property
+    def instability(self) -> float:
+        """The consistency term by the information; infinite without information. Neither empty
+        masks nor 0.5 everywhere change under noise, and they tell nothing.
+
+        Examples:
+            >>> StateSummary(0.0, 0.08, 1.0, 0.002).instability
+            0.025
+        """
+        if self.information <= _MEASURABLE:
+            return math.inf
+        return self.consistency / self.information
 
 
 Decisions = Iterable[Tensor]  # of a state, batch by batch: masks or classes
@@ -145,15 +158,6 @@ class PackedDecisions:
         else:
             self._batches.append(decisions)
 
-    def entropy(self) -> float:
-        """Of the shares of the decisions, in nats; 0 if all are equal."""
-        counts = torch.zeros(0, dtype=torch.float64)
-        for batch in self:
-            counted = batch.flatten().long().bincount(minlength=len(counts)).double()
-            counted[: len(counts)] += counts
-            counts = counted
-        return float(formulas.entropy_of(counts / counts.sum()))
-
     def __iter__(self) -> Iterator[Tensor]:
         for batch in self._batches:
             if isinstance(batch, Tensor):
@@ -165,30 +169,34 @@ class PackedDecisions:
 
 
 def summarize_state(
-    task: TaskConfig, batches: Iterable[tuple[Tensor, Tensor]], references: Sequence[Decisions] = ()
+    task: TaskConfig,
+    batches: Iterable[tuple[Tensor, Tensor, Tensor]],
+    references: Sequence[Decisions] = (),
 ) -> StateSummary:
     """The summary of all batches together.
 
     Args:
-        batches: (loss, probabilities) each.
+        batches: (loss, consistency term, probabilities) each.
         references: decisions for the same batches; the agreement is 1 without any.
     """
     count = 0
-    sums = torch.zeros(2, dtype=torch.float64)  # loss and entropy, each times the images
+    sums = torch.zeros(3, dtype=torch.float64)  # loss, consistency and entropy, times the images
     shares: Tensor | float = 0.0
     decisions = PackedDecisions()
-    for loss, p in batches:
+    for loss, consistency, p in batches:
         # A difference of entropies needs the precision.
         classes = formulas.all_classes(p, task.target).double()
         count += len(p)
-        sums += len(p) * torch.stack([loss.double(), formulas.entropy_loss(classes)]).cpu()
+        terms = [loss.double(), consistency.double(), formulas.entropy_loss(classes)]
+        sums += len(p) * torch.stack(terms).cpu()
         shares = shares + len(p) * formulas.class_shares(classes).cpu()
         decisions.append(_decisions(p, task))
-    mean_loss, entropy = (sums / count).tolist()
+    mean_loss, mean_consistency, entropy = (sums / count).tolist()
     # I = H(mean p) - mean H(p)
     information = float(formulas.entropy_of(torch.as_tensor(shares / count))) - entropy
     agreements = [agreement(decisions, reference) for reference in references]
-    return StateSummary(mean_loss, max(0.0, information), max(agreements, default=1.0))
+    agreement_with_nearest = max(agreements, default=1.0)
+    return StateSummary(mean_loss, max(0.0, information), agreement_with_nearest, mean_consistency)
 
 
 def agreement(first: Decisions, second: Decisions) -> float:
@@ -314,8 +322,8 @@ class RoutedModel(nn.Module):
         """
         parts = Repeated(lambda: chain.from_iterable(map(self._batches, batches)))
         starts, decisions = self._starts(parts)
-        start, start_summary = self._lowest_loss(starts, parts, decisions)
         references = list(decisions.values())
+        start, start_summary = self._most_stable(starts, parts, references)
         self.load_start(*start)
         optimizer = torch.optim.Adam(self.network.adaptable().values(), lr=self.hyper.route_lr)
         # The candidates are the start and the state after every epoch.
@@ -378,26 +386,19 @@ class RoutedModel(nn.Module):
             decisions[start] = self._start_decisions(start, parts)
         return [mixture, *personal, *running], decisions
 
-    def _lowest_loss(
-        self,
-        starts: Sequence[Start],
-        parts: Iterable[Tensor],
-        decisions: Mapping[Start, PackedDecisions],
+    def _most_stable(
+        self, starts: Sequence[Start], parts: Iterable[Tensor], references: Sequence[Decisions]
     ) -> tuple[Start, StateSummary]:
-        """The start of the lowest loss; `starts` begins with the mixture.
+        """The start of the least `instability`, of equals the first one, and its summary.
 
-        An expert whose decisions have less than a quarter of the mixture's entropy is not used as
-        one: it predicts next to nothing here.
+        Not that of the lowest loss: an expert of other images can be certain, and wrong.
         """
-        references = list(decisions.values())
-        least = START_ENTROPY * decisions[starts[0]].entropy()
-        measured = {}
+        summaries = {}
         for start in starts:
-            if decisions[start].entropy() >= least:
-                self.load_start(*start)
-                measured[start] = self.measure(parts, references)
-        chosen = min(measured, key=lambda start: measured[start].loss)
-        return chosen, measured[chosen]
+            self.load_start(*start)
+            summaries[start] = self.measure(parts, references)
+        chosen = min(summaries, key=lambda start: summaries[start].instability)
+        return chosen, summaries[chosen]
 
     def load_start(self, start: str, running: bool = False) -> None:
         """The state of the mixture, whose base is the global model, or of an expert, which is its
@@ -432,10 +433,12 @@ class RoutedModel(nn.Module):
         """The current state by all images of these batches, without dropout."""
         self.network.eval()
 
-        def results() -> Iterator[tuple[Tensor, Tensor]]:
+        def results() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for batch, images in enumerate(batches):
                 clean, noisy, anchor = self._predictions(images, "measure", batch)
-                yield test_time_loss(clean, noisy, self.task, self.hyper, anchor), clean
+                loss = test_time_loss(clean, noisy, self.task, self.hyper, anchor)
+                both = (formulas.all_classes(p, self.task.target) for p in (clean, noisy))
+                yield loss, formulas.consistency_loss(*both), clean
 
         return summarize_state(self.task, results(), references)
 
