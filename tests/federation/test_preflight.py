@@ -131,6 +131,26 @@ class MisspeltSite(FedAvgSite[Any]):
         return {"global": incoming, "deployd": incoming}
 
 
+class MoreModelsSite(FedAvgSite[Any]):
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        return {**super().finalize(incoming), "personnal": incoming}
+
+
+class NamelessSite(FedAvgSite[Any]):
+    def finalize(self, incoming: Message) -> dict[str, Message]:
+        return {"deployed": self.nothing}  # type: ignore[attr-defined]
+
+
+class DividingServer(FedAvgServer[Any]):
+    def aggregate_models(self, step: Step, replies: Any) -> None:
+        torch.zeros(1, 0 // int(not replies))
+
+
+class UnknownKeyServer(FedAvgServer[Any]):
+    def aggregate_models(self, step: Step, replies: Any) -> None:
+        raise KeyError(1)
+
+
 class UndeclaredSite(FedAvgSite[Any]):
     """Its last phase declares no message."""
 
@@ -152,6 +172,10 @@ del UndeclaredSite.phases["finalize"]
         (UndeclaredSite, FedAvgServer, "final models: unexpected entry 'model'"),
         (UndeclaredSite, SilentServer, "no model 'deployed', it makes none"),
         (MisspeltSite, FedAvgServer, "no model 'deployed', it makes global, deployd"),
+        (MoreModelsSite, FedAvgServer, "a model 'personnal', its roles are global, personal, dep"),
+        (NamelessSite, FedAvgServer, r"'slip' fails in .* AttributeError.* in finalize\)"),
+        (FedAvgSite, DividingServer, r"ZeroDivisionError: .*test_preflight.py, line \d+, in aggr"),
+        (FedAvgSite, UnknownKeyServer, "'slip' fails in the dry run with zeros: KeyError: 1"),
     ],
 )
 def test_a_slip_is_named_before_an_image_is_read(site: Any, server: Any, named: str) -> None:

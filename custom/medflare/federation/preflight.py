@@ -3,13 +3,16 @@
 Settings that a method cannot have, and two algorithms whose messages do not match.
 """
 
+import inspect
+import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from medflare.adaptation.registry import NONE, ROUTING, holds_experts, parsed, with_adaptation
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, MedflareError, one_line
 from medflare.core.message import Message
 from medflare.core.phases import Phase
 from medflare.data.loading import SiteData, Split
@@ -71,7 +74,15 @@ def check_run(
         )
     parsed(adapt)
     if method.trains:
-        problem = _dry_run(method, method.plan(task, _SITES, hyper), outside, adapt)
+        plan = method.plan(task, _SITES, hyper)
+        try:
+            problem = _dry_run(method, plan, outside, adapt)
+        except MedflareError:
+            raise
+        except Exception as error:
+            reason = f"fails in the dry run with zeros: {type(error).__name__}: {one_line(error)}"
+            text = f"{_names(method)} {reason} ({_place(error, method)})"
+            raise ConfigError(text) from error
         if problem:
             raise ConfigError(f"{_names(method)}: {problem}")
 
@@ -82,6 +93,14 @@ def _names(method: Method) -> str:
         return f"method {method.name!r}"
     of_site, of_server = method.origin
     return f"the site algorithm of {of_site!r} does not match the server algorithm of {of_server!r}"
+
+
+def _place(error: Exception, method: Method) -> str:
+    """The innermost line of the method's own files that led to an error, else the innermost one."""
+    own_files = {inspect.getfile(loaded) for loaded in (method.site_class, method.server_class)}
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if frame.filename in own_files), frames[-1])
+    return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
 
 
 def _dry_run(method: Method, plan: Plan, outside: Sequence[str], adapt: str) -> str | None:
@@ -121,8 +140,10 @@ def _step_problem(server: ServerAlgorithm, step: Step, phase: Phase, plan: Plan)
         return str(error)
     except KeyError as missing:
         name = missing.args[0] if missing.args else None
+        if not isinstance(name, str):
+            raise
         declared = [spec.name for spec in (*phase.reply, *phase.meta)]
-        if isinstance(name, str) and name not in declared:
+        if name not in declared:  # zeros hold no metadata of the method's own
             return (
                 f"the server needs {name!r}, which the site's reply to {phase.name!r} does not hold"
             )
@@ -140,6 +161,10 @@ def _role_problem(method: Method, plan: Plan, last: Sequence[Message], adapt: st
     models = method.make_site(site, plan).finalize(last[0])
     if "deployed" in method.roles and "deployed" not in models:
         return f"its finalize makes no model 'deployed', it makes {', '.join(models) or 'none'}"
+    undeclared = [role for role in models if role not in method.roles]
+    if undeclared:
+        declared = ", ".join(method.roles) or "none"
+        return f"its finalize makes a model {undeclared[0]!r}, its roles are {declared}"
     if adapt == ROUTING and any(map(holds_experts, last)):
         return None
     if adapt != NONE and "deployed" in models:
