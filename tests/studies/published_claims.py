@@ -260,7 +260,7 @@ HEADLINES: Final = (
         GRACE,
         "outside",
         "FedAvg",
-        "one local epoch",
+        "one local epoch, batch 16",
     ),
     Headline(
         "FedDAG > FedAvg outside",

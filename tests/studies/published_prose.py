@@ -110,6 +110,7 @@ def of_the_readme(study: Callable[[str], StudyTables]) -> Sentences:
     fundus = Runs(study("fundus_fedsm"))
     volumes = Runs(study("brain_lgg_3d"))
     over_fedavg, over_alone = claim_lines(CLAIMS[0], study("fundus_fedsm"))
+    of_volumes, of_volumes_alone = claim_lines(CLAIMS[1], study("brain_lgg_3d"))
     yield (
         README,
         (
@@ -117,7 +118,9 @@ def of_the_readme(study: Callable[[str], StudyTables]) -> Sentences:
             f"(difference 95 % {over_fedavg.over_seeds.replace('+', '')}, with both comparators "
             f"p {over_fedavg.p}: {over_fedavg.verdict}), training alone {fundus.level(ALONE)} "
             f"(not above it: {over_alone.over_seeds.replace('+', '')}); "
-            f"on brain volumes {volumes.level(FEDSM)}, FedAvg {volumes.level(('fedsm', 'global'))}."
+            f"on brain volumes {volumes.level(FEDSM)}, FedAvg {volumes.level(('fedsm', 'global'))} "
+            f"({of_volumes.over_seeds.replace('+', '')}; to training alone, five seeds: "
+            f"{of_volumes_alone.over_seeds.replace('+', '')})."
         ),
     )
     above = []
