@@ -153,6 +153,22 @@ def test_verdicts_by_hand(
     assert conclusion(over_seeds, over_patients, adjusted_p, 0.05) == expected
 
 
+@pytest.mark.parametrize(
+    ("over_seeds", "adjusted_p", "expected"),
+    [
+        (Comparison(0.1, (0.05, 0.15), 0.01, 10, 0.01), 0.01, "confirmed"),
+        (Comparison(-0.1, (-0.15, -0.05), 0.01, 10, 0.01), 0.01, "opposite"),
+        (Comparison(0.1, (0.05, 0.15), 0.01, 10, 0.01), 0.06, "study too small"),
+        (Comparison(0.01, (-0.01, 0.03), 0.4, 10, 0.01), 0.4, "smaller than d"),
+        (Comparison(), None, "study too small"),
+    ],
+)
+def test_seeds_alone_decide_where_each_draws_its_own_patients(
+    over_seeds: Comparison, adjusted_p: float | None, expected: str
+) -> None:
+    assert conclusion(over_seeds, None, adjusted_p, 0.05) == expected
+
+
 def values_of(
     runs: Sequence[Run], model: str, role: str = "inside", site: str = ALL_SITES
 ) -> list[float]:

@@ -233,11 +233,15 @@ def equivalence_p(over_seeds: Comparison, margin: float) -> float | None:
 
 
 def conclusion(
-    over_seeds: Comparison, over_patients: Comparison, adjusted_p: float | None, margin: float
+    over_seeds: Comparison,
+    over_patients: Comparison | None,
+    adjusted_p: float | None,
+    margin: float,
 ) -> str:
     """What a study says of a difference of a metric of which more is better.
 
     Args:
+        over_patients: None where every seed draws other patients: the seeds alone decide.
         adjusted_p: of the difference over seeds, see `holm`.
         margin: d, the smallest difference that matters.
 
@@ -248,12 +252,15 @@ def conclusion(
         all seeds; else "study too small".
     """
     difference = over_seeds.difference
-    bounds = over_patients.interval
     if difference == 0 and over_seeds.interval is None and over_seeds.n > 1:
         return "smaller than d"
-    if difference is None or bounds is None or adjusted_p is None:
+    if difference is None or adjusted_p is None:
         return "study too small"
-    low, high = bounds
+    low = high = difference
+    if over_patients is not None:
+        if over_patients.interval is None:
+            return "study too small"
+        low, high = over_patients.interval
     if adjusted_p < LEVEL and difference > 0 and low > 0:
         return "confirmed"
     if adjusted_p < LEVEL and difference < 0 and high < 0:

@@ -59,6 +59,7 @@ from medflare.studies.statistics import (
     split_ratio,
     study_values,
 )
+from medflare.tasks.config import draws_images
 from medflare.tasks.summaries import ALL, MEANS_OVER_IMAGES
 
 Model = tuple[str, str]  # label of a row, name of the model
@@ -111,19 +112,19 @@ class Difference:
     label: str  # of the second model
     role: str
     over_seeds: Comparison
-    over_patients: Comparison
+    over_patients: Comparison | None  # None: every seed draws other patients
     detectable: float | None  # with 80 % power
     margin: float
 
     def cells(self, adjusted_p: float | None, judged: bool) -> list[str]:
         """The cells after label and models; without a verdict unless `judged`."""
         seeds = self.over_seeds
-        patients = self.over_patients
+        patients = self.over_patients or Comparison()
         margin = UNDEFINED
         verdict = UNDEFINED
         if judged:
             margin = f"{self.margin:.3f}"
-            verdict = conclusion(seeds, patients, adjusted_p, self.margin)
+            verdict = conclusion(seeds, self.over_patients, adjusted_p, self.margin)
         return [
             self.role,
             f"{seeds.difference:+.3f}",
@@ -248,6 +249,7 @@ class StudyTables:
             if of_label[0]["method"] not in (CONSTANT, PARTICIPATING):
                 self.compared.append(label)
         self.split_ratio = split_ratio(runs)
+        self.draws_images = draws_images(task_of(groups).get("embedded", ""))
         # The same for all rows.
         self.common = {role: common_classes(runs, role) for role in self.roles}
 
@@ -559,13 +561,15 @@ class StudyTables:
         if over_seeds.difference is None or (label == other_label and before.equals(after)):
             return None
         runs = self.groups[other_label]
-        over_patients = compare_patients(
-            (self.groups[label], model),
-            (runs, other_model),
-            self.metric,
-            role=role,
-            common=self.common[role],
-        )
+        over_patients = None
+        if not self.draws_images:
+            over_patients = compare_patients(
+                (self.groups[label], model),
+                (runs, other_model),
+                self.metric,
+                role=role,
+                common=self.common[role],
+            )
         detectable = None
         in_deviations = detectable_difference(over_seeds.n, self.split_ratio)
         if over_seeds.error is not None and in_deviations is not None:
@@ -625,7 +629,12 @@ class StudyTables:
                 f"1/n + test/training images ({self.split_ratio:.2f}) in place of 1/n "
                 "(Nadeau and Bengio)."
             )
-        if self.metric in MEANS_OVER_IMAGES:
+        if self.draws_images:
+            lines.append(
+                "Every seed draws its own patients, so nothing is compared over patients; "
+                "verdicts rest on the seeds."
+            )
+        if self.draws_images or self.metric in MEANS_OVER_IMAGES:
             return lines
         labels = task_of(self.groups).get("labels", [])
         rule = f"a class needs {FEWEST_OF_CLASS} patients in every test set"
