@@ -179,6 +179,14 @@ def test_too_few_inside_sites_end_the_run_with_the_reasons() -> None:
         enrolment(Sites({0: "ABC"}, problems)).open(2)
 
 
+def test_counts_by_class_are_of_the_training_images() -> None:
+    """They decide class weights, shares and which model other sites get."""
+    everything = {**COUNTS, "class_counts": [2**53, 0]}
+    admission = enrolment(Sites({0: "ABC"}, {"B": Reply(Message({}, everything))}))
+    admission.open(2)
+    assert admission.inside == ["A", "C"]
+
+
 def test_a_rejected_site_is_named_once_and_not_invited_again() -> None:
     invalid = {"n": {"train": 10**400}, "class_counts": [1]}
     suppressed = {**COUNTS, "class_counts": []}

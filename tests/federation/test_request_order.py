@@ -3,10 +3,12 @@
 import csv
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from medflare.core.errors import ConfigError, MessageError
 from medflare.core.message import Message
@@ -225,6 +227,7 @@ def test_a_torn_line_of_the_evaluations_ends_no_job(tmp_path: Path) -> None:
     (tmp_path / "datalist.json").write_text("{}")
     record = StudyRecord(tmp_path / "record", tmp_path, "job", most_evaluations=6)
     for models in (2, 1):
+        record = replace(record, job=f"job-{models}")
         record.note_evaluation(FINALIZE, models, "A")
     file = record.folder / "evaluations.csv"
     file.write_bytes(file.read_bytes()[:-14])  # inside the second row
@@ -255,9 +258,88 @@ def test_evaluations_are_written_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_refused_evaluation_is_refused_again(tmp_path: Path) -> None:
     (tmp_path / "datalist.json").write_text("{}")
     record = StudyRecord(tmp_path / "record", tmp_path, "job", most_evaluations=1)
-    record.note_evaluation(FINALIZE, 1, "A")
+    replace(record, job="earlier").note_evaluation(FINALIZE, 1, "A")
     asked = participant(study=lambda: record)
     ask(asked, 0, "train", 0)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"bounds\.evaluations"):
             ask(asked, 4, FINALIZE, ROUNDS)
+
+
+def invited_outside(
+    method: str, record: StudyRecord, inside: list[str], **hyper: Any
+) -> Participant:
+    site = squares.site("A")
+    asked = Participant("A", lambda role: site, get_method(method), hyper, study=lambda: record)
+    asked.answer(ENROL, 0, Message({}, {"role": "outside", "sites": inside}))
+    return asked
+
+
+def test_each_model_of_a_final_reply_is_an_evaluation(tmp_path: Path) -> None:
+    """A server that names 20 sites has 20 experts of its choice evaluated."""
+    (tmp_path / "datalist.json").write_text("{}")
+    inside = [f"S{number:02d}" for number in range(20)]
+    for most in (20, 200):
+        record = StudyRecord(tmp_path / str(most), tmp_path, "job", most_evaluations=most)
+        asked = invited_outside("iop_fl", record, inside, comparisons=True, route_epochs=0)
+        states = {"model": squares.start()} | {f"expert/{name}": squares.start() for name in inside}
+        request = Message(states, {"step": 5, "run_rounds": 1})
+        if most == 20:
+            with pytest.raises(ConfigError, match=r"bounds\.evaluations"):
+                asked.answer(FINALIZE, 1, request)
+            continue
+        metrics = asked.answer(FINALIZE, 1, request).meta["metrics"]
+        assert len(metrics) > 20
+        with (record.folder / "evaluations.csv").open() as rows:
+            assert 20 < sum(int(row["models"]) for row in csv.DictReader(rows)) <= len(metrics)
+
+
+def test_a_final_request_is_not_asked_again_with_other_metadata() -> None:
+    """By other values of gamma a server would find the selector's score of every test patient."""
+    fedsm = get_method("fedsm")
+    site = squares.site("A")
+    plan = fedsm.plan(site.task, ("B", "C"), {})
+    states = {}
+    for item in fedsm.site_class.phase(FINALIZE).request:
+        for name, member in item.members(plan).items():
+            shapes = member.spec(plan).tensors
+            states[name] = {
+                key: torch.zeros(shape, dtype=kind) for key, (shape, kind) in shapes.items()
+            }
+    asked = Participant("A", lambda role: site, fedsm, {})
+    asked.answer(ENROL, 0, Message({}, {"role": "outside", "sites": ["B", "C"]}))
+
+    def finalize(gamma: float) -> Message:
+        meta = {
+            "gamma": gamma,
+            "sites": ["B", "C"],
+            "choose_by": "image",
+            "selector": {"name": "ridge_selector"},
+        }
+        return asked.answer(FINALIZE, 1, Message(states, {"step": 5, "run_rounds": 1, **meta}))
+
+    assert finalize(0.5).meta["metrics"] == finalize(0.5).meta["metrics"]
+    with pytest.raises(MessageError, match="other metadata"):
+        finalize(0.6)
+
+
+def test_a_lead_does_not_read_the_training_images_in_as_many_ways_as_it_likes(
+    tmp_path: Path,
+) -> None:
+    """Whether images are plain for an intensity from v to v + 0.001 tells the brightest pixels."""
+    (tmp_path / "datalist.json").write_text("{}")
+
+    def enrolled(low: float, side: int = 16) -> Message:
+        record = StudyRecord(tmp_path / "record", tmp_path, f"job-{low}", most_evaluations=9)
+        values = {"a_min": low, "a_max": 255, "b_min": 0, "b_max": 1}
+        intensity = {"name": "ScaleIntensityRange", **values}
+        site = squares.site("A", squares.task(intensity=intensity, size=[side, side]))
+        asked = Participant("A", lambda role: site, get_method("fedavg"), {}, study=lambda: record)
+        return asked.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"]}))
+
+    for low in range(19):
+        assert enrolled(low).meta["class_counts"]
+    assert not enrolled(0, side=18).meta["class_counts"], "two sizes tell a pixel of few patients"
+    enrolled(7)
+    with pytest.raises(ConfigError, match=r"read this data in 20 ways.*readings\.json"):
+        enrolled(20)

@@ -1,5 +1,7 @@
 """Updates compared with each other: the limit of their length, and their direction."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ def validated(
     weights: bool = True,
     sent: bool = True,
     strict: bool = False,
+    counted: Mapping[str, float] | None = None,
 ) -> Validated:
     """A round in which the sites' updates have one direction, or for a negative length the opposite one."""
     sites = "ABCDE"[: len(lengths)]
@@ -36,6 +39,7 @@ def validated(
         {"model": StateSpec.like(WEIGHTS, "")},
         requests,
         enrolled,
+        counted=counted,
         weights=chosen,
         strict=strict,
     )
@@ -124,6 +128,27 @@ def test_one_tensor_is_clipped_alone_and_variances_stay_variances() -> None:
     assert result.accepted["A"] is replies["A"]
 
 
+@pytest.mark.parametrize("lengths", [[1, 101], [1e-3, 1], [1, 1e30]])
+def test_of_two_sites_that_are_far_apart_neither_is_taken_for_the_honest_one(
+    lengths: list[float],
+) -> None:
+    """One that sends a thousandth of its update would else have the other one rejected."""
+    result = validated(lengths)
+    assert result.rejected.keys() == {"A", "B"}
+    assert "more than 100 times apart" in result.rejected["A"] and " B by " in result.rejected["A"]
+
+
+def test_the_limit_of_a_sites_weight_is_one_of_its_length_too() -> None:
+    """A site that claims a billion images may move as far as it likes; its weight is limited."""
+    images = {"A": 24, "B": 24, "C": 10**9}
+    limited = capped(images, 0.5)
+    fractions = {site: limited[site] / count for site, count in images.items()}
+    for counted, moved in (({}, 9), (fractions, 2)):
+        result = validated([1, 1, 9], list(images.values()), counted=counted)
+        model = result.accepted["C"].states["model"]["w"]
+        assert torch.allclose(model, WEIGHTS["w"] + moved * ALONG)
+
+
 def test_a_tensor_that_holds_a_whole_update_is_rejected() -> None:
     """A bias of 1 of 10001 numbers that holds all of nine updates; its usual share is a hundredth."""
     sent = {"weight": torch.zeros(10000), "bias": torch.zeros(1)}
@@ -159,7 +184,7 @@ def test_a_site_with_more_images_may_move_further_up_to_a_hundredfold(
 
 
 def test_the_limit_is_a_hundred_for_two_sites_and_for_statistics() -> None:
-    assert not validated([1, 90]).rejected and validated([1, 110]).rejected.keys() == {"B"}
+    assert not validated([1, 90]).rejected and validated([1, 110]).rejected.keys() == {"A", "B"}
     assert not validated([1, 1, 90], sent=False).rejected, (
         "gradients of honest sites differ more than updates do"
     )

@@ -29,6 +29,12 @@ def test_a_site_that_never_trains_takes_the_best_in_hindsight() -> None:
     ) == pytest.approx(2 / 3)
 
 
+def test_under_differential_privacy_it_does_not_depend_on_the_training_images() -> None:
+    for training in (masks(8, 3), masks(1, 0)):
+        site = Site("A", small_task(), SiteData(training, masks(8, 2), masks(8, 2)))
+        assert constant_value(site, of_training=False) == pytest.approx(2 / 3)
+
+
 def test_masks_where_they_always_are() -> None:
     assert (
         constant_value(Site("A", small_task(), SiteData(masks(8, 3), masks(8, 2), masks(8, 2))))

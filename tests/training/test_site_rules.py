@@ -17,7 +17,12 @@ from medflare.methods.catalogue import get_method
 from medflare.tasks.config import Sampling, TaskConfig, load_task, presets
 from medflare.tasks.loss_weights import loss_weights
 from medflare.training.site import Site
-from medflare.training.site_rules import check_inside_sites, check_selection, weighty_patients
+from medflare.training.site_rules import (
+    check_contrast,
+    check_inside_sites,
+    check_selection,
+    weighty_patients,
+)
 
 TASK = small_task("classification")  # dark, medium, bright
 RARE = [0] * 12 + [1] * 8 + [2]  # one patient of the last class
@@ -48,6 +53,7 @@ def problem(site: Site, minimum: int = 5, sites: Sequence[str] = ("A", "B"), **b
     try:
         check_inside_sites("A", len(sites), Bounds(**bounds))
         check_selection("A", site.task, site.data, minimum, Bounds(**bounds))
+        check_contrast("A", site.data, minimum)
     except ConfigError as error:
         return str(error)
     return ""

@@ -75,7 +75,6 @@ _ENDING = ".safetensors"
 _ROWS = "rows"
 # Another release of these may read a file differently.
 _DECODERS = ("torch", "monai", "numpy", "pillow", "pydicom", "nibabel")
-# Settings of a task that its decoded images depend on.
 _SETTINGS = (
     "kind",
     "target",
@@ -549,12 +548,16 @@ def _on_disk(row: DecodedRow, task: TaskConfig) -> DecodedRow:
     return row._replace(image=None, target=None)
 
 
+def reading_settings(task: TaskConfig) -> dict[str, Any]:
+    """The settings of a task that its decoded images depend on."""
+    settings = task.to_dict()
+    return {name: settings[name] for name in _SETTINGS}
+
+
 def _keys(task: TaskConfig, source: Source, entries: list[DatalistItem]) -> list[str]:
     """For each item a hash of everything that its tensors depend on."""
-    settings = task.to_dict()
-    used_settings = {name: settings[name] for name in _SETTINGS}
     decoders = {**versions(_DECODERS), **code_versions(_extension_modules(task, entries))}
-    shared = [_FORMAT, decoders, used_settings, source.annotated()]
+    shared = [_FORMAT, decoders, reading_settings(task), source.annotated()]
     common = hashlib.blake2b(json.dumps(shared).encode(), digest_size=16)
     keys = []
     for entry in entries:

@@ -3,8 +3,9 @@
 A site that cannot take part ends the run, a late one joins.
 """
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -198,10 +199,22 @@ class Enrolment:
             problem = read_range(reply[RANGE]).misfit(self.context.task)
             if problem:
                 return problem
-        counts = len(reply[CLASS_COUNTS])
-        classes = len(self.context.task.classes)
-        if counts not in (0, classes):
-            return f"class_counts has {counts} numbers for {classes} classes"
+        return self._count_problem(reply[CLASS_COUNTS], images.get("train", 0))
+
+    def _count_problem(self, counts: Sequence[int], images: int) -> str:
+        """Why counts by class are not those of so many training images, "" if they can be."""
+        task = self.context.task
+        if not counts:
+            return ""
+        classes = len(task.classes)
+        if len(counts) != classes:
+            return f"class_counts has {len(counts)} numbers for {classes} classes"
+        count = max(counts) if task.target == "multilabel" else sum(counts)
+        most = images
+        if task.kind == "segmentation":
+            most *= math.prod(task.size)
+        if count > most and not (task.kind == "segmentation" and task.image_mode == "patch"):
+            return f"class_counts has {count}, more than its {images} training images can have"
         return ""
 
     def _weigh(self, round: int) -> None:
@@ -222,7 +235,7 @@ class Enrolment:
             self.context.events.add(
                 "warning",
                 f"has {fractions[heaviest]:.0%} of all training images; "
-                "max_client_weight limits its weight",
+                "max_client_weight limits its weight and the length of its updates",
                 site=heaviest,
                 round=round,
             )

@@ -200,6 +200,7 @@ def evaluated(
     *,
     method: Method,
     inside: bool = True,
+    private: bool = False,
 ) -> JsonDict:
     """Build the final models, evaluate them on the site's test images and pass them to `keep`.
 
@@ -210,6 +211,8 @@ def evaluated(
             do not leave the site.
         minimum_patients: see `suppression`.
         inside: whether the site trained.
+        private: whether training images are protected by DP-SGD; then the constant answer is not
+            theirs.
 
     Returns:
         Metadata: "metrics" (role -> metric -> value; None for all metrics of a missing role),
@@ -252,7 +255,7 @@ def evaluated(
                 # As JSON has them.
                 tables["intervals"][role] = json.loads(json.dumps(summary.intervals))
         if role == "deployed":
-            constant = constant_value(site)
+            constant = constant_value(site, of_training=not private)
             _doubt(site, metrics[role], outputs, constant, log, named=not small)
             if not small:
                 meta["constant"] = constant

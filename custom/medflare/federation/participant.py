@@ -3,7 +3,7 @@
 Enroll, reply to steps, store its state, evaluate the final models.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -74,7 +74,12 @@ from medflare.methods.method import Method
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.training.site import Site
-from medflare.training.site_rules import check_inside_sites, check_method_bounds, check_selection
+from medflare.training.site_rules import (
+    check_contrast,
+    check_inside_sites,
+    check_method_bounds,
+    check_selection,
+)
 
 # Notes about a site's data, up to 48 kB of JSON, in which a character may take six bytes.
 _MOST_NOTES = 20
@@ -165,6 +170,7 @@ class Participant:
         self._algorithm = StoredAlgorithm(self.name, self.store, self._make, self._identity)
         self._site: Site | None = None
         self._role = ""  # in which the site was opened
+        self._is_repeated = False  # the present request is the last one again
         self._order = RequestOrder(self.name, self.store, self.method, bounds.rounds)
 
     def answer(self, phase: str, round: int, incoming: Message) -> Message:
@@ -202,16 +208,8 @@ class Participant:
             )
         validator.check_request(incoming, recalled)
         adaptation = {item.name: numbers[item] for item in (ADAPT, SHARES) if item in numbers}
-
-        def note_evaluation() -> None:
-            # One final model, or those of other sites, are evaluated on test images.
-            models = len(incoming.states) if phase == CROSS_SITE else 1
-            study = None if of_method else self.study()
-            if study is not None:
-                study.note_evaluation(phase, models, self.name)
-
-        self._order.admit(
-            phase, round, incoming, step, rounds, recalled, adaptation, note_evaluation
+        self._is_repeated = self._order.admit(
+            phase, round, incoming, step, rounds, recalled, adaptation
         )
         self.note_step(phase, round, rounds, True)
         try:
@@ -241,6 +239,15 @@ class Participant:
             if study is not None:
                 study.note_refusal()
             raise
+        if not self._private(site):  # DP-SGD protects a single patient of whom a model would be
+            check_contrast(self.name, site.data, self._minimum)
+
+    def _note_evaluations(self, phase: str, models: Iterable[Message | StateDict]) -> None:
+        """Count the models that are evaluated on the test images, see `StudyRecord`."""
+        study = self.study()
+        if study is not None:
+            count = len({id(model) for model in models})
+            study.note_evaluation(phase, count, self.name, repeated=self._is_repeated)
 
     def _note_validations(self, reply: Message, declared: Items) -> None:
         """Count the numbers about validation images that leave with a reply."""
@@ -273,6 +280,7 @@ class Participant:
         if study is not None:
             # First, since later refusals would tell the counts of another selection.
             study.fix_selection(site)
+        same_size = study is None or study.note_reading(site)
         if role == "inside" and trains:
             self._check_selection(site, study)
         if trains and self.local.keep == "personal" and role == "outside":
@@ -287,19 +295,24 @@ class Participant:
         else:
             self._algorithm.begin(role, sites, incoming.get(START))
         self._order.note_enrolment(round)
-        return self._enrolment(site, role)
+        return self._enrolment(site, role, same_size)
 
-    def _enrolment(self, site: Site, role: str) -> Message:
+    def _enrolment(self, site: Site, role: str, same_size: bool) -> Message:
         """What the server learns of the site's data."""
         small = bool(small_classes(site, "train", self._minimum))
+        counts_pixels = site.task.kind == "segmentation"
+        hidden = small or (counts_pixels and not same_size)
         reply = Message.of({COUNTS: counts_of_splits(site, self._minimum)})
-        reply[CLASS_COUNTS] = [] if small else site.class_counts().tolist()
+        reply[CLASS_COUNTS] = [] if hidden else site.class_counts().tolist()
         reply[VERSIONS] = versions_here(self.method.name, site.task)
         if self.method.trains and role == "inside" and not self._private(site):
             trained_on = site.trained_on(self._minimum)
             if trained_on is not None:
                 reply[RANGE] = trained_on.to_dict()
         reply[EVENTS] = _data_events(site, self._minimum, small)
+        if hidden and not small:
+            text = "no counts of pixels by class leave the site: an earlier job used another size"
+            reply[EVENTS].append({"kind": "warning", "message": text})
         return reply
 
     def _check_identity(self, site: Site, role: str, server: Json) -> None:
@@ -385,6 +398,7 @@ class Participant:
         if ADAPT in numbers:
             models, remarks = with_adapted(algorithm.site, models, numbers[ADAPT])
             notes += remarks
+        self._note_evaluations(FINALIZE, models.values())
         meta = evaluated(
             algorithm.site,
             models,
@@ -392,6 +406,7 @@ class Participant:
             self._minimum,
             method=self.method,
             inside=algorithm.inside,
+            private=self._account.budget is not None or self._private(algorithm.site),
         )
         reply = Message({}, meta)
         events = reply[EVENTS]
@@ -435,7 +450,9 @@ class Participant:
     def _cross_site(self, site: Site, incoming: Message) -> Message:
         """The task's metric of the other sites' personal models on this site's test images."""
         values = {}
-        for owner, state in incoming.family(SHARED_MODELS).items():
+        shared = incoming.family(SHARED_MODELS)
+        self._note_evaluations(CROSS_SITE, shared.values())
+        for owner, state in shared.items():
             values[owner] = metric_of(plain_message(state), site, self._minimum)
         reply = Message.of({TESTED: values})
         suppress_splits(reply, CROSS.meta, small_splits(site, self._minimum))

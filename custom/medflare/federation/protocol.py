@@ -59,7 +59,7 @@ def message_problem(message: Message, site: str) -> str | None:
         return (
             state_problem(message.states)
             or meta_problem(message.meta)
-            or event_problem(message.get(EVENTS) or [], site)
+            or event_problem(message.meta.get(EVENTS.name, []), site)
         )
     except Exception as error:  # a method that only the site has may have put anything into it
         return f"it cannot be read ({type(error).__name__})"

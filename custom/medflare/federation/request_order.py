@@ -4,8 +4,8 @@ Each reply measures models on the site's images. A server that may ask in any or
 likes and with any models, can find out which patients a site has.
 """
 
+import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -81,22 +81,20 @@ class RequestOrder:
         rounds: int,
         algorithm: SiteAlgorithm,
         adaptation: Json,
-        note: Callable[[], None],
-    ) -> None:
-        """Check a request and note it as the last one.
+    ) -> bool:
+        """Check a request and note it as the last one; whether it is the last one again.
 
-        A site may miss steps. A step that is asked again has the same number and the same models.
+        A site may miss steps. A step that is asked again has the same number, models and metadata.
 
         Args:
             step: the number of the request in the run.
             rounds: of the run; may become smaller (early stopping), not larger.
             algorithm: that is to answer it.
-            adaptation: metadata on which an evaluation depends.
-            note: called before a new request is stored; raises if it is refused.
+            adaptation: metadata of every method on which an evaluation depends.
 
         Raises:
             MessageError: the request is not in the schedule after the last one, or it asks for the
-                last step with other models or another adaptation.
+                last step with other models, metadata or another adaptation.
         """
         refused = f"site {self.site} refuses '{phase}' of round {round}"
         if rounds > self.most_rounds:
@@ -110,11 +108,13 @@ class RequestOrder:
                 f"site {self.site} has not enrolled, or its state is lost; start the run again"
             )
         last = stored.meta
+        meta = json.dumps(incoming.meta, sort_keys=True)
         request = {
             "phase": phase,
             "round": round,
             "digest": states_digest(incoming.states),
             "adaptation": json.dumps(adaptation),
+            "meta": hashlib.sha256(meta.encode()).hexdigest(),
         }
         if rounds > last["rounds"]:
             raise MessageError(
@@ -122,10 +122,10 @@ class RequestOrder:
             )
         if (step, phase) == (last["step"], last["phase"]):
             if request.items() <= last.items():
-                return
+                return True
             raise MessageError(
                 f"{refused}: the same step was asked before, with other models, "
-                "another adaptation or in another round"
+                "other metadata, another adaptation or in another round"
             )
         trains = self.method.trains and self.site in algorithm.plan.sites
         in_time = last["enrolled"] < rounds  # it enrolled before the last round ended
@@ -138,8 +138,8 @@ class RequestOrder:
                 f"{refused}: the schedule of {rounds} rounds has no such step now{before}"
             )
         noted = {**last, **request, "step": step, "rounds": rounds, "position": position}
-        note()
         self.store.save(_STORED, Message({}, noted))
+        return False
 
     def _position(
         self, phase: str, round: int, rounds: int, last: int, algorithm: SiteAlgorithm

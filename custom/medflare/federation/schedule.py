@@ -310,6 +310,7 @@ class Federation:
             manifest,
             outgoing,
             enrolled,
+            counted=self._context.counted,
             reply_meta=phase.meta,
             weights=weights,
             strict=self.rules.outlier_policy == "rejected",

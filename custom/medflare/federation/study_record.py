@@ -17,6 +17,7 @@ from typing import Any
 from medflare.core.errors import ConfigError
 from medflare.core.store import csv_text, file_digest, locked, write_atomically, write_json
 from medflare.data.datalist import FILE
+from medflare.data.decoding import reading_settings
 from medflare.data.local import PLACE, Bounds
 from medflare.data.targets import counts_by_image
 from medflare.training.site import Site
@@ -24,7 +25,10 @@ from medflare.training.site import Site
 SELECTION = "selection.json"  # the file that a site deletes to allow another selection
 EVALUATIONS = "evaluations.csv"
 VALIDATIONS = "validations.json"
+READINGS = "readings.json"
 _MOST_REFUSED = 5  # selections, of first jobs
+_MOST_READINGS = 20  # of the training images
+_OF_SIZE = ("size", "image_mode", "spacing", "orientation", "slices", "spatial_dims")
 _LOCK = ".lock"
 _SLICE = re.compile(r"\[\d+\]\Z")  # the end of the name of a volume's slice
 _COLUMNS = ("time", "job", "phase", "models")
@@ -94,6 +98,32 @@ class StudyRecord:
             if first.get("job") == self.job and refused <= _MOST_REFUSED:
                 write_json(path, {"refused": refused})
 
+    def note_reading(self, site: Site) -> bool:
+        """Note how the task reads the images; whether its masks have the size of the first job's.
+
+        Whether images are plain to the network (see `site_rules.check_contrast`) answers a question
+        about their pixels, and pixels of a class in masks of two sizes one about few patients.
+
+        Raises:
+            ConfigError: earlier jobs have read this data in as many other ways as there may be.
+        """
+        path = self.folder / READINGS
+        reading = json.loads(json.dumps(reading_settings(site.task)))
+        with locked(self.folder / _LOCK):
+            readings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+            first = readings[0] if readings else reading
+            same_size = all(first[name] == reading[name] for name in _OF_SIZE)
+            if reading in readings:
+                return same_size
+            if len(readings) >= _MOST_READINGS:
+                raise ConfigError(
+                    f"site {site.name}: earlier jobs have read this data in {_MOST_READINGS} ways "
+                    "(intensity, size, spacing, ...), and each answers a question about training "
+                    f"images; use one of these, or have the site delete its {READINGS}"
+                )
+            write_json(path, [*readings, reading])
+            return same_size
+
     def is_fixed(self) -> bool:
         """Whether an earlier job has fixed the selection from the present datalist."""
         path = self.folder / SELECTION
@@ -103,8 +133,13 @@ class StudyRecord:
         first = json.loads(path.read_text(encoding="utf-8"))
         return bool(first.get("datalist") == file_digest(datalist))
 
-    def note_evaluation(self, phase: str, models: int, site: str) -> None:
-        """Note that so many models are evaluated on test images.
+    def note_evaluation(
+        self, phase: str, models: int, site: str, *, repeated: bool = False
+    ) -> None:
+        """Note that so many models are evaluated on test images in a phase of the job.
+
+        Args:
+            repeated: the request is the last one again; it is noted if it was not before.
 
         Raises:
             ConfigError: with these the study has more evaluations than the site allows.
@@ -114,6 +149,9 @@ class StudyRecord:
             earlier = []
             if path.exists():
                 earlier = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+            noted = [(row["job"], row["phase"]) for row in earlier]
+            if repeated and (self.job, phase) in noted:
+                return
             evaluated = sum(int(row["models"] or 1) for row in earlier)  # a torn line has none
             if evaluated + models > self.most_evaluations:
                 raise ConfigError(

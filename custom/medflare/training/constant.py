@@ -29,19 +29,19 @@ def is_at_chance(value: float, constant: float) -> bool:
     return value <= constant + NEAR and value < 1 - NEAR
 
 
-def constant_value(site: Site) -> float | None:
+def constant_value(site: Site, *, of_training: bool = True) -> float | None:
     """The task's metric of the constant prediction on a site's test images; None where it is
     undefined.
 
-    The prediction comes from the site's training images, see `best_constant`. A site without any
-    takes the best, in hindsight, of `plain_constants`.
+    The prediction comes from the site's training images, see `best_constant`. A site without any,
+    or with `of_training` false, takes the best, in hindsight, of `plain_constants`.
     """
     if not len(site.data.test):
         return None
     task = site.task
     training = site.data.train
     constants = list(plain_constants(task))
-    if len(training):
+    if of_training and len(training):
         constants = [best_constant(task, training, [site])]
     return max(_defined_metrics(task, constants, [site], "test"), default=None)
 

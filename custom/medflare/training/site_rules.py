@@ -92,6 +92,12 @@ def check_selection(
             "weights, training is on fewer patients than its minimum_patients "
             f"({minimum_patients})"
         )
+
+
+def check_contrast(site: str, data: SiteData, minimum_patients: int) -> None:
+    """Raise ConfigError if the task's intensity transform makes the training images plain but those
+    of fewer patients than the minimum: the model would be theirs.
+    """
     if minimum_patients > 1 and contrasted_patients(data) < _most_of(minimum_patients):
         raise ConfigError(
             f"site {site} does not train, and sends no model: the task's intensity transform makes "

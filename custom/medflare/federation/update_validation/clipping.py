@@ -25,7 +25,7 @@ _SMALL = 2.0
 _STATISTICS = ("running_mean", "running_var")
 
 
-def usual_lengths(lengths: Tensor, images: Sequence[int]) -> Tensor:
+def usual_lengths(lengths: Tensor, images: Sequence[float]) -> Tensor:
     """The usual length for site k: the upper median over the others j that moved of |u_j| max(1,
     n_k / n_j).
 
@@ -60,7 +60,7 @@ def usual_lengths(lengths: Tensor, images: Sequence[int]) -> Tensor:
     return usual
 
 
-def scales(squares: State, sizes: Mapping[str, int], images: Sequence[int]) -> dict[str, Tensor]:
+def scales(squares: State, sizes: Mapping[str, int], images: Sequence[float]) -> dict[str, Tensor]:
     """Tensor -> the factors, (K,), to which the sites' updates of it are scaled; 1: as it is.
 
     1. A tensor's update u_t that is longer than 5 times the usual length m_t is scaled to m_t. m_t
@@ -83,7 +83,7 @@ def scales(squares: State, sizes: Mapping[str, int], images: Sequence[int]) -> d
     return factors
 
 
-def absurd(squares: State, sizes: Mapping[str, int], images: Sequence[int]) -> dict[int, str]:
+def absurd(squares: State, sizes: Mapping[str, int], images: Sequence[float]) -> dict[int, str]:
     """Site's index -> the tensor that moved more than 30 times its usual length, with the factor;
     running statistics may.
 
@@ -103,7 +103,7 @@ def absurd(squares: State, sizes: Mapping[str, int], images: Sequence[int]) -> d
 
 
 def _parts(
-    squares: State, sizes: Mapping[str, int], images: Sequence[int]
+    squares: State, sizes: Mapping[str, int], images: Sequence[float]
 ) -> Iterator[tuple[list[str], Tensor, Tensor, Tensor]]:
     """Of weights, then of running statistics: names, lengths and usual lengths of tensors,
     (tensors, K), and usual length of all, (K,).

@@ -26,7 +26,7 @@ _SHORT = 0.25  # a sum below this fraction of the usual length does no harm
 _LONG = 2.0  # a drift beyond so many times the usual length is not used
 
 Reasons = dict[str, str]  # by site
-Images = Mapping[str, int]  # training images by site
+Images = Mapping[str, float]  # training images by site
 Sketches = dict[str, dict[str, Tensor]]  # entry -> site -> sampled coordinates of its update
 
 
@@ -108,7 +108,7 @@ class DriftMemory:
         return torch.cat([earlier, sketch.unsqueeze(0)])
 
 
-def drift(updates: Tensor, images: Sequence[int]) -> list[float]:
+def drift(updates: Tensor, images: Sequence[float]) -> list[float]:
     """|s_k| / usual length for those of K sites that drift, else 0; s_k = Σ_r u_rk of its last R
     updates, (K, R, coordinates).
 

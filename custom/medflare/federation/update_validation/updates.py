@@ -76,6 +76,7 @@ def validate_replies(
     outgoing: Messages,
     enrolled: Mapping[str, Mapping[str, int]],
     *,
+    counted: Mapping[str, float] | None = None,
     reply_meta: Items = (),
     weights: Collection[str] | None = None,
     strict: bool = False,
@@ -91,6 +92,7 @@ def validate_replies(
         manifest: what a reply to this step holds.
         outgoing: site -> request; an update is the difference to the entry of the same name.
         enrolled: site -> {"train", "validation", "test"} counts at enrollment.
+        counted: see `ServerContext.counted`; also for the length that images allow an update.
         reply_meta: the metadata that a reply may hold.
         weights: entries with weights of the task's network, whose directions are compared; None:
             all.
@@ -108,7 +110,10 @@ def validate_replies(
             rejected[site] = problem
     entries = sorted(next(iter(accepted.values())).states) if accepted else []
     updates = {entry: _updates(accepted, outgoing, entry) for entry in entries}
-    images = {site: counts.get("train", 0) for site, counts in enrolled.items()}
+    fractions = counted or {}
+    images = {}
+    for site, counts in enrolled.items():
+        images[site] = counts.get("train", 0) * fractions.get(site, 1)
 
     rejected |= _too_long(updates, images)
     accepted = _without(accepted, rejected)
@@ -226,7 +231,8 @@ def _clip(
 def _too_long(updates: Mapping[str, _Updates], images: Images) -> Reasons:
     """Sites whose update of some entry is much longer than the others', with the reason.
 
-    That is longer than ten times the median of the others that moved.
+    That is longer than ten times the median of the others that moved. Where one other moved, both
+    are rejected if they are a hundred times apart.
 
     A site with r times the others' median count of training images takes more steps: it has r times
     this limit, at most a hundred.
@@ -243,6 +249,15 @@ def _too_long(updates: Mapping[str, _Updates], images: Images) -> Reasons:
             }
             if not others:
                 continue
+            if len(others) == 1:
+                ((other, moved),) = others.items()
+                if 0 < length < moved / _LARGEST_LIMIT or length > moved * _LARGEST_LIMIT:
+                    rejected.setdefault(
+                        site,
+                        f"{entry} moved by {length:.3g}, that of {other} by {moved:.3g}, more than "
+                        f"{_LARGEST_LIMIT:.3g} times apart; either can be wrong",
+                    )
+                    continue
             median = statistics.median(others.values())
             limit = _LARGEST_LIMIT
             if update.replaces and len(others) > 1:
