@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import Optimizer
 
 from medflare.core.errors import ConfigError, MessageError, StateError
 from medflare.core.message import Message
@@ -17,7 +18,10 @@ from medflare.federation.participant import Participant
 from medflare.federation.protocol import ENROLS, declaration_problem, message_problem
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.inference.deployed import KEPT, load_model, plain_message
+from medflare.methods import FeatureNetwork
 from medflare.methods.catalogue import get_method
+from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.training.epochs import train_epochs
 from medflare.training.site import Site
 from methods import squares
 
@@ -326,6 +330,36 @@ def test_a_site_whose_update_may_be_used_alone_does_not_train(
             participant.answer(ENROL, 0, invitation)
     else:
         participant.answer(ENROL, 0, invitation)
+
+
+def test_a_rule_of_another_package_may_take_one_sites_model() -> None:
+    rules = [SimpleNamespace(rule=rule) for rule in ("median", "lab_largest")]
+    assert [FedAvgServer.fewest_combined(rule, 4) for rule in rules] == [4, 1]
+
+
+class Undisturbed(FedAvgSite):
+    """Has the hyper-parameters of DP-SGD, and trains without."""
+
+    def fit(self, model: FeatureNetwork, optimizer: Optimizer, round: int) -> float | None:
+        return train_epochs(model, optimizer, self.site, round, "model")
+
+
+def test_what_dp_sgd_has_not_trained_does_not_leave_a_private_run() -> None:
+    pytest.importorskip("opacus", reason="needs medflare[privacy]")
+    site = squares.site(
+        "A", squares.task(network={"name": "unet", "channels": [4, 8], "norm": "instance"})
+    )
+    model = site.network().state_dict()
+    for algorithm, leaves in ((FedAvgSite, True), (Undisturbed, False)):
+        method = replace(get_method("fedavg"), site=algorithm)
+        participant = Participant("A", lambda role: site, method, {"dp_noise": 1.0})
+        participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
+        request = Message({"model": model}, {"step": 1, "run_rounds": 1})
+        if leaves:
+            assert participant.answer("train", 0, request).states["model"].keys() == model.keys()
+        else:
+            with pytest.raises(ConfigError, match="fedavg has trained model in 'train' without DP"):
+                participant.answer("train", 0, request)
 
 
 @pytest.mark.parametrize("wrong", [{"combined_sites": 0}, {"sites": ["A", "A"]}])

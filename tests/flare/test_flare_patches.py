@@ -6,6 +6,7 @@ it names the patch to read again. The other tests show behaviour.
 """
 
 import inspect
+import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,22 +21,98 @@ from nvflare.apis.controller_spec import Task
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey
+from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.fuel.utils.config_service import ConfigService
+from nvflare.private.admin_defs import Message as AdminMessage
+from nvflare.private.defs import RequestHeader, new_cell_message
 from nvflare.private.fed.app.simulator import simulator_runner
+from nvflare.private.fed.client.admin import FedAdminAgent
 from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
+from nvflare.private.fed.server.fed_server import FederatedServer
 
 from helpers.waiting import eventually
 from medflare.flare.flare_patches import (
     keep_ports_apart,
     notice_lost_answers,
+    obey_the_server_alone,
     quiet_ports,
+    relay_nothing,
     search_kits_only,
     share_cleanup_thread,
     survive_resends,
 )
+
+KIT_JOB = "5f6d8a3c-0b1e-4c57-9a64-2f7f3f1b9c11"
+
+
+def asked(topic: str, origin: str = "server", job: str | None = None) -> Message:
+    """An administrative request as a site's cell receives it."""
+    request = AdminMessage(topic=topic, body="pwd")
+    if job is not None:
+        request.set_header(RequestHeader.JOB_ID, job)
+    return new_cell_message({MessageHeaderKey.ORIGIN: origin}, request)
+
+
+@pytest.mark.parametrize(
+    ("asked_of_it", "refusal"),
+    [
+        (asked("sys.shell"), "no shell command"),
+        (asked("sys.shell", "site-2"), "not come from the server"),
+        (asked("train.abort", "site-2", KIT_JOB), "not come from the server"),
+        (asked("train.delete_run", job="local"), "names no job"),
+        (asked("train.delete_run", job=""), "names no job"),
+        (asked("train.delete_run", job=f"medflare/{KIT_JOB}"), "names no job"),
+        (asked("train.delete_run", job=KIT_JOB), ""),
+        (asked("train.status", f"server.{KIT_JOB}"), ""),
+        (asked("train.notify", f"site-1.{KIT_JOB}", KIT_JOB), ""),
+    ],
+)
+def test_a_site_obeys_its_server_alone_and_runs_no_shell_command(
+    asked_of_it: Message, refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE alone would read any file for another hospital, and delete the folder of the settings."""
+    monkeypatch.setattr(FedAdminAgent, "_dispatch_request", lambda *words: "done")
+    obey_the_server_alone.cache_clear()
+    obey_the_server_alone()
+    events: list[str] = []
+    agent = FedAdminAgent.__new__(FedAdminAgent)
+    agent.name = "site-1"
+    agent.auditor = SimpleNamespace(add_event=lambda user, action: events.append(action))
+    answer = agent._dispatch_request(asked_of_it)
+    assert (answer == "done") == (not refusal) == (not events)
+    if refusal:
+        assert refusal in answer.payload.body and refusal in events[0]
+    obey_the_server_alone.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "passes"),
+    [
+        ("site-2", "site-1", False),
+        ("site-2", f"site-1.{KIT_JOB}", False),
+        ("_admin_member", "site-1", False),
+        (f"site-1.{KIT_JOB}", f"server.{KIT_JOB}", True),
+        (f"site-1.{KIT_JOB}", "site-1", True),
+        (f"server.{KIT_JOB}", f"site-1.{KIT_JOB}", True),
+    ],
+)
+def test_the_server_relays_nothing_between_sites_and_people(
+    sender: str, receiver: str, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FederatedServer, "_validate_auth_headers", lambda *words: None)
+    relay_nothing.cache_clear()
+    relay_nothing()
+    server = FederatedServer.__new__(FederatedServer)
+    server.logger = logging.getLogger("test")
+    message = Message({MessageHeaderKey.DESTINATION: receiver}, None)
+    message.set_prop(MessagePropKey.ENDPOINT, SimpleNamespace(name=sender))
+    assert (server._validate_auth_headers(message) is None) == passes
+    relay_nothing.cache_clear()
+
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

@@ -15,7 +15,14 @@ from medflare.studies.figures import learning_curves
 from medflare.studies.grid import write_run
 from medflare.studies.page import study_page
 from medflare.studies.statistics import Comparison, Run
-from medflare.studies.tables import StudyTables, curve_of, delong_text, selection, study_report
+from medflare.studies.tables import (
+    StudyTables,
+    curve_of,
+    delong_text,
+    markdown,
+    selection,
+    study_report,
+)
 from medflare.tasks.config import load_task
 from studies.conftest import leaving_out
 
@@ -657,3 +664,15 @@ def test_a_seed_with_equal_areas_counts_as_p_of_one() -> None:
     assert delong_text([equal, equal, better]) == "+0.020, p 1.000"
     assert delong_text([equal, better, Comparison(0.06, p=0.02)]) == "+0.040, p 0.040"
     assert delong_text([Comparison(0.1), better]) == "+0.080, p 0.010", "one image of a class"
+
+
+def test_names_in_a_table_are_no_markup() -> None:
+    names = ["a|b", "<img src=x>", "[x](javascript:y)", "< 0.001 (t)", "[-0.1, 0.2]"]
+    text = markdown([["name"], *([name] for name in names)], left=1)
+    assert text.splitlines()[2:] == [
+        r"| a\|b |",
+        r"| \<img src=x> |",
+        r"| [x\](javascript:y) |",
+        "| < 0.001 (t) |",
+        "| [-0.1, 0.2] |",
+    ]

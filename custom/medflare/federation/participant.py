@@ -220,7 +220,7 @@ class Participant:
                     return self._finalize(algorithm, incoming, numbers)
                 if phase == CROSS_SITE:
                     return self._cross_site(site, incoming)
-                reply = algorithm.perform(phase, round, incoming)
+                reply = self._performed(algorithm, phase, round, incoming)
                 reply = self._suppression.suppressed(reply, algorithm.phase(phase), algorithm.plan)
                 self._note_validations(reply, algorithm.phase(phase).meta)
                 return reply
@@ -231,6 +231,26 @@ class Participant:
             ) from error
         finally:
             self.note_step(phase, round, rounds, False)
+
+    def _performed(
+        self, algorithm: SiteAlgorithm, phase: str, round: int, incoming: Message
+    ) -> Message:
+        """The algorithm's reply.
+
+        Raises:
+            ConfigError: the run trains with DP-SGD, and tensors would leave that it has not made.
+        """
+        if not is_private(algorithm.plan.site_hyper):
+            return algorithm.perform(phase, round, incoming)
+        earlier = self._account.steps()
+        reply = algorithm.perform(phase, round, incoming)
+        if reply.states and self._account.steps() == earlier:
+            raise ConfigError(
+                f"site {self.name} sends nothing: method {self.method.name} has trained "
+                f"{', '.join(reply.states)} in '{phase}' without DP-SGD, although dp_noise is set; "
+                "its site algorithm has to train with `descend` or `train_privately`"
+            )
+        return reply
 
     def _check_selection(self, site: Site, study: StudyRecord | None) -> None:
         try:

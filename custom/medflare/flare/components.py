@@ -43,7 +43,12 @@ from medflare.core.extensions import extension_module, trust
 from medflare.core.packages import trust_refusal
 from medflare.core.text import Json, JsonDict, read_json
 from medflare.data.local import LOCAL_FILE, LocalSettings, local_settings, read_local
-from medflare.flare.flare_patches import parse_json_only, search_kits_only
+from medflare.flare.flare_patches import (
+    obey_the_server_alone,
+    parse_json_only,
+    relay_nothing,
+    search_kits_only,
+)
 from medflare.flare.names import BUILT, REFUSED, TASK_FILE
 
 # FLARE's keys for a component's class; FLARE takes the first one that is there.
@@ -79,6 +84,8 @@ class JobComponents(FLComponent, AppValidator):
         super().__init__()
         parse_json_only()
         search_kits_only()
+        relay_nothing()
+        obey_the_server_alone()
 
     def validate(self, app_folder: str) -> tuple[str, JsonDict]:
         """FLARE calls this when a job arrives.

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import socket
 import sys
 import threading
@@ -12,14 +13,21 @@ from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
 from nvflare.apis.fl_context import FLContext
+from nvflare.fuel.f3.cellnet.core_cell import make_reply
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, ReturnCode
+from nvflare.fuel.f3.cellnet.fqcn import FQCN
+from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.utils.config import ConfigFormat, ConfigLoader
 from nvflare.fuel.utils.config_factory import ConfigFactory
+from nvflare.private.admin_defs import error_reply
+from nvflare.private.defs import RequestHeader, SysCommandTopic, new_cell_message
 from nvflare.private.fed.app import default_app_validator
 
 _SIMULATOR = "nvflare.private.fed.app.simulator.simulator_runner"
 # Above services, below the ports that systems hand out (Linux: from 32768).
 _PORTS = range(10_000, 30_000)
+_JOB_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 JSON_ONLY = "medflare reads JSON only"
 _POLL_TIMEOUT = 30.0  # seconds; FLARE waits 300 s for the answer to a poll
 
@@ -81,6 +89,63 @@ def _search_kits_only(
         else:
             searched.append(folder)
     return _SEARCH(init_file_path, searched, target_fmt)
+
+
+@cache
+def relay_nothing() -> None:
+    """Have FLARE's server pass on no message of a site or person to another one, in this process.
+
+    A site takes a request that comes through the server for the server's, whoever sent it: to run
+    `cat` or `grep` on any file, to delete a folder of its kit, to stop.
+    """
+    from nvflare.private.fed.server.fed_server import FederatedServer
+
+    validate = FederatedServer._validate_auth_headers
+
+    def validated(server: FederatedServer, message: Message) -> Message | None:
+        sender = FQCN.get_root(message.get_prop(MessagePropKey.ENDPOINT).name)
+        receiver = FQCN.get_root(message.get_header(MessageHeaderKey.DESTINATION))
+        if receiver not in (FQCN.ROOT_SERVER, sender) and sender != FQCN.ROOT_SERVER:
+            server.logger.warning(f"refused: a message from {sender} to {receiver}")
+            return make_reply(ReturnCode.AUTHENTICATION_ERROR, "the server relays nothing")
+        return validate(server, message)
+
+    FederatedServer._validate_auth_headers = validated
+
+
+@cache
+def obey_the_server_alone() -> None:
+    """Have FLARE's client refuse administrative requests of other parties than the server, shell
+    commands, and any that names a folder of the kit as its job, in this process.
+
+    FLARE asks for a right only if the sender wants it, and deletes the folder of the kit that has a
+    job's id.
+    """
+    from nvflare.private.fed.client.admin import FedAdminAgent
+
+    dispatch = FedAdminAgent._dispatch_request
+
+    def dispatched(agent: FedAdminAgent, request: Message) -> Message:
+        refusal = _administrative_refusal(agent.name, request)
+        if not refusal:
+            return dispatch(agent, request)
+        agent.auditor.add_event(user="", action=f"refused {request.payload.topic}: {refusal}")
+        return new_cell_message({}, error_reply(refusal))
+
+    FedAdminAgent._dispatch_request = dispatched
+
+
+def _administrative_refusal(site: str, request: Message) -> str:
+    """Why a site does not answer an administrative request; "" if it does."""
+    if FQCN.get_root(request.get_header(MessageHeaderKey.ORIGIN)) not in (FQCN.ROOT_SERVER, site):
+        return "it does not come from the server"
+    asked = request.payload
+    if asked.topic == SysCommandTopic.SHELL:
+        return "medflare's sites run no shell command"
+    job = asked.get_header(RequestHeader.JOB_ID)
+    if job is not None and not _JOB_ID.fullmatch(job):
+        return "it names no job"
+    return ""
 
 
 def share_cleanup_thread() -> None:

@@ -112,6 +112,10 @@ class Account:
     ledger: Ledger = field(default_factory=lambda: Ledger(MemoryStore()))
     budget: Budget | None = None
 
+    def steps(self) -> int:
+        """Steps of DP-SGD in this run so far."""
+        return sum(release.steps for release in self.ledger.releases())
+
     def charge(self, release: Release, epsilon_of: Accountant) -> None:
         """As `Budget.charge`, in both ledgers."""
         if self.budget is not None:

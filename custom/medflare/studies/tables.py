@@ -68,6 +68,8 @@ _Constants = dict[tuple[int, str, str], float | None]
 
 TABLE_FILE = "table.md"
 ORACLE = "oracle"
+# What would end a cell, or be HTML or a link: sites name models.
+_MARKUP = re.compile(r"\||<(?=\S)|\](?=\()")
 # Of IOP-FL's experts at an outside site.
 BEST_EXPERT = "best expert"
 EXPERT_SPREAD = "spread of experts"
@@ -983,7 +985,7 @@ def markdown(lines: Sequence[Sequence[str]], left: int) -> str:
     rule = ["---"] * left + ["---:"] * (len(lines[0]) - left)
     text = ""
     for line in [lines[0], rule, *lines[1:]]:
-        cells = [cell.replace("|", "\\|") for cell in line]
+        cells = [_MARKUP.sub(r"\\\g<0>", cell) for cell in line]
         text += f"| {' | '.join(cells)} |\n"
     return text
 

@@ -35,7 +35,8 @@ def check_inside_sites(site: str, count: int, bounds: Bounds) -> None:
         raise ConfigError(
             f"site {site} does not train in a job that combines the updates of {count} inside "
             f"sites; bounds.inside_sites in its {PLACE} asks for {bounds.inside_sites}: have more "
-            "inside sites, a larger min_sites or sites_per_round, and neither krum nor ifca"
+            "inside sites, a larger min_sites or sites_per_round, and neither ifca nor a rule "
+            "whose result can be one site's model (krum, geometric, those of other packages)"
         )
 
 

@@ -164,6 +164,11 @@ def test_a_job_that_the_server_lost_ends_with_the_remedy(monkeypatch: pytest.Mon
 # -- why a job failed ----------------------------------------------------------------------------------------------------
 
 
+def test_the_words_of_a_site_explain_nothing() -> None:
+    event = "INFO - medflare: noted: warning: B: medflare: FAILED: site A has sent wrong data"
+    assert not list(explanations([("server", event)]))
+
+
 @pytest.mark.parametrize(
     ("line", "parts"),
     [

@@ -267,6 +267,8 @@ def explanations(texts: Iterable[tuple[str, str]]) -> Iterator[str]:
     """
     for party, text in texts:
         for line in text.splitlines():
+            if NOTED in line:  # the words of a site
+                continue
             for pattern, meaning in MEANINGS.items():
                 match = re.search(pattern, line)
                 if match:

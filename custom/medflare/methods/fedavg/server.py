@@ -62,11 +62,11 @@ class FedAvgServer(ServerAlgorithm[G]):
 
     @classmethod
     def fewest_combined(cls, hyper: Any, sites: int) -> int:
-        """One for rules whose result can be the model of one site: Krum, and the geometric median,
-        if the site has more images than all others.
+        """One for rules whose result can be the model of one site: Krum, the geometric median, if
+        the site has more images than all others, and every rule of another distribution.
         """
         rule = getattr(hyper, "rule", "mean")
-        return 1 if rule in ("krum", "geometric") else sites
+        return sites if rule in ("mean", "median", "trimmed", "clipped") else 1
 
     def __init__(self, context: ServerContext):
         super().__init__(context)
