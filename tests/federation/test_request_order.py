@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from medflare.federation.protocol import SHARES
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.federation.study_record import StudyRecord
 from medflare.methods.catalogue import get_method
+from medflare.training.site import Site
 from methods import squares
 
 ROUNDS = 3
@@ -343,3 +345,24 @@ def test_a_lead_does_not_read_the_training_images_in_as_many_ways_as_it_likes(
     enrolled(7)
     with pytest.raises(ConfigError, match=r"read this data in 20 ways.*readings\.json"):
         enrolled(20)
+
+
+def test_a_lead_does_not_ask_by_transforms_that_fail_on_one_image(tmp_path: Path) -> None:
+    """MONAI's HistogramNormalize fails on an image with fewer grey values than bins."""
+    (tmp_path / "datalist.json").write_text("{}")
+
+    def enrol_as(job: str, open_site: Callable[[str], Site]) -> None:
+        record = StudyRecord(tmp_path / "record", tmp_path, job, most_evaluations=9)
+        asked = Participant("A", open_site, get_method("fedavg"), {}, study=lambda: record)
+        asked.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"]}))
+
+    def failing(role: str) -> Site:
+        raise ValueError("Too many bins for data range")
+
+    enrol_as("first", lambda role: squares.site("A"))
+    for number in range(19):
+        with pytest.raises(ConfigError, match="other images, classes or splits"):
+            enrol_as(f"job-{number}", failing)
+    with pytest.raises(ConfigError, match=r"in 20 ways.*readings\.json"):
+        enrol_as("last", failing)
+    enrol_as("honest", lambda role: squares.site("A"))

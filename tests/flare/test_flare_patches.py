@@ -21,9 +21,10 @@ from nvflare.apis.controller_spec import Task
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
-from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
+from nvflare.fuel.f3.streaming.stream_const import StreamHeaderKey
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.fuel.utils.config_service import ConfigService
 from nvflare.private.admin_defs import Message as AdminMessage
@@ -33,14 +34,15 @@ from nvflare.private.fed.client.admin import FedAdminAgent
 from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.server.fed_server import FederatedServer
+from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
 
 from helpers.waiting import eventually
 from medflare.flare.flare_patches import (
     keep_ports_apart,
+    limit_other_parties,
     notice_lost_answers,
     obey_the_server_alone,
     quiet_ports,
-    relay_nothing,
     search_kits_only,
     share_cleanup_thread,
     survive_resends,
@@ -89,29 +91,58 @@ def test_a_site_obeys_its_server_alone_and_runs_no_shell_command(
     obey_the_server_alone.cache_clear()
 
 
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What FLARE does with what it accepts is replaced by "done"."""
+    monkeypatch.setattr(FederatedServer, "_validate_auth_headers", lambda *words: "done")
+    monkeypatch.setattr(ServerCommandAgent, "_execute_command", lambda *words: "done")
+    limit_other_parties.cache_clear()
+    limit_other_parties()
+    yield
+    limit_other_parties.cache_clear()
+
+
 @pytest.mark.parametrize(
-    ("sender", "receiver", "passes"),
+    ("sender", "receiver", "channel", "accepted"),
     [
-        ("site-2", "site-1", False),
-        ("site-2", f"site-1.{KIT_JOB}", False),
-        ("_admin_member", "site-1", False),
-        (f"site-1.{KIT_JOB}", f"server.{KIT_JOB}", True),
-        (f"site-1.{KIT_JOB}", "site-1", True),
-        (f"server.{KIT_JOB}", f"site-1.{KIT_JOB}", True),
+        ("site-2", "site-1", "admin", False),
+        ("site-2", f"site-1.{KIT_JOB}", "aux_communication", False),
+        ("_admin_member", "site-1", "admin", False),
+        ("site-2", "server", "_net_manager", False),  # its topic "stop" ends the server
+        (f"site-1.{KIT_JOB}", f"server.{KIT_JOB}", "server_command", True),
+        (f"site-1.{KIT_JOB}", "site-1", "admin", True),
+        (f"server.{KIT_JOB}", f"site-1.{KIT_JOB}", "aux_communication", True),
     ],
 )
-def test_the_server_relays_nothing_between_sites_and_people(
-    sender: str, receiver: str, passes: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("key", [MessageHeaderKey.CHANNEL, StreamHeaderKey.CHANNEL])
+@pytest.mark.usefixtures("limited")
+def test_the_server_takes_from_sites_and_people_what_is_meant_for_it(
+    sender: str, receiver: str, channel: str, accepted: bool, key: str
 ) -> None:
-    monkeypatch.setattr(FederatedServer, "_validate_auth_headers", lambda *words: None)
-    relay_nothing.cache_clear()
-    relay_nothing()
     server = FederatedServer.__new__(FederatedServer)
     server.logger = logging.getLogger("test")
-    message = Message({MessageHeaderKey.DESTINATION: receiver}, None)
+    headers = {MessageHeaderKey.DESTINATION: receiver, MessageHeaderKey.MSG_TYPE: MessageType.REQ}
+    message = Message(headers | {key: channel}, None)
     message.set_prop(MessagePropKey.ENDPOINT, SimpleNamespace(name=sender))
-    assert (server._validate_auth_headers(message) is None) == passes
-    relay_nothing.cache_clear()
+    assert (server._validate_auth_headers(message) == "done") == accepted
+
+
+@pytest.mark.parametrize(
+    ("sender", "command", "accepted"),
+    [
+        (f"site-2.{KIT_JOB}", "abort", False),
+        ("site-2", "show_stats", False),
+        (f"site-2.{KIT_JOB}", "get_task", True),
+        (f"site-2.{KIT_JOB}", "submit_update", True),
+        ("server", "abort", True),
+    ],
+)
+@pytest.mark.usefixtures("limited")
+def test_a_site_aborts_no_job_at_the_server(sender: str, command: str, accepted: bool) -> None:
+    agent = ServerCommandAgent.__new__(ServerCommandAgent)
+    agent.logger = logging.getLogger("test")
+    headers = {MessageHeaderKey.ORIGIN: sender, MessageHeaderKey.TOPIC: command}
+    assert (agent._execute_command(Message(headers, None)) == "done") == accepted
 
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -387,12 +387,14 @@ class Participant:
     def _opened_at_enrolment(self, role: str) -> Site:
         """As `_opened`; if an earlier job has fixed the selection, data that cannot be used is
         answered as another selection is: a lead would count images by which of the two it gets.
+        So is an image that the task's transform fails on, and counted as a reading.
         """
         try:
             return self._opened(role)
-        except DataError as error:
+        except (DataError, ArithmeticError, ValueError, RuntimeError) as error:
             study = self.study()
             if study is not None and study.is_fixed():
+                study.note_failed_reading(self.name)
                 raise other_selection(self.name) from error
             raise
 

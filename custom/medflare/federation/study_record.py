@@ -9,6 +9,7 @@ import csv
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.core.store import csv_text, file_digest, locked, write_atomically, write_json
+from medflare.core.text import Json
 from medflare.data.datalist import FILE
 from medflare.data.decoding import reading_settings
 from medflare.data.local import PLACE, Bounds
@@ -107,22 +109,35 @@ class StudyRecord:
         Raises:
             ConfigError: earlier jobs have read this data in as many other ways as there may be.
         """
-        path = self.folder / READINGS
         reading = json.loads(json.dumps(reading_settings(site.task)))
         with locked(self.folder / _LOCK):
-            readings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+            readings = self._readings()
             first = readings[0] if readings else reading
-            same_size = all(first[name] == reading[name] for name in _OF_SIZE)
-            if reading in readings:
-                return same_size
-            if len(readings) >= _MOST_READINGS:
-                raise ConfigError(
-                    f"site {site.name}: earlier jobs have read this data in {_MOST_READINGS} ways "
-                    "(intensity, size, spacing, ...), and each answers a question about training "
-                    f"images; use one of these, or have the site delete its {READINGS}"
-                )
-            write_json(path, [*readings, reading])
+            same_size = all(first.get(name) == reading[name] for name in _OF_SIZE)
+            if reading not in readings:
+                self._add_reading(site.name, readings, reading)
             return same_size
+
+    def note_failed_reading(self, site: str) -> None:
+        """Note that a task cannot read the images: for which settings, tells of a single one.
+
+        Raises ConfigError as `note_reading`.
+        """
+        with locked(self.folder / _LOCK):
+            self._add_reading(site, self._readings(), {"failed": self.job})
+
+    def _readings(self) -> list[Json]:
+        path = self.folder / READINGS
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+    def _add_reading(self, site: str, readings: Sequence[Json], reading: Json) -> None:
+        if len(readings) >= _MOST_READINGS:
+            raise ConfigError(
+                f"site {site}: earlier jobs have read this data in {_MOST_READINGS} ways "
+                "(intensity, size, spacing, ...), and each answers a question about single "
+                f"images; use one of these, or have the site delete its {READINGS}"
+            )
+        write_json(self.folder / READINGS, [*readings, reading])
 
     def is_fixed(self) -> bool:
         """Whether an earlier job has fixed the selection from the present datalist."""

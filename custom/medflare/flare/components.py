@@ -44,9 +44,9 @@ from medflare.core.packages import trust_refusal
 from medflare.core.text import Json, JsonDict, read_json
 from medflare.data.local import LOCAL_FILE, LocalSettings, local_settings, read_local
 from medflare.flare.flare_patches import (
+    limit_other_parties,
     obey_the_server_alone,
     parse_json_only,
-    relay_nothing,
     search_kits_only,
 )
 from medflare.flare.names import BUILT, REFUSED, TASK_FILE
@@ -84,7 +84,7 @@ class JobComponents(FLComponent, AppValidator):
         super().__init__()
         parse_json_only()
         search_kits_only()
-        relay_nothing()
+        limit_other_parties()
         obey_the_server_alone()
 
     def validate(self, app_folder: str) -> tuple[str, JsonDict]:

@@ -13,11 +13,13 @@ from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
 from nvflare.apis.fl_context import FLContext
+from nvflare.fuel.f3.cellnet import net_agent
 from nvflare.fuel.f3.cellnet.core_cell import make_reply
-from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, ReturnCode
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType, ReturnCode
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
+from nvflare.fuel.f3.streaming.stream_const import StreamHeaderKey
 from nvflare.fuel.utils.config import ConfigFormat, ConfigLoader
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.private.admin_defs import error_reply
@@ -28,6 +30,7 @@ _SIMULATOR = "nvflare.private.fed.app.simulator.simulator_runner"
 # Above services, below the ports that systems hand out (Linux: from 32768).
 _PORTS = range(10_000, 30_000)
 _JOB_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_CHANNEL_KEYS = (MessageHeaderKey.CHANNEL, StreamHeaderKey.CHANNEL)
 JSON_ONLY = "medflare reads JSON only"
 _POLL_TIMEOUT = 30.0  # seconds; FLARE waits 300 s for the answer to a poll
 
@@ -92,25 +95,43 @@ def _search_kits_only(
 
 
 @cache
-def relay_nothing() -> None:
-    """Have FLARE's server pass on no message of a site or person to another one, in this process.
+def limit_other_parties() -> None:
+    """Have FLARE's server accept from sites and people what is meant for it, in this process: no
+    message to another site, no command but for tasks and updates, no control of its network.
 
     A site takes a request that comes through the server for the server's, whoever sent it: to run
     `cat` or `grep` on any file, to delete a folder of its kit, to stop.
     """
     from nvflare.private.fed.server.fed_server import FederatedServer
+    from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
+    from nvflare.private.fed.server.server_commands import ServerCommands
 
     validate = FederatedServer._validate_auth_headers
+    execute = ServerCommandAgent._execute_command
 
     def validated(server: FederatedServer, message: Message) -> Message | None:
         sender = FQCN.get_root(message.get_prop(MessagePropKey.ENDPOINT).name)
         receiver = FQCN.get_root(message.get_header(MessageHeaderKey.DESTINATION))
-        if receiver not in (FQCN.ROOT_SERVER, sender) and sender != FQCN.ROOT_SERVER:
+        channels = [message.get_header(key) for key in _CHANNEL_KEYS]
+        asks = message.get_header(MessageHeaderKey.MSG_TYPE) == MessageType.REQ
+        controls = asks and net_agent._CHANNEL in channels
+        is_relayed = receiver not in (FQCN.ROOT_SERVER, sender)
+        if sender != FQCN.ROOT_SERVER and (controls or is_relayed):
             server.logger.warning(f"refused: a message from {sender} to {receiver}")
-            return make_reply(ReturnCode.AUTHENTICATION_ERROR, "the server relays nothing")
+            return make_reply(ReturnCode.AUTHENTICATION_ERROR, "the server does not pass this on")
         return validate(server, message)
 
+    def executed(agent: ServerCommandAgent, request: Message) -> Message:
+        sender = FQCN.get_root(request.get_header(MessageHeaderKey.ORIGIN))
+        command = request.get_header(MessageHeaderKey.TOPIC)
+        of_sites = ServerCommands.client_request_commands_names
+        if sender != FQCN.ROOT_SERVER and command not in of_sites:
+            agent.logger.warning(f"refused: {command!r} of {sender}")
+            return make_reply(ReturnCode.AUTHENTICATION_ERROR, "this is the server's command")
+        return execute(agent, request)
+
     FederatedServer._validate_auth_headers = validated
+    ServerCommandAgent._execute_command = executed
 
 
 @cache
