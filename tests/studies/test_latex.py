@@ -34,7 +34,10 @@ def groups(record: RunRecord) -> dict[str, list[Run]]:
 
 def test_means_the_best_bold_the_second_underlined(groups: dict[str, list[Run]]) -> None:
     text = latex_tables(StudyTables(groups, ["dice", "hd95"]))
-    means, by_dice, by_hd95 = text.split("\\begin{tabular}")[1:]
+    means, by_dice, by_hd95, differences = text.split("\\begin{tabular}")[1:]
+    # fedsm - fedavg: 0.3 and 0.1, mean 0.2, t(0.975, 1) = 12.706, error 0.1.
+    assert r"fedsm & inside & +0.200 & -1.071 to +1.471 & -- &" in differences
+    assert r"95 \% over seeds" in differences
     assert means.splitlines()[:6] == [
         "{lrr}",
         r"\toprule",

@@ -7,12 +7,13 @@ from medflare.studies.statistics import ALL_SITES
 from medflare.studies.tables import StudyTables, spread
 
 _UNDEFINED = "--"
+_OF_DIFFERENCES = ("95 % over seeds", "95 % over patients", "p over seeds, Holm", "verdict")
 _Columns = dict[str, tuple[str, str, str]]  # heading -> metric, role and site
 
 
 def latex_tables(study: StudyTables) -> str:
-    """A booktabs table of all metrics, means over the sites of a role, and a table of every metric
-    by site.
+    """A booktabs table of all metrics, means over the sites of a role, a table of every metric by
+    site, and one of the differences to the first row with 95 % intervals.
 
     A row is what a row of the study deploys: mean ± standard deviation over seeds. The best mean of
     a column is bold, the second underlined.
@@ -28,7 +29,20 @@ def latex_tables(study: StudyTables) -> str:
     parts = ["% needs \\usepackage{booktabs}; mean ± standard deviation over seeds\n"]
     for title, columns in tables.items():
         parts.append(f"% {title}\n{_table(study, columns)}")
+    if study.metric in study.metrics:
+        title = f"{metric_label(study.metric)}, differences, 95 % intervals"
+        parts.append(f"% {title}\n{_differences(study)}")
     return "\n".join(parts)
+
+
+def _differences(study: StudyTables) -> str:
+    headings, *lines = study.difference_lines()
+    frame = pd.DataFrame(lines, columns=headings)
+    deployed = frame[frame["model"].str.contains("deployed")]
+    shown = ["method", "sites", headings[3], *_OF_DIFFERENCES]
+    styler = deployed[shown].replace(UNDEFINED, _UNDEFINED).style.hide(axis="index")
+    styler.format(escape="latex").format_index(escape="latex", axis=1)
+    return styler.to_latex(hrules=True, column_format="llrrrrl")
 
 
 def _table(study: StudyTables, columns: _Columns) -> str:

@@ -481,13 +481,17 @@ class StudyTables:
         """Paired differences of the task's metric to what one row (None: the first) deploys, and
         verdicts.
         """
+        return markdown(self.difference_lines(against), left=3)
+
+    def difference_lines(self, against: str | None = None) -> list[list[str]]:
+        """The cells of `differences`, first the headings."""
         against = against or next(iter(self.groups))
         pairs = []
         for label in self.groups:
             for model in self.models(label):
                 pairs.append(((label, model), (against, "deployed"), (label, model)))
         headings = ["method", "model", "sites", f"difference to {against}", *_STATISTICS]
-        return markdown([headings, *self._differences(pairs)], left=3)
+        return [headings, *self._differences(pairs)]
 
     def differences_within(self) -> str:
         """What a row deploys against other models of the same runs; "" if no run has two models."""
