@@ -3,10 +3,12 @@
 import contextlib
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from e2e.provisioned import SERVER, ProvisionedFederation, said, text_of, wait_until
+from e2e.provisioned import PEOPLE, SERVER, ProvisionedFederation, said, text_of, wait_until
 from e2e.simulation import END_TO_END, edit
 from helpers.final_models import same_weights
 from medflare.evaluation.results import load_results
@@ -114,6 +116,18 @@ def test_a_member_may_not_submit(federation: ProvisionedFederation, job: Path) -
     refused = federation.medflare("job", "submit", job, "--kit", member, check=False)
     assert refused.returncode != 0
     assert "submit_job" in refused.stderr
+
+
+def test_a_person_reaches_no_site_past_the_server(federation: ProvisionedFederation) -> None:
+    """FLARE alone relays the request, and the site deletes the folder of its settings."""
+    member = federation.kit("member")
+    site = federation.sites[0]
+    log = federation.kit(SERVER) / "log.txt"
+    before = len(text_of(log))
+    program = Path(__file__).parent / "components" / "intruder.py"
+    federation.command(sys.executable, program, member, PEOPLE["member"], site)
+    wait_until(partial(said, f"to {site}", log, before), "the server does not name the refusal")
+    assert (federation.kit(site) / "local" / "medflare.json").exists()
 
 
 def test_code_in_a_job_is_refused_in_words(

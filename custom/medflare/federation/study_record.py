@@ -112,8 +112,8 @@ class StudyRecord:
         reading = json.loads(json.dumps(reading_settings(site.task)))
         with locked(self.folder / _LOCK):
             readings = self._readings()
-            first = readings[0] if readings else reading
-            same_size = all(first.get(name) == reading[name] for name in _OF_SIZE)
+            first = next((earlier for earlier in readings if "failed" not in earlier), reading)
+            same_size = all(first[name] == reading[name] for name in _OF_SIZE)
             if reading not in readings:
                 self._add_reading(site.name, readings, reading)
             return same_size
