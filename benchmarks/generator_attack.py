@@ -1,6 +1,6 @@
 """How far FedDAG's generator moves features, by what its loss is; one site, no federation.
 
-    python benchmarks/generator_attack.py --seeds 0,1,2,3,4                # small_cnn from random weights
+    python benchmarks/generator_attack.py --seeds 0,1,2,3,4 --alpha 1      # small_cnn from random weights
     python benchmarks/generator_attack.py --task TASK.json --site NAME --data DATA --steps 60
 
 A model is trained for 80 steps and then frozen. For each loss a generator learns on the site's batches to move the features of
@@ -31,7 +31,6 @@ from medflare.training.epochs import trainable
 from medflare.training.opening import open_site
 from medflare.training.site import Site
 
-ALPHA = 0.3
 MODEL_STEPS = 80
 ASCENT_STEPS = 30
 MEASURED_BATCHES = 4
@@ -45,9 +44,11 @@ class Loss(NamedTuple):
     task: bool = True
     misclassified: bool = False  # the task term counts wrongly answered images only
     centred: bool = False
+    cap: float = 2.0  # m of Eq. 1; 2: none
 
 
 LOSSES = (
+    Loss("Eq. 1 and 3, m = 0.1", cap=0.1),
     Loss("Eq. 1 and 3"),
     Loss("Eq. 1 alone", task=False),
     Loss("Eq. 1 times 20", weight=20),
@@ -65,8 +66,11 @@ def centred(features: Tensor, moved: Tensor) -> Tensor:
 class Attack:
     """A frozen model and the site's images."""
 
-    def __init__(self, site: Site, model: FeatureNetwork, batches: Iterator[Batch]):
-        self.site, self.model, self.batches = site, model, batches
+    def __init__(self, site: Site, model: FeatureNetwork, batches: Iterator[Batch], alpha: float):
+        self.site = site
+        self.model = model
+        self.batches = batches
+        self.alpha = alpha
         self.model.eval()
         deviations = channel_deviations(batch.images for batch in site.ordered("train"))
         self.unit = torch.tensor(deviations).float().view(-1, *[1] * site.task.spatial_dims)
@@ -102,13 +106,13 @@ class Attack:
     def noisy(self, images: Tensor, targets: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(self.site.seed)
         signs = torch.randint(0, 2, images.shape, generator=generator) * 2 - 1
-        return images + ALPHA * self.unit * signs
+        return images + self.alpha * self.unit * signs
 
     def ascended(self, images: Tensor, targets: Tensor) -> Tensor:
         """Projected sign-gradient steps on each image, as far from its features as they lead within α."""
         with torch.no_grad():
             before, _ = self.features(images)
-        limit = ALPHA * self.unit
+        limit = self.alpha * self.unit
         change = self.noisy(images, targets) - images
         change = 0.1 * change
         for _ in range(ASCENT_STEPS):
@@ -127,11 +131,13 @@ class Attack:
             images, targets, _ = next(self.batches)
             with torch.no_grad():
                 before, _ = self.features(images)
-            after, logits = self.features(generated(images, network(images), ALPHA, unit=self.unit))
+            after, logits = self.features(
+                generated(images, network(images), self.alpha, unit=self.unit)
+            )
             distance = (
                 centred(before, after) if loss.centred else instance_discrepancy(before, after)
             )
-            total = -loss.weight * distance.mean()
+            total = -loss.weight * distance.clamp(max=loss.cap).mean()
             if loss.task:
                 each = F.cross_entropy(logits, targets, reduction="none")
                 if loss.misclassified:
@@ -140,7 +146,9 @@ class Attack:
             optimizer.zero_grad()
             total.backward(inputs=list(network.parameters()))
             optimizer.step()
-        return lambda images, targets: generated(images, network(images), ALPHA, unit=self.unit)
+        return lambda images, targets: generated(
+            images, network(images), self.alpha, unit=self.unit
+        )
 
 
 def endless(site: Site) -> Iterator[Batch]:
@@ -154,12 +162,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--task", default="mechanisms/shifted_contrast", help="a classification task"
-    )
+    parser.add_argument("--task", default="mechanisms/shifted_light", help="a classification task")
     parser.add_argument("--site", default="A")
     parser.add_argument("--data", help="folder with a folder for each site")
     parser.add_argument("--steps", type=int, default=200, help="of each generator")
+    parser.add_argument("--alpha", type=float, default=0.3, help="reach of the generator")
     parser.add_argument("--seeds", default="0", help="separated by commas")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -188,7 +195,7 @@ def rows_of(task: TaskConfig, seed: int, options: argparse.Namespace) -> dict[st
         optimizer.zero_grad()
         site.loss(model(images), targets).backward()
         optimizer.step()
-    attack = Attack(site, model, batches)
+    attack = Attack(site, model, batches, options.alpha)
     rows = {
         "another image": attack.measure(attack.shuffled),
         "noise": attack.measure(attack.noisy),

@@ -75,6 +75,7 @@ CLAIMS: Final = (
     *(Claim(study, row, "outside", _OUTSIDE) for study, row in FEDDAG.items()),
 )
 
+GENERATION: Final = "feddag:alpha=1,ema=0,sha=false"
 ROUTED: Final = "iop_fl:comparisons=true"
 _ALL_FREQUENCIES: Final = ("all frequencies", ("prr:r0=0.5,r1=0.5", "deployed"))
 _PLAIN_MEAN: Final = ("plain mean", ("prr:pfa=false", "deployed"))
@@ -98,7 +99,9 @@ MECHANISMS: Final = (
     Claim("mechanism_iop_fl_mixture", ROUTED, "outside", _MIXTURE),
     Claim("mechanism_iop_fl_none", ROUTED, "outside", _MIXTURE),
     Claim("mechanism_feddag", "feddag", "outside", _SHIPPED),
+    Claim("mechanism_feddag", GENERATION, "outside", _SHIPPED),
     Claim("mechanism_feddag_beyond", "feddag", "outside", _SHIPPED),
+    Claim("mechanism_feddag_beyond", GENERATION, "outside", _SHIPPED),
 )
 
 
@@ -291,7 +294,9 @@ def mechanisms_table(lines: list[Line]) -> str:
     table = [columns.split("|")]
     above = ""
     for line in lines:
-        claim = f"[{line.study}](results/{line.study}/study.zip), {line.measure}: {line.level}"
+        row = f", `{line.row}`" if line.row == GENERATION else ""
+        study = f"[{line.study}](results/{line.study}/study.zip){row}"
+        claim = f"{study}, {line.measure}: {line.level}"
         first = "" if claim == above else claim
         table.append([first, line.comparator, line.effect, line.p, line.detectable, line.verdict])
         above = claim

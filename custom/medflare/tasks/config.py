@@ -40,7 +40,7 @@ Embedded = Literal[
     "mechanisms/wrong_labels",
     "mechanisms/clean_labels",
     "mechanisms/noisy_sites",
-    "mechanisms/shifted_contrast",
+    "mechanisms/shifted_light",
 ]
 
 
