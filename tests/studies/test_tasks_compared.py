@@ -118,8 +118,10 @@ def test_the_command_compares_folders(
     assert "# 2 tasks, 2 rows" in capsys.readouterr().out
     pdf = (figures / "ranks.pdf").read_bytes()
     assert b"/FontFile2" in pdf and b"/Type3" not in pdf
-    assert main(["study", "table", *folders, "--latex"]) != 0
-    assert "--latex is of one study" in capsys.readouterr().err
+    assert main(["study", "table", *folders, "--latex"]) == 0
+    assert r"fedsm & 0.600 & 0.600 & 1.00 \\" in capsys.readouterr().out
+    assert main(["study", "table", *folders, "--csv", "all.csv"]) != 0
+    assert "--csv is of one study" in capsys.readouterr().err
 
 
 @pytest.mark.figures

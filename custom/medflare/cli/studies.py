@@ -271,13 +271,9 @@ def show_tables(
         raise ConfigError("--target is of --summary FILE; name the file, or leave --target out")
     if len(folders) > 1:
         options.refuse_used(
-            "is of one study; name one folder, or leave it out",
-            latex=latex,
-            csv=csv,
-            summary=summary,
-            html=html,
+            "is of one study; name one folder, or leave it out", csv=csv, summary=summary, html=html
         )
-        _show_tasks(folders, wanted, figures)
+        _show_tasks(folders, wanted, figures, latex)
         return
     groups = grid.read_study(folders[0])
     study = grid.study_tables(folders[0], wanted)
@@ -293,11 +289,14 @@ def show_tables(
         write_csv(summary, export.summary_table(study, target))
 
 
-def _show_tasks(folders: Sequence[Path], metrics: Sequence[str], figures: Path | None) -> None:
+def _show_tasks(
+    folders: Sequence[Path], metrics: Sequence[str], figures: Path | None, latex: bool
+) -> None:
     """Print the comparison over tasks, and write ranks.pdf into the folder of figures."""
     from medflare.core.store import write_atomically
     from medflare.studies import grid, tables
     from medflare.studies.figures import ranks_drawing
+    from medflare.studies.latex import latex_ranking
     from medflare.studies.tasks_compared import (
         critical_difference,
         ranks_of,
@@ -306,7 +305,7 @@ def _show_tasks(folders: Sequence[Path], metrics: Sequence[str], figures: Path |
     )
 
     studies = [tables.StudyTables(grid.read_study(folder), metrics) for folder in folders]
-    print(tasks_report(studies))
+    print(latex_ranking(studies) if latex else tasks_report(studies))
     if figures is not None:
         means = task_means(studies)
         drawing = ranks_drawing(ranks_of(means), critical_difference(*means.shape))

@@ -1,10 +1,13 @@
 """The tables of a study for a paper, in LaTeX."""
 
+from collections.abc import Sequence
+
 import pandas as pd
 
 from medflare.evaluation.presentation import UNDEFINED, lower_is_better, metric_label
 from medflare.studies.statistics import ALL_SITES
 from medflare.studies.tables import StudyTables, spread
+from medflare.studies.tasks_compared import ranking, task_means
 
 _UNDEFINED = "--"
 _OF_DIFFERENCES = ("95 % over seeds", "95 % over patients", "p over seeds, Holm", "verdict")
@@ -35,14 +38,25 @@ def latex_tables(study: StudyTables) -> str:
     return "\n".join(parts)
 
 
+def latex_ranking(studies: Sequence[StudyTables]) -> str:
+    """A booktabs table of several tasks: means of the rows, and mean ranks."""
+    headings, *lines = ranking(task_means(studies))
+    return _plain(pd.DataFrame(lines, columns=headings), left=1)
+
+
 def _differences(study: StudyTables) -> str:
     headings, *lines = study.difference_lines()
     frame = pd.DataFrame(lines, columns=headings)
     deployed = frame[frame["model"].str.contains("deployed")]
-    shown = ["method", "sites", headings[3], *_OF_DIFFERENCES]
-    styler = deployed[shown].replace(UNDEFINED, _UNDEFINED).style.hide(axis="index")
+    return _plain(deployed[["method", "sites", headings[3], *_OF_DIFFERENCES]], left=2)
+
+
+def _plain(frame: pd.DataFrame, left: int) -> str:
+    """A booktabs table of texts; all columns but the first `left` ones are right-aligned."""
+    styler = frame.replace(UNDEFINED, _UNDEFINED).style.hide(axis="index")
     styler.format(escape="latex").format_index(escape="latex", axis=1)
-    return styler.to_latex(hrules=True, column_format="llrrrrl")
+    alignment = "l" * left + "r" * (frame.shape[1] - left)
+    return styler.to_latex(hrules=True, column_format=alignment)
 
 
 def _table(study: StudyTables, columns: _Columns) -> str:

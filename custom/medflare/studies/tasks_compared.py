@@ -64,6 +64,19 @@ def critical_difference(tasks: int, rows: int) -> float:
     return float(q * np.sqrt(rows * (rows + 1) / (6 * tasks)))
 
 
+def ranking(means: pd.DataFrame) -> list[list[str]]:
+    """Lines of cells, first the headings: every row's means and mean rank, the best first; `means`:
+    see `task_means`.
+    """
+    ranks = ranks_of(means).mean().sort_values()
+    headings = [f"{task}, {metric_label(metric)}" for task, metric in means.index]
+    lines = [["method", *headings, "mean rank"]]
+    for label, rank in ranks.items():
+        cells = [format_metric(column[1], means.loc[column, label]) for column in means.index]
+        lines.append([str(label), *cells, f"{rank:.2f}"])
+    return lines
+
+
 def tasks_report(studies: Sequence[StudyTables]) -> str:
     """Markdown: means and mean ranks, Friedman's test, Nemenyi's critical difference, and pairwise
     Wilcoxon tests over tasks.
@@ -72,11 +85,6 @@ def tasks_report(studies: Sequence[StudyTables]) -> str:
     tasks, rows = means.shape
     ranks = ranks_of(means).mean().sort_values()
     critical = critical_difference(tasks, rows)
-    headings = [f"{task}, {metric_label(metric)}" for task, metric in means.index]
-    lines = [["method", *headings, "mean rank"]]
-    for label, rank in ranks.items():
-        cells = [format_metric(column[1], means.loc[column, label]) for column in means.index]
-        lines.append([str(label), *cells, f"{rank:.2f}"])
     notes = []
     names = set[str]().union(*(study.groups for study in studies))
     left_out = sorted(names - set(means) - {CONSTANT})
@@ -92,7 +100,7 @@ def tasks_report(studies: Sequence[StudyTables]) -> str:
             f"be below 5 %. Mean ranks differ by at most {rows - 1}, so Nemenyi's test "
             + ("can find a difference." if critical <= rows - 1 else "cannot find any either.")
         )
-    parts = [f"# {tasks} tasks, {rows} rows\n", markdown(lines, left=1), bullets(notes)]
+    parts = [f"# {tasks} tasks, {rows} rows\n", markdown(ranking(means), left=1), bullets(notes)]
     parts.append(f"## pairs of rows over tasks\n\n{_pairs(means, ranks)}")
     return "\n".join(parts)
 
