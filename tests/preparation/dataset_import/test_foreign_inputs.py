@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -634,3 +635,51 @@ def test_a_row_of_a_patient_is_of_all_its_sessions(tmp_path: Path) -> None:
     files(tmp_path, "sub-03/ses-1/anat/sub-03_ses-1_T2w.nii.gz")
     (tmp_path / "datalist.json").unlink()
     assert "'sub-03' can be" in error_of(tmp_path, columns=Columns(label="group"))
+
+
+# -- columns of 0 and 1 ----------------------------------------------------------------------------
+
+
+def flags(root: Path, **columns: Sequence[str]) -> None:
+    """A table of pictures whose columns have these flags, repeated."""
+    rows = []
+    for number in NUMBERS:
+        picture(root / f"{number}.png", 60 + number)
+        rows.append((f"{number}.png", *[cells[number % len(cells)] for cells in columns.values()]))
+    table(root / "t.csv", ("image", *columns), *rows)
+
+
+@pytest.mark.parametrize(
+    ("columns", "example"),
+    [
+        ({"treated": "0011", "glaucoma": "01"}, "treated,glaucoma"),
+        ({"MEL": "100", "NV": "010", "BCC": "001", "smoker": "01", "open": "0011"}, "MEL,NV,BCC"),
+    ],
+)
+def test_flags_that_may_be_no_labels_are_asked_about(
+    columns: dict[str, str], example: str, tmp_path: Path
+) -> None:
+    """Before, all were read as findings."""
+    flags(tmp_path, **columns)
+    text = error_of(tmp_path)
+    assert f"which of {', '.join(columns)} are labels?" in text and text.endswith(f"as {example}")
+    report = imported(tmp_path, columns=Columns(label=example))
+    assert list(report.dataset.labels.values()) == example.split(",")
+
+
+def test_many_flags_side_by_side_are_findings(tmp_path: Path) -> None:
+    """As in RFMiD and BRSET."""
+    flags(tmp_path, a="0110", b="01", c="001", d="0011", e="011")
+    report = imported(tmp_path)
+    assert list(report.dataset.labels.values()) == [*"abcde"]
+    assert "5 columns of 0 and 1, a to e, count as findings" in report.render()
+
+
+def test_empty_findings_are_named(tmp_path: Path) -> None:
+    """As in CheXpert."""
+    flags(tmp_path, edema=["1.0", "0.0", ""], mass=["-1.0", "1.0", "0.0"])
+    text = error_of(tmp_path)
+    assert "t.csv: edema, mass, ... have empty cells or -1 beside 0 and 1" in text
+    table(tmp_path / "t.csv", ("image", "edema", "mass"), ("0.png", 0, 1), ("1.png", 1, ""))
+    text = error_of(tmp_path, columns=Columns(label="edema,mass"))
+    assert "t.csv line 3: no 0 or 1 in column mass" in text

@@ -238,8 +238,9 @@ def _by_names(
         dataset = _by_folders(folder, kind)
     except DataError as error:
         if related and not any(name.mask for name in folder.names.values()):
-            reasons = [unused[path] for path in related]
-            raise DataError("; ".join((*reasons, *folder.notes))) from error
+            # One reason for tables of the same columns, as of train and test.
+            reasons = {(*table_columns(path),) or path: unused[path] for path in reversed(related)}
+            raise DataError("; ".join((*reversed(reasons.values()), *folder.notes))) from error
         hints = [*unused.values(), *folder.notes]
         if folder.texts:
             hints.append(

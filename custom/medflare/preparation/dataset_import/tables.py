@@ -44,6 +44,7 @@ from medflare.preparation.dataset_import.folders import (
 _MASK_COLUMNS: list[str] = WORDS["column"]["mask"]  # usual names
 _COLUMNS = 2000  # most of a sheet of Excel
 _MAX_LEVELS = 8  # more numbers with decimals are a measurement, and no classes
+_FINDINGS = 5  # least columns of 0 and 1 that are findings without a question
 _SAMPLE = 20  # rows by which columns and separators are recognized
 # How programs write a missing value, in lower case (those that pandas knows).
 _MISSING: list[str] = WORDS["missing_value"]
@@ -289,6 +290,7 @@ def read_tables(
     if items and not used["mask"]:
         cells = pd.DataFrame(labels, columns=labelled_by)
         labels, names = _encode_labels(" and ".join(map(str, paths)), cells)
+        notes += _line_of_findings(labels, labelled_by, columns)
     elif len(labelled_by) == 1:
         labels = [label[0] for label in labels]
     items = [replace(item, label=label) for item, label in zip(items, labels, strict=True)]
@@ -334,7 +336,7 @@ def _read_rows(
         if not images:
             missing.append(f"{location}: no file for {cell['image']!r}")
         elif not all(label):
-            missing.append(f"{location}: no mask" if used["mask"] else f"{location}: no label")
+            missing.append(f"{location}: {_lacking(used, label)}")
         elif used["site"] and not cell["site"]:
             missing.append(f"{location}: no site")
         else:
@@ -350,6 +352,27 @@ def _read_rows(
                 item = Item((image,), label, patient, split, site, attributes=attributes)
                 rows.append(_Row(location, item))
     return rows, missing
+
+
+def _line_of_findings(
+    labels: Sequence[Any], labelled_by: Sequence[str], columns: Columns
+) -> list[str]:
+    """A line about findings that no option names."""
+    if columns.label or len(labelled_by) == 1 or isinstance(labels[0], int):
+        return []
+    listed = f"{len(labelled_by)} columns of 0 and 1, {labelled_by[0]} to {labelled_by[-1]}"
+    remedy = "if some are none, name the findings with --label-column a,b,c"
+    return [f"{listed}, count as findings; {remedy}"]
+
+
+def _lacking(used: _Used, label: Sequence[Any]) -> str:
+    """What an incomplete row lacks."""
+    if used["mask"]:
+        return "no mask"
+    if len(label) == 1:
+        return "no label"
+    empty = [name for name, text in zip(used["label"], label, strict=True) if not text]
+    return f"no 0 or 1 in column {empty[0]}"
 
 
 def _refuse_masks_beside(folder: ImageFolder, table: Path, labels: Sequence[str]) -> None:
@@ -718,7 +741,8 @@ def _label_columns(path: Path, frame: pd.DataFrame, used: _Used) -> list[str]:
     """The column with a usual name, otherwise the one whose name ends in a word for labels,
     otherwise several that hold 0 and 1.
 
-    DataError if two columns are called so, and divide the rows in different classes.
+    DataError if two columns are called so, and divide the rows in different classes, or as of
+    `_columns_of_flags`.
     """
     others = [name for name in frame.columns if [name] not in used.values()]
     named = usual_columns(WORDS["column"]["label"], others)
@@ -732,9 +756,60 @@ def _label_columns(path: Path, frame: pd.DataFrame, used: _Used) -> list[str]:
             )
     if named:
         return named[:1]
-    binary = [name for name in others if frame[name].map(number_of).isin((0, 1)).all()]
-    varying = any(frame[name].nunique() > 1 for name in binary)
-    return binary if varying and len(binary) > 1 else []
+    return _columns_of_flags(path, frame, others)
+
+
+def _columns_of_flags(path: Path, frame: pd.DataFrame, others: Sequence[str]) -> list[str]:
+    """Columns of 0 and 1: classes, of which each row has one, or many findings side by side.
+
+    DataError for others, as a clinical table has 0 and 1 for much that is no label, and for empty
+    cells and -1 beside 0 and 1, as CheXpert has them.
+    """
+    flags = [name for name in others if frame[name].map(number_of).isin((0, 1)).all()]
+    if len(flags) < 2 or all(frame[name].nunique() == 1 for name in flags):
+        _refuse_unfinished_flags(path, frame, others)
+        return []
+    if _are_classes(frame, flags):
+        return flags
+    classes = _some_classes(frame, flags)
+    first = list(frame).index(flags[0])
+    side_by_side = list(frame)[first : first + len(flags)] == flags
+    if side_by_side and len(flags) >= _FINDINGS and not classes:
+        return flags
+    example = ",".join(classes or flags[:2])
+    raise DataError(
+        f"{path}: which of {', '.join(flags)} are labels? all hold 0 and 1; give --label-column "
+        f"with one of them, or with several, as {example}"
+    )
+
+
+def _are_classes(frame: pd.DataFrame, flags: Sequence[str]) -> bool:
+    """Whether each row has one 1 in these columns."""
+    return bool((frame[flags].map(number_of).sum(axis=1) == 1).all())
+
+
+def _some_classes(frame: pd.DataFrame, flags: Sequence[str]) -> Sequence[str]:
+    """Neighbours of which each row has one 1, so that the other columns are no classes."""
+    for start in range(len(flags)):
+        for end in range(start + 2, len(flags) + 1):
+            if _are_classes(frame, flags[start:end]):
+                return flags[start:end]
+    return []
+
+
+def _refuse_unfinished_flags(path: Path, frame: pd.DataFrame, others: Sequence[str]) -> None:
+    """Raise DataError for several columns of 0 and 1 that have empty cells or -1, too."""
+    unfinished = []
+    for name in others:
+        values = {number_of(text) for text in frame[name] if text}
+        if {0, 1} <= values <= {-1, 0, 1}:
+            unfinished.append(name)
+    if len(unfinished) > 1:
+        raise DataError(
+            f"{path}: {unfinished[0]}, {unfinished[1]}, ... have empty cells or -1 beside 0 and 1; "
+            "write 0 or 1 in each (CheXpert: an empty cell is no mention, -1 is uncertain), and "
+            "name the findings with --label-column a,b,c"
+        )
 
 
 class _FileFinder:
