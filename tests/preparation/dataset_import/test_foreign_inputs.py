@@ -682,4 +682,26 @@ def test_empty_findings_are_named(tmp_path: Path) -> None:
     assert "t.csv: edema, mass, ... have empty cells or -1 beside 0 and 1" in text
     table(tmp_path / "t.csv", ("image", "edema", "mass"), ("0.png", 0, 1), ("1.png", 1, ""))
     text = error_of(tmp_path, columns=Columns(label="edema,mass"))
-    assert "t.csv line 3: no 0 or 1 in column mass" in text
+    assert "t.csv line 3: no label in column mass" in text
+
+
+# -- companions of pictures ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("companion", ["{n}-d.bmp", "{n}_overlay.png", "thumbs/{n}.jpg"])
+def test_companions_of_pictures_are_asked_about(companion: str, tmp_path: Path) -> None:
+    """As the masks of Herlev; before: further images of the classes."""
+    files(tmp_path, "a/x{n}.png", "b/y{n}.png")
+    imported(tmp_path, force=True)
+    files(
+        tmp_path, f"a/{companion.replace('{n}', 'x{n}')}", f"b/{companion.replace('{n}', 'y{n}')}"
+    )
+    (tmp_path / "datalist.json").unlink()
+    text = error_of(tmp_path)
+    assert "images have companions" in text and "a/x0" in text
+    assert len(imported(tmp_path, kind="classification").dataset.items) == 40
+
+
+def test_second_views_are_no_companions(tmp_path: Path) -> None:
+    imported(files(tmp_path, "a/x{n}.png", "a/x{n}_2.png", "b/y{n}.png", "b/y{n}_2.png"))
+    assert len(entries(tmp_path)) == 40

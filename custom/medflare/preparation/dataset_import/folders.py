@@ -44,6 +44,7 @@ MAX_CLASSES = 30  # more folders or values are probably not classes
 _IMAGES_OF_CLASS = 2.5  # folders with fewer, in the mean, are probably patients
 WORKBOOK = ".xlsx"
 TABLES = (".csv", ".tsv", WORKBOOK)
+_NEARLY_ALL = 0.9
 _STRIDE = 16  # between the pixels that are looked at first
 _SAMPLE = 3  # pictures of a folder that are read to tell masks from photographs
 _TAGS = (
@@ -630,6 +631,32 @@ def _refuse_masks(folder: ImageFolder, images: Sequence[Path]) -> None:
             f"{folder.relative(others[0])}; if it is a mask, call it NAME_mask, or give a table "
             "with --mask-column; otherwise give --kind classification"
         )
+
+
+def _refuse_companions(folder: ImageFolder, images: Iterable[Path]) -> None:
+    """Raise DataError if nearly every picture has a companion: a file called like it and a word, as
+    overlays are, or one of its name in a folder below, as thumbnails are.
+    """
+    by_name = {(image.parent, stem(image)): image for image in images}
+    companions: defaultdict[str, dict[Path, Path]] = defaultdict(dict)  # kind -> picture -> file
+    for (parent, name), image in by_name.items():
+        above = by_name.get((parent.parent, name))
+        if above:
+            companions[f"in {parent.name}/"][above] = image
+        for match in re.finditer("[ _.-]+", name):
+            picture = by_name.get((parent, name[: match.start()]))
+            end = name[match.start() :]
+            if picture and not end.strip(" _.-").isdecimal():
+                companions[f"called NAME{end}"][picture] = image
+    found = {image for listed in companions.values() for image in listed.values()}
+    for kind, listed in companions.items():
+        if len(listed) > _NEARLY_ALL * (len(by_name) - len(found)):
+            picture, image = min(listed.items())
+            raise DataError(
+                f"{folder.root}: images have companions {kind}, as {folder.relative(picture)} has "
+                f"{folder.relative(image)}; take these out, or if they are images of their own, "
+                "give --kind classification"
+            )
 
 
 def _refuse_patients(folder: ImageFolder, names: Sequence[str], items: Sequence[Item]) -> None:
@@ -1223,6 +1250,7 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
     refuse_variants(names, f"{folder.root}: the class folders")
     _refuse_names_of_splits(folder, names)
     if not any_number:
+        _refuse_companions(folder, images)
         _refuse_masks(folder, [item.first for item in items[: 2 * _SAMPLE]])
     most = min(MAX_CLASSES, max(4, len(items) / _IMAGES_OF_CLASS))
     if len(names) > most and not any_number:
