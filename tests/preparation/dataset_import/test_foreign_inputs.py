@@ -9,6 +9,7 @@ from typing import Any
 import nibabel
 import numpy as np
 import pytest
+from PIL import ExifTags, Image
 
 from helpers.downloaded_folders import picture, table
 from helpers.volume_sites import change, dicom_series
@@ -705,3 +706,14 @@ def test_companions_of_pictures_are_asked_about(companion: str, tmp_path: Path) 
 def test_second_views_are_no_companions(tmp_path: Path) -> None:
     imported(files(tmp_path, "a/x{n}.png", "a/x{n}_2.png", "b/y{n}.png", "b/y{n}_2.png"))
     assert len(entries(tmp_path)) == 40
+
+
+def test_photographs_that_are_turned_without_their_masks_are_noted(tmp_path: Path) -> None:
+    files(tmp_path, "{n}.jpg", "{n}_mask.png*")
+    assert "EXIF" not in imported(tmp_path).render()
+    with Image.open(tmp_path / "3.jpg") as image:
+        exif = image.getexif()
+        exif[ExifTags.Base.Orientation] = 6
+        image.save(tmp_path / "3.jpg", exif=exif)
+    text = imported(tmp_path, force=True).render()
+    assert "1 photographs are turned by their EXIF orientation, their masks are not" in text

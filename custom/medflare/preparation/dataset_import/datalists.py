@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from PIL import Image
+from PIL import ExifTags, Image
 from sklearn.model_selection import StratifiedGroupKFold
 
 from medflare.core.errors import ConfigError, DataError
@@ -30,7 +30,7 @@ from medflare.core.text import read_text
 from medflare.data.datalist import FILE, SHARES, SPLITS, check_folder
 from medflare.data.local import allowed_folders
 from medflare.data.progress import counted
-from medflare.data.reading import JPEG, stem, suffix
+from medflare.data.reading import JPEG, explained, stem, suffix
 from medflare.preparation.dataset_import.folders import (
     PATIENT,
     TABLES,
@@ -512,6 +512,7 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
         notes += _site_column_notes(dataset)
     if any(suffix(mask) in JPEG for item in dataset.items for mask in item.masks):
         notes += ("masks are JPEG, which moves values: 128 and more is the structure",)
+    notes += _turned_notes(dataset.items)
     dataset = replace(dataset, notes=notes, missing=missing)
     if missing and not (options.skip and dataset.items):
         listed = len(missing) + len(dataset.items)
@@ -529,6 +530,31 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
     if out is None:
         _refuse_links(dataset.items, root)
     return dataset
+
+
+def _turned_notes(items: Iterable[Item]) -> tuple[str, ...]:
+    """A line about photographs that EXIF turns, and whose masks it does not, at no other size."""
+    turned = []
+    for item in items:
+        if item.masks and _is_turned(item.first) and not any(map(_is_turned, item.masks)):
+            turned.append(item.first.name)
+    if not turned:
+        return ()
+    found = f"{len(turned)} photographs are turned by their EXIF orientation, their masks are not"
+    return (f"{found}; look at {turned[0]} and its mask with medflare data check DATA --out check",)
+
+
+def _is_turned(path: Path) -> bool:
+    """Whether EXIF turns a photograph, and leaves its size; False if it cannot be read."""
+    if suffix(path) not in JPEG:
+        return False
+    with warnings.catch_warnings(), suppress(DataError), explained(path):
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        with Image.open(path, formats=["JPEG"]) as image:
+            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+            square = image.width == image.height
+            return orientation in (2, 3, 4) or (square and orientation > 4)
+    return False
 
 
 def _refuse_links(items: Iterable[Item], root: Path) -> None:

@@ -372,7 +372,7 @@ def _lacking(used: _Used, label: Sequence[Any]) -> str:
     if len(label) == 1:
         return "no label"
     empty = [name for name, text in zip(used["label"], label, strict=True) if not text]
-    return f"no 0 or 1 in column {empty[0]}"
+    return f"no label in column {empty[0]}"
 
 
 def _refuse_masks_beside(folder: ImageFolder, table: Path, labels: Sequence[str]) -> None:
