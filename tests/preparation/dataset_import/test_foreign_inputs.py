@@ -717,3 +717,54 @@ def test_photographs_that_are_turned_without_their_masks_are_noted(tmp_path: Pat
         image.save(tmp_path / "3.jpg", exif=exif)
     text = imported(tmp_path, force=True).render()
     assert "1 photographs are turned by their EXIF orientation, their masks are not" in text
+
+
+# -- what tables lack ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "problem"),
+    [
+        (("ID", "Label"), "x{n}_bleeding,1", "write a row for each image, and a column for each"),
+        (("", "patient"), "{n},7", "in column unnamed 1; write the names of images in a column"),
+        (("x{n}.png", "0"), "x{n}.png,1", "its first line names an image"),
+        (("study{n}/", "0"), "study{n}/,1", "its first line names an image"),
+        (
+            ("image", "rle"),
+            "x{n}.png,1 6 40 4",
+            "column rle has lists of numbers, as run lengths of masks",
+        ),
+        (("image", "label"), "x{n}.png,0.{n}7", "measurements cannot be predicted (regression)"),
+        (
+            ("image", "label"),
+            "x{n}.png,{nan}",
+            "NaN in column label, whose other cells are numbers",
+        ),
+        (("", "label"), "{title}", "in several lines; write them all in the first one, and take"),
+    ],
+)
+def test_tables_that_name_no_class_of_an_image(
+    header: tuple[str, ...], row: str, problem: str, tmp_path: Path
+) -> None:
+    lines = [",".join(header).format(n=0)]
+    for number in range(12):
+        picture(tmp_path / f"study{number}" / f"x{number}.png", 60 + number)
+        title = f"x{number}.png,a" if number else ",note\nimage,"
+        lines.append(row.format(n=number, nan=number % 3 or "NaN", title=title))
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    assert problem in error_of(tmp_path)
+
+
+def test_numbers_of_studies_name_their_folders(tmp_path: Path) -> None:
+    """As in MIMIC-CXR, whose splits stand in another table."""
+    labels = []
+    splits = []
+    for number in NUMBERS:
+        picture(tmp_path / f"p{30000 + number // 2}/s{50000 + number}/{number}.png", 60 + number)
+        labels.append((30000 + number // 2, 50000 + number, "ab"[number // 2 % 2]))
+        splits.append((f"{number}", ("train", "validate", "test")[max(0, number // 2 - 2)]))
+    table(tmp_path / "labels.csv", ("subject_id", "study_id", "outcome"), *labels)
+    table(tmp_path / "split.csv", ("dicom_id", "split"), *splits)
+    imported(tmp_path, columns=Columns(label="outcome"))
+    entry = entries(tmp_path)["p30003/s50007/7.png"]
+    assert (entry["patient"], entry["split"], entry["label"]) == ("30003", "validation", 1)

@@ -45,6 +45,9 @@ _MASK_COLUMNS: list[str] = WORDS["column"]["mask"]  # usual names
 _COLUMNS = 2000  # most of a sheet of Excel
 _MAX_LEVELS = 8  # more numbers with decimals are a measurement, and no classes
 _FINDINGS = 5  # least columns of 0 and 1 that are findings without a question
+_LETTER_AND_NUMBER = re.compile(r"[A-Za-z](\d{5,})")  # s50414267 is study 50414267 of MIMIC-CXR
+# Start and length of each run of a mask, as of Kaggle's competitions.
+_RUN_LENGTHS = r"\d+ \d+(?: \d+ \d+)+"
 _SAMPLE = 20  # rows by which columns and separators are recognized
 # How programs write a missing value, in lower case (those that pandas knows).
 _MISSING: list[str] = WORDS["missing_value"]
@@ -179,7 +182,8 @@ def _header_and_rows(
     """The names of the columns, and line -> its cells without spaces at the ends; rows of empty
     cells are left out.
 
-    ValueError for a row with more cells than the first one, and two columns of one name.
+    ValueError for a row with more cells than the first one, two columns of one name, and names in
+    several lines.
     """
     header: list[str] = []
     rows = {}
@@ -204,6 +208,7 @@ def _header_and_rows(
     header = header[:width]
     rows = {line: cells[:width] for line, cells in rows.items()}
     named = sum(map(bool, header))
+    _refuse_names_in_several_lines(header, rows)
     if rows and len(header) > 2 * named:
         raise ValueError(
             f"its first line has {named} names for {len(header)} columns; take lines above the "
@@ -212,8 +217,25 @@ def _header_and_rows(
     for number, name in enumerate(header):
         if name in header[:number] and name:
             raise ValueError(f"two columns are called {name!r}; rename one")
-        header[number] = name or f"column {number + 1}"
+        header[number] = name or f"unnamed {number + 1}"
     return header, rows
+
+
+def _refuse_names_in_several_lines(header: Sequence[str], rows: Mapping[int, list[str]]) -> None:
+    """Raise ValueError if the name of the first column stands below the first line."""
+    first = next(iter(rows.values()), header)
+    used = any(cells[0] for cells in rows.values())
+    if header[0] or first[0] or not used:
+        return
+    of_names = []
+    for line, cells in rows.items():
+        if 2 * sum(map(bool, cells)) >= len(header):
+            break
+        of_names.append(str(line))
+    raise ValueError(
+        "the names of its columns stand in several lines; write them all in the first one, and "
+        f"take lines {', '.join(of_names) or 'below it'} out"
+    )
 
 
 def _rows_alike(lines: Sequence[str], separator: str) -> tuple[int, int]:
@@ -482,13 +504,21 @@ def _structure_of(columns: Sequence[str]) -> str:
 
 
 def _missing_words(path: Path, frame: pd.DataFrame, used: _Used) -> list[str]:
-    """A line for each column of names with words such as NA, which may mean a missing value."""
+    """A line for each column of names with words such as NA, which may mean a missing value;
+    DataError for such a word among numbers of classes.
+    """
     lines = []
     columns = [*used["patient"], *used["site"]]
     if len(used["label"]) == 1:
         columns = [*used["label"], *columns]
     for column in columns:
         found = sorted({text for text in frame[column] if text.lower() in _MISSING})
+        others = [text for text in frame[column] if text and text not in found]
+        if found and column in used["label"] and others and None not in map(number_of, others):
+            raise DataError(
+                f"{path}: {' and '.join(found)} in column {column}, whose other cells are numbers; "
+                "empty these cells if values are missing, otherwise write words in all"
+            )
         if found:
             lines.append(
                 f"{path.name}: {' and '.join(found)} in column {column} count as names; "
@@ -530,7 +560,7 @@ def described(
     """
     frame = read_frame(path)
     find = _FileFinder(folder, path)
-    used = _columns_but_labels(path, frame, columns, find)
+    used = _columns_but_labels(path, frame, replace(columns, label="", mask=""), find)
     used["split"] = used["split"] or _split_columns(frame, used)
     _without_wrong_ages(path, frame, used)
     named = ("patient", "site", "split", "sex", "age", "scanner")
@@ -591,9 +621,15 @@ def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str)
         for cell in frame[names[0]].head(_SAMPLE):
             find(cell, f"{folder.relative(path)} column {names[0]}")  # raises if it can be several
         kind_of_error = UnrelatedTableError if len(frame) < len(folder.images) else DataError
+        first = frame[names[0]].iloc[0]
+        remedy = "correct the names, or give --image-column"
+        if find.named_by(frame[names[0]].str.rpartition("_")[0]):
+            remedy = "write a row for each image, and a column for each finding"
+        elif names == list(frame):
+            remedy = f"write the names of images in a column image, as {folder.images[0].name}"
         raise kind_of_error(
-            f"{folder.relative(path)} names no image of the folder, as {frame[names[0]].iloc[0]!r} "
-            f"in column {names[0]}; correct the names, or give --image-column"
+            f"{folder.relative(path)} names no image of the folder, as {first!r} in column "
+            f"{names[0]}; {remedy}"
         )
     _used_columns(path, frame, columns, kind, find)
     return find.split
@@ -624,6 +660,8 @@ def _used_columns(
     used["split"] = used["split"] or _split_columns(frame, used)
     if used["mask"] or kind == "segmentation":
         used["label"] = []
+    if not used["mask"]:
+        _refuse_run_lengths(path, frame, used["label"] or header)
     for name in used["label"]:
         if _names_files(frame[name]):
             raise DataError(
@@ -641,6 +679,17 @@ def _used_columns(
                 choice = f"give --mask-column, of {', '.join(masks)}, or --label-column"
             raise DataError(f"{path}: no column is recognized as the {name}; {choice}")
     return used
+
+
+def _refuse_run_lengths(path: Path, frame: pd.DataFrame, columns: Iterable[str]) -> None:
+    """Raise DataError if one of the columns has masks as run lengths."""
+    for name in columns:
+        if frame[name].str.fullmatch(_RUN_LENGTHS).any():
+            raise DataError(
+                f"{path}: column {name} has lists of numbers, as run lengths of masks, which are "
+                "not read; save each mask as a picture and give --mask-column, or give another "
+                "--label-column"
+            )
 
 
 def _names_files(cells: "pd.Series[str]") -> bool:
@@ -699,10 +748,12 @@ def _image_columns(path: Path, frame: pd.DataFrame, find: "_FileFinder", used: _
     if not counts[most][0]:
         named = [*used["patient"], *_keys(frame)]
         named = [name for name in named if find.names_patients(frame, [name])]
-        named.sort(key=lambda name: not find.names_each(frame[name]))
+        named.sort(key=lambda name: (not find.names_each(frame[name]), not frame[name].is_unique))
+        if named and _is_path(named[0]) and find.is_patient(named[0]):
+            raise _without_header(path)
         return named[:1] or usual[:1]
     if find.named_by(pd.Series([most])):
-        raise DataError(f"{path}: its first line names an image; put the names of columns above it")
+        raise _without_header(path)
     for name, others in images.items():
         if others and others.isdisjoint(images[most]) and not find.are_masks(others):
             raise DataError(
@@ -710,6 +761,10 @@ def _image_columns(path: Path, frame: pd.DataFrame, find: "_FileFinder", used: _
                 "--image-column, and --mask-column if one has masks"
             )
     return [most]
+
+
+def _without_header(path: Path) -> DataError:
+    return DataError(f"{path}: its first line names an image; put the names of columns above it")
 
 
 def _keys(frame: pd.DataFrame) -> list[str]:
@@ -846,6 +901,9 @@ class _FileFinder:
             patient = folder.patients.get(image, "")
             for name in [patient] if patient else _folders_of(inner):
                 self._by_patient[name].append(image)
+                with_letter = _LETTER_AND_NUMBER.fullmatch(name)
+                if with_letter:
+                    self._by_patient[with_letter[1]].append(image)
 
     def named_by(self, cells: "pd.Series[str]") -> set[Path]:
         """The images that the first rows of a column name; none if a cell can be several."""
@@ -985,9 +1043,11 @@ def _encode_labels(location: str, cells: pd.DataFrame) -> tuple[list[Any], list[
         numbers = list(map(number_of, names))
         measured = None not in numbers and any(number % 1 for number in filter(None, numbers))
         if len(names) > (_MAX_LEVELS if measured else MAX_CLASSES):
+            remedy = "name the class with --label-column"
+            if measured:
+                remedy = "measurements cannot be predicted (regression), write classes instead"
             raise DataError(
-                f"{location} has {len(names)} values, for example {names[0]!r}; "
-                "name the class with --label-column"
+                f"{location} has {len(names)} values, for example {names[0]!r}; {remedy}"
             )
         refuse_variants(names, location)
         _refuse_joined(names, location)
