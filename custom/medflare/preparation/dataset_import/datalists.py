@@ -62,6 +62,7 @@ from medflare.preparation.dataset_import.tables import (
     Columns,
     UnrelatedTableError,
     described,
+    read_frame,
     read_tables,
     split_of_table,
     table_columns,
@@ -193,6 +194,7 @@ def _find_dataset(
         dataset, not_used = _described_by(dataset, [*others], unused, folder, options)
         if not options.redraw:
             dataset = _with_listed_splits(folder, dataset, ())
+            _refuse_split_tables(folder, dataset, tables, not_used)
         reasons = [reason for path, reason in not_used.items() if path not in tables]
         return replace(dataset, notes=(*prefixed("not used", reasons), *dataset.notes))
     dataset = _by_names(folder, options, unused, related)
@@ -349,6 +351,22 @@ def _with_listed_splits(folder: ImageFolder, dataset: Dataset, unused: Collectio
     return replace(dataset, items=tuple(items), layout=f"{dataset.layout}, splits by {source}")
 
 
+def _refuse_split_tables(
+    folder: ImageFolder, dataset: Dataset, tables: Iterable[Path], unused: Iterable[Path]
+) -> None:
+    """Raise DataError for tables of training and test rows that are not used, as train_indexes.csv,
+    if nothing else names splits.
+    """
+    if any(item.split for item in dataset.items) or any(_first_split(path.stem) for path in tables):
+        return
+    lists = {_first_split(path.stem): path for path in unused}
+    if {"training", "test"} <= lists.keys():
+        raise DataError(
+            f"{folder.relative(lists['training'])} seems to list a split, but names no image; give "
+            "--split-column with a column of train, val and test, or draw splits with --redraw"
+        )
+
+
 def _split_lists(
     folder: ImageFolder, images: Sequence[str], unused: Collection[Path]
 ) -> list[Path]:
@@ -367,6 +385,8 @@ def _listed_splits(
     """The split of each image by the lists of names; DataError for an image that is not in one."""
     splits = defaultdict(set)
     for path in lists:
+        if path in unused:
+            _refuse_split_words(path)
         split = _first_split(path.stem)
         if split and path not in unused and path.suffix.lower() in (".txt", ".lst"):
             with suppress(ValueError):  # of the encoding
@@ -386,6 +406,17 @@ def _listed_splits(
 def _first_split(name: str) -> str:
     """The split that the first such word of a name means, or ""."""
     return next(filter(None, map(split_name, words(name))), "")
+
+
+def _refuse_split_words(table: Path) -> None:
+    """Raise DataError for a table whose column of splits has other words."""
+    for column in usual_columns(WORDS["column"]["split"], table_columns(table)):
+        for text in read_frame(table)[column]:
+            if not split_name(text):
+                raise DataError(
+                    f"{table}: {text!r} in column {column} is not train, val or test; rename it, "
+                    "or draw the splits with --redraw"
+                )
 
 
 def _has_splits(table: Path) -> bool:
