@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from helpers.downloaded_folders import picture, table
-from helpers.volume_sites import change, dicom_series
+from helpers.downloaded_folders import mask, picture, table
+from helpers.volume_sites import change, dicom_series, write
 from medflare.cli import main
 from medflare.preparation.dataset_import.tables import Columns
 from medflare.preparation.proposing import TaskHints, propose
@@ -768,3 +768,67 @@ def test_numbers_of_studies_name_their_folders(tmp_path: Path) -> None:
     imported(tmp_path, columns=Columns(label="outcome"))
     entry = entries(tmp_path)["p30003/s50007/7.png"]
     assert (entry["patient"], entry["split"], entry["label"]) == ("30003", "validation", 1)
+
+
+# -- splits, slices and channels in folders --------------------------------------------------------
+
+
+def test_tables_of_splits_that_cannot_be_used_stop_the_import(tmp_path: Path) -> None:
+    """As the indexes of Derm7pt, and the sets A and B of ORIGA; before: other splits were drawn."""
+    rows = graded(tmp_path / "derm", [f"n{number}.png" for number in NUMBERS])
+    table(tmp_path / "derm" / "meta.csv", ("image", "label"), *rows)
+    for split, first in (("train", 0), ("test", 7)):
+        table(tmp_path / "derm" / f"{split}_indexes.csv", ("indexes",), (first,), (first + 1,))
+    text = error_of(tmp_path / "derm")
+    assert "train_indexes.csv seems to list a split" in text and "--split-column" in text
+    imported(tmp_path / "derm", redraw=True)
+    origa = files(tmp_path / "origa", "images/n{n}.png", "masks/n{n}.png*")
+    table(origa / "list.csv", ("image", "set"), *[(f"n{n}.png", "AB"[n % 2]) for n in NUMBERS])
+    assert "list.csv: 'A' in column set is not train, val or test" in error_of(origa)
+    imported(origa, redraw=True)
+
+
+def test_masks_of_slices_are_to_be_stacked(tmp_path: Path) -> None:
+    """As in CHAOS."""
+    for number in range(4):
+        (tmp_path / f"{number}").mkdir()
+        dicom_series(tmp_path / f"{number}" / "CT")
+        mask(tmp_path / f"{number}" / "liver" / "1.png")
+        mask(tmp_path / f"{number}" / "liver" / "2.png")
+    stack = "has a mask for each slice of a volume; stack the masks"
+    assert f"0/liver {stack}" in error_of(tmp_path)
+    for number in range(4):
+        (tmp_path / f"{number}" / "liver").rename(tmp_path / f"{number}" / "CT_mask")
+    assert f"CT_mask {stack}" in error_of(tmp_path)
+
+
+def test_single_slices_beside_volumes_are_refused(tmp_path: Path) -> None:
+    """As in OASIS of Neurite."""
+    files(tmp_path, "p{n}/volume.nii.gz", "p{n}/volume_seg.nii.gz*")
+    imported(tmp_path)
+    (tmp_path / "datalist.json").unlink()
+    for number in NUMBERS:
+        for name in ("slice", "slice_seg"):
+            write(tmp_path / f"p{number}" / f"{name}.nii.gz", np.ones((4, 3, 1), np.uint8))
+    assert "p0/slice.nii.gz is one slice, beside the volume p0/volume" in error_of(tmp_path)
+
+
+def test_the_mask_of_a_case_has_the_images_below_it(tmp_path: Path) -> None:
+    """As in the challenge of white matter lesions (WMH)."""
+    files(tmp_path, "p{n}/pre/FLAIR.nii.gz", "p{n}/pre/T1.nii.gz", "p{n}/wmh_seg.nii.gz*")
+    imported(tmp_path)
+    assert entries(tmp_path)["p3/pre/FLAIR.nii.gz"]["image"][1] == "p3/pre/T1.nii.gz"
+    assert entries(tmp_path)["p3/pre/FLAIR.nii.gz"]["label"] == "p3/wmh_seg.nii.gz"
+    (tmp_path / "datalist.json").unlink()
+    files(tmp_path, "p{n}/orig/FLAIR.nii.gz")
+    text = error_of(tmp_path)
+    assert "p0/orig/FLAIR.nii.gz and p0/pre/FLAIR.nii.gz would both have the mask" in text
+
+
+def test_folders_of_modalities_are_channels(tmp_path: Path) -> None:
+    files(tmp_path, "FLAIR/{n}.nii.gz", "T1/{n}.nii.gz", "seg/{n}.nii.gz*")
+    assert imported(tmp_path).dataset.channels == {"0": "FLAIR", "1": "T1"}
+    assert entries(tmp_path)["FLAIR/3.nii.gz"]["image"] == ["FLAIR/3.nii.gz", "T1/3.nii.gz"]
+    (tmp_path / "datalist.json").unlink()
+    (tmp_path / "T1").rename(tmp_path / "other")
+    assert "call them NAME_0000 and NAME_0001" in error_of(tmp_path)

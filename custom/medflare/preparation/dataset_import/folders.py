@@ -17,6 +17,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import nibabel
 import numpy as np
 
 from medflare.core.errors import DataError
@@ -27,6 +28,7 @@ from medflare.data.dicom import SEGMENTATION, is_other_object, kind_of, tags_of
 from medflare.data.local import FOLDERS, allowed_folders
 from medflare.data.reading import (
     NIFTI,
+    PICTURES,
     explained,
     image_suffixes,
     is_dicom,
@@ -625,12 +627,26 @@ def _refuse_masks(folder: ImageFolder, images: Sequence[Path]) -> None:
     """Raise DataError if some of the images, and not all, look like masks."""
     masks = [image for image in images if _are_masks([image])]
     others = [image for image in images if image not in masks]
+    if masks and others and _is_of_slices(masks[0], others[0]):
+        raise _masks_of_slices(folder, masks[0].parent)
     if masks and others:
         raise DataError(
             f"{folder.root}: {folder.relative(masks[0])} has two values, as masks have, beside "
             f"{folder.relative(others[0])}; if it is a mask, call it NAME_mask, or give a table "
             "with --mask-column; otherwise give --kind classification"
         )
+
+
+def _is_of_slices(mask: Path, image: Path) -> bool:
+    """Whether a mask is a picture, and its image a volume."""
+    return suffix(mask) in PICTURES and (image.is_dir() or suffix(image) in NIFTI)
+
+
+def _masks_of_slices(folder: ImageFolder, masks: Path) -> DataError:
+    return DataError(
+        f"{folder.relative(masks)} has a mask for each slice of a volume; stack the masks of each "
+        "volume in one NIfTI file on its grid, called like the volume or its folder and _mask"
+    )
 
 
 def _refuse_companions(folder: ImageFolder, images: Iterable[Path]) -> None:
@@ -701,6 +717,7 @@ def pair_masks(folder: ImageFolder) -> Dataset:
             f"{folder.root}: some images have a file per channel ({channels[1]}), others do not; "
             "list them in a table"
         )
+    _refuse_slices_beside_volumes(folder, items)
     has_test = any(item.split == "test" for item in items)
     missing = []
     for path in without:
@@ -725,6 +742,26 @@ def pair_masks(folder: ImageFolder) -> Dataset:
         (*missing, *missing_images),
         structure="" if labels else _structure_of(folder),
     )
+
+
+def _refuse_slices_beside_volumes(folder: ImageFolder, items: Iterable[Item]) -> None:
+    """Raise DataError if a folder of several images has volumes and single slices of them."""
+    in_folder = defaultdict(list)
+    for item in items:
+        in_folder[item.first.parent].append(item.first)
+    images = max(in_folder.values(), key=len)
+    if not 1 < len(images) <= _SAMPLE:
+        return
+    depths = {}
+    for image in images:
+        if suffix(image) in NIFTI:
+            with explained(image):
+                depths[min(nibabel.load(image).shape[:3])] = image
+    if len(depths) > 1 and min(depths) == 1:
+        raise DataError(
+            f"{folder.relative(depths[1])} is one slice, beside the volume "
+            f"{folder.relative(depths[max(depths)])}; take the slices out, or the volumes"
+        )
 
 
 def _named_channels(channels: Sequence[str]) -> dict[str, str]:
@@ -788,8 +825,10 @@ def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[
             "masks like their image and mask (a_mask.png), or give a table with --mask-column"
         )
     several, count = Counter(mask.parent for mask in masks).most_common(1)[0]
-    images_there = sum(image.is_relative_to(several.parent) for image in images)
-    if count > 1 and images_there == 1:
+    images_there = [image for image in images if image.is_relative_to(several.parent)]
+    if count > 1 and len(images_there) == 1:
+        if _is_of_slices(masks[0], images_there[0]):
+            return str(_masks_of_slices(folder, several))
         return (
             f"{folder.relative(several)} holds {count} masks of one image; unite the masks of each "
             "image in one file"
@@ -815,15 +854,17 @@ def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], lis
         else:
             images.append(path)
     in_folder = Counter(image.parent for image in images)
+    modalities = _modality_folders(images)
 
     def assign(image: Path, free: Collection[Path], same_folders: bool) -> bool:
         name = names[image].name
         # Names that the mask may have, with the channel of the image.
-        candidates = [(name, "")]
+        own = modalities.get(image.parent, "")
+        candidates = [(name, own)]
         channel = _CHANNEL.match(name)
         if channel and (channel[2].isdecimal() or suffix(image) in NIFTI):
             candidates.append((channel[1], channel[2]))
-        candidates.append((names[image].names[1], ""))
+        candidates.append((names[image].names[1], own))
         if same_folders and names[image].folders:
             candidates.append(("", "" if in_folder[image.parent] == 1 else name))
         for name, part in candidates:
@@ -834,21 +875,70 @@ def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], lis
             if len(masks) == 1:
                 other = files_of[masks[0]].setdefault(part, image)
                 if other is not image:
-                    both = " and ".join(map(folder.relative, (other, image)))
                     if (other.parent, stem(other)) == (image.parent, stem(image)):
+                        both = " and ".join(map(folder.relative, (other, image)))
                         raise DataError(f"{both} seem to be one image twice; take one out")
-                    raise DataError(
-                        f"{both} would both have the mask {folder.relative(masks[0])}; use the "
-                        "same folder names for images and masks, or list them in a table"
-                    )
+                    raise _two_images(folder, [other, image], masks[0])
                 return True
         return False
 
     for same_folders in (True, False):
         free = {mask for mask, files in files_of.items() if same_folders or not files}
         images = [image for image in images if not assign(image, free, same_folders)]
+    images = _assign_below(folder, files_of, images)
     _refuse_second_masks(folder, files_of)
     return files_of, images
+
+
+def _modality_folders(images: Iterable[Path]) -> dict[Path, str]:
+    """Folder -> its name, if each is called like a modality and holds files of the same names."""
+    names = defaultdict(set)
+    for image in images:
+        names[image.parent].add(image.name)
+    are_modalities = all("".join(words(path.name)) in WORDS["modality"] for path in names)
+    first = next(iter(names.values()), set())
+    if len(names) < 2 or not are_modalities or any(names[path] != first for path in names):
+        return {}
+    return {path: path.name for path in names}
+
+
+def _assign_below(
+    folder: ImageFolder, files_of: Mapping[Path, dict[str, Path]], images: Sequence[Path]
+) -> list[Path]:
+    """Add the volumes of a folder to the only mask of the folder above, as channels; the other
+    images. As 0/wmh_seg.nii.gz and 0/pre/FLAIR.nii.gz, in two folders at least.
+
+    DataError if a mask has images in two folders below.
+    """
+    in_folder = Counter(mask.parent for mask in files_of)
+    mask_of = {}
+    for mask, files in files_of.items():
+        if not files and in_folder[mask.parent] == 1 and suffix(mask) in NIFTI:
+            mask_of[mask.parent] = mask
+    volumes: defaultdict[Path, list[Path]] = defaultdict(list)  # folder of a mask -> images
+    others = []
+    for image in images:
+        if image.parent.parent in mask_of and suffix(image) in NIFTI:
+            volumes[image.parent.parent].append(image)
+        else:
+            others.append(image)
+    if len(volumes) < 2:
+        return [*images]
+    for above, listed in volumes.items():
+        for image in listed:
+            if image.parent != listed[0].parent:
+                raise _two_images(folder, [listed[0], image], mask_of[above])
+            files_of[mask_of[above]][folder.names[image].name] = image
+    return others
+
+
+def _two_images(folder: ImageFolder, images: Sequence[Path], mask: Path) -> DataError:
+    return DataError(
+        f"{' and '.join(map(folder.relative, images))} would both have the mask "
+        f"{folder.relative(mask)}; if they are channels of one image, call them NAME_0000 and "
+        "NAME_0001; otherwise take one out, use the same folder names for images and masks, or "
+        "list them in a table"
+    )
 
 
 def _two_masks(folder: ImageFolder, masks: Sequence[Path]) -> DataError:
