@@ -832,3 +832,13 @@ def test_folders_of_modalities_are_channels(tmp_path: Path) -> None:
     (tmp_path / "datalist.json").unlink()
     (tmp_path / "T1").rename(tmp_path / "other")
     assert "call them NAME_0000 and NAME_0001" in error_of(tmp_path)
+
+
+def test_classes_in_folders_of_patients(tmp_path: Path) -> None:
+    """As the patches of IDC."""
+    files(tmp_path, "88{n}/0/a{n}.png", "88{n}/1/b{n}.png")
+    text = error_of(tmp_path)
+    assert "if these are classes, and 880, ... patients, give --kind classification" in text
+    imported(tmp_path, kind="classification")
+    entry = entries(tmp_path)["883/1/b3.png"]
+    assert (entry["patient"], entry["label"]) == ("883", 1)

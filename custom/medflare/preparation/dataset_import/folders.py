@@ -572,6 +572,51 @@ def _several_series(folder: ImageFolder) -> str:
     )
 
 
+def _hold_classes(inner: Mapping[str, Collection[str]]) -> bool:
+    """Whether folders may be of patients, and those in them classes; `inner`: folder -> those in
+    it. As 8863/0, 8863/1, 8864/0 of IDC's patches.
+    """
+    counts = Counter(chain.from_iterable(inner.values()))
+    if not 1 < len(counts) <= len(inner) / 4 or min(counts.values()) < 2:
+        return False
+    if not all(map(PATIENT.search, inner)) or any(map(PATIENT.search, counts)):
+        return False
+    no_patients = {"fold", *WORDS["site_column"]}
+    return no_patients.isdisjoint(chain.from_iterable(map(words, inner)))
+
+
+def _classes_of_patients(
+    folder: ImageFolder, below: Mapping[Path, Sequence[str]], *, accepted: bool
+) -> Dataset:
+    """Images whose first folder is their patient, and whose second one is their class; DataError
+    unless this is accepted. `below`: image -> its folders.
+    """
+    names = sorted_labels({folders[1] for folders in below.values() if len(folders) > 1})
+    first = min(folders[0] for folders in below.values() if folders)
+    if not accepted:
+        raise DataError(
+            f"{folder.root}: {first}, ... hold the folders {', '.join(names)}; if these are "
+            f"classes, and {first}, ... patients, give --kind classification; if {first}, ... are "
+            "sites, give --site-folders; otherwise keep one of the folders in each, or rename them"
+        )
+    refuse_variants(names, f"{folder.root}: the class folders")
+    items = []
+    missing = []
+    for image, folders in below.items():
+        if len(folders) < 2:
+            missing.append(f"{folder.relative(image)}: in no class folder")
+            continue
+        split = split_above(folder, image)
+        items.append(Item((image,), names.index(folders[1]), folders[0], split))
+    return Dataset(
+        "classification",
+        tuple(items),
+        numbered(names),
+        f"folders of patients, with a folder per class: {', '.join(names)}",
+        missing=tuple(missing),
+    )
+
+
 def _refuse_equal_folders(
     folder: ImageFolder, inner: Mapping[str, Collection[str]], *, any_number: bool
 ) -> None:
@@ -1307,6 +1352,7 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
     shared_by_all = os.path.commonpath(["/".join(folders) for folders in below.values()])
     for image, folders in below.items():
         classes = folders[len(Path(shared_by_all).parts) :]  # without images of train/images/cat
+        below[image] = classes
         if classes:
             items.append(Item((image,), classes[0], split=split_above(folder, image)))
             inner[classes[0]].update(classes[1:2])
@@ -1318,6 +1364,8 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
         raise DataError(
             f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}"
         )
+    if _hold_classes(inner):
+        return _classes_of_patients(folder, below, accepted=any_number)
     _refuse_equal_folders(folder, inner, any_number=any_number)
     if not any_number:
         _refuse_sites(folder, inner)
