@@ -327,6 +327,15 @@ def test_structures_of_dicom_segmentation_objects(tmp_path: Path) -> None:
     (tmp_path / "datalist.json").write_text(json.dumps({"labels": {"1": "liver"}, **listed}))
     settings = summarise(tmp_path, TaskHints()).settings
     assert (settings["kind"], settings["labels"]) == ("segmentation", ["liver"])
+    overlapping = cube_task(channels=1, target="multilabel", labels=("liver", "tumour"))
+    for number in range(5):
+        both = {"liver": drawn, "tumour": drawn}
+        content = dicom_seg(tmp_path / f"ct{number}", both, overlapping)
+        (tmp_path / f"seg{number}.dcm").write_bytes(content)
+    header = {"labels": {"1": "liver", "2": "tumour"}}
+    (tmp_path / "datalist.json").write_text(json.dumps({**header, **listed}))
+    settings = summarise(tmp_path, TaskHints()).settings
+    assert (settings["target"], settings["labels"]) == ("multilabel", ["liver", "tumour"])
 
 
 def test_the_only_structure_has_the_name_of_its_folder_or_column(tmp_path: Path) -> None:

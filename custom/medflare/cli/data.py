@@ -12,7 +12,7 @@ import typer
 
 from medflare.cli import options
 from medflare.cli.options import AUTO_HELP, PathArgument, PathArguments, add_commands, names_in
-from medflare.core.errors import ConfigError, DataError
+from medflare.core.errors import ConfigError, DataError, UnreadableError
 
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
@@ -453,7 +453,11 @@ def init_task(
         pretrained=pretrained,
     )
     with options.environment(device=device):
-        proposed = propose(root, hints)
+        try:
+            proposed = propose(root, hints)
+        except UnreadableError as error:
+            remedy = "medflare data check DATA lists all such files"
+            raise DataError(f"{error}; {remedy}") from error
         if sys.stdin.isatty() and not yes:
             changed = _changes(proposed.settings, texts)
             if changed:

@@ -30,6 +30,10 @@ class DataError(MedflareError):
     """A site's data cannot be used as it is."""
 
 
+class UnreadableError(DataError):
+    """A file is damaged, or of no known format."""
+
+
 class UpdateError(MedflareError):
     """A site's update cannot be accepted by the server."""
 

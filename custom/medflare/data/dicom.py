@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from medflare.core.errors import DataError
+from medflare.core.errors import DataError, UnreadableError
 from medflare.data.geometry import Grid
 
 _PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
@@ -80,7 +80,9 @@ def read(path: Path, **options: Any) -> Any:
     try:
         dataset = _parsed(path, options)
     except (EOFError, struct.error) as error:
-        raise DataError(f"{path}: the file is cut off; export it again, or leave it out") from error
+        raise UnreadableError(
+            f"{path}: the file is cut off; export it again, or leave it out"
+        ) from error
     if not dataset.file_meta.get("TransferSyntaxUID"):
         dataset.file_meta.TransferSyntaxUID = _guessed_syntax(dataset)
     return dataset
@@ -526,6 +528,21 @@ def segments(
         mask = masks[rows[int(segment.ReferencedSegmentNumber)]]
         mask[_voxels(dataset, groups, grid, path)] |= (frame > threshold).astype(np.int64)
     return masks, labels
+
+
+def segments_overlap(dataset: Any) -> bool:
+    """Whether two frames of a segmentation object show one pixel."""
+    frames = _decoded(dataset).reshape(-1, int(dataset.Rows), int(dataset.Columns))
+    threshold = int(dataset.get("MaximumFractionalValue", 1)) / 2
+    shown: dict[tuple[float, ...], np.ndarray] = {}  # position -> pixels of the frames before
+    for frame, groups in zip(frames, dataset.PerFrameFunctionalGroupsSequence, strict=True):
+        plane = _group(dataset, groups, "PlanePositionSequence")
+        position = tuple(map(float, plane.ImagePositionPatient))
+        before = shown.setdefault(position, np.zeros(frame.shape, bool))
+        if (before & (frame > threshold)).any():
+            return True
+        before |= frame > threshold
+    return False
 
 
 def _voxels(dataset: Any, groups: Any, grid: Grid, path: Path) -> tuple[np.ndarray, ...]:

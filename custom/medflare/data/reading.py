@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from medflare.core.errors import DataError, one_line
+from medflare.core.errors import DataError, UnreadableError, one_line
 from medflare.core.extensions import Extensions, check_callable
 from medflare.core.packages import require
 from medflare.core.text import format_shape
@@ -185,7 +185,7 @@ def explained(path: Path) -> Iterator[None]:
         problem = one_line(error)
         if isinstance(error, AttributeError) and error.name and is_dicom(path):
             problem = f"its attribute {error.name} is missing"
-        raise DataError(
+        raise UnreadableError(
             f"{path}: cannot be read as an image ({problem}); replace the file or leave it out"
         ) from error
 
@@ -300,7 +300,9 @@ def _opened(path: Path) -> Any:
         else:
             problem = f"its content is none of {', '.join(_FORMATS)}" if begin else "it is empty"
             remedy = "save it as PNG, or leave it out"
-        raise DataError(f"{path}: cannot be read as a picture ({problem}); {remedy}") from error
+        raise UnreadableError(
+            f"{path}: cannot be read as a picture ({problem}); {remedy}"
+        ) from error
 
 
 def _check_channels(image: Any, tags: Mapping[int, Any], path: Path, mask: bool) -> None:

@@ -25,7 +25,7 @@ from medflare.data.datalist import (
     read_datalist,
     site_folders,
 )
-from medflare.data.dicom import segment_codes, tags_of
+from medflare.data.dicom import read, segment_codes, segments_overlap, tags_of
 from medflare.data.local import DEVICE_VARIABLE
 from medflare.data.progress import announce, counted
 from medflare.data.reading import (
@@ -122,7 +122,8 @@ class DatasetSummary(NamedTuple):
 def propose(root: Path, hints: TaskHints) -> TaskPlan:
     """A task that passes `check_task`, for the device of MEDFLARE_DEVICE.
 
-    ConfigError if a hint does not fit, or no network does, DataError as of `summarise`.
+    UnreadableError for the first damaged file, ConfigError if a hint does not fit, or no network
+    does, DataError as of `summarise`.
     """
     if not hints.minutes > 0:
         raise ConfigError(f"--minutes {hints.minutes:g}: give the minutes of a round, above 0")
@@ -300,13 +301,9 @@ def _structures(
     `structure`: its name, if the masks have one value.
     """
     if isinstance(label, list):
-        labels = list(hints.labels or mask_names(names))
-        if not labels:
-            labels = [f"structure_{number + 1}" for number in range(len(label))]
-        _check_number_of_labels(hints, len(label), "mask files of an image")
-        reason = "as given" if hints.labels else "in the order of the mask files"
-        target = Choice("target", "multilabel", "a mask file for each structure")
-        return [target, Choice("labels", labels, reason)]
+        return _masks_of_structures(names, hints, len(label), "a mask file for each structure")
+    if names and any(map(_has_overlap, entries)):
+        return _masks_of_structures(names, hints, len(names), "DICOM segments overlap")
     _check_palettes(entries)
     named = {}
     for name, values in names.items():
@@ -345,6 +342,27 @@ def _structures(
     if renamed or overlap or list(structures.values()) != default:
         choices.append(Choice("label_values", structures, "the values that files use"))
     return choices
+
+
+def _masks_of_structures(
+    names: Mapping[str, list[int]], hints: TaskHints, count: int, reason: str
+) -> list[Choice]:
+    """Target and labels of structures with a mask each, so that they may overlap."""
+    labels = list(hints.labels or mask_names(names))
+    if not labels:
+        labels = [f"structure_{number + 1}" for number in range(count)]
+    _check_number_of_labels(hints, count, "masks of an image")
+    order = "as given" if hints.labels else "in the order of the masks"
+    return [Choice("target", "multilabel", reason), Choice("labels", labels, order)]
+
+
+def _has_overlap(entry: DatalistItem) -> bool:
+    """Whether the mask is a DICOM segmentation object whose segments overlap."""
+    mask = entry.masks[0]
+    if not is_segmentation(mask):
+        return False
+    with explained(mask):
+        return segments_overlap(read(mask))
 
 
 def _codes(entries: Sequence[DatalistItem], labels: Sequence[str]) -> list[Choice]:

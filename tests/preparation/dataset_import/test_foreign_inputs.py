@@ -334,6 +334,8 @@ def test_every_file_that_cannot_be_read_is_listed(
     shown = capsys.readouterr()
     assert [line.partition(":")[0] for line in shown.out.splitlines()].count("PROBLEM") == 2
     assert "no task can be proposed" in shown.err
+    assert main(["task", "init", str(tmp_path), "--out", str(tmp_path / "task.json")]) == 1
+    assert "medflare data check DATA lists all such files" in capsys.readouterr().err
 
 
 # -- tables beside folders of splits ---------------------------------------------------------------
