@@ -682,7 +682,7 @@ def test_empty_findings_are_named(tmp_path: Path) -> None:
     """As in CheXpert."""
     flags(tmp_path, edema=["1.0", "0.0", ""], mass=["-1.0", "1.0", "0.0"])
     text = error_of(tmp_path)
-    assert "t.csv: edema, mass, ... have empty cells or -1 beside 0 and 1" in text
+    assert "t.csv: edema, mass, ... have empty cells, -1 or words beside 0 and 1" in text
     table(tmp_path / "t.csv", ("image", "edema", "mass"), ("0.png", 0, 1), ("1.png", 1, ""))
     text = error_of(tmp_path, columns=Columns(label="edema,mass"))
     assert "t.csv line 3: no label in column mass" in text

@@ -191,7 +191,9 @@ def test_findings_with_other_values_than_0_and_1(tmp_path: Path) -> None:
         names = pictures(tmp_path, name=f"{split}/{{n}}.png")
         rows = [(name, values[n % 3], values[(n + 1) % 3]) for n, name in enumerate(names)]
         table(tmp_path / f"{split}.csv", ("Path", "Edema", "Mass"), *rows)
-    assert "train.csv: Edema, Mass, ... have empty cells or -1 beside 0 and 1" in error_of(tmp_path)
+    assert "train.csv: Edema, Mass, ... have empty cells, -1 or words beside 0 and 1" in error_of(
+        tmp_path
+    )
     text = error_of(tmp_path, columns=Columns(label="Edema,Mass"))
     assert "'-1.0' in column Edema" in text and "hold 0 or 1 each" in text
 

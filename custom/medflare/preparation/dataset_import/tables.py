@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from zipfile import ZipFile
 
+import numpy as np
 import pandas as pd
 
 from medflare.core.errors import DataError, one_line
@@ -820,17 +821,20 @@ def _columns_of_flags(path: Path, frame: pd.DataFrame, others: Sequence[str]) ->
     DataError for others, as a clinical table has 0 and 1 for much that is no label, and for empty
     cells and -1 beside 0 and 1, as CheXpert has them.
     """
-    flags = [name for name in others if frame[name].map(number_of).isin((0, 1)).all()]
-    if len(flags) < 2 or all(frame[name].nunique() == 1 for name in flags):
-        _refuse_unfinished_flags(path, frame, others)
+    values_of = {name: {*map(number_of, frame[name].unique())} for name in others}
+    flags = [name for name, values in values_of.items() if values <= {0, 1}]
+    varying = [name for name in flags if len(values_of[name]) > 1]
+    if len(flags) < 2 or not varying:
+        _refuse_unfinished_flags(path, values_of)
         return []
-    if _are_classes(frame, flags):
+    if _classes_among(frame, flags) == flags:
         return flags
-    classes = _some_classes(frame, flags)
+    classes = _classes_among(frame, varying)
     first = list(frame).index(flags[0])
     side_by_side = list(frame)[first : first + len(flags)] == flags
     if side_by_side and len(flags) >= _FINDINGS and not classes:
         return flags
+    _refuse_unfinished_flags(path, values_of)
     example = ",".join(classes or flags[:2])
     raise DataError(
         f"{path}: which of {', '.join(flags)} are labels? all hold 0 and 1; give --label-column "
@@ -838,32 +842,30 @@ def _columns_of_flags(path: Path, frame: pd.DataFrame, others: Sequence[str]) ->
     )
 
 
-def _are_classes(frame: pd.DataFrame, flags: Sequence[str]) -> bool:
-    """Whether each row has one 1 in these columns."""
-    return bool((frame[flags].map(number_of).sum(axis=1) == 1).all())
-
-
-def _some_classes(frame: pd.DataFrame, flags: Sequence[str]) -> Sequence[str]:
-    """Neighbours of which each row has one 1, so that the other columns are no classes."""
-    for start in range(len(flags)):
-        for end in range(start + 2, len(flags) + 1):
-            if _are_classes(frame, flags[start:end]):
-                return flags[start:end]
+def _classes_among(frame: pd.DataFrame, flags: list[str]) -> list[str]:
+    """The most neighbours of these columns that are classes: each row has one 1 in them."""
+    numbers = frame[flags].map(number_of).astype(int).to_numpy()
+    sums = np.pad(numbers.cumsum(axis=1), ((0, 0), (1, 0)))  # of the columns before each
+    for width in range(len(flags), 1, -1):
+        for start in range(len(flags) - width + 1):
+            if (sums[:, start + width] - sums[:, start] == 1).all():
+                return flags[start : start + width]
     return []
 
 
-def _refuse_unfinished_flags(path: Path, frame: pd.DataFrame, others: Sequence[str]) -> None:
-    """Raise DataError for several columns of 0 and 1 that have empty cells or -1, too."""
+def _refuse_unfinished_flags(path: Path, values_of: Mapping[str, set[float | None]]) -> None:
+    """Raise DataError for several columns that have other cells beside 0 and 1; `values_of`: column
+    -> its numbers, None for other texts.
+    """
     unfinished = []
-    for name in others:
-        values = {number_of(text) for text in frame[name] if text}
-        if {0, 1} <= values <= {-1, 0, 1}:
+    for name, values in values_of.items():
+        if {0, 1} < values <= {None, -1, 0, 1}:
             unfinished.append(name)
     if len(unfinished) > 1:
         raise DataError(
-            f"{path}: {unfinished[0]}, {unfinished[1]}, ... have empty cells or -1 beside 0 and 1; "
-            "write 0 or 1 in each (CheXpert: an empty cell is no mention, -1 is uncertain), and "
-            "name the findings with --label-column a,b,c"
+            f"{path}: {unfinished[0]}, {unfinished[1]}, ... have empty cells, -1 or words beside 0 "
+            "and 1; write 0 or 1 in each (CheXpert: an empty cell is no mention, -1 is uncertain), "
+            "and name the findings with --label-column a,b,c"
         )
 
 
