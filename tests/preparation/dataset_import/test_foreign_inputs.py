@@ -691,18 +691,21 @@ def test_empty_findings_are_named(tmp_path: Path) -> None:
 # -- companions of pictures ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("companion", ["{n}-d.bmp", "{n}_overlay.png", "thumbs/{n}.jpg"])
-def test_companions_of_pictures_are_asked_about(companion: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("companion", ["x{n}-d.bmp", "x{n}_overlay.png", "thumbs/x{n}.jpg"])
+@pytest.mark.parametrize("folders", ["ab", "a"])
+def test_companions_of_pictures_are_asked_about(
+    folders: str, companion: str, tmp_path: Path
+) -> None:
     """As the masks of Herlev; before: further images of the classes."""
-    files(tmp_path, "a/x{n}.png", "b/y{n}.png")
-    imported(tmp_path, force=True)
-    files(
-        tmp_path, f"a/{companion.replace('{n}', 'x{n}')}", f"b/{companion.replace('{n}', 'y{n}')}"
-    )
+    files(tmp_path, "a/x{n}.png", "b/x{n}.png")
+    imported(tmp_path)
     (tmp_path / "datalist.json").unlink()
+    for folder in folders:
+        files(tmp_path, f"{folder}/{companion}")
     text = error_of(tmp_path)
-    assert "images have companions" in text and "a/x0" in text
-    assert len(imported(tmp_path, kind="classification").dataset.items) == 40
+    assert "images have companions" in text and "as a/x0.png has a/" in text
+    imported(tmp_path, kind="classification")
+    assert len(entries(tmp_path)) == 20 + 10 * len(folders)
 
 
 def test_second_views_are_no_companions(tmp_path: Path) -> None:

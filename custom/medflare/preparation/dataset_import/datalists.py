@@ -179,7 +179,7 @@ def _find_dataset(
         names = ", ".join(map(folder.relative, tables))
         raise DataError(
             f"{folder.root}: {len(tables)} tables ({names}); "
-            "choose one with --table, or give --site-folders"
+            "choose one with --table, unite them, or give --site-folders"
         )
     if requested and not tables and not describes:
         problem = f"{folder.root}: no table (CSV or Excel) for the columns; name it with --table"

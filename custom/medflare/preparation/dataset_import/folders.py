@@ -695,8 +695,9 @@ def _masks_of_slices(folder: ImageFolder, masks: Path) -> DataError:
 
 
 def _refuse_companions(folder: ImageFolder, images: Iterable[Path]) -> None:
-    """Raise DataError if nearly every picture has a companion: a file called like it and a word, as
-    overlays are, or one of its name in a folder below, as thumbnails are.
+    """Raise DataError if nearly every picture has a companion, or nearly every one of a folder: a
+    file called like it and a word, as overlays are, or one of its name in a folder below, as
+    thumbnails are.
     """
     by_name = {(image.parent, stem(image)): image for image in images}
     companions: defaultdict[str, dict[Path, Path]] = defaultdict(dict)  # kind -> picture -> file
@@ -710,8 +711,13 @@ def _refuse_companions(folder: ImageFolder, images: Iterable[Path]) -> None:
             if picture and not end.strip(" _.-").isdecimal():
                 companions[f"called NAME{end}"][picture] = image
     found = {image for listed in companions.values() for image in listed.values()}
+    alone = Counter(image.parent for image in by_name.values() if image not in found)
     for kind, listed in companions.items():
-        if len(listed) > _NEARLY_ALL * (len(by_name) - len(found)):
+        nearly_all = len(listed) > _NEARLY_ALL * alone.total()
+        for parent, count in Counter(picture.parent for picture in listed).items():
+            of_folder = count >= _SAMPLE and count > _NEARLY_ALL * alone[parent]
+            nearly_all = nearly_all or of_folder
+        if nearly_all:
             picture, image = min(listed.items())
             raise DataError(
                 f"{folder.root}: images have companions {kind}, as {folder.relative(picture)} has "
