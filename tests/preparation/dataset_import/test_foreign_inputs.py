@@ -703,7 +703,7 @@ def test_companions_of_pictures_are_asked_about(
     for folder in folders:
         files(tmp_path, f"{folder}/{companion}")
     text = error_of(tmp_path)
-    assert "images have companions" in text and "as a/x0.png has a/" in text
+    assert "images have companions" in text and "as a/x0.png has; take these out" in text
     imported(tmp_path, kind="classification")
     assert len(entries(tmp_path)) == 20 + 10 * len(folders)
 

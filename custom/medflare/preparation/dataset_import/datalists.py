@@ -240,9 +240,8 @@ def _by_names(
         dataset = _by_folders(folder, kind)
     except DataError as error:
         if related and not any(name.mask for name in folder.names.values()):
-            # One reason for tables of the same columns, as of train and test.
-            reasons = {(*table_columns(path),) or path: unused[path] for path in reversed(related)}
-            raise DataError("; ".join((*reversed(reasons.values()), *folder.notes))) from error
+            reasons = _reasons(related, unused)
+            raise DataError("; ".join((*reasons, *folder.notes))) from error
         hints = [*unused.values(), *folder.notes]
         if folder.texts:
             hints.append(
@@ -259,6 +258,15 @@ def _by_names(
     if not options.redraw:
         dataset = _with_listed_splits(folder, dataset, unused)
     return replace(dataset, notes=(*prefixed("not used", unused.values()), *dataset.notes))
+
+
+def _reasons(tables: Iterable[Path], unused: Mapping[Path, str]) -> list[str]:
+    """Why tables are not used, once for those of the same columns, as of train and test."""
+    reason_of: dict[object, str] = {}
+    for path in tables:
+        columns = tuple(table_columns(path))
+        reason_of.setdefault(columns or path, unused[path])
+    return [*reason_of.values()]
 
 
 def _described_by(

@@ -700,17 +700,19 @@ def _refuse_companions(folder: ImageFolder, images: Iterable[Path]) -> None:
     thumbnails are.
     """
     by_name = {(image.parent, stem(image)): image for image in images}
-    companions: defaultdict[str, dict[Path, Path]] = defaultdict(dict)  # kind -> picture -> file
+    companions: defaultdict[str, list[Path]] = defaultdict(list)  # kind -> pictures that have one
+    found = set()
     for (parent, name), image in by_name.items():
-        above = by_name.get((parent.parent, name))
-        if above:
-            companions[f"in {parent.name}/"][above] = image
+        picture = by_name.get((parent.parent, name))
+        if picture:
+            companions[f"in {parent.name}/"].append(picture)
+            found.add(image)
         for match in re.finditer("[ _.-]+", name):
             picture = by_name.get((parent, name[: match.start()]))
             end = name[match.start() :]
             if picture and not end.strip(" _.-").isdecimal():
-                companions[f"called NAME{end}"][picture] = image
-    found = {image for listed in companions.values() for image in listed.values()}
+                companions[f"called NAME{end}"].append(picture)
+                found.add(image)
     alone = Counter(image.parent for image in by_name.values() if image not in found)
     for kind, listed in companions.items():
         nearly_all = len(listed) > _NEARLY_ALL * alone.total()
@@ -718,11 +720,10 @@ def _refuse_companions(folder: ImageFolder, images: Iterable[Path]) -> None:
             of_folder = count >= _SAMPLE and count > _NEARLY_ALL * alone[parent]
             nearly_all = nearly_all or of_folder
         if nearly_all:
-            picture, image = min(listed.items())
             raise DataError(
-                f"{folder.root}: images have companions {kind}, as {folder.relative(picture)} has "
-                f"{folder.relative(image)}; take these out, or if they are images of their own, "
-                "give --kind classification"
+                f"{folder.root}: images have companions {kind}, as {folder.relative(min(listed))} "
+                "has; take these out, or if they are images of their own, give --kind "
+                "classification"
             )
 
 
