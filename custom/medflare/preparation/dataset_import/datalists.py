@@ -60,6 +60,7 @@ from medflare.preparation.dataset_import.shared_patients import Sites, across_si
 from medflare.preparation.dataset_import.tables import (
     GUESSED,
     Columns,
+    UnlabelledTableError,
     UnrelatedTableError,
     described,
     read_frame,
@@ -229,18 +230,22 @@ def _refuse_part(
 
 
 def _by_names(
-    folder: ImageFolder, options: ImportOptions, unused: Mapping[Path, str], related: Sequence[Path]
+    folder: ImageFolder,
+    options: ImportOptions,
+    unused: Mapping[Path, str],
+    related: Mapping[Path, bool],
 ) -> Dataset:
     """The images by the names of files and folders; DataError for classes beside `related` tables,
     without a kind.
     """
     kind = options.kind
+    with_labels = [path for path, has_labels in related.items() if has_labels] or [*related]
     _refuse_versions(folder)
     try:
         dataset = _by_folders(folder, kind)
     except DataError as error:
         if related and not any(name.mask for name in folder.names.values()):
-            reasons = _reasons(related, unused)
+            reasons = _reasons(with_labels, unused)
             raise DataError("; ".join((*reasons, *folder.notes))) from error
         hints = [*unused.values(), *folder.notes]
         if folder.texts:
@@ -252,9 +257,9 @@ def _by_names(
     if related and dataset.kind == "classification" and not kind:
         raise DataError(
             f"{folder.root}: are the folders {', '.join(dataset.labels.values())} the classes? if "
-            f"so, give --kind classification; if not: {unused[related[0]]}"
+            f"so, give --kind classification; if not: {unused[with_labels[0]]}"
         )
-    dataset, unused = _described_by(dataset, related, unused, folder, options)
+    dataset, unused = _described_by(dataset, [*related], unused, folder, options)
     if not options.redraw:
         dataset = _with_listed_splits(folder, dataset, unused)
     return replace(dataset, notes=(*prefixed("not used", unused.values()), *dataset.notes))
@@ -318,20 +323,20 @@ def _refuse_versions(folder: ImageFolder) -> None:
 
 def _usable_tables(
     folder: ImageFolder, options: ImportOptions
-) -> tuple[dict[Path, str], dict[Path, str], list[Path]]:
+) -> tuple[dict[Path, str], dict[Path, str], dict[Path, bool]]:
     """Table -> the split that its name has; table -> why it is not used; and those of the second
-    that are of these images, as it seems.
+    that are of these images, as it seems -> whether they may have labels.
     """
     splits = {}
     unused = {}
-    related = []
+    related = {}
     for path in [options.table] if options.table else folder.tables:
         try:
             splits[path] = split_of_table(path, folder, options.columns, options.kind)
         except DataError as error:
             unused[path] = str(error)
             if not isinstance(error, UnrelatedTableError):
-                related.append(path)
+                related[path] = not isinstance(error, UnlabelledTableError)
     return splits, unused, related
 
 

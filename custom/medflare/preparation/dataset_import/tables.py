@@ -89,6 +89,10 @@ class UnrelatedTableError(DataError):
     """A table names no image, and has fewer rows than there are images; or cannot be read here."""
 
 
+class UnlabelledTableError(DataError):
+    """No column of a table can be the label or the mask."""
+
+
 def read_frame(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
     """A table of text without spaces at the ends, "" for empty cells; None and NA can be names.
 
@@ -678,7 +682,8 @@ def _used_columns(
             choice = f"give --{name}-column, one of {', '.join(header)}"
             if masks and name != "image":
                 choice = f"give --mask-column, of {', '.join(masks)}, or --label-column"
-            raise DataError(f"{path}: no column is recognized as the {name}; {choice}")
+            kind_of_error = DataError if name == "image" else UnlabelledTableError
+            raise kind_of_error(f"{path}: no column is recognized as the {name}; {choice}")
     return used
 
 
