@@ -357,6 +357,12 @@ def of_feddag(study: Callable[[str], StudyTables]) -> Sentences:
 
 
 def of_the_mechanisms(study: Callable[[str], StudyTables]) -> Sentences:
+    conventions = Runs(study("mechanism_fedsm"))
+    nearer = conventions.level(("fedsm:lam=0.9", "deployed"))
+    yield (
+        "docs/methods/fedsm.md",
+        f"Dice is {conventions.level(FEDSM)} with λ = 0.7, {nearer} with 0.9:",
+    )
     by_site = {}
     for site, name in (("Y", "mechanism_iop_fl_mixture"), ("Z", "mechanism_iop_fl_none")):
         runs = Runs(study(name), "outside")
