@@ -70,7 +70,8 @@ def asked(topic: str, origin: str = "server", job: str | None = None) -> Message
         (asked("train.delete_run", job=f"medflare/{KIT_JOB}"), "names no job"),
         (asked("train.delete_run", job=KIT_JOB), ""),
         (asked("train.status", f"server.{KIT_JOB}"), ""),
-        (asked("train.notify", f"site-1.{KIT_JOB}", KIT_JOB), ""),
+        (asked("train.notify", f"relay.site-1.{KIT_JOB}", KIT_JOB), ""),
+        (asked("train.notify", f"relay.site-2.{KIT_JOB}", KIT_JOB), "not come from the server"),
     ],
 )
 def test_a_site_obeys_its_server_alone_and_runs_no_shell_command(
@@ -82,7 +83,7 @@ def test_a_site_obeys_its_server_alone_and_runs_no_shell_command(
     obey_the_server_alone()
     events: list[str] = []
     agent = FedAdminAgent.__new__(FedAdminAgent)
-    agent.name = "site-1"
+    agent.cell = SimpleNamespace(get_fqcn=lambda: "relay.site-1")
     agent.auditor = SimpleNamespace(add_event=lambda user, action: events.append(action))
     answer = agent._dispatch_request(asked_of_it)
     assert (answer == "done") == (not refusal) == (not events)

@@ -147,7 +147,7 @@ def obey_the_server_alone() -> None:
     dispatch = FedAdminAgent._dispatch_request
 
     def dispatched(agent: FedAdminAgent, request: Message) -> Message:
-        refusal = _administrative_refusal(agent.name, request)
+        refusal = _administrative_refusal(agent.cell.get_fqcn(), request)
         if not refusal:
             return dispatch(agent, request)
         agent.auditor.add_event(user="", action=f"refused {request.payload.topic}: {refusal}")
@@ -156,9 +156,13 @@ def obey_the_server_alone() -> None:
     FedAdminAgent._dispatch_request = dispatched
 
 
-def _administrative_refusal(site: str, request: Message) -> str:
-    """Why a site does not answer an administrative request; "" if it does."""
-    if FQCN.get_root(request.get_header(MessageHeaderKey.ORIGIN)) not in (FQCN.ROOT_SERVER, site):
+def _administrative_refusal(cell: str, request: Message) -> str:
+    """Why a site does not answer an administrative request; "" if it does. `cell`: the site's full
+    name, below which those of its jobs are.
+    """
+    origin = request.get_header(MessageHeaderKey.ORIGIN)
+    is_of_job = origin.startswith(f"{cell}.")
+    if FQCN.get_root(origin) != FQCN.ROOT_SERVER and not is_of_job:
         return "it does not come from the server"
     asked = request.payload
     if asked.topic == SysCommandTopic.SHELL:
