@@ -228,18 +228,30 @@ class TestOtherDistributions:
 
     @pytest.mark.parametrize(
         ("name", "distributions"),
-        [("fedavg", ["bold"]), ("watch", ["bold"]), ("same", ["one", "two"])],
+        [("fedsm", ["bold"]), ("watch", ["bold"]), ("same", ["one", "two"])],
         ids=["of medflare", "of the command line", "of two distributions"],
     )
-    def test_a_name_in_use_is_refused(
-        self, tmp_path: Path, discovered: Callable[[], None], name: str, distributions: list[str]
+    def test_a_name_in_use_is_refused_alone(
+        self,
+        tmp_path: Path,
+        discovered: Callable[[], None],
+        name: str,
+        distributions: list[str],
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
+        install(tmp_path)
         for distribution in distributions:
             describe(tmp_path, distribution, {name: f"{distribution}:METHOD"})
         discovered()
-        with pytest.raises(ConfigError, match=name):
-            method_names()
-        assert get_method("fedavg").server == "medflare.methods.fedavg.server:FedAvgServer"
+        with pytest.raises(ConfigError, match=rf"'{name}'.*bold|'{name}'.*one and .*two"):
+            get_method(name)
+        for other in (FOREIGN, "fedprox"):
+            assert get_method(other).name == other
+        assert main(["methods"]) == 1
+        listed, refused = capsys.readouterr()
+        assert f"\n{FOREIGN} " in listed and f"\n{name} " not in listed
+        assert refused.startswith("medflare: method") and refused.count("\n") == 1
+        assert catalogue.builtin_builder("super") is not None
 
     @pytest.mark.parametrize(
         "target",

@@ -12,7 +12,7 @@ Algorithms are imported when they are first used.
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -46,7 +46,8 @@ def get_method(name: str | Method, *, site: str | None = None, server: str | Non
         server: method of the server algorithm; None: `name`.
 
     Raises:
-        ConfigError: no such method, with the nearest name, or one that cannot be loaded.
+        ConfigError: no such method, with the nearest name, one that cannot be loaded, or a name
+            that another distribution uses too.
     """
     if isinstance(name, Method):
         name = _registered(name)
@@ -55,12 +56,14 @@ def get_method(name: str | Method, *, site: str | None = None, server: str | Non
 
 def module_of(name: str) -> str:
     """The module that holds a method, without importing it; ConfigError, with the nearest name, if
-    there is none.
+    there is none, or if the name is in use, also as a word of the command line.
     """
+    points = _foreign().get(name)
+    if points is not None:
+        extensions.require_unused("method", points, (*RESERVED, *_builtin()))
+        return extensions.entry_module(points[0])
     if name in _builtin():
         return _builtin()[name]
-    if name in _foreign():
-        return extensions.entry_module(_foreign()[name])
     raise ConfigError(no_such("method", name, (*method_names(), *SURVEYS)))
 
 
@@ -97,13 +100,13 @@ def _builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | None":
     trusted = extensions.trusted()
     usable = []
     others = set()  # packages whose methods are not loaded
-    for name, point in _foreign().items():
-        module = extensions.entry_module(point)
+    for name, points in _foreign().items():
+        module = extensions.entry_module(points[0])
         if module in sys.modules or not trust_refusal(module, trusted):
             usable.append(name)
         else:
             others.add(module.partition(".")[0])
-    builder = _first_builder(kind, (*usable, *_OBJECTS))
+    builder = _first_builder(kind, _loadable((*usable, *_OBJECTS)))
     if builder is None and others:
         raise ConfigError(
             f"unknown kind of model {kind!r}; if a package that this process does not trust "
@@ -116,20 +119,24 @@ def builtin_builder(kind: str) -> "Callable[[TaskConfig, Message], nn.Module] | 
     """The builder of models of a kind that a method of this folder has; imports no other
     package.
     """
-    return _first_builder(kind, _builtin())
+    return _first_builder(kind, map(_builtin_method, _builtin()))
 
 
 def _first_builder(
-    kind: str, names: Iterable[str]
+    kind: str, methods: Iterable[Method]
 ) -> "Callable[[TaskConfig, Message], nn.Module] | None":
+    for method in methods:
+        if kind in method.models:
+            return loaded(method.models[kind])
+    return None
+
+
+def _loadable(names: Iterable[str]) -> Iterator[Method]:
     for name in names:
         try:
-            models = _by_name(name).models
+            yield _by_name(name)
         except ConfigError:
             continue
-        if kind in models:
-            return loaded(models[kind])
-    return None
 
 
 def _registered(method: Method) -> str:
@@ -151,10 +158,14 @@ def _registered(method: Method) -> str:
 def _by_name(name: str) -> Method:
     if name in _OBJECTS:
         return _OBJECTS[name]
-    module = module_of(name)
+    module_of(name)  # ConfigError
     if name in _builtin():
-        return next(method for method in _methods_in(module) if method.name == name)
-    return _from_entry_point(_foreign()[name])
+        return _builtin_method(name)
+    return _from_entry_point(_foreign()[name][0])
+
+
+def _builtin_method(name: str) -> Method:
+    return next(method for method in _methods_in(_builtin()[name]) if method.name == name)
 
 
 @cache
@@ -174,14 +185,9 @@ def _methods_in(module: str) -> list[Method]:
 
 
 @cache
-def _foreign() -> dict[str, EntryPoint]:
-    """Methods of other distributions by name; ConfigError if it is in use, also as a word of the
-    command line.
-    """
-    points = extensions.read_points("methods")
-    for of_one_name in points.values():
-        extensions.require_unused("method", of_one_name, (*RESERVED, *_builtin()))
-    return {name: of_one_name[0] for name, of_one_name in points.items()}
+def _foreign() -> dict[str, list[EntryPoint]]:
+    """The entry points of methods of other distributions by name, which may be in use."""
+    return extensions.read_points("methods")
 
 
 def _from_entry_point(point: EntryPoint) -> Method:
