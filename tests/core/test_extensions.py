@@ -298,6 +298,33 @@ def test_a_wrong_one_is_refused_before_training(tmp_path: Path) -> None:
     sys.modules.pop("wrong")
 
 
+METRICS = """
+import numpy
+from medflare.tasks.metrics_table import METRICS, Metric
+def entropy(probabilities, targets, weights, target):
+    logs = numpy.log(probabilities.clip(1e-12))
+    return weights @ -(probabilities * logs).sum(axis=1) / weights.sum(axis=-1)
+ENTROPY = Metric("classes", "entropy", entropy, "no image")
+"""
+
+
+def test_a_metric_that_cannot_be_used_is_refused_only_where_it_is_named(lab: Path) -> None:
+    (lab / "their_metrics.py").write_text(METRICS)
+    targets = {"entropy": "ENTROPY", "gone": "GONE", "f1_macro": "ENTROPY", "auc_macro": "ENTROPY"}
+    points = {name: f"their_metrics:{target}" for name, target in targets.items()}
+    describe_groups(lab, "their-metrics", {"metrics": points})
+    forget_extensions()
+    assert load_task({**PLAIN, "metrics": ["f1_macro"]}).test_metrics == ("accuracy", "f1_macro")
+    extensions.trust("their_metrics")
+    assert "f1_macro" in load_task(PLAIN).test_metrics
+    with pytest.raises(ConfigError, match=r"'entropy' of .*their-metrics.*bounds are 0 to 1"):
+        known_metric("entropy", "")
+    for name in points:
+        with pytest.raises(ConfigError, match=f"{name}.*their-metrics"):
+            load_task({**PLAIN, "metrics": [name]})
+    sys.modules.pop("their_metrics")
+
+
 def test_an_unknown_name_has_the_nearest_of_other_distributions_too() -> None:
     for spec in ({"loss": {"name": "lab_polly"}}, {"optimizer": {"name": "lab_sing", "lr": 0.1}}):
         with pytest.raises(ConfigError, match=r"mean lab_(poly|sign)\?"):

@@ -129,6 +129,16 @@ def test_an_update_against_the_others_is_used_and_named() -> None:
     ] and not events.of("rejected")
 
 
+def test_if_no_site_evaluates_the_final_models_the_first_reason_is_named() -> None:
+    def spoil(site: str, step: Step, message: Message) -> Message:
+        if step.phase == "finalize":
+            message.meta["metrics"]["global"]["dice"] = 1.5
+        return message
+
+    with pytest.raises(FederationFailed, match=r"^no site evaluated .* \(A: .*'dice'.*1\.5"):
+        run(Sites(spoil=spoil), rounds=1)
+
+
 # -- votes and counts ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -69,6 +70,18 @@ def test_every_metric_belongs_to_one_kind_of_task() -> None:
     assert selection_metrics("segmentation") == ("dice", "iou") and set(CLASSIFICATION) < set(
         selection_metrics("classification")
     )
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_every_metric_keeps_its_bounds_in_the_examples_of_extensions(name: str) -> None:
+    metrics_table._try(METRICS[name])
+
+
+@pytest.mark.parametrize("name", ["brier", "volume_error", "assd", "assd_mm"])
+def test_values_outside_the_bounds_are_refused(name: str) -> None:
+    metric = replace(METRICS[name], bounds=(0.0, 0.01))
+    with pytest.raises(ValueError, match=r"bounds are 0 to 0\.01; give Metric"):
+        metrics_table._try(metric)
 
 
 @pytest.mark.parametrize("kind", ["segmentation", "classification"])

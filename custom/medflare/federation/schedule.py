@@ -340,8 +340,10 @@ class Federation:
         step = Step(FINALIZE, self._context.rounds)
         enrolment.admit(step.round)
         shared = {}
+        problems = {}
         for site, reply in self._transport.ask(step, self._final_requests(index, step)).items():
             if reply.message is None:
+                problems[site] = reply.problem
                 self.events.add(
                     reply.kind, f"final models not evaluated: {reply.problem}", site, step.round
                 )
@@ -352,7 +354,8 @@ class Federation:
             if reply.message.states and self._is_shared(site, step, reply.message):
                 shared[site] = reply.message[SHARED]
         if not self.outcome.delivered:
-            raise FederationFailed("no site evaluated the final models; see the events")
+            first = dict(list(problems.items())[:1])
+            raise FederationFailed(f"no site evaluated the final models ({join_problems(first)})")
         if shared:
             self._cross_site(index, shared)
 

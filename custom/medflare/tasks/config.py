@@ -22,8 +22,12 @@ from pydantic import (
 from medflare.core.errors import ConfigError
 from medflare.core.settings import checked, nested, no_such, one_of, strict_dataclass, unknown
 from medflare.core.text import NAME, Json, JsonDict, is_name, printable, printable_json, read_json
-from medflare.tasks.metrics_table import EXTENSIONS as METRICS
-from medflare.tasks.metrics_table import default_metrics, metrics_of, selection_metrics
+from medflare.tasks.metrics_table import (
+    default_metrics,
+    metrics_of,
+    require_usable,
+    selection_metrics,
+)
 from medflare.tasks.optimizers import OPTIMIZERS, Schedule, Share, build_schedule, optimizer_class
 from medflare.tasks.transforms import check_transforms
 
@@ -328,9 +332,9 @@ class TaskConfig:
             ("structure", self.codes, structures, "codes"),
         ):
             for name in names:
+                if what == "metric":
+                    require_usable(name)
                 if name not in choices:
-                    if what == "metric":
-                        METRICS.foreign(name)  # ConfigError if its package is not trusted
                     raise ValueError(no_such(what, name, choices, setting))
 
     def _validate_images(self) -> None:

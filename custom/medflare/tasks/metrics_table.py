@@ -6,12 +6,14 @@ A new metric is a function and a row of `METRICS`; of another distribution, an e
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
+from medflare.core.errors import ConfigError
 from medflare.core.extensions import Extensions, trusted
 from medflare.core.packages import installed, trust_refusal
 from medflare.core.settings import unknown
@@ -23,6 +25,7 @@ from medflare.tasks.class_metrics import (
     calibration_error,
     f1,
     macro,
+    of_outputs,
     ppv,
     quadratic_kappa,
     sensitivity,
@@ -328,19 +331,42 @@ METRICS: Mapping[str, Metric] = {
 
 
 def _try(metric: Any) -> None:
-    """Raise if it is no `Metric`, or its values for two images do not have the right shape."""
+    """Raises if it is no `Metric`, or its values for examples do not have the right shape, or are
+    outside its bounds.
+    """
     import numpy as np
-    import torch
 
     if not isinstance(metric, Metric):
         raise TypeError(f"{metric!r} is no {Metric.__module__}.Metric")
-    shape: tuple[int, ...] = (2, 1)
+    low, high = metric.bounds
+    for values, shape in _examples(metric):
+        if tuple(np.shape(values)) != shape:
+            raise ValueError(f"compute returns the shape {tuple(np.shape(values))}, not {shape}")
+        numbers = np.asarray(values)
+        outside = numbers[(numbers < low) | (numbers > high)]
+        if outside.size:
+            raise ValueError(
+                f"compute returns {outside[0]:.4g}, its bounds are {low:g} to {high:g}; "
+                "give Metric(..., bounds=(lowest, highest))"
+            )
+
+
+def _examples(metric: Metric) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """Values of a metric for examples, each with the shape that they must have."""
+    import numpy as np
+    import torch
+
     if metric.source == "classes":
-        shape = (3,)
-        probabilities = np.array([[0.8, 0.2], [0.4, 0.6]])
-        values = metric.compute(probabilities, np.array([0, 1]), np.ones((3, 2)), "binary")
+        weights = np.array([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+        targets = np.array([0, 1])
+        binary = np.array([[0.9], [0.5]])
+        yield of_outputs(metric.compute, binary, targets, weights), (3,)
+        exclusive = np.full((2, _CLASSES), 1 / _CLASSES)
+        exclusive[0] = np.eye(_CLASSES)[2]
+        yield of_outputs(metric.compute, exclusive, targets, weights), (3,)
     elif metric.source == "counts":
-        values = metric.compute(torch.tensor([[[3.0, 1, 10, 2]], [[0, 0, 16, 0]]]).double())
+        counts = [[[3.0, 1, 10, 2]], [[0, 0, 16, 0]], [[1, 15, 0, 0]], [[0, 15, 0, 1]]]
+        yield metric.compute(torch.tensor(counts).double()), (4, 1)
     else:
         dims = metric.spatial_dims or 2
         sides = (4,) * dims
@@ -348,11 +374,11 @@ def _try(metric: Any) -> None:
         truth[0, 0, 1:3] = True
         spacing = (1.0, 1.0, 1.0) if dims == 3 else None
         task = SimpleNamespace(**_EXAMPLE, size=sides, spatial_dims=dims)
-        values = metric.compute(truth, truth, spacing, task)
-    if tuple(np.shape(values)) != shape:
-        raise ValueError(f"compute returns the shape {tuple(np.shape(values))}, not {shape}")
+        for predicted in (truth, truth.roll(2, dims=2)):
+            yield metric.compute(predicted, truth, spacing, task), (2, 1)
 
 
+_CLASSES = 10  # of the example with exclusive classes
 # Settings of the task for which a metric of masks is tried.
 _EXAMPLE: Mapping[str, Any] = {
     "name": "example",
@@ -367,10 +393,8 @@ EXTENSIONS = Extensions("metric", "metrics", lambda: METRICS, _try)
 
 
 def metric_table() -> dict[str, Metric]:
-    """All metrics by name: `METRICS`, and those of the distributions that this process trusts.
-
-    Raises:
-        ConfigError: an extension does not work, or has a name that is in use.
+    """All metrics by name: `METRICS`, and those of the distributions that this process trusts, if
+    they can be used.
     """
     return _table(trusted())
 
@@ -380,15 +404,24 @@ def _table(packages: tuple[str, ...]) -> dict[str, Metric]:
     table = dict(METRICS)
     for name in EXTENSIONS.names():
         if not trust_refusal(EXTENSIONS.module(name), packages):
-            table[name] = EXTENSIONS.foreign(name)
+            with suppress(ConfigError):  # which a task that names it gets, see `require_usable`
+                table[name] = EXTENSIONS.foreign(name)
     return table
 
 
+def require_usable(name: str) -> None:
+    """Raise ConfigError if an extension of this name cannot be used, or is not trusted."""
+    is_trusted = not trust_refusal(EXTENSIONS.module(name), trusted())
+    if is_trusted or name not in METRICS:
+        EXTENSIONS.foreign(name)
+
+
 def known_metric(name: str, location: str) -> Metric:
-    """A metric by name; ConfigError, with the nearest name, if there is none, or if its package is
-    not trusted.
+    """A metric by name; ConfigError, with the nearest name, if there is none, or if its extension
+    cannot be used.
     """
-    if name not in metric_table() and EXTENSIONS.foreign(name) is None:
+    if name not in metric_table():
+        require_usable(name)
         raise unknown("metric", name, metric_table(), location)
     return metric_table()[name]
 
