@@ -138,7 +138,7 @@ def test_absent_sites_are_noted_at_each_step_and_a_late_one_joins_and_is_invited
 
 
 LATE: Final = Reply(
-    problem="'enrol' of round 0 was closed after 9 s; the site was still at work", kind="late"
+    problem="'enrol' of round 1 was closed after 9 s; the site was still at work", kind="late"
 )
 
 

@@ -37,7 +37,7 @@ def test_every_site_with_a_request_has_a_reply_in_sorted_order() -> None:
     transport = Transport(exchange, Outcome())
     replies = transport.ask(STEP, {name: message(4) for name in "CBA"})
     assert list(replies) == ["A", "B", "C"], "sorted, and no site without a request"
-    assert replies["B"] == Reply(problem="no answer to 'train' of round 2", kind="missing")
+    assert replies["B"] == Reply(problem="no answer to 'train' of round 3", kind="missing")
 
 
 def test_bytes_and_seconds_are_counted() -> None:

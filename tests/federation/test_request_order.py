@@ -139,7 +139,7 @@ def test_another_process_of_the_site_knows_what_was_asked_and_a_second_enrolment
     ask(participant(store), 0, "train", 0)
     ask(participant(store), 1, "train", 1)
     enrol(participant(store))
-    with pytest.raises(MessageError, match="no such step now, after 'train' of round 1"):
+    with pytest.raises(MessageError, match="no such step now, after 'train' of round 2"):
         ask(participant(store), 0, "train", 0)
 
 

@@ -260,7 +260,7 @@ def test_no_name_of_a_file_leaves_with_an_error(
         monkeypatch.setattr("medflare.methods.fedavg.FedAvgSite.fit", broken)
         reason = str(error_of(answered(executor, fl_ctx, "train", model(task), round=2)))
         assert (
-            reason.startswith(f"{type(error).__name__} in 'train' of round 2")
+            reason.startswith(f"{type(error).__name__} in 'train' of round 3")
             and "Meier" not in reason
         )
     assert "Meier" not in caplog.text

@@ -28,7 +28,7 @@ from medflare.federation.protocol import (
     START,
     VERSIONS,
 )
-from medflare.federation.settings import ENROL
+from medflare.federation.settings import ENROL, step_name
 from medflare.methods.aggregation import capped
 from medflare.methods.base import ServerContext, Step
 from medflare.methods.parts.measured import N_SAMPLES
@@ -113,18 +113,14 @@ class Enrolment:
         self.admit(step.round)
         joined = sorted(self.enrolled.keys() - before)
         for site in joined:
-            events.add("joined", f"joined in round {step.round}", site, step.round)
+            events.add("joined", f"joined in round {step.round + 1}", site, step.round)
         if joined:
             self._weigh(step.round)
         present = self.transport.exchange.present(step.round)
         for site in self.inside:
             if site not in present:
-                events.add(
-                    "missing",
-                    f"not there for '{step.phase}' of round {step.round}",
-                    site,
-                    step.round,
-                )
+                name = step_name(step.phase, step.round, self.context.rounds)
+                events.add("missing", f"not there for {name}", site, step.round)
         return [site for site in self.inside if site in present]
 
     def admit(self, round: int) -> None:

@@ -18,7 +18,7 @@ from medflare.federation.protocol import (
     message_problem,
     reason_line,
 )
-from medflare.federation.settings import FINALIZE
+from medflare.federation.settings import FINALIZE, step_name
 from medflare.methods.base import Step
 
 
@@ -71,7 +71,7 @@ class Transport:
         Without a reply its kind is "missing".
         """
         replies = self.exchange(step, outgoing) if outgoing else {}
-        missing = Reply(None, f"no answer to '{step.phase}' of round {step.round}", "missing")
+        missing = Reply(None, f"no answer to {step_name(step.phase, step.round)}", "missing")
         valid = {}
         for site in sorted(outgoing):
             reply = _validated(replies.get(site, missing), site, step.phase)

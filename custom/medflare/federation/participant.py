@@ -55,7 +55,7 @@ from medflare.federation.protocol import (
     RequestValidator,
 )
 from medflare.federation.request_order import RequestOrder
-from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL
+from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL, step_name
 from medflare.federation.study_record import StudyRecord, other_selection
 from medflare.federation.suppression import (
     OF_TEST,
@@ -203,7 +203,7 @@ class Participant:
         of_method = phase not in PHASES_OF_ALL
         if of_method and self.name not in recalled.plan.sites:
             raise MessageError(
-                f"site {self.name} refuses '{phase}' of round {round}: "
+                f"site {self.name} refuses {step_name(phase, round, rounds)}: "
                 "it is an outside site, which does not train"
             )
         validator.check_request(incoming, recalled)
@@ -226,7 +226,7 @@ class Participant:
                 return reply
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"site {self.name}: the GPU's memory is full in '{phase}' of round {round}; "
+                f"site {self.name}: the GPU's memory is full in {step_name(phase, round, rounds)}; "
                 f"set a smaller batch_size in its {PLACE}, or end other programs on the GPU"
             ) from error
         finally:

@@ -38,7 +38,7 @@ from medflare.core.states import StateDict
 from medflare.core.text import JsonDict, printable
 from medflare.data.acquisition import TRAINED_ON, check_range
 from medflare.evaluation.findings import OF_TRAINING
-from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, META_LIMIT
+from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, META_LIMIT, step_name
 from medflare.methods.base import Plan, SiteAlgorithm
 from medflare.privacy.rounds import PrivacyCost
 from medflare.tasks.class_metrics import ONE_CLASS
@@ -493,9 +493,11 @@ class RequestValidator:
 
     def _check(self, problem: str | None) -> None:
         if problem is not None:
+            step = f"'{self.phase}'"
+            if type(self.round) is int:
+                step = step_name(self.phase, self.round)
             raise MessageError(
-                f"site {self.site} rejects the server's message for '{self.phase}' of round "
-                f"{self.round}: {problem}"
+                f"site {self.site} rejects the server's message for {step}: {problem}"
             )
 
 

@@ -16,7 +16,7 @@ from medflare.core.states import StateDict
 from medflare.core.store import Store, states_digest
 from medflare.core.text import Json
 from medflare.data.local import PLACE
-from medflare.federation.settings import CROSS_SITE, FINALIZE
+from medflare.federation.settings import CROSS_SITE, FINALIZE, step_name
 from medflare.methods.base import Plan, ServerContext, SiteAlgorithm, Step
 from medflare.methods.method import Method
 
@@ -96,7 +96,7 @@ class RequestOrder:
             MessageError: the request is not in the schedule after the last one, or it asks for the
                 last step with other models, metadata or another adaptation.
         """
-        refused = f"site {self.site} refuses '{phase}' of round {round}"
+        refused = f"site {self.site} refuses {step_name(phase, round, rounds)}"
         if rounds > self.most_rounds:
             raise MessageError(
                 f"{refused}: the run has {rounds} rounds, "
@@ -133,7 +133,9 @@ class RequestOrder:
             raise MessageError(f"{refused}: the site was asked for no step of the schedule before")
         position = self._position(phase, round, rounds, last["position"], algorithm)
         if position is None or step < last["step"]:
-            before = f", after '{last['phase']}' of round {last['round']}" if last["phase"] else ""
+            before = ""
+            if last["phase"]:
+                before = f", after {step_name(last['phase'], last['round'], rounds)}"
             raise MessageError(
                 f"{refused}: the schedule of {rounds} rounds has no such step now{before}"
             )

@@ -44,7 +44,7 @@ from medflare.federation.protocol import (
     non_finite,
     violation,
 )
-from medflare.federation.settings import CROSS_SITE, FINALIZE, Rules
+from medflare.federation.settings import CROSS_SITE, FINALIZE, Rules, step_name
 from medflare.federation.update_validation.drift import DriftMemory
 from medflare.federation.update_validation.updates import (
     Validated,
@@ -259,10 +259,8 @@ class Federation:
             usable = len(validated.accepted)
             if usable >= self._needed:
                 break
-            reason = (
-                f"{usable} usable replies to '{step.phase}' in round {step.round}, "
-                f"{self._needed} are needed"
-            )
+            name = step_name(step.phase, step.round, self._context.rounds)
+            reason = f"{usable} usable replies to {name}, {self._needed} are needed"
             problems = "no site is present"
             if participants:
                 absent = [site for site in enrolment.inside if site not in members]

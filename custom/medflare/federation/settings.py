@@ -20,6 +20,24 @@ Count = Annotated[int, Field(ge=1)]
 Seconds = NonNegativeFloat
 
 
+def step_name(phase: str, round: int, rounds: int | None = None) -> str:
+    """A step in words; rounds count from 1, as in progress lines.
+
+    Args:
+        round: 0-based; `rounds` for a step after the last round.
+        rounds: of the run; None: not known.
+
+    Examples:
+        >>> step_name("train", 0), step_name("validate", 2, rounds=2), step_name("finalize", 2)
+        ("'train' of round 1", "'validate' after round 2", "'finalize'")
+    """
+    if phase in (FINALIZE, CROSS_SITE) or rounds == 0:
+        return f"'{phase}'"
+    if rounds is None or round < rounds:
+        return f"'{phase}' of round {round + 1}"
+    return f"'{phase}' after round {rounds}"
+
+
 @strict_dataclass
 class Rules:
     """How a federation treats its members.

@@ -21,6 +21,7 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
 from nvflare.fuel.utils import fobs
 
 from medflare.core.errors import DataError, MedflareError, UpdateError
+from medflare.federation.settings import step_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -192,7 +193,7 @@ def outward(error: Exception, phase: str, round: int) -> str:
         >>> outward(MedflareError("/srv/kit/local/medflare.json: not JSON"), "enrol", 0)
         'medflare.json: not JSON'
         >>> outward(DataError("Meier.png: file not found"), "enrol", 0)
-        "DataError in 'enrol' of round 0; errors.log at the site says why"
+        "DataError in 'enrol' of round 1; errors.log at the site says why"
         >>> outward(OSError(errno.ENOSPC, "full", "/srv/kit/outbound.csv"), "train", 1) == DISK_FULL
         True
     """
@@ -200,7 +201,8 @@ def outward(error: Exception, phase: str, round: int) -> str:
         return DISK_FULL
     if isinstance(error, MedflareError) and not isinstance(error, DataError):
         return without_folders(str(error))
-    return f"{type(error).__name__} in '{phase}' of round {round}; {ERRORS} at the site says why"
+    step = step_name(phase, round)
+    return f"{type(error).__name__} in {step}; {ERRORS} at the site says why"
 
 
 def disk_is_full(error: BaseException) -> bool:

@@ -39,6 +39,7 @@ from nvflare.fuel.utils import fobs
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, MedflareError
+from medflare.federation.settings import step_name
 from medflare.flare.messages import register_decomposers, to_bytes, to_message, to_shareable
 from medflare.flare.participants import DEVICES, ParticipantSpec, anchor_data_root, load_ahead
 
@@ -132,7 +133,7 @@ class SimulatorHost:
                     return fobs.loads(worker.recv_bytes())
             except (EOFError, ConnectionError) as error:
                 raise MedflareError(
-                    f"the process that worked on '{phase}' of round {round} died"
+                    f"the process that worked on {step_name(phase, round)} died"
                 ) from error
         if status["trace"]:
             _log.error("%s", status["trace"])

@@ -22,7 +22,14 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
 from medflare.federation.exchange import Replies, Reply
-from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL, RunSettings
+from medflare.federation.settings import (
+    CROSS_SITE,
+    ENROL,
+    FINALIZE,
+    PHASES_OF_ALL,
+    RunSettings,
+    step_name,
+)
 from medflare.flare.messages import error_of, to_message, to_shareable
 from medflare.methods.base import Step
 
@@ -323,7 +330,7 @@ def _late_replies(step: Step, pending: Mapping[str, _SiteTask], timeout: float) 
 
 
 def _name(step: Step) -> str:
-    return f"'{step.phase}' of round {step.round}"
+    return step_name(step.phase, step.round)
 
 
 def _slow_sites(step: Step, tasks: Mapping[str, _SiteTask]) -> list[str]:

@@ -177,7 +177,7 @@ def test_the_words_of_a_site_explain_nothing() -> None:
             ["A could not do its part: site A stops", "bounds.minutes"],
         ),
         (
-            f"ERROR - {UNABLE}ZeroDivisionError in 'train' of round 2",
+            f"ERROR - {UNABLE}ZeroDivisionError in 'train' of round 3",
             ["A could not", "ZeroDivisionError"],
         ),
         ("ERROR: privacy scope 'public' is not allowed", ["A ", "'public'", "scope"]),

@@ -15,6 +15,7 @@ from nvflare.fuel.flare_api.api_spec import MonitorReturnCode, TargetType
 from nvflare.fuel.flare_api.flare_api import Session
 
 from medflare.core.text import Json, Say, printable
+from medflare.federation.settings import step_name
 from medflare.flare.jobs.sessions import (
     LOST,
     REFUSALS,
@@ -172,7 +173,7 @@ class Follower:
             if seconds >= max(_SILENT, 2 * self._reported.get(site, 0.0)):
                 self._say(
                     f"silent: {site}: nothing heard for {seconds:.0f} s "
-                    f"in '{progress['phase']}' of round {progress['round']}; "
+                    f"in {step_name(progress['phase'], progress['round'])}; "
                     f"given up after {progress['heartbeat_timeout']:g} s"
                 )
                 self._reported[site] = seconds
