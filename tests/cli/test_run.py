@@ -18,6 +18,7 @@ from medflare.cli import main
 from medflare.evaluation.report import write_results
 from medflare.evaluation.results import RunRecord, SiteRecord
 from medflare.inference.deployed import plain_message, save_model
+from medflare.methods.fedavg.site import FedAvgSite
 from medflare.networks.catalogue import initial_network
 from medflare.tasks.config import load_task
 
@@ -799,3 +800,20 @@ def test_a_table_may_be_written_into_a_new_folder(tmp_path: Path) -> None:
     table = tmp_path / "nowhere" / "x.csv"
     assert main(["results", str(tmp_path), "--csv", str(table)]) == 0
     assert [row["value"] for row in csv.DictReader(table.open()) if row["value"]] == ["0.625"]
+
+
+def test_an_error_of_the_methods_code_is_one_line_and_its_traceback_is_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FedAvgSite, "fit", lambda *arguments: 1 / 0)
+    task = tmp_path / "task.json"
+    task.write_text(json.dumps(small_tasks.tiny_grades()), encoding="utf-8")
+    out = ("--out", str(tmp_path / "out"))
+    run = ("run", "fedavg", "--engine", "local", "--sites", "2", "--rounds", "1")
+    assert main([*run, "--task", str(task), *out]) == 1
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors
+    file = errors.rpartition("traceback: ")[2].strip()
+    line = "medflare: method 'fedavg' fails at site site-1 in 'train' of round 1: ZeroDivisionError"
+    assert errors.splitlines()[-1].startswith(line)
+    assert "Traceback" in Path(file).read_text(encoding="utf-8")

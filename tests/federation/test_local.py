@@ -13,7 +13,7 @@ import torch
 import medflare
 from helpers.final_models import same_weights
 from helpers.small_tasks import tiny_phantom
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, StepFailed
 from medflare.core.store import StateStore
 from medflare.data.local import Bounds, LocalSettings
 from medflare.evaluation.results import load_results, validate_results
@@ -205,10 +205,14 @@ def test_a_bug_in_a_sites_code_is_raised_after_the_results_say_so(
         "fit",
         lambda own, *rest: 1 / 0 if own.site.name == "site-2" else fit(own, *rest),
     )
-    with pytest.raises(ZeroDivisionError):
+    line = (
+        r"^method 'fedavg' fails at site site-2 in 'train' of round 1: Zero.*\(\w+.py, line \d+, in"
+    )
+    with pytest.raises(StepFailed, match=line) as failed:
         run("fedavg", min_sites=1, out=tmp_path)
+    assert isinstance(failed.value.__cause__, ZeroDivisionError)
     results = load_results(tmp_path)
-    assert results["status"] == "FAILED" and "division by zero" in results["reason"]
+    assert results["status"] == "FAILED" and results["reason"] == str(failed.value)
 
 
 def test_a_step_of_the_plain_loop_has_the_default_bound_of_time(

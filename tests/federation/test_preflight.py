@@ -151,6 +151,16 @@ class UnknownKeyServer(FedAvgServer[Any]):
         raise KeyError(1)
 
 
+class ForgetfulSite(FedAvgSite[Any]):
+    def finalize(self, incoming: Message) -> dict[str, Message]:  # type: ignore[return]
+        super().finalize(incoming)
+
+
+class ForgetfulServer(FedAvgServer[Any]):
+    def configure_final(self, site: str) -> Message:  # type: ignore[return]
+        super().configure_final(site)
+
+
 class UndeclaredSite(FedAvgSite[Any]):
     """Its last phase declares no message."""
 
@@ -171,6 +181,16 @@ del UndeclaredSite.phases["finalize"]
         (FedAvgSite, SilentServer, "final models: missing entry 'model'"),
         (UndeclaredSite, FedAvgServer, "final models: unexpected entry 'model'"),
         (UndeclaredSite, SilentServer, "no model 'deployed', it makes none"),
+        (
+            ForgetfulSite,
+            FedAvgServer,
+            "its finalize returns None; return a dict of role to Message",
+        ),
+        (
+            FedAvgSite,
+            ForgetfulServer,
+            "message with the final models: it is None; return a Message",
+        ),
         (MisspeltSite, FedAvgServer, "no model 'deployed', it makes global, deployd"),
         (MoreModelsSite, FedAvgServer, "a model 'personnal', its roles are global, personal, dep"),
         (NamelessSite, FedAvgServer, r"'slip' fails in .* AttributeError.* in finalize\)"),

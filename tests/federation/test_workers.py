@@ -19,7 +19,7 @@ from helpers.final_models import same_weights
 from helpers.small_tasks import tiny_grades, tiny_phantom
 from helpers.waiting import eventually
 from medflare import run_local
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, StepFailed
 from medflare.core.message import Message
 from medflare.evaluation.results import load_results
 from medflare.federation.exchange import Reply
@@ -93,14 +93,15 @@ def test_an_error_of_the_code_ends_the_run_with_its_traceback(tmp_path: Path) ->
     # Other tests leave ended ones, which Python takes note of when it starts the next one.
     before = psutil.Process().children()
     with pytest.raises(
-        RuntimeError, match=r"site B failed in '\w+' of round 0:(.|\n)*ZeroDivisionError"
-    ):
+        StepFailed, match=r"at site B in '\w+' of round 1: ZeroDivisionError"
+    ) as failed:
         run(
             workers=2,
             min_sites=1,
             opener=at_work("B", lambda batch: True, lambda: 1 / 0),
             out=tmp_path,
         )
+    assert "Traceback" in str(failed.value.__cause__)
     assert load_results(tmp_path)["status"] == "FAILED"
     assert not set(psutil.Process().children()) - set(before)
 

@@ -348,7 +348,9 @@ def test_a_row_that_fails_fails_alone(
     assert status == {"fedavg": "COMPLETED", "buggy": "FAILED", "constant": "COMPLETED"}
     (failed,) = groups["buggy"]
     validate_results(failed)
-    assert failed["reason"].startswith("KeyError: ") and "last line" in failed["reason"]
+    where = "method 'buggy' fails at site site-1 in 'train' of round 1: KeyError: "
+    assert failed["reason"].startswith(where) and "__init__.py, line" in failed["reason"]
+    assert (tmp_path / "out" / "errors.log").read_text().count("Traceback") == 2, "and its cause"
     assert failed["versions"]["buggy-methods"] == "0.1"
     table = (tmp_path / "out" / "table.md").read_text()
     assert f"FAILED: buggy, seed 0: {failed['reason']}" in table and "| fedavg |" in table
@@ -357,6 +359,7 @@ def test_a_row_that_fails_fails_alone(
     run_study(rows, SETTING, [0], tmp_path / "out", say=lines.append)
     lines = [line for line in lines if line.startswith("[")]
     assert len(lines) == 1 and "buggy/seed0: FAILED" in lines[0], "it alone is repeated"
+    assert failed["reason"] in lines[0]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import fcntl
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from medflare.cli import options
-from medflare.core.errors import ConfigError, FederationFailed, StateError
+from medflare.core.errors import ERRORS, ConfigError, FederationFailed, StateError, StepFailed
 from medflare.core.text import Json, JsonDict
 from medflare.federation.settings import RUN_SETTINGS, WAITS, RunSettings, run_settings
 
@@ -347,7 +348,7 @@ def run(
                 from medflare.federation.local.loop import run_local
 
                 used = {"data_root": data_root, "device": device, "track": track}
-                with _resume_hint(folder, workers=workers, **used):
+                with _explained(folder, workers=workers, **used):
                     run_local(
                         task=task,
                         sites=names,
@@ -507,10 +508,16 @@ def checkpoint_of(run: Path) -> Path:
 
 
 @contextmanager
-def _resume_hint(folder: Path, **options: Any) -> Iterator[None]:
-    """After Ctrl-C in the block, print the command that continues the run with these options."""
+def _explained(folder: Path, **options: Any) -> Iterator[None]:
+    """After Ctrl-C in the block, print the command that continues the run with these options; after
+    an error of the method's code store the traceback.
+    """
     try:
         yield
+    except StepFailed as error:
+        file = folder / ERRORS
+        file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        raise FederationFailed(f"{error}; traceback: {file}") from error
     except KeyboardInterrupt:
         if not checkpoint_of(folder).exists():
             raise KeyboardInterrupt(
@@ -574,7 +581,7 @@ def resume(
     with locked(path), options.environment(data_root=data_root, device=device):
         _check_resumable(path)
         used = {"data_root": data_root, "device": device, "track": track, "workers": workers}
-        with _resume_hint(path, **used):
+        with _explained(path, **used):
             resume_local(path, workers=workers, track=track, say=print)
     return 0 if show_results(path) else 1
 

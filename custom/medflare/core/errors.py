@@ -2,6 +2,7 @@
 
 from medflare.core.text import printable
 
+ERRORS = "errors.log"  # file of tracebacks
 _LONGEST = 200  # characters of another library's error
 
 
@@ -56,6 +57,10 @@ class ExportError(MedflareError):
 
 class FederationFailed(MedflareError):
     """The federation cannot continue (too few usable updates, a site that cannot take part)."""
+
+
+class StepFailed(Exception):
+    """What the code of a method raised in a step of a run, one line; its cause is that error."""
 
 
 class Aborted(MedflareError):

@@ -288,14 +288,17 @@ def package_difference(site: Mapping[str, str], server: Mapping[str, str]) -> st
 
 
 def join_problems(problems: Mapping[str, str]) -> str:
-    """All sites' problems on one line, each with the site's name once.
+    """All sites' problems on one line, each site and each problem once.
 
     Examples:
-        >>> join_problems({"a": "model holds NaN", "b": "site b: no images"})
-        'a: model holds NaN; site b: no images'
+        >>> join_problems({"a": "holds NaN", "b": "site b: no images", "c": "holds NaN"})
+        'a, c: holds NaN; site b: no images'
     """
-    lines = []
+    sites: dict[str, list[str]] = {}
     for site, problem in sorted(problems.items()):
-        named = re.match(rf"(site )?{re.escape(site)}(?![\w.-])", problem)
-        lines.append(problem if named else f"{site}: {problem}")
+        sites.setdefault(problem, []).append(site)
+    lines = []
+    for problem, having in sites.items():
+        named = re.match(rf"(site )?{re.escape(having[0])}(?![\w.-])", problem)
+        lines.append(problem if named else f"{', '.join(having)}: {problem}")
     return "; ".join(lines)

@@ -3,21 +3,19 @@
 Settings that a method cannot have, and two algorithms whose messages do not match.
 """
 
-import inspect
-import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from medflare.adaptation.registry import NONE, ROUTING, holds_experts, parsed, with_adaptation
-from medflare.core.errors import ConfigError, MedflareError, one_line
+from medflare.core.errors import ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.phases import Phase
 from medflare.data.loading import SiteData, Split
 from medflare.federation.protocol import request_problem
 from medflare.federation.settings import FINALIZE
+from medflare.federation.step_errors import described
 from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, Step
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.method import Method
@@ -80,8 +78,8 @@ def check_run(
         except MedflareError:
             raise
         except Exception as error:
-            reason = f"fails in the dry run with zeros: {type(error).__name__}: {one_line(error)}"
-            text = f"{_names(method)} {reason} ({_place(error, method)})"
+            reason = described(error, method.site_class, method.server_class)
+            text = f"{_names(method)} fails in the dry run with zeros: {reason}"
             raise ConfigError(text) from error
         if problem:
             raise ConfigError(f"{_names(method)}: {problem}")
@@ -93,14 +91,6 @@ def _names(method: Method) -> str:
         return f"method {method.name!r}"
     of_site, of_server = method.origin
     return f"the site algorithm of {of_site!r} does not match the server algorithm of {of_server!r}"
-
-
-def _place(error: Exception, method: Method) -> str:
-    """The innermost line of the method's own files that led to an error, else the innermost one."""
-    own_files = {inspect.getfile(loaded) for loaded in (method.site_class, method.server_class)}
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((frame for frame in reversed(frames) if frame.filename in own_files), frames[-1])
-    return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
 
 
 def _dry_run(method: Method, plan: Plan, outside: Sequence[str], adapt: str) -> str | None:
@@ -121,18 +111,25 @@ def _dry_run(method: Method, plan: Plan, outside: Sequence[str], adapt: str) -> 
             return problem
     final = phases.get(FINALIZE, Phase(FINALIZE))
     for site in (*_SITES, *outside):
-        problem = request_problem(final, plan, server.configure_final(site))
+        problem = _request_problem(final, plan, server.configure_final(site))
         if problem:
             return f"the server's message with the final models: {problem}"
     last = [server.configure_final(site) for site in (_SITES[0], *outside[:1])]
     return _role_problem(method, plan, last, adapt)
 
 
+def _request_problem(phase: Phase, plan: Plan, request: Any) -> str | None:
+    """Why the server's message is not as its phase declares it, in words, or None."""
+    if not isinstance(request, Message):
+        return f"it is {request!r}; return a Message"
+    return request_problem(phase, plan, request)
+
+
 def _step_problem(server: ServerAlgorithm, step: Step, phase: Phase, plan: Plan) -> str | None:
     """Why a step with replies of zeros is not possible, in words, or None."""
     try:
         for site in _SITES:
-            problem = request_problem(phase, plan, server.configure(step, site))
+            problem = _request_problem(phase, plan, server.configure(step, site))
             if problem:
                 return f"the server's message for {phase.name!r}: {problem}"
         server.aggregate(step, {name: _zeros(phase, plan) for name in _SITES})
@@ -158,7 +155,9 @@ def _role_problem(method: Method, plan: Plan, last: Sequence[Message], adapt: st
     task = plan.task
     image = _image(task)
     site = Site(_SITES[0], task, SiteData(image, image, image))
-    models = method.make_site(site, plan).finalize(last[0])
+    models: Any = method.make_site(site, plan).finalize(last[0])
+    if not isinstance(models, dict):
+        return f"its finalize returns {models!r}; return a dict of role to Message"
     if "deployed" in method.roles and "deployed" not in models:
         return f"its finalize makes no model 'deployed', it makes {', '.join(models) or 'none'}"
     undeclared = [role for role in models if role not in method.roles]

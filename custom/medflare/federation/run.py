@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from medflare.core.errors import Aborted, MedflareError
+from medflare.core.errors import Aborted, MedflareError, StepFailed
 from medflare.core.events import EventLog
 from medflare.core.store import StateStore, make_folder, write_json
 from medflare.core.text import Json, JsonDict
@@ -129,6 +129,10 @@ class Run:
             reason = str(error)
             if not self._names_failure(reason):
                 self.events.add("failed", reason)
+        except StepFailed as error:
+            reason = f"method {self.method.name!r} fails at {error}"
+            self.events.add("failed", reason)
+            raise StepFailed(reason) from error.__cause__
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             self.events.add("failed", reason)

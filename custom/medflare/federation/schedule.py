@@ -8,6 +8,7 @@ is decided here.
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,6 +46,7 @@ from medflare.federation.protocol import (
     violation,
 )
 from medflare.federation.settings import CROSS_SITE, FINALIZE, Rules, step_name
+from medflare.federation.step_errors import named_errors
 from medflare.federation.update_validation.drift import DriftMemory
 from medflare.federation.update_validation.updates import (
     Validated,
@@ -232,7 +234,8 @@ class Federation:
 
         # 4. Aggregate.
         self._context.notes = {}
-        self.server.aggregate(step, accepted)
+        with self._of_server(step):
+            self.server.aggregate(step, accepted)
 
         # 5. Report.
         meta = {site: reply.meta for site, reply in accepted.items()}
@@ -240,6 +243,11 @@ class Federation:
         report = StepReport(step, index, meta, validated.rejected, seconds, self._context.notes)
         self.outcome.history.append(report.line())
         self.on_step(report)
+
+    def _of_server(self, step: Step) -> AbstractContextManager[None]:
+        """For a block that calls the server algorithm; its errors name the step."""
+        name = step_name(step.phase, step.round, self._context.rounds)
+        return named_errors(f"the server in {name}", type(self.server))
 
     def _asked(self, index: int, step: Step, enrolment: Enrolment) -> Validated:
         """Enough usable replies, and why others are not usable; a step with too few is repeated.
@@ -253,7 +261,8 @@ class Federation:
             participants = self._participants(step, members, attempt, failed)
             outgoing = {}
             for site in participants:
-                request = self.server.configure(step, site)
+                with self._of_server(step):
+                    request = self.server.configure(step, site)
                 outgoing[site] = with_step_number(request, index, self._context.rounds)
             validated = self._exchange(step, outgoing)
             usable = len(validated.accepted)
@@ -360,7 +369,9 @@ class Federation:
     def _final_requests(self, index: int, step: Step) -> dict[str, Message]:
         outgoing = {}
         for site in sorted(self.outcome.enrolled):
-            outgoing[site] = with_step_number(self.server.configure_final(site), index, step.round)
+            with self._of_server(step):
+                request = self.server.configure_final(site)
+            outgoing[site] = with_step_number(request, index, step.round)
         findings = kinds_of_training(self._so_far(), self.outcome.history, outgoing)
         total = trained_on(self.outcome.enrolled)
         adapt = self.rules.adapt

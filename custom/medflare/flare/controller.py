@@ -24,7 +24,7 @@ from nvflare.apis.signal import Signal
 from nvflare.private.fed.simulator.simulator_server import SimulatorServerEngine
 from nvflare.widgets.info_collector import InfoCollector
 
-from medflare.core.errors import Aborted, ConfigError, MedflareError
+from medflare.core.errors import Aborted, ConfigError, MedflareError, StepFailed
 from medflare.core.events import EventLog
 from medflare.data.local import FOLDER
 from medflare.federation.settings import RUN_SETTINGS, RunSettings, run_settings
@@ -167,7 +167,10 @@ class MedflareController(Controller):
             return
         except Exception as error:
             self.log_exception(fl_ctx, "medflare: the run ended by an error")
-            self._fail(f"{type(error).__name__}: {error}", fl_ctx)
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, StepFailed):
+                reason = str(error)
+            self._fail(reason, fl_ctx)
             return
         self._progress.take_events()
         if results["status"] == FAILED:

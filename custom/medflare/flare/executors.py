@@ -25,13 +25,12 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
-from medflare.core.errors import Aborted, MedflareError
+from medflare.core.errors import ERRORS, Aborted, MedflareError
 from medflare.data.local import LOCAL_FILE, find_private_folder, private_folder
 from medflare.flare.components import authorize, refuse_result_filters, task_content
 from medflare.flare.flare_patches import share_cleanup_thread
 from medflare.flare.liveness import Heartbeat, wait_for_work
 from medflare.flare.messages import (
-    ERRORS,
     UNABLE,
     error_reply,
     outward,

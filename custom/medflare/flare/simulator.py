@@ -40,6 +40,7 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, MedflareError
 from medflare.federation.settings import step_name
+from medflare.federation.step_errors import described
 from medflare.flare.messages import register_decomposers, to_bytes, to_message, to_shareable
 from medflare.flare.participants import DEVICES, ParticipantSpec, anchor_data_root, load_ahead
 
@@ -262,7 +263,9 @@ class SiteWorker:
         except Exception as error:
             status = {"problem": str(error), "trace": ""}
             if not isinstance(error, MedflareError):
-                status["problem"] = f"{type(error).__name__}: {error}"
+                opened = self._participant
+                algorithms = () if opened is None else (opened.method.site_class,)
+                status["problem"] = described(error, *algorithms)
                 status["trace"] = traceback.format_exc()
             connection.send_bytes(json.dumps(status).encode())
         else:

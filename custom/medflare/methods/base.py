@@ -310,10 +310,16 @@ class SiteAlgorithm(ABC, Generic[S]):
         """The reply to one step, from the method that declares the phase.
 
         Raises:
-            ConfigError: an unknown phase, or a reply that differs from the phase's declaration.
+            ConfigError: an unknown phase, or a reply that is no message or differs from the
+                phase's declaration.
         """
         declared = self.phase(phase)
         reply = getattr(self, declared.name)(round, incoming)
+        if not isinstance(reply, Message):
+            raise ConfigError(
+                f"{type(self).__name__}: {declared.name} returns {type(reply).__name__}; "
+                "return a Message, see `reply`"
+            )
         problem = declared.undeclared(reply, self.plan) or _not_json(reply.meta)
         if problem:
             raise ConfigError(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from medflare.adaptation.registry import check_adaptable
-from medflare.core.errors import ConfigError, one_line
+from medflare.core.errors import ConfigError, StepFailed, one_line
 from medflare.core.hyper import SplitHyper, parsed_value, split_hyper
 from medflare.core.text import Json
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results, versions_of_run
@@ -170,13 +170,16 @@ class Candidate:
 
     def failed(self, draw: Draw, error: Exception) -> Results:
         """Results dict of a run that ended with an error."""
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        if isinstance(error, StepFailed):
+            reason = str(error)
         record = RunRecord(
             self.method if self.method in REFERENCES else self._trained.name,
             draw.task,
             draw.seed,
             draw.setting.rounds,
             {site: SiteRecord(draw.role(site)) for site in draw.setting.sites},
-            reason=f"{type(error).__name__}: {one_line(error)}",
+            reason=reason,
             seconds={"total": 0.0},
             hyper=self.effective,
         )

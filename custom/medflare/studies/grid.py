@@ -33,14 +33,14 @@ from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 import pandas as pd
 import torch
 
-from medflare.core.errors import ConfigError, StateError
+from medflare.core.errors import ERRORS, ConfigError, StateError
 from medflare.core.packages import CODE
 from medflare.core.store import file_digest, locked, refuse_bomb, replacing, write_atomically
 from medflare.core.text import JsonDict, Say, about
 from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
 from medflare.evaluation.presentation import sites_of_role
-from medflare.evaluation.results import COMPLETED, RESULTS_FILE, json_ready, parse_results
+from medflare.evaluation.results import COMPLETED, FAILED, RESULTS_FILE, json_ready, parse_results
 from medflare.federation.settings import CROSS_SITE
 from medflare.studies import cluster as clusters
 from medflare.studies.candidates import Candidate
@@ -211,6 +211,7 @@ def _rows(contents: Mapping[str, bytes]) -> JsonDict:
 class _Job:
     candidate: Candidate
     draw: Draw
+    errors: Path = Path(os.devnull)  # file of tracebacks
 
     @property
     def name(self) -> str:
@@ -223,7 +224,8 @@ class _Job:
         try:
             results = with_costs(partial(self.candidate.run, self.draw))
         except Exception as error:
-            traceback.print_exc()
+            with self.errors.open("a", encoding="utf-8") as file:
+                file.write(f"{self.name}\n{traceback.format_exc()}")
             return self.failed(error)
         results["versions"] |= versions
         return self._labelled(results)
@@ -235,6 +237,15 @@ class _Job:
     def failed(self, error: Exception) -> Results:
         """The results of the run that ended with an error."""
         return self._labelled(self.candidate.failed(self.draw, error))
+
+    def ended(self, results: Results, left: float) -> str:
+        """A line about a run that ended; `left`: seconds until all end."""
+        line = f"{self.name}: {results['status']}, {results['seconds']['total']:.0f} s"
+        if left:
+            line += f", about {about(left)} left"
+        if results["status"] == FAILED:
+            line += f"; {results['reason']} (tracebacks: {self.errors})"
+        return line
 
     def _labelled(self, results: Results) -> Results:
         results["configuration"]["settings"] |= {
@@ -297,7 +308,7 @@ def run_study(
     splits: list[tuple[str, ...]] = [(site,) for site in left_out] or [()]
     jobs: dict[str, _Job] = {}
     for seed, candidate, outside in product(seeds, cells.values(), splits):
-        job = _Job(candidate, Draw(setting, seed, outside))
+        job = _Job(candidate, Draw(setting, seed, outside), out / ERRORS)
         other = jobs.setdefault(job.name, job)
         if other is not job:
             raise ConfigError(
@@ -318,11 +329,7 @@ def run_study(
     for done, (job, results) in enumerate(_finished(missing, processes, executor), start=1):
         write_run(out, job.name, results)
         left = (time.monotonic() - started) / done * (len(missing) - done)
-        seconds = results["seconds"]["total"]
-        line = f"[{done}/{len(missing)}] {job.name}: {results['status']}, {seconds:.0f} s"
-        if left:
-            line += f", about {about(left)} left"
-        say(line)
+        say(f"[{done}/{len(missing)}] {job.ended(results, left)}")
     runs = read_runs(out)
     groups = defaultdict(list)
     for name, job in jobs.items():

@@ -17,12 +17,13 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from medflare.core.errors import MedflareError, one_line
+from medflare.core.errors import MedflareError, StepFailed
 from medflare.core.message import Message
 from medflare.core.text import Json, JsonDict, Say
 from medflare.evaluation.results import COMPLETED, find_results, load_results, validate_results
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.preflight import check_run
+from medflare.federation.step_errors import described
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.method import Method
@@ -90,21 +91,21 @@ def check_method(
         for name, check in _Kit(chosen, task, hyper, Path(folder)).checks(simulator):
             say(name)
             started = time.monotonic()
-            problem = _problem(check)
+            problem = _problem(check, chosen)
             checks.append(Check(name, problem, time.monotonic() - started))
             if problem and name in ("dry run", "plain loop"):
                 break
     return checks
 
 
-def _problem(check: Callable[[], None]) -> str:
+def _problem(check: Callable[[], None], method: Method) -> str:
     """Why a check fails, one line; "" if it does not."""
     try:
         check()
-    except (Failed, MedflareError) as error:
+    except (Failed, MedflareError, StepFailed) as error:
         return str(error)
     except Exception as error:  # whatever the method raises
-        return f"{type(error).__name__}: {one_line(error)}"
+        return described(error, method.site_class, method.server_class)
     return ""
 
 
@@ -246,6 +247,7 @@ def _recorded(method: Method, sent: dict[str, set[str]]) -> Method:
             sent.setdefault(phase, set()).update(reply.meta)
             return reply
 
+    Recorded.__name__ = method.site_class.__name__  # which messages name
     return replace(method, name=f"{method.name}_recorded", site=Recorded)
 
 

@@ -21,12 +21,15 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from medflare.core.errors import Aborted, ConfigError, MedflareError
+from medflare.core.errors import Aborted, ConfigError, MedflareError, StepFailed
 from medflare.core.message import Message, Messages
 from medflare.core.store import SEPARATOR, flat
 from medflare.core.text import JsonDict
 from medflare.federation.exchange import Replies, Reply
 from medflare.federation.participant import Participant, import_ahead
+from medflare.federation.protocol import RUN_ROUNDS
+from medflare.federation.settings import step_name
+from medflare.federation.step_errors import named_errors
 from medflare.methods.base import Step
 
 
@@ -60,13 +63,17 @@ class LocalExchange:
 
         Raises:
             Aborted: the run was stopped.
+            StepFailed: the method's code has a bug.
         """
         started = time.monotonic()
         reply = Reply()
         try:
             if site not in self.participants or self.forgetful:
                 self.participants[site] = self.open_participant(site)
-            reply.message = self.participants[site].answer(step.phase, step.round, message)
+            participant = self.participants[site]
+            name = step_name(step.phase, step.round, message.get(RUN_ROUNDS))
+            with named_errors(f"site {site} in {name}", participant.method.site_class):
+                reply.message = participant.answer(step.phase, step.round, message)
         except Aborted:
             raise
         except MedflareError as error:
@@ -167,13 +174,15 @@ class ForkedExchange(LocalExchange):
         return process.exitcode or 0
 
     def _reply(self, site: str, step: Step) -> Reply:
-        where = f"'{step.phase}' of round {step.round}"
+        where = step_name(step.phase, step.round)
         try:
             words, message = receive(self._forks[site][1])
         except (EOFError, ConnectionError):
             code = self._end(site)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             return Reply(problem=f"site {site}: its process ended in {where} ({how})")
+        if "bug" in words:
+            raise StepFailed(words["bug"]) from RuntimeError(words["trace"])
         if "trace" in words:
             raise RuntimeError(f"site {site} failed in {where}:\n{words['trace']}")
         if "aborted" in words:
@@ -226,6 +235,8 @@ class ForkedExchange(LocalExchange):
             reply = self.answer(site, step, message)
         except Aborted as error:
             return {"aborted": str(error)}, Message()
+        except StepFailed as error:
+            return {"bug": str(error), "trace": traceback.format_exc()}, Message()
         except Exception:
             return {"trace": traceback.format_exc()}, Message()
         words = {"problem": reply.problem, "seconds": reply.seconds}

@@ -106,8 +106,7 @@ def run_local(
     Raises:
         ConfigError: the method, task, a hyper-parameter or a site name is wrong. Later errors give
             a result with status FAILED.
-        Exception: an error that is not a MedflareError is a bug; it is raised after results.json
-            says FAILED.
+        StepFailed: the method's code has a bug; it is raised after results.json says FAILED.
     """
     chosen = get_method(method, site=site_algorithm, server=server_algorithm)
     config = load_task(task)

@@ -1,0 +1,47 @@
+"""Errors of a method's code: the step, and the place in that code."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from medflare.core.errors import MedflareError, StepFailed, one_line
+
+_NOBODYS = {"abc", "builtins", "medflare", "typing"}  # packages that no author of a method wrote
+
+
+@contextmanager
+def named_errors(where: str, *algorithms: type) -> Iterator[None]:
+    """Raise StepFailed, with `where` and the place, for a bug in the block.
+
+    OSErrors, as of a full disk, stay as they are.
+    """
+    try:
+        yield
+    except (MedflareError, OSError):
+        raise
+    except Exception as error:
+        raise StepFailed(f"{where}: {described(error, *algorithms)}") from error
+
+
+def described(error: Exception, *algorithms: type) -> str:
+    """An error in one line, with the place in the algorithms' code that led to it."""
+    return f"{type(error).__name__}: {one_line(error)} ({_place(error, *algorithms)})"
+
+
+def _place(error: Exception, *algorithms: type) -> str:
+    """The innermost line of the code of the algorithms' authors, else the innermost one."""
+    modules = {algorithm.__module__ for algorithm in algorithms}
+    packages = set[str]()
+    for algorithm in algorithms:
+        packages |= {cls.__module__.partition(".")[0] for cls in algorithm.__mro__}
+    packages -= _NOBODYS
+    *_, (innermost, line) = traceback.walk_tb(error.__traceback__)
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        is_own = module.partition(".")[0] in packages if packages else module in modules
+        if is_own:
+            innermost = frame
+            line = number
+    code = innermost.f_code
+    return f"{Path(code.co_filename).name}, line {line}, in {code.co_name}"
