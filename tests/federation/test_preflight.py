@@ -7,15 +7,17 @@ import pytest
 import torch
 
 from medflare.core.errors import ConfigError
+from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import extends
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec
 from medflare.federation.local.loop import run_local
 from medflare.methods import catalogue
 from medflare.methods.aggregation import WeightedMean
 from medflare.methods.base import Step
 from medflare.methods.fedavg.server import FedAvgServer
-from medflare.methods.fedavg.site import FedAvgSite
+from medflare.methods.fedavg.site import FedAvgSite, FedAvgSiteHyper
 from medflare.methods.method import Method
 from medflare.tasks.config import load_task
 
@@ -87,6 +89,15 @@ def test_a_missing_role_is_named_at_every_site() -> None:
 # -- slips that a dry run with zeros finds before an image is read -------------------------------
 
 
+@strict_dataclass
+class WideHyper(FedAvgSiteHyper):
+    share: float = param(2.0, "its default is not allowed", low=0, high=1)
+
+
+class WideSite(FedAvgSite[WideHyper]):
+    """Its hyper-parameter has a default outside its range."""
+
+
 class Lost(WeightedMean):
     """Loses a tensor of the model."""
 
@@ -98,6 +109,14 @@ class Lost(WeightedMean):
 
 class LosingServer(FedAvgServer[Any]):
     aggregation_class = Lost
+
+
+class ForgettingServer(FedAvgServer[Any]):
+    """Its model loses a tensor."""
+
+    def aggregate_models(self, step: Step, replies: Any) -> None:
+        super().aggregate_models(step, replies)
+        self.model = {name: self.model[name] for name in self.model if name != "head.bias"}
 
 
 class HalfServer(FedAvgServer[Any]):
@@ -176,6 +195,8 @@ del UndeclaredSite.phases["finalize"]
     [
         (FedAvgSite, LosingServer, "Lost lost 'head.bias'"),
         (FedAvgSite, HalfServer, "float16"),
+        (FedAvgSite, ForgettingServer, "work on 'train' loses 'head.bias' of its 'model'"),
+        (WideSite, FedAvgServer, "site algorithm: share: Input should be less than .* 1, got 2"),
         (FedAvgSite, StyleServer, "no phase 'styles'"),
         (FedAvgSite, DeafServer, "needs 'styles'"),
         (FedAvgSite, SilentServer, "final models: missing entry 'model'"),
@@ -206,6 +227,16 @@ def test_a_slip_is_named_before_an_image_is_read(site: Any, server: Any, named: 
 
     with pytest.raises(ConfigError, match=named):
         run_local(method, TASK, 2, rounds=1, seed=0, opener=opener)
+
+
+def test_hyper_parameters_without_their_decorator_are_refused() -> None:
+    class Bare(FedAvgSiteHyper):
+        share: float = param(0.5, "a share")
+
+    with pytest.raises(ConfigError, match="hyper-parameters Bare: put @strict_dataclass above it"):
+
+        class BareSite(FedAvgSite[Bare]):
+            pass
 
 
 def test_a_tensor_in_metadata_is_named() -> None:

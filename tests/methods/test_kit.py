@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from medflare.core.message import Message
 from medflare.core.phases import extends
 from medflare.core.specs import MetaSpec, number
 from medflare.methods import catalogue
+from medflare.methods.base import PersistentState
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
 from medflare.methods.fedavg.site import MODEL
 from medflare.methods.method import Method
@@ -42,6 +44,64 @@ class Unkeyed(FedAvgSite[Any]):
             if tensor.is_floating_point():
                 tensor.add_(0.01 * torch.randn(tensor.shape))
         return reply
+
+
+class Seeding(FedAvgSite[Any]):
+    """Seeds NumPy's global generator."""
+
+    def fit(self, *arguments: Any) -> float | None:
+        np.random.seed(self.site.seed)
+        return super().fit(*arguments)
+
+
+class Unvalidated(FedAvgSite[Any]):
+    """Reports no metric of the global model."""
+
+    def validation(self, *arguments: Any) -> float | None:
+        return None
+
+
+class Numbered(FedAvgSite[Any]):
+    """Keeps a number where tensors belong."""
+
+    count = PersistentState("count")
+
+    def fit(self, *arguments: Any) -> float | None:
+        self.count = 1.0  # type: ignore[assignment]
+        return super().fit(*arguments)
+
+
+class Listed(FedAvgSite[Any]):
+    """Keeps a list of tensors where their names belong."""
+
+    seen = PersistentState("seen")
+
+    def fit(self, *arguments: Any) -> float | None:
+        self.seen = {"w": [torch.zeros(1)]}  # type: ignore[dict-item]
+        return super().fit(*arguments)
+
+
+class Tensors(FedAvgSite[Any]):
+    """Keeps a tensor where numbers belong."""
+
+    def fit(self, *arguments: Any) -> float | None:
+        self.memory.meta["mean"] = torch.zeros(1)
+        return super().fit(*arguments)
+
+
+class Counted(FedAvgServer[Any]):
+    """The same at the server."""
+
+    def aggregate_models(self, step: Any, replies: Any) -> None:
+        super().aggregate_models(step, replies)
+        self.memory.meta["mean"] = torch.zeros(1)
+
+
+class Idle(FedAvgServer[Any]):
+    """Uses no reply."""
+
+    def aggregate_models(self, step: Any, replies: Any) -> None:
+        self.select_model(step, replies)
 
 
 class Promising(FedAvgSite[Any]):
@@ -91,7 +151,29 @@ def forgotten() -> Any:
     ("site", "server", "failing", "named"),
     [
         (Counting, FedAvgServer, {"rebuilt before every step", "killed and resumed"}, "memory"),
-        (Unkeyed, FedAvgServer, {"two workers"}, "keys"),
+        (
+            Unkeyed,
+            FedAvgServer,
+            {"plain loop"},
+            "site a in 'train' of round 1 draws from the global generator of torch",
+        ),
+        (Seeding, FedAvgServer, {"plain loop"}, "global generator of numpy"),
+        (
+            Unvalidated,
+            FedAvgServer,
+            {"plain loop"},
+            r"model 'global', .* send validation={'global':",
+        ),
+        (FedAvgSite, Idle, {"plain loop"}, "same tensors in every round"),
+        (Numbered, FedAvgServer, {"plain loop"}, r"a, b: Numbered: state 'count' .* float; .*meta"),
+        (
+            Listed,
+            FedAvgServer,
+            {"plain loop"},
+            "Listed: 'w' of state 'seen' .* a list; a Persistent",
+        ),
+        (Tensors, FedAvgServer, {"plain loop"}, "item 'mean': .*Tensor .* into a PersistentState"),
+        (FedAvgSite, Counted, {"dry run"}, "Counted: memory.meta: item 'mean'"),
         (Promising, FedAvgServer, {"declared messages"}, "update_norm"),
         (FedAvgSite, Impatient, {"missing and late sites"}, "a"),
         (

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import Field
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import checked, unknown
@@ -68,6 +70,14 @@ class Described:
     high: float | None
 
 
+def refuse_undecorated(cls: type) -> None:
+    """Raise ConfigError for a class of hyper-parameters that is no `strict_dataclass`."""
+    own = vars(cls)
+    is_decorated = "__pydantic_fields__" in own
+    if not is_decorated and any(isinstance(value, FieldInfo) for value in own.values()):
+        raise ConfigError(f"hyper-parameters {cls.__name__}: put @strict_dataclass above it")
+
+
 def described(cls: type) -> dict[str, Described]:
     """Every hyper-parameter of a class by name, in the order of its declaration."""
     descriptions = {}
@@ -106,9 +116,14 @@ def build_hyper(cls: type[H], values: Json, location: str = "hyper-parameters") 
     """An instance of `cls` from JSON values, or from texts of a command line.
 
     Raises:
-        ConfigError: an unknown name, or a value of the wrong type or outside its range.
+        ConfigError: an unknown name, or a value of the wrong type or outside its range, also a
+            default.
     """
-    read = dict(values)
+    read = {}
+    for name, about in described(cls).items():
+        if about.default is not PydanticUndefined:
+            read[name] = about.default
+    read |= values
     for name, field in getattr(cls, "__pydantic_fields__", {}).items():
         if name in values:
             read[name] = _read(values[name], field.annotation)

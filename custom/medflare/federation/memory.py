@@ -18,7 +18,7 @@ from medflare.core.states import StateDict
 from medflare.core.store import StateStore, Store
 from medflare.core.text import JsonDict
 from medflare.federation.protocol import ROLE, SITES, START
-from medflare.methods.base import SiteAlgorithm
+from medflare.methods.base import SiteAlgorithm, memory_problem
 
 _PREFIX = "algorithm-"
 _MEMBERSHIP = "membership"
@@ -62,7 +62,7 @@ class StoredAlgorithm:
         if start is not None:
             membership[START] = start
         self.store.save(_MEMBERSHIP, membership)
-        self._save(0, self._algorithm.memory)
+        self._save(0, self._algorithm)
 
     @contextmanager
     def ready(self, step: int, *, keep: bool) -> Iterator[SiteAlgorithm]:
@@ -79,7 +79,7 @@ class StoredAlgorithm:
         try:
             yield algorithm
             if keep:
-                self._save(step + 1, algorithm.memory)
+                self._save(step + 1, algorithm)
                 self._precedes = step + 1
         except BaseException:
             self._algorithm = None
@@ -131,9 +131,15 @@ class StoredAlgorithm:
                 f"{', '.join(different)}; resume a job with its own job folder"
             )
 
-    def _save(self, step: int, memory: Message) -> None:
-        """Store what `step` starts from, and keep the newest earlier one."""
-        self.store.save(f"{_PREFIX}{step}", memory)
+    def _save(self, step: int, algorithm: SiteAlgorithm) -> None:
+        """Store what `step` starts from, and keep the newest earlier one.
+
+        ConfigError for a memory that cannot be stored.
+        """
+        problem = memory_problem(algorithm.memory)
+        if problem:
+            raise ConfigError(f"{type(algorithm).__name__}: {problem}")
+        self.store.save(f"{_PREFIX}{step}", algorithm.memory)
         steps = self._stored_steps()
         earlier = [stored for stored in steps if stored < step]
         for stored in set(steps) - {step, *earlier[-1:]}:

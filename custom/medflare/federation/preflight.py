@@ -132,7 +132,12 @@ def _step_problem(server: ServerAlgorithm, step: Step, phase: Phase, plan: Plan)
             problem = _request_problem(phase, plan, server.configure(step, site))
             if problem:
                 return f"the server's message for {phase.name!r}: {problem}"
+        before = {entry: set(state) for entry, state in server.state().states.items()}
         server.aggregate(step, {name: _zeros(phase, plan) for name in _SITES})
+        for entry, state in server.state().states.items():
+            lost = before.get(entry, set()) - state.keys()
+            if lost:
+                return f"the server's work on {phase.name!r} loses {min(lost)!r} of its {entry!r}"
     except ConfigError as error:
         return str(error)
     except KeyError as missing:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
-from medflare.core.hyper import param
+from medflare.core.hyper import param, refuse_undecorated
 from medflare.core.message import Message
 from medflare.core.phases import Phase, declared_phases, reply_methods, request_methods
 from medflare.core.settings import strict_dataclass
@@ -69,8 +69,24 @@ def _not_json(meta: Mapping[str, Any]) -> str | None:
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            return f"item {name!r}: {error}; metadata are numbers and text, declare a TensorSpec"
+            return f"item {name!r}: {error}; metadata are numbers and text"
     return None
+
+
+_OF_TENSORS = "a PersistentState is a dict of tensors, numbers and text belong into memory.meta"
+
+
+def memory_problem(memory: Message) -> str | None:
+    """What of an algorithm's memory cannot be stored, in words, or None."""
+    for entry, state in memory.states.items():
+        if not isinstance(state, Mapping):
+            return f"state {entry!r} of its memory is a {type(state).__name__}; {_OF_TENSORS}"
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                wrong = f"{name!r} of state {entry!r} of its memory is a {type(value).__name__}"
+                return f"{wrong}; {_OF_TENSORS}"
+    problem = _not_json(memory.meta)
+    return problem and f"memory.meta: {problem}, tensors belong into a PersistentState"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,6 +271,7 @@ class SiteAlgorithm(ABC, Generic[S]):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.Hyper = _hyper_class(cls)
+        refuse_undecorated(cls.Hyper)
         cls.phases = declared_phases(cls)
 
     def __init__(self, site: Site, plan: Plan[S, Any]):
@@ -320,7 +337,10 @@ class SiteAlgorithm(ABC, Generic[S]):
                 f"{type(self).__name__}: {declared.name} returns {type(reply).__name__}; "
                 "return a Message, see `reply`"
             )
-        problem = declared.undeclared(reply, self.plan) or _not_json(reply.meta)
+        problem = declared.undeclared(reply, self.plan)
+        if problem is None:
+            problem = _not_json(reply.meta)
+            problem = problem and f"{problem}, declare a TensorSpec"
         if problem:
             raise ConfigError(
                 f"{type(self).__name__}: the reply to '{phase}' differs from its declaration: "
@@ -448,6 +468,7 @@ class ServerAlgorithm(ABC, Generic[V]):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.Hyper = _hyper_class(cls)
+        refuse_undecorated(cls.Hyper)
         cls._requests = request_methods(cls)
         cls._handlers = reply_methods(cls)
 
@@ -529,7 +550,10 @@ class ServerAlgorithm(ABC, Generic[V]):
         return {}
 
     def state(self) -> Message:
-        """The algorithm's state, for `restore`."""
+        """The algorithm's state, for `restore`; ConfigError for a memory that cannot be stored."""
+        problem = memory_problem(self.memory)
+        if problem:
+            raise ConfigError(f"{type(self).__name__}: {problem}")
         stored = Message(dict(self.memory.states), dict(self.memory.meta))
         self.aggregation.pack(stored)
         return stored

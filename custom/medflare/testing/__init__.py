@@ -6,6 +6,7 @@ def test_my_method() -> None:
     assert [check for check in check_method(METHOD) if check.problem] == []
 """
 
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,15 +15,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from medflare.core.errors import MedflareError, StepFailed
 from medflare.core.message import Message
+from medflare.core.store import states_digest
 from medflare.core.text import Json, JsonDict, Say
 from medflare.evaluation.results import COMPLETED, find_results, load_results, validate_results
 from medflare.federation.local.loop import resume_local, run_local
 from medflare.federation.preflight import check_run
+from medflare.federation.settings import step_name
 from medflare.federation.step_errors import described
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import build_deployed, get_method
@@ -121,7 +126,7 @@ class _Kit:
     task: TaskConfig
     hyper: Json
     folder: Path
-    _sent: dict[str, set[str]] = field(default_factory=dict)  # phase -> metadata of its replies
+    _record: "_Record" = field(default_factory=lambda: _Record())
 
     def checks(self, simulator: bool) -> Iterator[tuple[str, Callable[[], None]]]:
         """Name and function of every check."""
@@ -149,19 +154,33 @@ class _Kit:
         check_run(self.method, self.task, self.hyper, rounds=2, outside=self.outside)
 
     def plain_loop(self) -> None:
-        results = self.run("loop", _recorded(self.method, self._sent))
+        results = self.run("loop", _recorded(self.method, self._record))
         validate_results(results)
         for site, entry in results["sites"].items():
             if entry["metrics"]["deployed"][self.task.metric] is None:
                 raise Failed(f"site {site} has no deployed model, or its {self.task.metric} is NaN")
         for card in (self.folder / "loop").rglob("card.json"):
             load_model(card.parent).build(build_deployed)
+        if self._record.drawn:
+            raise Failed(self._record.drawn)
+        if self._record.is_constant:
+            raise Failed(
+                "the server sends the same tensors in every round; "
+                "use the replies in a method with @handles"
+            )
+        for model, selection in results["model_selection"].items():
+            votes = [candidate["votes"] for candidate in selection["candidates"]]
+            if votes and not any(votes):
+                raise Failed(
+                    f"the server selects the round of its model {model!r}, and no reply has a "
+                    f"metric of it; send validation={{{model!r}: self.validation(network)}}"
+                )
 
     def declared_messages(self) -> None:
         """Metadata that no reply of the plain loop's run holds; entries of states are checked in
         every reply.
         """
-        for name, held in self._sent.items():
+        for name, held in self._record.sent.items():
             declared = self.method.site_class.phases[name].meta
             never = {item.name for item in declared if not item.optional} - held
             if never:
@@ -238,13 +257,60 @@ def _completed(results: Results) -> Results:
     return results
 
 
-def _recorded(method: Method, sent: dict[str, set[str]]) -> Method:
-    """The method under another name; `sent` gets the metadata names of its replies by phase."""
+@dataclass
+class _Record:
+    """What the sites did in a run.
+
+    Attributes:
+        sent: phase -> metadata names of its replies.
+        received: site and phase -> checksums of the tensors of its requests, of those that ask for
+            tensors.
+        drawn: the first step that changed a global random generator, in words.
+    """
+
+    sent: dict[str, set[str]] = field(default_factory=dict)
+    received: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    drawn: str = ""
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether every phase that exchanges tensors in several rounds always asks with the same
+        ones.
+        """
+        repeated = [checksums for checksums in self.received.values() if len(checksums) > 1]
+        return bool(repeated) and all(len(set(checksums)) == 1 for checksums in repeated)
+
+    def note(self, site: str, phase: str, incoming: Message, reply: Message) -> None:
+        self.sent.setdefault(phase, set()).update(reply.meta)
+        if incoming.states and reply.states:
+            checksum = states_digest(incoming.states)
+            self.received.setdefault((site, phase), []).append(checksum)
+
+
+def _global_generators() -> dict[str, Any]:
+    """Library -> state of its global random generator."""
+    of_numpy: Any = np.random.get_state(legacy=False)
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": (of_numpy["state"]["key"].tolist(), of_numpy["state"]["pos"]),
+        "random": random.getstate(),
+    }
+
+
+def _recorded(method: Method, record: _Record) -> Method:
+    """The method under another name; `record` gets what its sites do."""
 
     class Recorded(method.site_class):  # type: ignore[name-defined]
         def perform(self, phase: str, round: int, incoming: Message) -> Message:
+            before = _global_generators()
             reply = super().perform(phase, round, incoming)
-            sent.setdefault(phase, set()).update(reply.meta)
+            for library, state in _global_generators().items():
+                if state != before[library]:
+                    record.drawn = record.drawn or (
+                        f"site {self.site.name} in {step_name(phase, round)} draws from the global "
+                        f"generator of {library}, or seeds it; use those of medflare.core.rng"
+                    )
+            record.note(self.site.name, phase, incoming, reply)
             return reply
 
     Recorded.__name__ = method.site_class.__name__  # which messages name

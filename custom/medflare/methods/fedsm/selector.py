@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medflare.core.rng import seeded
 from medflare.data.loading import Batch
 from medflare.methods import MetaSpec, Plan, Replies, Site, StateDict, TensorSpec, count
 from medflare.methods.fedsm.formulas import ridge_solution
@@ -113,7 +114,8 @@ def site_statistics(site: Site) -> StateDict:
 
     The images are not augmented.
     """
-    body = task_network(site.task, {"name": RIDGE}, 2).to(site.device)
+    with seeded(0, "ridge"):  # only its head is random, which is not used
+        body = task_network(site.task, {"name": RIDGE}, 2).to(site.device)
     total = torch.zeros((), dtype=torch.float64)
     products = torch.zeros((), dtype=torch.float64)
     count = 0
