@@ -268,6 +268,13 @@ class Closure(torch.optim.Optimizer):
         super().__init__(parameters, {})
     def step(self, closure):
         closure()
+class Logits(torch.nn.Sequential):
+    def forward(self, images):
+        return super().forward(images).log()
+def logits(model, task, message):
+    return Logits(model)
+def needs_norm(model, task, message):
+    return model.norm
 def drops(states, shares, origin):
     return {"weight": states["A"]["weight"]}
 """
@@ -280,6 +287,7 @@ def test_a_wrong_one_is_refused_before_training(tmp_path: Path) -> None:
         "transforms": {"w_moves": "wrong:Moves"},
         "optimizers": {"w_closure": "wrong:Closure", "w_loss": "wrong:Each"},
         "rules": {"w_drops": "wrong:drops"},
+        "adaptations": {"w_logits": "wrong:logits", "w_norm": "wrong:needs_norm"},
     }
     describe_groups(tmp_path / "site-packages", "wrong", points)
     forget_extensions()
@@ -289,12 +297,14 @@ def test_a_wrong_one_is_refused_before_training(tmp_path: Path) -> None:
         "w_each": lambda: build_loss(load_task({**PLAIN, "loss": {"name": "w_each"}})),
         "w_moves": lambda: Augmentation(load_task(task)),
         "w_closure": lambda: check_optimizer({"name": "w_closure"}, ""),
+        "w_logits": lambda: ADAPTATIONS["w_logits"],
         "w_loss": lambda: check_optimizer({"name": "w_loss"}, ""),
         "w_drops": lambda: run_local("fedavg", PLAIN, 2, rounds=1, seed=0, rule="w_drops"),
     }
     for name, request in requests.items():
         with pytest.raises(ConfigError, match=name):
             request()
+    assert ADAPTATIONS["w_norm"] is not None, "it may need another model"
     sys.modules.pop("wrong")
 
 

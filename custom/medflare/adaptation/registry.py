@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from medflare.adaptation.dsbn import TargetStatistics, TestTimeNorm, batch_norm_layers
@@ -21,10 +22,12 @@ from medflare.core.errors import ConfigError, StateError
 from medflare.core.extensions import Extensions, check_callable
 from medflare.core.hyper import build_hyper, parsed_value
 from medflare.core.message import Message
+from medflare.core.rng import seeded
 from medflare.core.settings import no_such, strict_dataclass
 from medflare.core.states import StateDict
-from medflare.networks.catalogue import meta_network
-from medflare.tasks.config import TaskConfig
+from medflare.core.text import Json
+from medflare.networks.catalogue import meta_network, task_network
+from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.site import Site
 
 STATISTICS = "statistics"  # the entry with what an adaptation estimated from all images
@@ -88,7 +91,42 @@ class _Adaptations(Extensions):
         return self.foreign(kind) or partial(_built, kind)
 
 
-ADAPTATIONS = _Adaptations("adaptation", "adaptations", lambda: _BUILTIN, check_callable)
+def _try(adaptation: Any) -> None:
+    """Raises if it cannot be called, or makes no probabilities around a small classifier."""
+    check_callable(adaptation)
+    task = load_task(_EXAMPLE)
+    with seeded(0, "try adaptation"):
+        network = task_network(task).eval()
+        images = torch.rand(2, 1, *task.size)
+        try:
+            module = adaptation(nn.Sequential(network, nn.Softmax(dim=1)), task, Message())
+            values = module.eval()(images).detach()
+        except Exception:  # it may need another task or model
+            return
+    lowest = values.min().item()
+    highest = values.max().item()
+    if not (lowest >= -_ROUNDING and highest <= 1 + _ROUNDING):
+        raise ValueError(
+            f"its outputs are {lowest:.3g} to {highest:.3g}; return probabilities, from 0 to 1"
+        )
+
+
+_ROUNDING = 1e-4
+_EXAMPLE: Json = {
+    "name": "example",
+    "kind": "classification",
+    "target": "multiclass",
+    "labels": ["a", "b", "c"],
+    "channels": 1,
+    "size": [8, 8],
+    "network": {"name": "small_cnn", "channels": [4], "batch_norm": True},
+    "loss": {"name": "ce"},
+    "optimizer": {"name": "adam", "lr": 0.01},
+    "batch_size": 2,
+    "local_epochs": 1,
+    "metric": "accuracy",
+}
+ADAPTATIONS = _Adaptations("adaptation", "adaptations", lambda: _BUILTIN, _try)
 
 
 def check_adaptable(task: TaskConfig) -> None:
