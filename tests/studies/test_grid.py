@@ -414,6 +414,18 @@ def test_a_row_is_not_mixed_of_two_versions_of_its_code(
         run_study(rows, SETTING, [2], tmp_path, rerun=["fedprox"])
 
 
+def test_all_rows_of_another_version_are_named_at_once(tmp_path: Path, trained: list[str]) -> None:
+    rows = list(map(Candidate.parse, ("fedavg", "constant", "fedprox")))
+    run_study(rows, SETTING, [0], tmp_path)
+    for row in ("fedavg", "fedprox"):
+        results = read_runs(tmp_path)[f"{row}/seed0"]
+        results["versions"]["medflare"] = "0.0"
+        write_run(tmp_path, f"{row}/seed0", results)
+    remedy = "with --rerun fedavg --rerun fedprox, or"
+    with pytest.raises(StateError, match=rf"rows .*: fedavg, fedprox \(fedavg/seed0 .*{remedy}"):
+        run_study(rows, SETTING, [0], tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "warned"), [("medflare", None), ("medflare code", True), ("removed", False)]
 )

@@ -15,6 +15,7 @@ them are then incomplete.
 import json
 import os
 import re
+import shlex
 import time
 import traceback
 import zlib
@@ -55,6 +56,7 @@ from medflare.tasks.config import load_task
 STUDY_FILE = "study.zip"
 SCORES_FILE = "scores.json"
 _ROWS = "study.json"
+_MEDFLARE_CODE = f"medflare{CODE}"
 _LOCK = ".study.lock"
 _DATALISTS = "datalists"  # setting in a run's results: site -> checksum of its datalist
 
@@ -367,16 +369,26 @@ def _missing(
     earlier = read_runs(out)
     missing = []
     older: dict[str, None] = {}
+    stale: dict[str, str] = {}  # row -> how its code differs
     for name, job in {**_other_jobs(earlier, cells, setting), **jobs}.items():
         run = earlier.get(name)
         if job.candidate.label in repeated:
             missing.append(job)
         elif run is not None and _is_complete(run, setting):
             _check_same(out, job, run)
-            if not _is_same_code(out, job, run):
+            difference = _other_version(job, run)
+            if difference:
+                stale.setdefault(job.candidate.label, difference)
+            elif not _is_same_code(job, run):
                 older[job.candidate.label] = None
         elif name in jobs:
             missing.append(job)
+    if stale:
+        again = " ".join(f"--rerun {shlex.quote(label)}" for label in stale)
+        raise StateError(
+            f"{out}: rows with runs of other code: {', '.join(stale)} "
+            f"({next(iter(stale.values()))}); run them again with {again}, or use another --out"
+        )
     if older:
         say(
             f"warning: kept runs of {', '.join(older)} are of other code of medflare; "
@@ -399,21 +411,23 @@ def _other_jobs(
     return jobs
 
 
-def _is_same_code(out: Path, job: _Job, run: Run) -> bool:
-    """Whether a kept run is of medflare's code here; StateError if it is of another version, or of
-    other code of another package. Runs of earlier versions do not record code.
+def _other_version(job: _Job, run: Run) -> str:
+    """How a kept run is of another version, or of other code of another package; "" if it is not.
+    Runs of earlier versions do not record code.
     """
-    medflare_code = f"medflare{CODE}"
     before = run["versions"]
-    if medflare_code not in before:
-        return True
+    if _MEDFLARE_CODE not in before:
+        return ""
     for name, value in job.versions.items():
-        if name != medflare_code and before.get(name, value) != value:
-            raise StateError(
-                f"{out}: {job.name} is a run with {name} {before[name]}, here is {value}; "
-                f"run the row again with --rerun {job.candidate.label}, or use another --out"
-            )
-    return before[medflare_code] == job.versions[medflare_code]
+        if name != _MEDFLARE_CODE and before.get(name, value) != value:
+            return f"{job.name} is a run with {name} {before[name]}, here is {value}"
+    return ""
+
+
+def _is_same_code(job: _Job, run: Run) -> bool:
+    """Whether a kept run is of medflare's code here, as far as it records it."""
+    code = job.versions[_MEDFLARE_CODE]
+    return bool(run["versions"].get(_MEDFLARE_CODE, code) == code)
 
 
 def _is_complete(run: Run, setting: Setting) -> bool:
