@@ -210,7 +210,8 @@ def test_the_trial_of_a_task_trusts_all_that_this_process_trusts() -> None:
 def test_files_of_a_reader_are_in_folders(data: Path, tmp_path: Path) -> None:
     folder = data / "A" / "images"
     files = sorted(folder.glob("*.npy"))
-    assert files and list(scan_folder(folder).images) == files
+    scanned = scan_folder(folder)
+    assert files and list(scanned.images) == files and scanned.notes == ()
     assert sorted(item.path for item in find_inputs([folder], tmp_path / "out")[0]) == files
 
 

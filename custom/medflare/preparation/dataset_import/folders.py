@@ -270,8 +270,9 @@ def _line_of_objects(kinds: Mapping[Path, str], root: Path) -> str:
 def _not_read(files: Iterable[Path], root: Path) -> list[str]:
     """A line for each kind of files that have to be converted or unpacked."""
     lines = []
+    read = image_suffixes()  # also those of extensions
     for remedy, endings in WORDS["unread_suffix"].items():
-        listed = [file for file in files if suffix(file) in endings]
+        listed = [file for file in files if suffix(file) in endings and suffix(file) not in read]
         if listed:
             first = listed[0].relative_to(root).as_posix()
             lines.append(f"left out, files to {remedy}: {len(listed)}, the first: {first}")
