@@ -219,7 +219,8 @@ def test_results_and_models_of_the_simulator_are_where_the_plain_loop_has_them(
         *(
             (["run", "fedavg", "--engine", "local", "--dry-run", option, value], named)
             for option, value, named in (
-                ("--rounds", "-1", "rounds"),
+                ("--rounds", "-1", "--rounds -1: 1 or more"),
+                ("--rounds", "0", "--rounds 0: 1 or more"),
                 ("--sites", "b,../x", "'../x'"),
                 ("--workers", "0", "--workers"),
             )
@@ -290,6 +291,9 @@ def test_an_earlier_run_is_kept(
         f"an earlier run keeps the name {folder}; this run is {folder}.{number}"
         for number in (1, 2)
     ]
+    assert run_once(tmp_path, "--cross-site") == 1
+    refused = capsys.readouterr()
+    assert "earlier" not in refused.out and "cross_site" in refused.err
     assert run_once(tmp_path, "--dry-run") == 0
     assert f"{folder}.3" in capsys.readouterr().out and len([*tmp_path.iterdir()]) == 3
 

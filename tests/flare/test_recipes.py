@@ -13,7 +13,8 @@ import pytest
 from nvflare.recipe import PocEnv, SimEnv
 from nvflare.recipe.spec import ExecEnv
 
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, FederationFailed
+from medflare.flare.names import NO_TABLE
 from medflare.flare.recipes import FedAvgRecipe, FedSMRecipe, MedflareRecipe
 
 
@@ -74,6 +75,23 @@ def test_where_sites_have_yet_to_register_the_job_waits_for_them(
     recipe = FedAvgRecipe(rounds=1)
     recipe.process_env(environment(num_clients=3))
     assert recipe._job.job.min_clients == waits_for
+
+
+def test_a_failure_of_the_simulator_has_the_last_error_of_the_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def execute(recipe: MedflareRecipe, env: ExecEnv) -> None:
+        assert NO_TABLE in os.environ
+        log = tmp_path / "fedavg" / "server" / "log.txt"
+        log.parent.mkdir(parents=True)
+        full = "OSError: [Errno 28] No space left on device: 'results.json'"
+        log.write_text(f"Traceback:\n  in x\nKeyError: 'x'\nTraceback:\n  in y\n{full}\nend\n")
+        raise RuntimeError("Simulation failed with return code 2.")
+
+    monkeypatch.setattr(MedflareRecipe, "execute", execute)
+    with pytest.raises(FederationFailed, match=r"code 2\.; the last error: OSError: .* No space"):
+        FedAvgRecipe(rounds=1).simulate(["A"], tmp_path)
+    assert NO_TABLE not in os.environ
 
 
 def test_ctrl_c_is_no_failure_of_the_simulator(

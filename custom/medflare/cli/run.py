@@ -132,6 +132,9 @@ def chosen(
         )
     method = get_method(name, site=federation.site_algorithm, server=federation.server_algorithm)
     hyper, task = hyper_and_task(federation, method, settings.get("adapt", RunSettings.adapt))
+    may_be_zero = not method.trains or "weights" in task.network
+    if rounds < 0 or (rounds == 0 and not may_be_zero):
+        raise ConfigError(f"--rounds {rounds}: 1 or more")
     arguments = {
         "seed": 0,
         **settings,
@@ -333,13 +336,14 @@ def run(
     target = out / f"{method.name}-{task.name}-seed{arguments['seed']}"
     with options.environment(data_root=data_root, device=device):
         options.check_sites(names, task)
+        run_settings({name: arguments[name] for name in RUN_SETTINGS if name in arguments})
+        _check(method, task, hyper, outside, arguments)
         if dry_run:
             from medflare.networks.weights import starting_state
 
             inside = [name for name in names if name not in outside]
             with options.environment(weights=weights or choice.model):
                 starting_state(task, arguments["seed"])
-            run_settings({name: arguments[name] for name in RUN_SETTINGS if name in arguments})
             print(_planned(method, task, hyper, inside, outside, arguments))
             print(f"nothing was written; without --dry-run the results come to {_free(target)}")
             return 0
@@ -378,17 +382,10 @@ def _check_number(inside: int, settings: Json) -> None:
             )
 
 
-def _planned(
-    method: "Method",
-    task: "TaskConfig",
-    hyper: Json,
-    inside: list[str],
-    outside: list[str],
-    arguments: Json,
-) -> str:
-    """What a run would do, a line each; raises ConfigError if it cannot."""
-    from medflare.core.states import state_bytes
-    from medflare.evaluation.presentation import format_bytes
+def _check(
+    method: "Method", task: "TaskConfig", hyper: Json, outside: list[str], arguments: Json
+) -> None:
+    """Raise ConfigError for a run that cannot start."""
     from medflare.federation.preflight import check_run
 
     check_run(
@@ -400,6 +397,20 @@ def _planned(
         cross_site=arguments.get("cross_site", False),
         adapt=arguments.get("adapt", RunSettings.adapt),
     )
+
+
+def _planned(
+    method: "Method",
+    task: "TaskConfig",
+    hyper: Json,
+    inside: list[str],
+    outside: list[str],
+    arguments: Json,
+) -> str:
+    """What a run would do, a line each."""
+    from medflare.core.states import state_bytes
+    from medflare.evaluation.presentation import format_bytes
+
     sent = state_bytes(method.plan(task, tuple(sorted(inside)), hyper).template())
     sites = f"sites that train: {', '.join(inside)}"
     if outside:

@@ -32,7 +32,7 @@ from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.components import authorize, settings_of, task_content
 from medflare.flare.flare_patches import keep_ports_apart, share_cleanup_thread, survive_resends
 from medflare.flare.liveness import ALIVE, LONG_POLL, WORK
-from medflare.flare.names import TASK_FILE
+from medflare.flare.names import NO_TABLE, TASK_FILE
 from medflare.flare.participants import interrupted_id
 from medflare.flare.simulator import SimulatorHost, limit_spinning
 from medflare.flare.tracking import GROUP, MLFLOW, MLflowTracker, Progress
@@ -176,7 +176,8 @@ class MedflareController(Controller):
         if results["status"] == FAILED:
             self._fail(results["reason"], fl_ctx)
             return
-        self.log_info(fl_ctx, "\n" + results_table(results))
+        if NO_TABLE not in os.environ:
+            self.log_info(fl_ctx, "\n" + results_table(results))
         for folder in self._checkpoints(fl_ctx):  # those of a failed run stay: it may be resumed
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,5 +1,7 @@
 """Names that parties agree on: a job's files, and the actions in audit.log."""
 
+# Environment variable: the caller of the simulator prints the results, the server's log need not.
+NO_TABLE = "_MEDFLARE_NO_TABLE"
 TASK_FILE = "task.json"  # in the job's config folder
 
 # Actions in a party's audit.log, see `components`.

@@ -7,7 +7,9 @@ from nvflare.recipe import SimEnv
 FedSMRecipe(task="phantom", rounds=10, lam=0.3).execute(SimEnv(num_clients=4))
 """
 
+import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +21,13 @@ from nvflare.recipe.spec import ExecEnv, Recipe
 
 from medflare.core.errors import ConfigError, FederationFailed
 from medflare.core.settings import checked
+from medflare.core.text import printable
 from medflare.flare.jobs.building import JOB_SETTINGS, FederationJob, JobSettings
+from medflare.flare.names import NO_TABLE
 from medflare.tasks.config import TaskConfig, load_task
 
+_ERROR = re.compile(r"^(?:\w+\.)*\w*Error: .+", re.MULTILINE)  # the last line of a traceback
+_NO_SPACE = 2**20  # bytes
 _SITE_NAME = re.compile(r"[A-Za-z0-9_-]+")  # FLARE uses dots in the names of its cells
 
 
@@ -95,6 +101,7 @@ class MedflareRecipe(Recipe):
 
         in_main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGINT, interrupt) if in_main else None
+        os.environ[NO_TABLE] = "1"
         try:
             env = SimEnv(clients=list(sites), num_threads=threads, workspace_root=str(workspace))
             self.execute(env)
@@ -103,8 +110,11 @@ class MedflareRecipe(Recipe):
                 raise KeyboardInterrupt(
                     "a run in FLARE's simulator cannot be resumed; start it again"
                 ) from None
-            raise FederationFailed(f"FLARE's simulator failed: {error}") from error
+            raise FederationFailed(
+                f"FLARE's simulator failed: {error}{_last_error(workspace)}"
+            ) from error
         finally:
+            del os.environ[NO_TABLE]
             if in_main:
                 signal.signal(signal.SIGINT, before)
 
@@ -131,6 +141,16 @@ class IOPRecipe(MedflareRecipe):
 
 class FedDAGRecipe(MedflareRecipe):
     default_method = "feddag"
+
+
+def _last_error(workspace: Path) -> str:
+    """The last error in the logs of a simulation, as the end of a line; "" if there is none."""
+    errors = []
+    for log in sorted(workspace.rglob("log.txt"), key=lambda file: file.stat().st_mtime):
+        errors += _ERROR.findall(log.read_text(encoding="utf-8", errors="replace"))
+    if shutil.disk_usage(workspace).free < _NO_SPACE:
+        errors.append("no space is left on the disk")
+    return f"; the last error: {printable(errors[-1])}" if errors else ""
 
 
 def check_place(sites: Iterable[str], workspace: Path) -> None:
