@@ -99,6 +99,18 @@ def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> Non
         assert command in capsys.readouterr().out
 
 
+def test_the_patients_of_the_readme_are_those_of_the_synthetic_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "FOLDER")
+    (command,) = re.findall(r"^medflare (data init FOLDER .*?)  #", read("README.md"), re.MULTILINE)
+    assert "`medflare data phantom FOLDER`" in read("README.md")
+    assert main(["data", "phantom", folder]) == 0
+    words = [folder if word == "FOLDER" else word for word in shlex.split(command)]
+    assert main([*words[:-1], str(tmp_path / "DATA")]) == 0
+    assert len(list(tmp_path.glob("DATA/*/datalist.json"))) == 3, capsys.readouterr().err
+
+
 def test_the_python_example_of_the_readme_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -291,9 +291,9 @@ def test_an_earlier_run_is_kept(
         f"an earlier run keeps the name {folder}; this run is {folder}.{number}"
         for number in (1, 2)
     ]
-    assert run_once(tmp_path, "--cross-site") == 1
+    assert run_once(tmp_path, "--adapt", "routing") == 1
     refused = capsys.readouterr()
-    assert "earlier" not in refused.out and "cross_site" in refused.err
+    assert "earlier" not in refused.out and "routing" in refused.err
     assert run_once(tmp_path, "--dry-run") == 0
     assert f"{folder}.3" in capsys.readouterr().out and len([*tmp_path.iterdir()]) == 3
 
