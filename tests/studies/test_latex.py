@@ -52,6 +52,12 @@ def test_means_the_best_bold_the_second_underlined(groups: dict[str, list[Run]])
     assert "0.600" not in by_hd95
 
 
+def test_means_that_are_printed_alike_are_marked_alike(record: RunRecord) -> None:
+    groups = {"fedavg": row(record, (0.5, 4.0)), "fedsm": row(record, (0.5001, 4.0))}
+    text = latex_tables(StudyTables(groups, ["dice"]))
+    assert "0.500" in text and "textbf" not in text and "underline" not in text
+
+
 def test_the_command_prints_latex_of_some_metrics(
     groups: dict[str, list[Run]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from medflare.evaluation.presentation import UNDEFINED, lower_is_better, metric_label
+from medflare.evaluation.presentation import UNDEFINED, format_metric, lower_is_better, metric_label
 from medflare.studies.statistics import ALL_SITES
 from medflare.studies.tables import StudyTables, spread
 from medflare.studies.tasks_compared import ranking, task_means
@@ -69,7 +69,7 @@ def _table(study: StudyTables, columns: _Columns) -> str:
             values = study.series(label, "deployed", role, metric, site)
             text = spread(metric, values)
             cells[heading][label] = _UNDEFINED if text == UNDEFINED else text.replace("±", r"$\pm$")
-            means[label] = values.mean()
+            means[label] = float(format_metric(metric, values.mean()))  # ranked as printed
         ranks = pd.Series(means).rank(method="dense", ascending=lower_is_better(metric))
         marks = {1: "textbf:--rwrap", 2: "underline:--rwrap"} if ranks.max() > 1 else {}
         styles[heading] = [marks.get(rank, "") for rank in ranks]
