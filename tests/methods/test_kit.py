@@ -126,6 +126,13 @@ class Broken(FedAvgSite[Any]):
         return dict[str, float]()["weights"]
 
 
+class Vectors(FedAvgSite[Any]):
+    """Its loss is no scalar; the error is not in its own code."""
+
+    def round_loss(self, *arguments: Any) -> Any:
+        return lambda model, images, targets: model(images).sum(dim=1)
+
+
 class Forgotten(FedAvgSite[Any]):
     def train(self, round: int, incoming: Message) -> Message:  # type: ignore[return]
         super().train(round, incoming)
@@ -180,8 +187,9 @@ def forgotten() -> Any:
             Broken,
             FedAvgServer,
             {"plain loop"},
-            r"fails at site a in 'train' of round 1: KeyError: 'weights' \(test_kit.py, line \d+, in fit",
+            r"^method 'slip' fails at site a in 'train' of round 1: KeyError: 'weights' \(test_kit.py, line \d+, in fit",
         ),
+        (Vectors, FedAvgServer, {"plain loop"}, r"scalar outputs \(epochs.py, line \d+, in "),
         (
             Forgotten,
             FedAvgServer,

@@ -30,18 +30,18 @@ def described(error: Exception, *algorithms: type) -> str:
 
 
 def _place(error: Exception, *algorithms: type) -> str:
-    """The innermost line of the code of the algorithms' authors, else the innermost one."""
+    """The innermost line of the code of the algorithms' authors, else of medflare, else of all."""
     modules = {algorithm.__module__ for algorithm in algorithms}
     packages = set[str]()
     for algorithm in algorithms:
         packages |= {cls.__module__.partition(".")[0] for cls in algorithm.__mro__}
     packages -= _NOBODYS
-    *_, (innermost, line) = traceback.walk_tb(error.__traceback__)
-    for frame, number in traceback.walk_tb(error.__traceback__):
+    places: dict[int, str] = {}  # 2: an author's, 1: medflare's, 0: another library's
+    for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
-        is_own = module.partition(".")[0] in packages if packages else module in modules
-        if is_own:
-            innermost = frame
-            line = number
-    code = innermost.f_code
-    return f"{Path(code.co_filename).name}, line {line}, in {code.co_name}"
+        package = module.partition(".")[0]
+        is_own = package in packages if packages else module in modules
+        code = frame.f_code
+        rank = 2 * is_own or int(package == "medflare")
+        places[rank] = f"{Path(code.co_filename).name}, line {line}, in {code.co_name}"
+    return places[max(places)]

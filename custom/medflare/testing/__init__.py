@@ -45,6 +45,7 @@ TASK = load_task(
 )
 SITES = ("a", "b")
 OUTSIDE = "z"
+_RECORDED = "_recorded"  # the end of the name of a method that is recorded
 
 Results = JsonDict
 
@@ -108,7 +109,7 @@ def _problem(check: Callable[[], None], method: Method) -> str:
     try:
         check()
     except (Failed, MedflareError, StepFailed) as error:
-        return str(error)
+        return str(error).replace(f"{method.name}{_RECORDED}", method.name)
     except Exception as error:  # whatever the method raises
         return described(error, method.site_class, method.server_class)
     return ""
@@ -314,7 +315,7 @@ def _recorded(method: Method, record: _Record) -> Method:
             return reply
 
     Recorded.__name__ = method.site_class.__name__  # which messages name
-    return replace(method, name=f"{method.name}_recorded", site=Recorded)
+    return replace(method, name=f"{method.name}{_RECORDED}", site=Recorded)
 
 
 def in_pieces(begin: Callable[..., Results], resume: Callable[..., Results]) -> Results:
