@@ -2,20 +2,27 @@
 
 import inspect
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from nvflare.private.fed.app.simulator import simulator_worker
 
 from helpers.waiting import eventually
 from medflare.core.errors import MedflareError
+from medflare.core.message import Message
 from medflare.flare import simulator
+from medflare.flare.messages import register_decomposers, to_bytes, to_shareable
 from medflare.flare.participants import ParticipantSpec
-from medflare.flare.simulator import Host, SimulatorHost, limit_spinning
+from medflare.flare.simulator import Host, SimulatorHost, SiteWorker, limit_spinning
+from medflare.methods.catalogue import get_method
 
 SPEC = {
     "name": "A",
@@ -73,6 +80,21 @@ def test_an_idle_worker_ends_and_is_replaced(
     first = worker_of(tmp_path, "A")
     assert eventually(lambda: not host._workers["A"][0].is_alive())
     assert worker_of(tmp_path, "A") != first
+
+
+def test_a_worker_names_the_place_of_an_error_of_the_code() -> None:
+    def answer(*arguments: object) -> None:
+        raise KeyError("head.weight")
+
+    register_decomposers()
+    participant = SimpleNamespace(answer=answer, method=get_method("fedavg"))
+    spec: Any = SimpleNamespace(participant=lambda aborted, shares: participant)
+    here, there = Pipe()
+    here.send_bytes(json.dumps({"phase": "train", "round": 1}).encode())
+    here.send_bytes(to_bytes(to_shareable(Message())))
+    SiteWorker(spec).serve(there)
+    problem = json.loads(here.recv_bytes())["problem"]
+    assert re.fullmatch(r"KeyError: 'head\.weight' \(simulator\.py, line \d+, in serve\)", problem)
 
 
 def test_a_worker_gets_the_gpu_that_flare_gave_its_sites_process(

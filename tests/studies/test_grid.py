@@ -349,7 +349,10 @@ def test_a_row_that_fails_fails_alone(
     (failed,) = groups["buggy"]
     validate_results(failed)
     where = "method 'buggy' fails at site site-1 in 'train' of round 1: KeyError: "
-    assert failed["reason"].startswith(where) and "__init__.py, line" in failed["reason"]
+    assert (
+        failed["reason"].startswith(where)
+        and "(buggy_methods/__init__.py, line" in failed["reason"]
+    )
     assert (tmp_path / "out" / "errors.log").read_text().count("Traceback") == 2, "and its cause"
     assert failed["versions"]["buggy-methods"] == "0.1"
     table = (tmp_path / "out" / "table.md").read_text()

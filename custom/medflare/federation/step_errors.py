@@ -41,7 +41,8 @@ def _place(error: Exception, *algorithms: type) -> str:
         module = frame.f_globals.get("__name__", "")
         package = module.partition(".")[0]
         is_own = package in packages if packages else module in modules
-        code = frame.f_code
+        file = Path(frame.f_code.co_filename)
+        name = f"{file.parent.name}/{file.name}" if file.stem == "__init__" else file.name
         rank = 2 * is_own or int(package == "medflare")
-        places[rank] = f"{Path(code.co_filename).name}, line {line}, in {code.co_name}"
+        places[rank] = f"{name}, line {line}, in {frame.f_code.co_name}"
     return places[max(places)]
