@@ -17,7 +17,7 @@ from medflare.core.errors import ConfigError
 from medflare.tasks import metrics_table
 from medflare.tasks.class_metrics import by_class, of_outputs, quadratic_kappa
 from medflare.tasks.classes import Cases
-from medflare.tasks.metrics_table import METRICS, Metric, metric_table
+from medflare.tasks.metrics_table import METRICS, Metric, metric_table, require_usable
 from medflare.tasks.summaries import mean_interval, summarize
 
 N = 60
@@ -210,8 +210,9 @@ def test_a_wrong_entry_point_is_named(plugins: list[EntryPoint]) -> None:
     ):
         plugins[:] = [point]
         clear()
+        assert metric_table() == METRICS, "other metrics stay"
         with pytest.raises(ConfigError, match=point.name):
-            metric_table()
+            require_usable(point.name)
     plugins.clear()
 
 
