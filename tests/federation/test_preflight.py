@@ -205,12 +205,12 @@ del UndeclaredSite.phases["finalize"]
         (
             ForgetfulSite,
             FedAvgServer,
-            "its finalize returns None; return a dict of role to Message",
+            "its finalize returns a NoneType; return a dict of role to Message",
         ),
         (
             FedAvgSite,
             ForgetfulServer,
-            "message with the final models: it is None; return a Message",
+            "message with the final models: it is a NoneType; return a Message",
         ),
         (MisspeltSite, FedAvgServer, "no model 'deployed', it makes global, deployd"),
         (MoreModelsSite, FedAvgServer, "a model 'personnal', its roles are global, personal, dep"),

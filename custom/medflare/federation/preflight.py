@@ -121,7 +121,7 @@ def _dry_run(method: Method, plan: Plan, outside: Sequence[str], adapt: str) -> 
 def _request_problem(phase: Phase, plan: Plan, request: Any) -> str | None:
     """Why the server's message is not as its phase declares it, in words, or None."""
     if not isinstance(request, Message):
-        return f"it is {request!r}; return a Message"
+        return f"it is a {type(request).__name__}; return a Message"
     return request_problem(phase, plan, request)
 
 
@@ -132,14 +132,18 @@ def _step_problem(server: ServerAlgorithm, step: Step, phase: Phase, plan: Plan)
             problem = _request_problem(phase, plan, server.configure(step, site))
             if problem:
                 return f"the server's message for {phase.name!r}: {problem}"
-        before = {entry: set(state) for entry, state in server.state().states.items()}
-        server.aggregate(step, {name: _zeros(phase, plan) for name in _SITES})
-        for entry, state in server.state().states.items():
-            lost = before.get(entry, set()) - state.keys()
-            if lost:
-                return f"the server's work on {phase.name!r} loses {min(lost)!r} of its {entry!r}"
+        return _aggregation_problem(server, step, phase, plan)
     except ConfigError as error:
         return str(error)
+
+
+def _aggregation_problem(
+    server: ServerAlgorithm, step: Step, phase: Phase, plan: Plan
+) -> str | None:
+    """Why the server cannot process replies of zeros, in words, or None."""
+    before = {entry: set(state) for entry, state in server.state().states.items()}
+    try:
+        server.aggregate(step, {name: _zeros(phase, plan) for name in _SITES})
     except KeyError as missing:
         name = missing.args[0] if missing.args else None
         if not isinstance(name, str):
@@ -149,6 +153,10 @@ def _step_problem(server: ServerAlgorithm, step: Step, phase: Phase, plan: Plan)
             return (
                 f"the server needs {name!r}, which the site's reply to {phase.name!r} does not hold"
             )
+    for entry, state in server.state().states.items():
+        lost = before.get(entry, set()) - state.keys()
+        if lost:
+            return f"the server's work on {phase.name!r} loses {min(lost)!r} of its {entry!r}"
     return None
 
 
@@ -162,7 +170,8 @@ def _role_problem(method: Method, plan: Plan, last: Sequence[Message], adapt: st
     site = Site(_SITES[0], task, SiteData(image, image, image))
     models: Any = method.make_site(site, plan).finalize(last[0])
     if not isinstance(models, dict):
-        return f"its finalize returns {models!r}; return a dict of role to Message"
+        kind = type(models).__name__
+        return f"its finalize returns a {kind}; return a dict of role to Message"
     if "deployed" in method.roles and "deployed" not in models:
         return f"its finalize makes no model 'deployed', it makes {', '.join(models) or 'none'}"
     undeclared = [role for role in models if role not in method.roles]

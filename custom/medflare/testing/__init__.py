@@ -116,6 +116,36 @@ def _problem(check: Callable[[], None], method: Method) -> str:
 
 
 @dataclass
+class _Record:
+    """What the sites did in a run.
+
+    Attributes:
+        sent: phase -> metadata names of its replies.
+        received: site and phase -> checksums of the tensors of its requests, of those that ask for
+            tensors.
+        drawn: the first step that changed a global random generator, in words.
+    """
+
+    sent: dict[str, set[str]] = field(default_factory=dict)
+    received: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    drawn: str = ""
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether every phase that exchanges tensors in several rounds always asks with the same
+        ones.
+        """
+        repeated = [checksums for checksums in self.received.values() if len(checksums) > 1]
+        return bool(repeated) and all(len(set(checksums)) == 1 for checksums in repeated)
+
+    def note(self, site: str, phase: str, incoming: Message, reply: Message) -> None:
+        self.sent.setdefault(phase, set()).update(reply.meta)
+        if incoming.states and reply.states:
+            checksum = states_digest(incoming.states)
+            self.received.setdefault((site, phase), []).append(checksum)
+
+
+@dataclass
 class _Kit:
     """The checks of one method.
 
@@ -127,7 +157,7 @@ class _Kit:
     task: TaskConfig
     hyper: Json
     folder: Path
-    _record: "_Record" = field(default_factory=lambda: _Record())
+    _record: _Record = field(default_factory=_Record)
 
     def checks(self, simulator: bool) -> Iterator[tuple[str, Callable[[], None]]]:
         """Name and function of every check."""
@@ -256,36 +286,6 @@ def _completed(results: Results) -> Results:
     if results["status"] != COMPLETED:
         raise Failed(f"the run ended {results['status']}: {results['reason']}")
     return results
-
-
-@dataclass
-class _Record:
-    """What the sites did in a run.
-
-    Attributes:
-        sent: phase -> metadata names of its replies.
-        received: site and phase -> checksums of the tensors of its requests, of those that ask for
-            tensors.
-        drawn: the first step that changed a global random generator, in words.
-    """
-
-    sent: dict[str, set[str]] = field(default_factory=dict)
-    received: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    drawn: str = ""
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether every phase that exchanges tensors in several rounds always asks with the same
-        ones.
-        """
-        repeated = [checksums for checksums in self.received.values() if len(checksums) > 1]
-        return bool(repeated) and all(len(set(checksums)) == 1 for checksums in repeated)
-
-    def note(self, site: str, phase: str, incoming: Message, reply: Message) -> None:
-        self.sent.setdefault(phase, set()).update(reply.meta)
-        if incoming.states and reply.states:
-            checksum = states_digest(incoming.states)
-            self.received.setdefault((site, phase), []).append(checksum)
 
 
 def _global_generators() -> dict[str, Any]:
