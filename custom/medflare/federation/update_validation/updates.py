@@ -115,8 +115,10 @@ def validate_replies(
     for site, counts in enrolled.items():
         images[site] = counts.get("train", 0) * fractions.get(site, 1)
 
-    rejected |= _too_long(updates, images)
+    long, doubted = _too_long(updates, images)
+    rejected |= long
     accepted = _without(accepted, rejected)
+    doubted = _without(doubted, rejected)
     compared = {
         entry: update
         for entry, update in updates.items()
@@ -136,7 +138,7 @@ def validate_replies(
     clipped = _clip(updates, accepted, outgoing, images)
 
     suspicious: Reasons = {}
-    for reasons in (clipped, _against_the_others(compared, accepted), drifting):
+    for reasons in (doubted, clipped, _against_the_others(compared, accepted), drifting):
         for site, reason in reasons.items():
             earlier = f"{suspicious[site]}; " if site in suspicious else ""
             suspicious[site] = earlier + reason
@@ -228,16 +230,17 @@ def _clip(
     return reasons
 
 
-def _too_long(updates: Mapping[str, _Updates], images: Images) -> Reasons:
-    """Sites whose update of some entry is much longer than the others', with the reason.
+def _too_long(updates: Mapping[str, _Updates], images: Images) -> tuple[Reasons, Reasons]:
+    """Sites whose update of some entry is much longer than the others', with the reason; and the
+    others where that is one, since either can be wrong.
 
-    That is longer than ten times the median of the others that moved. Where one other moved, both
-    are rejected if they are a hundred times apart.
+    That is longer than ten times the median of the others that moved, of two a hundred times.
 
     A site with r times the others' median count of training images takes more steps: it has r times
     this limit, at most a hundred.
     """
     rejected: Reasons = {}
+    doubted: Reasons = {}
     for entry, update in updates.items():
         squared = update.products.diagonal().clamp(min=0)
         lengths = dict(zip(update.sites, squared.sqrt().tolist(), strict=True))
@@ -249,15 +252,6 @@ def _too_long(updates: Mapping[str, _Updates], images: Images) -> Reasons:
             }
             if not others:
                 continue
-            if len(others) == 1:
-                ((other, moved),) = others.items()
-                if 0 < length < moved / _LARGEST_LIMIT or length > moved * _LARGEST_LIMIT:
-                    rejected.setdefault(
-                        site,
-                        f"{entry} moved by {length:.3g}, that of {other} by {moved:.3g}, more than "
-                        f"{_LARGEST_LIMIT:.3g} times apart; either can be wrong",
-                    )
-                    continue
             median = statistics.median(others.values())
             limit = _LARGEST_LIMIT
             if update.replaces and len(others) > 1:
@@ -270,11 +264,16 @@ def _too_long(updates: Mapping[str, _Updates], images: Images) -> Reasons:
                     f"{entry} moved by {length:.3g}, more than {limit:.3g} times "
                     f"the others' median {median:.3g}",
                 )
+                if len(others) == 1:
+                    doubted[next(iter(others))] = (
+                        f"{entry} moved by {median:.3g}, that of {site} by {length:.3g}: of two, "
+                        "either can be wrong"
+                    )
         if update.replaces and len(update.sites) > 2:
             counts = [images.get(site, 0) for site in update.sites]
             for index, reason in clipping.absurd(update.squares, update.sizes, counts).items():
                 rejected.setdefault(update.sites[index], f"{entry}/{reason}, their median")
-    return rejected
+    return rejected, doubted
 
 
 def _against_the_others(updates: Mapping[str, _Updates], sites: Collection[str]) -> Reasons:
