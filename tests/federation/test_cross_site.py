@@ -16,7 +16,7 @@ from medflare.federation.exchange import Reply
 from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.participant import Participant
-from medflare.federation.protocol import SHARED
+from medflare.federation.protocol import PERSONAL_MODEL
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE
 from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
@@ -74,10 +74,10 @@ def test_a_faulty_model_is_not_sent_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> dict[str, Reply]:
         replies = dict(honest(exchange, step, outgoing))
         if step.phase == FINALIZE:
-            state = replies["site-1"].message[SHARED]  # type: ignore[index]
+            state = replies["site-1"].message[PERSONAL_MODEL]  # type: ignore[index]
             name = next(iter(state))
             state[name] = state[name] * torch.nan
-            replies["site-2"].message[SHARED] = {"other": torch.ones(3)}  # type: ignore[index]
+            replies["site-2"].message[PERSONAL_MODEL] = {"other": torch.ones(3)}  # type: ignore[index]
         assert step.phase != CROSS_SITE
         return replies
 
@@ -151,7 +151,7 @@ def test_a_personal_model_leaves_if_the_site_agrees(
     share: bool | None, settings: dict[str, Any], leaves: bool, named: str
 ) -> None:
     _, reply = finished(share=share, **settings)
-    assert set(reply.states) == ({SHARED.name} if leaves else set())
+    assert set(reply.states) == ({PERSONAL_MODEL.name} if leaves else set())
     messages = [
         event["message"] for event in reply.meta["events"] if "personal model" in event["message"]
     ]
@@ -161,7 +161,9 @@ def test_a_personal_model_leaves_if_the_site_agrees(
 @pytest.mark.parametrize(("minimum", "sent"), [(5, True), (6, False)])
 def test_a_metric_of_few_patients_does_not_leave(minimum: int, sent: bool) -> None:
     participant, reply = finished(local=LocalSettings(share_model=True, minimum_patients=minimum))
-    request = Message({f"{SHARED.name}/B": reply[SHARED]}, {"step": 1, "run_rounds": 1})
+    request = Message(
+        {f"{PERSONAL_MODEL.name}/B": reply[PERSONAL_MODEL]}, {"step": 1, "run_rounds": 1}
+    )
     value = participant.answer(CROSS_SITE, 1, request).meta[CROSS_SITE]["B"]
     assert (value is not None) == sent
     if sent:
@@ -175,19 +177,19 @@ def test_a_metric_that_few_patients_define_does_not_leave(
     """A model that answers background everywhere has no score for those without the structure."""
     local = LocalSettings(share_model=True, minimum_patients=minimum)
     participant, reply = finished(shown=1, local=local)
-    state = {name: torch.zeros_like(tensor) for name, tensor in reply[SHARED].items()}
+    state = {name: torch.zeros_like(tensor) for name, tensor in reply[PERSONAL_MODEL].items()}
     state["head.bias"] -= 9
-    request = Message({f"{SHARED.name}/B": state}, {"step": 1, "run_rounds": 1})
+    request = Message({f"{PERSONAL_MODEL.name}/B": state}, {"step": 1, "run_rounds": 1})
     assert participant.answer(CROSS_SITE, 1, request).meta[CROSS_SITE] == {"B": value}
 
 
 def test_a_site_takes_models_of_members_that_fit() -> None:
     participant, reply = finished(local=LocalSettings(share_model=True))
-    state = reply[SHARED]
+    state = reply[PERSONAL_MODEL]
     for states in (
-        {f"{SHARED.name}/stranger": state},
-        {SHARED.name: state},
-        {f"{SHARED.name}/B": {"other": torch.ones(3)}},
+        {f"{PERSONAL_MODEL.name}/stranger": state},
+        {PERSONAL_MODEL.name: state},
+        {f"{PERSONAL_MODEL.name}/B": {"other": torch.ones(3)}},
     ):
         with pytest.raises(MessageError):
             participant.answer(CROSS_SITE, 1, Message(states, {"step": 1, "run_rounds": 1}))

@@ -22,7 +22,7 @@ from medflare.federation.protocol import (
     ENROLS,
     INVITES,
     METRICS,
-    NUMBERED,
+    RUN_ITEMS,
     declaration_problem,
     message_problem,
     negative,
@@ -288,7 +288,7 @@ def test_training_a_selector_without_its_models_raises() -> None:
 
 
 def test_every_item_of_every_method_has_a_type() -> None:
-    items = [*INVITES, *NUMBERED, *ENROLS, *DELIVERS]
+    items = [*INVITES, *RUN_ITEMS, *ENROLS, *DELIVERS]
     for name in method_names():
         algorithm = get_method(name).site_class
         assert "finalize" in algorithm.phases, name

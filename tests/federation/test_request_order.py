@@ -17,7 +17,7 @@ from medflare.core.store import MemoryStore
 from medflare.data.local import Bounds, LocalSettings
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
-from medflare.federation.protocol import SHARES
+from medflare.federation.protocol import FEDERATION_SHARES
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.federation.study_record import StudyRecord
 from medflare.methods.catalogue import get_method
@@ -219,7 +219,7 @@ def test_the_last_step_is_answered_again_with_the_same_adaptation_only() -> None
 
     first, second = (finalize(adapt="dsbn").meta["metrics"] for _ in range(2))
     assert first == second and first["dsbn"]["dice"] is not None
-    shares = {"adapt": "dsbn", SHARES.name: [0.5, 0.5]}
+    shares = {"adapt": "dsbn", FEDERATION_SHARES.name: [0.5, 0.5]}
     for more in ({}, {"adapt": "tent"}, shares):
         with pytest.raises(MessageError, match="another adaptation"):
             finalize(**more)

@@ -10,9 +10,9 @@ from typing import Protocol
 from medflare.core.message import Message, Messages
 from medflare.federation.outcome import Outcome, SiteCost
 from medflare.federation.protocol import (
+    PERSONAL_MODEL,
     REPORTS_OF_ALL,
     RUN_ROUNDS,
-    SHARED,
     STEP,
     declaration_problem,
     message_problem,
@@ -104,7 +104,7 @@ def _validated(reply: Reply, site: str, phase: str) -> Reply:
         return replace(reply, problem=reason_line(reply.problem))
     problem = message_problem(reply.message, site)
     if problem is None and phase in REPORTS_OF_ALL:
-        allowed = {SHARED.name} if phase == FINALIZE else set()
+        allowed = {PERSONAL_MODEL.name} if phase == FINALIZE else set()
         problem = "unexpected tensors"
         if reply.message.states.keys() <= allowed:
             problem = declaration_problem(reply.message, *REPORTS_OF_ALL[phase])

@@ -37,18 +37,18 @@ from medflare.federation.protocol import (
     CROSS,
     DELIVERS,
     EVENTS,
+    FEDERATION_SHARES,
     FINISHED,
+    PERSONAL_MODEL,
+    PERSONAL_MODELS,
     PRIVACY_COST,
     RANGE,
     ROLE,
     RUN_ROUNDS,
-    SHARE,
-    SHARED,
-    SHARED_MODELS,
-    SHARES,
     SITES,
     START,
     STEP,
+    TEST_PERSONAL,
     TESTED,
     TRAINING_FINDINGS,
     VERSIONS,
@@ -196,9 +196,9 @@ class Participant:
 
     def _step(self, phase: str, round: int, incoming: Message) -> Message:
         validator = RequestValidator(self.name, phase, round)
-        numbers = validator.pop_numbers(incoming)
-        step = numbers[STEP]
-        rounds = numbers[RUN_ROUNDS]
+        run_items = validator.pop_run_items(incoming)
+        step = run_items[STEP]
+        rounds = run_items[RUN_ROUNDS]
         recalled = self._algorithm.recall(step)
         of_method = phase not in PHASES_OF_ALL
         if of_method and self.name not in recalled.plan.sites:
@@ -207,7 +207,8 @@ class Participant:
                 "it is an outside site, which does not train"
             )
         validator.check_request(incoming, recalled)
-        adaptation = {item.name: numbers[item] for item in (ADAPT, SHARES) if item in numbers}
+        asked = [item for item in (ADAPT, FEDERATION_SHARES) if item in run_items]
+        adaptation = {item.name: run_items[item] for item in asked}
         self._is_repeated = self._order.admit(
             phase, round, incoming, step, rounds, recalled, adaptation
         )
@@ -217,7 +218,7 @@ class Participant:
                 site = algorithm.site
                 site.rate_factor = site.task.schedule.rate_factor(round, rounds)
                 if phase == FINALIZE:
-                    return self._finalize(algorithm, incoming, numbers)
+                    return self._finalize(algorithm, incoming, run_items)
                 if phase == CROSS_SITE:
                     return self._cross_site(site, incoming)
                 reply = self._performed(algorithm, phase, round, incoming)
@@ -406,19 +407,19 @@ class Participant:
         algorithm.minimum_patients = self._minimum
         return algorithm
 
-    def _finalize(self, algorithm: SiteAlgorithm, incoming: Message, numbers: Message) -> Message:
+    def _finalize(self, algorithm: SiteAlgorithm, incoming: Message, run_items: Message) -> Message:
         """Make, evaluate and store the final models.
 
-        Of `NUMBERED`: RANGE and SHARES go into their metadata, ADAPT adapts the deployed one, SHARE
-        requests the personal one.
+        Of `RUN_ITEMS`: RANGE and FEDERATION_SHARES go into their metadata, ADAPT adapts the
+        deployed one, TEST_PERSONAL requests the personal one.
         """
         models, notes = with_choice(algorithm.finalize(incoming), self.local.keep)
         for model in models.values():
-            for item in (RANGE, SHARES):
-                if item in numbers:
-                    model[item] = numbers[item]
-        if ADAPT in numbers:
-            models, remarks = with_adapted(algorithm.site, models, numbers[ADAPT])
+            for item in (RANGE, FEDERATION_SHARES):
+                if item in run_items:
+                    model[item] = run_items[item]
+        if ADAPT in run_items:
+            models, remarks = with_adapted(algorithm.site, models, run_items[ADAPT])
             notes += remarks
         self._note_evaluations(FINALIZE, models.values())
         meta = evaluated(
@@ -438,7 +439,7 @@ class Participant:
         for name, png in algorithm.pictures(incoming).items():
             self.artifacts.show(name, png)
         try:
-            self.artifacts.finish(algorithm, models, reply, numbers.get(TRAINING_FINDINGS) or [])
+            self.artifacts.finish(algorithm, models, reply, run_items.get(TRAINING_FINDINGS) or [])
         except Aborted:
             raise
         except Exception as error:  # models and metrics are not lost because of the site's report
@@ -448,13 +449,13 @@ class Participant:
             events[:] = [event for event in events if event["kind"] not in OF_TEST]
             events.append({"kind": "undefined", "message": "test metrics: too few patients"})
         personal = models.get("personal")
-        if numbers.get(SHARE) and personal is not None:
+        if run_items.get(TEST_PERSONAL) and personal is not None:
             reason = self._unshared(algorithm.site, personal)
             if reason:
                 text = f"its personal model is not tested at other sites: {reason}"
                 events.append({"kind": "warning", "message": text})
             else:
-                reply[SHARED] = personal[MODEL]
+                reply[PERSONAL_MODEL] = personal[MODEL]
         cost = algorithm.privacy()
         if cost is not None:
             reply[PRIVACY_COST] = cost
@@ -472,7 +473,7 @@ class Participant:
     def _cross_site(self, site: Site, incoming: Message) -> Message:
         """The task's metric of the other sites' personal models on this site's test images."""
         values = {}
-        shared = incoming.family(SHARED_MODELS)
+        shared = incoming.family(PERSONAL_MODELS)
         self._note_evaluations(CROSS_SITE, shared.values())
         for owner, state in shared.items():
             values[owner] = metric_of(plain_message(state), site, self._minimum)

@@ -341,18 +341,18 @@ DELIVERS = (
     ),
     PRIVACY_COST,
 )
-SHARED = TensorSpec("personal", "personal model, to be tested at the other sites")
-SHARED_MODELS = TensorSpec("personal", of=lambda plan: plan.sites)
+PERSONAL_MODEL = TensorSpec("personal", "personal model, to be tested at the other sites")
+PERSONAL_MODELS = TensorSpec("personal", of=lambda plan: plan.sites)
 TESTED = MetaSpec[dict[str, float | None]](
     CROSS_SITE, "site of the model -> the task's metric on test images", table(METRIC.type), "test"
 )
-CROSS = Phase(CROSS_SITE, request=(SHARED_MODELS,), meta=(TESTED,))
+CROSS = Phase(CROSS_SITE, request=(PERSONAL_MODELS,), meta=(TESTED,))
 
 # -- every step: items beside those of the method -------------------------------------------------
 
 STEP = MetaSpec[int]("step", "its number in the run", count(10**9))
 RUN_ROUNDS = MetaSpec[int]("run_rounds", "rounds of the run", count(10**9))
-SHARE = MetaSpec[bool](
+TEST_PERSONAL = MetaSpec[bool](
     "share", "whether the other sites test the personal model", StrictBool, optional=True
 )
 TRAINING_FINDINGS = MetaSpec[list[str]](
@@ -364,13 +364,13 @@ TRAINING_FINDINGS = MetaSpec[list[str]](
 ADAPT = MetaSpec[str](
     "adapt", "adaptation of the deployed model, which is tested too", text(), optional=True
 )
-SHARES = MetaSpec[list[float]](
+FEDERATION_SHARES = MetaSpec[list[float]](
     CLASS_SHARES,
     "class shares of all training images, for the final models",
     listing(number(0.0, 1.0), MOST_CLASSES),
     optional=True,
 )
-NUMBERED = (STEP, RUN_ROUNDS, RANGE, SHARE, TRAINING_FINDINGS, ADAPT, SHARES)
+RUN_ITEMS = (STEP, RUN_ROUNDS, RANGE, TEST_PERSONAL, TRAINING_FINDINGS, ADAPT, FEDERATION_SHARES)
 # Phase of every run -> (metadata of a reply, those that it must have).
 REPORTS_OF_ALL = {
     ENROL: (ENROLS, (COUNTS, CLASS_COUNTS)),
@@ -465,21 +465,21 @@ class RequestValidator:
         invitation = Phase(ENROL, request=request, request_meta=INVITES)
         self._check(request_problem(invitation, plan, message))
 
-    def pop_numbers(self, message: Message) -> Message:
-        """The items of `NUMBERED`, which do not belong to the method.
+    def pop_run_items(self, message: Message) -> Message:
+        """The items of `RUN_ITEMS`, which do not belong to the method.
 
         They are removed from the message.
         """
         self._check_form(message)
         numbers = Message()
-        for item in NUMBERED:
+        for item in RUN_ITEMS:
             if item in message:
                 numbers[item] = message.meta.pop(item.name)
-        self._check(_request_meta_problem(numbers, NUMBERED))
+        self._check(_request_meta_problem(numbers, RUN_ITEMS))
         return numbers
 
     def check_request(self, message: Message, algorithm: SiteAlgorithm) -> None:
-        """Check a message, without the items of `NUMBERED`, against its phase's declaration."""
+        """Check a message, without the items of `RUN_ITEMS`, against its phase's declaration."""
         if self.phase == CROSS_SITE:
             self._check(request_problem(CROSS, algorithm.plan, message))
         elif self.phase != FINALIZE or FINALIZE in algorithm.phases:
@@ -509,7 +509,7 @@ def _request_meta_problem(message: Message, declared: Items) -> str | None:
 def request_problem(phase: Phase, plan: Plan, message: Message) -> str | None:
     """How a server's message differs from its phase's declaration, in words, or None.
 
-    The message is without the items of `NUMBERED`.
+    The message is without the items of `RUN_ITEMS`.
     """
     entries: dict[str, list[TensorSpec]] = {}
     for spec in phase.request:

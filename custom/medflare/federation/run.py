@@ -31,7 +31,7 @@ from medflare.federation.final_models import PICTURES
 from medflare.federation.outcome import Outcome, StepReport
 from medflare.federation.participant import identity_of
 from medflare.federation.preflight import check_run
-from medflare.federation.protocol import SHARES
+from medflare.federation.protocol import FEDERATION_SHARES
 from medflare.federation.schedule import Federation
 from medflare.federation.settings import WAITS, RunSettings
 from medflare.federation.tracking import TENSORBOARD, Tracker
@@ -257,7 +257,7 @@ class Run:
         total = trained_on(outcome.enrolled)
         for path, model in server.models().items():
             if outcome.class_shares:
-                model[SHARES] = outcome.class_shares
+                model[FEDERATION_SHARES] = outcome.class_shares
             card: JsonDict = {
                 "method": self.method.name,
                 "site": None,

@@ -34,12 +34,12 @@ from medflare.federation.protocol import (
     ADAPT,
     COUNTS,
     EVENTS,
+    FEDERATION_SHARES,
+    PERSONAL_MODEL,
+    PERSONAL_MODELS,
     RANGE,
     ROLE,
-    SHARE,
-    SHARED,
-    SHARED_MODELS,
-    SHARES,
+    TEST_PERSONAL,
     TESTED,
     TRAINING_FINDINGS,
     non_finite,
@@ -359,7 +359,7 @@ class Federation:
             self.events.extend(meta.pop(EVENTS.name, []), site)
             self.outcome.delivered[site] = meta
             if reply.message.states and self._is_shared(site, step, reply.message):
-                shared[site] = reply.message[SHARED]
+                shared[site] = reply.message[PERSONAL_MODEL]
         if not self.outcome.delivered:
             first = dict(list(problems.items())[:1])
             raise FederationFailed(f"no site evaluated the final models ({join_problems(first)})")
@@ -381,12 +381,12 @@ class Federation:
             if adapt != NONE:
                 message[ADAPT] = adapt
             if self.outcome.class_shares:
-                message[SHARES] = self.outcome.class_shares
+                message[FEDERATION_SHARES] = self.outcome.class_shares
             message[TRAINING_FINDINGS] = findings[site]
             if total:
                 message[RANGE] = total
             if self.rules.cross_site:
-                message[SHARE] = True
+                message[TEST_PERSONAL] = True
         return outgoing
 
     def _so_far(self) -> dict[str, Any]:
@@ -402,7 +402,7 @@ class Federation:
         """Whether a site's personal model can be tested at the others; else an event says why."""
         manifest = {}
         if self.rules.cross_site:
-            manifest = {SHARED.name: SHARED.spec(self._context.plan)}
+            manifest = {PERSONAL_MODEL.name: PERSONAL_MODEL.spec(self._context.plan)}
         problem = violation(message, manifest) or non_finite(message)
         if problem:
             text = f"its personal model is not tested at other sites: {problem}"
@@ -414,7 +414,7 @@ class Federation:
         step = Step(CROSS_SITE, self._context.rounds)
         request = Message()
         for site, state in shared.items():
-            request[SHARED_MODELS.member(site)] = state
+            request[PERSONAL_MODELS.member(site)] = state
         outgoing = {}
         for site in sorted(self.outcome.delivered):
             outgoing[site] = with_step_number(request, index, step.round)

@@ -177,8 +177,8 @@ class StudyRecord:
             row = {"time": _now(), "job": self.job, "phase": phase, "models": models}
             write_atomically(path, csv_text([*earlier, row], _COLUMNS).encode())
 
-    def note_validations(self, models: int, site: str) -> None:
-        """Note that metrics of so many models on validation images leave the site.
+    def note_validations(self, metrics: int, site: str) -> None:
+        """Note that so many metrics on validation images leave the site.
 
         Each answers a question about these images, and a server can ask what it likes by the model
         that it sends: whether a pixel of a patient is above a value.
@@ -190,13 +190,13 @@ class StudyRecord:
         with locked(self.folder / _LOCK):
             noted = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             earlier = noted.get("models", 0)
-            if earlier + models > self.most_validations:
+            if earlier + metrics > self.most_validations:
                 raise ConfigError(
                     f"site {site}: its jobs have reported {earlier} metrics on the validation "
                     f"images of this data; bounds.validations in its {PLACE} allows "
                     f"{self.most_validations}"
                 )
-            write_json(path, {"models": earlier + models})
+            write_json(path, {"models": earlier + metrics})
 
 
 def other_selection(site: str) -> ConfigError:

@@ -127,7 +127,7 @@ class OutboundGuard(Filter):
             shares: whether the final reply may hold the personal model.
         """
         from medflare.federation.memory import stored_members
-        from medflare.federation.protocol import REPORTS_OF_ALL, SHARED
+        from medflare.federation.protocol import PERSONAL_MODEL, REPORTS_OF_ALL
         from medflare.federation.settings import ENROL, FINALIZE
         from medflare.methods.catalogue import get_method
         from medflare.tasks.config import load_task
@@ -144,7 +144,7 @@ class OutboundGuard(Filter):
             self._planned = spec, method.site_class, plan
         _, algorithm, plan = self._planned
         if task.phase == FINALIZE:
-            return {SHARED.name: SHARED.spec(plan)}, REPORTS_OF_ALL[FINALIZE][0]
+            return {PERSONAL_MODEL.name: PERSONAL_MODEL.spec(plan)}, REPORTS_OF_ALL[FINALIZE][0]
         return algorithm.manifest(task.phase, plan), algorithm.phase(task.phase).meta
 
 

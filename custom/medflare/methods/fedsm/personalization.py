@@ -70,7 +70,7 @@ class PersonalServerHyper(FedAvgServerHyper):
 
 PERSONAL = TensorSpec("personal", "the site's personal model, a part of everybody's super model")
 PERSONALS = TensorSpec("personal", of=lambda plan: plan.sites)  # where all are sent together
-META = TensorSpec(
+META_MODEL = TensorSpec(
     "meta",
     "the site's copy of the model that personal models start from",
     when=lambda plan: plan.site_hyper.personalization in SHARED_META,
@@ -79,7 +79,7 @@ META = TensorSpec(
 TRAINED_GLOBAL = TensorSpec(
     "model", "the site's locally trained global model, for the weighted mean"
 )
-MODELS = (MODEL, PERSONAL, META)
+MODELS = (MODEL, PERSONAL, META_MODEL)
 # Per-FedAvg's personal model is made at the site.
 ADAPTED = TensorSpec(
     "personal", PERSONAL.purpose, when=lambda plan: plan.site_hyper.personalization == "perfedavg"
@@ -99,7 +99,7 @@ class SitePersonal(FedAvgSite[F]):
     accumulates = False
     freezes = False
 
-    @phase(request=MODELS, reply=(TRAINED_GLOBAL, PERSONAL, META), meta=(*MEASURED, LOSSES))
+    @phase(request=MODELS, reply=(TRAINED_GLOBAL, PERSONAL, META_MODEL), meta=(*MEASURED, LOSSES))
     def train(self, round: int, incoming: Message) -> Message:
         """Trains the global model, then the personal one.
 
@@ -113,9 +113,9 @@ class SitePersonal(FedAvgSite[F]):
                 reply[PERSONAL] = self._apfl(round, incoming, start)
             case "perfedavg":
                 reply[PERSONAL] = start
-                reply[META] = self._per_fedavg(round, incoming)
+                reply[META_MODEL] = self._per_fedavg(round, incoming)
             case "pfedme":
-                reply[PERSONAL], reply[META] = self._pfedme(round, incoming)
+                reply[PERSONAL], reply[META_MODEL] = self._pfedme(round, incoming)
             case "finetune":
                 reply[PERSONAL] = self._trained(round, incoming[MODEL])
             case _:
@@ -136,7 +136,7 @@ class SitePersonal(FedAvgSite[F]):
 
     def _measured(self, round: int, incoming: Message, reply: Message) -> StateDict:
         if ADAPTED.when(self.plan):
-            state = adapted(self, round, incoming[META], "meta")
+            state = adapted(self, round, incoming[META_MODEL], "meta")
         else:
             state = incoming[PERSONAL]
         reply[VALIDATION]["personal"] = self.validation(self.network("personal", state))
@@ -158,14 +158,14 @@ class SitePersonal(FedAvgSite[F]):
 
     def _per_fedavg(self, round: int, incoming: Message) -> StateDict:
         """One round of Per-FedAvg's shared model."""
-        meta = self.network("meta", incoming[META])
+        meta = self.network("meta", incoming[META_MODEL])
         self.optimized(meta, "meta", partial(train_per_fedavg, meta, self.site, round))
         return copied_state(meta)
 
     def _pfedme(self, round: int, incoming: Message) -> tuple[StateDict, StateDict]:
         """One round of pFedMe; returns the personal and the shared model."""
-        meta = self.network("meta", incoming[META])
-        personal = self.network("personal", incoming[META])
+        meta = self.network("meta", incoming[META_MODEL])
+        personal = self.network("personal", incoming[META_MODEL])
         # λ 15, and 5 inner steps on a batch
         train = partial(
             train_pfedme, meta, personal, self.site, round, strength=15.0, inner_steps=5

@@ -33,7 +33,7 @@ from medflare.methods.fedsm.formulas import (
     tuned_gamma,
 )
 from medflare.methods.fedsm.personalization import (
-    META,
+    META_MODEL,
     PERSONAL,
     PERSONALS,
     SHARED_META,
@@ -82,7 +82,7 @@ class SuperModelServer(FedAvgServer[V]):
             entry = PERSONALS.member(site)
             self.memory[entry] = copy_state(self.model)
             self.best_personal[site] = Best(self.memory, entry.name)
-        self.memory[META] = copy_state(self.model)
+        self.memory[META_MODEL] = copy_state(self.model)
         lam = self.hyper.lam
         count = len(context.sites)
         if self.personalization == "softpull" and lam * count < 1 < count:
@@ -111,7 +111,7 @@ class SuperModelServer(FedAvgServer[V]):
         message = super().request_of_model(step, site)
         message[PERSONAL] = self.personal(site)
         if self.personalization in SHARED_META:
-            message[META] = self.memory[META]
+            message[META_MODEL] = self.memory[META_MODEL]
         return message
 
     def select_model(self, step: Step, replies: Replies) -> None:
@@ -135,8 +135,10 @@ class SuperModelServer(FedAvgServer[V]):
         for site, state in models.items():
             self.memory[PERSONALS.member(site)] = state
         if self.personalization in SHARED_META:
-            shared = site_models(replies, META)
-            self.memory[META] = self.aggregation.shared(shared, step.round, self.memory[META])
+            shared = site_models(replies, META_MODEL)
+            self.memory[META_MODEL] = self.aggregation.shared(
+                shared, step.round, self.memory[META_MODEL]
+            )
 
     @handles(FedSMSite.train_selector)
     def step_selector(self, step: Step, replies: Replies) -> None:

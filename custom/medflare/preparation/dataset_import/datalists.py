@@ -488,7 +488,7 @@ def _by_folders(folder: ImageFolder, kind: str) -> Dataset:
         if by_suffix and not kind:
             _refuse_readers(dataset, folder)
     else:
-        dataset = class_folders(folder, images, any_number=kind == "classification")
+        dataset = class_folders(folder, images, confirmed=kind == "classification")
         if masks:
             notes.append(f"{masks} masks are not used")
     return replace(dataset, notes=(*notes, *dataset.notes))

@@ -619,15 +619,15 @@ def _classes_of_patients(
 
 
 def _refuse_equal_folders(
-    folder: ImageFolder, inner: Mapping[str, Collection[str]], *, any_number: bool
+    folder: ImageFolder, inner: Mapping[str, Collection[str]], *, confirmed: bool
 ) -> None:
-    """Raise DataError if all folders of classes hold folders of the same names, unless `any_number`
+    """Raise DataError if all folders of classes hold folders of the same names, unless `confirmed`
     of them are patients; `inner`: class -> the folders in it.
     """
     names = sorted_labels(inner)
     shared = set.intersection(*map(set, inner.values()))
     patients = all(map(PATIENT.search, shared))
-    if len(shared) < 2 or (any_number and patients):
+    if len(shared) < 2 or (confirmed and patients):
         return
     listed = ", ".join(sorted(shared)[:3])
     remedy = "give --kind classification" if patients else "rename the folders in them"
@@ -1345,11 +1345,11 @@ def _is_grey_of_two(array: np.ndarray) -> bool:
 # -- a folder per class ----------------------------------------------------------------------------
 
 
-def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bool) -> Dataset:
+def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: bool) -> Dataset:
     """Images whose class is the name of a folder below the folder that all share.
 
-    Folders of splits do not count. DataError for fewer than two classes; unless there may be
-    `any_number`, also for more than `MAX_CLASSES` or nearly as many as images.
+    Folders of splits do not count. DataError for fewer than two classes; unless they are
+    `confirmed` by --kind classification, also for what may be patients, sites or versions.
     """
     common = _common_folder(images)
     items = []
@@ -1373,9 +1373,9 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
             f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}"
         )
     if _hold_classes(inner):
-        return _classes_of_patients(folder, below, accepted=any_number)
-    _refuse_equal_folders(folder, inner, any_number=any_number)
-    if not any_number:
+        return _classes_of_patients(folder, below, accepted=confirmed)
+    _refuse_equal_folders(folder, inner, confirmed=confirmed)
+    if not confirmed:
         _refuse_sites(folder, inner)
     for name in names:
         same = sorted(deeper[name] & {*names})
@@ -1384,10 +1384,10 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
                 f"{folder.root}: {name} holds {' and '.join(same)}, as classes are called; "
                 f"if {name} is a split, rename it train, val or test; otherwise take it out"
             )
-    if not any_number:
+    if not confirmed:
         _refuse_patients(folder, names, items)
     photographs = [name for name in names if {*words(name)} <= _IMAGE]
-    if photographs and not any_number:
+    if photographs and not confirmed:
         others = ", ".join(name for name in names if name != photographs[0])
         raise DataError(
             f"{folder.root}: is {photographs[0]} a class, beside {others}? if some folders hold "
@@ -1395,11 +1395,11 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, any_number: bo
         )
     refuse_variants(names, f"{folder.root}: the class folders")
     _refuse_names_of_splits(folder, names)
-    if not any_number:
+    if not confirmed:
         _refuse_companions(folder, images)
         _refuse_masks(folder, [item.first for item in items[: 2 * _SAMPLE]])
     most = min(MAX_CLASSES, max(4, len(items) / _IMAGES_OF_CLASS))
-    if len(names) > most and not any_number:
+    if len(names) > most and not confirmed:
         raise DataError(
             f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {len(items)} images are "
             "many classes; if they are classes and no patients, give --kind classification"
