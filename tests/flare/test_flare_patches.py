@@ -21,10 +21,12 @@ from nvflare.apis.controller_spec import Task
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
+from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.stream_const import StreamHeaderKey
+from nvflare.fuel.hci.client.file_transfer import FileTransferModule
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.fuel.utils.config_service import ConfigService
 from nvflare.private.admin_defs import Message as AdminMessage
@@ -38,6 +40,8 @@ from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
 
 from helpers.waiting import eventually
 from medflare.flare.flare_patches import (
+    connect_nowhere_else,
+    keep_downloads_inside,
     keep_ports_apart,
     limit_other_parties,
     notice_lost_answers,
@@ -110,6 +114,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("site-2", f"site-1.{KIT_JOB}", "aux_communication", False),
         ("_admin_member", "site-1", "admin", False),
         ("site-2", "server", "_net_manager", False),  # its topic "stop" ends the server
+        ("site-2", "server", "server_parent_listener", False),  # sets the state of any job
         (f"site-1.{KIT_JOB}", f"server.{KIT_JOB}", "server_command", True),
         (f"site-1.{KIT_JOB}", "site-1", "admin", True),
         (f"server.{KIT_JOB}", f"site-1.{KIT_JOB}", "aux_communication", True),
@@ -123,9 +128,51 @@ def test_the_server_takes_from_sites_and_people_what_is_meant_for_it(
     server = FederatedServer.__new__(FederatedServer)
     server.logger = logging.getLogger("test")
     headers = {MessageHeaderKey.DESTINATION: receiver, MessageHeaderKey.MSG_TYPE: MessageType.REQ}
-    message = Message(headers | {key: channel}, None)
-    message.set_prop(MessagePropKey.ENDPOINT, SimpleNamespace(name=sender))
-    assert (server._validate_auth_headers(message) == "done") == accepted
+    for origin in (sender, "server", "site-3"):  # what the sender says of itself
+        named = {MessageHeaderKey.ORIGIN: origin, key: channel}
+        message = Message(headers | named, None)
+        message.set_prop(MessagePropKey.ENDPOINT, SimpleNamespace(name=sender))
+        honest = origin == sender or sender.startswith("server")
+        assert (server._validate_auth_headers(message) == "done") == (accepted and honest)
+
+
+def test_a_party_connects_to_no_address_that_another_one_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CoreCell, "_add_adhoc_connector", CoreCell._add_adhoc_connector)
+    connect_nowhere_else()
+    cell = CoreCell.__new__(CoreCell)
+    assert cell._add_adhoc_connector("server.evil", "tcp://127.0.0.1:1") is None
+
+
+@pytest.mark.parametrize(
+    ("tx_id", "name", "inside"),
+    [
+        (KIT_JOB, "results.zip", True),
+        (KIT_JOB, "folder/results.zip", True),
+        (KIT_JOB, "../../.bashrc", False),
+        (KIT_JOB, "/home/lead/.bashrc", False),
+        ("../../home", "results.zip", False),
+        ("/../..", "results.zip", False),
+    ],
+)
+def test_a_download_stays_in_its_folder(
+    tx_id: str, name: str, inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server names the files: FLARE alone would replace any file of the lead's account."""
+    monkeypatch.setattr(FileTransferModule, "_tx_path", FileTransferModule._tx_path)
+    monkeypatch.setattr(FileTransferModule, "pull_binary_file", lambda *words: "done")
+    keep_downloads_inside.cache_clear()
+    keep_downloads_inside()
+    module = FileTransferModule.__new__(FileTransferModule)
+    module.download_dir = str(tmp_path)
+    args = ["pull", "server", tx_id, "ref", KIT_JOB, name]
+    if inside:
+        assert module.pull_binary_file(args, None) == "done"
+    else:
+        with pytest.raises(RuntimeError, match="outside of the download"):
+            module.pull_binary_file(args, None)
+    keep_downloads_inside.cache_clear()
 
 
 @pytest.mark.parametrize(

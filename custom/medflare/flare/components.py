@@ -44,6 +44,7 @@ from medflare.core.packages import trust_refusal
 from medflare.core.text import Json, JsonDict, read_json
 from medflare.data.local import LOCAL_FILE, LocalSettings, local_settings, read_local
 from medflare.flare.flare_patches import (
+    connect_nowhere_else,
     limit_other_parties,
     obey_the_server_alone,
     parse_json_only,
@@ -84,6 +85,7 @@ class JobComponents(FLComponent, AppValidator):
         super().__init__()
         parse_json_only()
         search_kits_only()
+        connect_nowhere_else()
         limit_other_parties()
         obey_the_server_alone()
 

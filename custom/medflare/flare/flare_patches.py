@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from nvflare.apis.fl_context import FLContext
 from nvflare.fuel.f3.cellnet import net_agent
-from nvflare.fuel.f3.cellnet.core_cell import make_reply
+from nvflare.fuel.f3.cellnet.core_cell import CoreCell, make_reply
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType, ReturnCode
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.message import Message
@@ -23,13 +23,15 @@ from nvflare.fuel.f3.streaming.stream_const import StreamHeaderKey
 from nvflare.fuel.utils.config import ConfigFormat, ConfigLoader
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.private.admin_defs import error_reply
-from nvflare.private.defs import RequestHeader, SysCommandTopic, new_cell_message
+from nvflare.private.defs import CellChannel, RequestHeader, SysCommandTopic, new_cell_message
 from nvflare.private.fed.app import default_app_validator
 
 _SIMULATOR = "nvflare.private.fed.app.simulator.simulator_runner"
 # Above services, below the ports that systems hand out (Linux: from 32768).
 _PORTS = range(10_000, 30_000)
 _JOB_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+# Channels on which the server alone may ask the server.
+_OF_THE_SERVER = {net_agent._CHANNEL, CellChannel.SERVER_PARENT_LISTENER}
 _CHANNEL_KEYS = (MessageHeaderKey.CHANNEL, StreamHeaderKey.CHANNEL)
 JSON_ONLY = "medflare reads JSON only"
 _POLL_TIMEOUT = 30.0  # seconds; FLARE waits 300 s for the answer to a poll
@@ -97,10 +99,12 @@ def _search_kits_only(
 @cache
 def limit_other_parties() -> None:
     """Have FLARE's server accept from sites and people what is meant for it, in this process: no
-    message to another site, no command but for tasks and updates, no control of its network.
+    message to another site or in the name of another party, no command but for tasks and updates,
+    no control of its network and of the states of jobs.
 
     A site takes a request that comes through the server for the server's, whoever sent it: to run
-    `cat` or `grep` on any file, to delete a folder of its kit, to stop.
+    `cat` or `grep` on any file, to delete a folder of its kit, to stop. The name of an endpoint is
+    that of its certificate, which FLARE checks; the origin is what the sender says.
     """
     from nvflare.private.fed.server.fed_server import FederatedServer
     from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
@@ -111,13 +115,16 @@ def limit_other_parties() -> None:
 
     def validated(server: FederatedServer, message: Message) -> Message | None:
         sender = FQCN.get_root(message.get_prop(MessagePropKey.ENDPOINT).name)
+        if sender == FQCN.ROOT_SERVER:
+            return validate(server, message)
+        origin = FQCN.get_root(message.get_header(MessageHeaderKey.ORIGIN))
         receiver = FQCN.get_root(message.get_header(MessageHeaderKey.DESTINATION))
         channels = [message.get_header(key) for key in _CHANNEL_KEYS]
         asks = message.get_header(MessageHeaderKey.MSG_TYPE) == MessageType.REQ
-        controls = asks and net_agent._CHANNEL in channels
+        controls = asks and not _OF_THE_SERVER.isdisjoint(channels)
         is_relayed = receiver not in (FQCN.ROOT_SERVER, sender)
-        if sender != FQCN.ROOT_SERVER and (controls or is_relayed):
-            server.logger.warning(f"refused: a message from {sender} to {receiver}")
+        if origin != sender or is_relayed or controls:
+            server.logger.warning(f"refused: a message from {sender}, as {origin}, to {receiver}")
             return make_reply(ReturnCode.AUTHENTICATION_ERROR, "the server does not pass this on")
         return validate(server, message)
 
@@ -132,6 +139,39 @@ def limit_other_parties() -> None:
 
     FederatedServer._validate_auth_headers = validated
     ServerCommandAgent._execute_command = executed
+
+
+def connect_nowhere_else() -> None:
+    """Have FLARE open no connection to an address that another party names, in this process.
+
+    It would, in clear, and the other end may call itself the server.
+    """
+    CoreCell._add_adhoc_connector = lambda cell, to_cell, url: None
+
+
+@cache
+def keep_downloads_inside() -> None:
+    """Have FLARE's console write what it downloads into its own folder, in this process: the server
+    names the files.
+    """
+    from nvflare.fuel.hci.client.file_transfer import FileTransferModule
+
+    pull = FileTransferModule.pull_binary_file
+
+    def tx_path(module: FileTransferModule, tx_id: str, folder_name: str) -> str:
+        name = f"{folder_name}__{tx_id}"
+        if PurePath(name).name != name:
+            raise RuntimeError(f"the server names a folder outside of the download, {name!r}")
+        return str(Path(module.download_dir, name))
+
+    def pulled(module: FileTransferModule, args: list[str], ctx: Any) -> Any:
+        folder = Path(module._tx_path(args[2], args[4])).resolve()
+        if not Path(folder, args[5]).resolve().is_relative_to(folder):
+            raise RuntimeError(f"the server names a file outside of the download, {args[5]!r}")
+        return pull(module, args, ctx)
+
+    FileTransferModule._tx_path = tx_path
+    FileTransferModule.pull_binary_file = pulled
 
 
 @cache

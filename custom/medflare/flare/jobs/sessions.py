@@ -22,7 +22,11 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from medflare.core.errors import ConfigError, MedflareError, one_line
 from medflare.core.settings import no_such
 from medflare.core.text import Json, printable_json
-from medflare.flare.flare_patches import search_kits_only
+from medflare.flare.flare_patches import (
+    connect_nowhere_else,
+    keep_downloads_inside,
+    search_kits_only,
+)
 
 Job = Json  # FLARE's metadata of a job
 RUNNING = RunStatus.RUNNING.value
@@ -66,6 +70,8 @@ def session(kit: Path) -> Iterator[Session]:
             "give that of the lead"
         ) from error
     search_kits_only()
+    connect_nowhere_else()
+    keep_downloads_inside()
     try:
         with redirect_stdout(StringIO()):  # FLARE prints that it connects
             connection = new_secure_session(user, str(kit))
