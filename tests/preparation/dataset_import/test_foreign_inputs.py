@@ -850,3 +850,38 @@ def test_classes_in_folders_of_patients(tmp_path: Path) -> None:
     imported(tmp_path, kind="classification")
     entry = entries(tmp_path)["883/1/b3.png"]
     assert (entry["patient"], entry["label"]) == ("883", 1)
+
+
+@pytest.mark.parametrize("cells", [("0", "1"), ("True", "False")])
+def test_a_column_that_tells_the_test_images_is_not_ignored(
+    cells: tuple[str, str], tmp_path: Path
+) -> None:
+    lines = [(f"{number}.png", "AB"[number % 2], cells[number > 7]) for number in NUMBERS]
+    for number in NUMBERS:
+        picture(tmp_path / f"{number}.png", number)
+    table(tmp_path / "t.csv", ("image", "label", "is_test"), *lines)
+    assert "column is_test seems to tell the splits" in error_of(tmp_path)
+    imported(tmp_path, redraw=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "asked"),
+    [
+        (("2019", "2020"), True),
+        (("2021-03", "2021-04"), True),
+        (("batch_1", "batch_2"), True),
+        (("EXP1", "EXP2"), True),
+        (("OD", "OS"), True),
+        (("0", "1"), False),
+        (("grade_1", "grade_2"), False),
+        (("nevus", "melanoma"), False),
+    ],
+)
+def test_folders_of_years_parts_or_eyes_are_no_classes(
+    names: tuple[str, str], asked: bool, tmp_path: Path
+) -> None:
+    for name in names:
+        files(tmp_path, f"{name}/a{{n}}{name}.png")
+    if asked:
+        assert f"are the folders {names[0]}, {names[1]} the classes?" in error_of(tmp_path)
+    imported(tmp_path, kind="classification" if asked else "")

@@ -70,6 +70,7 @@ from medflare.preparation.dataset_import.tables import (
     usual_columns,
 )
 
+_FLAGS = {"0", "1", "true", "false", "yes", "no"}
 _SUBJECT = re.compile(r"(?:^|/)(sub-[A-Za-z0-9]+)")  # of BIDS
 # The end of the name of a photograph.
 _EYE = re.compile(r"(?:[ _-](?:left|right|od|os|l|r)|(?<=\d)[lr])$", re.IGNORECASE)
@@ -196,6 +197,7 @@ def _find_dataset(
         if not options.redraw:
             dataset = _with_listed_splits(folder, dataset, ())
             _refuse_split_tables(folder, dataset, tables, not_used)
+            _refuse_flags_of_splits(dataset, tables)
         reasons = [reason for path, reason in not_used.items() if path not in tables]
         return replace(dataset, notes=(*prefixed("not used", reasons), *dataset.notes))
     dataset = _by_names(folder, options, unused, related)
@@ -378,6 +380,23 @@ def _refuse_split_tables(
             f"{folder.relative(lists['training'])} seems to list a split, but names no image; give "
             "--split-column with a column of train, val and test, or draw splits with --redraw"
         )
+
+
+def _refuse_flags_of_splits(dataset: Dataset, tables: Iterable[Path]) -> None:
+    """Raise DataError for a column such as is_test, of yes and no, if nothing else names splits."""
+    if any(item.split for item in dataset.items):
+        return
+    for path in tables:
+        frame = read_frame(path)
+        for name in frame:
+            of_split = any(map(split_name, words(name)))
+            cells = {text.lower() for text in frame[name]}
+            if of_split and len(cells) == 2 and cells < _FLAGS:
+                flags = " and ".join(sorted(cells))
+                raise DataError(
+                    f"{path}: column {name} seems to tell the splits by {flags}; "
+                    "write train, val or test in it, or draw splits with --redraw"
+                )
 
 
 def _split_lists(

@@ -69,6 +69,9 @@ _HEADER = "dataset.json"  # of the Medical Segmentation Decathlon and of nnU-Net
 WORDS: dict[str, Any] = json.loads(
     (resources.files(__package__) / "words.json").read_text(encoding="utf-8")
 )
+# Words before the numbers of classes, and names of eyes.
+_GRADES = {*WORDS["label_column_end"], "birads", "category", "kl", "score", "type"}
+_EYES = {"od", "os", "ou", "l", "r", "left", "right"}
 _MASK = frozenset(WORDS["mask"])
 _MASK_WORDS = _MASK | {"ground"}
 _IMAGE = frozenset(WORDS["image"])
@@ -743,6 +746,19 @@ def _refuse_patients(folder: ImageFolder, names: Sequence[str], items: Sequence[
         )
 
 
+def _refuse_other_groups(folder: ImageFolder, names: Sequence[str]) -> None:
+    """Raise DataError if the folders seem to be years, days, parts of an export or eyes."""
+    stems = {re.sub(r"[\d_.-]+", " ", name).lower() for name in names}
+    numbers = [int(number) for name in names for number in re.findall(r"\d+", name)]
+    of_grades = {*words(" ".join(stems))} & _GRADES or (stems <= {"", " "} and max(numbers) < 100)
+    numbered_alike = bool(numbers) and len(stems) == 1 and not of_grades
+    if numbered_alike or {name.lower() for name in names} <= _EYES:
+        raise DataError(
+            f"{folder.root}: are the folders {', '.join(names[:3])} the classes? if so, give "
+            "--kind classification; otherwise give a table with the classes"
+        )
+
+
 def pair_masks(folder: ImageFolder) -> Dataset:
     """Every mask with its image; the channels of an image may be in separate files.
 
@@ -1404,6 +1420,8 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
             f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {len(items)} images are "
             "many classes; if they are classes and no patients, give --kind classification"
         )
+    if not confirmed:
+        _refuse_other_groups(folder, names)
     return Dataset(
         "classification",
         tuple(replace(item, label=names.index(item.label)) for item in items),
