@@ -325,6 +325,16 @@ def test_a_final_request_is_not_asked_again_with_other_metadata() -> None:
         finalize(0.6)
 
 
+def test_a_site_does_not_enrol_anew_with_another_start_after_a_step() -> None:
+    """The same final request would else evaluate another model, as the repetition of the first."""
+    asked = participant()
+    ask(asked, 0, "train", 0)
+    enrol(asked)
+    for change in ({"sites": ["A", "C"]}, {"role": "outside", "sites": ["B", "C"]}):
+        with pytest.raises(MessageError, match="another start; start a new job"):
+            asked.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"], **change}))
+
+
 def test_a_lead_does_not_read_the_training_images_in_as_many_ways_as_it_likes(
     tmp_path: Path,
 ) -> None:

@@ -25,7 +25,6 @@ from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
-from nvflare.fuel.f3.streaming.stream_const import StreamHeaderKey
 from nvflare.fuel.hci.client.file_transfer import FileTransferModule
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.fuel.utils.config_service import ConfigService
@@ -39,6 +38,7 @@ from nvflare.private.fed.server.fed_server import FederatedServer
 from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
 
 from helpers.waiting import eventually
+from medflare.flare import flare_patches
 from medflare.flare.flare_patches import (
     connect_nowhere_else,
     keep_downloads_inside,
@@ -115,12 +115,13 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("_admin_member", "site-1", "admin", False),
         ("site-2", "server", "_net_manager", False),  # its topic "stop" ends the server
         ("site-2", "server", "server_parent_listener", False),  # sets the state of any job
+        ("site-2", f"server.{KIT_JOB}", "fed.event", False),  # ends a job, or all scheduling
         (f"site-1.{KIT_JOB}", f"server.{KIT_JOB}", "server_command", True),
         (f"site-1.{KIT_JOB}", "site-1", "admin", True),
         (f"server.{KIT_JOB}", f"site-1.{KIT_JOB}", "aux_communication", True),
     ],
 )
-@pytest.mark.parametrize("key", [MessageHeaderKey.CHANNEL, StreamHeaderKey.CHANNEL])
+@pytest.mark.parametrize("key", flare_patches._CHANNEL_AND_TOPIC)
 @pytest.mark.usefixtures("limited")
 def test_the_server_takes_from_sites_and_people_what_is_meant_for_it(
     sender: str, receiver: str, channel: str, accepted: bool, key: str

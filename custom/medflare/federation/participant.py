@@ -310,12 +310,12 @@ class Participant:
                 "but a site that does not train has no personal model"
             )
         validator.check_start(incoming, plan)
+        self._order.note_enrolment(round, incoming)
         finished = incoming.get(FINISHED)
         if finished:
             self._algorithm.recall(finished)
         else:
             self._algorithm.begin(role, sites, incoming.get(START))
-        self._order.note_enrolment(round)
         return self._enrolment(site, role, same_size)
 
     def _enrolment(self, site: Site, role: str, same_size: bool) -> Message:

@@ -16,6 +16,7 @@ from medflare.core.states import StateDict
 from medflare.core.store import Store, states_digest
 from medflare.core.text import Json
 from medflare.data.local import PLACE
+from medflare.federation.protocol import ROLE, SITES
 from medflare.federation.settings import CROSS_SITE, FINALIZE, step_name
 from medflare.methods.base import Plan, ServerContext, SiteAlgorithm, Step
 from medflare.methods.method import Method
@@ -67,10 +68,23 @@ class RequestOrder:
     # By inside sites and rounds.
     _schedules: dict[tuple[tuple[str, ...], int], list[Step]] = field(default_factory=dict)
 
-    def note_enrolment(self, round: int) -> None:
-        """Note the round in which the server enrolled the site first."""
-        if self.store.load(_STORED) is None:
-            self.store.save(_STORED, Message({}, {**_NOTHING, "enrolled": round}))
+    def note_enrolment(self, round: int, invitation: Message) -> None:
+        """Note the round in which the server enrolled the site first, and with what.
+
+        MessageError for another enrolment after the first step: it would begin the run anew.
+        """
+        start = states_digest(invitation.states)
+        place = [invitation[ROLE], list(invitation[SITES]), start]
+        stored = self.store.load(_STORED)
+        if stored is None or stored.meta["step"] < 0:
+            noted = _NOTHING if stored is None else stored.meta
+            meta = {**noted, "enrolled": noted.get("enrolled", round), "place": place}
+            self.store.save(_STORED, Message({}, meta))
+        elif stored.meta.get("place", place) != place:
+            raise MessageError(
+                f"site {self.site} has enrolled in this run with another role, other sites or "
+                "another start; start a new job"
+            )
 
     def admit(
         self,

@@ -25,14 +25,18 @@ from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.private.admin_defs import error_reply
 from nvflare.private.defs import CellChannel, RequestHeader, SysCommandTopic, new_cell_message
 from nvflare.private.fed.app import default_app_validator
+from nvflare.widgets.fed_event import FED_EVENT_TOPIC
 
 _SIMULATOR = "nvflare.private.fed.app.simulator.simulator_runner"
 # Above services, below the ports that systems hand out (Linux: from 32768).
 _PORTS = range(10_000, 30_000)
 _JOB_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-# Channels on which the server alone may ask the server.
-_OF_THE_SERVER = {net_agent._CHANNEL, CellChannel.SERVER_PARENT_LISTENER}
-_CHANNEL_KEYS = (MessageHeaderKey.CHANNEL, StreamHeaderKey.CHANNEL)
+# Channels and topics by which the server alone may ask the server: events of FLARE end jobs.
+_OF_THE_SERVER = {net_agent._CHANNEL, CellChannel.SERVER_PARENT_LISTENER, FED_EVENT_TOPIC}
+_CHANNEL_AND_TOPIC = (
+    *(MessageHeaderKey.CHANNEL, StreamHeaderKey.CHANNEL),
+    *(MessageHeaderKey.TOPIC, StreamHeaderKey.TOPIC),
+)
 JSON_ONLY = "medflare reads JSON only"
 _POLL_TIMEOUT = 30.0  # seconds; FLARE waits 300 s for the answer to a poll
 
@@ -119,9 +123,9 @@ def limit_other_parties() -> None:
             return validate(server, message)
         origin = FQCN.get_root(message.get_header(MessageHeaderKey.ORIGIN))
         receiver = FQCN.get_root(message.get_header(MessageHeaderKey.DESTINATION))
-        channels = [message.get_header(key) for key in _CHANNEL_KEYS]
+        named = [message.get_header(key) for key in _CHANNEL_AND_TOPIC]
         asks = message.get_header(MessageHeaderKey.MSG_TYPE) == MessageType.REQ
-        controls = asks and not _OF_THE_SERVER.isdisjoint(channels)
+        controls = asks and not _OF_THE_SERVER.isdisjoint(named)
         is_relayed = receiver not in (FQCN.ROOT_SERVER, sender)
         if origin != sender or is_relayed or controls:
             server.logger.warning(f"refused: a message from {sender}, as {origin}, to {receiver}")

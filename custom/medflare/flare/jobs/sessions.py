@@ -122,8 +122,11 @@ def found_job(jobs: Iterable[Job], wanted: str) -> Job:
 
 
 def id_of(job: Job) -> str:
-    """FLARE's id of the job."""
-    return str(job[JobMetaKey.JOB_ID])
+    """FLARE's id of the job; MedflareError for what cannot be the name of a folder."""
+    name = str(job[JobMetaKey.JOB_ID])
+    if Path(name).name != name or name == "..":
+        raise MedflareError(f"the server lists a job with the id {name!r}, which is no id")
+    return name
 
 
 def job_table(jobs: Sequence[Job]) -> str:

@@ -746,8 +746,14 @@ def _refuse_patients(folder: ImageFolder, names: Sequence[str], items: Sequence[
         )
 
 
-def _refuse_other_groups(folder: ImageFolder, names: Sequence[str]) -> None:
-    """Raise DataError if the folders seem to be years, days, parts of an export or eyes."""
+def _refuse_other_groups(folder: ImageFolder, names: Sequence[str], images: int) -> None:
+    """Raise DataError if the folders seem to be patients, years, parts of an export or eyes."""
+    most = min(MAX_CLASSES, max(4, images / _IMAGES_OF_CLASS))
+    if len(names) > most:
+        raise DataError(
+            f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {images} images are "
+            "many classes; if they are classes and no patients, give --kind classification"
+        )
     stems = {re.sub(r"[\d_.-]+", " ", name).lower() for name in names}
     numbers = [int(number) for name in names for number in re.findall(r"\d+", name)]
     of_grades = {*words(" ".join(stems))} & _GRADES or (stems <= {"", " "} and max(numbers) < 100)
@@ -1414,14 +1420,7 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
     if not confirmed:
         _refuse_companions(folder, images)
         _refuse_masks(folder, [item.first for item in items[: 2 * _SAMPLE]])
-    most = min(MAX_CLASSES, max(4, len(items) / _IMAGES_OF_CLASS))
-    if len(names) > most and not confirmed:
-        raise DataError(
-            f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {len(items)} images are "
-            "many classes; if they are classes and no patients, give --kind classification"
-        )
-    if not confirmed:
-        _refuse_other_groups(folder, names)
+        _refuse_other_groups(folder, names, len(items))
     return Dataset(
         "classification",
         tuple(replace(item, label=names.index(item.label)) for item in items),
