@@ -526,8 +526,10 @@ def _explained(folder: Path, **options: Any) -> Iterator[None]:
     try:
         yield
     except StepFailed as error:
+        from medflare.core.store import write_atomically
+
         file = folder / ERRORS
-        file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        write_atomically(file, "".join(traceback.format_exception(error)).encode())
         raise FederationFailed(f"{error}; traceback: {file}") from error
     except KeyboardInterrupt:
         if not checkpoint_of(folder).exists():

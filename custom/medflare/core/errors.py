@@ -2,7 +2,8 @@
 
 from medflare.core.text import printable
 
-ERRORS = "errors.log"  # file of tracebacks
+# File of tracebacks, at a site in its folder of a job: they may name images and patients.
+ERRORS = "errors.log"
 _LONGEST = 200  # characters of another library's error
 
 

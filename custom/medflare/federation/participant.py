@@ -170,7 +170,6 @@ class Participant:
         self._algorithm = StoredAlgorithm(self.name, self.store, self._make, self._identity)
         self._site: Site | None = None
         self._role = ""  # in which the site was opened
-        self._is_repeated = False  # the present request is the last one again
         self._order = RequestOrder(self.name, self.store, self.method, bounds.rounds)
 
     def answer(self, phase: str, round: int, incoming: Message) -> Message:
@@ -209,18 +208,16 @@ class Participant:
         validator.check_request(incoming, recalled)
         asked = [item for item in (ADAPT, FEDERATION_SHARES) if item in run_items]
         adaptation = {item.name: run_items[item] for item in asked}
-        self._is_repeated = self._order.admit(
-            phase, round, incoming, step, rounds, recalled, adaptation
-        )
+        is_repeated = self._order.admit(phase, round, incoming, step, rounds, recalled, adaptation)
         self.note_step(phase, round, rounds, True)
         try:
             with self._algorithm.ready(step, keep=of_method) as algorithm:
                 site = algorithm.site
                 site.rate_factor = site.task.schedule.rate_factor(round, rounds)
                 if phase == FINALIZE:
-                    return self._finalize(algorithm, incoming, run_items)
+                    return self._finalize(algorithm, incoming, run_items, is_repeated)
                 if phase == CROSS_SITE:
-                    return self._cross_site(site, incoming)
+                    return self._cross_site(site, incoming, is_repeated)
                 reply = self._performed(algorithm, phase, round, incoming)
                 reply = self._suppression.suppressed(reply, algorithm.phase(phase), algorithm.plan)
                 self._note_validations(reply, algorithm.phase(phase).meta)
@@ -263,12 +260,14 @@ class Participant:
         if not self._private(site):  # DP-SGD protects a single patient of whom a model would be
             check_contrast(self.name, site.data, self._minimum)
 
-    def _note_evaluations(self, phase: str, models: Iterable[Message | StateDict]) -> None:
+    def _note_evaluations(
+        self, phase: str, models: Iterable[Message | StateDict], is_repeated: bool
+    ) -> None:
         """Count the models that are evaluated on the test images, see `StudyRecord`."""
         study = self.study()
         if study is not None:
             count = len({id(model) for model in models})
-            study.note_evaluation(phase, count, self.name, repeated=self._is_repeated)
+            study.note_evaluation(phase, count, self.name, repeated=is_repeated)
 
     def _note_validations(self, reply: Message, declared: Items) -> None:
         """Count the numbers about validation images that leave with a reply."""
@@ -407,7 +406,9 @@ class Participant:
         algorithm.minimum_patients = self._minimum
         return algorithm
 
-    def _finalize(self, algorithm: SiteAlgorithm, incoming: Message, run_items: Message) -> Message:
+    def _finalize(
+        self, algorithm: SiteAlgorithm, incoming: Message, run_items: Message, is_repeated: bool
+    ) -> Message:
         """Make, evaluate and store the final models.
 
         Of `RUN_ITEMS`: RANGE and FEDERATION_SHARES go into their metadata, ADAPT adapts the
@@ -421,7 +422,7 @@ class Participant:
         if ADAPT in run_items:
             models, remarks = with_adapted(algorithm.site, models, run_items[ADAPT])
             notes += remarks
-        self._note_evaluations(FINALIZE, models.values())
+        self._note_evaluations(FINALIZE, models.values(), is_repeated)
         meta = evaluated(
             algorithm.site,
             models,
@@ -470,11 +471,11 @@ class Participant:
         kind = personal.meta["kind"]
         return "" if kind == "plain" else f"it is of kind {kind}"
 
-    def _cross_site(self, site: Site, incoming: Message) -> Message:
+    def _cross_site(self, site: Site, incoming: Message, is_repeated: bool) -> Message:
         """The task's metric of the other sites' personal models on this site's test images."""
         values = {}
         shared = incoming.family(PERSONAL_MODELS)
-        self._note_evaluations(CROSS_SITE, shared.values())
+        self._note_evaluations(CROSS_SITE, shared.values(), is_repeated)
         for owner, state in shared.items():
             values[owner] = metric_of(plain_message(state), site, self._minimum)
         reply = Message.of({TESTED: values})

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 UNABLE = "medflare: unable: "  # in a site's log, before the reason of a failed task
 META = "meta"  # name of the METRICS DXO; no state may have it
-# In the site's folder of a job: full errors, which may name images and patients.
 DISK_FULL = "the disk is full: free some space at the site and submit the job again"
 _ERROR_HEADER = "medflare.error"
 # In a state's DXO: names of tensors whose bits are sent as int16, because numpy has no bfloat16.

@@ -196,8 +196,9 @@ def _find_dataset(
         dataset, not_used = _described_by(dataset, [*others], unused, folder, options)
         if not options.redraw:
             dataset = _with_listed_splits(folder, dataset, ())
-            _refuse_split_tables(folder, dataset, tables, not_used)
-            _refuse_flags_of_splits(dataset, tables)
+            if not any(item.split for item in dataset.items):
+                _refuse_split_tables(folder, tables, not_used)
+                _refuse_flags_of_splits(tables)
         reasons = [reason for path, reason in not_used.items() if path not in tables]
         return replace(dataset, notes=(*prefixed("not used", reasons), *dataset.notes))
     dataset = _by_names(folder, options, unused, related)
@@ -367,12 +368,12 @@ def _with_listed_splits(folder: ImageFolder, dataset: Dataset, unused: Collectio
 
 
 def _refuse_split_tables(
-    folder: ImageFolder, dataset: Dataset, tables: Iterable[Path], unused: Iterable[Path]
+    folder: ImageFolder, tables: Iterable[Path], unused: Iterable[Path]
 ) -> None:
-    """Raise DataError for tables of training and test rows that are not used, as train_indexes.csv,
-    if nothing else names splits.
+    """Raise DataError for tables of training and test rows that are not used, as
+    train_indexes.csv.
     """
-    if any(item.split for item in dataset.items) or any(_first_split(path.stem) for path in tables):
+    if any(_first_split(path.stem) for path in tables):
         return
     lists = {_first_split(path.stem): path for path in unused}
     if {"training", "test"} <= lists.keys():
@@ -382,10 +383,8 @@ def _refuse_split_tables(
         )
 
 
-def _refuse_flags_of_splits(dataset: Dataset, tables: Iterable[Path]) -> None:
-    """Raise DataError for a column such as is_test, of yes and no, if nothing else names splits."""
-    if any(item.split for item in dataset.items):
-        return
+def _refuse_flags_of_splits(tables: Iterable[Path]) -> None:
+    """Raise DataError for a column such as is_test, of yes and no."""
     for path in tables:
         frame = read_frame(path)
         for name in frame:

@@ -590,14 +590,14 @@ def _hold_classes(inner: Mapping[str, Collection[str]]) -> bool:
 
 
 def _classes_of_patients(
-    folder: ImageFolder, below: Mapping[Path, Sequence[str]], *, accepted: bool
+    folder: ImageFolder, below: Mapping[Path, Sequence[str]], *, confirmed: bool
 ) -> Dataset:
     """Images whose first folder is their patient, and whose second one is their class; DataError
-    unless this is accepted. `below`: image -> its folders.
+    unless this is `confirmed`. `below`: image -> its folders.
     """
     names = sorted_labels({folders[1] for folders in below.values() if len(folders) > 1})
     first = min(folders[0] for folders in below.values() if folders)
-    if not accepted:
+    if not confirmed:
         raise DataError(
             f"{folder.root}: {first}, ... hold the folders {', '.join(names)}; if these are "
             f"classes, and {first}, ... patients, give --kind classification; if {first}, ... are "
@@ -1395,7 +1395,7 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
             f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}"
         )
     if _hold_classes(inner):
-        return _classes_of_patients(folder, below, accepted=confirmed)
+        return _classes_of_patients(folder, below, confirmed=confirmed)
     _refuse_equal_folders(folder, inner, confirmed=confirmed)
     if not confirmed:
         _refuse_sites(folder, inner)
