@@ -31,32 +31,35 @@ from medflare.data.datalist import FILE, SHARES, SPLITS, check_folder
 from medflare.data.local import allowed_folders
 from medflare.data.progress import counted
 from medflare.data.reading import JPEG, explained, stem, suffix
+from medflare.preparation.dataset_import.class_folders import PATIENT, class_folders
 from medflare.preparation.dataset_import.folders import (
-    PATIENT,
     TABLES,
-    WORDS,
     Dataset,
     ImageFolder,
     Item,
-    are_in_structures,
-    class_folders,
-    composed,
     is_system_folder,
-    numbered,
-    pair_masks,
     prefixed,
-    refuse_variants,
     scan_folder,
+    walk,
+)
+from medflare.preparation.dataset_import.masks import pair_masks
+from medflare.preparation.dataset_import.names import (
+    WORDS,
+    composed,
+    numbered,
+    refuse_variants,
     sorted_labels,
     split_folder,
     split_name,
-    structure_files,
-    structure_folders,
-    structure_suffixes,
-    walk,
     words,
 )
 from medflare.preparation.dataset_import.shared_patients import Sites, across_sites, shared_warning
+from medflare.preparation.dataset_import.structures import (
+    are_in_structures,
+    structure_files,
+    structure_folders,
+    structure_suffixes,
+)
 from medflare.preparation.dataset_import.tables import (
     GUESSED,
     Columns,
@@ -73,7 +76,7 @@ from medflare.preparation.dataset_import.tables import (
 _FLAGS = {"0", "1", "true", "false", "yes", "no"}
 _SUBJECT = re.compile(r"(?:^|/)(sub-[A-Za-z0-9]+)")  # of BIDS
 # The end of the name of a photograph.
-_EYE = re.compile(r"(?:[ _-](?:left|right|od|os|l|r)|(?<=\d)[lr])$", re.IGNORECASE)
+_EYE = re.compile(rf"(?:[ _-](?:{'|'.join(WORDS['eye'])})|(?<=\d)[lr])$", re.IGNORECASE)
 _FIRST_PART = re.compile("^([^_-]+)[_-]")  # of a file name
 _SPLIT_WORDS = frozenset((*WORDS["split"], "split", "splits"))
 _NO_PATIENT = _SPLIT_WORDS.union(WORDS["image"], WORDS["mask"], ("fold", "input"))

@@ -23,21 +23,23 @@ from medflare.core.text import read_text
 from medflare.data.attributes import age_problem, parse_attributes
 from medflare.data.datalist import patient_id
 from medflare.data.reading import NIFTI, image_suffixes, stem, suffix
+from medflare.preparation.dataset_import.class_folders import PATIENT
 from medflare.preparation.dataset_import.folders import (
     MAX_CLASSES,
-    PATIENT,
-    WORDS,
     WORKBOOK,
     Dataset,
     ImageFolder,
     Item,
+    split_above,
+)
+from medflare.preparation.dataset_import.names import (
+    WORDS,
     composed,
     number_of,
     numbered,
     parse_name,
     refuse_variants,
     sorted_labels,
-    split_above,
     split_name,
     words,
 )

@@ -20,7 +20,8 @@ from PIL import Image
 from medflare.core.errors import DataError
 from medflare.core.settings import unknown
 from medflare.data.reading import PICTURES, explained, stem
-from medflare.preparation.dataset_import.folders import Item, pair_masks, scan_folder
+from medflare.preparation.dataset_import.folders import Item, scan_folder
+from medflare.preparation.dataset_import.masks import pair_masks
 from medflare.preparation.dataset_import.papers.preparing import (
     Download,
     Preparation,

@@ -18,7 +18,8 @@ from medflare.preparation.dataset_import.datalists import (
     place_files,
     write_datalist,
 )
-from medflare.preparation.dataset_import.folders import Item, numbered, prefixed
+from medflare.preparation.dataset_import.folders import Item, prefixed
+from medflare.preparation.dataset_import.names import numbered
 from medflare.preparation.dataset_import.papers.splits import (
     SPLIT_FILE,
     divided_warning,

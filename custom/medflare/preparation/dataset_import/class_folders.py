@@ -1,0 +1,286 @@
+"""Images whose class is the name of their folder, and what else such folders may be."""
+
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+from medflare.core.errors import DataError
+from medflare.data.reading import NIFTI, stem, suffix
+from medflare.preparation.dataset_import.folders import (
+    MAX_CLASSES,
+    Dataset,
+    ImageFolder,
+    Item,
+    common_folder,
+    folders_below,
+    split_above,
+)
+from medflare.preparation.dataset_import.masks import (
+    SAMPLE_SIZE,
+    are_masks,
+    is_of_slices,
+    masks_of_slices,
+)
+from medflare.preparation.dataset_import.names import (
+    IMAGE_WORDS,
+    SPLITS,
+    WORDS,
+    numbered,
+    refuse_variants,
+    sorted_labels,
+    words,
+)
+
+LAYOUTS = (
+    "an image and its mask by name (a.png, a_mask.png), images/ and masks/, a folder per class, "
+    "or a table (CSV, Excel)"
+)
+_IMAGES_OF_CLASS = 2.5  # folders with fewer, in the mean, are probably patients
+_NEARLY_ALL = 0.9
+PATIENT = re.compile(r"\d\d|[^\W\d_]\d")  # in the name of a patient's folder
+# Words before the numbers of classes.
+_GRADES = {*WORDS["label_column_end"], *WORDS["numbered_class"]}
+
+
+def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: bool) -> Dataset:
+    """Images whose class is the name of a folder below the folder that all share.
+
+    Folders of splits do not count. DataError for fewer than two classes; unless they are
+    `confirmed` by --kind classification, also for what may be patients, sites or versions.
+    """
+    common = common_folder(images)
+    items = []
+    missing = []
+    inner = defaultdict(set)  # class -> folders in it
+    deeper = defaultdict(set)  # class -> all folders below it
+    below = {image: folders_below(common, image) for image in images}
+    shared_by_all = os.path.commonpath(["/".join(folders) for folders in below.values()])
+    for image, folders in below.items():
+        classes = folders[len(Path(shared_by_all).parts) :]  # without images of train/images/cat
+        below[image] = classes
+        if classes:
+            items.append(Item((image,), classes[0], split=split_above(folder, image)))
+            inner[classes[0]].update(classes[1:2])
+            deeper[classes[0]].update(classes[1:])
+        else:
+            missing.append(f"{folder.relative(image)}: in no class folder")
+    names = sorted_labels(inner)
+    if len(names) < 2:
+        raise DataError(
+            f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}"
+        )
+    if _hold_classes(inner):
+        return _classes_of_patients(folder, below, confirmed=confirmed)
+    _refuse_equal_folders(folder, inner, confirmed=confirmed)
+    if not confirmed:
+        _refuse_sites(folder, inner)
+    for name in names:
+        same = sorted(deeper[name] & {*names})
+        if same:
+            raise DataError(
+                f"{folder.root}: {name} holds {' and '.join(same)}, as classes are called; "
+                f"if {name} is a split, rename it train, val or test; otherwise take it out"
+            )
+    if not confirmed:
+        _refuse_patients(folder, names, items)
+    photographs = [name for name in names if {*words(name)} <= IMAGE_WORDS]
+    if photographs and not confirmed:
+        others = ", ".join(name for name in names if name != photographs[0])
+        raise DataError(
+            f"{folder.root}: is {photographs[0]} a class, beside {others}? if some folders hold "
+            "masks, give a table with --mask-column; otherwise give --kind classification"
+        )
+    refuse_variants(names, f"{folder.root}: the class folders")
+    _refuse_names_of_splits(folder, names)
+    if not confirmed:
+        _refuse_companions(folder, images)
+        _refuse_masks(folder, [item.first for item in items[: 2 * SAMPLE_SIZE]])
+        _refuse_other_groups(folder, names, len(items))
+    return Dataset(
+        "classification",
+        tuple(replace(item, label=names.index(item.label)) for item in items),
+        numbered(names),
+        f"a folder per class: {', '.join(names)}",
+        missing=tuple(missing),
+    )
+
+
+def _hold_classes(inner: Mapping[str, Collection[str]]) -> bool:
+    """Whether folders may be of patients, and those in them classes; `inner`: folder -> those in
+    it. As 8863/0, 8863/1, 8864/0 of IDC's patches.
+    """
+    counts = Counter(chain.from_iterable(inner.values()))
+    if not 1 < len(counts) <= len(inner) / 4 or min(counts.values()) < 2:
+        return False
+    if not all(map(PATIENT.search, inner)) or any(map(PATIENT.search, counts)):
+        return False
+    no_patients = {"fold", *WORDS["site_column"]}
+    return no_patients.isdisjoint(chain.from_iterable(map(words, inner)))
+
+
+def _classes_of_patients(
+    folder: ImageFolder, below: Mapping[Path, Sequence[str]], *, confirmed: bool
+) -> Dataset:
+    """Images whose first folder is their patient, and whose second one is their class; DataError
+    unless this is `confirmed`. `below`: image -> its folders.
+    """
+    names = sorted_labels({folders[1] for folders in below.values() if len(folders) > 1})
+    first = min(folders[0] for folders in below.values() if folders)
+    if not confirmed:
+        raise DataError(
+            f"{folder.root}: {first}, ... hold the folders {', '.join(names)}; if these are "
+            f"classes, and {first}, ... patients, give --kind classification; if {first}, ... are "
+            "sites, give --site-folders; otherwise keep one of the folders in each, or rename them"
+        )
+    refuse_variants(names, f"{folder.root}: the class folders")
+    items = []
+    missing = []
+    for image, folders in below.items():
+        if len(folders) < 2:
+            missing.append(f"{folder.relative(image)}: in no class folder")
+            continue
+        split = split_above(folder, image)
+        items.append(Item((image,), names.index(folders[1]), folders[0], split))
+    return Dataset(
+        "classification",
+        tuple(items),
+        numbered(names),
+        f"folders of patients, with a folder per class: {', '.join(names)}",
+        missing=tuple(missing),
+    )
+
+
+def _refuse_equal_folders(
+    folder: ImageFolder, inner: Mapping[str, Collection[str]], *, confirmed: bool
+) -> None:
+    """Raise DataError if all folders of classes hold folders of the same names, unless `confirmed`
+    of them are patients; `inner`: class -> the folders in it.
+    """
+    names = sorted_labels(inner)
+    shared = set.intersection(*map(set, inner.values()))
+    patients = all(map(PATIENT.search, shared))
+    if len(shared) < 2 or (confirmed and patients):
+        return
+    listed = ", ".join(sorted(shared)[:3])
+    remedy = "give --kind classification" if patients else "rename the folders in them"
+    several = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    raise DataError(
+        f"{folder.root}: each of {several} holds the folders {listed}; if {names[0]}, ... "
+        "are sites, give --site-folders; if they are splits, rename them train, val or test; "
+        f"if they are patients, keep one of the folders in each; otherwise {remedy}"
+    )
+
+
+def _refuse_sites(folder: ImageFolder, inner: Mapping[str, Collection[str]]) -> None:
+    """Raise DataError if the folders of classes hold folders that may be the classes: some of the
+    same name in all, or several without a number; `inner`: class -> the folders in it.
+    """
+    counts = Counter(chain.from_iterable(inner.values()))
+    repeated = [name for name, count in counts.items() if count > 1]
+    several = max(map(len, inner.values())) > 1 and not any(map(PATIENT.search, counts))
+    if len(counts) > 1 and all(inner.values()) and (repeated or several):
+        names = sorted(inner)
+        raise DataError(
+            f"{folder.root}: {', '.join(names)} hold folders, as {min(repeated or counts)}; if "
+            f"{names[0]}, ... are sites, give --site-folders; if they are classes and the folders "
+            "in them patients, give --kind classification; if the folders in them are the classes, "
+            "move them up"
+        )
+
+
+def _refuse_names_of_splits(folder: ImageFolder, names: Sequence[str]) -> None:
+    """Raise DataError if names of classes differ in the word of a split alone."""
+    first_of: dict[tuple[str, ...], str] = {}
+    for name in names:
+        without = tuple(word for word in words(name) if word not in SPLITS)
+        other = first_of.setdefault(without, name)
+        if other != name:
+            raise DataError(
+                f"{folder.root}: {other} and {name} differ in the split alone; "
+                "move them into folders train, val and test"
+            )
+
+
+def _refuse_masks(folder: ImageFolder, images: Sequence[Path]) -> None:
+    """Raise DataError if some of the images, and not all, look like masks."""
+    masks = [image for image in images if are_masks([image])]
+    others = [image for image in images if image not in masks]
+    if masks and others and is_of_slices(masks[0], others[0]):
+        raise masks_of_slices(folder, masks[0].parent)
+    if masks and others:
+        raise DataError(
+            f"{folder.root}: {folder.relative(masks[0])} has two values, as masks have, beside "
+            f"{folder.relative(others[0])}; if it is a mask, call it NAME_mask, or give a table "
+            "with --mask-column; otherwise give --kind classification"
+        )
+
+
+def _refuse_companions(folder: ImageFolder, images: Iterable[Path]) -> None:
+    """Raise DataError if nearly every picture has a companion, or nearly every one of a folder: a
+    file called like it and a word, as overlays are, or one of its name in a folder below, as
+    thumbnails are.
+    """
+    by_name = {(image.parent, stem(image)): image for image in images}
+    companions: defaultdict[str, list[Path]] = defaultdict(list)  # kind -> pictures that have one
+    found = set()
+    for (parent, name), image in by_name.items():
+        picture = by_name.get((parent.parent, name))
+        if picture:
+            companions[f"in {parent.name}/"].append(picture)
+            found.add(image)
+        for match in re.finditer("[ _.-]+", name):
+            picture = by_name.get((parent, name[: match.start()]))
+            end = name[match.start() :]
+            if picture and not end.strip(" _.-").isdecimal():
+                companions[f"called NAME{end}"].append(picture)
+                found.add(image)
+    alone = Counter(image.parent for image in by_name.values() if image not in found)
+    for kind, listed in companions.items():
+        nearly_all = len(listed) > _NEARLY_ALL * alone.total()
+        for parent, count in Counter(picture.parent for picture in listed).items():
+            of_folder = count >= SAMPLE_SIZE and count > _NEARLY_ALL * alone[parent]
+            nearly_all = nearly_all or of_folder
+        if nearly_all:
+            raise DataError(
+                f"{folder.root}: images have companions {kind}, as {folder.relative(min(listed))} "
+                "has; take these out, or if they are images of their own, give --kind "
+                "classification"
+            )
+
+
+def _refuse_patients(folder: ImageFolder, names: Sequence[str], items: Sequence[Item]) -> None:
+    """Raise DataError if the folders of all classes hold volumes of the same names."""
+    volumes = [set[str]() for _ in names]
+    for item in items:
+        if suffix(item.first) in NIFTI:
+            volumes[names.index(item.label)].add(item.first.name)
+    same = sorted(set.intersection(*volumes))
+    if len(same) > 1:
+        raise DataError(
+            f"{folder.root}: each of {names[0]}, ... holds {', '.join(same)}, as folders of "
+            "patients do; call masks NAME_seg, or give a table with --mask-column; if the folders "
+            "are classes, give --kind classification"
+        )
+
+
+def _refuse_other_groups(folder: ImageFolder, names: Sequence[str], images: int) -> None:
+    """Raise DataError if the folders seem to be patients, years, parts of an export or eyes."""
+    most = min(MAX_CLASSES, max(4, images / _IMAGES_OF_CLASS))
+    if len(names) > most:
+        raise DataError(
+            f"{folder.root}: {len(names)} folders ({names[0]}, ...) for {images} images are "
+            "many classes; if they are classes and no patients, give --kind classification"
+        )
+    stems = {re.sub(r"[\d_.-]+", " ", name).lower() for name in names}
+    numbers = [int(number) for name in names for number in re.findall(r"\d+", name)]
+    of_grades = {*words(" ".join(stems))} & _GRADES or (stems <= {"", " "} and max(numbers) < 100)
+    numbered_alike = bool(numbers) and len(stems) == 1 and not of_grades
+    if numbered_alike or {name.lower() for name in names} <= {*WORDS["eye"]}:
+        raise DataError(
+            f"{folder.root}: are the folders {', '.join(names[:3])} the classes? if so, give "
+            "--kind classification; otherwise give a table with the classes"
+        )

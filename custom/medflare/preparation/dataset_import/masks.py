@@ -1,0 +1,416 @@
+"""Which mask belongs to which image, and which files are its channels."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+
+from medflare.core.errors import DataError
+from medflare.core.text import read_json
+from medflare.data.dicom import tags_of
+from medflare.data.reading import NIFTI, PICTURES, explained, read_stored, stem, suffix
+from medflare.preparation.dataset_import.folders import HEADER, Dataset, ImageFolder, Item
+from medflare.preparation.dataset_import.names import WORDS, FileName, numbered, words
+
+_STRIDE = 16  # between the pixels that are looked at first
+SAMPLE_SIZE = 3  # pictures of a folder that are read to tell masks from photographs
+# Ends in a number (nnU-Net), or in NIfTI files in a word (`_flair`).
+_CHANNEL = re.compile(r"^(.*[^_-])[_-]+(\d{4}|[a-z][a-z0-9]*)$")
+_LABEL = re.compile(r"_label-([^_]+)")
+
+
+def _several_series(folder: ImageFolder) -> str:
+    """The end of an error about images without masks, if a DICOM series shares its folder."""
+    if not folder.slices:
+        return ""
+    files = next(iter(folder.slices.values()))
+    return (
+        f"; {folder.relative(files[0].parent)} holds several series or other files, "
+        "give each series a folder of its own"
+    )
+
+
+def is_of_slices(mask: Path, image: Path) -> bool:
+    """Whether a mask is a picture, and its image a volume."""
+    return suffix(mask) in PICTURES and (image.is_dir() or suffix(image) in NIFTI)
+
+
+def masks_of_slices(folder: ImageFolder, masks: Path) -> DataError:
+    return DataError(
+        f"{folder.relative(masks)} has a mask for each slice of a volume; stack the masks of each "
+        "volume in one NIfTI file on its grid, called like the volume or its folder and _mask"
+    )
+
+
+def pair_masks(folder: ImageFolder) -> Dataset:
+    """Every mask with its image; the channels of an image may be in separate files.
+
+    An image has the mask of the same folders, name and split; otherwise the mask without a name of
+    its folder (`segmentation.nii.gz`), otherwise the only unused mask of its name and split. A
+    DICOM series has the segmentation that refers to it. DataError without pairs, for two masks of
+    one image, and for two images of one mask.
+    """
+    names = folder.names
+    files_of, without = _assign_masks(folder)
+    channels = sorted(set[str]().union(*files_of.values()))
+    items = []
+    missing_images = []
+    for mask, files in files_of.items():
+        if files:
+            first = next(iter(files.values()))
+            split = names[first].split or names[mask].split
+            items.append(Item(tuple(map(files.get, channels)), mask, split=split))
+        else:
+            missing_images.append(f"{folder.relative(mask)}: a mask without an image")
+    if not items:
+        raise DataError(f"{folder.root}: {_without_pairs(folder, [*files_of], without)}")
+    if len(channels) > 1 and "" in channels:
+        raise DataError(
+            f"{folder.root}: some images have a file per channel ({channels[1]}), others do not; "
+            "list them in a table"
+        )
+    _refuse_slices_beside_volumes(folder, items)
+    has_test = any(item.split == "test" for item in items)
+    missing = []
+    for path in without:
+        if has_test or names[path].split != "test":
+            missing.append(_line_without_mask(folder, path))
+    unlabelled = len(without) - len(missing)
+    notes = [f"{unlabelled} test images without masks are not used"] if unlabelled else []
+    notes += _lines_without_channel(items, channels)
+    layout = "images and masks by name"
+    if len(channels) > 1:
+        layout += f", a file per channel ({', '.join(channels)})"
+    labels, channel_names = _read_header(folder)
+    channel_names = channel_names or _named_channels(channels)
+    labels = labels or _segment_labels(folder.segmented)
+    return Dataset(
+        "segmentation",
+        tuple(items),
+        labels,
+        layout,
+        channel_names,
+        tuple(notes),
+        (*missing, *missing_images),
+        structure="" if labels else _structure_of(folder),
+    )
+
+
+def _refuse_slices_beside_volumes(folder: ImageFolder, items: Iterable[Item]) -> None:
+    """Raise DataError if a folder of several images has volumes and single slices of them."""
+    in_folder = defaultdict(list)
+    for item in items:
+        in_folder[item.first.parent].append(item.first)
+    images = max(in_folder.values(), key=len)
+    if not 1 < len(images) <= SAMPLE_SIZE:
+        return
+    depths = {}
+    for image in images:
+        if suffix(image) in NIFTI:
+            with explained(image):
+                depths[min(nibabel.load(image).shape[:3])] = image
+    if len(depths) > 1 and min(depths) == 1:
+        raise DataError(
+            f"{folder.relative(depths[1])} is one slice, beside the volume "
+            f"{folder.relative(depths[max(depths)])}; take the slices out, or the volumes"
+        )
+
+
+def _named_channels(channels: Sequence[str]) -> dict[str, str]:
+    """Number of a channel as text -> the word at the end of its files' names."""
+    named = {}
+    for number, name in enumerate(channels):
+        if name and not name.isdecimal():
+            named[str(number)] = name
+    return named
+
+
+def _lines_without_channel(items: Sequence[Item], channels: Sequence[str]) -> list[str]:
+    """A line for each channel of which some images have no file."""
+    lines = []
+    for number, channel in enumerate(channels):
+        lacking = sum(item.files[number] is None for item in items)
+        if lacking:
+            lines.append(f"{lacking} images lack a file of channel {channel} (null in datalist)")
+    return lines
+
+
+def _structure_of(folder: ImageFolder) -> str:
+    """The structure in the names of all masks, as _label-lesion of BIDS, or of their folders."""
+    masks = [path for path, name in folder.names.items() if name.mask]
+    labels = {match[1] for match in map(_LABEL.search, map(stem, masks)) if match}
+    if len(labels) == 1:
+        return labels.pop()
+    return _structure_of_folders(folder.names.values())
+
+
+def _structure_of_folders(names: Iterable[FileName]) -> str:
+    """The words that the folders of all masks have, and those of no image: "vessels" of
+    images/1.png and masks/vessels/1.png; "" without any.
+    """
+    of_images = set()
+    of_masks = []
+    for name in names:
+        listed = " ".join(name.folders).split()
+        if name.mask:
+            of_masks.append(listed)
+        else:
+            of_images.update(listed)
+    shared = set.intersection(*map(set[str], of_masks)) - of_images
+    return structure_name(word for word in of_masks[0] if word in shared)
+
+
+def structure_name(listed: Iterable[str]) -> str:
+    """The words that can name a structure: no numbers, initials and formats of files."""
+    named = []
+    for word in listed:
+        if len(word) > 2 and word.isalpha() and word not in WORDS["no_structure"]:
+            named.append(word)
+    return " ".join(named)
+
+
+def _without_pairs(folder: ImageFolder, masks: Sequence[Path], images: Sequence[Path]) -> str:
+    """That no mask belongs to an image, with an example, and the remedy."""
+    if not masks:
+        return (
+            f"none of {len(images)} images is called as masks are{_several_series(folder)}; call "
+            "masks like their image and mask (a_mask.png), or give a table with --mask-column"
+        )
+    several, count = Counter(mask.parent for mask in masks).most_common(1)[0]
+    images_there = [image for image in images if image.is_relative_to(several.parent)]
+    if count > 1 and len(images_there) == 1:
+        if is_of_slices(masks[0], images_there[0]):
+            return str(masks_of_slices(folder, several))
+        return (
+            f"{folder.relative(several)} holds {count} masks of one image; unite the masks of each "
+            "image in one file"
+        )
+    problem = f"none of {len(masks)} masks belongs to an image by its name"
+    if images and len(_fitting_masks(folder, images[0])) > 1:
+        return _line_without_mask(folder, images[0])
+    if images:
+        problem += f", as {folder.relative(masks[0])} beside {folder.relative(images[0])}"
+    return f"{problem}{_several_series(folder)}; rename them, or give a table with --mask-column"
+
+
+def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], list[Path]]:
+    """Mask -> channel -> image file; and the images without a mask."""
+    names = folder.names
+    files_of: dict[Path, dict[str, Path]] = {}
+    by_name = defaultdict(list)
+    images = []
+    for path, name in names.items():
+        if name.mask:
+            files_of[path] = {}
+            by_name[name.name].append(path)
+        else:
+            images.append(path)
+    in_folder = Counter(image.parent for image in images)
+    modalities = _modality_folders(images)
+
+    def assign(image: Path, free: Collection[Path], same_folders: bool) -> bool:
+        name = names[image].name
+        # Names that the mask may have, with the channel of the image.
+        own = modalities.get(image.parent, "")
+        candidates = [(name, own)]
+        channel = _CHANNEL.match(name)
+        if channel and (channel[2].isdecimal() or suffix(image) in NIFTI):
+            candidates.append((channel[1], channel[2]))
+        candidates.append((names[image].names[1], own))
+        if same_folders and names[image].folders:
+            candidates.append(("", "" if in_folder[image.parent] == 1 else name))
+        for name, part in candidates:
+            masks = [mask for mask in by_name[name] if mask in free]
+            masks = _masks_without_contradiction(folder, image, masks, same_folders)
+            if len(masks) > 1 and same_folders:
+                raise _two_masks(folder, masks)
+            if len(masks) == 1:
+                other = files_of[masks[0]].setdefault(part, image)
+                if other is not image:
+                    if (other.parent, stem(other)) == (image.parent, stem(image)):
+                        both = " and ".join(map(folder.relative, (other, image)))
+                        raise DataError(f"{both} seem to be one image twice; take one out")
+                    raise _two_images(folder, [other, image], masks[0])
+                return True
+        return False
+
+    for same_folders in (True, False):
+        free = {mask for mask, files in files_of.items() if same_folders or not files}
+        images = [image for image in images if not assign(image, free, same_folders)]
+    images = _assign_below(folder, files_of, images)
+    _refuse_second_masks(folder, files_of)
+    return files_of, images
+
+
+def _modality_folders(images: Iterable[Path]) -> dict[Path, str]:
+    """Folder -> its name, if each is called like a modality and holds files of the same names."""
+    names = defaultdict(set)
+    for image in images:
+        names[image.parent].add(image.name)
+    are_modalities = all("".join(words(path.name)) in WORDS["modality"] for path in names)
+    first = next(iter(names.values()), set())
+    if len(names) < 2 or not are_modalities or any(names[path] != first for path in names):
+        return {}
+    return {path: path.name for path in names}
+
+
+def _assign_below(
+    folder: ImageFolder, files_of: Mapping[Path, dict[str, Path]], images: Sequence[Path]
+) -> list[Path]:
+    """Add the volumes of a folder to the only mask of the folder above, as channels; the other
+    images. As 0/wmh_seg.nii.gz and 0/pre/FLAIR.nii.gz, in two folders at least.
+
+    DataError if a mask has images in two folders below.
+    """
+    in_folder = Counter(mask.parent for mask in files_of)
+    mask_of = {}
+    for mask, files in files_of.items():
+        if not files and in_folder[mask.parent] == 1 and suffix(mask) in NIFTI:
+            mask_of[mask.parent] = mask
+    volumes: defaultdict[Path, list[Path]] = defaultdict(list)  # folder of a mask -> images
+    others = []
+    for image in images:
+        if image.parent.parent in mask_of and suffix(image) in NIFTI:
+            volumes[image.parent.parent].append(image)
+        else:
+            others.append(image)
+    if len(volumes) < 2:
+        return [*images]
+    for above, listed in volumes.items():
+        for image in listed:
+            if image.parent != listed[0].parent:
+                raise _two_images(folder, [listed[0], image], mask_of[above])
+            files_of[mask_of[above]][folder.names[image].name] = image
+    return others
+
+
+def _two_images(folder: ImageFolder, images: Sequence[Path], mask: Path) -> DataError:
+    return DataError(
+        f"{' and '.join(map(folder.relative, images))} would both have the mask "
+        f"{folder.relative(mask)}; if they are channels of one image, call them NAME_0000 and "
+        "NAME_0001; otherwise take one out, use the same folder names for images and masks, or "
+        "list them in a table"
+    )
+
+
+def _two_masks(folder: ImageFolder, masks: Sequence[Path]) -> DataError:
+    return DataError(
+        f"{' and '.join(map(folder.relative, masks[:2]))}: two masks of one image; unite them, "
+        "take one out (as a field of view), or list them in a table, with --mask-column and a "
+        "column for each"
+    )
+
+
+def _refuse_second_masks(folder: ImageFolder, files_of: Mapping[Path, Mapping[str, Path]]) -> None:
+    """Raise DataError for an unused mask with the name of an image that has another one."""
+    names = folder.names
+    unused = defaultdict(list)
+    for mask, files in files_of.items():
+        if not files:
+            unused[names[mask].split, names[mask].name].append(mask)
+    for mask, files in files_of.items():
+        for image in [names[file] for file in files.values()]:
+            for name in image.names:
+                for other in unused[image.split, name]:
+                    if {*image.folders} <= {*names[other].folders}:
+                        raise _two_masks(folder, [mask, other])
+
+
+def _masks_without_contradiction(
+    folder: ImageFolder, image: Path, masks: Iterable[Path], same_folders: bool
+) -> list[Path]:
+    """The masks in the split of the image, otherwise those that may be in it.
+
+    With `same_folders`, only masks in folders of the same names.
+    """
+    name = folder.names[image]
+    same_split = []
+    no_split = []
+    for mask in masks:
+        of_mask = folder.names[mask]
+        if same_folders and of_mask.folders != name.folders:
+            continue
+        if of_mask.split == name.split:
+            same_split.append(mask)
+        elif not name.split or not of_mask.split:
+            no_split.append(mask)
+    return same_split or no_split
+
+
+def _fitting_masks(folder: ImageFolder, image: Path) -> list[Path]:
+    """The masks with the name of an image, in any folder."""
+    possible = folder.names[image].names
+    return [mask for mask, name in folder.names.items() if name.mask and name.name in possible]
+
+
+def _line_without_mask(folder: ImageFolder, image: Path) -> str:
+    """An image without a mask, and why: none has its name, or several have."""
+    fitting = _fitting_masks(folder, image)
+    if len(fitting) < 2:
+        return f"{folder.relative(image)}: no mask"
+    both = " and ".join(map(folder.relative, fitting[:2]))
+    return (
+        f"{folder.relative(image)}: {both} can be its mask (give --site-folders if the folders are "
+        "sites, or a table with --mask-column, and a column for each structure)"
+    )
+
+
+def _segment_labels(masks: Iterable[Path]) -> dict[str, str]:
+    """Number -> label of the segments of DICOM segmentations, numbered as they are met."""
+    names: dict[str, None] = {}
+    for mask in sorted(masks):
+        with explained(mask):
+            segments = tags_of(mask, "SegmentSequence").SegmentSequence
+        for segment in segments:
+            names[str(segment.SegmentLabel)] = None
+    return numbered(names, start=1)
+
+
+def _read_header(folder: ImageFolder) -> tuple[dict[str, Any], dict[str, str]]:
+    """Labels and channel names of a dataset.json; empty if there is none."""
+    headers = []
+    paths = sorted(folder.root.rglob(HEADER))
+    for path in paths:
+        try:
+            content = read_json(path)
+            channels = content.get("channel_names", content.get("modality")) or {}
+            names = {str(number): str(name) for number, name in channels.items()}
+            headers.append((dict(content.get("labels") or {}), names))
+        except (AttributeError, ValueError) as error:
+            raise DataError(
+                f"{path}: not a header of Decathlon or nnU-Net ({error}); correct or delete it"
+            ) from error
+        if "ignore" in headers[-1][0]:
+            raise DataError(
+                f"{path}: voxels with the label ignore cannot be left out of training; annotate "
+                "them, or give them a label of their own"
+            )
+        if headers[-1] != headers[0]:
+            raise DataError(
+                f"{path} and {paths[0]} name other labels or channels, as of two data sets; "
+                "give the folder of one of them, or --site-folders if they are sites"
+            )
+    return headers[0] if headers else ({}, {})
+
+
+def are_masks(files: Iterable[Path]) -> bool:
+    """Whether the first files are grey pictures or volumes of two values; some may be empty."""
+    most = 1
+    for file in sorted(files)[:SAMPLE_SIZE]:
+        try:
+            array = read_stored(file, mask=True).array
+        except DataError:
+            return False
+        few = array[..., ::_STRIDE]  # of a large photograph, all would take seconds
+        if not (_is_grey_of_two(few) and _is_grey_of_two(array)):
+            return False
+        most = max(most, len(np.unique(array)))
+    return most == 2
+
+
+def _is_grey_of_two(array: np.ndarray) -> bool:
+    return len(np.unique(array)) <= 2 and bool((array == array[:1]).all())

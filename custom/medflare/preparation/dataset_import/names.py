@@ -1,0 +1,191 @@
+"""What names of files, folders and classes say: of masks, splits, sites and numbers."""
+
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from medflare.core.errors import DataError
+from medflare.data.reading import stem
+from medflare.data.targets import plain_name
+
+# Words in the names of files and folders, of which `other` ones say nothing of an image; column ->
+# names that it usually has, the most likely first. In dermoscopy the images of one lesion stay
+# together where there is no patient.
+WORDS: dict[str, Any] = json.loads(
+    (resources.files(__package__) / "words.json").read_text(encoding="utf-8")
+)
+_MASK = frozenset(WORDS["mask"])
+MASK_WORDS = _MASK | {"ground"}
+IMAGE_WORDS = frozenset(WORDS["image"])
+SPLITS: dict[str, str] = WORDS["split"]
+_IGNORED_WORDS = IMAGE_WORDS | MASK_WORDS.union(WORDS["other"])
+_NO_NAMES = _IGNORED_WORDS | SPLITS.keys()
+_LOWER = r"[^\W\d_A-Z]"  # a letter, but A to Z
+_WORD = re.compile(rf"[A-Z]?{_LOWER}+|[A-Z]+(?!{_LOWER})|\d+")
+_ENTITY = re.compile(r"_(seg|label|desc|space|res)-[^_]+")  # of BIDS; two are of masks
+# A folder called so, also behind images or labels, as of nnU-Net; Va of AMOS.
+_SHORT_SPLITS = {"Tr": "train", "Ts": "test", "Va": "val"}
+
+
+class FileName(NamedTuple):
+    """The parts of an image's path."""
+
+    # Its folders without the words for images, masks and splits; an image and its mask have them
+    # in common.
+    folders: tuple[str, ...]
+    name: str  # its name in lower case without suffix and without the words for images and masks
+    mask: bool  # whether it is a mask
+    split: str  # the split that a folder names, or ""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The name, and without the word of a split: DRIVE has 21_training and 21_manual1."""
+        return self.name, _without(self.name, SPLITS)
+
+
+def composed(text: str) -> str:
+    """A name in the form of all systems: macOS stores "ä" as two letters (NFD), tables have one
+    (NFC).
+
+    Examples:
+        >>> composed("La\u0308sion") == "L\u00e4sion"
+        True
+    """
+    return unicodedata.normalize("NFC", text)
+
+
+def words(name: str) -> list[str]:
+    """The words of a name in lower case.
+
+    Examples:
+        >>> words("images train"), words("ISIC2018_Task1_Training_GroundTruth")
+        (['images', 'train'], ['isic', '2018', 'task', '1', 'training', 'ground', 'truth'])
+    """
+    return [word.lower() for word in _WORD.findall(name)]
+
+
+def split_name(text: str) -> str:
+    """The split that a word means, or "".
+
+    Examples:
+        >>> split_name("Train"), split_name("val"), split_name("3")
+        ('training', 'validation', '')
+    """
+    return SPLITS.get(text.strip().lower(), "")
+
+
+def split_folder(name: str) -> str:
+    """The split that a folder is named after, or "" if its name has other words.
+
+    Examples:
+        >>> split_folder("train"), split_folder("b. Test Set"), split_folder("test positive")
+        ('training', 'test', '')
+    """
+    splits = set()
+    for word in words(_with_whole_split(name)):
+        if len(word) > 1 and not word.isdecimal() and word not in _IGNORED_WORDS:
+            splits.add(SPLITS.get(word, ""))
+    return splits.pop() if len(splits) == 1 else ""
+
+
+def _with_whole_split(name: str) -> str:
+    """The name of a folder with a short split spelt out.
+
+    Examples:
+        >>> _with_whole_split("imagesTs"), _with_whole_split("Tr"), _with_whole_split("Trauma")
+        ('images test', ' train', 'Trauma')
+    """
+    for short, split in _SHORT_SPLITS.items():
+        name = re.sub(f"^(images|labels|){short}$", rf"\1 {split}", name)
+    return name
+
+
+def parse_name(path: Path) -> FileName:
+    """The parts of a path within the folder.
+
+    Examples:
+        >>> parse_name(Path("imagesTr/a_0001.nii.gz"))
+        FileName(folders=(), name='a_0001', mask=False, split='training')
+        >>> parse_name(Path("p1/IMG_01_mask.png"))
+        FileName(folders=('p 1',), name='01', mask=True, split='')
+        >>> parse_name(Path("case_7/segmentation.nii.gz"))
+        FileName(folders=('case 7',), name='', mask=True, split='')
+    """
+    path = Path(composed(str(path)))
+    mask = False
+    split = ""
+    folders = []
+    for folder in path.parent.parts:
+        folder_words = words(_with_whole_split(folder))
+        mask = mask or not _MASK.isdisjoint(folder_words)
+        splits = [SPLITS[word] for word in folder_words if word in SPLITS]
+        if splits:
+            split = splits[0]
+        others = [word for word in folder_words if word not in _NO_NAMES]
+        if others:
+            folders.append(" ".join(others))
+    name = stem(Path(stem(path)))  # a.jpg.png is of a.jpg
+    mask = mask or not _MASK.isdisjoint(_ENTITY.findall(name))
+    name = _ENTITY.sub("", name)
+    if {*words(name)} <= MASK_WORDS:  # the mask of the images of its folder
+        return FileName(tuple(folders), "", True, split)
+    without_mask = _without(name, _MASK, r"(?:[ _.-]?\d{1,2})?")  # masks may be numbered
+    short = _without(without_mask, IMAGE_WORDS).lower()
+    return FileName(tuple(folders), short, mask or without_mask != name, split)
+
+
+def _without(name: str, affixes: Iterable[str], number: str = "") -> str:
+    """The name without one of the words at its start or end, there with a `number`."""
+    listed = "|".join(sorted(affixes, key=len, reverse=True))
+    affix = rf"^(?:{listed})(?:[ _.-]+(?=.)|(?=\d))|(?<=.)[ _.-]+(?:{listed}){number}$"
+    return re.sub(affix, "", name, count=1, flags=re.IGNORECASE)
+
+
+def refuse_variants(names: Iterable[str], location: str) -> None:
+    """Raise DataError for two names of one class, as "1" and "1.00", or "Mild" and "mild"."""
+    written: dict[object, str] = {}
+    for name in sorted(names):
+        number = number_of(name)
+        key = plain_name(name) if number is None else number
+        other = written.setdefault(key, name)
+        if other != name:
+            raise DataError(
+                f"{location}: {other!r} and {name!r} are one name, written in two ways; "
+                "write it in one"
+            )
+
+
+def number_of(text: str) -> float | None:
+    """The number that a text is, with a point or a comma, or None."""
+    try:
+        number = float(text.replace(",", "."))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def sorted_labels(names: Iterable[str]) -> list[str]:
+    """Class names in the order of their numbers: numerical if all are numbers, or alphabetical.
+
+    Examples:
+        >>> sorted_labels({"10", "9"}), sorted_labels({"nv", "mel"})
+        (['9', '10'], ['mel', 'nv'])
+    """
+    ordered = sorted(names)
+    rows = []
+    for name in ordered:
+        number = number_of(name)
+        if number is None:
+            return ordered
+        rows.append((number, name))
+    return [name for _, name in sorted(rows)]
+
+
+def numbered(names: Iterable[str], start: int = 0) -> dict[str, str]:
+    """Number as text -> name, in this order."""
+    return {str(number): name for number, name in enumerate(names, start)}

@@ -1,0 +1,257 @@
+"""Images with a mask of every structure: in folders, in files, or told by the masks' names."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+from medflare.core.errors import DataError
+from medflare.preparation.dataset_import.folders import (
+    MAX_CLASSES,
+    Dataset,
+    ImageFolder,
+    Item,
+    common_folder,
+    folders_below,
+    split_above,
+)
+from medflare.preparation.dataset_import.masks import are_masks, structure_name
+from medflare.preparation.dataset_import.names import (
+    IMAGE_WORDS,
+    MASK_WORDS,
+    FileName,
+    numbered,
+    parse_name,
+    words,
+)
+
+_NamedFiles = dict[tuple[str, ...], Path]  # split, folders and name of an image -> the file
+
+
+def structure_folders(folder: ImageFolder, kind: str) -> Dataset | None:
+    """Images beside a folder of masks for each structure.
+
+    For example images/, disc/, cup/, or images/, masks/disc/, masks/cup/. A mask has two values,
+    and the name of its image. None without such folders. DataError if only some names fit, or,
+    without a `kind`, if the folder of the images is not called so.
+    """
+    common = common_folder(folder.images)
+    files: defaultdict[str, _NamedFiles] = defaultdict(dict)  # folder -> its files
+    for image in folder.images:
+        folders = folders_below(common, image) or [""]
+        if len(folders) > 1 and {*words(folders[0])} <= MASK_WORDS:
+            del folders[0]  # masks/disc is disc
+        top, *inner = folders
+        name = parse_name(image).names[1].removesuffix(f"_{top.lower()}")
+        key = (split_above(folder, image), *inner, name)
+        files[top][key] = image
+    if len(files) > MAX_CLASSES:
+        return None
+    structures = sorted(top for top in files if are_masks(files[top].values()))
+    homes = [top for top in files if top not in structures]
+    pairs = product(homes, structures)
+    if not any(_share_names(files[home], files[top]) for home, top in pairs):
+        return None
+    home = homes[0]
+    photographs = files[home]
+    listed = ", ".join(structures)
+    if len(homes) > 1 or not any(photographs.keys() & files[top] for top in structures):
+        remedy = "give all masks two values" if kind else "give --kind classification"
+        raise DataError(
+            f"{folder.root}: {listed} have pictures of two values only, as masks do, beside "
+            f"{', '.join(homes)}; list them in a table with --mask-column, or {remedy}"
+        )
+    if not kind and home and not {*words(home)} <= IMAGE_WORDS:
+        raise DataError(
+            f"{folder.root}: {listed} have pictures of two values only, with the names of {home}; "
+            "give --kind segmentation if they are masks, --kind classification if not"
+        )
+    masks_of: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
+    missing = []
+    for structure in structures:
+        for key, mask in sorted(files[structure].items()):
+            if key in photographs:
+                masks_of[photographs[key]][structure] = mask
+            else:
+                missing.append(f"{folder.relative(mask)}: a mask without an image")
+    splits = {image: key[0] for key, image in photographs.items()}
+    layout = f"images in {home or common.name}, masks in a folder for each structure: {listed}"
+    return _of_structures(folder, splits, masks_of, structures, layout, missing)
+
+
+def _of_structures(
+    folder: ImageFolder,
+    splits: Mapping[Path, str],
+    masks_of: Mapping[Path, Mapping[str, Path]],
+    structures: Sequence[str],
+    layout: str,
+    missing: Iterable[str] = (),
+) -> Dataset:
+    """Images with a mask of each structure; those that lack one are `missing`, beside those given.
+
+    Args:
+        splits: image -> its split.
+        masks_of: image -> structure -> mask.
+    """
+    items = []
+    incomplete = []
+    for image, split in splits.items():
+        masks = masks_of.get(image, {})
+        lacking = [structure for structure in structures if structure not in masks]
+        if lacking:
+            incomplete.append(
+                f"{folder.relative(image)}: no mask of {lacking[0]} (save an empty one if the "
+                "image does not show it)"
+            )
+            continue
+        of_image = [masks[structure] for structure in structures]
+        label = of_image if len(of_image) > 1 else of_image[0]
+        items.append(Item((image,), label, split=split))
+    labels = {}
+    only = ""
+    if len(structures) > 1:
+        labels = numbered(structures)
+    else:  # its values decide
+        only = structures[0]
+    return Dataset(
+        "segmentation",
+        tuple(items),
+        labels,
+        layout,
+        missing=(*incomplete, *missing),
+        structure=only,
+    )
+
+
+def structure_files(folder: ImageFolder) -> Dataset | None:
+    """Folders of one image each and a mask of every structure, or None.
+
+    As TotalSegmentator's case/ct.nii.gz, case/segmentations/liver.nii.gz.
+    """
+    masks: defaultdict[tuple[Any, ...], dict[str, Path]] = defaultdict(dict)
+    images = defaultdict(list)
+    for path, name in folder.names.items():
+        if name.mask:
+            masks[name.split, name.folders][name.name] = path
+        else:
+            images[name.split, name.folders].append(path)
+    shared = set.intersection(*map(set[str], masks.values()))
+    if len(shared) < 2 or any(len(images[key]) != 1 for key in masks):
+        return None
+    structures = sorted(set[str]().union(*masks.values()))
+    splits = {}
+    masks_of = {}
+    for key, listed in images.items():
+        for image in listed:
+            splits[image] = key[0]
+            masks_of[image] = masks[key]
+    layout = f"a folder for each image, with a mask for each structure: {', '.join(structures)}"
+    return _of_structures(folder, splits, masks_of, structures, layout)
+
+
+def structure_suffixes(folder: ImageFolder) -> Dataset | None:
+    """Masks called like their image and a few words, the same for each structure; or None.
+
+    As RIM-ONE's im1.png, im1-Cup.png and im1-Disc.png, or IDRiD's Microaneurysms/IDRiD_01_MA.tif.
+    """
+    masks = [path for path, name in folder.names.items() if name.mask]
+    by_name = defaultdict(list)
+    for path, name in folder.names.items():
+        if not name.mask:
+            by_name[name.name].append(path)
+    masks_of: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
+    for mask in masks:
+        image, rest = _image_of_longer_name(folder, mask, by_name)
+        if image is None or rest in masks_of[image]:
+            return None
+        masks_of[image][rest] = mask
+    without = sum(map(len, by_name.values())) - len(masks_of)
+    if without > len(masks_of):
+        return None
+    names = _structures_of_suffixes(masks_of.values())
+    distinct = {*names.values()}
+    some_unnamed = len(names) > 1 and "" in distinct
+    if some_unnamed or len(distinct) < len(names) or len(names) > MAX_CLASSES:
+        return None
+    splits = {}
+    of_structure: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
+    for image in chain.from_iterable(by_name.values()):
+        splits[image] = folder.names[image].split
+        for rest, mask in masks_of.get(image, {}).items():
+            of_structure[image][names[rest]] = mask
+    structures = list(names.values())
+    layout = f"masks called like their image, and for the structure: {', '.join(structures)}"
+    dataset = _of_structures(folder, splits, of_structure, structures, layout)
+    return replace(dataset, structure=structure_name(dataset.structure.split()))
+
+
+def _image_of_longer_name(
+    folder: ImageFolder, mask: Path, by_name: Mapping[str, Sequence[Path]]
+) -> tuple[Path | None, str]:
+    """The image whose name begins a mask's, and the rest of the mask's name; None without one, for
+    several, and if the rest is empty.
+    """
+    name = folder.names[mask]
+    ends = [match.start() for match in re.finditer(r"[ _.-]+", name.name)]
+    for end in reversed([*ends, len(name.name)]):
+        images = by_name.get(name.name[:end], ())
+        if not images:
+            continue
+        beside = [image for image in images if folder.names[image].folders == name.folders]
+        images = beside or images
+        allowed = [image for image in images if folder.names[image].split == name.split]
+        allowed = allowed or [image for image in images if not name.split]
+        rest = name.name[end:]
+        return (allowed[0] if len(allowed) == 1 and rest else None), rest
+    return None, ""
+
+
+def _structures_of_suffixes(masks: Iterable[Mapping[str, Path]]) -> dict[str, str]:
+    """End of a mask's name -> its structure: the name of the masks' folder, if each has its own,
+    otherwise the words that not all ends have.
+    """
+    folders = defaultdict(set)
+    for of_image in masks:
+        for rest, mask in of_image.items():
+            folders[rest].add(" ".join(filter(str.isalpha, words(mask.parent.name))))
+    by_folder = {rest: min(names) for rest, names in folders.items() if len(names) == 1}
+    if len({*by_folder.values()}) == len(folders) > 1:
+        return dict(sorted(by_folder.items()))
+    parts = {rest: [part for part in re.split("[ _.-]+", rest) if part] for rest in sorted(folders)}
+    shared = set.intersection(*map(set[str], parts.values())) if len(parts) > 1 else set[str]()
+    named = {}
+    for rest, all_parts in parts.items():
+        named[rest] = " ".join(part for part in all_parts if part not in shared)
+    return named
+
+
+def are_in_structures(names: Iterable[FileName]) -> bool:
+    """Whether folders of masks hold a folder for each structure.
+
+    One name occurs in several of them, and in no such folder of images.
+    """
+    inner = set()
+    of_images: set[str] = set()
+    folders_of = defaultdict(set)
+    for name in names:
+        if not name.mask:
+            of_images.update(name.folders)
+        elif name.folders:
+            last = name.folders[-1]
+            inner.add(last)
+            short = name.name.removesuffix(f"_{last}")
+            folders_of[name.split, short].add(last)
+    several = any(len(folders) > 1 for folders in folders_of.values())
+    return several and inner.isdisjoint(of_images)
+
+
+def _share_names(images: _NamedFiles, masks: _NamedFiles) -> bool:
+    """Whether a mask is called like an image, or like it with one more word."""
+    for *folders, name in masks:
+        shorter = name, name.rpartition("_")[0], name.rpartition("-")[0]
+        if any((*folders, short) in images for short in shorter):
+            return True
+    return False
