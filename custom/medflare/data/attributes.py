@@ -40,10 +40,23 @@ class Attributes(NamedTuple):
             >>> Attributes("female", 63.0).to_dict()
             {'sex': 'female', 'age': 63}
         """
-        content = self._asdict()
+        content = self._known()
         if self.age is not None and self.age.is_integer():
             content["age"] = int(self.age)
-        return {name: value for name, value in content.items() if value not in ("", None)}
+        return content
+
+    def completed(self, others: "Attributes") -> "Attributes":
+        """These, with those of the others that are unknown here.
+
+        Examples:
+            >>> Attributes("female").completed(Attributes("male", 63.0))
+            Attributes(sex='female', age=63.0, scanner='')
+        """
+        return others._replace(**self._known())
+
+    def _known(self) -> dict[str, Any]:
+        values = self._asdict()
+        return {name: value for name, value in values.items() if value not in ("", None)}
 
     @property
     def groups(self) -> dict[str, str]:

@@ -640,6 +640,74 @@ def test_a_row_of_a_patient_is_of_all_its_sessions(tmp_path: Path) -> None:
     assert "'sub-03' can be" in error_of(tmp_path, columns=Columns(label="group"))
 
 
+# -- tables of patients and studies ----------------------------------------------------------------
+
+
+def test_a_table_of_patients_labels_both_eyes_by_their_names(tmp_path: Path) -> None:
+    for number in NUMBERS:
+        for eye in ("OD", "OS"):
+            picture(tmp_path / f"photographs/P{number:03}_{eye}.jpg")
+    rows = [(f"P{number:03}", "ab"[number % 2]) for number in NUMBERS]
+    table(tmp_path / "clinic.csv", ("patient_id", "diagnosis"), *rows)
+    report = imported(tmp_path)
+    assert report.dataset.labels == {"0": "a", "1": "b"} and not report.warnings
+    listed = entries(tmp_path)
+    assert len(listed) == 20
+    for eye in ("OD", "OS"):
+        entry = listed[f"photographs/P003_{eye}.jpg"]
+        assert (entry["patient"], entry["label"]) == ("P003", 1)
+
+
+def test_a_name_that_no_file_has_is_no_patient_in_a_table_of_files(tmp_path: Path) -> None:
+    for number in NUMBERS:
+        picture(tmp_path / f"i{number}1.png", 60 + number)
+    picture(tmp_path / "i99_flipped.png", 80)
+    rows = [(f"i{number}1", "ab"[number % 2]) for number in NUMBERS]
+    table(tmp_path / "t.csv", ("image", "label"), *rows, ("i99", "a"))
+    assert "line 12: no file for 'i99'" in error_of(tmp_path)
+
+
+def test_a_table_of_patients_is_joined_by_a_table_of_images(tmp_path: Path) -> None:
+    """The labels stand beside the patients, the patients beside the images."""
+    images = []
+    for number in NUMBERS:
+        for eye in (1, 2):
+            name = f"scan{number}x{eye}.png"
+            picture(tmp_path / name, 60 + number)
+            images.append((name, f"P{number}"))
+    rows = [(f"P{number}", 40 + number, "ab"[number % 2]) for number in NUMBERS]
+    table(tmp_path / "images.csv", ("image", "patient_id"), *images)
+    table(tmp_path / "patients.csv", ("patient_id", "age", "diagnosis"), *rows)
+    imported(tmp_path)
+    listed = entries(tmp_path)
+    assert len(listed) == 20
+    for eye in (1, 2):
+        entry = listed[f"scan5x{eye}.png"]
+        assert (entry["patient"], entry["age"], entry["label"]) == ("P5", 45, 1)
+
+
+@pytest.mark.parametrize("tag", ["AccessionNumber", "StudyInstanceUID"])
+def test_a_list_of_studies_labels_a_dicom_export(tag: str, tmp_path: Path) -> None:
+    """As a PACS exports radiographs, in folders named by UIDs; both views of a study have its label."""
+    rows = []
+    for number in NUMBERS:
+        study = f"1.2.840.99.{1000 + number}"
+        for view in (1, 2):
+            folder = tmp_path / f"1.3.{number}" / f"1.3.{number}.{view}"
+            folder.parent.mkdir(exist_ok=True)
+            dicom_series(folder, 1)
+            tags = {tag: study, "PatientID": f"M{number // 2}", "Modality": "DX"}
+            change(folder, [0], ("ImagePositionPatient",), SeriesInstanceUID=folder.name, **tags)
+        rows.append((study, "no report", ("healthy", "ill")[number % 2]))
+    table(tmp_path / "list.csv", (tag, "Report", "Diagnosis"), *rows)
+    imported(tmp_path)
+    listed = entries(tmp_path)
+    assert len(listed) == 20
+    for view in (1, 2):
+        entry = listed[f"1.3.7/1.3.7.{view}/0.dcm"]
+        assert (entry["patient"], entry["label"]) == ("M3", 1)
+
+
 # -- columns of 0 and 1 ----------------------------------------------------------------------------
 
 

@@ -66,6 +66,7 @@ from medflare.preparation.dataset_import.tables import (
     UnlabelledTableError,
     UnrelatedTableError,
     described,
+    patients_of_table,
     read_frame,
     read_tables,
     split_of_table,
@@ -173,6 +174,9 @@ def _find_dataset(
     kind = options.kind
     columns = options.columns
     splits, unused, related = _usable_tables(folder, options)
+    if not splits and related:
+        folder = _with_patients(folder, related, columns)
+        splits, unused, related = _usable_tables(folder, options)
     requested = options.table is not None or columns != GUESSED
     tables = list(splits)
     describes = bool(related) and not (columns.label or columns.mask)
@@ -344,6 +348,17 @@ def _usable_tables(
             if not isinstance(error, UnrelatedTableError):
                 related[path] = not isinstance(error, UnlabelledTableError)
     return splits, unused, related
+
+
+def _with_patients(folder: ImageFolder, tables: Iterable[Path], columns: Columns) -> ImageFolder:
+    """The folder with the patients of images by tables without labels, whose labels another table
+    may have for each patient.
+    """
+    patients: dict[Path, str] = {}
+    for path in tables:
+        with suppress(DataError):  # as said where it is read
+            patients |= patients_of_table(path, folder, replace(columns, label="", mask=""))
+    return replace(folder, patients={**patients, **folder.patients})
 
 
 def _with_listed_splits(folder: ImageFolder, dataset: Dataset, unused: Collection[Path]) -> Dataset:
@@ -753,7 +768,10 @@ def _site_warning(items: Sequence[Item], root: Path) -> str:
     if not any(item.masks for item in items):
         return ""
     folders = ", ".join(sorted(counts))
-    return f"all images are in the folders {folders}; if each is a site, give --site-folders"
+    return (
+        f"all images are in the folders {folders}; if each is a site, give --site-folders, if each "
+        "is a class, --kind classification"
+    )
 
 
 def _site_column_notes(dataset: Dataset) -> tuple[str, ...]:

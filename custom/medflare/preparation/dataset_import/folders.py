@@ -34,6 +34,8 @@ _TAGS = (
     "Modality",
     "SeriesInstanceUID",
     "PatientID",
+    "StudyInstanceUID",
+    "AccessionNumber",
     "ReferencedSeriesSequence",
     "ImagePositionPatient",
 )
@@ -123,6 +125,8 @@ class ImageFolder:
     notes: tuple[str, ...] = ()  # folders that are left out, one line each
     unreadable: tuple[str, ...] = ()  # DICOM files, one line each
     texts: tuple[Path, ...] = ()  # text files that are no tables, such as outlines or lists
+    # DICOM image -> its AccessionNumber and the UIDs of its study and series.
+    studies: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
 
     def relative(self, path: Path) -> str:
         """The path of a file within the folder; of a table elsewhere, its path."""
@@ -210,6 +214,7 @@ def scan_folder(root: Path) -> ImageFolder:
         tuple(notes),
         tuple(unreadable),
         tuple(texts),
+        {image: header.study for image, header in headers.items()},
     )
 
 
@@ -324,6 +329,7 @@ class _Header(NamedTuple):
 
     series: str  # UID of its series
     patient: str  # PatientID
+    study: tuple[str, ...]  # its AccessionNumber and the UIDs of its study and series
     segments: str  # for a segmentation, the UID of the series that it refers to
     picture: bool  # whether it is no slice, see `_PICTURES`
 
@@ -356,7 +362,9 @@ def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[str]
             referenced = tags.get("ReferencedSeriesSequence") or [{}]
             segments = str(referenced[0].get("SeriesInstanceUID", ""))
         picture = tags.get("Modality") in _PICTURES and not tags.get("ImagePositionPatient")
-        headers[file] = _Header(series, patient, segments, picture)
+        names = (tags.get("AccessionNumber"), tags.get("StudyInstanceUID"), series)
+        study = tuple(str(name) for name in names if name)
+        headers[file] = _Header(series, patient, study, segments, picture)
     return headers, damaged, others
 
 

@@ -354,6 +354,7 @@ def _read_rows(
     """The images of a table with a list of labels each, and a line for each incomplete row."""
     rows = []
     missing = []
+    of_files = bool(find.named_by(frame[used["image"][0]]))
     for line, row in zip(frame.index, frame.to_dict("records"), strict=True):
         location = f"{path} line {line}"
         cell = dict.fromkeys(used, "")
@@ -362,6 +363,8 @@ def _read_rows(
                 cell[name] = row[listed[0]]
         label = _label_of_row(row, used, find, location)
         images = find.images(cell["image"], location)
+        if not images and not of_files:
+            images = find.beginning_with(cell["image"])
         if not images:
             missing.append(f"{location}: no file for {cell['image']!r}")
         elif not all(label):
@@ -597,20 +600,35 @@ def described(
                 f"{path}: {folder.relative(item.first)} is at site {site}, in another table at "
                 f"{item.site}; choose one with --table"
             )
-        attributes = (cells.get(name) for name in ("sex", "age", "scanner"))
+        attributes = parse_attributes(*map(cells.get, ("sex", "age", "scanner")))
         split = "" if redraw else _split_of(cells.get("split", of_table), str(path))
         with_cells = replace(
             item,
             patient=item.patient or str(patient_id(cells.get("patient", ""))),
             site=site or item.site,
             split=split or item.split,
-            attributes=parse_attributes(*attributes),
+            attributes=attributes.completed(item.attributes),
         )
         complete.append(with_cells if redraw else _in_split_of_folder(with_cells, "", folder, path))
     if of_table:
         read["split"] = of_table
     listed = ", ".join(f"{name} {column}" for name, column in read.items())
     return complete, f"{folder.relative(path)}: {listed}"
+
+
+def patients_of_table(path: Path, folder: ImageFolder, columns: Columns) -> dict[Path, str]:
+    """Image -> its patient in a table that names both; {} for another table."""
+    frame = read_frame(path)
+    find = _FileFinder(folder, path)
+    used = _columns_but_labels(path, frame, columns, find)
+    patients: dict[Path, str] = {}
+    if not used["image"] or not used["patient"] or used["patient"] == used["image"]:
+        return patients
+    names = frame[[*used["image"], *used["patient"]]].to_numpy()
+    for image_name, patient in names:
+        for image in find.described(image_name):
+            patients[image] = str(patient_id(patient))
+    return patients
 
 
 def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str) -> str:
@@ -896,8 +914,10 @@ class _FileFinder:
         self._by_end: defaultdict[str, list[Path]] = defaultdict(list)  # end of the path -> images
         self._by_path: defaultdict[str, list[Path]] = defaultdict(list)
         self._by_number: defaultdict[str, list[Path]] = defaultdict(list)  # 7 of 007.png
-        # PatientID, or a folder or several, as p1 and p1/study2 -> images.
+        # PatientID, or a folder or several, as p1 and p1/study2; and of DICOM, the study -> images.
         self._by_patient: defaultdict[str, list[Path]] = defaultdict(list)
+        self._by_beginning: defaultdict[str, list[Path]] = defaultdict(list)  # P7 of P7_left.png
+        self._studies = set(chain.from_iterable(folder.studies.values()))
         for image in folder.images:
             inner = image.relative_to(folder.root).parent.parts
             parts = _folded(inner)
@@ -907,8 +927,11 @@ class _FileFinder:
                 self._by_path["/".join((*parts, name))].append(image)
             if stem(image).isdecimal():
                 self._by_number[stem(image).lstrip("0")].append(image)
+            for beginning in _beginnings(stem(image)):
+                self._by_beginning[beginning].append(image)
             patient = folder.patients.get(image, "")
-            for name in [patient] if patient else _folders_of(inner):
+            owners = [patient] if patient else _folders_of(inner)
+            for name in {*owners, *folder.studies.get(image, ())}:
                 self._by_patient[name].append(image)
                 with_letter = _LETTER_AND_NUMBER.fullmatch(name)
                 if with_letter:
@@ -926,7 +949,11 @@ class _FileFinder:
 
     def names_patients(self, frame: pd.DataFrame, columns: Sequence[str]) -> bool:
         """Whether one of the columns names patients of images, see `images`."""
-        return any(frame[name].map(self._of_patient).any() for name in columns)
+        for name in columns:
+            for cell in frame[name]:
+                if self._of_patient(cell) or self.beginning_with(cell):
+                    return True
+        return False
 
     def names_each(self, cells: "pd.Series[str]") -> bool:
         """Whether no cell names several volumes."""
@@ -980,8 +1007,14 @@ class _FileFinder:
         return images[0] if images else None
 
     def is_patient(self, cell: str) -> bool:
-        """Whether a cell names the images of a patient, and no image."""
-        return not self._named(cell) and bool(self._of_patient(cell))
+        """Whether a cell names the images of a patient, and no image and no study."""
+        if cell in self._studies or self._named(cell):
+            return False
+        return bool(self._of_patient(cell) or self.beginning_with(cell))
+
+    def beginning_with(self, cell: str) -> Sequence[Path]:
+        """The images whose file names begin with a cell that is no word, as P7_left.png with P7."""
+        return self._without_masks(self._by_beginning.get(composed(cell), []))
 
     def described(self, cell: str) -> list[Path]:
         """All images that a cell may name, of a patient or by their names."""
@@ -1014,6 +1047,21 @@ class _FileFinder:
             if parse_name(image.relative_to(self._folder.root)).split == self.split:
                 of_split.append(image)
         return of_split or images
+
+
+def _beginnings(name: str) -> list[str]:
+    """The beginnings of a file's name, up to a mark between its words, that may be a patient.
+
+    Examples:
+        >>> _beginnings("P07_left_2"), _beginnings("img_a")
+        (['P07', 'P07_left'], [])
+    """
+    beginnings = []
+    for match in re.finditer("[ _.-]+", composed(name)):
+        beginning = composed(name)[: match.start()]
+        if PATIENT.search(beginning):
+            beginnings.append(beginning)
+    return beginnings
 
 
 def _folders_of(inner: Sequence[str]) -> list[str]:
