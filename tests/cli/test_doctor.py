@@ -68,7 +68,7 @@ USUAL = template("site", "resources.json")["class_allow_list"]
         ("resources", {"class_allow_list": ["medflare.", *USUAL]}, "FAILED", '"medflare."'),
         ("resources", {"class_allow_list": ["*"]}, "FAILED", '"*"'),
         ("resources", {"app_validator": {"path": "of.others"}}, "FAILED", "app_validator"),
-        ("resources", {"allow_log_streaming": True}, "warning", "--no-stream-logs"),
+        ("resources", {"allow_log_streaming": True}, "warning", "--replace-policies"),
         ("resources", {"class_allow_list": None}, "FAILED", "resources.json"),
         ("authorization", {"permissions": {"lead": {"byoc": "any"}}}, "warning", "byoc"),
         ("authorization", {"permissions": []}, "FAILED", "authorization.json"),

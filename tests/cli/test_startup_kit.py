@@ -56,6 +56,8 @@ def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
     assert resources["servers"][0]["heart_beat_timeout"] == 120
     assert resources["components"][-1]["path"] == "medflare.flare.components.UnfinishedJobs"
     for kit in (site, server):
+        paths = [item["path"] for item in _read(kit, "resources.json")["components"]]
+        assert not any("app_common.logging" in path for path in paths)
         assert set(_actions(set_up(kit, KitSettings())).values()) == {"kept"}
 
 
@@ -176,7 +178,6 @@ def test_the_hospitals_own_filters_stay_where_the_guard_goes(site: Kit) -> None:
         ("site", KitSettings(packages=["medflare"]), "packages"),
         ("site", KitSettings(packages=["lab nets"]), "packages"),
         ("server", KitSettings(minimum_patients=3), "--minimum-patients"),
-        ("server", KitSettings(stream_logs=True), "--stream-logs"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_is_written(
@@ -188,10 +189,9 @@ def test_a_wrong_setting_is_refused_before_anything_is_written(
     assert _all(kit) == {}
 
 
-def test_what_a_party_says_of_logs_and_packages(site: Kit, server: Kit) -> None:
-    for streamed in (True, False):
-        set_up(site, KitSettings(stream_logs=streamed, packages=["lab_nets"] if streamed else None))
-        assert _read(site, "resources.json")["allow_log_streaming"] is streamed
+def test_what_a_party_says_of_packages(site: Kit, server: Kit) -> None:
+    for packages in (["lab_nets"], None):
+        set_up(site, KitSettings(packages=packages))
         assert _read(site, "medflare.json")["packages"] == ["lab_nets"]
     set_up(server, KitSettings())
     assert not (server.local / "medflare.json").exists()

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from medflare.federation.protocol import FEDERATION_SHARES
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.federation.study_record import StudyRecord
 from medflare.methods.catalogue import get_method
-from medflare.training.site import Site
 from methods import squares
 
 ROUNDS = 3
@@ -333,46 +331,3 @@ def test_a_site_does_not_enrol_anew_with_another_start_after_a_step() -> None:
     for change in ({"sites": ["A", "C"]}, {"role": "outside", "sites": ["B", "C"]}):
         with pytest.raises(MessageError, match="another start; start a new job"):
             asked.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"], **change}))
-
-
-def test_a_lead_does_not_read_the_training_images_in_as_many_ways_as_it_likes(
-    tmp_path: Path,
-) -> None:
-    """Whether images are plain for an intensity from v to v + 0.001 tells the brightest pixels."""
-    (tmp_path / "datalist.json").write_text("{}")
-
-    def enrolled(low: float, side: int = 16) -> Message:
-        record = StudyRecord(tmp_path / "record", tmp_path, f"job-{low}", most_evaluations=9)
-        values = {"a_min": low, "a_max": 255, "b_min": 0, "b_max": 1}
-        intensity = {"name": "ScaleIntensityRange", **values}
-        site = squares.site("A", squares.task(intensity=intensity, size=[side, side]))
-        asked = Participant("A", lambda role: site, get_method("fedavg"), {}, study=lambda: record)
-        return asked.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"]}))
-
-    for low in range(19):
-        assert enrolled(low).meta["class_counts"]
-    assert not enrolled(0, side=18).meta["class_counts"], "two sizes tell a pixel of few patients"
-    enrolled(7)
-    with pytest.raises(ConfigError, match=r"read this data in 20 ways.*readings\.json"):
-        enrolled(20)
-
-
-def test_a_lead_does_not_ask_by_transforms_that_fail_on_one_image(tmp_path: Path) -> None:
-    """MONAI's HistogramNormalize fails on an image with fewer grey values than bins."""
-    (tmp_path / "datalist.json").write_text("{}")
-
-    def enrol_as(job: str, open_site: Callable[[str], Site]) -> None:
-        record = StudyRecord(tmp_path / "record", tmp_path, job, most_evaluations=9)
-        asked = Participant("A", open_site, get_method("fedavg"), {}, study=lambda: record)
-        asked.answer(ENROL, 0, Message({}, {"role": "inside", "sites": ["A", "B"]}))
-
-    def failing(role: str) -> Site:
-        raise ValueError("Too many bins for data range")
-
-    enrol_as("first", lambda role: squares.site("A"))
-    for number in range(19):
-        with pytest.raises(ConfigError, match="other images, classes or splits"):
-            enrol_as(f"job-{number}", failing)
-    with pytest.raises(ConfigError, match=r"in 20 ways.*readings\.json"):
-        enrol_as("last", failing)
-    enrol_as("honest", lambda role: squares.site("A"))

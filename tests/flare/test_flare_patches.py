@@ -18,13 +18,17 @@ from typing import Any
 import pytest
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import Task
+from nvflare.apis.fl_constant import ReservedKey
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
+from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
+from nvflare.fuel.f3.cellnet import cell
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
+from nvflare.fuel.f3.streaming.stream_const import StreamDataType, StreamHeaderKey
 from nvflare.fuel.hci.client.file_transfer import FileTransferModule
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.fuel.utils.config_service import ConfigService
@@ -49,6 +53,7 @@ from medflare.flare.flare_patches import (
     quiet_ports,
     search_kits_only,
     share_cleanup_thread,
+    survive_messages,
     survive_resends,
 )
 
@@ -101,6 +106,8 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What FLARE does with what it accepts is replaced by "done"."""
     monkeypatch.setattr(FederatedServer, "_validate_auth_headers", lambda *words: "done")
     monkeypatch.setattr(ServerCommandAgent, "_execute_command", lambda *words: "done")
+    writes = JobLogReceiver._on_chunk_received
+    monkeypatch.setattr(JobLogReceiver, "_on_chunk_received", writes)
     limit_other_parties.cache_clear()
     limit_other_parties()
     yield
@@ -135,6 +142,115 @@ def test_the_server_takes_from_sites_and_people_what_is_meant_for_it(
         message.set_prop(MessagePropKey.ENDPOINT, SimpleNamespace(name=sender))
         honest = origin == sender or sender.startswith("server")
         assert (server._validate_auth_headers(message) == "done") == (accepted and honest)
+
+
+@pytest.mark.parametrize("handler", ["_execute_command", "_aux_communicate"])
+def test_a_request_is_of_the_party_that_sent_it(
+    handler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE takes the name that the request gives: a site would get another one's model."""
+    requests: list[Message] = []
+    monkeypatch.setattr(ServerCommandAgent, "_execute_command", lambda _, r: requests.append(r))
+    monkeypatch.setattr(ServerCommandAgent, "_aux_communicate", lambda _, r: requests.append(r))
+    monkeypatch.setattr(FederatedServer, "_validate_auth_headers", lambda *words: "done")
+    limit_other_parties.cache_clear()
+    limit_other_parties()
+    agent = ServerCommandAgent.__new__(ServerCommandAgent)
+    origin = {MessageHeaderKey.ORIGIN: f"site-2.{KIT_JOB}", MessageHeaderKey.TOPIC: "get_task"}
+    asks = Shareable()
+    peer = FLContext()
+    peer.set_prop(ReservedKey.IDENTITY_NAME, "site-1", private=False)
+    asks.set_peer_context(peer)
+    asks.set_peer_props(peer.get_all_public_props())
+    getattr(agent, handler)(Message(origin, asks))
+    getattr(agent, handler)(Message(origin, None))  # not decoded
+    limit_other_parties.cache_clear()
+    named, empty = [request.payload for request in requests]
+    assert named.get_peer_context().get_identity_name() == "site-2"
+    assert named.get_peer_prop(ReservedKey.IDENTITY_NAME, "") == "site-2"
+    assert isinstance(empty, Shareable) and not empty.get_peer_props()
+
+
+@pytest.mark.usefixtures("limited")
+def test_the_server_writes_no_log_of_another_party(tmp_path: Path) -> None:
+    """FLARE writes DIR/JOB/SITE/FILE, where all three are what the sender says, as .. and msgpack.py."""
+    receiver = JobLogReceiver(str(tmp_path))
+    fl_ctx = FLContext()
+    peer = FLContext()
+    peer.set_prop(ReservedKey.IDENTITY_NAME, "site-2", private=False)
+    fl_ctx.set_peer_context(peer)
+    stream: dict[str, Any] = {}
+    receiver._on_chunk_received(b"import os", stream, fl_ctx)
+    assert not stream and not [*tmp_path.iterdir()]
+
+
+@pytest.fixture
+def surviving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FLARE's parts that are changed, and its streams, are restored afterwards."""
+    monkeypatch.setattr(cell, "decode_payload", cell.decode_payload)
+    monkeypatch.setattr(RxTask, "find_or_create_task", RxTask.__dict__["find_or_create_task"])
+    monkeypatch.setattr(RxTask, "since", 0, raising=False)
+    monkeypatch.setattr(RxTask, "rx_task_map", {})
+    survive_messages.cache_clear()
+    survive_messages()
+    yield
+    survive_messages.cache_clear()
+
+
+@pytest.mark.usefixtures("surviving")
+def test_an_update_that_cannot_be_decoded_is_refused_and_its_site_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """FLARE ends the job's process for all sites."""
+    headers = {
+        MessageHeaderKey.ORIGIN: f"site-2.{KIT_JOB}",
+        StreamHeaderKey.PAYLOAD_ENCODING: "fobs",
+    }
+    update = Message(headers, b"\xc1 no msgpack")
+    cell.decode_payload(update, StreamHeaderKey.PAYLOAD_ENCODING, fobs_ctx={})
+    assert update.payload is None and f"a message of site-2.{KIT_JOB}" in caplog.text
+
+
+def part(stream: int, origin: str = "site-2", sequence: int = 5, payload: bytes = b"x") -> Message:
+    """A part of a stream; part 0 begins it."""
+    headers = {MessageHeaderKey.ORIGIN: origin, StreamHeaderKey.STREAM_ID: stream}
+    return Message(headers | {StreamHeaderKey.SEQUENCE: sequence}, payload)
+
+
+def receive(message: Message) -> bool:
+    """Whether FLARE takes a part of a stream."""
+    task = RxTask.find_or_create_task(message, SimpleNamespace(fire_and_forget=dict))
+    if task is not None:
+        task.process_chunk(message)
+    return task is not None
+
+
+@pytest.mark.usefixtures("surviving")
+def test_a_party_has_few_unfinished_streams(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    most = flare_patches._STREAMS
+    taken = [receive(part(number, f"site-2.{KIT_JOB}")) for number in range(2 * most)]
+    assert taken == [True] * most + [False] * most
+    assert f"refused: site-2 has {most} unfinished streams" in caplog.text
+    assert receive(part(0, f"site-2.{KIT_JOB}", 6))  # of one that it has
+    assert all(receive(part(number, "site-1")) for number in range(most))
+    assert all(receive(part(number, f"server.{KIT_JOB}")) for number in range(2 * most))
+    monkeypatch.setattr(flare_patches, "_BEGIN_TIMEOUT", -1.0)  # they never began
+    assert receive(part(-1))
+    for stream in range(2 * most):
+        ended = part(stream, "site-3", sequence=0)
+        ended.set_header(StreamHeaderKey.DATA_TYPE, StreamDataType.FINAL)
+        assert receive(ended)
+
+
+@pytest.mark.usefixtures("surviving")
+def test_a_party_has_few_bytes_in_unfinished_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flare_patches, "_STREAM_BYTES", 1000)
+    assert receive(part(1, sequence=0, payload=bytes(600)))
+    assert receive(part(2, sequence=3, payload=bytes(600)))
+    assert not receive(part(2, sequence=4)) and not receive(part(3))
+    assert receive(part(1, "site-1"))
 
 
 def test_a_party_connects_to_no_address_that_another_one_names(

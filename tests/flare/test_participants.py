@@ -6,18 +6,25 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from nvflare.apis.app_validation import AppValidationKey
 from nvflare.apis.fl_constant import FLContextKey, ReservedKey
 from nvflare.apis.fl_context import FLContext
+from PIL import Image
 
 from flare.server import Server
 from foreign.install import METHOD, install
+from helpers.picture_sites import SiteOf
 from helpers.small_tasks import small_task
 from medflare.core import extensions
 from medflare.core.errors import ConfigError
+from medflare.core.message import Message
 from medflare.evaluation.results import load_results
+from medflare.federation import study_record
+from medflare.federation.protocol import ENROL
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.components import authorize
 from medflare.flare.controller import MedflareController
@@ -112,3 +119,64 @@ def test_the_sites_own_settings_reach_its_participant(tmp_path: Path) -> None:
     spec = ParticipantSpec("clinic", "fedavg", "", 0, place.task_file, local, tmp_path / "job")
     participant = spec.participant(lambda: False)
     assert (participant.local.minimum_patients, participant.local.keep) == (5, "personal")
+
+
+def enrolled(root: Path, number: int, seed: int = 0, **settings: Any) -> Message:
+    """The enrolment of site A in a job of its own, whose server has seed 0."""
+    local = root / "kit" / "local" / "medflare.json"
+    local.parent.mkdir(parents=True, exist_ok=True)
+    local.write_text(json.dumps({"minimum_patients": 3, "data_root": str(root / "A")}))
+    task_file = root / "kit" / f"job-{number}" / "task.json"
+    task_file.parent.mkdir()
+    task_file.write_text(json.dumps(small_task(**settings).to_dict()))
+    spec = ParticipantSpec("A", "fedavg", "", seed, task_file, local, task_file.parent)
+    asked = Message({}, {"role": "inside", "sites": ["A", "B"], "seed": 0.0})
+    return spec.participant(lambda: False).answer(ENROL, 0, asked)
+
+
+def test_a_lead_does_not_read_the_training_images_in_as_many_ways_as_it_likes(
+    tmp_path: Path, make_site: SiteOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether images are plain for an intensity from v to v + 0.001 tells the brightest pixels."""
+    make_site()
+    monkeypatch.setattr(study_record, "_MOST_READINGS", 3)
+
+    def intensity(low: float) -> dict[str, Any]:
+        values = {"a_min": low, "a_max": 255, "b_min": 0, "b_max": 1}
+        return {"name": "ScaleIntensityRange", **values}
+
+    for low in range(2):
+        assert enrolled(tmp_path, low, intensity=intensity(low)).meta["class_counts"]
+    other_size = enrolled(tmp_path, 19, intensity=intensity(0), size=[24, 24])
+    assert not other_size.meta["class_counts"], "two sizes tell a pixel of few patients"
+    enrolled(tmp_path, 20, intensity=intensity(1))
+    with pytest.raises(ConfigError, match=r"read this data in 3 ways.*readings\.json"):
+        enrolled(tmp_path, 21, intensity=intensity(20))
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_lead_does_not_ask_by_transforms_that_fail_on_one_image(
+    fixed: bool, tmp_path: Path, make_site: SiteOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MONAI's HistogramNormalize fails on an image with fewer grey values than bins; with another
+    seed the job is refused in any case.
+    """
+    image = make_site() / "images" / "3.png"
+    Image.fromarray(np.arange(200, 212, dtype=np.uint8).repeat(22)[:256].reshape(16, 16)).save(
+        image
+    )
+    monkeypatch.setattr(study_record, "_MOST_READINGS", 2)
+
+    def bins(number: int) -> dict[str, Any]:
+        return {"name": "HistogramNormalize", "num_bins": 4 * 10**6 + number}
+
+    if fixed:
+        enrolled(tmp_path, 100)
+    for number in range(int(fixed), 2):
+        with pytest.raises((ConfigError, ValueError), match=r"other images|Too many bins"):
+            enrolled(tmp_path, number, seed=1, intensity=bins(number))
+    for number, transform in enumerate((bins(2), {"name": "ScaleIntensity", "minv": 0.25}), 2):
+        with pytest.raises(ConfigError, match=r"in 2 ways.*readings\.json"):
+            enrolled(tmp_path, number, intensity=transform)
+    if fixed:
+        assert enrolled(tmp_path, 101).meta["class_counts"]

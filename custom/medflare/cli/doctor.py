@@ -140,10 +140,7 @@ def _classes(kit: Kit, resources: JsonDict) -> None:
             f"FLARE calls anything below a listed class; {remedy}"
         )
     if kit.kind == "site" and resources.get("allow_log_streaming", True):  # FLARE's default
-        raise _Warning(
-            f"logs of jobs go to the server; medflare site setup {kit.folder} --no-stream-logs "
-            "keeps them here"
-        )
+        raise _Warning(f"logs of jobs go to the server; {remedy} keeps them here")
 
 
 def _guard(kit: Kit, privacy: JsonDict) -> None:

@@ -26,11 +26,12 @@ VALIDATOR = "app_validator"  # FLARE's name: the component that inspects a job o
 PREFIX = "medflare."
 # Raised when FLARE's JSON has another structure.
 MALFORMED = (AttributeError, IndexError, KeyError, TypeError)
-SITE_SETTINGS = ("data_root", "device", "batch_size", "cache", "minimum_patients", "stream_logs")
+SITE_SETTINGS = ("data_root", "device", "batch_size", "cache", "minimum_patients")
 _DEFAULT_LAUNCHER = (
     "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
 )
 _RESTARTING_LAUNCHER = "medflare.flare.launcher.RestartingLauncher"
+_LOG_STREAMING = "nvflare.app_common.logging."
 # FLARE's default, shared by all federations of a machine and deleted at a reboot.
 _DEFAULT_STORAGE = "/tmp/nvflare/"
 _Json = dict[str, Any]
@@ -211,7 +212,7 @@ def _read_certificate(file: Path) -> Certificate:
 class KitSettings:
     """Settings of `medflare site setup`; None and False change nothing.
 
-    The first six are a site's, `storage` is the server's.
+    The first five are a site's, `storage` is the server's.
 
     Attributes:
         data_root: folder with datalist.json; without it only tasks with embedded images run
@@ -219,7 +220,6 @@ class KitSettings:
         batch_size: maximum number of images at once, for a small GPU (default: the task's)
         cache: folder for decoded images, or off (default: medflare-cache beside local/)
         minimum_patients: no metric of fewer patients leaves the site (a new site: 5)
-        stream_logs: FLARE sends the site's error log of a job to the server (a new site: no)
         packages: installed packages, separated by commas, that a job or its task may name
             (default: none)
         storage: folder for submitted jobs and results (default: storage in the kit)
@@ -233,7 +233,6 @@ class KitSettings:
     batch_size: int | None = None
     cache: str | None = None
     minimum_patients: int | None = None
-    stream_logs: bool | None = None
     packages: list[str] | None = None
     storage: Path | None = None
     bring_code: bool = False
@@ -432,8 +431,6 @@ def _resources(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json:
         content = _new_resources(kit, read_object(kit.local / "resources.json.default"), storage)
     elif settings.storage is not None:
         _set_storage(content, settings.storage)
-    if settings.stream_logs is not None:
-        content["allow_log_streaming"] = settings.stream_logs
     if settings.bring_code:
         _replace_launcher(content, _RESTARTING_LAUNCHER, _DEFAULT_LAUNCHER)
         content["class_allow_list"] = [
@@ -446,7 +443,8 @@ def _resources(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json:
 
 
 def _new_resources(kit: Kit, content: _Json, storage: Path) -> _Json:
-    """FLARE's resources.json with medflare's classes, validator and launcher, and with a storage.
+    """FLARE's resources.json with medflare's classes, validator and launcher, with a storage, and
+    without the streaming of logs.
 
     Classes are listed by their full names.
     """
@@ -454,6 +452,9 @@ def _new_resources(kit: Kit, content: _Json, storage: Path) -> _Json:
     content |= {"class_allow_list": usual["class_allow_list"], VALIDATOR: usual[VALIDATOR]}
     if kit.kind == "site":
         content["allow_log_streaming"] = usual["allow_log_streaming"]
+    content["components"] = [
+        item for item in content["components"] if not item["path"].startswith(_LOG_STREAMING)
+    ]
     _replace_launcher(content, _DEFAULT_LAUNCHER, _RESTARTING_LAUNCHER)
     for server in content.get("servers", ()):
         server["heart_beat_timeout"] = 120  # seconds; FLARE's default is ten minutes

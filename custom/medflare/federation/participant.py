@@ -300,7 +300,7 @@ class Participant:
         if study is not None:
             # First, since later refusals would tell the counts of another selection.
             study.fix_selection(site)
-        same_size = study is None or study.note_reading(site)
+        same_size = study is None or study.note_enrolment(site.task)
         if role == "inside" and trains:
             self._check_selection(site, study)
         if trains and self.local.keep == "personal" and role == "outside":
@@ -387,14 +387,13 @@ class Participant:
     def _opened_at_enrolment(self, role: str) -> Site:
         """As `_opened`; if an earlier job has fixed the selection, data that cannot be used is
         answered as another selection is: a lead would count images by which of the two it gets.
-        So is an image that the task's transform fails on, and counted as a reading.
+        So is an image that the task's transform fails on.
         """
         try:
             return self._opened(role)
         except (DataError, ArithmeticError, ValueError, RuntimeError) as error:
             study = self.study()
             if study is not None and study.is_fixed():
-                study.note_failed_reading(self.name)
                 raise other_selection(self.name) from error
             raise
 

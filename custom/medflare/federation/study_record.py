@@ -9,7 +9,6 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,11 +16,12 @@ from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.core.store import csv_text, file_digest, locked, write_atomically, write_json
-from medflare.core.text import Json
+from medflare.core.text import Json, JsonDict
 from medflare.data.datalist import FILE
 from medflare.data.decoding import reading_settings
 from medflare.data.local import PLACE, Bounds
 from medflare.data.targets import counts_by_image
+from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
 
 SELECTION = "selection.json"  # the file that a site deletes to allow another selection
@@ -100,44 +100,43 @@ class StudyRecord:
             if first.get("job") == self.job and refused <= _MOST_REFUSED:
                 write_json(path, {"refused": refused})
 
-    def note_reading(self, site: Site) -> bool:
-        """Note how the task reads the images; whether its masks have the size of the first job's.
-
-        Whether images are plain to the network (see `site_rules.check_contrast`) answers a question
-        about their pixels, and pixels of a class in masks of two sizes one about few patients.
+    def note_reading(self, site: str, task: TaskConfig) -> None:
+        """Note how a task reads the images, before it does: whether a transform fails on one, or
+        makes it plain (see `site_rules.check_contrast`), tells of its pixels.
 
         Raises:
             ConfigError: earlier jobs have read this data in as many other ways as there may be.
         """
-        reading = json.loads(json.dumps(reading_settings(site.task)))
+        reading = _reading(task)
         with locked(self.folder / _LOCK):
             readings = self._readings()
-            first = next((earlier for earlier in readings if "failed" not in earlier), reading)
-            same_size = all(first[name] == reading[name] for name in _OF_SIZE)
-            if reading not in readings:
-                self._add_reading(site.name, readings, reading)
-            return same_size
+            if reading in [earlier["settings"] for earlier in readings]:
+                return
+            if len(readings) >= _MOST_READINGS:
+                raise ConfigError(
+                    f"site {site}: earlier jobs have read this data in {_MOST_READINGS} ways "
+                    "(intensity, size, spacing, ...), and each answers a question about single "
+                    f"images; use one of these, or have the site delete its {READINGS}"
+                )
+            noted = {"job": self.job, "settings": reading, "enrolled": False}
+            write_json(self.folder / READINGS, [*readings, noted])
 
-    def note_failed_reading(self, site: str) -> None:
-        """Note that a task cannot read the images: for which settings, tells of a single one.
-
-        Raises ConfigError as `note_reading`.
+    def note_enrolment(self, task: TaskConfig) -> bool:
+        """Note that a job has enrolled; whether its masks have the size of the first such job's:
+        pixels of a class at two sizes tell of few patients.
         """
+        settings = _reading(task)
         with locked(self.folder / _LOCK):
-            self._add_reading(site, self._readings(), {"failed": self.job})
+            readings = self._readings()
+            for reading in readings:
+                reading["enrolled"] |= reading["settings"] == settings
+            write_json(self.folder / READINGS, readings)
+        first = next((reading["settings"] for reading in readings if reading["enrolled"]), settings)
+        return all(first[name] == settings[name] for name in _OF_SIZE)
 
-    def _readings(self) -> list[Json]:
+    def _readings(self) -> list[JsonDict]:
         path = self.folder / READINGS
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-
-    def _add_reading(self, site: str, readings: Sequence[Json], reading: Json) -> None:
-        if len(readings) >= _MOST_READINGS:
-            raise ConfigError(
-                f"site {site}: earlier jobs have read this data in {_MOST_READINGS} ways "
-                "(intensity, size, spacing, ...), and each answers a question about single "
-                f"images; use one of these, or have the site delete its {READINGS}"
-            )
-        write_json(self.folder / READINGS, [*readings, reading])
 
     def is_fixed(self) -> bool:
         """Whether an earlier job has fixed the selection from the present datalist."""
@@ -210,6 +209,10 @@ def other_selection(site: str) -> ConfigError:
         f"allow another selection by deleting its {SELECTION}. If the selection is the same, the "
         "site's log says what is wrong with its data"
     )
+
+
+def _reading(task: TaskConfig) -> Json:
+    return json.loads(json.dumps(reading_settings(task)))
 
 
 def _unreadable(site: Site) -> list[Any]:

@@ -49,6 +49,7 @@ from medflare.flare.flare_patches import (
     obey_the_server_alone,
     parse_json_only,
     search_kits_only,
+    survive_messages,
 )
 from medflare.flare.names import BUILT, REFUSED, TASK_FILE
 
@@ -87,6 +88,7 @@ class JobComponents(FLComponent, AppValidator):
         search_kits_only()
         connect_nowhere_else()
         limit_other_parties()
+        survive_messages()
         obey_the_server_alone()
 
     def validate(self, app_folder: str) -> tuple[str, JsonDict]:

@@ -1,19 +1,24 @@
 """Changes to FLARE 2.9's internals; docs/flare.md has measurements and says when each can go."""
 
 import asyncio
+import logging
+import math
 import random
 import re
 import socket
 import sys
 import threading
+import time
 import weakref
 from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
+from nvflare.apis.fl_constant import ReservedKey
 from nvflare.apis.fl_context import FLContext
-from nvflare.fuel.f3.cellnet import net_agent
+from nvflare.apis.shareable import Shareable
+from nvflare.fuel.f3.cellnet import cell, net_agent
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell, make_reply
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType, ReturnCode
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
@@ -39,6 +44,12 @@ _CHANNEL_AND_TOPIC = (
 )
 JSON_ONLY = "medflare reads JSON only"
 _POLL_TIMEOUT = 30.0  # seconds; FLARE waits 300 s for the answer to a poll
+# Of one party, unfinished at once. FLARE has 64 threads for those of all parties; a job's process
+# of a site has a few.
+_STREAMS = 16
+_STREAM_BYTES = 2**33
+_BEGIN_TIMEOUT = 60.0  # seconds until the first part of a stream is there
+_LOG = logging.getLogger(__name__)
 
 
 class _RefusedFormat(ConfigLoader):
@@ -104,18 +115,21 @@ def _search_kits_only(
 def limit_other_parties() -> None:
     """Have FLARE's server accept from sites and people what is meant for it, in this process: no
     message to another site or in the name of another party, no command but for tasks and updates,
-    no control of its network and of the states of jobs.
+    no control of its network and of the states of jobs, no logs.
 
     A site takes a request that comes through the server for the server's, whoever sent it: to run
     `cat` or `grep` on any file, to delete a folder of its kit, to stop. The name of an endpoint is
-    that of its certificate, which FLARE checks; the origin is what the sender says.
+    that of its certificate, which FLARE checks; the origin is what the sender says. The receiver of
+    logs would write any file where the sender says.
     """
+    from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
     from nvflare.private.fed.server.fed_server import FederatedServer
     from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
     from nvflare.private.fed.server.server_commands import ServerCommands
 
     validate = FederatedServer._validate_auth_headers
     execute = ServerCommandAgent._execute_command
+    communicate = ServerCommandAgent._aux_communicate
 
     def validated(server: FederatedServer, message: Message) -> Message | None:
         sender = FQCN.get_root(message.get_prop(MessagePropKey.ENDPOINT).name)
@@ -139,10 +153,103 @@ def limit_other_parties() -> None:
         if sender != FQCN.ROOT_SERVER and command not in of_sites:
             agent.logger.warning(f"refused: {command!r} of {sender}")
             return make_reply(ReturnCode.AUTHENTICATION_ERROR, "this is the server's command")
+        _name_sender(request)
         return execute(agent, request)
+
+    def communicated(agent: ServerCommandAgent, request: Message) -> Message:
+        _name_sender(request)
+        return communicate(agent, request)
+
+    def received(receiver: JobLogReceiver, data: bytes, stream: Any, fl_ctx: FLContext) -> None:
+        sender = fl_ctx.get_peer_context().get_identity_name()
+        receiver.logger.warning(f"refused: a log of {sender}")
 
     FederatedServer._validate_auth_headers = validated
     ServerCommandAgent._execute_command = executed
+    ServerCommandAgent._aux_communicate = communicated
+    JobLogReceiver._on_chunk_received = received
+
+
+def _name_sender(request: Message) -> None:
+    """Write the name of the party that sent a request over the name that the request gives."""
+    sender = FQCN.get_root(request.get_header(MessageHeaderKey.ORIGIN))
+    if not isinstance(request.payload, Shareable):
+        request.payload = Shareable()  # FLARE refuses it
+    if sender == FQCN.ROOT_SERVER:
+        return
+    properties = request.payload.get_peer_props()
+    if isinstance(properties, dict):
+        properties[ReservedKey.IDENTITY_NAME] = sender
+    context = request.payload.get_peer_context()
+    if isinstance(context, FLContext):
+        context.put(ReservedKey.IDENTITY_NAME, sender, private=False, sticky=False)
+
+
+@cache
+def survive_messages() -> None:
+    """Have FLARE's server survive what one party sends, in this process: a message that cannot be
+    decoded, and streams that do not end.
+
+    FLARE ends the job's process for an update that it cannot decode. It keeps what arrives of a
+    stream, and gives it one of 128 threads for 300 s.
+    """
+    decode = cell.decode_payload
+    find_task = RxTask.find_or_create_task.__func__
+
+    def decoded(message: Message, *words: Any, **context: Any) -> None:
+        try:
+            decode(message, *words, **context)
+        except Exception as error:
+            sender = message.get_header(MessageHeaderKey.ORIGIN)
+            _LOG.warning(f"refused: a message of {sender} that cannot be decoded: {error}")
+            message.payload = None
+
+    def found_task(owner: type[RxTask], message: Message, of_cell: CoreCell) -> RxTask | None:
+        refusal = _refusal_of_stream(message)
+        if refusal:
+            _LOG.warning(f"refused: {refusal}")
+            return None
+        is_new = _key_of_stream(message) not in RxTask.rx_task_map
+        task = find_task(owner, message, of_cell)
+        if is_new and task is not None:
+            task.since = time.monotonic()
+        return task
+
+    cell.decode_payload = decoded
+    RxTask.since = math.inf  # when its first part arrived, as time.monotonic() gives it
+    RxTask.find_or_create_task = classmethod(found_task)
+
+
+def _key_of_stream(message: Message) -> tuple[Any, Any]:
+    origin = message.get_header(MessageHeaderKey.ORIGIN)
+    return origin, message.get_header(StreamHeaderKey.STREAM_ID)
+
+
+def _refusal_of_stream(message: Message) -> str:
+    """Why a part of a stream is not taken: its party has too many others, or too much in them."""
+    party = FQCN.get_root(message.get_header(MessageHeaderKey.ORIGIN))
+    if party == FQCN.ROOT_SERVER:
+        return ""
+    streams = 0
+    size = 0
+    with RxTask.map_lock:
+        tasks = list(RxTask.rx_task_map.items())
+    for key, task in tasks:
+        is_finished = task.completed or task.failed
+        if is_finished or FQCN.get_root(task.origin) != party:
+            continue
+        never_began = task.stream_future is None
+        if never_began and time.monotonic() - task.since > _BEGIN_TIMEOUT:
+            task._remove_task()
+            continue
+        streams += key != _key_of_stream(message)
+        size += task.received_offset
+        size += sum(len(payload or b"") for _, payload in list(task.out_seq_chunks.values()))
+    if streams >= _STREAMS:
+        return f"{party} has {streams} unfinished streams"
+    if size > _STREAM_BYTES:
+        return f"{party} has {size} bytes in unfinished streams"
+    return ""
 
 
 def connect_nowhere_else() -> None:

@@ -97,6 +97,9 @@ class ParticipantSpec:
         method.check(self.hyper, task)
 
         def opened(role: str) -> "Site":
+            record = study()
+            if record is not None:
+                record.note_reading(self.name, task)
             site = open_site(
                 self.name,
                 task,
