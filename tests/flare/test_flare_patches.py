@@ -11,10 +11,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import Task
@@ -23,15 +25,19 @@ from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
+from nvflare.app_common.np.np_downloader import ArrayConsumer, ArrayDownloadable
 from nvflare.fuel.f3.cellnet import cell
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
+from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.f3.streaming.stream_const import StreamDataType, StreamHeaderKey
 from nvflare.fuel.hci.client.file_transfer import FileTransferModule
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.fuel.utils.config_service import ConfigService
+from nvflare.fuel.utils.fobs import FOBSContextKey
+from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.admin_defs import Message as AdminMessage
 from nvflare.private.defs import RequestHeader, new_cell_message
 from nvflare.private.fed.app.simulator import simulator_runner
@@ -40,6 +46,7 @@ from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.server.fed_server import FederatedServer
 from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
+from nvflare.private.fed.server.server_runner import ServerRunner
 
 from helpers.waiting import eventually
 from medflare.flare import flare_patches
@@ -191,6 +198,13 @@ def surviving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(RxTask, "find_or_create_task", RxTask.__dict__["find_or_create_task"])
     monkeypatch.setattr(RxTask, "since", 0, raising=False)
     monkeypatch.setattr(RxTask, "rx_task_map", {})
+    monkeypatch.setattr(ServerRunner, "ABORT_RETURN_CODES", ["x"])
+    monkeypatch.setattr(
+        ViaDownloaderDecomposer, "_download_from_remote_cell", lambda *words: "done"
+    )
+    monkeypatch.setattr(ItemConsumer, "received", 0, raising=False)
+    monkeypatch.setattr(ItemConsumer, "consume", ItemConsumer.consume)
+    monkeypatch.setattr(ArrayConsumer, "_to_dict", ArrayConsumer.__dict__["_to_dict"])
     survive_messages.cache_clear()
     survive_messages()
     yield
@@ -209,6 +223,38 @@ def test_an_update_that_cannot_be_decoded_is_refused_and_its_site_named(
     update = Message(headers, b"\xc1 no msgpack")
     cell.decode_payload(update, StreamHeaderKey.PAYLOAD_ENCODING, fobs_ctx={})
     assert update.payload is None and f"a message of site-2.{KIT_JOB}" in caplog.text
+
+
+@pytest.mark.usefixtures("surviving")
+def test_a_site_ends_no_job_by_a_return_code() -> None:
+    assert not ServerRunner.ABORT_RETURN_CODES
+
+
+@pytest.mark.usefixtures("surviving")
+def test_a_message_has_arrays_of_its_sender_alone_and_as_many_bytes_as_are_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    origin = {MessageHeaderKey.ORIGIN: f"site-2.{KIT_JOB}"}
+    context = {FOBSContextKey.MESSAGE: Message(origin, None)}
+    fetch = ViaDownloaderDecomposer._download_from_remote_cell
+    assert fetch(SimpleNamespace(), context, {"fqcn": "site-2"}) == "done"
+    with pytest.raises(ValueError, match="arrays of site-1 in a message of site-2"):
+        fetch(SimpleNamespace(), context, {"fqcn": f"site-1.{KIT_JOB}"})
+
+    weights = {"weight": np.zeros(10_000)}
+    item = ArrayDownloadable(weights, 2**20).produce_item(0)
+    consumer = ArrayConsumer(None, {})
+    consumer.consume("ref", {}, [item])
+    assert (consumer.result["weight"] == 0).all()
+    monkeypatch.setattr(flare_patches, "_STREAM_BYTES", 100_000)
+    with pytest.raises(ValueError, match="more than 100000 bytes"):
+        consumer.consume("ref", {}, [item])
+
+    bomb = BytesIO()
+    np.savez_compressed(bomb, weight=weights["weight"])
+    assert len(bomb.getvalue()) < 1000
+    with pytest.raises(ValueError, match="compressed"):
+        ArrayConsumer(None, {}).consume("ref", {}, [bomb.getvalue()])
 
 
 def part(stream: int, origin: str = "site-2", sequence: int = 5, payload: bytes = b"x") -> Message:

@@ -20,10 +20,17 @@ def context(*components: Any) -> Any:
     return SimpleNamespace(get_engine=lambda: SimpleNamespace(get_component=dict(components).get))
 
 
-def test_a_job_names_an_mlflow_server_by_the_component_that_the_server_can_refuse() -> None:
+def test_a_job_names_an_mlflow_server_by_the_component_that_the_server_can_refuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And its own alone, as the server's name and password go there."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", URI.partition("=")[2])
     plain = MedflareController(1, 0)
     wandb = MedflareController(1, 0, track="wandb=study")
     assert plain._track(context(("mlflow", MLflowTracker(URI)))) == URI
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI alone"):
+        plain._track(context(("mlflow", MLflowTracker(f"{URI}.evil"))))
+    assert plain._track(context(("mlflow", MLflowTracker("mlflow")))) == "mlflow"
     assert (plain._track(context()), wandb._track(context())) == (None, "wandb=study")
     for track in ("mlflow", URI):
         with pytest.raises(ConfigError, match="component"):

@@ -271,10 +271,19 @@ class MedflareController(Controller):
 
         Raises:
             ConfigError: it is MLflow without the component, which this server's class_allow_list
-                may lack.
+                may lack; or it names another MLflow than a real server's own, which would get the
+                server's password.
         """
-        mlflow = fl_ctx.get_engine().get_component(MLFLOW)
+        engine = fl_ctx.get_engine()
+        mlflow = engine.get_component(MLFLOW)
         if isinstance(mlflow, MLflowTracker):
+            uri = mlflow.track.partition("=")[2]
+            is_real = not isinstance(engine, SimulatorServerEngine)
+            if is_real and uri not in ("", os.environ.get("MLFLOW_TRACKING_URI")):
+                raise ConfigError(
+                    f"track = {mlflow.track!r}: the server sends curves to the MLflow of its own "
+                    "MLFLOW_TRACKING_URI alone; give track = 'mlflow'"
+                )
             return mlflow.track
         if str(self.track).startswith(MLFLOW):
             raise ConfigError(

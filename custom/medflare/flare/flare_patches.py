@@ -12,21 +12,27 @@ import time
 import weakref
 from contextlib import suppress
 from functools import cache
+from io import BytesIO
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
+from zipfile import ZipFile
 
 from nvflare.apis.fl_constant import ReservedKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
+from nvflare.app_common.np.np_downloader import ArrayConsumer
 from nvflare.fuel.f3.cellnet import cell, net_agent
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell, make_reply
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType, ReturnCode
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
+from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.f3.streaming.stream_const import StreamHeaderKey
 from nvflare.fuel.utils.config import ConfigFormat, ConfigLoader
 from nvflare.fuel.utils.config_factory import ConfigFactory
+from nvflare.fuel.utils.fobs import FOBSContextKey
+from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.admin_defs import error_reply
 from nvflare.private.defs import CellChannel, RequestHeader, SysCommandTopic, new_cell_message
 from nvflare.private.fed.app import default_app_validator
@@ -47,7 +53,7 @@ _POLL_TIMEOUT = 30.0  # seconds; FLARE waits 300 s for the answer to a poll
 # Of one party, unfinished at once. FLARE has 64 threads for those of all parties; a job's process
 # of a site has a few.
 _STREAMS = 16
-_STREAM_BYTES = 2**33
+_STREAM_BYTES = 2**33  # also of the arrays of a message
 _BEGIN_TIMEOUT = 60.0  # seconds until the first part of a stream is there
 _LOG = logging.getLogger(__name__)
 
@@ -187,14 +193,20 @@ def _name_sender(request: Message) -> None:
 
 @cache
 def survive_messages() -> None:
-    """Have FLARE's server survive what one party sends, in this process: a message that cannot be
-    decoded, and streams that do not end.
+    """Have FLARE survive what one party sends, in this process: a message that cannot be decoded,
+    streams that do not end, arrays without end, and the wish to end the job.
 
     FLARE ends the job's process for an update that it cannot decode. It keeps what arrives of a
-    stream, and gives it one of 128 threads for 300 s.
+    stream, and gives it one of 128 threads for 300 s. It fetches the arrays of a message from where
+    the message says.
     """
+    from nvflare.private.fed.server.server_runner import ServerRunner
+
     decode = cell.decode_payload
     find_task = RxTask.find_or_create_task.__func__
+    fetch = ViaDownloaderDecomposer._download_from_remote_cell
+    consume = ItemConsumer.consume
+    to_dict = ArrayConsumer._to_dict
 
     def decoded(message: Message, *words: Any, **context: Any) -> None:
         try:
@@ -215,9 +227,40 @@ def survive_messages() -> None:
             task.since = time.monotonic()
         return task
 
+    def fetched(decomposer: ViaDownloaderDecomposer, context: dict[str, Any], ref: Any) -> Any:
+        source = FQCN.get_root(ref["fqcn"])
+        sender = FQCN.get_root(context[FOBSContextKey.MESSAGE].get_header(MessageHeaderKey.ORIGIN))
+        if source != sender:
+            raise ValueError(f"arrays of {source} in a message of {sender}")
+        with _fetching(source):
+            return fetch(decomposer, context, ref)
+
+    def consumed(consumer: ItemConsumer, ref: str, state: Any, items: list[bytes]) -> Any:
+        consumer.received += sum(map(len, items))
+        if consumer.received > _STREAM_BYTES:
+            raise ValueError(f"arrays of more than {_STREAM_BYTES} bytes")
+        return consume(consumer, ref, state, items)
+
+    def array_of(item: bytes) -> dict[str, Any]:
+        with ZipFile(BytesIO(item)) as archive:
+            if sum(member.file_size for member in archive.infolist()) > len(item):
+                raise ValueError("a compressed array")
+        return to_dict(item)
+
+    ServerRunner.ABORT_RETURN_CODES = []  # by which a site would end the job for all
+    ViaDownloaderDecomposer._download_from_remote_cell = fetched
+    ItemConsumer.received = 0
+    ItemConsumer.consume = consumed
+    ArrayConsumer._to_dict = staticmethod(array_of)
     cell.decode_payload = decoded
     RxTask.since = math.inf  # when its first part arrived, as time.monotonic() gives it
     RxTask.find_or_create_task = classmethod(found_task)
+
+
+@cache
+def _fetching(party: str) -> threading.Lock:
+    """Held while arrays of a party are fetched: those of one message at a time."""
+    return threading.Lock()
 
 
 def _key_of_stream(message: Message) -> tuple[Any, Any]:
