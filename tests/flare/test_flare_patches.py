@@ -15,6 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.f3.streaming.stream_const import StreamDataType, StreamHeaderKey
 from nvflare.fuel.hci.client.file_transfer import FileTransferModule
+from nvflare.fuel.utils import zip_utils
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.fuel.utils.config_service import ConfigService
 from nvflare.fuel.utils.fobs import FOBSContextKey
@@ -49,19 +51,23 @@ from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
 from nvflare.private.fed.server.server_runner import ServerRunner
 
 from helpers.waiting import eventually
-from medflare.flare import flare_patches
+from medflare.core import store
+from medflare.flare import other_parties
 from medflare.flare.flare_patches import (
-    connect_nowhere_else,
-    keep_downloads_inside,
     keep_ports_apart,
-    limit_other_parties,
     notice_lost_answers,
-    obey_the_server_alone,
     quiet_ports,
     search_kits_only,
     share_cleanup_thread,
-    survive_messages,
     survive_resends,
+)
+from medflare.flare.other_parties import (
+    bound_messages,
+    connect_nowhere_else,
+    keep_downloads_inside,
+    limit_other_parties,
+    obey_the_server_alone,
+    survive_messages,
 )
 
 KIT_JOB = "5f6d8a3c-0b1e-4c57-9a64-2f7f3f1b9c11"
@@ -135,7 +141,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (f"server.{KIT_JOB}", f"site-1.{KIT_JOB}", "aux_communication", True),
     ],
 )
-@pytest.mark.parametrize("key", flare_patches._CHANNEL_AND_TOPIC)
+@pytest.mark.parametrize("key", other_parties._CHANNEL_AND_TOPIC)
 @pytest.mark.usefixtures("limited")
 def test_the_server_takes_from_sites_and_people_what_is_meant_for_it(
     sender: str, receiver: str, channel: str, accepted: bool, key: str
@@ -199,16 +205,19 @@ def surviving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(RxTask, "since", 0, raising=False)
     monkeypatch.setattr(RxTask, "rx_task_map", {})
     monkeypatch.setattr(ServerRunner, "ABORT_RETURN_CODES", ["x"])
+    monkeypatch.setattr(zip_utils, "_validate_zip_entries", zip_utils._validate_zip_entries)
     monkeypatch.setattr(
         ViaDownloaderDecomposer, "_download_from_remote_cell", lambda *words: "done"
     )
     monkeypatch.setattr(ItemConsumer, "received", 0, raising=False)
     monkeypatch.setattr(ItemConsumer, "consume", ItemConsumer.consume)
     monkeypatch.setattr(ArrayConsumer, "_to_dict", ArrayConsumer.__dict__["_to_dict"])
-    survive_messages.cache_clear()
-    survive_messages()
+    for change in (survive_messages, bound_messages):
+        change.cache_clear()
+        change()
     yield
     survive_messages.cache_clear()
+    bound_messages.cache_clear()
 
 
 @pytest.mark.usefixtures("surviving")
@@ -231,6 +240,18 @@ def test_a_site_ends_no_job_by_a_return_code() -> None:
 
 
 @pytest.mark.usefixtures("surviving")
+def test_a_job_unpacks_to_what_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = BytesIO()
+    with ZipFile(packed, "w", ZIP_DEFLATED) as archive:
+        archive.writestr("app/config/task.json", "{}" + " " * 10_000)
+    zip_utils.unzip_all_from_bytes(packed.getvalue(), str(tmp_path))
+    assert (tmp_path / "app" / "config" / "task.json").exists()
+    monkeypatch.setattr(store, "_MOST_UNPACKED", 9_000)
+    with pytest.raises(ValueError, match="unpacked it has"):
+        zip_utils.unzip_all_from_bytes(packed.getvalue(), str(tmp_path))
+
+
+@pytest.mark.usefixtures("surviving")
 def test_a_message_has_arrays_of_its_sender_alone_and_as_many_bytes_as_are_allowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -246,7 +267,7 @@ def test_a_message_has_arrays_of_its_sender_alone_and_as_many_bytes_as_are_allow
     consumer = ArrayConsumer(None, {})
     consumer.consume("ref", {}, [item])
     assert (consumer.result["weight"] == 0).all()
-    monkeypatch.setattr(flare_patches, "_STREAM_BYTES", 100_000)
+    monkeypatch.setattr(other_parties, "_STREAM_BYTES", 100_000)
     with pytest.raises(ValueError, match="more than 100000 bytes"):
         consumer.consume("ref", {}, [item])
 
@@ -275,14 +296,14 @@ def receive(message: Message) -> bool:
 def test_a_party_has_few_unfinished_streams(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    most = flare_patches._STREAMS
+    most = other_parties._STREAMS
     taken = [receive(part(number, f"site-2.{KIT_JOB}")) for number in range(2 * most)]
     assert taken == [True] * most + [False] * most
     assert f"refused: site-2 has {most} unfinished streams" in caplog.text
     assert receive(part(0, f"site-2.{KIT_JOB}", 6))  # of one that it has
     assert all(receive(part(number, "site-1")) for number in range(most))
     assert all(receive(part(number, f"server.{KIT_JOB}")) for number in range(2 * most))
-    monkeypatch.setattr(flare_patches, "_BEGIN_TIMEOUT", -1.0)  # they never began
+    monkeypatch.setattr(other_parties, "_BEGIN_TIMEOUT", -1.0)  # they never began
     assert receive(part(-1))
     for stream in range(2 * most):
         ended = part(stream, "site-3", sequence=0)
@@ -292,7 +313,7 @@ def test_a_party_has_few_unfinished_streams(
 
 @pytest.mark.usefixtures("surviving")
 def test_a_party_has_few_bytes_in_unfinished_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flare_patches, "_STREAM_BYTES", 1000)
+    monkeypatch.setattr(other_parties, "_STREAM_BYTES", 1000)
     assert receive(part(1, sequence=0, payload=bytes(600)))
     assert receive(part(2, sequence=3, payload=bytes(600)))
     assert not receive(part(2, sequence=4)) and not receive(part(3))

@@ -43,15 +43,15 @@ from medflare.core.extensions import extension_module, trust
 from medflare.core.packages import trust_refusal
 from medflare.core.text import Json, JsonDict, read_json
 from medflare.data.local import LOCAL_FILE, LocalSettings, local_settings, read_local
-from medflare.flare.flare_patches import (
+from medflare.flare.flare_patches import parse_json_only, search_kits_only
+from medflare.flare.names import BUILT, REFUSED, TASK_FILE
+from medflare.flare.other_parties import (
+    bound_messages,
     connect_nowhere_else,
     limit_other_parties,
     obey_the_server_alone,
-    parse_json_only,
-    search_kits_only,
     survive_messages,
 )
-from medflare.flare.names import BUILT, REFUSED, TASK_FILE
 
 # FLARE's keys for a component's class; FLARE takes the first one that is there.
 _PATH_KEYS = ("path", "class_path", "name")
@@ -89,6 +89,7 @@ class JobComponents(FLComponent, AppValidator):
         connect_nowhere_else()
         limit_other_parties()
         survive_messages()
+        bound_messages()
         obey_the_server_alone()
 
     def validate(self, app_folder: str) -> tuple[str, JsonDict]:

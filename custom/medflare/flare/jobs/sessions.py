@@ -22,11 +22,8 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from medflare.core.errors import ConfigError, MedflareError, one_line
 from medflare.core.settings import no_such
 from medflare.core.text import Json, printable_json
-from medflare.flare.flare_patches import (
-    connect_nowhere_else,
-    keep_downloads_inside,
-    search_kits_only,
-)
+from medflare.flare.flare_patches import search_kits_only
+from medflare.flare.other_parties import connect_nowhere_else, keep_downloads_inside
 
 Job = Json  # FLARE's metadata of a job
 RUNNING = RunStatus.RUNNING.value

@@ -1,0 +1,310 @@
+"""Changes to FLARE 2.9's internals that bound what other parties can do: see docs/flare.md."""
+
+import logging
+import math
+import re
+import threading
+import time
+from functools import cache
+from io import BytesIO
+from pathlib import Path, PurePath
+from typing import Any
+from zipfile import ZipFile
+
+from nvflare.apis.fl_constant import ReservedKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.app_common.np.np_downloader import ArrayConsumer
+from nvflare.fuel.f3.cellnet import cell, net_agent
+from nvflare.fuel.f3.cellnet.core_cell import CoreCell, make_reply
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType, ReturnCode
+from nvflare.fuel.f3.cellnet.fqcn import FQCN
+from nvflare.fuel.f3.message import Message
+from nvflare.fuel.f3.streaming.byte_receiver import RxTask
+from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
+from nvflare.fuel.f3.streaming.stream_const import StreamHeaderKey
+from nvflare.fuel.utils import zip_utils
+from nvflare.fuel.utils.fobs import FOBSContextKey
+from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
+from nvflare.private.admin_defs import error_reply
+from nvflare.private.defs import CellChannel, RequestHeader, SysCommandTopic, new_cell_message
+from nvflare.widgets.fed_event import FED_EVENT_TOPIC
+
+from medflare.core.store import refuse_bomb
+
+_JOB_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+# Channels and topics by which the server alone may ask the server: events of FLARE end jobs.
+_OF_THE_SERVER = {net_agent._CHANNEL, CellChannel.SERVER_PARENT_LISTENER, FED_EVENT_TOPIC}
+_CHANNEL_AND_TOPIC = (
+    *(MessageHeaderKey.CHANNEL, StreamHeaderKey.CHANNEL),
+    *(MessageHeaderKey.TOPIC, StreamHeaderKey.TOPIC),
+)
+# Of one party, unfinished at once. FLARE has 64 threads for those of all parties; a job's process
+# of a site has a few.
+_STREAMS = 16
+_STREAM_BYTES = 2**33  # also of the arrays of a message
+_BEGIN_TIMEOUT = 60.0  # seconds until the first part of a stream is there
+_LOG = logging.getLogger(__name__)
+
+
+@cache
+def limit_other_parties() -> None:
+    """Have FLARE's server accept from sites and people what is meant for it, in this process: no
+    message to another site or in the name of another party, no command but for tasks and updates,
+    no control of its network and of the states of jobs, no logs.
+
+    A site takes a request that comes through the server for the server's, whoever sent it: to run
+    `cat` or `grep` on any file, to delete a folder of its kit, to stop. The name of an endpoint is
+    that of its certificate, which FLARE checks; the origin is what the sender says. The receiver of
+    logs would write any file where the sender says.
+    """
+    from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
+    from nvflare.private.fed.server.fed_server import FederatedServer
+    from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
+    from nvflare.private.fed.server.server_commands import ServerCommands
+
+    validate = FederatedServer._validate_auth_headers
+    execute = ServerCommandAgent._execute_command
+    communicate = ServerCommandAgent._aux_communicate
+
+    def validated(server: FederatedServer, message: Message) -> Message | None:
+        sender = FQCN.get_root(message.get_prop(MessagePropKey.ENDPOINT).name)
+        if sender == FQCN.ROOT_SERVER:
+            return validate(server, message)
+        origin = FQCN.get_root(message.get_header(MessageHeaderKey.ORIGIN))
+        receiver = FQCN.get_root(message.get_header(MessageHeaderKey.DESTINATION))
+        named = [message.get_header(key) for key in _CHANNEL_AND_TOPIC]
+        asks = message.get_header(MessageHeaderKey.MSG_TYPE) == MessageType.REQ
+        controls = asks and not _OF_THE_SERVER.isdisjoint(named)
+        is_relayed = receiver not in (FQCN.ROOT_SERVER, sender)
+        if origin != sender or is_relayed or controls:
+            server.logger.warning(f"refused: a message from {sender}, as {origin}, to {receiver}")
+            return make_reply(ReturnCode.AUTHENTICATION_ERROR, "the server does not pass this on")
+        return validate(server, message)
+
+    def executed(agent: ServerCommandAgent, request: Message) -> Message:
+        sender = FQCN.get_root(request.get_header(MessageHeaderKey.ORIGIN))
+        command = request.get_header(MessageHeaderKey.TOPIC)
+        of_sites = ServerCommands.client_request_commands_names
+        if sender != FQCN.ROOT_SERVER and command not in of_sites:
+            agent.logger.warning(f"refused: {command!r} of {sender}")
+            return make_reply(ReturnCode.AUTHENTICATION_ERROR, "this is the server's command")
+        _name_sender(request)
+        return execute(agent, request)
+
+    def communicated(agent: ServerCommandAgent, request: Message) -> Message:
+        _name_sender(request)
+        return communicate(agent, request)
+
+    def received(receiver: JobLogReceiver, data: bytes, stream: Any, fl_ctx: FLContext) -> None:
+        sender = fl_ctx.get_peer_context().get_identity_name()
+        receiver.logger.warning(f"refused: a log of {sender}")
+
+    FederatedServer._validate_auth_headers = validated
+    ServerCommandAgent._execute_command = executed
+    ServerCommandAgent._aux_communicate = communicated
+    JobLogReceiver._on_chunk_received = received
+
+
+def _name_sender(request: Message) -> None:
+    """Write the name of the party that sent a request over the name that the request gives."""
+    sender = FQCN.get_root(request.get_header(MessageHeaderKey.ORIGIN))
+    if not isinstance(request.payload, Shareable):
+        request.payload = Shareable()  # FLARE refuses it
+    if sender == FQCN.ROOT_SERVER:
+        return
+    properties = request.payload.get_peer_props()
+    if isinstance(properties, dict):
+        properties[ReservedKey.IDENTITY_NAME] = sender
+    context = request.payload.get_peer_context()
+    if isinstance(context, FLContext):
+        context.put(ReservedKey.IDENTITY_NAME, sender, private=False, sticky=False)
+
+
+@cache
+def survive_messages() -> None:
+    """Have FLARE's job go on in this process when a party sends a message that cannot be decoded,
+    or a return code by which FLARE ends the job for all.
+    """
+    from nvflare.private.fed.server.server_runner import ServerRunner
+
+    decode = cell.decode_payload
+
+    def decoded(message: Message, *words: Any, **context: Any) -> None:
+        try:
+            decode(message, *words, **context)
+        except Exception as error:
+            sender = message.get_header(MessageHeaderKey.ORIGIN)
+            _LOG.warning(f"refused: a message of {sender} that cannot be decoded: {error}")
+            message.payload = None
+
+    cell.decode_payload = decoded
+    ServerRunner.ABORT_RETURN_CODES = []
+
+
+@cache
+def bound_messages() -> None:
+    """Have FLARE bound the memory and threads of what a party sends, in this process: streams that
+    do not end, arrays and jobs.
+
+    FLARE keeps what arrives of a stream, and gives it one of 128 threads for 300 s. It fetches the
+    arrays of a message from where the message says, and unpacks a job before it asks anyone.
+    """
+    find_task = RxTask.find_or_create_task.__func__
+    fetch = ViaDownloaderDecomposer._download_from_remote_cell
+    consume = ItemConsumer.consume
+    to_dict = ArrayConsumer._to_dict
+    check_entries = zip_utils._validate_zip_entries
+
+    def found_task(owner: type[RxTask], message: Message, of_cell: CoreCell) -> RxTask | None:
+        refusal = _refusal_of_stream(message)
+        if refusal:
+            _LOG.warning(f"refused: {refusal}")
+            return None
+        is_new = _key_of_stream(message) not in RxTask.rx_task_map
+        task = find_task(owner, message, of_cell)
+        if is_new and task is not None:
+            task.since = time.monotonic()
+        return task
+
+    def fetched(decomposer: ViaDownloaderDecomposer, context: dict[str, Any], ref: Any) -> Any:
+        source = FQCN.get_root(ref["fqcn"])
+        sender = FQCN.get_root(context[FOBSContextKey.MESSAGE].get_header(MessageHeaderKey.ORIGIN))
+        if source != sender:
+            raise ValueError(f"arrays of {source} in a message of {sender}")
+        with _fetching(source):
+            return fetch(decomposer, context, ref)
+
+    def consumed(consumer: ItemConsumer, ref: str, state: Any, items: list[bytes]) -> Any:
+        consumer.received += sum(map(len, items))
+        if consumer.received > _STREAM_BYTES:
+            raise ValueError(f"arrays of more than {_STREAM_BYTES} bytes")
+        return consume(consumer, ref, state, items)
+
+    def array_of(item: bytes) -> dict[str, Any]:
+        with ZipFile(BytesIO(item)) as archive:
+            if sum(member.file_size for member in archive.infolist()) > len(item):
+                raise ValueError("a compressed array")
+        return to_dict(item)
+
+    def checked_entries(archive: ZipFile, folder: str) -> None:
+        refuse_bomb(archive)
+        check_entries(archive, folder)
+
+    zip_utils._validate_zip_entries = checked_entries
+    ViaDownloaderDecomposer._download_from_remote_cell = fetched
+    ItemConsumer.received = 0
+    ItemConsumer.consume = consumed
+    ArrayConsumer._to_dict = staticmethod(array_of)
+    RxTask.since = math.inf  # when its first part arrived, as time.monotonic() gives it
+    RxTask.find_or_create_task = classmethod(found_task)
+
+
+@cache
+def _fetching(party: str) -> threading.Lock:
+    """Held while arrays of a party are fetched: those of one message at a time."""
+    return threading.Lock()
+
+
+def _key_of_stream(message: Message) -> tuple[Any, Any]:
+    origin = message.get_header(MessageHeaderKey.ORIGIN)
+    return origin, message.get_header(StreamHeaderKey.STREAM_ID)
+
+
+def _refusal_of_stream(message: Message) -> str:
+    """Why a part of a stream is not taken: its party has too many others, or too much in them."""
+    party = FQCN.get_root(message.get_header(MessageHeaderKey.ORIGIN))
+    if party == FQCN.ROOT_SERVER:
+        return ""
+    streams = 0
+    size = 0
+    with RxTask.map_lock:
+        tasks = list(RxTask.rx_task_map.items())
+    for key, task in tasks:
+        is_finished = task.completed or task.failed
+        if is_finished or FQCN.get_root(task.origin) != party:
+            continue
+        never_began = task.stream_future is None
+        if never_began and time.monotonic() - task.since > _BEGIN_TIMEOUT:
+            task._remove_task()
+            continue
+        streams += key != _key_of_stream(message)
+        size += task.received_offset
+        size += sum(len(payload or b"") for _, payload in list(task.out_seq_chunks.values()))
+    if streams >= _STREAMS:
+        return f"{party} has {streams} unfinished streams"
+    if size > _STREAM_BYTES:
+        return f"{party} has {size} bytes in unfinished streams"
+    return ""
+
+
+def connect_nowhere_else() -> None:
+    """Have FLARE open no connection to an address that another party names, in this process.
+
+    It would, in clear, and the other end may call itself the server.
+    """
+    CoreCell._add_adhoc_connector = lambda cell, to_cell, url: None
+
+
+@cache
+def keep_downloads_inside() -> None:
+    """Have FLARE's console write what it downloads into its own folder, in this process: the server
+    names the files.
+    """
+    from nvflare.fuel.hci.client.file_transfer import FileTransferModule
+
+    pull = FileTransferModule.pull_binary_file
+
+    def tx_path(module: FileTransferModule, tx_id: str, folder_name: str) -> str:
+        name = f"{folder_name}__{tx_id}"
+        if PurePath(name).name != name:
+            raise RuntimeError(f"the server names a folder outside of the download, {name!r}")
+        return str(Path(module.download_dir, name))
+
+    def pulled(module: FileTransferModule, args: list[str], ctx: Any) -> Any:
+        folder = Path(module._tx_path(args[2], args[4])).resolve()
+        if not Path(folder, args[5]).resolve().is_relative_to(folder):
+            raise RuntimeError(f"the server names a file outside of the download, {args[5]!r}")
+        return pull(module, args, ctx)
+
+    FileTransferModule._tx_path = tx_path
+    FileTransferModule.pull_binary_file = pulled
+
+
+@cache
+def obey_the_server_alone() -> None:
+    """Have FLARE's client refuse administrative requests of other parties than the server, shell
+    commands, and any that names a folder of the kit as its job, in this process.
+
+    FLARE asks for a right only if the sender wants it, and deletes the folder of the kit that has a
+    job's id.
+    """
+    from nvflare.private.fed.client.admin import FedAdminAgent
+
+    dispatch = FedAdminAgent._dispatch_request
+
+    def dispatched(agent: FedAdminAgent, request: Message) -> Message:
+        refusal = _administrative_refusal(agent.cell.get_fqcn(), request)
+        if not refusal:
+            return dispatch(agent, request)
+        agent.auditor.add_event(user="", action=f"refused {request.payload.topic}: {refusal}")
+        return new_cell_message({}, error_reply(refusal))
+
+    FedAdminAgent._dispatch_request = dispatched
+
+
+def _administrative_refusal(cell: str, request: Message) -> str:
+    """Why a site does not answer an administrative request; "" if it does. `cell`: the site's full
+    name, below which those of its jobs are.
+    """
+    origin = request.get_header(MessageHeaderKey.ORIGIN)
+    is_of_job = origin.startswith(f"{cell}.")
+    if FQCN.get_root(origin) != FQCN.ROOT_SERVER and not is_of_job:
+        return "it does not come from the server"
+    asked = request.payload
+    if asked.topic == SysCommandTopic.SHELL:
+        return "medflare's sites run no shell command"
+    job = asked.get_header(RequestHeader.JOB_ID)
+    if job is not None and not _JOB_ID.fullmatch(job):
+        return "it names no job"
+    return ""
