@@ -708,6 +708,27 @@ def test_a_list_of_studies_labels_a_dicom_export(tag: str, tmp_path: Path) -> No
         assert (entry["patient"], entry["label"]) == ("M3", 1)
 
 
+@pytest.mark.parametrize("words", ["Training Validierung Test", "train holdout test"])
+def test_a_column_of_splits_in_other_words_is_not_overlooked(words: str, tmp_path: Path) -> None:
+    names = words.split()
+    rows = []
+    for number in range(12):
+        picture(tmp_path / f"i{number}.png", 60 + number)
+        rows.append((f"i{number}.png", "ab"[number % 2], names[number // 4]))
+    table(tmp_path / "t.csv", ("image", "label", "Datensatz"), *rows)
+    if "holdout" in words:
+        assert "split 'holdout' is not train, val or test" in error_of(tmp_path)
+        assert not {*imported(tmp_path, redraw=True).dataset.missing}
+        return
+    imported(tmp_path)
+    splits = {name: entry["split"] for name, entry in entries(tmp_path).items()}
+    assert (splits["i3.png"], splits["i4.png"], splits["i8.png"]) == (
+        "training",
+        "validation",
+        "test",
+    )
+
+
 # -- columns of 0 and 1 ----------------------------------------------------------------------------
 
 

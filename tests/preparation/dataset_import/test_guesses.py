@@ -788,6 +788,22 @@ def test_folders_in_those_of_classes_may_be_the_classes(tmp_path: Path) -> None:
     assert imported(tmp_path / "patients").dataset.labels == {"0": "colon", "1": "lung"}
 
 
+@pytest.mark.parametrize("tops", [("2019", "2020"), ("Topcon", "Zeiss"), ("fold_1", "fold_2")])
+def test_classes_in_folders_of_years_scanners_and_folds(
+    tops: tuple[str, ...], tmp_path: Path
+) -> None:
+    for top in tops:
+        classes(tmp_path / top, names=("benign", "malignant"))
+    text = error_of(tmp_path)
+    for option in ("--site-folders", "train, val or test", "give --kind classification"):
+        assert option in text
+    report = imported(tmp_path, kind="classification")
+    assert report.dataset.labels == {"0": "benign", "1": "malignant"}
+    for item in report.sites[""]:
+        assert item.first.parent.name == ("benign", "malignant")[item.label]
+        assert not item.patient or item.patient not in tops
+
+
 def test_folders_of_patients_of_the_same_numbers(tmp_path: Path) -> None:
     for name in ("benign", "malignant"):
         for patient in range(4):
@@ -797,7 +813,7 @@ def test_folders_of_patients_of_the_same_numbers(tmp_path: Path) -> None:
     report = imported(tmp_path / "patients", kind="classification")
     assert report.dataset.labels == {"0": "benign", "1": "malignant"}
     # Single digits are rather grades, in folders of sites.
-    assert "--site-folders" in error_of(tmp_path / "sites", kind="classification")
+    assert "if only the folders in them are classes" in error_of(tmp_path / "sites")
 
 
 def test_a_folder_that_all_images_share_is_no_class(tmp_path: Path) -> None:

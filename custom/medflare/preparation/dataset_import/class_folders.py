@@ -73,9 +73,9 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
         raise DataError(
             f"{folder.root}: {len(images)} images without masks or classes; supported: {LAYOUTS}"
         )
-    if _hold_classes(inner):
-        return _classes_of_patients(folder, below, confirmed=confirmed)
-    _refuse_equal_folders(folder, inner, confirmed=confirmed)
+    dataset = _by_inner_folders(folder, below, inner, confirmed=confirmed)
+    if dataset is not None:
+        return dataset
     if not confirmed:
         _refuse_sites(folder, inner)
     for name in names:
@@ -109,6 +109,31 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
     )
 
 
+def _by_inner_folders(
+    folder: ImageFolder,
+    below: Mapping[Path, Sequence[str]],
+    inner: Mapping[str, set[str]],
+    *,
+    confirmed: bool,
+) -> Dataset | None:
+    """The images by class, if the classes are folders in those of patients, years or scanners.
+
+    Args:
+        below: image -> its folders.
+        inner: first of them -> the folders in it.
+    """
+    if _hold_classes(inner):
+        return _classes_of_patients(folder, below, confirmed=confirmed)
+    shared = sorted_labels(set.intersection(*inner.values()))
+    if len(shared) < 2:
+        return None
+    if not all(map(PATIENT.search, shared)):
+        return _classes_of_groups(folder, below, shared, confirmed=confirmed)
+    if not confirmed:
+        raise _equal_patients(folder, sorted_labels(inner), shared)
+    return None
+
+
 def _hold_classes(inner: Mapping[str, Collection[str]]) -> bool:
     """Whether folders may be of patients, and those in them classes; `inner`: folder -> those in
     it. As 8863/0, 8863/1, 8864/0 of IDC's patches.
@@ -136,6 +161,19 @@ def _classes_of_patients(
             f"classes, and {first}, ... patients, give --kind classification; if {first}, ... are "
             "sites, give --site-folders; otherwise keep one of the folders in each, or rename them"
         )
+    layout = f"folders of patients, with a folder per class: {', '.join(names)}"
+    return _by_second_folder(folder, below, names, layout, of_patients=True)
+
+
+def _by_second_folder(
+    folder: ImageFolder,
+    below: Mapping[Path, Sequence[str]],
+    names: Sequence[str],
+    layout: str,
+    *,
+    of_patients: bool,
+) -> Dataset:
+    """Images whose second folder is their class, and whose first one may be their patient."""
     refuse_variants(names, f"{folder.root}: the class folders")
     items = []
     missing = []
@@ -143,35 +181,44 @@ def _classes_of_patients(
         if len(folders) < 2:
             missing.append(f"{folder.relative(image)}: in no class folder")
             continue
+        patient = folders[0] if of_patients else ""
         split = split_above(folder, image)
-        items.append(Item((image,), names.index(folders[1]), folders[0], split))
-    return Dataset(
-        "classification",
-        tuple(items),
-        numbered(names),
-        f"folders of patients, with a folder per class: {', '.join(names)}",
-        missing=tuple(missing),
-    )
+        items.append(Item((image,), names.index(folders[1]), patient, split))
+    return Dataset("classification", tuple(items), numbered(names), layout, missing=tuple(missing))
 
 
-def _refuse_equal_folders(
-    folder: ImageFolder, inner: Mapping[str, Collection[str]], *, confirmed: bool
-) -> None:
-    """Raise DataError if all folders of classes hold folders of the same names, unless `confirmed`
-    of them are patients; `inner`: class -> the folders in it.
+def _classes_of_groups(
+    folder: ImageFolder,
+    below: Mapping[Path, Sequence[str]],
+    shared: Sequence[str],
+    *,
+    confirmed: bool,
+) -> Dataset:
+    """Images whose second folder is their class, as the first ones, of years or scanners, all hold
+    the `shared` folders; DataError unless this is `confirmed`. `below`: image -> its folders.
     """
-    names = sorted_labels(inner)
-    shared = set.intersection(*map(set, inner.values()))
-    patients = all(map(PATIENT.search, shared))
-    if len(shared) < 2 or (confirmed and patients):
-        return
-    listed = ", ".join(sorted(shared)[:3])
-    remedy = "give --kind classification" if patients else "rename the folders in them"
+    groups = sorted_labels({folders[0] for folders in below.values() if folders})
+    names = sorted_labels({folders[1] for folders in below.values() if len(folders) > 1})
+    several = ", ".join(groups[:3]) + (", ..." if len(groups) > 3 else "")
+    if not confirmed:
+        raise DataError(
+            f"{folder.root}: each of {several} holds the folders {', '.join(shared[:3])}; if "
+            f"{groups[0]}, ... are sites, give --site-folders; if they are splits, rename them "
+            "train, val or test; if only the folders in them are classes, give --kind "
+            f"classification; if {groups[0]}, ... are classes, rename the folders in them"
+        )
+    layout = f"a folder per class in each of {several}: {', '.join(names)}"
+    return _by_second_folder(folder, below, names, layout, of_patients=False)
+
+
+def _equal_patients(folder: ImageFolder, names: Sequence[str], shared: Sequence[str]) -> DataError:
+    """For folders that all hold folders of the same names, as of patients."""
     several = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    raise DataError(
-        f"{folder.root}: each of {several} holds the folders {listed}; if {names[0]}, ... "
-        "are sites, give --site-folders; if they are splits, rename them train, val or test; "
-        f"if they are patients, keep one of the folders in each; otherwise {remedy}"
+    return DataError(
+        f"{folder.root}: each of {several} holds the folders {', '.join(shared[:3])}; if "
+        f"{names[0]}, ... are sites, give --site-folders; if they are splits, rename them train, "
+        "val or test; if they are patients, keep one of the folders in each; otherwise give --kind "
+        "classification"
     )
 
 

@@ -432,7 +432,7 @@ def _each_once(rows: Iterable["_Row"], listed: dict[Path, "_Row"]) -> tuple[list
         if earlier.item != row.item:
             raise DataError(
                 f"{row.location}: image {row.item.first.name} is also in {earlier.location}, with "
-                "other cells; keep one row of an image"
+                "other cells; keep one row of an image, and join several findings in its label by |"
             )
     return items, repeated
 
@@ -804,10 +804,11 @@ def _keys(frame: pd.DataFrame) -> list[str]:
 
 
 def _split_columns(frame: pd.DataFrame, used: _Used) -> list[str]:
-    """The first other column whose cells all name splits, at least two."""
+    """The first other column whose cells name splits, at least two, and most of them do."""
     for name, cells in frame.items():
-        splits = set(map(split_name, cells))
-        if len(splits) > 1 and "" not in splits and [name] not in used.values():
+        splits = list(filter(None, map(split_name, cells)))
+        named_by_most = 2 * len(splits) > len(cells)
+        if named_by_most and len({*splits}) > 1 and [name] not in used.values():
             return [name]
     return []
 
