@@ -56,6 +56,8 @@ def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
     assert resources["servers"][0]["heart_beat_timeout"] == 120
     assert resources["components"][-1]["path"] == "medflare.flare.components.UnfinishedJobs"
     for kit in (site, server):
+        internal = _read(kit, "comm_config.json")["internal"]
+        assert internal["resources"]["connection_security"] == "mtls"
         paths = [item["path"] for item in _read(kit, "resources.json")["components"]]
         assert not any("app_common.logging" in path for path in paths)
         assert set(_actions(set_up(kit, KitSettings())).values()) == {"kept"}

@@ -274,6 +274,7 @@ def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
         LOCAL_FILE: _local_settings,
         "privacy.json": _privacy,
         "resources.json": _resources,
+        "comm_config.json": _communication,
     }
     if kit.kind == "server":
         del makers["privacy.json"]
@@ -409,6 +410,17 @@ def _authorization(kit: Kit, settings: KitSettings, content: _Json | None) -> _J
         content = template(kit.kind, "authorization.json")
     if settings.bring_code:
         content.setdefault("permissions", {}).setdefault("lead", {})["byoc"] = "any"
+    return content
+
+
+def _communication(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json:
+    """FLARE's settings of connections, with mTLS between the processes of the party: by a clear one
+    any account of the machine could speak in its name.
+    """
+    content = content or {}
+    internal = content.setdefault("internal", {"scheme": "tcp"})
+    resources = internal.setdefault("resources", {"host": "localhost"})
+    resources.setdefault("connection_security", "mtls")
     return content
 
 
