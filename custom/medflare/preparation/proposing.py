@@ -5,8 +5,10 @@ with its reason.
 import dataclasses
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +78,7 @@ _MASK_PIXELS = 200_000_000  # of these masks
 _LOW = 20
 _HIGH = 200
 _MOST_NESTED = 3  # structures of which each needs the ones before
+_MANY_VALUES = 8
 _MOST_MISSING = 0.2  # share of the numbers of objects, as of objects at a border
 _MAX_VALUES = 20  # a mask with more has grey levels, not labels
 _MAX_SIDE = {2: 224, 3: 96}  # of a classifier's input
@@ -461,15 +464,22 @@ def _mask_values(entries: Sequence[DatalistItem], *, named: bool) -> tuple[int, 
 
 def _count_objects(of_masks: Collection[tuple[int, ...]]) -> bool:
     """Whether masks have the values 1, 2, ..., few of them missing, to a highest one that differs:
-    numbers of objects, as in GlaS. `of_masks`: the values of masks without 0.
+    numbers of objects, as in GlaS. Or many values of which none is in most masks. `of_masks`: the
+    values of masks without 0.
 
     Examples:
         >>> _count_objects({(1,), (1, 2), (1, 2, 4, 5)}), _count_objects({(1,), (1, 2), (1, 5)})
         (True, False)
+        >>> _count_objects({(1, 2, 3), (3, 4, 5), (5, 6, 7), (8, 9, 1)})
+        True
     """
     highest = [max(values) for values in of_masks if values]
     if max(highest, default=0) <= _MOST_NESTED:
         return False
+    masks_with = Counter(chain.from_iterable(of_masks))
+    in_few = masks_with.most_common(1)[0][1] <= len(of_masks) / 2
+    if in_few and len(masks_with) >= _MANY_VALUES:
+        return True
     differ = len(set(highest)) > max(2, len(highest) / 2)
     missing = 1 - sum(map(len, of_masks)) / sum(highest)
     return differ and missing < _MOST_MISSING

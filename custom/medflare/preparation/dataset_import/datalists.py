@@ -30,7 +30,7 @@ from medflare.core.text import read_text
 from medflare.data.datalist import FILE, SHARES, SPLITS, check_folder
 from medflare.data.local import allowed_folders
 from medflare.data.progress import counted
-from medflare.data.reading import JPEG, explained, stem, suffix
+from medflare.data.reading import JPEG, PICTURES, explained, read_stored, stem, suffix
 from medflare.preparation.dataset_import.class_folders import PATIENT, class_folders
 from medflare.preparation.dataset_import.folders import (
     TABLES,
@@ -594,6 +594,13 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
         notes += ("masks are JPEG, which moves values: 128 and more is the structure",)
     notes += _turned_notes(dataset.items)
     dataset = replace(dataset, notes=notes, missing=missing)
+    companion = _companion(folder, dataset)
+    if companion:
+        raise DataError(
+            f"{root}: nearly every image has another one that is called like it and a word, as "
+            f"{folder.relative(companion)}, and no mask for it; if these are the masks, call them "
+            "NAME_mask and take other masks out; otherwise take them out"
+        )
     if missing and not (options.skip and dataset.items):
         listed = len(missing) + len(dataset.items)
         raise DataError(
@@ -607,9 +614,28 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
             "beside other files; give --out, where each series gets a folder of its own"
         )
     check_files(dataset.items, root, folder.slices)
+    for file in dataset.items[0].paths:
+        if suffix(file) in PICTURES and file not in dataset.items[0].rendered:
+            read_stored(file, mask=file in dataset.items[0].masks)
     if out is None:
         _refuse_links(dataset.items, root)
     return dataset
+
+
+def _companion(folder: ImageFolder, dataset: Dataset) -> Path | None:
+    """The first image without a mask that is called like one with a mask and a word, as the lesions
+    of PH2, if nearly all images with a mask have such a one; otherwise None.
+    """
+    names = {folder.names[item.first].name for item in dataset.items if item.masks}
+    used = {path for item in dataset.items for path in item.paths}
+    companions = {}
+    for image in folder.images:
+        name = folder.names[image]
+        beginning = re.match(r"(.*[^ _.-])[ _.-]+[^\W\d]+$", name.name)
+        if beginning and image not in used and not name.mask and beginning[1] in names:
+            companions[beginning[1]] = image
+    nearly_all = len(companions) > 0.9 * len(names)
+    return min(companions.values()) if names and nearly_all else None
 
 
 def _turned_notes(items: Iterable[Item]) -> tuple[str, ...]:
