@@ -27,6 +27,8 @@ from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
 from nvflare.app_common.np.np_downloader import ArrayConsumer, ArrayDownloadable
+from nvflare.app_common.streamers import file_streamer
+from nvflare.app_common.streamers import streamer_base as stream_base
 from nvflare.fuel.f3.cellnet import cell
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType
@@ -35,6 +37,7 @@ from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.f3.streaming.stream_const import StreamDataType, StreamHeaderKey
 from nvflare.fuel.hci.client.file_transfer import FileTransferModule
+from nvflare.fuel.hci.server.hci import AdminServer
 from nvflare.fuel.utils import zip_utils
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.fuel.utils.config_service import ConfigService
@@ -62,7 +65,9 @@ from medflare.flare.flare_patches import (
     survive_resends,
 )
 from medflare.flare.other_parties import (
-    bound_messages,
+    bound_arrays,
+    bound_files,
+    bound_streams,
     connect_nowhere_else,
     keep_downloads_inside,
     limit_other_parties,
@@ -136,6 +141,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("site-2", "server", "_net_manager", False),  # its topic "stop" ends the server
         ("site-2", "server", "server_parent_listener", False),  # sets the state of any job
         ("site-2", f"server.{KIT_JOB}", "fed.event", False),  # ends a job, or all scheduling
+        ("site-2", "server", "bulk", False),  # whose messages FLARE looks at no more
         (f"site-1.{KIT_JOB}", f"server.{KIT_JOB}", "server_command", True),
         (f"site-1.{KIT_JOB}", "site-1", "admin", True),
         (f"server.{KIT_JOB}", f"site-1.{KIT_JOB}", "aux_communication", True),
@@ -205,6 +211,9 @@ def surviving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(RxTask, "since", 0, raising=False)
     monkeypatch.setattr(RxTask, "rx_task_map", {})
     monkeypatch.setattr(ServerRunner, "ABORT_RETURN_CODES", ["x"])
+    monkeypatch.setattr(AdminServer, "_process_upload", lambda *words: "uploaded")
+    consume = file_streamer._ChunkConsumer.consume
+    monkeypatch.setattr(file_streamer._ChunkConsumer, "consume", consume)
     monkeypatch.setattr(zip_utils, "_validate_zip_entries", zip_utils._validate_zip_entries)
     monkeypatch.setattr(
         ViaDownloaderDecomposer, "_download_from_remote_cell", lambda *words: "done"
@@ -212,12 +221,13 @@ def surviving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ItemConsumer, "received", 0, raising=False)
     monkeypatch.setattr(ItemConsumer, "consume", ItemConsumer.consume)
     monkeypatch.setattr(ArrayConsumer, "_to_dict", ArrayConsumer.__dict__["_to_dict"])
-    for change in (survive_messages, bound_messages):
+    changes = (survive_messages, bound_streams, bound_arrays, bound_files)
+    for change in changes:
         change.cache_clear()
         change()
     yield
-    survive_messages.cache_clear()
-    bound_messages.cache_clear()
+    for change in changes:
+        change.cache_clear()
 
 
 @pytest.mark.usefixtures("surviving")
@@ -249,6 +259,25 @@ def test_a_job_unpacks_to_what_is_allowed(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(store, "_MOST_UNPACKED", 9_000)
     with pytest.raises(ValueError, match="unpacked it has"):
         zip_utils.unzip_all_from_bytes(packed.getvalue(), str(tmp_path))
+
+
+@pytest.mark.usefixtures("surviving")
+def test_an_uploaded_file_is_bounded_and_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a session FLARE refuses its command, and keeps the file."""
+    stream: dict[str, Any] = {stream_base.KEY_FILE_SIZE: 3000}
+    file = file_streamer._ChunkConsumer(stream, str(tmp_path))
+    part = Shareable({stream_base.KEY_DATA: bytes(1000), stream_base.KEY_DATA_SIZE: 1000})
+    monkeypatch.setattr(other_parties, "_UPLOAD_BYTES", 1500)
+    for _ in range(2):
+        file.consume(part, stream, FLContext())
+    with pytest.raises(ValueError, match="more than 1500 bytes"):
+        file.consume(part, stream, FLContext())
+    assert [*tmp_path.iterdir()]
+    server = AdminServer.__new__(AdminServer)
+    assert server._process_upload(stream, FLContext()) == "uploaded"
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.usefixtures("surviving")

@@ -287,9 +287,10 @@ def test_a_failed_task_hides_nothing(context: FLContext, hide: Callable[..., obj
 def test_a_reason_is_one_short_line_without_folders(context: FLContext) -> None:
     reply = make_reply(
         ReturnCode.EXECUTION_EXCEPTION,
-        {"medflare.error": f"/srv/{SECRET}/x.json\n cannot be read " + "x" * 5000},
+        {"medflare.error": f"/srv/Klinik {SECRET}/kit A/x.json\n cannot be read " + "x" * 5000},
     )
     line = blocked(OutboundGuard().process(reply, context))
+    assert "Klinik" not in line and "kit A" not in line
     assert (
         SECRET not in line and "\n" not in line and len(line) <= 1000 and "cannot be read" in line
     )

@@ -45,13 +45,7 @@ from medflare.core.text import Json, JsonDict, read_json
 from medflare.data.local import LOCAL_FILE, LocalSettings, local_settings, read_local
 from medflare.flare.flare_patches import parse_json_only, search_kits_only
 from medflare.flare.names import BUILT, REFUSED, TASK_FILE
-from medflare.flare.other_parties import (
-    bound_messages,
-    connect_nowhere_else,
-    limit_other_parties,
-    obey_the_server_alone,
-    survive_messages,
-)
+from medflare.flare.other_parties import protect_from_other_parties
 
 # FLARE's keys for a component's class; FLARE takes the first one that is there.
 _PATH_KEYS = ("path", "class_path", "name")
@@ -86,11 +80,7 @@ class JobComponents(FLComponent, AppValidator):
         super().__init__()
         parse_json_only()
         search_kits_only()
-        connect_nowhere_else()
-        limit_other_parties()
-        survive_messages()
-        bound_messages()
-        obey_the_server_alone()
+        protect_from_other_parties()
 
     def validate(self, app_folder: str) -> tuple[str, JsonDict]:
         """FLARE calls this when a job arrives.

@@ -213,4 +213,6 @@ def disk_is_full(error: BaseException) -> bool:
 
 def without_folders(text: str) -> str:
     """The text with file names instead of paths."""
-    return re.sub(r"(?<![\w.:/)])/(?:[^\s'\":;,()/]+/)+", "", text)
+    word = r"[^\s'\":;,()/]+"
+    folder = rf"{word}(?: {word})*/"  # its name may have blanks
+    return re.sub(rf"(?<![\w.:/)])/(?:{folder})+", "", text)

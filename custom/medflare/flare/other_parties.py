@@ -15,7 +15,8 @@ from nvflare.apis.fl_constant import ReservedKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.np.np_downloader import ArrayConsumer
-from nvflare.fuel.f3.cellnet import cell, net_agent
+from nvflare.app_common.streamers import file_streamer
+from nvflare.fuel.f3.cellnet import cell, core_cell, net_agent
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell, make_reply
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType, ReturnCode
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
@@ -23,6 +24,7 @@ from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.f3.streaming.stream_const import StreamHeaderKey
+from nvflare.fuel.hci.server.hci import AdminServer
 from nvflare.fuel.utils import zip_utils
 from nvflare.fuel.utils.fobs import FOBSContextKey
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
@@ -33,8 +35,14 @@ from nvflare.widgets.fed_event import FED_EVENT_TOPIC
 from medflare.core.store import refuse_bomb
 
 _JOB_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-# Channels and topics by which the server alone may ask the server: events of FLARE end jobs.
-_OF_THE_SERVER = {net_agent._CHANNEL, CellChannel.SERVER_PARENT_LISTENER, FED_EVENT_TOPIC}
+# Channels and topics by which the server alone may ask the server: events of FLARE end jobs, and
+# the messages in a bulk are not looked at.
+_OF_THE_SERVER = {
+    net_agent._CHANNEL,
+    CellChannel.SERVER_PARENT_LISTENER,
+    FED_EVENT_TOPIC,
+    core_cell._TOPIC_BULK,
+}
 _CHANNEL_AND_TOPIC = (
     *(MessageHeaderKey.CHANNEL, StreamHeaderKey.CHANNEL),
     *(MessageHeaderKey.TOPIC, StreamHeaderKey.TOPIC),
@@ -43,8 +51,20 @@ _CHANNEL_AND_TOPIC = (
 # of a site has a few.
 _STREAMS = 16
 _STREAM_BYTES = 2**33  # also of the arrays of a message
+_UPLOAD_BYTES = 2**29  # of a job, packed
 _BEGIN_TIMEOUT = 60.0  # seconds until the first part of a stream is there
 _LOG = logging.getLogger(__name__)
+
+
+def protect_from_other_parties() -> None:
+    """Have FLARE bound what other parties can do to this process, which is a party's or a job's."""
+    connect_nowhere_else()
+    limit_other_parties()
+    obey_the_server_alone()
+    survive_messages()
+    bound_streams()
+    bound_arrays()
+    bound_files()
 
 
 @cache
@@ -143,18 +163,11 @@ def survive_messages() -> None:
 
 
 @cache
-def bound_messages() -> None:
-    """Have FLARE bound the memory and threads of what a party sends, in this process: streams that
-    do not end, arrays and jobs.
-
-    FLARE keeps what arrives of a stream, and gives it one of 128 threads for 300 s. It fetches the
-    arrays of a message from where the message says, and unpacks a job before it asks anyone.
+def bound_streams() -> None:
+    """Have FLARE take a bounded number of unfinished streams, and bytes of them, from a party, in
+    this process: it keeps what arrives of a stream, and gives it one of 128 threads for 300 s.
     """
     find_task = RxTask.find_or_create_task.__func__
-    fetch = ViaDownloaderDecomposer._download_from_remote_cell
-    consume = ItemConsumer.consume
-    to_dict = ArrayConsumer._to_dict
-    check_entries = zip_utils._validate_zip_entries
 
     def found_task(owner: type[RxTask], message: Message, of_cell: CoreCell) -> RxTask | None:
         refusal = _refusal_of_stream(message)
@@ -166,6 +179,19 @@ def bound_messages() -> None:
         if is_new and task is not None:
             task.since = time.monotonic()
         return task
+
+    RxTask.since = math.inf  # when its first part arrived, as time.monotonic() gives it
+    RxTask.find_or_create_task = classmethod(found_task)
+
+
+@cache
+def bound_arrays() -> None:
+    """Have FLARE fetch the arrays of a message from its sender alone, bounded, in this process: it
+    fetches them from where the message says before anyone has looked at it.
+    """
+    fetch = ViaDownloaderDecomposer._download_from_remote_cell
+    consume = ItemConsumer.consume
+    to_dict = ArrayConsumer._to_dict
 
     def fetched(decomposer: ViaDownloaderDecomposer, context: dict[str, Any], ref: Any) -> Any:
         source = FQCN.get_root(ref["fqcn"])
@@ -187,17 +213,41 @@ def bound_messages() -> None:
                 raise ValueError("a compressed array")
         return to_dict(item)
 
-    def checked_entries(archive: ZipFile, folder: str) -> None:
-        refuse_bomb(archive)
-        check_entries(archive, folder)
-
-    zip_utils._validate_zip_entries = checked_entries
     ViaDownloaderDecomposer._download_from_remote_cell = fetched
     ItemConsumer.received = 0
     ItemConsumer.consume = consumed
     ArrayConsumer._to_dict = staticmethod(array_of)
-    RxTask.since = math.inf  # when its first part arrived, as time.monotonic() gives it
-    RxTask.find_or_create_task = classmethod(found_task)
+
+
+@cache
+def bound_files() -> None:
+    """Have FLARE bound what it unpacks of a job and what it takes of a file, in this process: it
+    unpacks a job before it asks anyone, and keeps each uploaded file.
+    """
+    check_entries = zip_utils._validate_zip_entries
+    upload = AdminServer._process_upload
+    take_part = file_streamer._ChunkConsumer.consume
+
+    def checked_entries(archive: ZipFile, folder: str) -> None:
+        refuse_bomb(archive)
+        check_entries(archive, folder)
+
+    def uploaded(server: Any, stream: Any, fl_ctx: FLContext, **words: Any) -> Any:
+        try:
+            return upload(server, stream, fl_ctx, **words)
+        finally:
+            location = file_streamer.FileStreamer.get_file_location(stream)
+            if location:
+                Path(location).unlink(missing_ok=True)
+
+    def part_taken(file: Any, part: Shareable, *context: Any) -> Any:
+        if file.received_size > _UPLOAD_BYTES:
+            raise ValueError(f"a file of more than {_UPLOAD_BYTES} bytes")
+        return take_part(file, part, *context)
+
+    zip_utils._validate_zip_entries = checked_entries
+    AdminServer._process_upload = uploaded
+    file_streamer._ChunkConsumer.consume = part_taken
 
 
 @cache

@@ -407,6 +407,9 @@ def test_patience_is_that_of_the_median_and_of_every_model() -> None:
 
     liar = measured(*(round_of(0.5, 0.5, number / 10, own=0.1) for number in range(6)))
     assert plateau(liar, 2) == 4, "one site of three keeps nobody going"
+    for step in liar:
+        step["sites"]["A"]["validation"]["invented"] = float(step["round"])
+    assert plateau(liar, 2) == 4, "nor by a model of its own"
     better_alone = measured(*(round_of(0.5, 0.5, 0.5, own=number / 10) for number in range(6)))
     assert plateau(better_alone, 2) is None
     steps = of_one(0.9, 0.5, 0.4)

@@ -8,6 +8,7 @@ the one with the better mean over the sites is delivered, then the later one.
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from statistics import fmean, median
 from typing import Annotated, Any, Literal
 
@@ -202,8 +203,8 @@ def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:
     """The number of rounds trained when the sites' median metric had not improved for `patience`
     rounds (>= 1); None before.
 
-    If sites validate several models (the global one and their own), each improvement counts.
-    Round 0 is no candidate.
+    If sites validate several models (the global one and their own), each improvement counts, of
+    those that at least half of the sites report, if there are such. Round 0 is no candidate.
 
     Args:
         history: {"round", "sites": site -> meta with "validation"} of every step of the finished
@@ -222,7 +223,10 @@ def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:
     best: dict[str, float] = {}
     last_improvement = 0
     for round, models in sorted(by_round.items()):
-        for model, by_site in models.items():
+        sites = set(chain.from_iterable(models.values()))
+        common = {model for model in models if 2 * len(models[model]) >= len(sites)}
+        for model in common or models:
+            by_site = models[model]
             metric = median(by_site.values())
             if metric > best.get(model, -math.inf):
                 best[model] = metric
