@@ -751,6 +751,18 @@ def test_pages_of_one_file_are_refused_at_once(tmp_path: Path) -> None:
     assert "4 pages or frames; store pages as files" in error_of(tmp_path)
 
 
+def test_an_expression_in_place_of_the_tables_patients_is_said(tmp_path: Path) -> None:
+    rows = []
+    for number in NUMBERS:
+        picture(tmp_path / f"{number}.png", 60 + number)
+        patient = f"p{number // 2}" if number else ""
+        rows.append((f"{number}.png", "ab"[number // 2 % 2], patient))
+    table(tmp_path / "t.csv", ("image", "label", "patient_id"), *rows)
+    assert "which names the patients of all" in error_of(tmp_path)
+    warnings = imported(tmp_path, patient=r"^(\d+)").warnings
+    assert any("in place of the 5 of the table" in line for line in warnings)
+
+
 # -- columns of 0 and 1 ----------------------------------------------------------------------------
 
 

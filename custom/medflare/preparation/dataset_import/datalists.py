@@ -995,7 +995,9 @@ def assign_patients(
         DataError: it does not match a name, or some images have no patient.
     """
     if pattern:
-        return _match_patients(items, folder, pattern), ""
+        of_table = {item.patient for item in items} - {""}
+        replaced = f"--patient names the patients, in place of the {len(of_table)} of the table"
+        return _match_patients(items, folder, pattern), replaced if of_table else ""
     assigned = []
     without = []
     subjects = [_SUBJECT.search(folder.relative(item.first)) for item in items]
@@ -1020,7 +1022,8 @@ def assign_patients(
     if len(without) < len(items):
         raise DataError(
             f"{len(without)} of {len(items)} images have no patient, the first: "
-            f"{folder.relative(without[0])}; complete them, or give --patient '^(p\\d+)'"
+            f"{folder.relative(without[0])}; complete them, or give --patient '^(p\\d+)', which "
+            "names the patients of all"
         )
     warning = (
         "patients are unknown: each image counts as a patient, "
