@@ -15,6 +15,7 @@ from PIL import Image
 from helpers.small_tasks import small_task
 from medflare.core.message import Message
 from medflare.data.local import LocalSettings
+from medflare.federation.data_record import DataRecord
 from medflare.federation.exchange import Reply
 from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
@@ -22,7 +23,6 @@ from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
 from medflare.federation.request_order import schedule_of
 from medflare.federation.settings import ENROL, FINALIZE
-from medflare.federation.study_record import StudyRecord
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method, method_names
 
@@ -189,9 +189,9 @@ def observed(
     call = LocalExchange.__call__
 
     def participant(name: str, *args: Any, **more: Any) -> Participant:
-        record = StudyRecord(folder / name, data / name, "job", most_evaluations=1000)
+        record = DataRecord(folder / name, data / name, "job", most_evaluations=1000)
         local = LocalSettings(minimum_patients=MINIMUM)
-        return make(name, *args, **{**more, "local": local, "study": lambda: record})
+        return make(name, *args, **{**more, "local": local, "record": lambda: record})
 
     def noted(
         exchange: LocalExchange, step: Step, outgoing: dict[str, Message]

@@ -14,11 +14,11 @@ from medflare.core.errors import ConfigError, MessageError
 from medflare.core.message import Message
 from medflare.core.store import MemoryStore
 from medflare.data.local import Bounds, LocalSettings
+from medflare.federation.data_record import DataRecord
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
 from medflare.federation.protocol import FEDERATION_SHARES
 from medflare.federation.settings import ENROL, FINALIZE
-from medflare.federation.study_record import StudyRecord
 from medflare.methods.catalogue import get_method
 from methods import squares
 
@@ -144,8 +144,8 @@ def test_another_process_of_the_site_knows_what_was_asked_and_a_second_enrolment
 def test_evaluations_of_a_study_are_counted_over_all_jobs(tmp_path: Any) -> None:
     (tmp_path / "datalist.json").write_text("{}")
     for job in range(3):
-        record = StudyRecord(tmp_path / "record", tmp_path, f"job-{job}", most_evaluations=2)
-        asked = participant(study=lambda record=record: record)
+        record = DataRecord(tmp_path / "record", tmp_path, f"job-{job}", most_evaluations=2)
+        asked = participant(record=lambda record=record: record)
         ask(asked, 0, "train", 0)
         if job == 2:
             with pytest.raises(Exception, match=r"bounds\.evaluations"):
@@ -161,8 +161,8 @@ def test_metrics_on_validation_images_are_counted_over_all_jobs(tmp_path: Path) 
     """A server can ask by each model whether a pixel of a patient is above a value."""
     (tmp_path / "datalist.json").write_text("{}")
     for job in range(3):
-        record = StudyRecord(tmp_path / "record", tmp_path, f"job-{job}", 9, most_validations=2)
-        asked = participant(study=lambda record=record: record)
+        record = DataRecord(tmp_path / "record", tmp_path, f"job-{job}", 9, most_validations=2)
+        asked = participant(record=lambda record=record: record)
         if job == 2:
             with pytest.raises(ConfigError, match=r"reported 2 metrics .* bounds\.validations"):
                 ask(asked, 0, "train", 0)
@@ -176,11 +176,11 @@ def test_metrics_on_validation_images_are_counted_over_all_jobs(tmp_path: Path) 
 def test_scores_of_many_models_are_as_many_metrics(tmp_path: Path, most: int) -> None:
     """SHA's sites score a model of each site: a server can send 1000 of its choice in a step."""
     (tmp_path / "datalist.json").write_text("{}")
-    record = StudyRecord(tmp_path / "record", tmp_path, "job", 9, most_validations=most)
+    record = DataRecord(tmp_path / "record", tmp_path, "job", 9, most_validations=most)
     sites = ["A", "B", "C"]
     site = squares.site("A", squares.CLASSIFICATION)
     sha = get_method("sha")
-    asked = Participant("A", lambda role: site, sha, {}, study=lambda: record)
+    asked = Participant("A", lambda role: site, sha, {}, record=lambda: record)
     asked.answer(ENROL, 0, Message({}, {"role": "inside", "sites": sites}))
     model = site.network().state_dict()
     candidates = {f"candidate/{name}": model for name in sites}
@@ -225,7 +225,7 @@ def test_the_last_step_is_answered_again_with_the_same_adaptation_only() -> None
 
 def test_a_torn_line_of_the_evaluations_ends_no_job(tmp_path: Path) -> None:
     (tmp_path / "datalist.json").write_text("{}")
-    record = StudyRecord(tmp_path / "record", tmp_path, "job", most_evaluations=6)
+    record = DataRecord(tmp_path / "record", tmp_path, "job", most_evaluations=6)
     for models in (2, 1):
         record = replace(record, job=f"job-{models}")
         record.note_evaluation(FINALIZE, models, "A")
@@ -240,7 +240,7 @@ def test_a_torn_line_of_the_evaluations_ends_no_job(tmp_path: Path) -> None:
 
 def test_evaluations_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "datalist.json").write_text("{}")
-    record = StudyRecord(tmp_path / "record", tmp_path, "job", most_evaluations=6)
+    record = DataRecord(tmp_path / "record", tmp_path, "job", most_evaluations=6)
     record.note_evaluation(FINALIZE, 1, "A")
     file = record.folder / "evaluations.csv"
     before = file.read_bytes()
@@ -257,9 +257,9 @@ def test_evaluations_are_written_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_refused_evaluation_is_refused_again(tmp_path: Path) -> None:
     (tmp_path / "datalist.json").write_text("{}")
-    record = StudyRecord(tmp_path / "record", tmp_path, "job", most_evaluations=1)
+    record = DataRecord(tmp_path / "record", tmp_path, "job", most_evaluations=1)
     replace(record, job="earlier").note_evaluation(FINALIZE, 1, "A")
-    asked = participant(study=lambda: record)
+    asked = participant(record=lambda: record)
     ask(asked, 0, "train", 0)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"bounds\.evaluations"):
@@ -267,10 +267,10 @@ def test_a_refused_evaluation_is_refused_again(tmp_path: Path) -> None:
 
 
 def invited_outside(
-    method: str, record: StudyRecord, inside: list[str], **hyper: Any
+    method: str, record: DataRecord, inside: list[str], **hyper: Any
 ) -> Participant:
     site = squares.site("A")
-    asked = Participant("A", lambda role: site, get_method(method), hyper, study=lambda: record)
+    asked = Participant("A", lambda role: site, get_method(method), hyper, record=lambda: record)
     asked.answer(ENROL, 0, Message({}, {"role": "outside", "sites": inside}))
     return asked
 
@@ -280,7 +280,7 @@ def test_each_model_of_a_final_reply_is_an_evaluation(tmp_path: Path) -> None:
     (tmp_path / "datalist.json").write_text("{}")
     inside = [f"S{number:02d}" for number in range(20)]
     for most in (20, 200):
-        record = StudyRecord(tmp_path / str(most), tmp_path, "job", most_evaluations=most)
+        record = DataRecord(tmp_path / str(most), tmp_path, "job", most_evaluations=most)
         asked = invited_outside("iop_fl", record, inside, comparisons=True, route_epochs=0)
         states = {"model": squares.start()} | {f"expert/{name}": squares.start() for name in inside}
         request = Message(states, {"step": 5, "run_rounds": 1})

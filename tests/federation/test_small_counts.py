@@ -14,12 +14,12 @@ from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.data.local import LocalSettings
+from medflare.federation.data_record import DataRecord, selection_digest
 from medflare.federation.exchange import Reply
 from medflare.federation.local import loop
 from medflare.federation.local.exchange import LocalExchange
 from medflare.federation.local.loop import run_local
 from medflare.federation.participant import Participant
-from medflare.federation.study_record import StudyRecord, selection_digest
 from medflare.federation.suppression import has_small_cell, small_report
 from medflare.methods.base import Step
 from medflare.methods.catalogue import get_method
@@ -77,11 +77,11 @@ def replies(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     seen: list[tuple[str, Message]] = []
 
     def participant(name: str, *args: Any, **more: Any) -> Participant:
-        record = StudyRecord(tmp_path / name, data / name, "job", most_evaluations=1000)
+        record = DataRecord(tmp_path / name, data / name, "job", most_evaluations=1000)
         return make(
             name,
             *args,
-            **{**more, "local": LocalSettings(minimum_patients=MINIMUM), "study": lambda: record},
+            **{**more, "local": LocalSettings(minimum_patients=MINIMUM), "record": lambda: record},
         )
 
     def noted(
@@ -120,7 +120,7 @@ def test_a_selection_that_cannot_be_opened_is_answered_as_another_one(
     data: Path, tmp_path: Path
 ) -> None:
     """Else a limit of unreadable images, bisected, tells how many images any selection has."""
-    record = StudyRecord(tmp_path / "record", data / "a", "one", 1000)
+    record = DataRecord(tmp_path / "record", data / "a", "one", 1000)
     invitation = Message({}, {"role": "inside", "sites": list(SITES)})
 
     def answer(task: TaskConfig) -> str:
@@ -129,7 +129,7 @@ def test_a_selection_that_cannot_be_opened_is_answered_as_another_one(
             lambda role: open_site("a", task, data_root=data),
             get_method("fedavg"),
             {},
-            study=lambda: record,
+            record=lambda: record,
         )
         with pytest.raises(Exception) as caught:
             site.answer("enrol", 0, invitation)
@@ -147,7 +147,7 @@ def test_a_selection_that_cannot_be_opened_is_answered_as_another_one(
 @pytest.mark.parametrize("private", [False, True])
 def test_a_lead_can_correct_a_few_first_jobs(data: Path, tmp_path: Path, private: bool) -> None:
     """A site's refusal tells something of its counts, so that only a few selections are tried."""
-    record = StudyRecord(tmp_path / "record", data / "a", "one", 1000, private)
+    record = DataRecord(tmp_path / "record", data / "a", "one", 1000, private)
     first = open_site("a", FIRST, data_root=data)
     other = open_site("a", JOBS["another split"], data_root=data)
     for job in range(5):
@@ -166,7 +166,7 @@ def test_a_lead_can_correct_a_few_first_jobs(data: Path, tmp_path: Path, private
 
 
 def test_the_site_allows_another_selection(data: Path, tmp_path: Path) -> None:
-    record = StudyRecord(tmp_path / "record", data / "a", "one", 1000)
+    record = DataRecord(tmp_path / "record", data / "a", "one", 1000)
     first = open_site("a", FIRST, data_root=data)
     other = open_site("a", JOBS["another split"], data_root=data)
     record.fix_selection(first)
@@ -186,7 +186,7 @@ def test_a_changed_datalist_begins_anew_but_with_a_privacy_budget_the_split_stay
     folder.mkdir()
     for private in (False, True):
         (folder / "datalist.json").write_text("{}")
-        record = StudyRecord(tmp_path / str(private), folder, "job", 1000, private)
+        record = DataRecord(tmp_path / str(private), folder, "job", 1000, private)
         record.fix_selection(open_site("a", FIRST, data_root=data))
         (folder / "datalist.json").write_text('{"more": 1}')
         other = open_site("a", JOBS["another split"], data_root=data)

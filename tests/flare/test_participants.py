@@ -23,7 +23,7 @@ from medflare.core import extensions
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.evaluation.results import load_results
-from medflare.federation import study_record
+from medflare.federation import data_record
 from medflare.federation.protocol import ENROL
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.components import authorize
@@ -139,7 +139,7 @@ def test_a_lead_does_not_read_the_training_images_in_as_many_ways_as_it_likes(
 ) -> None:
     """Whether images are plain for an intensity from v to v + 0.001 tells the brightest pixels."""
     make_site()
-    monkeypatch.setattr(study_record, "_MOST_READINGS", 3)
+    monkeypatch.setattr(data_record, "_MOST_READINGS", 3)
 
     def intensity(low: float) -> dict[str, Any]:
         values = {"a_min": low, "a_max": 255, "b_min": 0, "b_max": 1}
@@ -165,7 +165,7 @@ def test_a_lead_does_not_ask_by_transforms_that_fail_on_one_image(
     Image.fromarray(np.arange(200, 212, dtype=np.uint8).repeat(22)[:256].reshape(16, 16)).save(
         image
     )
-    monkeypatch.setattr(study_record, "_MOST_READINGS", 2)
+    monkeypatch.setattr(data_record, "_MOST_READINGS", 2)
 
     def bins(number: int) -> dict[str, Any]:
         return {"name": "HistogramNormalize", "num_bins": 4 * 10**6 + number}

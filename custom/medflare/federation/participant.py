@@ -20,6 +20,7 @@ from medflare.core.text import Json, JsonDict
 from medflare.data.loading import NOT_LISTED
 from medflare.data.local import PLACE, LocalSettings
 from medflare.data.targets import scarce_classes, scarce_line
+from medflare.federation.data_record import DataRecord, other_selection
 from medflare.federation.enrolment import versions_here
 from medflare.federation.final_models import (
     ArtifactStore,
@@ -56,7 +57,6 @@ from medflare.federation.protocol import (
 )
 from medflare.federation.request_order import RequestOrder
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, PHASES_OF_ALL, step_name
-from medflare.federation.study_record import StudyRecord, other_selection
 from medflare.federation.suppression import (
     OF_TEST,
     Suppression,
@@ -144,8 +144,8 @@ class Participant:
         budget: the site's privacy budget over all runs; None: no limit.
         local: the site's settings.
         hours: limit of the site's work on the run; None: no limit.
-        study: opens the record of the site's data over all jobs; None: there is none, as for a site
-            without secrets.
+        record: opens the record of the site's data over all jobs; None: there is none, as for a
+            site without secrets.
         note_step: called with phase, round, rounds and True when a step begins, False when it ends.
     """
 
@@ -159,7 +159,7 @@ class Participant:
     budget: Budget | None = None
     local: LocalSettings = LocalSettings()
     hours: float | None = None
-    study: Callable[[], StudyRecord | None] = lambda: None
+    record: Callable[[], DataRecord | None] = lambda: None
     note_step: Callable[[str, int, int, bool], None] = lambda *step: None
 
     def __post_init__(self) -> None:
@@ -250,12 +250,12 @@ class Participant:
             )
         return reply
 
-    def _check_selection(self, site: Site, study: StudyRecord | None) -> None:
+    def _check_selection(self, site: Site, record: DataRecord | None) -> None:
         try:
             check_selection(self.name, site.task, site.data, self._minimum, self.local.bounds)
         except ConfigError:
-            if study is not None:
-                study.note_refusal()
+            if record is not None:
+                record.note_refusal()
             raise
         if not self._private(site):  # DP-SGD protects a single patient of whom a model would be
             check_contrast(self.name, site.data, self._minimum)
@@ -263,19 +263,19 @@ class Participant:
     def _note_evaluations(
         self, phase: str, models: Iterable[Message | StateDict], is_repeated: bool
     ) -> None:
-        """Count the models that are evaluated on the test images, see `StudyRecord`."""
-        study = self.study()
-        if study is not None:
+        """Count the models that are evaluated on the test images, see `DataRecord`."""
+        record = self.record()
+        if record is not None:
             count = len({id(model) for model in models})
-            study.note_evaluation(phase, count, self.name, repeated=is_repeated)
+            record.note_evaluation(phase, count, self.name, repeated=is_repeated)
 
     def _note_validations(self, reply: Message, declared: Items) -> None:
         """Count the numbers about validation images that leave with a reply."""
         measured = [item for item in declared if item.measured == "validation"]
         reported = sum(count_numbers(reply.get(item)) for item in measured)
-        study = self.study() if reported else None
-        if study is not None:
-            study.note_validations(reported, self.name)
+        record = self.record() if reported else None
+        if record is not None:
+            record.note_validations(reported, self.name)
 
     def _enrol(self, round: int, incoming: Message) -> Message:
         """Check that server and site run the same federation, and report the site's data.
@@ -296,13 +296,13 @@ class Participant:
             check_inside_sites(self.name, combined, self.local.bounds)
             replies = [phase.manifest(plan) for phase in self.method.site_class.phases.values()]
             check_method_bounds(self.name, plan.site_hyper, replies, self.local.bounds)
-        study = self.study()
-        if study is not None:
+        record = self.record()
+        if record is not None:
             # First, since later refusals would tell the counts of another selection.
-            study.fix_selection(site)
-        same_size = study is None or study.note_enrolment(site.task)
+            record.fix_selection(site)
+        same_size = record is None or record.note_enrolment(site.task)
         if role == "inside" and trains:
-            self._check_selection(site, study)
+            self._check_selection(site, record)
         if trains and self.local.keep == "personal" and role == "outside":
             raise ConfigError(
                 f"site {self.name}: keep in its {PLACE} is 'personal', "
@@ -392,8 +392,8 @@ class Participant:
         try:
             return self._opened(role)
         except (DataError, ArithmeticError, ValueError, RuntimeError) as error:
-            study = self.study()
-            if study is not None and study.is_fixed():
+            record = self.record()
+            if record is not None and record.is_fixed():
                 raise other_selection(self.name) from error
             raise
 

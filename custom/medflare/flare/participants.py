@@ -29,7 +29,7 @@ SITE_TASK = "medflare.site_task"
 _DATA_ROOT = "MEDFLARE_DATA_ROOT"
 DEVICES = "CUDA_VISIBLE_DEVICES"  # the simulator sets it for each site's process
 # Folder beside local/medflare.json: the privacy budget that the site's jobs have spent, and the
-# record of each study.
+# record of each data folder.
 _LEDGER = "privacy"
 _STATE = "state"  # folder of the participant's state, in the site's folder of the job
 _log = logging.getLogger(__name__)
@@ -78,9 +78,9 @@ class ParticipantSpec:
         from medflare.core.extensions import trust
         from medflare.core.store import StateStore
         from medflare.data.loading import resolve_data_root
+        from medflare.federation.data_record import DataRecord, record_folder
         from medflare.federation.final_models import SiteFolder
         from medflare.federation.participant import Participant
-        from medflare.federation.study_record import StudyRecord, study_folder
         from medflare.methods.catalogue import get_method
         from medflare.privacy.ledger import budget_of
         from medflare.tasks.config import load_task
@@ -97,9 +97,9 @@ class ParticipantSpec:
         method.check(self.hyper, task)
 
         def opened(role: str) -> "Site":
-            record = study()
-            if record is not None:
-                record.note_reading(self.name, task)
+            data_record = record()
+            if data_record is not None:
+                data_record.note_reading(self.name, task)
             site = open_site(
                 self.name,
                 task,
@@ -117,12 +117,12 @@ class ParticipantSpec:
         records = self.local_file.with_name(_LEDGER)
         keeps_record = local.minimum_patients > 1 or local.privacy is not None
 
-        def study() -> StudyRecord | None:
+        def record() -> DataRecord | None:
             root = resolve_data_root(self.name, task, local.data_root)
             if root is None or not keeps_record:
                 return None
-            return StudyRecord(
-                folder=study_folder(records, root),
+            return DataRecord(
+                folder=record_folder(records, root),
                 data=root,
                 job=self.folder.name,
                 most_evaluations=local.bounds.evaluations,
@@ -141,7 +141,7 @@ class ParticipantSpec:
             budget=budget_of(local.privacy, self.name, records),
             local=replace(local, share_model=shares or local.share_model),
             hours=local.bounds.hours,
-            study=study,
+            record=record,
             note_step=artifacts.note_step,
         )
 

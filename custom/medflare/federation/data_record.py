@@ -1,4 +1,4 @@
-"""What a site has reported of one data folder over all jobs: a study.
+"""What a site has reported of one data folder over all jobs.
 
 The first job fixes which images are used, with which labels, in which split: from the counts and
 metrics of two jobs that differ in them, those of single patients could be computed. Each evaluation
@@ -37,7 +37,7 @@ _COLUMNS = ("time", "job", "phase", "models")
 
 
 @dataclass(frozen=True)
-class StudyRecord:
+class DataRecord:
     """The record of one data folder.
 
     Attributes:
@@ -156,7 +156,7 @@ class StudyRecord:
             repeated: the request is the last one again; it is noted if it was not before.
 
         Raises:
-            ConfigError: with these the study has more evaluations than the site allows.
+            ConfigError: with these the data folder has more evaluations than the site allows.
         """
         path = self.folder / EVALUATIONS
         with locked(self.folder / _LOCK):
@@ -183,7 +183,7 @@ class StudyRecord:
         that it sends: whether a pixel of a patient is above a value.
 
         Raises:
-            ConfigError: with these the study has more than the site allows.
+            ConfigError: with these the data folder has more than the site allows.
         """
         path = self.folder / VALIDATIONS
         with locked(self.folder / _LOCK):
@@ -220,7 +220,7 @@ def _unreadable(site: Site) -> list[Any]:
     return [site.task.unreadable, limit.share, limit.count]
 
 
-def study_folder(records: Path, data: Path) -> Path:
+def record_folder(records: Path, data: Path) -> Path:
     """The folder of a data folder's record below `records`: its name and a checksum of its path."""
     path = data.resolve()
     checksum = hashlib.sha256(str(path).encode()).hexdigest()
