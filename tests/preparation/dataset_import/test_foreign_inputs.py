@@ -763,6 +763,22 @@ def test_an_expression_in_place_of_the_tables_patients_is_said(tmp_path: Path) -
     assert any("in place of the 5 of the table" in line for line in warnings)
 
 
+def test_folders_of_studies_in_a_table_are_of_the_patient_above(tmp_path: Path) -> None:
+    """As MURA."""
+    rows = []
+    for number in NUMBERS:
+        for study in ("study1_positive", "study2_negative"):
+            place = f"train/XR_WRIST/patient{number:05}/{study}"
+            picture(tmp_path / place / "image1.png", 60 + number)
+            rows.append((f"{place}/", int(study == "study1_positive")))
+    table(tmp_path / "studies.csv", ("image", "label"), *rows)
+    imported(tmp_path, redraw=True)
+    splits: dict[str, set[str]] = {}
+    for name, entry in entries(tmp_path).items():
+        splits.setdefault(Path(name).parts[2], set()).add(entry["split"])
+    assert len(splits) == 10 and all(len(of_patient) == 1 for of_patient in splits.values())
+
+
 # -- columns of 0 and 1 ----------------------------------------------------------------------------
 
 

@@ -355,6 +355,7 @@ def _read_rows(
     rows = []
     missing = []
     of_files = bool(find.named_by(frame[used["image"][0]]))
+    patient_of = _patients_of_folders(frame[used["image"][0]])
     for line, row in zip(frame.index, frame.to_dict("records"), strict=True):
         location = f"{path} line {line}"
         cell = dict.fromkeys(used, "")
@@ -375,7 +376,7 @@ def _read_rows(
             split = "" if redraw else _split_of(cell["split"], location)
             patient = str(patient_id(cell["patient"]))
             if find.is_patient(cell["image"]):
-                patient = patient or cell["image"]
+                patient = patient or patient_of[cell["image"]]
             elif used["patient"] == used["image"] and _is_path(patient):
                 patient = ""  # of one of the patient's images
             attributes = parse_attributes(cell["sex"], cell["age"], cell["scanner"])
@@ -384,6 +385,28 @@ def _read_rows(
                 item = Item((image,), label, patient, split, site, attributes=attributes)
                 rows.append(_Row(location, item))
     return rows, missing
+
+
+def _patients_of_folders(cells: Iterable[str]) -> dict[str, str]:
+    """Folder -> its patient: the folder above, if folders of several patients are called alike.
+
+    Examples:
+        >>> _patients_of_folders(["a/p1/study1/", "a/p1/study2/", "a/p2/study1/"])["a/p1/study2/"]
+        'a/p1'
+        >>> _patients_of_folders(["data/p1", "data/p2"])["data/p1"]
+        'data/p1'
+    """
+    parts = {}
+    for cell in cells:
+        parts[cell] = cell.replace("\\", "/").strip("/").rpartition("/")
+    above = {(parent, name) for parent, _, name in parts.values()}
+    studies = Counter(name for _, name in above)
+    called_alike = any(count > 1 for count in studies.values())
+    patients = {}
+    for cell, (parent, _, name) in parts.items():
+        whole = f"{parent}/{name}" if parent else name
+        patients[cell] = parent if called_alike and parent else whole
+    return patients
 
 
 def _line_of_findings(
