@@ -39,9 +39,6 @@ class Reply:
     seconds: float = field(default=0.0, compare=False)
 
 
-Replies = dict[str, Reply]  # by site
-
-
 class Exchange(Protocol):
     """How messages reach the sites. A site's MedflareError becomes a Reply with a problem.
 
@@ -65,7 +62,7 @@ class Transport:
     exchange: Exchange
     outcome: Outcome
 
-    def ask(self, step: Step, outgoing: Messages) -> Replies:
+    def ask(self, step: Step, outgoing: Messages) -> dict[str, Reply]:
         """site -> reply for every site in `outgoing`, sorted.
 
         Without a reply its kind is "missing".

@@ -21,7 +21,7 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
-from medflare.federation.exchange import Replies, Reply
+from medflare.federation.exchange import Reply
 from medflare.federation.settings import (
     CROSS_SITE,
     ENROL,
@@ -108,7 +108,7 @@ class TaskExchange:
             )
         return [site for site in members if site not in self._lost | self._not_ready]
 
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> Replies:
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
         """Send each site its message and wait for the replies.
 
         Raises:
@@ -230,7 +230,7 @@ class TaskExchange:
             return None
         return site_task
 
-    def _wait(self, step: Step, timeout: float) -> Replies:
+    def _wait(self, step: Step, timeout: float) -> dict[str, Reply]:
         """Return when each site has replied or is given up.
 
         Returns:
@@ -238,7 +238,7 @@ class TaskExchange:
         """
         started = time.monotonic()
         busy = started  # when any site was last at work
-        missing: Replies = {}
+        missing: dict[str, Reply] = {}
         while True:
             for site_task in self._tasks.values():
                 _read(site_task)  # while other sites still work
@@ -319,7 +319,7 @@ def _read(site_task: _SiteTask) -> Reply:
     return site_task.reply or Reply(problem="no answer", kind="missing")
 
 
-def _late_replies(step: Step, pending: Mapping[str, _SiteTask], timeout: float) -> Replies:
+def _late_replies(step: Step, pending: Mapping[str, _SiteTask], timeout: float) -> dict[str, Reply]:
     """The replies that stand for those of the sites that a closed step did not wait for."""
     replies = {}
     for site, site_task in pending.items():

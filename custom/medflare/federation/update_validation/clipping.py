@@ -13,7 +13,7 @@ from medflare.core.states import State
 
 # Times the usual length of an update; of honest sites at most 2.8 (SGD with momentum, 400:8:8
 # images).
-_LIMIT = 3.0
+_MODEL_LIMIT = 3.0
 # The same for one tensor; of honest sites one in 3000 is above it, all of them with 400:8:8 images.
 _TENSOR_LIMIT = 5.0
 # A tensor beyond so many times the usual length is no update; of honest sites at most 12.
@@ -78,7 +78,7 @@ def scales(squares: State, sizes: Mapping[str, int], images: Sequence[float]) ->
         scale = _scale(lengths, usual, _TENSOR_LIMIT)
         if not names[0].endswith(_STATISTICS):
             together = (lengths * scale).square().sum(dim=0).sqrt()
-            scale = scale * _scale(together, whole, _LIMIT)
+            scale = scale * _scale(together, whole, _MODEL_LIMIT)
         factors |= dict(zip(names, scale, strict=True))
     return factors
 

@@ -26,7 +26,7 @@ _SHORT = 0.25  # a sum below this fraction of the usual length does no harm
 _LONG = 2.0  # a drift beyond so many times the usual length is not used
 
 Reasons = dict[str, str]  # by site
-Images = Mapping[str, float]  # training images by site
+ImageCounts = Mapping[str, float]  # training images by site
 Sketches = dict[str, dict[str, Tensor]]  # entry -> site -> sampled coordinates of its update
 
 
@@ -67,7 +67,9 @@ class DriftMemory:
                 parts[site].append(scale * (end - start))
         return {site: torch.cat(updates) for site, updates in parts.items() if updates}
 
-    def drifting(self, phase: str, sketches: Sketches, images: Images) -> tuple[Reasons, Reasons]:
+    def drifting(
+        self, phase: str, sketches: Sketches, images: ImageCounts
+    ) -> tuple[Reasons, Reasons]:
         """Sites whose last updates, with the present one, are a drift, with the reason: long ones,
         which are not used, and others.
         """

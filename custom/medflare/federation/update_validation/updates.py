@@ -31,11 +31,11 @@ from medflare.federation.protocol import (
     violation,
 )
 from medflare.federation.update_validation import clipping
-from medflare.federation.update_validation.drift import DriftMemory, Images, Reasons, Sketches
+from medflare.federation.update_validation.drift import DriftMemory, ImageCounts, Reasons, Sketches
 from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
 
 T = TypeVar("T")
-_LIMIT = 10.0  # times the median length of the others' updates
+_USUAL_LIMIT = 10.0  # times the median length of the others' updates
 # With two sites, without a usual length, and for gradients and statistics.
 _LARGEST_LIMIT = 100.0
 # An update with a smaller cosine to the others is suspicious; those of honest phantom sites are
@@ -207,7 +207,7 @@ def _clip(
     updates: Mapping[str, _Updates],
     accepted: dict[str, Message],
     outgoing: Messages,
-    images: Images,
+    images: ImageCounts,
 ) -> Reasons:
     """Clip long updates in `accepted` (see `clipping.scales`); site -> what was clipped.
 
@@ -230,7 +230,7 @@ def _clip(
     return reasons
 
 
-def _too_long(updates: Mapping[str, _Updates], images: Images) -> tuple[Reasons, Reasons]:
+def _too_long(updates: Mapping[str, _Updates], images: ImageCounts) -> tuple[Reasons, Reasons]:
     """Sites whose update of some entry is much longer than the others', with the reason; and the
     others where that is one, since either can be wrong.
 
@@ -257,7 +257,7 @@ def _too_long(updates: Mapping[str, _Updates], images: Images) -> tuple[Reasons,
             if update.replaces and len(others) > 1:
                 count = statistics.median(images.get(other, 0) for other in others)
                 ratio = max(1.0, images.get(site, 0) / count) if count else 1.0
-                limit = min(_LIMIT * ratio, _LARGEST_LIMIT)
+                limit = min(_USUAL_LIMIT * ratio, _LARGEST_LIMIT)
             if not length <= limit * median:  # also if it is NaN because the square overflows
                 rejected.setdefault(
                     site,
