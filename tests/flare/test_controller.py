@@ -142,6 +142,10 @@ def test_heartbeats_are_noted_and_requests_for_work_are_held() -> None:
     first = heard["CS"]
     controller._on_message(WORK, Shareable(), fl_ctx)
     assert heard["CS"] > first and time.monotonic() - first >= LONG_POLL
+    fl_ctx.get_peer_context = lambda: SimpleNamespace(get_identity_name=lambda: "nobody")
+    asked = time.monotonic()
+    controller._on_message(WORK, Shareable(), fl_ctx)
+    assert "nobody" not in heard and time.monotonic() - asked < LONG_POLL
 
 
 def test_late_replies_become_a_limited_number_of_events(server: Server) -> None:

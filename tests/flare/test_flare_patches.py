@@ -44,7 +44,7 @@ from nvflare.fuel.utils.config_service import ConfigService
 from nvflare.fuel.utils.fobs import FOBSContextKey
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.admin_defs import Message as AdminMessage
-from nvflare.private.defs import RequestHeader, new_cell_message
+from nvflare.private.defs import CellMessageHeaderKeys, RequestHeader, new_cell_message
 from nvflare.private.fed.app.simulator import simulator_runner
 from nvflare.private.fed.client.admin import FedAdminAgent
 from nvflare.private.fed.client.client_run_manager import ClientRunManager
@@ -161,6 +161,22 @@ def test_the_server_takes_from_sites_and_people_what_is_meant_for_it(
         message.set_prop(MessagePropKey.ENDPOINT, SimpleNamespace(name=sender))
         honest = origin == sender or sender.startswith("server")
         assert (server._validate_auth_headers(message) == "done") == (accepted and honest)
+
+
+@pytest.mark.parametrize(("credentials", "accepted"), [("site-2", True), ("server", False)])
+@pytest.mark.usefixtures("limited")
+def test_a_site_does_not_use_the_servers_credentials(credentials: str, accepted: bool) -> None:
+    """They stand in every answer of the server, also in that to an unknown party."""
+    server = FederatedServer.__new__(FederatedServer)
+    server.logger = logging.getLogger("test")
+    headers = {
+        MessageHeaderKey.ORIGIN: "site-2",
+        MessageHeaderKey.DESTINATION: "server",
+        CellMessageHeaderKeys.CLIENT_NAME: credentials,
+    }
+    message = Message(headers, None)
+    message.set_prop(MessagePropKey.ENDPOINT, SimpleNamespace(name="site-2"))
+    assert (server._validate_auth_headers(message) == "done") == accepted
 
 
 @pytest.mark.parametrize("handler", ["_execute_command", "_aux_communicate"])

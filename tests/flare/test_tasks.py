@@ -319,6 +319,20 @@ def test_a_request_for_work_is_answered_when_there_is_some_or_none_will_come() -
     assert time.monotonic() - started < LONG / 2
 
 
+def test_one_request_of_a_site_waits_for_a_task() -> None:
+    """Each holds one of the 64 threads by which FLARE answers all sites."""
+    tasks = exchange(FakeController(CS=never_fetches))
+    waiting = [threading.Thread(target=tasks.wait_for_task, args=("CS", LONG)) for _ in range(20)]
+    for thread in waiting:
+        thread.start()
+    for thread in waiting[1:]:
+        thread.join(LONG / 2)
+    assert sum(thread.is_alive() for thread in waiting) == 1
+    tasks.close()
+    waiting[0].join(LONG / 2)
+    assert not waiting[0].is_alive()
+
+
 def test_the_statistics_say_which_site_is_silent_and_for_how_long() -> None:
     controller = FakeController(CS=answers(), DU=never_answers)
     tasks = exchange(controller, step_timeout=0.7, heartbeat_timeout=30.0)

@@ -332,8 +332,8 @@ class MedflareController(Controller):
 
         Then the answer waits until there is some (long polling).
         """
-        if self._exchange is not None:
-            site = fl_ctx.get_peer_context().get_identity_name()
+        site = fl_ctx.get_peer_context().get_identity_name()
+        if self._exchange is not None and site in self._exchange.members():
             if topic == WORK:
                 self._exchange.wait_for_task(site, LONG_POLL)
             else:

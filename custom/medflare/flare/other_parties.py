@@ -29,7 +29,14 @@ from nvflare.fuel.utils import zip_utils
 from nvflare.fuel.utils.fobs import FOBSContextKey
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.admin_defs import error_reply
-from nvflare.private.defs import CellChannel, RequestHeader, SysCommandTopic, new_cell_message
+from nvflare.private.defs import (
+    AUTH_CLIENT_NAME_FOR_SJ,
+    CellChannel,
+    CellMessageHeaderKeys,
+    RequestHeader,
+    SysCommandTopic,
+    new_cell_message,
+)
 from nvflare.widgets.fed_event import FED_EVENT_TOPIC
 
 from medflare.core.store import refuse_bomb
@@ -97,7 +104,10 @@ def limit_other_parties() -> None:
         asks = message.get_header(MessageHeaderKey.MSG_TYPE) == MessageType.REQ
         controls = asks and not _OF_THE_SERVER.isdisjoint(named)
         is_relayed = receiver not in (FQCN.ROOT_SERVER, sender)
-        if origin != sender or is_relayed or controls:
+        # The server's answers show its own credentials, which FLARE would take from anyone.
+        credentials = message.get_header(CellMessageHeaderKeys.CLIENT_NAME)
+        borrows = credentials in (FQCN.ROOT_SERVER, AUTH_CLIENT_NAME_FOR_SJ)
+        if origin != sender or is_relayed or controls or borrows:
             server.logger.warning(f"refused: a message from {sender}, as {origin}, to {receiver}")
             return make_reply(ReturnCode.AUTHENTICATION_ERROR, "the server does not pass this on")
         return validate(server, message)

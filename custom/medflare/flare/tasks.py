@@ -86,6 +86,7 @@ class TaskExchange:
         self._lost: set[str] = set()
         # Sites whose enrollment timed out; they are present again when they ask for work.
         self._not_ready: set[str] = set()
+        self._waiting: set[str] = set()  # sites with a request that waits for a task
         self._step: Step | None = None
         self._tasks: dict[str, _SiteTask] = {}
         self._changed = threading.Condition()
@@ -141,17 +142,22 @@ class TaskExchange:
         self._lost.discard(site)
 
     def wait_for_task(self, site: str, seconds: float) -> None:
-        """Return when the site has a new task, at the latest after `seconds`.
+        """Return when the site has a new task, at the latest after `seconds`; at once if it waits
+        already, as each waiting request holds one of FLARE's threads.
 
         The site asks for work, so it has read its images.
         """
         with self._changed:
             self._not_ready.discard(site)
             self.heard_from(site)
+            if site in self._waiting:
+                return
+            self._waiting.add(site)
             self._changed.wait_for(
                 lambda: self._closed or (site in self._tasks and self._tasks[site].fetched is None),
                 seconds,
             )
+            self._waiting.discard(site)
 
     def waiting(self) -> dict[str, Any]:
         """The current step and the sites that have not replied; {} before the first step.
