@@ -93,7 +93,8 @@ class SAR(Online):
                 first[reliable].mean(), self.weights, allow_unused=True, materialize_grads=True
             )
             trained = [weight.detach().clone() for weight in self.weights]
-            self._move(ascent(gradients, self.settings.rho))
+            moves = zip(trained, ascent(gradients, self.settings.rho), strict=True)
+            overwrite(self.weights, [weight + move for weight, move in moves])
             second = entropies(self.model(images), self.target)
             reliable &= second.detach() < limit
             loss = second[reliable].mean()
@@ -104,11 +105,6 @@ class SAR(Online):
                 self.optimizer.step()
                 self._watch(loss.item(), self.settings.reset * largest)
         return probabilities
-
-    @torch.no_grad()
-    def _move(self, moves: Sequence[Tensor]) -> None:
-        for weight, move in zip(self.weights, moves, strict=True):
-            weight.add_(move)
 
     def _watch(self, loss: float, least: float) -> None:
         """Restores the trained model if the moving mean of the loss is below `least`."""

@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,15 @@ PROBLEMS = (
 )
 
 
+class Shapes(NamedTuple):
+    """What a task fixes of a network: channels of images and logits, dimensions and image size."""
+
+    in_channels: int
+    out_channels: int
+    spatial_dims: int
+    size: tuple[int, ...]
+
+
 def build_network(
     spec: NetworkSpec,
     in_channels: int,
@@ -73,45 +82,30 @@ def build_network(
     spec = dict(settings)
     name = str(settings.pop("name", None))
     sides = tuple(size or [_SIDE] * spatial_dims)
+    shapes = Shapes(in_channels, out_channels, spatial_dims, sides)
     build = _theirs
     if name in NETWORKS and not foreign_module(spec):
         build = _ours
-    network: Any = build(name, settings, in_channels, out_channels, spatial_dims, sides)
+    network: Any = build(name, settings, shapes)
     if not isinstance(network, FeatureNetwork):
-        last = _last_layer(json.dumps(spec), in_channels, out_channels, spatial_dims, sides)
-        network = WholeNetwork(network, last)
-    network.settings = {
-        "spec": spec,
-        "in_channels": in_channels,
-        "out_channels": out_channels,
-        "spatial_dims": spatial_dims,
-        "size": list(sides),
-    }
+        network = WholeNetwork(network, _last_layer(json.dumps(spec), shapes))
+    network.settings = {"spec": spec, **shapes._asdict(), "size": list(sides)}
     return network
 
 
-def _ours(
-    name: str,
-    settings: Mapping[str, Any],
-    in_channels: int,
-    out_channels: int,
-    spatial_dims: int,
-    size: Sequence[int],
-) -> nn.Module:
+def _ours(name: str, settings: Mapping[str, Any], shapes: Shapes) -> nn.Module:
     """One of `NETWORKS`; those that have such an argument get `spatial_dims` and `size`."""
     build = NETWORKS[name]
-    images = {"spatial_dims": spatial_dims, "size": size}
-    reserved = ["in_channels", "out_channels", *images]
-    refuse_arguments(build, settings, f"network {name}", reserved=reserved)
+    refuse_arguments(build, settings, f"network {name}", reserved=Shapes._fields)
     parameters = inspect.signature(build).parameters
-    accepted = {key: value for key, value in images.items() if key in parameters}
-    if "spatial_dims" not in accepted and spatial_dims != 2:
+    accepted = {key: value for key, value in shapes._asdict().items() if key in parameters}
+    if "spatial_dims" not in accepted and shapes.spatial_dims != 2:
         raise ConfigError(
-            f"network {name}: is 2-D, spatial_dims is {spatial_dims}; "
+            f"network {name}: is 2-D, spatial_dims is {shapes.spatial_dims}; "
             "use unet, resnet18 or one of MONAI's"
         )
     try:
-        return build(in_channels, out_channels, **settings, **accepted)
+        return build(**settings, **accepted)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(f"network {name} with {dict(settings)}: {one_line(error)}") from error
 
@@ -178,25 +172,18 @@ def _returned_class(function: Any) -> Any:
     return cls if inspect.isclass(cls) and issubclass(cls, nn.Module) else None
 
 
-def _theirs(
-    name: str,
-    settings: Mapping[str, Any],
-    in_channels: int,
-    out_channels: int,
-    spatial_dims: int,
-    size: Sequence[int],
-) -> nn.Module:
+def _theirs(name: str, settings: Mapping[str, Any], shapes: Shapes) -> nn.Module:
     """A network of MONAI or a trusted package, from its own arguments and what the task fixes."""
     build = imported(name) if foreign_module({"name": name}) else monai_networks().get(name)
     if build is None:
         raise unknown("network", name, EXTENSIONS, "network")
     fixed = {
         **_FIXED,
-        **dict.fromkeys(_CHANNELS, in_channels),
-        **dict.fromkeys(_OUTPUTS, out_channels),
-        **dict.fromkeys(_SIZES, tuple(size)),
-        "spatial_dims": spatial_dims,
-        _SHAPE: (in_channels, *size),
+        **dict.fromkeys(_CHANNELS, shapes.in_channels),
+        **dict.fromkeys(_OUTPUTS, shapes.out_channels),
+        **dict.fromkeys(_SIZES, shapes.size),
+        "spatial_dims": shapes.spatial_dims,
+        _SHAPE: (shapes.in_channels, *shapes.size),
     }
     parameters = parameters_of(build)
     free = [parameter for parameter in parameters if parameter not in fixed]
@@ -206,7 +193,7 @@ def _theirs(
     arguments = {**fixed, "post_activation": None}
     # V-Net drops whole channels, of volumes by default.
     if "dropout_dim" in parameters and parameters["dropout_dim"].default == 3:
-        arguments["dropout_dim"] = spatial_dims
+        arguments["dropout_dim"] = shapes.spatial_dims
     arguments = {name: value for name, value in arguments.items() if name in parameters}
     arguments.update(settings)
     try:
@@ -221,20 +208,18 @@ def _theirs(
 
 
 @lru_cache(maxsize=64)
-def _last_layer(
-    spec: str, in_channels: int, out_channels: int, spatial_dims: int, size: tuple[int, ...]
-) -> str | None:
+def _last_layer(spec: str, shapes: Shapes) -> str | None:
     """`features.last_layer` of a network of MONAI, on the meta device; cached, since it depends on
     the settings only.
     """
     settings = json.loads(spec)
     name = settings.pop("name")
-    build = partial(_theirs, name, settings, in_channels, out_channels, spatial_dims, size)
+    images = zero_images(shapes.in_channels, shapes.size, "meta")
     try:
-        return last_layer(_on_meta(build), zero_images(in_channels, size, "meta"))
+        return last_layer(_on_meta(partial(_theirs, name, settings, shapes)), images)
     except (*PROBLEMS, ConfigError) as error:
         raise ConfigError(
-            f"network {name} does not accept images of size {list(size)} ({one_line(error)})"
+            f"network {name} does not accept images of size {list(shapes.size)} ({one_line(error)})"
         ) from error
 
 

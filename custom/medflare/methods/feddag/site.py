@@ -28,9 +28,7 @@ from medflare.methods import (
     Message,
     MetaSpec,
     PersistentState,
-    Plan,
     Site,
-    StateDict,
     TaskConfig,
     TensorSpec,
     copied_state,
@@ -113,15 +111,10 @@ def initial_generator(task: TaskConfig, seed: int, hyper: FedDAGSiteHyper) -> Do
         return DomainGenerator(task.image_channels, hyper.generator_width, dims=task.spatial_dims)
 
 
-def _generator_template(plan: Plan[FedDAGSiteHyper, Any]) -> StateDict:
-    with torch.device("meta"):
-        return initial_generator(plan.task, 0, plan.site_hyper).state_dict()
-
-
 GENERATOR = TensorSpec(
     "generator",
     "the site's generator of perturbations, for the mean; without an image it yields none",
-    _generator_template,
+    lambda plan: initial_generator(plan.task, 0, plan.site_hyper).state_dict(),
     lambda plan: plan.site_hyper.ndag,
 )
 STUDENT = TensorSpec(
@@ -411,10 +404,9 @@ def sharpness_aware_step(
         gradients = {name: weight.grad for name, weight in named if weight.grad is not None}
         weights = [model.get_parameter(name) for name in gradients]
         origin = [weight.detach().clone() for weight in weights]
-        epsilon = sharpness_perturbation(gradients, rho)
-        with torch.no_grad():
-            for weight, step in zip(weights, epsilon.values(), strict=True):
-                weight.add_(step)
+        epsilon = sharpness_perturbation(gradients, rho).values()
+        moves = zip(origin, epsilon, strict=True)
+        overwrite(weights, [weight + move for weight, move in moves])
         optimizer.zero_grad()
         with still_statistics(model):
             loss().backward()

@@ -36,7 +36,6 @@ from medflare.methods import (
     Plan,
     Replies,
     ServerContext,
-    StateDict,
     Step,
     TaskConfig,
     TensorSpec,
@@ -78,15 +77,10 @@ def _networks(plan: Plan, seed: int) -> nn.ModuleList:
     return nn.ModuleList([generator, domains])
 
 
-def _template(plan: Plan) -> StateDict:
-    with torch.device("meta"):
-        return _networks(plan, 0).state_dict()
-
-
 NETWORKS = TensorSpec(
     "networks",
     "the site's generator of perturbations and its classifier of sites, for the mean",
-    _template,
+    lambda plan: _networks(plan, 0).state_dict(),
 )
 
 
