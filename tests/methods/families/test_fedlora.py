@@ -232,12 +232,38 @@ def test_other_algorithms_are_refused(squares: ModuleType) -> None:
         get_method("fedlora").check({"dp_noise": 1.0}, squares.SEGMENTATION)
 
 
-def test_attention_has_adapters(squares: ModuleType) -> None:
-    vit = {"name": "ViT", "patch_size": 8, "hidden_size": 8, "mlp_dim": 8, "num_layers": 1}
-    task = squares.task("classification", network={**vit, "num_heads": 2})
+VIT = {"name": "ViT", "patch_size": 8, "hidden_size": 8, "mlp_dim": 8, "num_layers": 1}
+SWIN = {"name": "SwinUNETR", "feature_size": 12, "depths": [1, 1, 1, 1], "window_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "side", "attention"),
+    [
+        (
+            "classification",
+            {**VIT, "num_heads": 2},
+            16,
+            ["blocks.0.attn.qkv", "blocks.0.attn.out_proj"],
+        ),
+        (
+            "segmentation",
+            SWIN,
+            64,
+            [
+                "swinViT.layers1.0.blocks.0.attn.qkv",
+                "swinViT.patch_embed.proj",
+                "decoder1.conv_block.conv1.conv",
+            ],
+        ),
+    ],
+)
+def test_attention_and_convolutions_of_monai_have_adapters(
+    kind: str, spec: dict[str, Any], side: int, attention: list[str], squares: ModuleType
+) -> None:
+    task = squares.task(kind, network=spec, size=[side, side])
     network = adapted(squares.site(task=task).network(), FedLoRAHyper(), 1)
     names = trained(network)
-    assert {f"body.blocks.0.attn.{part}{B}" for part in ("qkv", "out_proj")} <= names.keys()
+    assert {f"body.{layer}{B}" for layer in attention} <= names.keys()
     images: Tensor = torch.zeros(2, task.image_channels, *task.size)
     network(images).sum().backward()
     unused = {name for name, weight in names.items() if weight.grad is None}
