@@ -36,6 +36,7 @@ from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.f3.streaming.stream_const import StreamDataType, StreamHeaderKey
+from nvflare.fuel.f3.streaming.stream_types import BlobSizeError
 from nvflare.fuel.hci.client.file_transfer import FileTransferModule
 from nvflare.fuel.hci.server.hci import AdminServer
 from nvflare.fuel.utils import zip_utils
@@ -223,6 +224,7 @@ def test_the_server_writes_no_log_of_another_party(tmp_path: Path) -> None:
 def surviving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FLARE's parts that are changed, and its streams, are restored afterwards."""
     monkeypatch.setattr(cell, "decode_payload", cell.decode_payload)
+    monkeypatch.setattr(cell, "_is_server_job_cell", cell._is_server_job_cell)
     monkeypatch.setattr(RxTask, "find_or_create_task", RxTask.__dict__["find_or_create_task"])
     monkeypatch.setattr(RxTask, "since", 0, raising=False)
     monkeypatch.setattr(RxTask, "rx_task_map", {})
@@ -261,8 +263,13 @@ def test_an_update_that_cannot_be_decoded_is_refused_and_its_site_named(
 
 
 @pytest.mark.usefixtures("surviving")
-def test_a_site_ends_no_job_by_a_return_code() -> None:
+def test_a_site_ends_no_job_by_a_return_code_or_a_refused_answer() -> None:
     assert not ServerRunner.ABORT_RETURN_CODES
+    adapter = cell.Adapter.__new__(cell.Adapter)
+    adapter.my_info = SimpleNamespace(fqcn=f"server.{KIT_JOB}")
+    adapter.logger = logging.getLogger("test")
+    refused = SimpleNamespace(exception=lambda: BlobSizeError("too large for site-2"))
+    adapter._handle_reply_stream_done(refused)  # FLARE ends the process
 
 
 @pytest.mark.usefixtures("surviving")

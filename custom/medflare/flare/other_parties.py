@@ -154,7 +154,7 @@ def _name_sender(request: Message) -> None:
 @cache
 def survive_messages() -> None:
     """Have FLARE's job go on in this process when a party sends a message that cannot be decoded,
-    or a return code by which FLARE ends the job for all.
+    says that an answer is too large for it, or sends a return code that ends the job for all.
     """
     from nvflare.private.fed.server.server_runner import ServerRunner
 
@@ -169,6 +169,7 @@ def survive_messages() -> None:
             message.payload = None
 
     cell.decode_payload = decoded
+    cell._is_server_job_cell = lambda info: False  # whose process FLARE would end
     ServerRunner.ABORT_RETURN_CODES = []
 
 
