@@ -9,6 +9,7 @@ import inspect
 import logging
 import socket
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -33,6 +34,7 @@ from nvflare.fuel.f3.cellnet import cell
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType
 from nvflare.fuel.f3.message import Message
+from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.f3.streaming.stream_const import StreamDataType, StreamHeaderKey
@@ -226,12 +228,15 @@ def surviving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cell, "decode_payload", cell.decode_payload)
     monkeypatch.setattr(cell, "_is_server_job_cell", cell._is_server_job_cell)
     monkeypatch.setattr(RxTask, "find_or_create_task", RxTask.__dict__["find_or_create_task"])
-    monkeypatch.setattr(RxTask, "since", 0, raising=False)
+    monkeypatch.setattr(byte_receiver, "MAX_COMPLETED_TASK_TTL", 3600.0)
     monkeypatch.setattr(RxTask, "rx_task_map", {})
     monkeypatch.setattr(ServerRunner, "ABORT_RETURN_CODES", ["x"])
     monkeypatch.setattr(AdminServer, "_process_upload", lambda *words: "uploaded")
-    consume = file_streamer._ChunkConsumer.consume
-    monkeypatch.setattr(file_streamer._ChunkConsumer, "consume", consume)
+    for name in ("consume", "finalize"):
+        original = getattr(file_streamer._ChunkConsumer, name)
+        monkeypatch.setattr(file_streamer._ChunkConsumer, name, original)
+    factory = file_streamer._ChunkConsumerFactory
+    monkeypatch.setattr(factory, "get_consumer", factory.get_consumer)
     monkeypatch.setattr(zip_utils, "_validate_zip_entries", zip_utils._validate_zip_entries)
     monkeypatch.setattr(
         ViaDownloaderDecomposer, "_download_from_remote_cell", lambda *words: "done"
@@ -301,6 +306,39 @@ def test_an_uploaded_file_is_bounded_and_does_not_stay(
     server = AdminServer.__new__(AdminServer)
     assert server._process_upload(stream, FLContext()) == "uploaded"
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("surviving")
+def test_few_files_are_uploaded_at_once_and_none_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE keeps a file whose end never comes."""
+    factory = file_streamer._ChunkConsumerFactory(str(tmp_path))
+    streams: list[dict[str, Any]] = [{} for _ in range(other_parties._UPLOADS)]
+    files = [factory.get_consumer(stream, FLContext()) for stream in streams]
+    with pytest.raises(ValueError, match="uploaded already"):
+        factory.get_consumer({}, FLContext())
+    files[0].finalize(streams[0], FLContext())
+    factory.get_consumer({}, FLContext())
+    monkeypatch.setattr(other_parties, "_BEGIN_TIMEOUT", -1.0)
+    factory.get_consumer({}, FLContext())
+    assert len([*tmp_path.iterdir()]) == 2, "the finished one, and the last one"
+
+
+@pytest.mark.usefixtures("surviving")
+def test_a_persons_streams_count_by_the_certificate() -> None:
+    """Each session of a person has a random name."""
+
+    def parts(person: str) -> list[bool]:
+        taken = []
+        for number in range(2 * other_parties._STREAMS):
+            message = part(number, f"_admin_{uuid.uuid4()}")
+            message.set_prop(MessagePropKey.COMMON_NAME, person)
+            taken.append(receive(message))
+        return taken
+
+    half = [True] * other_parties._STREAMS + [False] * other_parties._STREAMS
+    assert parts("member@one.org") == parts("member@two.org") == half
 
 
 @pytest.mark.usefixtures("surviving")

@@ -1,10 +1,10 @@
 """Changes to FLARE 2.9's internals that bound what other parties can do: see docs/flare.md."""
 
 import logging
-import math
 import re
 import threading
 import time
+from collections import defaultdict
 from functools import cache
 from io import BytesIO
 from pathlib import Path, PurePath
@@ -21,11 +21,13 @@ from nvflare.fuel.f3.cellnet.core_cell import CoreCell, make_reply
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType, ReturnCode
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.message import Message
+from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.f3.streaming.stream_const import StreamHeaderKey
 from nvflare.fuel.hci.server.hci import AdminServer
 from nvflare.fuel.utils import zip_utils
+from nvflare.fuel.utils.admin_name_utils import is_valid_admin_client_name
 from nvflare.fuel.utils.fobs import FOBSContextKey
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 from nvflare.private.admin_defs import error_reply
@@ -58,8 +60,10 @@ _CHANNEL_AND_TOPIC = (
 # of a site has a few.
 _STREAMS = 16
 _STREAM_BYTES = 2**33  # also of the arrays of a message
+_UPLOADS = 8  # at once
 _UPLOAD_BYTES = 2**29  # of a job, packed
 _BEGIN_TIMEOUT = 60.0  # seconds until the first part of a stream is there
+_LONGEST_RETRY = 120.0  # seconds that a finished stream is kept, as its sender may send parts again
 _LOG = logging.getLogger(__name__)
 
 
@@ -179,19 +183,20 @@ def bound_streams() -> None:
     this process: it keeps what arrives of a stream, and gives it one of 128 threads for 300 s.
     """
     find_task = RxTask.find_or_create_task.__func__
+    open_streams = OpenStreams()
 
     def found_task(owner: type[RxTask], message: Message, of_cell: CoreCell) -> RxTask | None:
-        refusal = _refusal_of_stream(message)
+        refusal = open_streams.refusal(message)
         if refusal:
             _LOG.warning(f"refused: {refusal}")
             return None
         is_new = _key_of_stream(message) not in RxTask.rx_task_map
         task = find_task(owner, message, of_cell)
         if is_new and task is not None:
-            task.since = time.monotonic()
+            open_streams.add(message, task)
         return task
 
-    RxTask.since = math.inf  # when its first part arrived, as time.monotonic() gives it
+    byte_receiver.MAX_COMPLETED_TASK_TTL = _LONGEST_RETRY
     RxTask.find_or_create_task = classmethod(found_task)
 
 
@@ -232,9 +237,12 @@ def bound_arrays() -> None:
 
 @cache
 def bound_files() -> None:
-    """Have FLARE bound what it unpacks of a job and what it takes of a file, in this process: it
-    unpacks a job before it asks anyone, and keeps each uploaded file.
+    """Have FLARE bound what it unpacks of a job and what it takes of files, in this process: it
+    unpacks a job before it asks anyone, and keeps each file that anyone uploads.
     """
+    last_part: dict[Any, float] = {}  # file that is uploaded -> when a part of it came
+    open_file = file_streamer._ChunkConsumerFactory.get_consumer
+    close = file_streamer._ChunkConsumer.finalize
     check_entries = zip_utils._validate_zip_entries
     upload = AdminServer._process_upload
     take_part = file_streamer._ChunkConsumer.consume
@@ -251,14 +259,33 @@ def bound_files() -> None:
             if location:
                 Path(location).unlink(missing_ok=True)
 
+    def opened(factory: Any, stream: Any, fl_ctx: FLContext) -> Any:
+        for file, seconds in list(last_part.items()):
+            if time.monotonic() - seconds > _BEGIN_TIMEOUT:
+                last_part.pop(file, None)
+                file.file.close()
+                Path(file.file.name).unlink(missing_ok=True)
+        if len(last_part) >= _UPLOADS:
+            raise ValueError(f"{_UPLOADS} files are uploaded already")
+        file = open_file(factory, stream, fl_ctx)
+        last_part[file] = time.monotonic()
+        return file
+
     def part_taken(file: Any, part: Shareable, *context: Any) -> Any:
+        last_part[file] = time.monotonic()
         if file.received_size > _UPLOAD_BYTES:
             raise ValueError(f"a file of more than {_UPLOAD_BYTES} bytes")
         return take_part(file, part, *context)
 
+    def closed(file: Any, *context: Any) -> None:
+        last_part.pop(file, None)
+        close(file, *context)
+
     zip_utils._validate_zip_entries = checked_entries
     AdminServer._process_upload = uploaded
+    file_streamer._ChunkConsumerFactory.get_consumer = opened
     file_streamer._ChunkConsumer.consume = part_taken
+    file_streamer._ChunkConsumer.finalize = closed
 
 
 @cache
@@ -267,36 +294,67 @@ def _fetching(party: str) -> threading.Lock:
     return threading.Lock()
 
 
+def _party_of(message: Message) -> str:
+    """The party that sent a message; a person by the name in the certificate, as each session of a
+    person has a random one.
+    """
+    origin = FQCN.get_root(message.get_header(MessageHeaderKey.ORIGIN))
+    if is_valid_admin_client_name(origin):
+        return message.get_prop(MessagePropKey.COMMON_NAME) or "a person"
+    return origin
+
+
 def _key_of_stream(message: Message) -> tuple[Any, Any]:
     origin = message.get_header(MessageHeaderKey.ORIGIN)
     return origin, message.get_header(StreamHeaderKey.STREAM_ID)
 
 
-def _refusal_of_stream(message: Message) -> str:
-    """Why a part of a stream is not taken: its party has too many others, or too much in them."""
-    party = FQCN.get_root(message.get_header(MessageHeaderKey.ORIGIN))
-    if party == FQCN.ROOT_SERVER:
+class OpenStreams:
+    """The unfinished streams of each party to this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Party -> its streams, each with when its first part came, as time.monotonic() gives it.
+        self._streams: defaultdict[str, list[tuple[RxTask, float]]] = defaultdict(list)
+
+    def add(self, message: Message, task: RxTask) -> None:
+        """Take a new stream, whose first part is this message."""
+        with self._lock:
+            self._streams[_party_of(message)].append((task, time.monotonic()))
+
+    def refusal(self, message: Message) -> str:
+        """Why a part of a stream is not taken: its party has too many others, or too much in them;
+        "" if it is.
+        """
+        party = _party_of(message)
+        if party == FQCN.ROOT_SERVER:
+            return ""
+        with self._lock:
+            self._streams[party] = list(filter(_is_open, self._streams[party]))
+            tasks = [task for task, _ in self._streams[party]]
+        others = 0
+        size = 0
+        for task in tasks:
+            others += (task.origin, task.sid) != _key_of_stream(message)
+            size += task.received_offset
+            size += sum(len(payload or b"") for _, payload in list(task.out_seq_chunks.values()))
+        if others >= _STREAMS:
+            return f"{party} has {others} unfinished streams"
+        if size > _STREAM_BYTES:
+            return f"{party} has {size} bytes in unfinished streams"
         return ""
-    streams = 0
-    size = 0
-    with RxTask.map_lock:
-        tasks = list(RxTask.rx_task_map.items())
-    for key, task in tasks:
-        is_finished = task.completed or task.failed
-        if is_finished or FQCN.get_root(task.origin) != party:
-            continue
-        never_began = task.stream_future is None
-        if never_began and time.monotonic() - task.since > _BEGIN_TIMEOUT:
-            task._remove_task()
-            continue
-        streams += key != _key_of_stream(message)
-        size += task.received_offset
-        size += sum(len(payload or b"") for _, payload in list(task.out_seq_chunks.values()))
-    if streams >= _STREAMS:
-        return f"{party} has {streams} unfinished streams"
-    if size > _STREAM_BYTES:
-        return f"{party} has {size} bytes in unfinished streams"
-    return ""
+
+
+def _is_open(stream: tuple[RxTask, float]) -> bool:
+    """Whether a stream is unfinished; one that never began is removed after some time."""
+    task, since = stream
+    if task.completed or task.failed:
+        return False
+    never_began = task.stream_future is None
+    if never_began and time.monotonic() - since > _BEGIN_TIMEOUT:
+        task._remove_task()
+        return False
+    return True
 
 
 def connect_nowhere_else() -> None:
