@@ -57,7 +57,6 @@ from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
 from nvflare.private.fed.server.server_runner import ServerRunner
 
 from helpers.waiting import eventually
-from medflare.core import store
 from medflare.flare import other_parties
 from medflare.flare.flare_patches import (
     keep_ports_apart,
@@ -284,7 +283,7 @@ def test_a_job_unpacks_to_what_is_allowed(tmp_path: Path, monkeypatch: pytest.Mo
         archive.writestr("app/config/task.json", "{}" + " " * 10_000)
     zip_utils.unzip_all_from_bytes(packed.getvalue(), str(tmp_path))
     assert (tmp_path / "app" / "config" / "task.json").exists()
-    monkeypatch.setattr(store, "_MOST_UNPACKED", 9_000)
+    monkeypatch.setattr(other_parties, "_JOB_BYTES", 9_000)
     with pytest.raises(ValueError, match="unpacked it has"):
         zip_utils.unzip_all_from_bytes(packed.getvalue(), str(tmp_path))
 

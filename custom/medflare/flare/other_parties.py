@@ -60,6 +60,7 @@ _CHANNEL_AND_TOPIC = (
 # of a site has a few.
 _STREAMS = 16
 _STREAM_BYTES = 2**33  # also of the arrays of a message
+_JOB_BYTES = 2**26  # unpacked, which FLARE holds once for each site
 _UPLOADS = 8  # at once
 _UPLOAD_BYTES = 2**29  # of a job, packed
 _BEGIN_TIMEOUT = 60.0  # seconds until the first part of a stream is there
@@ -248,7 +249,7 @@ def bound_files() -> None:
     take_part = file_streamer._ChunkConsumer.consume
 
     def checked_entries(archive: ZipFile, folder: str) -> None:
-        refuse_bomb(archive)
+        refuse_bomb(archive, _JOB_BYTES)
         check_entries(archive, folder)
 
     def uploaded(server: Any, stream: Any, fl_ctx: FLContext, **words: Any) -> Any:

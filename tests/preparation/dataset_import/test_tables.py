@@ -134,7 +134,7 @@ def test_a_sheet_that_is_too_wide_or_too_large_unpacked(
     table = tmp_path / "grades.xlsx"
     workbook.save(table)
     monkeypatch.setattr("medflare.core.store._MOST_UNPACKED", 100)
-    assert "more than 0.5 GB" in error_of(tmp_path, table=table)
+    assert "more than 0 MB" in error_of(tmp_path, table=table)
     workbook.active["XFD2"] = 1
     workbook.save(table)
     monkeypatch.undo()
