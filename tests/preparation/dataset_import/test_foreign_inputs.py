@@ -779,6 +779,60 @@ def test_folders_of_studies_in_a_table_are_of_the_patient_above(tmp_path: Path) 
     assert len(splits) == 10 and all(len(of_patient) == 1 for of_patient in splits.values())
 
 
+@pytest.mark.parametrize(
+    ("column", "cells", "names"),
+    [
+        ("eye", ("OD", "OS"), "{p}_{c}.jpg"),
+        ("session_id", ("ses-M00", "ses-M12"), "{p}/{c}/anat/{p}_{c}_T1w.jpg"),
+        ("date", ("2020-01-05", "2021-03-07"), "{p}/{c}/1.jpg"),
+    ],
+)
+def test_a_row_of_a_patients_eye_or_visit_is_of_its_images_alone(
+    column: str, cells: tuple[str, str], names: str, tmp_path: Path
+) -> None:
+    rows = []
+    for number in NUMBERS:
+        patient = f"sub-{number:03}"
+        for cell in cells:
+            picture(tmp_path / names.format(p=patient, c=cell), 60 + number)
+        rows.append((patient, cells[number % 2], "ab"[number // 2 % 2]))
+    table(tmp_path / "clinic.csv", ("participant_id", column, "diagnosis"), *rows)
+    report = imported(tmp_path)
+    assert f"{column} tells the images of a patient apart" in report.render()
+    listed = entries(tmp_path)
+    assert len(listed) == 10
+    for number in NUMBERS:
+        patient = f"sub-{number:03}"
+        entry = listed[names.format(p=patient, c=cells[number % 2])]
+        assert (entry["patient"], entry["label"]) == (patient, number // 2 % 2)
+
+
+def test_a_named_column_of_another_table_is_read_beside_the_one_that_is_named(
+    tmp_path: Path,
+) -> None:
+    """As ISIC 2019: one-hot classes, and lesions beside them."""
+    labels = []
+    people = []
+    for number in NUMBERS:
+        picture(tmp_path / f"i{number}.png", 60 + number)
+        labels.append((f"i{number}", number % 2, 1 - number % 2))
+        people.append((f"i{number}", f"L{number // 2}"))
+    table(tmp_path / "GroundTruth.csv", ("image", "MEL", "NV"), *labels)
+    table(tmp_path / "Metadata.csv", ("image", "lesion_no"), *people)
+    columns = Columns(patient="lesion_no")
+    imported(tmp_path, table=tmp_path / "GroundTruth.csv", columns=columns)
+    assert {entry["patient"] for entry in entries(tmp_path).values()} == {f"L{n}" for n in range(5)}
+
+
+def test_numbers_that_hardly_occur_twice_are_measurements(tmp_path: Path) -> None:
+    for number in range(20):
+        picture(tmp_path / f"{1300 + number}.png", 60 + number)
+    rows = [(1300 + number, 20 + 7 * number) for number in range(20)]
+    table(tmp_path / "ages.csv", ("id", "boneage"), *rows)
+    text = error_of(tmp_path, columns=Columns(label="boneage"))
+    assert "measurements cannot be predicted" in text
+
+
 # -- columns of 0 and 1 ----------------------------------------------------------------------------
 
 

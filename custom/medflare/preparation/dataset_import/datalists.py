@@ -195,6 +195,9 @@ def _find_dataset(
         raise DataError("; ".join((problem, *unused.values())))
     if tables:
         others = {path: unused[path] for path in related if path not in tables}
+        requested_ones = _with_requested_columns(folder, options)
+        unused |= requested_ones
+        others |= requested_ones
         _refuse_part(folder, splits, others)
         dataset = read_tables(tables, folder, columns, kind=kind, redraw=options.redraw)
         for path in related:
@@ -219,6 +222,18 @@ def _find_dataset(
             f"{remedy}"
         )
     return dataset
+
+
+def _with_requested_columns(folder: ImageFolder, options: ImportOptions) -> dict[Path, str]:
+    """The other tables that have a column of patients, sites or splits that the user names, and
+    that --table lacks; each without a reason why it is not used.
+    """
+    if options.table is None:
+        return {}
+    columns = options.columns
+    named = {columns.patient, columns.site, columns.split} - {"", *table_columns(options.table)}
+    tables = [path for path in folder.tables if path != options.table]
+    return {path: "" for path in tables if not named.isdisjoint(table_columns(path))}
 
 
 def _refuse_part(
@@ -603,9 +618,11 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
         )
     if missing and not (options.skip and dataset.items):
         listed = len(missing) + len(dataset.items)
+        remedy = "complete them, or --skip"
+        if dataset.kind == "segmentation" and not options.kind and 2 * len(missing) > listed:
+            remedy += "; if the masks are not the labels, give --kind classification"
         raise DataError(
-            f"{root}: {len(missing)} of {listed} are incomplete, the first: {missing[0]}; "
-            "complete them, or --skip"
+            f"{root}: {len(missing)} of {listed} are incomplete, the first: {missing[0]}; {remedy}"
         )
     if folder.slices and out is None:
         slices = next(iter(folder.slices.values()))

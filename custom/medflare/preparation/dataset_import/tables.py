@@ -30,6 +30,7 @@ from medflare.preparation.dataset_import.folders import (
     Dataset,
     ImageFolder,
     Item,
+    prefixed,
     split_above,
 )
 from medflare.preparation.dataset_import.names import (
@@ -297,7 +298,9 @@ def read_tables(
         notes += _without_wrong_ages(path, frame, used)
         if used["label"] and not (kind or columns.label):
             _refuse_masks_beside(folder, path, used["label"])
-        rows, incomplete = _read_rows(path, frame, used, find, redraw)
+        of_patient = _columns_of_a_patients_images(frame, used, find)
+        notes += prefixed(path.name, map(_tells_apart, of_patient))
+        rows, incomplete = _read_rows(path, frame, used, find, redraw, of_patient)
         read, repeated = _each_once(rows, listed)
         if repeated:
             notes.append(f"{path.name}: {repeated} rows repeat the image and the cells of another")
@@ -349,9 +352,16 @@ def read_tables(
 
 
 def _read_rows(
-    path: Path, frame: pd.DataFrame, used: _Used, find: "_FileFinder", redraw: bool
+    path: Path,
+    frame: pd.DataFrame,
+    used: _Used,
+    find: "_FileFinder",
+    redraw: bool,
+    of_patient: Sequence[str],
 ) -> tuple[list["_Row"], list[str]]:
-    """The images of a table with a list of labels each, and a line for each incomplete row."""
+    """The images of a table with a list of labels each, and a line for each incomplete row;
+    `of_patient`: see `_columns_of_a_patients_images`.
+    """
     rows = []
     missing = []
     of_files = bool(find.named_by(frame[used["image"][0]]))
@@ -366,6 +376,8 @@ def _read_rows(
         images = find.images(cell["image"], location)
         if not images and not of_files:
             images = find.beginning_with(cell["image"])
+        for column in of_patient:
+            images = find.with_word(row[column], images)
         if not images:
             missing.append(f"{location}: no file for {cell['image']!r}")
         elif not all(label):
@@ -385,6 +397,38 @@ def _read_rows(
                 item = Item((image,), label, patient, split, site, attributes=attributes)
                 rows.append(_Row(location, item))
     return rows, missing
+
+
+def _columns_of_a_patients_images(
+    frame: pd.DataFrame, used: _Used, find: "_FileFinder"
+) -> list[str]:
+    """The columns that tell the images of a row's patient apart, as eye, visit or session: most
+    cells are a word in the path of one of them, and some not of all.
+    """
+    [image_column] = used["image"][:1]
+    taken = set(chain(*used.values()))
+    if find.named_by(frame[image_column]):
+        return []
+    columns = []
+    for name in frame:
+        if name in taken:
+            continue
+        rows = 0
+        named = 0
+        tells_apart = False
+        for cell, word in zip(frame[image_column], frame[name], strict=True):
+            images = find.of_patient(cell)
+            with_word = find.with_word(word, images) if word else []
+            rows += bool(images and word)
+            named += bool(with_word)
+            tells_apart = tells_apart or 0 < len(with_word) < len(images)
+        if tells_apart and 2 * named > rows:
+            columns.append(name)
+    return columns
+
+
+def _tells_apart(column: str) -> str:
+    return f"{column} tells the images of a patient apart"
 
 
 def _patients_of_folders(cells: Iterable[str]) -> dict[str, str]:
@@ -663,6 +707,7 @@ def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str)
     find = _FileFinder(folder, path)
     patients = [columns.patient] if columns.patient in frame else []
     patients = patients or usual_columns(WORDS["column"]["patient"], list(frame))
+    patients += [columns.image] if columns.image in frame else []
     named = any(find.named_by(frame[name]) for name in frame)
     if not named and not find.names_patients(frame, [*patients, *_keys(frame)]):
         names = usual_columns(WORDS["column"]["image"], list(frame)) or list(frame)
@@ -1036,6 +1081,23 @@ class _FileFinder:
             return False
         return bool(self._of_patient(cell) or self.beginning_with(cell))
 
+    def of_patient(self, cell: str) -> Sequence[Path]:
+        """The images of the patient that a cell names, by folders or the beginning of names."""
+        return self._without_masks(self._of_patient(cell)) or self.beginning_with(cell)
+
+    def with_word(self, word: str, images: Sequence[Path]) -> Sequence[Path]:
+        """The images that have a word in their path, or as a part of it; all for ""."""
+        if not word:
+            return images
+        found = []
+        for image in images:
+            folders = image.relative_to(self._folder.root).parent.parts
+            parts = _folded([*folders, stem(image)])
+            parts += chain.from_iterable(re.split("[ _.-]+", part) for part in list(parts))
+            if composed(word).casefold() in parts:
+                found.append(image)
+        return found
+
     def beginning_with(self, cell: str) -> Sequence[Path]:
         """The images whose file names begin with a cell that is no word, as P7_left.png with P7."""
         return self._without_masks(self._by_beginning.get(composed(cell), []))
@@ -1123,6 +1185,8 @@ def _encode_labels(location: str, cells: pd.DataFrame) -> tuple[list[Any], list[
         names = sorted_labels(column.unique())
         numbers = list(map(number_of, names))
         measured = None not in numbers and any(number % 1 for number in filter(None, numbers))
+        rarely_twice = None not in numbers and 2 * len(names) > len(column)
+        measured = measured or rarely_twice
         if len(names) > (_MAX_LEVELS if measured else MAX_CLASSES):
             remedy = "name the class with --label-column"
             if measured:
