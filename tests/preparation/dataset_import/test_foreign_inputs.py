@@ -817,10 +817,9 @@ def test_a_named_column_of_another_table_is_read_beside_the_one_that_is_named(
         picture(tmp_path / f"i{number}.png", 60 + number)
         labels.append((f"i{number}", number % 2, 1 - number % 2))
         people.append((f"i{number}", f"L{number // 2}"))
-    table(tmp_path / "GroundTruth.csv", ("image", "MEL", "NV"), *labels)
-    table(tmp_path / "Metadata.csv", ("image", "lesion_no"), *people)
-    columns = Columns(patient="lesion_no")
-    imported(tmp_path, table=tmp_path / "GroundTruth.csv", columns=columns)
+    truth = table(tmp_path / "Training_GroundTruth.csv", ("image", "MEL", "NV"), *labels)
+    table(tmp_path / "Training_Metadata.csv", ("image", "lesion_no"), *people)
+    imported(tmp_path, table=truth, columns=Columns(patient="lesion_no"))
     assert {entry["patient"] for entry in entries(tmp_path).values()} == {f"L{n}" for n in range(5)}
 
 

@@ -195,10 +195,10 @@ def _find_dataset(
         raise DataError("; ".join((problem, *unused.values())))
     if tables:
         others = {path: unused[path] for path in related if path not in tables}
+        _refuse_part(folder, splits, others)
         requested_ones = _with_requested_columns(folder, options)
         unused |= requested_ones
         others |= requested_ones
-        _refuse_part(folder, splits, others)
         dataset = read_tables(tables, folder, columns, kind=kind, redraw=options.redraw)
         for path in related:
             if {*dataset.labelled_by} <= {*table_columns(path)}:
