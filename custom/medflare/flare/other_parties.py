@@ -59,7 +59,8 @@ _CHANNEL_AND_TOPIC = (
 # Of one party, unfinished at once. FLARE has 64 threads for those of all parties; a job's process
 # of a site has a few.
 _STREAMS = 16
-_STREAM_BYTES = 2**33  # also of the arrays of a message
+_STREAM_BYTES = 2**32  # also of arrays of one kind in a message
+_FETCHED = 2  # messages with arrays; a site sends one at a time
 _JOB_BYTES = 2**26  # unpacked, which FLARE holds once for each site
 _UPLOADS = 8  # at once
 _UPLOAD_BYTES = 2**29  # of a job, packed
@@ -215,8 +216,13 @@ def bound_arrays() -> None:
         sender = FQCN.get_root(context[FOBSContextKey.MESSAGE].get_header(MessageHeaderKey.ORIGIN))
         if source != sender:
             raise ValueError(f"arrays of {source} in a message of {sender}")
-        with _fetching(source):
+        fetching = _fetching(source)
+        if not fetching.acquire(blocking=False):  # each that waits would hold a thread of FLARE
+            raise ValueError(f"{source} has other messages with arrays")
+        try:
             return fetch(decomposer, context, ref)
+        finally:
+            fetching.release()
 
     def consumed(consumer: ItemConsumer, ref: str, state: Any, items: list[bytes]) -> Any:
         consumer.received += sum(map(len, items))
@@ -290,9 +296,9 @@ def bound_files() -> None:
 
 
 @cache
-def _fetching(party: str) -> threading.Lock:
-    """Held while arrays of a party are fetched: those of one message at a time."""
-    return threading.Lock()
+def _fetching(party: str) -> threading.Semaphore:
+    """Held while arrays of a party are fetched: those of few messages at a time."""
+    return threading.Semaphore(_FETCHED)
 
 
 def _party_of(message: Message) -> str:

@@ -832,6 +832,43 @@ def test_numbers_that_hardly_occur_twice_are_measurements(tmp_path: Path) -> Non
     assert "measurements cannot be predicted" in text
 
 
+def test_folders_in_a_table_count_as_patients_with_a_warning(tmp_path: Path) -> None:
+    """As OASIS-1, whose subjects have several sessions."""
+    rows = []
+    for number in NUMBERS:
+        scan = f"OAS1_00{number // 2}_MR{number % 2 + 1}"
+        picture(tmp_path / scan / "image.png", 60 + number)
+        rows.append((scan, number // 2 % 2))
+    table(tmp_path / "oasis.csv", ("ID", "CDR"), *rows)
+    report = imported(tmp_path, columns=Columns(label="CDR"))
+    assert any("each folder that column ID names counts as a patient" in w for w in report.warnings)
+    pattern = r"^(OAS1_\d+)_"
+    known = imported(tmp_path, columns=Columns(label="CDR"), patient=pattern, force=True)
+    assert not any("counts as a patient" in line for line in known.warnings)
+
+
+def test_numbers_of_patients_are_not_taken_for_numbers_of_files(tmp_path: Path) -> None:
+    rows = []
+    for number in range(1, 11):
+        for photograph in (2 * number - 1, 2 * number):
+            picture(tmp_path / f"P{number:03}" / f"{photograph}.jpg", 60 + photograph)
+        rows.append((number, "ab"[number % 2]))
+    table(tmp_path / "t.csv", ("Nr", "Diagnose"), *rows)
+    assert "numbers that name 10 of 20 images" in error_of(tmp_path)
+    assert len(imported(tmp_path, columns=Columns(image="Nr")).sites[""]) == 10
+
+
+def test_patients_of_an_expression_in_two_spellings_are_refused(tmp_path: Path) -> None:
+    for split, name in (("train", "Pat_A"), ("val", "pat_a"), ("test", "Pat_B")):
+        for number in range(3):
+            files(
+                tmp_path,
+                f"{split}/images/{name}{number}_1.png",
+                f"{split}/masks/{name}{number}_1.png*",
+            )
+    assert "one name, written in two ways" in error_of(tmp_path, patient="^(.*)_1")
+
+
 # -- columns of 0 and 1 ----------------------------------------------------------------------------
 
 

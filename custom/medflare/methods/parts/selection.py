@@ -204,7 +204,7 @@ def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:
     rounds (>= 1); None before.
 
     If sites validate several models (the global one and their own), each improvement counts, of
-    those that at least half of the sites report, if there are such. Round 0 is no candidate.
+    those that most sites report, if there are such. Round 0 is no candidate.
 
     Args:
         history: {"round", "sites": site -> meta with "validation"} of every step of the finished
@@ -224,7 +224,7 @@ def plateau(history: Iterable[Mapping[str, Any]], patience: int) -> int | None:
     last_improvement = 0
     for round, models in sorted(by_round.items()):
         sites = set(chain.from_iterable(models.values()))
-        common = {model for model in models if 2 * len(models[model]) >= len(sites)}
+        common = {model for model in models if 2 * len(models[model]) > len(sites)}
         for model in common or models:
             by_site = models[model]
             metric = median(by_site.values())

@@ -700,6 +700,12 @@ def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) 
     )
     drawn = list(chain.from_iterable(sites.values()))
     warnings = [warning, shared_warning(sites, "patient")]
+    if dataset.folder_column and not options.patient:
+        choice = _patient_option([item.first for item in items], root)
+        warnings.append(
+            f"each folder that column {dataset.folder_column} names counts as a patient; if a "
+            f"patient has several, give {choice} or --patient-column"
+        )
     if not (options.sites or options.columns.site):
         warnings.append(_site_warning(dataset.items, root))
     warnings.append(_split_warning(dataset, drawn, root, options))
@@ -1014,7 +1020,9 @@ def assign_patients(
     if pattern:
         of_table = {item.patient for item in items} - {""}
         replaced = f"--patient names the patients, in place of the {len(of_table)} of the table"
-        return _match_patients(items, folder, pattern), replaced if of_table else ""
+        matched = _match_patients(items, folder, pattern)
+        _refuse_spellings(matched)
+        return matched, replaced if of_table else ""
     assigned = []
     without = []
     subjects = [_SUBJECT.search(folder.relative(item.first)) for item in items]
@@ -1025,15 +1033,7 @@ def assign_patients(
         assigned.append(replace(item, patient=patient))
         if not patient:
             without.append(item.first)
-    written: dict[str, str] = {}
-    for item in assigned:
-        patient = item.patient
-        key = (patient.lstrip("0") or "0") if patient.isdecimal() else patient.casefold()
-        other = written.setdefault(key, patient)
-        if other != patient:
-            raise DataError(
-                f"patients {other} and {patient} are one name, written in two ways; write it in one"
-            )
+    _refuse_spellings(assigned)
     if not without:
         return assigned, ""
     if len(without) < len(items):
@@ -1052,6 +1052,19 @@ def assign_patients(
             assigned[row] = replace(assigned[row], patient=name)
         warning = "patients are the file names without left and right; if they are not, "
     return assigned, f"{warning}give {_patient_option(without, folder.root)} or --patient-column"
+
+
+def _refuse_spellings(items: Iterable[Item]) -> None:
+    """Raise DataError for a patient whose name is written in two ways, as 7 and 007."""
+    written: dict[str, str] = {}
+    for item in items:
+        patient = item.patient
+        key = (patient.lstrip("0") or "0") if patient.isdecimal() else patient.casefold()
+        other = written.setdefault(key, patient)
+        if other != patient:
+            raise DataError(
+                f"patients {other} and {patient} are one name, written in two ways; write it in one"
+            )
 
 
 def _patient_option(images: Sequence[Path], root: Path) -> str:

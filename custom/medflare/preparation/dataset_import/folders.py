@@ -108,6 +108,8 @@ class Dataset:
     site_columns: Mapping[str, int] = field(default_factory=dict)
     # Name of the only structure, whose value in the masks is unknown; "" if there is none.
     structure: str = ""
+    # Column of a table whose cells name folders, which count as patients; "" if there is none.
+    folder_column: str = ""
 
 
 @dataclass(frozen=True)

@@ -278,6 +278,7 @@ def read_tables(
     missing = []
     notes = []
     labelled_by: list[str] = []
+    folder_column = ""
     listed: dict[Path, _Row] = {}
     names_of_sites: defaultdict[str, set[str]] = defaultdict(set)  # column -> its names
     for path in paths:
@@ -298,6 +299,7 @@ def read_tables(
         notes += _without_wrong_ages(path, frame, used)
         if used["label"] and not (kind or columns.label):
             _refuse_masks_beside(folder, path, used["label"])
+        folder_column = folder_column or _folder_column(frame, used, find)
         of_patient = _columns_of_a_patients_images(frame, used, find)
         notes += prefixed(path.name, map(_tells_apart, of_patient))
         rows, incomplete = _read_rows(path, frame, used, find, redraw, of_patient)
@@ -343,6 +345,7 @@ def read_tables(
         numbered(names),
         f"{' and '.join(path.name for path in paths)}: {', '.join(layout)}{findings}",
         structure=_structure_of(used["mask"]),
+        folder_column=folder_column,
         notes=tuple(notes),
         missing=tuple(missing),
         options="--image-column, --label-column and the other columns",
@@ -397,6 +400,12 @@ def _read_rows(
                 item = Item((image,), label, patient, split, site, attributes=attributes)
                 rows.append(_Row(location, item))
     return rows, missing
+
+
+def _folder_column(frame: pd.DataFrame, used: _Used, find: "_FileFinder") -> str:
+    """The column that names folders of images in place of files; "" if it is one of patients."""
+    column = used["image"][0]
+    return column if not used["patient"] and find.is_patient(frame[column].iloc[0]) else ""
 
 
 def _columns_of_a_patients_images(
@@ -854,6 +863,7 @@ def _image_columns(path: Path, frame: pd.DataFrame, find: "_FileFinder", used: _
                 f"{path}: {most} and {name} both name images; write a row for each image, or give "
                 "--image-column, and --mask-column if one has masks"
             )
+    find.refuse_some_numbers(path, frame[most])
     return [most]
 
 
@@ -1054,6 +1064,18 @@ class _FileFinder:
         if are_series or (are_volumes and len(kinds) > 1):
             self._refuse_several(images, cell, location)
         return images
+
+    def refuse_some_numbers(self, path: Path, cells: "pd.Series[str]") -> None:
+        """Raise DataError for a column of numbers that name a part of the images, as those of
+        patients would by accident.
+        """
+        images = len(self._without_masks(self._folder.images))
+        if cells.str.isdecimal().all() and len(cells) < 0.9 * images and not self.split:
+            raise DataError(
+                f"{path}: column {cells.name} has numbers that name {len(cells)} of {images} "
+                f"images; if they are images, give --image-column {cells.name}; if they are "
+                "patients, write names of images, or of the patients' folders, in a column"
+            )
 
     def _without_masks(self, images: Sequence[Path]) -> Sequence[Path]:
         """Those that are not called as masks are, unless all are."""
