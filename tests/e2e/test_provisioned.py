@@ -144,6 +144,27 @@ def test_code_in_a_job_is_refused_in_words(
 
 SITE = "config_fed_client.json"
 SERVERS = "config_fed_server.json"
+
+
+def test_large_models_of_jobs_at_the_same_time_stay_within_the_bounds_for_a_party(
+    federation: ProvisionedFederation, tiny_task: dict[str, Any], tmp_path: Path
+) -> None:
+    """14 MB, which FLARE sends in parts and by reference."""
+    task = {**tiny_task, "network": {"name": "small_cnn", "channels": [64, 256, 1408]}}
+    plain = run_local("fedavg", task, federation.sites, rounds=2, seed=SEED, out=tmp_path / "plain")
+    assert plain["traffic"]["up_bytes"] > 4 * 13e6
+    jobs = []
+    for number in range(2):
+        folder = tmp_path / f"job-{number}"
+        build_job("fedavg", task, out=folder, rounds=2, seed=SEED, byoc=False)
+        jobs.append(federation.submit(folder))
+    for identity in jobs:
+        assert federation.watch(identity).returncode == 0
+        assert federation.fetch(identity, tmp_path / identity).returncode == 0
+        models = next((tmp_path / identity).rglob("medflare/models"))
+        assert same_weights(models, tmp_path / "plain" / "models")
+
+
 TRUST = "medflare.networks.foreign.trust"
 BUILD = "medflare.networks.catalogue.build_network"
 MAIN = "medflare.cli.command.main"
