@@ -60,6 +60,7 @@ _CHANNEL_AND_TOPIC = (
 # of a site has a few.
 _STREAMS = 16
 _STREAM_BYTES = 2**32  # also of arrays of one kind in a message
+_OUT_OF_ORDER_BYTES = 2**28  # FLARE sends 64 MiB of a stream ahead
 _FETCHED = 2  # messages with arrays; a site sends one at a time
 _JOB_BYTES = 2**26  # unpacked, which FLARE holds once for each site
 _UPLOADS = 8  # at once
@@ -172,7 +173,7 @@ def survive_messages() -> None:
         except Exception as error:
             sender = message.get_header(MessageHeaderKey.ORIGIN)
             _LOG.warning(f"refused: a message of {sender} that cannot be decoded: {error}")
-            message.payload = None
+            raise
 
     cell.decode_payload = decoded
     cell._is_server_job_cell = lambda info: False  # whose process FLARE would end
@@ -341,14 +342,16 @@ class OpenStreams:
             tasks = [task for task, _ in self._streams[party]]
         others = 0
         size = 0
+        out_of_order = 0
         for task in tasks:
             others += (task.origin, task.sid) != _key_of_stream(message)
             size += task.received_offset
-            size += sum(len(payload or b"") for _, payload in list(task.out_seq_chunks.values()))
+            for _, payload in list(task.out_seq_chunks.values()):
+                out_of_order += len(payload or b"")
         if others >= _STREAMS:
             return f"{party} has {others} unfinished streams"
-        if size > _STREAM_BYTES:
-            return f"{party} has {size} bytes in unfinished streams"
+        if size > _STREAM_BYTES or out_of_order > _OUT_OF_ORDER_BYTES:
+            return f"{party} has {size + out_of_order} bytes in unfinished streams"
         return ""
 
 
