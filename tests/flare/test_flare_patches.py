@@ -181,9 +181,13 @@ def test_a_site_does_not_use_the_servers_credentials(credentials: str, accepted:
     assert (server._validate_auth_headers(message) == "done") == accepted
 
 
+@pytest.mark.parametrize(
+    ("sender", "name"),
+    [("site-2", "site-2"), ("relay.site-2", "relay"), ("relay.site-1", "site-1")],
+)
 @pytest.mark.parametrize("handler", ["_execute_command", "_aux_communicate"])
 def test_a_request_is_of_the_party_that_sent_it(
-    handler: str, monkeypatch: pytest.MonkeyPatch
+    handler: str, sender: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FLARE takes the name that the request gives: a site would get another one's model."""
     requests: list[Message] = []
@@ -193,7 +197,7 @@ def test_a_request_is_of_the_party_that_sent_it(
     limit_other_parties.cache_clear()
     limit_other_parties()
     agent = ServerCommandAgent.__new__(ServerCommandAgent)
-    origin = {MessageHeaderKey.ORIGIN: f"site-2.{KIT_JOB}", MessageHeaderKey.TOPIC: "get_task"}
+    origin = {MessageHeaderKey.ORIGIN: f"{sender}.{KIT_JOB}", MessageHeaderKey.TOPIC: "get_task"}
     asks = Shareable()
     peer = FLContext()
     peer.set_prop(ReservedKey.IDENTITY_NAME, "site-1", private=False)
@@ -203,8 +207,8 @@ def test_a_request_is_of_the_party_that_sent_it(
     getattr(agent, handler)(Message(origin, None))  # not decoded
     limit_other_parties.cache_clear()
     named, empty = [request.payload for request in requests]
-    assert named.get_peer_context().get_identity_name() == "site-2"
-    assert named.get_peer_prop(ReservedKey.IDENTITY_NAME, "") == "site-2"
+    assert named.get_peer_context().get_identity_name() == name
+    assert named.get_peer_prop(ReservedKey.IDENTITY_NAME, "") == name
     assert isinstance(empty, Shareable) and not empty.get_peer_props()
 
 

@@ -144,18 +144,20 @@ def limit_other_parties() -> None:
 
 
 def _name_sender(request: Message) -> None:
-    """Write the name of the party that sent a request over the name that the request gives."""
-    sender = FQCN.get_root(request.get_header(MessageHeaderKey.ORIGIN))
+    """Write the name of the party that sent a request over another one that the request gives;
+    behind a relay, whose name comes first, a site keeps its own.
+    """
+    senders = FQCN.split(request.get_header(MessageHeaderKey.ORIGIN))
     if not isinstance(request.payload, Shareable):
         request.payload = Shareable()  # FLARE refuses it
-    if sender == FQCN.ROOT_SERVER:
+    if senders[0] == FQCN.ROOT_SERVER:
         return
     properties = request.payload.get_peer_props()
-    if isinstance(properties, dict):
-        properties[ReservedKey.IDENTITY_NAME] = sender
+    if isinstance(properties, dict) and properties.get(ReservedKey.IDENTITY_NAME) not in senders:
+        properties[ReservedKey.IDENTITY_NAME] = senders[0]
     context = request.payload.get_peer_context()
-    if isinstance(context, FLContext):
-        context.put(ReservedKey.IDENTITY_NAME, sender, private=False, sticky=False)
+    if isinstance(context, FLContext) and context.get_identity_name() not in senders:
+        context.put(ReservedKey.IDENTITY_NAME, senders[0], private=False, sticky=False)
 
 
 @cache
