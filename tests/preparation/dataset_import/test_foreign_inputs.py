@@ -841,7 +841,7 @@ def test_folders_in_a_table_count_as_patients_with_a_warning(tmp_path: Path) -> 
         rows.append((scan, number // 2 % 2))
     table(tmp_path / "oasis.csv", ("ID", "CDR"), *rows)
     report = imported(tmp_path, columns=Columns(label="CDR"))
-    assert any("each folder that column ID names counts as a patient" in w for w in report.warnings)
+    assert any("each cell of column ID counts as a patient" in line for line in report.warnings)
     pattern = r"^(OAS1_\d+)_"
     known = imported(tmp_path, columns=Columns(label="CDR"), patient=pattern, force=True)
     assert not any("counts as a patient" in line for line in known.warnings)

@@ -703,8 +703,8 @@ def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) 
     if dataset.folder_column and not options.patient:
         choice = _patient_option([item.first for item in items], root)
         warnings.append(
-            f"each folder that column {dataset.folder_column} names counts as a patient; if a "
-            f"patient has several, give {choice} or --patient-column"
+            f"each cell of column {dataset.folder_column} counts as a patient, with the images "
+            f"that it begins; if a patient has several, give {choice} or --patient-column"
         )
     if not (options.sites or options.columns.site):
         warnings.append(_site_warning(dataset.items, root))
