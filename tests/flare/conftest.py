@@ -9,9 +9,58 @@ from pathlib import Path
 
 import psutil
 import pytest
+from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
+from nvflare.app_common.np.np_downloader import ArrayConsumer
+from nvflare.app_common.streamers import file_streamer
+from nvflare.fuel.f3.cellnet import cell
+from nvflare.fuel.f3.cellnet.core_cell import CoreCell
+from nvflare.fuel.f3.streaming import byte_receiver
+from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
+from nvflare.fuel.hci.client.file_transfer import FileTransferModule
+from nvflare.fuel.hci.server.hci import AdminServer
+from nvflare.fuel.utils import zip_utils
+from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
+from nvflare.private.fed.client.admin import FedAdminAgent
+from nvflare.private.fed.server.fed_server import FederatedServer
+from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
+from nvflare.private.fed.server.server_runner import ServerRunner
 
 from medflare.cli.startup_kit import template
+from medflare.flare import other_parties
 from medflare.flare.jobs.building import build_job
+
+# What `other_parties` changes of FLARE in the processes of a party, as it is without.
+_CHANGED = {
+    cell: ("decode_payload", "_is_server_job_cell"),
+    byte_receiver: ("MAX_COMPLETED_TASK_TTL",),
+    byte_receiver.RxTask: ("find_or_create_task",),
+    CoreCell: ("_add_adhoc_connector",),
+    FederatedServer: ("_validate_auth_headers",),
+    ServerCommandAgent: ("_execute_command", "_aux_communicate"),
+    ServerRunner: ("ABORT_RETURN_CODES",),
+    JobLogReceiver: ("_on_chunk_received",),
+    ViaDownloaderDecomposer: ("_download_from_remote_cell",),
+    ItemConsumer: ("consume",),
+    ArrayConsumer: ("_to_dict",),
+    zip_utils: ("_validate_zip_entries",),
+    AdminServer: ("_process_upload",),
+    file_streamer._ChunkConsumerFactory: ("get_consumer",),
+    file_streamer._ChunkConsumer: ("consume", "finalize"),
+    FileTransferModule: ("_tx_path", "pull_binary_file"),
+    FedAdminAgent: ("_dispatch_request",),
+}
+_ORIGINALS = [(owner, name, vars(owner)[name]) for owner in _CHANGED for name in _CHANGED[owner]]
+
+
+@pytest.fixture(autouse=True)
+def unchanged_flare() -> Iterator[None]:
+    """FLARE is as it was after each test, also after one that makes a party's JobComponents."""
+    yield
+    for owner, name, original in _ORIGINALS:
+        setattr(owner, name, original)
+    for change in vars(other_parties).values():
+        if hasattr(change, "cache_clear"):
+            change.cache_clear()
 
 
 @pytest.fixture

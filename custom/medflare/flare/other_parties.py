@@ -41,8 +41,6 @@ from nvflare.private.defs import (
 )
 from nvflare.widgets.fed_event import FED_EVENT_TOPIC
 
-from medflare.core.store import refuse_bomb
-
 _JOB_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 # Channels and topics by which the server alone may ask the server: events of FLARE end jobs, and
 # the messages in a bulk are not looked at.
@@ -250,6 +248,8 @@ def bound_files() -> None:
     """Have FLARE bound what it unpacks of a job and what it takes of files, in this process: it
     unpacks a job before it asks anyone, and keeps each file that anyone uploads.
     """
+    from medflare.core.store import refuse_bomb  # imports torch
+
     last_part: dict[Any, float] = {}  # file that is uploaded -> when a part of it came
     open_file = file_streamer._ChunkConsumerFactory.get_consumer
     close = file_streamer._ChunkConsumer.finalize
