@@ -96,7 +96,7 @@ def test_setup_names_every_file_and_every_change(
 ) -> None:
     other = make_kit(tmp_path / "site-2", root)
     assert main(["site", "setup", str(site.folder), str(other.folder)]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["added"] * 8
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["added"] * 10
     assert (
         main(
             [
@@ -112,7 +112,7 @@ def test_setup_names_every_file_and_every_change(
         == 0
     )
     output = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert output == ["kept", "changed", "device:", "packages:", "kept", "kept"]
+    assert output == ["kept", "changed", "device:", "packages:", "kept", "kept", "kept"]
     assert json.loads((site.local / "medflare.json").read_text())["packages"] == [
         "lab_nets",
         "other",
