@@ -604,7 +604,7 @@ def test_a_damaged_study_raises_an_error(runs: list[Run], tmp_path: Path) -> Non
     with ZipFile(file, "w", ZIP_DEFLATED) as archive:
         for number in range(6):
             archive.writestr(str(number), bytes(10**8))
-    with pytest.raises(StateError, match=r"more than 0\.5 GB"):
+    with pytest.raises(StateError, match=r"more than 500 MB"):
         read_study(tmp_path)
 
 
