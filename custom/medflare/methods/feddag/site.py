@@ -28,7 +28,9 @@ from medflare.methods import (
     Message,
     MetaSpec,
     PersistentState,
+    Plan,
     Site,
+    StateDict,
     TaskConfig,
     TensorSpec,
     copied_state,
@@ -111,10 +113,15 @@ def initial_generator(task: TaskConfig, seed: int, hyper: FedDAGSiteHyper) -> Do
         return DomainGenerator(task.image_channels, hyper.generator_width, dims=task.spatial_dims)
 
 
+def _generator_template(plan: Plan[FedDAGSiteHyper, Any]) -> StateDict:
+    with torch.device("meta"):
+        return initial_generator(plan.task, 0, plan.site_hyper).state_dict()
+
+
 GENERATOR = TensorSpec(
     "generator",
     "the site's generator of perturbations, for the mean; without an image it yields none",
-    lambda plan: initial_generator(plan.task, 0, plan.site_hyper).state_dict(),
+    _generator_template,
     lambda plan: plan.site_hyper.ndag,
 )
 STUDENT = TensorSpec(

@@ -36,6 +36,7 @@ from medflare.methods import (
     Plan,
     Replies,
     ServerContext,
+    StateDict,
     Step,
     TaskConfig,
     TensorSpec,
@@ -77,10 +78,15 @@ def _networks(plan: Plan, seed: int) -> nn.ModuleList:
     return nn.ModuleList([generator, domains])
 
 
+def _template(plan: Plan) -> StateDict:
+    with torch.device("meta"):
+        return _networks(plan, 0).state_dict()
+
+
 NETWORKS = TensorSpec(
     "networks",
     "the site's generator of perturbations and its classifier of sites, for the mean",
-    lambda plan: _networks(plan, 0).state_dict(),
+    _template,
 )
 
 
