@@ -12,6 +12,7 @@ from medflare.core.errors import DataError
 from medflare.data.reading import NIFTI, stem, suffix
 from medflare.preparation.dataset_import.folders import (
     MAX_CLASSES,
+    NEARLY_ALL,
     Dataset,
     ImageFolder,
     Item,
@@ -27,6 +28,7 @@ from medflare.preparation.dataset_import.masks import (
 )
 from medflare.preparation.dataset_import.names import (
     IMAGE_WORDS,
+    PATIENT,
     SPLITS,
     WORDS,
     numbered,
@@ -40,8 +42,6 @@ LAYOUTS = (
     "or a table (CSV, Excel)"
 )
 _IMAGES_OF_CLASS = 2.5  # folders with fewer, in the mean, are probably patients
-_NEARLY_ALL = 0.9
-PATIENT = re.compile(r"\d\d|[^\W\d_]\d")  # in the name of a patient's folder
 # Words before the numbers of classes.
 _GRADES = {*WORDS["label_column_end"], *WORDS["numbered_class"]}
 
@@ -130,7 +130,11 @@ def _by_inner_folders(
     if not all(map(PATIENT.search, shared)):
         return _classes_of_groups(folder, below, shared, confirmed=confirmed)
     if not confirmed:
-        raise _equal_patients(folder, sorted_labels(inner), shared)
+        remedy = (
+            "if they are patients, keep one of the folders in each; otherwise give --kind "
+            "classification"
+        )
+        raise _equal_folders(folder, sorted_labels(inner), shared, remedy)
     return None
 
 
@@ -199,27 +203,31 @@ def _classes_of_groups(
     """
     groups = sorted_labels({folders[0] for folders in below.values() if folders})
     names = sorted_labels({folders[1] for folders in below.values() if len(folders) > 1})
-    several = ", ".join(groups[:3]) + (", ..." if len(groups) > 3 else "")
     if not confirmed:
-        raise DataError(
-            f"{folder.root}: each of {several} holds the folders {', '.join(shared[:3])}; if "
-            f"{groups[0]}, ... are sites, give --site-folders; if they are splits, rename them "
-            "train, val or test; if only the folders in them are classes, give --kind "
-            f"classification; if {groups[0]}, ... are classes, rename the folders in them"
+        raise _equal_folders(
+            folder,
+            groups,
+            shared,
+            "if only the folders in them are classes, give --kind classification; if "
+            f"{groups[0]}, ... are classes, rename the folders in them",
         )
-    layout = f"a folder per class in each of {several}: {', '.join(names)}"
+    layout = f"a folder per class in each of {_first_of(groups)}: {', '.join(names)}"
     return _by_second_folder(folder, below, names, layout, of_patients=False)
 
 
-def _equal_patients(folder: ImageFolder, names: Sequence[str], shared: Sequence[str]) -> DataError:
-    """For folders that all hold folders of the same names, as of patients."""
-    several = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+def _equal_folders(
+    folder: ImageFolder, names: Sequence[str], shared: Sequence[str], remedy: str
+) -> DataError:
+    """For folders that all hold the `shared` folders; `remedy`: unless they are sites or splits."""
     return DataError(
-        f"{folder.root}: each of {several} holds the folders {', '.join(shared[:3])}; if "
+        f"{folder.root}: each of {_first_of(names)} holds the folders {', '.join(shared[:3])}; if "
         f"{names[0]}, ... are sites, give --site-folders; if they are splits, rename them train, "
-        "val or test; if they are patients, keep one of the folders in each; otherwise give --kind "
-        "classification"
+        f"val or test; {remedy}"
     )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _refuse_sites(folder: ImageFolder, inner: Mapping[str, Collection[str]]) -> None:
@@ -287,9 +295,9 @@ def _refuse_companions(folder: ImageFolder, images: Iterable[Path]) -> None:
                 found.add(image)
     alone = Counter(image.parent for image in by_name.values() if image not in found)
     for kind, listed in companions.items():
-        nearly_all = len(listed) > _NEARLY_ALL * alone.total()
+        nearly_all = len(listed) > NEARLY_ALL * alone.total()
         for parent, count in Counter(picture.parent for picture in listed).items():
-            of_folder = count >= SAMPLE_SIZE and count > _NEARLY_ALL * alone[parent]
+            of_folder = count >= SAMPLE_SIZE and count > NEARLY_ALL * alone[parent]
             nearly_all = nearly_all or of_folder
         if nearly_all:
             raise DataError(

@@ -31,8 +31,9 @@ from medflare.data.datalist import FILE, SHARES, SPLITS, check_folder
 from medflare.data.local import allowed_folders
 from medflare.data.progress import counted
 from medflare.data.reading import JPEG, PICTURES, explained, read_stored, stem, suffix
-from medflare.preparation.dataset_import.class_folders import PATIENT, class_folders
+from medflare.preparation.dataset_import.class_folders import class_folders
 from medflare.preparation.dataset_import.folders import (
+    NEARLY_ALL,
     TABLES,
     Dataset,
     ImageFolder,
@@ -44,6 +45,7 @@ from medflare.preparation.dataset_import.folders import (
 )
 from medflare.preparation.dataset_import.masks import pair_masks
 from medflare.preparation.dataset_import.names import (
+    PATIENT,
     WORDS,
     composed,
     numbered,
@@ -651,7 +653,7 @@ def _companion(folder: ImageFolder, dataset: Dataset) -> Path | None:
         beginning = re.match(r"(.*[^ _.-])[ _.-]+[^\W\d]+$", name.name)
         if beginning and image not in used and not name.mask and beginning[1] in names:
             companions[beginning[1]] = image
-    nearly_all = len(companions) > 0.9 * len(names)
+    nearly_all = len(companions) > NEARLY_ALL * len(names)
     return min(companions.values()) if names and nearly_all else None
 
 

@@ -25,6 +25,7 @@ from medflare.preparation.dataset_import.names import (
     split_folder,
 )
 
+NEARLY_ALL = 0.9  # share of images from which something counts as said of all
 MAX_CLASSES = 30  # more folders or values are probably not classes
 WORKBOOK = ".xlsx"
 TABLES = (".csv", ".tsv", WORKBOOK)

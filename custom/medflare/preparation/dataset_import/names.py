@@ -27,6 +27,7 @@ _IGNORED_WORDS = IMAGE_WORDS | MASK_WORDS.union(WORDS["other"])
 _NO_NAMES = _IGNORED_WORDS | SPLITS.keys()
 _LOWER = r"[^\W\d_A-Z]"  # a letter, but A to Z
 _WORD = re.compile(rf"[A-Z]?{_LOWER}+|[A-Z]+(?!{_LOWER})|\d+")
+PATIENT = re.compile(r"\d\d|[^\W\d_]\d")  # in the name of a patient's folder
 _ENTITY = re.compile(r"_(seg|label|desc|space|res)-[^_]+")  # of BIDS; two are of masks
 # A folder called so, also behind images or labels, as of nnU-Net; Va of AMOS.
 _SHORT_SPLITS = {"Tr": "train", "Ts": "test", "Va": "val"}

@@ -23,9 +23,9 @@ from medflare.core.text import read_text
 from medflare.data.attributes import age_problem, parse_attributes
 from medflare.data.datalist import patient_id
 from medflare.data.reading import NIFTI, image_suffixes, stem, suffix
-from medflare.preparation.dataset_import.class_folders import PATIENT
 from medflare.preparation.dataset_import.folders import (
     MAX_CLASSES,
+    NEARLY_ALL,
     WORKBOOK,
     Dataset,
     ImageFolder,
@@ -34,6 +34,7 @@ from medflare.preparation.dataset_import.folders import (
     split_above,
 )
 from medflare.preparation.dataset_import.names import (
+    PATIENT,
     WORDS,
     composed,
     number_of,
@@ -414,7 +415,7 @@ def _columns_of_a_patients_images(
     """The columns that tell the images of a row's patient apart, as eye, visit or session: most
     cells are a word in the path of one of them, and some not of all.
     """
-    [image_column] = used["image"][:1]
+    image_column = used["image"][0]
     taken = set(chain(*used.values()))
     if find.named_by(frame[image_column]):
         return []
@@ -1070,7 +1071,7 @@ class _FileFinder:
         patients would by accident.
         """
         images = len(self._without_masks(self._folder.images))
-        if cells.str.isdecimal().all() and len(cells) < 0.9 * images and not self.split:
+        if cells.str.isdecimal().all() and len(cells) < NEARLY_ALL * images and not self.split:
             raise DataError(
                 f"{path}: column {cells.name} has numbers that name {len(cells)} of {images} "
                 f"images; if they are images, give --image-column {cells.name}; if they are "
@@ -1164,9 +1165,10 @@ def _beginnings(name: str) -> list[str]:
         >>> _beginnings("P07_left_2"), _beginnings("img_a")
         (['P07', 'P07_left'], [])
     """
+    name = composed(name)
     beginnings = []
-    for match in re.finditer("[ _.-]+", composed(name)):
-        beginning = composed(name)[: match.start()]
+    for match in re.finditer("[ _.-]+", name):
+        beginning = name[: match.start()]
         if PATIENT.search(beginning):
             beginnings.append(beginning)
     return beginnings
