@@ -13,7 +13,8 @@ from helpers.small_tasks import small_task
 from medflare.core.errors import ConfigError
 from medflare.networks.catalogue import initial_network
 from medflare.preparation import proposing, round_time
-from medflare.preparation.dataset_import.datalists import ImportOptions, import_folder
+from medflare.preparation.dataset_import.datalists import import_folder
+from medflare.preparation.dataset_import.options import ImportOptions
 from medflare.preparation.learning_rate import usual_rate
 from medflare.preparation.proposing import TaskHints, propose
 from medflare.preparation.round_time import Stopwatch, round_seconds

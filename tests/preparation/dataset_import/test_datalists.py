@@ -11,14 +11,11 @@ import pytest
 from helpers.downloaded_folders import classes, pairs, picture, table
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import read_datalist
-from medflare.preparation.dataset_import.datalists import (
-    ImportOptions,
-    draw_splits,
-    import_folder,
-    parse_shares,
-)
+from medflare.preparation.dataset_import.columns import Columns
+from medflare.preparation.dataset_import.datalists import import_folder
 from medflare.preparation.dataset_import.folders import Item
-from medflare.preparation.dataset_import.tables import Columns
+from medflare.preparation.dataset_import.options import ImportOptions
+from medflare.preparation.dataset_import.splits import draw_splits, parse_shares
 
 BY_NAME = r"^(p\d+)"
 SHARES = {"training": 0.7, "validation": 0.1, "test": 0.2}

@@ -27,8 +27,10 @@ from medflare.data.local import FOLDERS, read_local
 from medflare.data.reading import read_stored
 from medflare.inference.inputs import find_inputs
 from medflare.preparation.check import check_site
-from medflare.preparation.dataset_import.datalists import ImportOptions, ImportReport, import_folder
-from medflare.preparation.dataset_import.tables import Columns, read_frame
+from medflare.preparation.dataset_import.columns import Columns
+from medflare.preparation.dataset_import.datalists import ImportReport, import_folder
+from medflare.preparation.dataset_import.frames import read_frame
+from medflare.preparation.dataset_import.options import ImportOptions
 from medflare.preparation.proposing import TaskHints, summarise
 from medflare.tasks.config import load_task
 

@@ -13,7 +13,8 @@ from helpers.volume_sites import write
 from medflare.core.errors import DataError
 from medflare.data.datalist import read_datalist
 from medflare.data.reading import read_stored
-from medflare.preparation.dataset_import.datalists import ImportOptions, ImportReport, import_folder
+from medflare.preparation.dataset_import.datalists import ImportReport, import_folder
+from medflare.preparation.dataset_import.options import ImportOptions
 from medflare.preparation.proposing import TaskHints, summarise
 
 NUMBERS = range(10)

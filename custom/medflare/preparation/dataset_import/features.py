@@ -24,8 +24,8 @@ from medflare.data.targets import encode_label
 from medflare.networks.catalogue import initial_network
 from medflare.networks.features import FeatureNetwork, pooled
 from medflare.networks.weights import starting_state
-from medflare.preparation.dataset_import.datalists import check_target, write_datalist
 from medflare.preparation.dataset_import.folders import Item
+from medflare.preparation.dataset_import.site_files import check_target, write_datalist
 from medflare.tasks.config import TaskConfig, load_task
 
 TASK = "task.json"  # beside the sites' folders

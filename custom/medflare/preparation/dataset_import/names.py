@@ -23,6 +23,7 @@ _MASK = frozenset(WORDS["mask"])
 MASK_WORDS = _MASK | {"ground"}
 IMAGE_WORDS = frozenset(WORDS["image"])
 SPLITS: dict[str, str] = WORDS["split"]
+SPLIT_WORDS = frozenset((*SPLITS, "split", "splits"))
 _IGNORED_WORDS = IMAGE_WORDS | MASK_WORDS.union(WORDS["other"])
 _NO_NAMES = _IGNORED_WORDS | SPLITS.keys()
 _LOWER = r"[^\W\d_A-Z]"  # a letter, but A to Z
@@ -78,6 +79,11 @@ def split_name(text: str) -> str:
         ('training', 'validation', '')
     """
     return SPLITS.get(text.strip().lower(), "")
+
+
+def first_split(name: str) -> str:
+    """The split that the first such word of a name means, or ""."""
+    return next(filter(None, map(split_name, words(name))), "")
 
 
 def split_folder(name: str) -> str:

@@ -21,6 +21,7 @@ from medflare.core.errors import DataError
 from medflare.core.settings import unknown
 from medflare.data.reading import PICTURES, explained, stem
 from medflare.preparation.dataset_import.folders import Item, scan_folder
+from medflare.preparation.dataset_import.frames import read_frame
 from medflare.preparation.dataset_import.masks import pair_masks
 from medflare.preparation.dataset_import.papers.preparing import (
     Download,
@@ -28,7 +29,6 @@ from medflare.preparation.dataset_import.papers.preparing import (
     expected,
     items_of,
 )
-from medflare.preparation.dataset_import.tables import read_frame
 
 # -- prostate: SAML (Liu et al., MICCAI 2020), PRR, and FedSM --------------------------------------
 # SAML's release was renamed once; ISBI and ISBI_1.5 are the two hospitals of NCI-ISBI 2013.

@@ -11,13 +11,6 @@ from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import FILE, SPLITS
-from medflare.preparation.dataset_import.datalists import (
-    check_files,
-    check_target,
-    patient_of,
-    place_files,
-    write_datalist,
-)
 from medflare.preparation.dataset_import.folders import Item, prefixed
 from medflare.preparation.dataset_import.names import numbered
 from medflare.preparation.dataset_import.papers.splits import (
@@ -27,7 +20,14 @@ from medflare.preparation.dataset_import.papers.splits import (
     with_paper_split,
     without_divided,
 )
+from medflare.preparation.dataset_import.patients import patient_of
 from medflare.preparation.dataset_import.shared_patients import Sites, shared_warning
+from medflare.preparation.dataset_import.site_files import (
+    check_files,
+    check_target,
+    place_files,
+    write_datalist,
+)
 
 # Names in `Preparation.counts`, besides classes.
 IMAGES = "images"

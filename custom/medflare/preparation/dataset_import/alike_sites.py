@@ -1,0 +1,91 @@
+"""Sites whose images have the same classes and the same channels."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+from medflare.core.errors import DataError
+from medflare.preparation.dataset_import.folders import Dataset
+from medflare.preparation.dataset_import.names import numbered, refuse_variants, sorted_labels
+
+
+def with_all_classes(datasets: Mapping[str, Dataset], root: Path) -> dict[str, Dataset]:
+    """The sites' images with one list of classes, those of all sites.
+
+    DataError if one site has masks and another classes, or if the findings of images differ.
+    """
+    first_site, first = next(iter(datasets.items()))
+    names: set[str] = set()
+    differ = False
+    for site, dataset in datasets.items():
+        if dataset.kind != first.kind:
+            raise DataError(
+                f"{root}: {first_site} is read as {first.kind}, {site} as {dataset.kind}; "
+                "give --kind, or import them apart"
+            )
+        if dataset.kind == "classification":
+            names.update(dataset.labels.values())
+        if names and dataset.labels != first.labels:
+            differ = True
+            if any(isinstance(item.label, list) for item in dataset.items):
+                raise DataError(
+                    f"{root}: {first_site} has the findings {names_of_labels(first)}, {site} "
+                    f"{names_of_labels(dataset)}; choose those of all sites with --label-column, "
+                    "or import them apart"
+                )
+    if not differ:
+        return dict(datasets)
+    return _renumbered(datasets, sorted_labels(names), root)
+
+
+def with_all_channels(datasets: Mapping[str, Dataset], root: Path) -> dict[str, Dataset]:
+    """The sites' images with the same channels in the same order, None for one without a file.
+
+    DataError for sites whose images have all channels in one file, in different orders.
+    """
+    orders = {site: list(dataset.channels.values()) for site, dataset in datasets.items()}
+    names = sorted(set(chain(*orders.values())))
+    if not all(orders.values()) or len({*map(tuple, orders.values())}) == 1:
+        return dict(datasets)
+    complete = {}
+    for site, dataset in datasets.items():
+        lacking = sorted({*names} - {*orders[site]})
+        items = []
+        for item in dataset.items:
+            if len(item.files) != len(orders[site]):
+                raise DataError(
+                    f"{root}: sites name different channels, {site} {', '.join(orders[site])}; "
+                    "store the same ones in the same order, or a file for each channel"
+                )
+            file_of = dict(zip(orders[site], item.files, strict=True))
+            items.append(replace(item, files=tuple(map(file_of.get, names))))
+        notes = dataset.notes
+        if lacking:
+            notes = (*notes, f"no file of channel {', '.join(lacking)} (null in the datalist)")
+        complete[site] = replace(dataset, items=tuple(items), channels=numbered(names), notes=notes)
+    return complete
+
+
+def _renumbered(
+    datasets: Mapping[str, Dataset], names: list[str], root: Path
+) -> dict[str, Dataset]:
+    """The sites' images with these names of classes."""
+    refuse_variants(names, f"{root}: the sites' classes")
+    complete = {}
+    for site, dataset in datasets.items():
+        items = []
+        for item in dataset.items:
+            items.append(replace(item, label=names.index(dataset.labels[str(item.label)])))
+        notes = dataset.notes
+        lacking = [name for name in names if name not in dataset.labels.values()]
+        if lacking:
+            notes = (*notes, f"no image of {', '.join(lacking)}")
+        complete[site] = replace(dataset, items=tuple(items), labels=numbered(names), notes=notes)
+    return complete
+
+
+def names_of_labels(dataset: Dataset) -> str:
+    labels = dataset.labels
+    names = labels.values() if dataset.kind == "classification" else labels.items()
+    return ", ".join(map(str, names)) or "nothing"

@@ -1,0 +1,276 @@
+"""The columns of a table that name images, labels, masks, patients, sites and splits."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import pandas as pd
+
+from medflare.core.errors import DataError
+from medflare.core.settings import no_such
+from medflare.data.reading import image_suffixes, suffix
+from medflare.preparation.dataset_import.file_finder import FileFinder, is_path
+from medflare.preparation.dataset_import.frames import clean_text, table_columns
+from medflare.preparation.dataset_import.names import PATIENT, WORDS, number_of, split_name, words
+
+_FINDINGS = 5  # least columns of 0 and 1 that are findings without a question
+# Start and length of each run of a mask, as of Kaggle's competitions.
+_RUN_LENGTHS = r"\d+ \d+(?: \d+ \d+)+"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns; "" is recognised by its usual names.
+
+    Labels and masks may be several, separated by commas. Patient, site and split may be in another
+    table than the labels.
+    """
+
+    image: str = ""  # path of the file, its name, or its name without suffix
+    label: str = ""  # the class; or one column of 0 and 1 per finding
+    mask: str = ""  # the mask file; or one column per structure
+    patient: str = ""  # ID of the patient
+    site: str = ""  # name of the site; never guessed
+    split: str = ""  # training, validation or test
+
+
+GUESSED = Columns()
+# Attribute of `Columns`, sex, age and scanner -> the columns of the table; empty if there is none.
+UsedColumns: TypeAlias = dict[str, list[str]]
+
+
+class UnlabelledTableError(DataError):
+    """No column of a table can be the label or the mask."""
+
+
+def used_columns(
+    path: Path, frame: pd.DataFrame, columns: Columns, kind: str, find: "FileFinder"
+) -> UsedColumns:
+    """The columns of the table.
+
+    An image column without a usual name is the one that names the most files; a label column by the
+    last word of its name, or several that hold 0 and 1.
+    """
+    header = list(frame.columns)
+    used = columns_but_labels(path, frame, columns, find)
+    if kind == "classification" or (columns.label and not columns.mask):
+        used["mask"] = []
+    if not used["label"] and not used["mask"] and kind != "segmentation":
+        used["label"] = _label_columns(path, frame, used)
+    used["split"] = used["split"] or split_columns(frame, used)
+    if used["mask"] or kind == "segmentation":
+        used["label"] = []
+    if not used["mask"]:
+        _refuse_run_lengths(path, frame, used["label"] or header)
+    for name in used["label"]:
+        if _names_files(frame[name]):
+            raise DataError(
+                f"{path}: column {name} names files, as {frame[name].iloc[0]!r}; give "
+                f"--mask-column {name} if they are masks, otherwise another --label-column"
+            )
+    needed = {"image": used["image"]}
+    needed["mask" if kind == "segmentation" else "label"] = used["label"] or used["mask"]
+    for name, listed in needed.items():
+        if not listed:
+            of_files = [column for column in header if _names_files(frame[column])]
+            masks = [column for column in of_files if column not in used["image"]]
+            choice = f"give --{name}-column, one of {', '.join(header)}"
+            if masks and name != "image":
+                choice = f"give --mask-column, of {', '.join(masks)}, or --label-column"
+            kind_of_error = DataError if name == "image" else UnlabelledTableError
+            raise kind_of_error(f"{path}: no column is recognized as the {name}; {choice}")
+    return used
+
+
+def _refuse_run_lengths(path: Path, frame: pd.DataFrame, columns: Iterable[str]) -> None:
+    """Raise DataError if one of the columns has masks as run lengths."""
+    for name in columns:
+        if frame[name].str.fullmatch(_RUN_LENGTHS).any():
+            raise DataError(
+                f"{path}: column {name} has lists of numbers, as run lengths of masks, which are "
+                "not read; save each mask as a picture and give --mask-column, or give another "
+                "--label-column"
+            )
+
+
+def _names_files(cells: "pd.Series[str]") -> bool:
+    """Whether the first cell has the suffix of an image."""
+    return suffix(Path(cells.iloc[0])) in image_suffixes()
+
+
+def columns_but_labels(
+    path: Path, frame: pd.DataFrame, columns: Columns, find: "FileFinder"
+) -> UsedColumns:
+    """The columns of the table; those of labels only as far as they are requested."""
+    header = list(frame.columns)
+    used = _requested_columns(path, columns, header, find.other_tables)
+    for name in {*used} - {"image", "label"}:
+        used[name] = used[name] or usual_columns(WORDS["column"][name], header)[:1]
+    taken = set(chain(*used.values()))
+    others = [column for column in header if column not in taken]
+    for name, usual_names in WORDS["attribute_column"].items():
+        used[name] = usual_columns(usual_names, others)[:1]  # see `data.attributes`
+    used["image"] = used["image"] or _image_columns(path, frame, find, used)
+    return used
+
+
+def _requested_columns(
+    path: Path, columns: Columns, header: Sequence[str], others: Iterable[Path]
+) -> UsedColumns:
+    """The columns that options name; DataError for one that the table lacks, if it is not one of
+    patients, sites or splits that one of the `others` has.
+    """
+    used = {}
+    for name, requested in asdict(columns).items():
+        names = [requested] if clean_text(requested) in header else requested.split(",")
+        used[name] = [clean_text(part) for part in names if part.strip()]
+        missing = [column for column in used[name] if column not in header]
+        may_be_elsewhere = missing and name in ("patient", "site", "split")
+        if may_be_elsewhere and any(missing[0] in table_columns(other) for other in others):
+            used[name] = []
+        elif missing:
+            raise DataError(no_such("column", missing[0], header, f"{path}: --{name}-column"))
+    return used
+
+
+def _image_columns(
+    path: Path, frame: pd.DataFrame, find: "FileFinder", used: UsedColumns
+) -> list[str]:
+    """The column with the likeliest of its usual names that names files, otherwise the one that
+    names the most, of equals one whose cells have an image's suffix; or the one of the patients.
+    """
+    usual = usual_columns(WORDS["column"]["image"], list(frame))
+    images = {name: find.named_by(cells) for name, cells in frame.items()}
+    counts = {}
+    for name, cells in frame.items():
+        counts[name] = len(images[name]), _names_files(cells)
+    for name in usual:
+        if counts[name][0]:
+            return [name]
+    most = max(counts, key=counts.__getitem__)
+    if not counts[most][0]:
+        named = [*used["patient"], *key_columns(frame)]
+        named = [name for name in named if find.names_patients(frame, [name])]
+        named.sort(key=lambda name: (not find.names_each(frame[name]), not frame[name].is_unique))
+        if named and is_path(named[0]) and find.is_patient(named[0]):
+            raise _without_header(path)
+        return named[:1] or usual[:1]
+    if find.named_by(pd.Series([most])):
+        raise _without_header(path)
+    for name, others in images.items():
+        if others and others.isdisjoint(images[most]) and not find.are_masks(others):
+            raise DataError(
+                f"{path}: {most} and {name} both name images; write a row for each image, or give "
+                "--image-column, and --mask-column if one has masks"
+            )
+    find.refuse_some_numbers(path, frame[most])
+    return [most]
+
+
+def _without_header(path: Path) -> DataError:
+    return DataError(f"{path}: its first line names an image; put the names of columns above it")
+
+
+def key_columns(frame: pd.DataFrame) -> list[str]:
+    """The columns with another text in each row, which may name the folder of a patient."""
+    keys = []
+    for name in frame:
+        are_names = all(map(PATIENT.search, frame[name]))
+        if are_names and frame[name].is_unique and len(frame) > 1:
+            keys.append(name)
+    return keys
+
+
+def split_columns(frame: pd.DataFrame, used: UsedColumns) -> list[str]:
+    """The first other column whose cells name splits, at least two, and most of them do."""
+    for name, cells in frame.items():
+        splits = list(filter(None, map(split_name, cells)))
+        named_by_most = 2 * len(splits) > len(cells)
+        if named_by_most and len({*splits}) > 1 and [name] not in used.values():
+            return [name]
+    return []
+
+
+def usual_columns(usual_names: Sequence[str], header: Sequence[str]) -> list[str]:
+    """The columns with usual names, the likeliest first."""
+    by_words = {" ".join(words(name)): name for name in reversed(header)}
+    return [by_words[usual] for usual in usual_names if usual in by_words]
+
+
+def _label_columns(path: Path, frame: pd.DataFrame, used: UsedColumns) -> list[str]:
+    """The column with a usual name, otherwise the one whose name ends in a word for labels,
+    otherwise several that hold 0 and 1.
+
+    DataError if two columns are called so, and divide the rows in different classes, or as of
+    `_columns_of_flags`.
+    """
+    others = [name for name in frame.columns if [name] not in used.values()]
+    named = usual_columns(WORDS["column"]["label"], others)
+    if not named:
+        named = [name for name in others if {*words(name)[-1:]} & {*WORDS["label_column_end"]}]
+    for name in named[1:]:
+        pairs = frame[[named[0], name]].drop_duplicates()
+        if pairs[named[0]].duplicated().any() or pairs[name].duplicated().any():
+            raise DataError(
+                f"{path}: {named[0]} and {name} can both be the label; give --label-column"
+            )
+    if named:
+        return named[:1]
+    return _columns_of_flags(path, frame, others)
+
+
+def _columns_of_flags(path: Path, frame: pd.DataFrame, others: Sequence[str]) -> list[str]:
+    """Columns of 0 and 1: classes, of which each row has one, or many findings side by side.
+
+    DataError for others, as a clinical table has 0 and 1 for much that is no label, and for empty
+    cells and -1 beside 0 and 1, as CheXpert has them.
+    """
+    values_of = {name: {*map(number_of, frame[name].unique())} for name in others}
+    flags = [name for name, values in values_of.items() if values <= {0, 1}]
+    varying = [name for name in flags if len(values_of[name]) > 1]
+    if len(flags) < 2 or not varying:
+        _refuse_unfinished_flags(path, values_of)
+        return []
+    if _classes_among(frame, flags) == flags:
+        return flags
+    classes = _classes_among(frame, varying)
+    first = list(frame).index(flags[0])
+    side_by_side = list(frame)[first : first + len(flags)] == flags
+    if side_by_side and len(flags) >= _FINDINGS and not classes:
+        return flags
+    _refuse_unfinished_flags(path, values_of)
+    example = ",".join(classes or flags[:2])
+    raise DataError(
+        f"{path}: which of {', '.join(flags)} are labels? all hold 0 and 1; give --label-column "
+        f"with one of them, or with several, as {example}"
+    )
+
+
+def _classes_among(frame: pd.DataFrame, flags: list[str]) -> list[str]:
+    """The most neighbours of these columns that are classes: each row has one 1 in them."""
+    numbers = frame[flags].map(number_of).astype(int).to_numpy()
+    sums = np.pad(numbers.cumsum(axis=1), ((0, 0), (1, 0)))  # of the columns before each
+    for width in range(len(flags), 1, -1):
+        for start in range(len(flags) - width + 1):
+            if (sums[:, start + width] - sums[:, start] == 1).all():
+                return flags[start : start + width]
+    return []
+
+
+def _refuse_unfinished_flags(path: Path, values_of: Mapping[str, set[float | None]]) -> None:
+    """Raise DataError for several columns that have other cells beside 0 and 1; `values_of`: column
+    -> its numbers, None for other texts.
+    """
+    unfinished = []
+    for name, values in values_of.items():
+        if {0, 1} < values <= {None, -1, 0, 1}:
+            unfinished.append(name)
+    if len(unfinished) > 1:
+        raise DataError(
+            f"{path}: {unfinished[0]}, {unfinished[1]}, ... have empty cells, -1 or words beside 0 "
+            "and 1; write 0 or 1 in each (CheXpert: an empty cell is no mention, -1 is uncertain), "
+            "and name the findings with --label-column a,b,c"
+        )

@@ -1,0 +1,247 @@
+"""The images that a cell of a table names."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+
+import pandas as pd
+
+from medflare.core.errors import DataError
+from medflare.data.reading import NIFTI, stem, suffix
+from medflare.preparation.dataset_import.folders import NEARLY_ALL, ImageFolder
+from medflare.preparation.dataset_import.frames import SAMPLED_ROWS
+from medflare.preparation.dataset_import.names import (
+    PATIENT,
+    composed,
+    parse_name,
+    split_name,
+    words,
+)
+
+_LETTER_AND_NUMBER = re.compile(r"[A-Za-z](\d{5,})")  # s50414267 is study 50414267 of MIMIC-CXR
+
+
+class FileFinder:
+    """The image that a cell names.
+
+    Relative to the table or the folder, otherwise by the end of its path, with or without suffix.
+    The shorter path must be the end of the longer one: `test/1.png` is not `train/1.png`. Of
+    several images, it is the one below the table's folder, or that of the `split` that the table is
+    named after ("" if it names none).
+    """
+
+    def __init__(self, folder: ImageFolder, table: Path):
+        self._folder = folder
+        self.other_tables = [other for other in folder.tables if other != table]
+        self._homes = (table.parent, folder.root)
+        self._images = frozenset(folder.images)
+        self.split = next(filter(None, map(split_name, words(table.stem))), "")
+        if not self.split and table.is_relative_to(folder.root):
+            self.split = parse_name(table.relative_to(folder.root)).split
+        self._by_end: defaultdict[str, list[Path]] = defaultdict(list)  # end of the path -> images
+        self._by_path: defaultdict[str, list[Path]] = defaultdict(list)
+        self._by_number: defaultdict[str, list[Path]] = defaultdict(list)  # 7 of 007.png
+        # PatientID, or a folder or several, as p1 and p1/study2; and of DICOM, the study -> images.
+        self._by_patient: defaultdict[str, list[Path]] = defaultdict(list)
+        self._by_beginning: defaultdict[str, list[Path]] = defaultdict(list)  # P7 of P7_left.png
+        self._studies = set(chain.from_iterable(folder.studies.values()))
+        for image in folder.images:
+            inner = image.relative_to(folder.root).parent.parts
+            parts = _folded(inner)
+            for name in {*_folded((image.name, stem(image)))}:
+                for start in range(len(parts) + 1):
+                    self._by_end["/".join((*parts[start:], name))].append(image)
+                self._by_path["/".join((*parts, name))].append(image)
+            if stem(image).isdecimal():
+                self._by_number[stem(image).lstrip("0")].append(image)
+            for beginning in _beginnings(stem(image)):
+                self._by_beginning[beginning].append(image)
+            patient = folder.patients.get(image, "")
+            owners = [patient] if patient else _folders_of(inner)
+            for name in {*owners, *folder.studies.get(image, ())}:
+                self._by_patient[name].append(image)
+                with_letter = _LETTER_AND_NUMBER.fullmatch(name)
+                if with_letter:
+                    self._by_patient[with_letter[1]].append(image)
+
+    def named_by(self, cells: "pd.Series[str]") -> set[Path]:
+        """The images that the first rows of a column name; none if a cell can be several."""
+        named: set[Path] = set()
+        for cell in cells.head(SAMPLED_ROWS):
+            images = self._without_masks(self._named(cell))
+            if len(images) > 1:
+                return set()
+            named.update(images)
+        return named
+
+    def names_patients(self, frame: pd.DataFrame, columns: Sequence[str]) -> bool:
+        """Whether one of the columns names patients of images, see `images`."""
+        for name in columns:
+            for cell in frame[name]:
+                if self._of_patient(cell) or self.beginning_with(cell):
+                    return True
+        return False
+
+    def names_each(self, cells: "pd.Series[str]") -> bool:
+        """Whether no cell names several volumes."""
+        try:
+            for cell in cells:
+                self.images(cell, "")
+        except DataError:
+            return False
+        return True
+
+    def _of_patient(self, cell: str) -> list[Path]:
+        """The images of a patient, or below a folder, whose path may begin with the whole one's."""
+        path = cell.replace("\\", "/").strip("/")
+        inner = path.removeprefix(f"{self._folder.root.resolve().name}/")
+        return self._by_patient.get(path) or self._by_patient.get(inner, [])
+
+    def images(self, cell: str, location: str) -> Sequence[Path]:
+        """The image that a cell names, otherwise those of a patient: of DICOM's PatientID, or in
+        folders of this name. DataError for several volumes that may be of different kinds.
+        """
+        named = self._without_masks(self._named(cell))
+        self._refuse_several(named, cell, location)
+        if named:
+            return named
+        images = self._without_masks(self._of_patient(cell))
+        kinds = {re.split("[_-]", stem(image))[-1] for image in images}  # T1w of sub-1_ses-2_T1w
+        are_series = any(not image.is_file() for image in images)
+        are_volumes = any(suffix(image) in NIFTI for image in images)
+        if are_series or (are_volumes and len(kinds) > 1):
+            self._refuse_several(images, cell, location)
+        return images
+
+    def refuse_some_numbers(self, path: Path, cells: "pd.Series[str]") -> None:
+        """Raise DataError for a column of numbers that name a part of the images, as those of
+        patients would by accident.
+        """
+        images = len(self._without_masks(self._folder.images))
+        if cells.str.isdecimal().all() and len(cells) < NEARLY_ALL * images and not self.split:
+            raise DataError(
+                f"{path}: column {cells.name} has numbers that name {len(cells)} of {images} "
+                f"images; if they are images, give --image-column {cells.name}; if they are "
+                "patients, write names of images, or of the patients' folders, in a column"
+            )
+
+    def _without_masks(self, images: Sequence[Path]) -> Sequence[Path]:
+        """Those that are not called as masks are, unless all are."""
+        return [image for image in images if not self._folder.names[image].mask] or images
+
+    def are_masks(self, images: Iterable[Path]) -> bool:
+        """Whether files are called as masks are."""
+        return all(self._folder.names[image].mask for image in images)
+
+    def _refuse_several(self, images: Sequence[Path], cell: str, location: str) -> None:
+        if len(images) > 1:
+            both = " and ".join(map(self._folder.relative, images[:2]))
+            raise DataError(
+                f"{location}: {cell!r} can be {both}; write the whole path in the table"
+            )
+
+    def __call__(self, cell: str, location: str) -> Path | None:
+        images = self._named(cell)
+        self._refuse_several(images, cell, location)
+        return images[0] if images else None
+
+    def is_patient(self, cell: str) -> bool:
+        """Whether a cell names the images of a patient, and no image and no study."""
+        if cell in self._studies or self._named(cell):
+            return False
+        return bool(self._of_patient(cell) or self.beginning_with(cell))
+
+    def of_patient(self, cell: str) -> Sequence[Path]:
+        """The images of the patient that a cell names, by folders or the beginning of names."""
+        return self._without_masks(self._of_patient(cell)) or self.beginning_with(cell)
+
+    def with_word(self, word: str, images: Sequence[Path]) -> Sequence[Path]:
+        """The images that have a word in their path, or as a part of it; all for ""."""
+        if not word:
+            return images
+        found = []
+        for image in images:
+            folders = image.relative_to(self._folder.root).parent.parts
+            parts = _folded([*folders, stem(image)])
+            parts += chain.from_iterable(re.split("[ _.-]+", part) for part in list(parts))
+            if composed(word).casefold() in parts:
+                found.append(image)
+        return found
+
+    def beginning_with(self, cell: str) -> Sequence[Path]:
+        """The images whose file names begin with a cell that is no word, as P7_left.png with P7."""
+        return self._without_masks(self._by_beginning.get(composed(cell), []))
+
+    def described(self, cell: str) -> list[Path]:
+        """All images that a cell may name, of a patient or by their names."""
+        return self._of_patient(cell) or self._named(cell)
+
+    def _named(self, cell: str) -> list[Path]:
+        """The images that have the name in a cell."""
+        text = cell.replace("\\", "/")
+        for home in self._homes:
+            if text and home / text in self._images:
+                return [home / text]
+        parts = _folded([part for part in text.split("/") if part not in ("", ".", "..")])
+        whole = "/".join(parts)
+        images = self._by_path.get(whole) or self._nearest(self._by_end.get(whole, []))
+        for start in range(1, len(parts)):
+            images = images or self._by_path.get("/".join(parts[start:]), [])
+        name = composed(text).rpartition("/")[2]
+        images = [image for image in images if composed(image.name) == name] or images
+        if not images and text.isdecimal():  # Excel stores 007 as 7
+            images = self._by_number.get(text.lstrip("0"), [])
+        return images
+
+    def _nearest(self, images: list[Path]) -> list[Path]:
+        """Of images with the same end, those below the table's folder and in its split."""
+        images = [image for image in images if image.is_relative_to(self._homes[0])] or images
+        if len(images) < 2 or not self.split:
+            return images
+        of_split = []
+        for image in images:
+            if parse_name(image.relative_to(self._folder.root)).split == self.split:
+                of_split.append(image)
+        return of_split or images
+
+
+def _beginnings(name: str) -> list[str]:
+    """The beginnings of a file's name, up to a mark between its words, that may be a patient.
+
+    Examples:
+        >>> _beginnings("P07_left_2"), _beginnings("img_a")
+        (['P07', 'P07_left'], [])
+    """
+    name = composed(name)
+    beginnings = []
+    for match in re.finditer("[ _.-]+", name):
+        beginning = name[: match.start()]
+        if PATIENT.search(beginning):
+            beginnings.append(beginning)
+    return beginnings
+
+
+def _folders_of(inner: Sequence[str]) -> list[str]:
+    """The folders of an image, and those that lie in each other, as paths.
+
+    Examples:
+        >>> _folders_of(["data", "p1"])
+        ['data', 'data/p1', 'p1']
+    """
+    parts = list(map(composed, inner))
+    names: dict[str, None] = {}
+    for start in range(len(parts)):
+        for end in range(start, len(parts)):
+            names["/".join(parts[start : end + 1])] = None
+    return list(names)
+
+
+def _folded(parts: Sequence[str]) -> list[str]:
+    """Names of files and folders for a comparison without regard to case."""
+    return [composed(part).casefold() for part in parts]
+
+
+def is_path(cell: str) -> bool:
+    return "/" in cell or "\\" in cell

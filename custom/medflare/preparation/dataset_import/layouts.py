@@ -1,0 +1,329 @@
+"""Which layout a folder has: tables, masks or folders of classes; and its images with labels."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from medflare.core.errors import DataError
+from medflare.preparation.dataset_import.class_folders import class_folders
+from medflare.preparation.dataset_import.columns import GUESSED, Columns, UnlabelledTableError
+from medflare.preparation.dataset_import.folders import Dataset, ImageFolder, prefixed
+from medflare.preparation.dataset_import.frames import UnrelatedTableError, table_columns
+from medflare.preparation.dataset_import.listed_splits import (
+    refuse_flags_of_splits,
+    refuse_split_tables,
+    with_listed_splits,
+)
+from medflare.preparation.dataset_import.masks import pair_masks
+from medflare.preparation.dataset_import.names import WORDS, first_split, words
+from medflare.preparation.dataset_import.options import ImportOptions
+from medflare.preparation.dataset_import.patients import NO_PATIENT
+from medflare.preparation.dataset_import.structures import (
+    are_in_structures,
+    structure_files,
+    structure_folders,
+    structure_suffixes,
+)
+from medflare.preparation.dataset_import.tables import (
+    described,
+    patients_of_table,
+    read_tables,
+    split_of_table,
+)
+
+_VERSIONS = frozenset(WORDS["version"])
+
+
+def find_dataset(
+    folder: ImageFolder, options: ImportOptions, *, several_tables: bool = False
+) -> Dataset:
+    """A folder's images with labels: by a table, masks by name or folder, or a folder per class.
+
+    DataError if it is unclear, or if a folder beside those of splits may be a split, too. With
+    `several_tables`, all tables are of these images.
+    """
+    kind = options.kind
+    columns = options.columns
+    splits, unused, related = _usable_tables(folder, options)
+    if not splits and related:
+        folder = _with_patients(folder, related, columns)
+        splits, unused, related = _usable_tables(folder, options)
+    requested = options.table is not None or columns != GUESSED
+    tables = list(splits)
+    describes = bool(related) and not (columns.label or columns.mask)
+    describes = describes and any(name.mask for name in folder.names.values())
+    if requested and len(splits) + len(unused) == 1 and not describes:
+        tables = [*splits, *unused]
+    of_splits = len({*splits.values()} - {""}) == len(tables)
+    if len(tables) > 1 and not of_splits and not several_tables:
+        names = ", ".join(map(folder.relative, tables))
+        raise DataError(
+            f"{folder.root}: {len(tables)} tables ({names}); "
+            "choose one with --table, unite them, or give --site-folders"
+        )
+    if requested and not tables and not describes:
+        problem = f"{folder.root}: no table (CSV or Excel) for the columns; name it with --table"
+        raise DataError("; ".join((problem, *unused.values())))
+    if tables:
+        others = {path: unused[path] for path in related if path not in tables}
+        _refuse_part(folder, splits, others)
+        requested_ones = _with_requested_columns(folder, options)
+        unused |= requested_ones
+        others |= requested_ones
+        dataset = read_tables(tables, folder, columns, kind=kind, redraw=options.redraw)
+        for path in related:
+            if {*dataset.labelled_by} <= {*table_columns(path)}:
+                raise DataError(f"{unused[path]}, or choose one table with --table")
+        dataset, not_used = _described_by(dataset, [*others], unused, folder, options)
+        if not options.redraw:
+            dataset = with_listed_splits(folder, dataset, ())
+            if not any(item.split for item in dataset.items):
+                refuse_split_tables(folder, tables, not_used)
+                refuse_flags_of_splits(tables)
+        reasons = [reason for path, reason in not_used.items() if path not in tables]
+        return replace(dataset, notes=(*prefixed("not used", reasons), *dataset.notes))
+    dataset = _by_names(folder, options, unused, related)
+    strange = _beside_splits(folder, dataset)
+    classes = dataset.kind == "classification"
+    if strange and kind != "classification" and (classes or not options.redraw):
+        remedy = "give --kind classification if it is a class" if classes else "draw with --redraw"
+        raise DataError(
+            f"{folder.root}: {len(strange)} images are in no folder of a split, but others are: "
+            f"{folder.relative(strange[0])}; rename its folder train, val or test, take it out, or "
+            f"{remedy}"
+        )
+    return dataset
+
+
+def _with_requested_columns(folder: ImageFolder, options: ImportOptions) -> dict[Path, str]:
+    """The other tables that have a column of patients, sites or splits that the user names, and
+    that --table lacks; each without a reason why it is not used.
+    """
+    if options.table is None:
+        return {}
+    columns = options.columns
+    named = {columns.patient, columns.site, columns.split} - {"", *table_columns(options.table)}
+    tables = [path for path in folder.tables if path != options.table]
+    return {path: "" for path in tables if not named.isdisjoint(table_columns(path))}
+
+
+def _refuse_part(
+    folder: ImageFolder, splits: Mapping[Path, str], unused: Mapping[Path, str]
+) -> None:
+    """Raise DataError for a table of another split that is `unused`, with this reason, though it
+    cannot be read or has as many columns as those of `splits`.
+    """
+    if not any(splits.values()):
+        return
+    width = min(len(table_columns(path)) for path in splits)
+    for path, reason in unused.items():
+        columns = table_columns(path)
+        if first_split(path.stem) and (not columns or len(columns) >= width):
+            used = ", ".join(map(folder.relative, splits))
+            raise DataError(
+                f"{reason}; correct this table, or choose one of the others with --table ({used})"
+            )
+
+
+def _by_names(
+    folder: ImageFolder,
+    options: ImportOptions,
+    unused: Mapping[Path, str],
+    related: Mapping[Path, bool],
+) -> Dataset:
+    """The images by the names of files and folders; DataError for classes beside `related` tables,
+    without a kind.
+    """
+    kind = options.kind
+    with_labels = [path for path, has_labels in related.items() if has_labels] or [*related]
+    _refuse_versions(folder)
+    try:
+        dataset = _by_folders(folder, kind)
+    except DataError as error:
+        if related and not any(name.mask for name in folder.names.values()):
+            reasons = _reasons(with_labels, unused)
+            raise DataError("; ".join((*reasons, *folder.notes))) from error
+        hints = [*unused.values(), *folder.notes]
+        if folder.texts:
+            hints.append(
+                f"text files are not read ({folder.relative(folder.texts[0])}); if they have "
+                "outlines or labels, make masks or a table of them"
+            )
+        raise DataError("; ".join((str(error), *hints))) from error
+    if related and dataset.kind == "classification" and not kind:
+        raise DataError(
+            f"{folder.root}: are the folders {', '.join(dataset.labels.values())} the classes? if "
+            f"so, give --kind classification; if not: {unused[with_labels[0]]}"
+        )
+    dataset, unused = _described_by(dataset, [*related], unused, folder, options)
+    if not options.redraw:
+        dataset = with_listed_splits(folder, dataset, unused)
+    return replace(dataset, notes=(*prefixed("not used", unused.values()), *dataset.notes))
+
+
+def _reasons(tables: Iterable[Path], unused: Mapping[Path, str]) -> list[str]:
+    """Why tables are not used, once for those of the same columns, as of train and test."""
+    reason_of: dict[object, str] = {}
+    for path in tables:
+        columns = tuple(table_columns(path))
+        reason_of.setdefault(columns or path, unused[path])
+    return [*reason_of.values()]
+
+
+def _described_by(
+    dataset: Dataset,
+    tables: Sequence[Path],
+    unused: Mapping[Path, str],
+    folder: ImageFolder,
+    options: ImportOptions,
+) -> tuple[Dataset, dict[Path, str]]:
+    """The images with what these tables without labels say of them, and the tables that are still
+    `unused`.
+    """
+    unused = dict(unused)
+    columns = options.columns
+    requested = options.table is not None or columns.patient or columns.site or columns.split
+    for path in tables:
+        try:
+            items, read = described(
+                dataset.items, path, folder, options.columns, redraw=options.redraw
+            )
+        except DataError as error:
+            if requested:
+                raise
+            unused[path] = str(error)
+            continue
+        if read:
+            del unused[path]
+            dataset = replace(dataset, items=tuple(items), layout=f"{dataset.layout}; {read}")
+    return dataset, unused
+
+
+def _refuse_versions(folder: ImageFolder) -> None:
+    """Raise DataError for images of one name in folders that are called as versions of one picture
+    are: Images/1.png and Images_Cropped/1.png.
+    """
+    first_of: dict[tuple[bool, str, tuple[str, ...]], Path] = {}
+    for image, name in folder.names.items():
+        listed = words(folder.relative(image.parent))
+        others = tuple(word for word in listed if word not in _VERSIONS | NO_PATIENT)
+        other = first_of.setdefault((name.mask, image.name, others), image)
+        differ = {*listed} ^ {*words(folder.relative(other.parent))}
+        if not _VERSIONS.isdisjoint(differ):
+            both = " and ".join(map(folder.relative, (other, image)))
+            raise DataError(
+                f"{both} seem to be versions of one picture; give the folder of one version, or "
+                "take the other out"
+            )
+
+
+def _usable_tables(
+    folder: ImageFolder, options: ImportOptions
+) -> tuple[dict[Path, str], dict[Path, str], dict[Path, bool]]:
+    """Table -> the split that its name has; table -> why it is not used; and those of the second
+    that are of these images, as it seems -> whether they may have labels.
+    """
+    splits = {}
+    unused = {}
+    related = {}
+    for path in [options.table] if options.table else folder.tables:
+        try:
+            splits[path] = split_of_table(path, folder, options.columns, options.kind)
+        except DataError as error:
+            unused[path] = str(error)
+            if not isinstance(error, UnrelatedTableError):
+                related[path] = not isinstance(error, UnlabelledTableError)
+    return splits, unused, related
+
+
+def _with_patients(folder: ImageFolder, tables: Iterable[Path], columns: Columns) -> ImageFolder:
+    """The folder with the patients of images by tables without labels, whose labels another table
+    may have for each patient.
+    """
+    patients: dict[Path, str] = {}
+    for path in tables:
+        with suppress(DataError):  # as said where it is read
+            patients |= patients_of_table(path, folder, replace(columns, label="", mask=""))
+    return replace(folder, patients={**patients, **folder.patients})
+
+
+def _beside_splits(folder: ImageFolder, dataset: Dataset) -> list[Path]:
+    """Images without a split that have a folder more than others, other folders, or a class that no
+    split has.
+    """
+    names = folder.names
+    depth = 0
+    classes = set()
+    inner: set[str] = set()  # folders in those of splits
+    without = []
+    for item in dataset.items:
+        if not item.split:
+            without.append(item)
+            continue
+        depth = max(depth, len(names[item.first].folders))
+        inner.update(names[item.first].folders)
+        if dataset.kind == "classification":
+            classes.add(item.label)
+    if len(without) == len(dataset.items):
+        return []
+    strange = []
+    for item in without:
+        folders = names[item.first].folders
+        elsewhere = dataset.kind == "segmentation" and inner.isdisjoint(folders) and folders
+        if len(folders) > depth or elsewhere or (classes and item.label not in classes):
+            strange.append(item.first)
+    return strange
+
+
+def _by_folders(folder: ImageFolder, kind: str) -> Dataset:
+    """The images by the names of files and folders."""
+    names = folder.names
+    notes = []
+    images = [image for image in folder.images if not names[image].mask]
+    if kind == "classification" and not images:  # the classes are called like masks
+        images = list(folder.images)
+    masks = len(names) - len(images)
+    structures = None
+    if kind != "classification" and (not masks or are_in_structures(names.values())):
+        structures = structure_folders(folder, "segmentation" if masks else kind)
+    elif kind != "classification":
+        structures = structure_files(folder)
+    if structures is not None:
+        dataset = structures
+        if not kind:
+            _refuse_readers(dataset, folder)
+    elif kind == "segmentation" or (masks and kind != "classification"):
+        by_suffix = structure_suffixes(folder) if masks else None
+        dataset = by_suffix or pair_masks(folder)
+        if by_suffix and not kind:
+            _refuse_readers(dataset, folder)
+    else:
+        dataset = class_folders(folder, images, confirmed=kind == "classification")
+        if masks:
+            notes.append(f"{masks} masks are not used")
+    return replace(dataset, notes=(*notes, *dataset.notes))
+
+
+def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:
+    """Raise DataError for one or two structures that several names with a number may mean, as
+    those of readers do; more are vertebrae, or ribs.
+    """
+    names_of = defaultdict(list)
+    for name in dataset.labels.values():
+        words_of_name = words(name)
+        initials = len(words_of_name) == 2 and len(words_of_name[1]) == 2
+        if initials and words_of_name[0] in WORDS["mask"]:  # labels-ah, labels-vk
+            name_of_all = words_of_name[0]
+        else:
+            name_of_all = re.sub(r"\d+(st|nd|rd|th)?", "", name).strip(" _-")
+        names_of[name_of_all].append(name)
+    several = max(names_of.values(), key=len, default=[])
+    if len(several) > 1 and len(names_of) <= 2:
+        raise DataError(
+            f"{folder.root}: are {several[0]}, {several[1]}, ... structures? if so, give --kind "
+            "segmentation; if they are of several readers or objects, leave one, or unite them, or "
+            "give a table with --mask-column"
+        )

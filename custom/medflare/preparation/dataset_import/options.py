@@ -1,0 +1,32 @@
+"""What an import of a folder is asked for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from medflare.preparation.dataset_import.columns import GUESSED, Columns
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """Options of `import_folder`."""
+
+    kind: str = ""  # "segmentation", "classification", or "" for what the folder has
+    table: Path | None = None  # the table with the labels
+    columns: Columns = GUESSED  # of the table
+    patient: str = ""  # regular expression, see `assign_patients`
+    # Number of simulated sites that the patients are distributed over; None: one site.
+    sites: int | None = None
+    # Split -> its share of the patients; None: `datalist.SHARES`.
+    shares: Mapping[str, float] | None = None
+    seed: int = 0  # of the random splits and sites
+    redraw: bool = False  # ignore the splits that the folder names
+    skip: bool = False  # leave out images without mask or label
+    site_folders: bool = False  # each folder in the folder is a site
+    # Folder for the datalists and hard links to the files; None: the folder of the images.
+    out: Path | None = None
+    copy: bool = False  # copy the files to `out`
+    force: bool = False  # replace existing datalists
+
+
+DEFAULTS = ImportOptions()
