@@ -99,3 +99,18 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path, refused: Refused) -> N
     (tmp_path / "photographs" / "models").mkdir()
     assert "no run here" in refused("clean", str(tmp_path / "photographs"), "--yes")
     assert "no run here" in refused("clean", str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("command", ["clean", "resume"])
+def test_a_link_in_the_folder_of_a_run_is_refused(
+    command: str, run: Path, tmp_path: Path, refused: Refused
+) -> None:
+    """Whoever packs a run would let another person change any file."""
+    state = tmp_path / "federation" / "state"
+    state.mkdir(parents=True)
+    (run / "sites" / "site-9").symlink_to(state.parent)
+    (run / "results.json").unlink()
+    before = files_of(run)
+    assert "site-9 is a link; take it out" in refused(command, str(run))
+    assert state.is_dir()
+    assert files_of(run) == before

@@ -399,6 +399,17 @@ def test_tables_show_the_whole_folder(tmp_path: Path, trained: list[str]) -> Non
     assert len(study_tables(tmp_path).groups["fedavg"]) == 2, "seeds 0 and 2"
 
 
+def test_a_link_in_the_folder_of_a_study_is_refused(tmp_path: Path) -> None:
+    keys = tmp_path / "authorized_keys"
+    keys.write_text("ssh-ed25519 AAAA")
+    out = tmp_path / "study"
+    out.mkdir()
+    (out / ".study.lock").symlink_to(keys)
+    with pytest.raises(StateError, match="is a link"):
+        run_study([Candidate.parse("constant")], SETTING, [0], out)
+    assert keys.read_text() == "ssh-ed25519 AAAA"
+
+
 def test_a_row_is_not_mixed_of_two_versions_of_its_code(
     foreign: Path, tmp_path: Path, trained: list[str]
 ) -> None:

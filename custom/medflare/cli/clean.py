@@ -25,10 +25,12 @@ def clean(folders: PathArguments, yes: bool = False) -> None:
             nothing
         medflare clean runs/fedsm-phantom-seed0 --yes
     """
+    from medflare.core.store import refuse_links
     from medflare.evaluation.presentation import format_bytes, with_number
 
     total = 0
     for run in runs_in(folders):
+        refuse_links(run)
         with locked(run):
             status, parts = freeable(run)
             print(f"{run}: {status}, {format_bytes(size_of(run))}")

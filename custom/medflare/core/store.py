@@ -114,11 +114,20 @@ def private_opener(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
+def refuse_links(folder: Path) -> None:
+    """Raise StateError for a link in a folder, which another person may have packed: what is
+    written or deleted there could be any file.
+    """
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise StateError(f"{path} is a link; take it out of the folder, or put the file there")
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """A lock between processes, held during the block; its file and folder are made if needed."""
     make_folder(path.parent)
-    with open(path, "w", opener=private_opener) as file:
+    with open(path, "a", opener=private_opener) as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
         yield
 

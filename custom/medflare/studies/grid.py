@@ -36,7 +36,14 @@ import torch
 
 from medflare.core.errors import ERRORS, ConfigError, StateError
 from medflare.core.packages import CODE
-from medflare.core.store import file_digest, locked, refuse_bomb, replacing, write_atomically
+from medflare.core.store import (
+    file_digest,
+    locked,
+    refuse_bomb,
+    refuse_links,
+    replacing,
+    write_atomically,
+)
 from medflare.core.text import JsonDict, Say, about
 from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
@@ -291,8 +298,9 @@ def run_study(
         ConfigError: the task or a site's name is wrong, a row cannot run, something is named twice,
             or no site is left to train.
         StateError: an earlier run in `out` is damaged, or had other settings, or its row other
-            code.
+            code; or a link is in `out`.
     """
+    refuse_links(out)
     _check_named_once(candidates, seeds, left_out)
     if left_out and len(setting.sites) < 2:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 from medflare.core.errors import ConfigError
 from medflare.core.message import Message
 from medflare.core.settings import check_site_name
-from medflare.core.store import MemoryStore, StateStore, Store
+from medflare.core.store import MemoryStore, StateStore, Store, refuse_links
 from medflare.core.text import Json, Say
 from medflare.data.local import LocalSettings
 from medflare.evaluation.run_results import RunResults, in_notebook
@@ -186,8 +186,9 @@ def resume_local(folder: Path | str, **options: Any) -> RunResults:
     of `run_local`; everything else is as before.
 
     Raises:
-        StateError: the folder holds no checkpoint.
+        StateError: the folder holds no checkpoint, or a link.
     """
+    refuse_links(Path(folder))
     plan = stored_plan(Path(folder))
     site_algorithm, server_algorithm = plan["algorithms"]
     settings = {name: plan[name] for name in RUN_SETTINGS if name in plan}
