@@ -111,11 +111,13 @@ def submit_job(folder: PathArgument, kit: Kit) -> None:
     Examples:
         medflare job submit jobs/my_fedsm --kit lead@coordination.org
     """
+    from medflare.core.store import refuse_links
     from medflare.flare.jobs.sessions import session
 
     _check_certificate(kit)
     if not (folder / "meta.json").is_file():
         raise ConfigError(f"{folder} is no job folder; write one with medflare job create")
+    refuse_links(folder)
     with session(kit) as connection:
         print(printable(connection.submit_job(str(folder.resolve()))))
 

@@ -10,7 +10,7 @@ import pytest
 
 import medflare
 from medflare.cli import main
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, StateError
 from medflare.flare.controller import MedflareController
 from medflare.flare.executors import FedSMExecutor
 from medflare.flare.jobs import building
@@ -246,6 +246,15 @@ def test_the_command_writes_the_job_that_resumes(
     assert main(["resume", str(job), "--job", "0-1-2"]) == 0
     assert arguments(job.with_name("job-resumed"))[0]["resume"] == "0-1-2"
     assert "medflare job submit" in capsys.readouterr().out
+
+
+def test_a_link_in_a_job_folder_is_refused(job: Path, tmp_path: Path) -> None:
+    """A copy of the job would upload the file behind it."""
+    key = tmp_path / "id_rsa"
+    key.write_text("secret")
+    (job / "app" / "notes.txt").symlink_to(key)
+    with pytest.raises(StateError, match="is a link"):
+        resumed_job(job, "0-1-2", tmp_path / "again")
 
 
 @pytest.mark.parametrize(

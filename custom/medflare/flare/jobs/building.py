@@ -19,7 +19,7 @@ import medflare
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import SplitHyper
 from medflare.core.settings import checked, strict_dataclass
-from medflare.core.store import write_json
+from medflare.core.store import refuse_links, write_json
 from medflare.core.text import Json, JsonDict
 from medflare.federation.preflight import check_run
 from medflare.federation.settings import RUN_SETTINGS, RunSettings
@@ -212,9 +212,11 @@ def resumed_job(job: Path, interrupted: str, out: Path) -> Path:
 
     Raises:
         ConfigError: `job` is no job folder of medflare, or `out` exists.
+        StateError: a link is in `job`.
     """
     if out.exists():
         raise ConfigError(f"{out} exists; choose another folder")
+    refuse_links(job)
     config = job / "app" / "config"
     paths = (
         config / "config_fed_server.json",
