@@ -63,6 +63,15 @@ def test_every_hyper_parameter_is_there_and_fits(name: str) -> None:
             assert lines[place + 1].strip() == about.text
 
 
+def test_what_is_exchanged_is_listed() -> None:
+    lines = method_listing(get_method("scaffold")).splitlines()
+    exchanged = lines[lines.index("  exchanged") + 1 :]
+    sent = "model, control_update, n_samples, loss, validation"
+    assert exchanged[0] == f"    train: in model, control, counted; out {sent}"
+    assert exchanged[2].startswith("        control_update: change of the site's control variate")
+    assert "    finalize: in model, selected_round; out test metrics" in exchanged
+
+
 def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

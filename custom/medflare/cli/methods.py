@@ -14,6 +14,7 @@ from medflare.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from medflare.core.hyper import Described
+    from medflare.core.phases import Phase
     from medflare.methods.method import Method
 
 _WIDE = 10_000  # columns, where nothing is wrapped
@@ -33,7 +34,7 @@ def methods(
     The table says what a site keeps for itself, what leaves it, the processor time of a round
     beside FedAvg's, whether sites that do not train get a model, and whether DP-SGD is possible.
     For one method, each hyper-parameter: its name in --set, its default, the paper's symbol and
-    equation, allowed values and its meaning.
+    equation, allowed values and its meaning; and what a site receives (in) and sends (out).
 
     Args:
         method: One method (default: all)
@@ -132,7 +133,8 @@ def methods_table(rows: Iterable[Mapping[str, str]], width: int) -> str:
 
 
 def method_listing(method: "Method", width: int = _WIDE) -> str:
-    """A method's title, paper and hyper-parameters, in lines of at most `width` characters.
+    """A method's title, paper, hyper-parameters and messages, in lines of at most `width`
+    characters.
 
     The site algorithm's hyper-parameters come first, then the server's.
     """
@@ -159,7 +161,25 @@ def method_listing(method: "Method", width: int = _WIDE) -> str:
         for name, about in fields.items():
             ambiguous = all(name in names for names in algorithms.values())
             lines += _entry(f"{algorithm}.{name}" if ambiguous else name, about, width)
+    lines.append("  exchanged")
+    for phase in method.site_class.phases.values():
+        lines += _exchange(phase, width)
     return "\n".join(lines)
+
+
+def _exchange(phase: "Phase", width: int) -> list[str]:
+    """What the server's message and the site's reply of a phase can have, and why it leaves."""
+    from medflare.federation.settings import FINALIZE
+
+    received = dict.fromkeys(spec.name for spec in (*phase.request, *phase.request_meta))
+    sent = dict.fromkeys(spec.name for spec in (*phase.reply, *phase.meta))
+    if phase.name == FINALIZE:  # measured by the participant
+        sent["test metrics"] = None
+    text = f"in {', '.join(received) or 'nothing'}; out {', '.join(sent) or 'nothing'}"
+    lines = _wrapped(f"{phase.name}: {text}", width, 2)
+    for spec in phase.reply:
+        lines += _wrapped(f"{spec.name}: {spec.purpose}", width, 4)
+    return lines
 
 
 def _entry(name: str, about: "Described", width: int) -> list[str]:
