@@ -2,24 +2,30 @@
 
 import inspect
 import json
+import os
 import re
 import socket
+import sys
 import threading
 from collections.abc import Iterator
-from multiprocessing import Pipe
-from multiprocessing.connection import Client, Listener
+from contextlib import suppress
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nvflare.private.fed.app.simulator import simulator_worker
+from nvflare.fuel.utils import log_utils
+from nvflare.private.fed.app.simulator import simulator_runner, simulator_worker
 
 from helpers.waiting import eventually
 from medflare.core.errors import MedflareError
 from medflare.core.message import Message
 from medflare.flare import simulator
+from medflare.flare.flare_patches import authenticate_sites, quiet_ports
 from medflare.flare.messages import register_decomposers, to_bytes, to_shareable
+from medflare.flare.names import SIMULATOR_KEY
 from medflare.flare.participants import ParticipantSpec
 from medflare.flare.simulator import Host, SimulatorHost, SiteWorker, limit_spinning
 from medflare.methods.catalogue import get_method
@@ -142,3 +148,48 @@ def test_openmp_threads_sleep_soon_unless_the_user_has_chosen(chosen: dict[str, 
         {} if chosen.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} else {"GOMP_SPINCOUNT": "1000"}
     )
     assert environment == chosen | spins
+
+
+@pytest.fixture
+def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """FLARE's module of the simulator, with a key of its own."""
+    for name in ("Client", "subprocess"):
+        monkeypatch.setattr(simulator_runner, name, getattr(simulator_runner, name))
+    monkeypatch.setenv(SIMULATOR_KEY, "")
+    authenticate_sites()
+    return simulator_runner
+
+
+def test_the_simulator_takes_nothing_of_another_account(simulation: Any) -> None:
+    """It would unpickle what the first one sends that has a site's port."""
+    with Listener(("localhost", 0)) as listener:
+        thread = threading.Thread(target=lambda: listener.accept().send(True))
+        thread.start()
+        with pytest.raises((AuthenticationError, AssertionError)):  # the latter in Python 3.11
+            simulation.Client(listener.address)
+        thread.join()
+
+
+def test_a_simulated_site_takes_no_orders_of_another_account(
+    simulation: Any, tmp_path: Path
+) -> None:
+    [port] = quiet_ports(1)
+    config = Path(log_utils.__file__).with_name("log_config.json")
+    arguments = ["-o", str(tmp_path), "--port", str(port), "--logging_config", str(config)]
+    arguments += ["--client", "A", "--token", "t", "--decomposer_module", "none"]
+    command = [sys.executable, "-m", simulator_worker.__name__, *arguments]
+    site = simulation.subprocess.Popen([*command, "--parent_pid", str(os.getpid())])
+    connections: list[Connection] = []
+
+    def is_connected() -> bool:
+        with suppress(OSError):
+            connections.append(Client(("localhost", port)))
+        return bool(connections)
+
+    try:
+        assert eventually(is_connected)
+        connections[0].send({"orders": 1})
+        assert site.wait(60) != 0
+    finally:
+        site.kill()
+        site.wait()

@@ -30,7 +30,12 @@ from medflare.data.local import FOLDER
 from medflare.federation.settings import RUN_SETTINGS, RunSettings, run_settings
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.components import authorize, settings_of, task_content
-from medflare.flare.flare_patches import keep_ports_apart, share_cleanup_thread, survive_resends
+from medflare.flare.flare_patches import (
+    authenticate_sites,
+    keep_ports_apart,
+    share_cleanup_thread,
+    survive_resends,
+)
 from medflare.flare.liveness import ALIVE, LONG_POLL, WORK
 from medflare.flare.names import NO_TABLE, TASK_FILE
 from medflare.flare.participants import interrupted_id
@@ -88,6 +93,7 @@ class MedflareController(Controller):
         self._late: Counter[str] = Counter()
         share_cleanup_thread()
         keep_ports_apart()
+        authenticate_sites()
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         """FLARE calls this before `control_flow`."""

@@ -1,13 +1,18 @@
 """Changes to FLARE 2.9's internals; docs/flare.md has measurements and says when each can go."""
 
 import asyncio
+import os
 import random
+import secrets
 import socket
+import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
+from multiprocessing.connection import Client
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
@@ -16,6 +21,8 @@ from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.utils.config import ConfigFormat, ConfigLoader
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.private.fed.app import default_app_validator
+
+from medflare.flare.names import SIMULATOR_KEY
 
 _SIMULATOR = "nvflare.private.fed.app.simulator.simulator_runner"
 # Above services, below the ports that systems hand out (Linux: from 32768).
@@ -144,6 +151,33 @@ def keep_ports_apart() -> None:
     runner = sys.modules.get(_SIMULATOR)
     if runner:
         runner.get_open_ports = quiet_ports  # type: ignore[attr-defined]
+
+
+def authenticate_sites() -> None:
+    """If this is a simulator, have it and its sites' processes prove to each other by a key that
+    they are of one simulator: they unpickle what comes to a port, which any account of this machine
+    can take first.
+    """
+    runner = sys.modules.get(_SIMULATOR)
+    if not runner:
+        return
+    key = secrets.token_bytes(32)
+    os.environ[SIMULATOR_KEY] = key.hex()
+    runner.Client = partial(Client, authkey=key)  # type: ignore[attr-defined]
+    runner.subprocess = _SitesProcesses  # type: ignore[attr-defined]
+
+
+class _SitesProcesses:
+    """Stands where the simulator has the module `subprocess`."""
+
+    TimeoutExpired = subprocess.TimeoutExpired
+
+    @staticmethod
+    def Popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:  # noqa: N802
+        """The process of a site: ours in place of FLARE's simulator_worker."""
+        python, flag, _, *arguments = command
+        own = [python, flag, "medflare.flare.simulator_worker", *arguments]
+        return subprocess.Popen(own, **options)
 
 
 def quiet_ports(number: int) -> list[int]:
