@@ -114,3 +114,12 @@ def test_a_link_in_the_folder_of_a_run_is_refused(
     assert "site-9 is a link; take it out" in refused(command, str(run))
     assert state.is_dir()
     assert files_of(run) == before
+
+
+def test_a_folder_with_escapes_in_its_name_is_shown_without(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    renamed = run.rename(run.with_name("evil\x1b[2J"))
+    assert main(["clean", str(run.parent)]) == 0
+    assert main(["results", str(renamed)]) == 0
+    assert "\x1b" not in capsys.readouterr().out

@@ -7,6 +7,7 @@ from pathlib import Path
 from medflare.cli.options import PathArguments
 from medflare.cli.run import checkpoint_of, locked
 from medflare.core.errors import StateError
+from medflare.core.text import printable
 
 
 def clean(folders: PathArguments, yes: bool = False) -> None:
@@ -33,7 +34,7 @@ def clean(folders: PathArguments, yes: bool = False) -> None:
         refuse_links(run)
         with locked(run):
             status, parts = freeable(run)
-            print(f"{run}: {status}, {format_bytes(size_of(run))}")
+            print(f"{printable(str(run))}: {status}, {format_bytes(size_of(run))}")
             for what, paths in parts.items():
                 size = sum(map(size_of, paths))
                 total += size

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from medflare.core.packages import installed
-from medflare.core.text import Json
+from medflare.core.text import Json, printable
 from medflare.evaluation import presentation as text
 from medflare.evaluation.findings import UNUSABLE, findings_of, level_sentence
 from medflare.evaluation.results import (
@@ -211,5 +211,5 @@ def show_results(path: Path) -> bool:
     print_results(results, sys.stdout)
     report = find_results(path).with_name(REPORT_FILE)
     if report.is_file():
-        sys.stdout.write(f"report: {report.resolve()}\n")
+        sys.stdout.write(f"report: {printable(str(report.resolve()))}\n")
     return results["status"] == COMPLETED
