@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from cli.fake_kits import PLAIN
 from medflare.cli.startup_kit import Change, Kit, KitSettings, set_up, template
-from medflare.core.errors import ConfigError
+from medflare.core.errors import ConfigError, StateError
 
 
 def _read(kit: Kit, name: str) -> Any:
@@ -61,6 +62,19 @@ def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
         paths = [item["path"] for item in _read(kit, "resources.json")["components"]]
         assert not any("app_common.logging" in path for path in paths)
         assert set(_actions(set_up(kit, KitSettings())).values()) == {"kept"}
+
+
+def test_a_kit_with_a_link_to_another_one_is_refused(site: Kit, server: Kit) -> None:
+    """Root would write the other party's policies, and give them to this account."""
+    before = _all(server)
+    (site.local / "medflare.json").symlink_to(server.local / "medflare.json")
+    with pytest.raises(StateError, match="is a link"):
+        set_up(site, KitSettings(minimum_patients=0))
+    shutil.rmtree(site.local)
+    site.local.symlink_to(server.local)
+    with pytest.raises(ConfigError, match="is a link"):
+        set_up(site, KitSettings(minimum_patients=0))
+    assert _all(server) == before
 
 
 def test_a_kit_is_for_its_account_alone(site: Kit, tmp_path: Path) -> None:

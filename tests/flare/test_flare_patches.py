@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import Task
-from nvflare.apis.fl_constant import ReservedKey
+from nvflare.apis.fl_constant import ReservedKey, RunProcessKey
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
@@ -238,6 +238,30 @@ def test_an_update_that_cannot_be_decoded_is_refused_and_its_site_named(
     with pytest.raises(RuntimeError):  # the sender learns of it, and may send it again
         cell.decode_payload(update, StreamHeaderKey.PAYLOAD_ENCODING, fobs_ctx={})
     assert f"a message of site-2.{KIT_JOB}" in caplog.text
+
+
+def test_the_failed_process_of_a_site_ends_no_job_before_those_of_all_sites_have_failed(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    codes = []
+    monkeypatch.setattr(
+        FederatedServer,
+        "process_job_failure",
+        lambda server, report: codes.append(report.payload["code"]),
+    )
+    survive_messages.cache_clear()
+    request.getfixturevalue("surviving")
+    clients = {token: SimpleNamespace(name=f"site-{token}") for token in "12"}
+    server: Any = FederatedServer.__new__(FederatedServer)
+    server.client_manager = SimpleNamespace(clients=clients)
+    server.engine = SimpleNamespace(run_processes={KIT_JOB: {RunProcessKey.PARTICIPANTS: clients}})
+    for token in ("1", "1", "nobody's", "2"):
+        report = {"job_id": KIT_JOB, "code": 101, "reason": "unsafe component"}
+        headers = {CellMessageHeaderKeys.TOKEN: token}
+        FederatedServer.process_job_failure(server, new_cell_message(headers, report))
+    server.engine.run_processes.clear()  # the job has ended
+    FederatedServer.process_job_failure(server, new_cell_message(headers, report))
+    assert codes == [None, None, None, 101, None]
 
 
 @pytest.mark.usefixtures("surviving")

@@ -291,6 +291,9 @@ def test_a_reason_is_one_short_line_without_folders(context: FLContext) -> None:
     )
     line = blocked(OutboundGuard().process(reply, context))
     assert "Klinik" not in line and "kit A" not in line
+    path = "/srv/kit (old)/Meier, O'Hans [1950]/local/medflare.json"
+    reply = make_reply(ReturnCode.EXECUTION_EXCEPTION, {"medflare.error": f"{path}: not JSON"})
+    assert blocked(OutboundGuard().process(reply, context)).endswith("medflare.json: not JSON")
     assert (
         SECRET not in line and "\n" not in line and len(line) <= 1000 and "cannot be read" in line
     )

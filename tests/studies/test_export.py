@@ -8,6 +8,7 @@ import pytest
 from scipy.stats import t as student
 
 from medflare.cli import main
+from medflare.cli.run import write_csv
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.export import default_target, summary_table
 from medflare.studies.grid import write_run
@@ -103,6 +104,8 @@ def test_the_command_writes_both_tables(
     assert set(long["metric"]) == {"dice"} and set(long["label"].dropna()) == {"disc", "cup"}
     summary = pd.read_csv(files["summary"])
     assert list(summary["method"]) == ["fedavg", "fedsm"] and "hd95_inside" not in summary
+    write_csv(tmp_path / "versions.csv", pd.DataFrame({"=HYPERLINK()": ["=1+1"]}))
+    assert (tmp_path / "versions.csv").read_text() == "'=HYPERLINK()\n'=1+1\n"
     assert summary["rounds_to_dice_0.500 (set)"].tolist()[1] == 2
     capsys.readouterr()
     assert main(["study", "table", str(tmp_path), "--target", "0.5"]) != 0

@@ -670,6 +670,6 @@ def write_csv(path: Path, table: "pd.DataFrame") -> None:
     """Write a table for a spreadsheet, and print its path."""
     from medflare.core.store import csv_cell, write_atomically
 
-    text = table.map(csv_cell).to_csv(index=False)
+    text = table.map(csv_cell).rename(columns=csv_cell).to_csv(index=False)
     write_atomically(path, text.encode(), public=True)
     print(f"table: {path}")

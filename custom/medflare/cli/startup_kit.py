@@ -255,9 +255,12 @@ def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
 
     Raises:
         ConfigError: a setting of the other kind of kit, an invalid value, a malformed file, or a
-            kit of another account.
+            kit of another account, or whose local/ is a link.
+        StateError: a link is in local/.
         OSError: the storage cannot be made.
     """
+    from medflare.core.store import refuse_links
+
     foreign = ("storage",) if kit.kind == "site" else SITE_SETTINGS
     for name in foreign:
         if getattr(settings, name) is not None:
@@ -269,6 +272,9 @@ def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
         raise ConfigError(
             f"{kit.folder} belongs to {owner(kit.folder)}; run the command as {owner(kit.folder)}"
         )
+    if kit.local.is_symlink():
+        raise ConfigError(f"{kit.local} is a link, maybe to another kit; put the folder there")
+    refuse_links(kit.local)
     makers = {
         "authorization.json": _authorization,
         LOCAL_FILE: _local_settings,

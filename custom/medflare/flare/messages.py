@@ -212,7 +212,7 @@ def disk_is_full(error: BaseException) -> bool:
 
 
 def without_folders(text: str) -> str:
-    """The text with file names instead of paths."""
-    word = r"[^\s'\":;,()/]+"
-    folder = rf"{word}(?: {word})*/"  # its name may have blanks
-    return re.sub(rf"(?<![\w.:/)])/(?:{folder})+", "", text)
+    """The text without paths: of all between a path and the last / before a colon, nothing stays,
+    as folders are called by patients, with commas, blanks and brackets.
+    """
+    return re.sub(r"(?<![\w.:/)])/(?:(?!: ).)*/", "", text)

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any
 from zipfile import ZipFile
 
-from nvflare.apis.fl_constant import ReservedKey
+from nvflare.apis.fl_constant import ReservedKey, RunProcessKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.np.np_downloader import ArrayConsumer
@@ -35,6 +35,7 @@ from nvflare.private.defs import (
     AUTH_CLIENT_NAME_FOR_SJ,
     CellChannel,
     CellMessageHeaderKeys,
+    JobFailureMsgKey,
     RequestHeader,
     SysCommandTopic,
     new_cell_message,
@@ -161,10 +162,33 @@ def _name_sender(request: Message) -> None:
 @cache
 def survive_messages() -> None:
     """Have FLARE's job go on in this process when a party sends a message that cannot be decoded,
-    says that an answer is too large for it, or sends a return code that ends the job for all.
+    says that an answer is too large for it, or sends a return code that ends the job for all; or
+    when its process fails, until those of all sites have.
     """
+    from nvflare.private.fed.server.fed_server import FederatedServer
     from nvflare.private.fed.server.server_runner import ServerRunner
 
+    end_job = FederatedServer.process_job_failure
+    ended: defaultdict[str, set[str]] = defaultdict(set)  # job -> sites whose process has failed
+
+    def reported(server: FederatedServer, request: Message) -> Message:
+        report = request.payload
+        if isinstance(report, dict) and report.get(JobFailureMsgKey.CODE):
+            job = str(report.get(JobFailureMsgKey.JOB_ID))
+            client = server.client_manager.clients.get(
+                request.get_header(CellMessageHeaderKeys.TOKEN)
+            )
+            process = server.engine.run_processes.get(job, {})
+            participants = process.get(RunProcessKey.PARTICIPANTS, {}).values()
+            sites = {participant.name for participant in participants}
+            if client and client.name in sites:
+                ended[job].add(client.name)
+            if not sites or sites != ended[job]:
+                _LOG.warning(f"a site's process has failed, the job goes on: {report}")
+                request.payload = {**report, JobFailureMsgKey.CODE: None}
+        return end_job(server, request)
+
+    FederatedServer.process_job_failure = reported
     decode = cell.decode_payload
 
     def decoded(message: Message, *words: Any, **context: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.downloaded_folders import classes, pairs, picture, table
+from helpers.volume_sites import dicom_series
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import read_datalist
 from medflare.preparation.dataset_import.columns import Columns
@@ -144,6 +145,26 @@ def test_no_file_is_overwritten(tmp_path: Path) -> None:
     refused("--force", home, out=tmp_path / "out")
     import_folder(home, ImportOptions(out=tmp_path / "out", force=True))
     assert {path: path.read_bytes() for path in home.rglob("*.png")} == original
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_only_slices_are_placed_and_no_other_account_can_read_them(
+    copy: bool, tmp_path: Path
+) -> None:
+    """A download may have a link to a secret beside its slices."""
+    secret = tmp_path / "id_rsa"
+    secret.write_text("secret")
+    for number in range(10):
+        folder = tmp_path / "home" / ["cat", "dog"][number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        series = dicom_series(folder / f"p{number}")
+        (series / "notes.txt").symlink_to(secret)
+    out = tmp_path / "out"
+    import_folder(tmp_path / "home", ImportOptions(patient="/(p[0-9])", out=out, copy=copy))
+    slices = {path.name for path in series.glob("*.dcm")}
+    assert {path.name for path in out.rglob("*") if path.is_file()} == {*slices, "datalist.json"}
+    for folder in (out, *(path for path in out.rglob("*") if path.is_dir())):
+        assert not folder.stat().st_mode & 0o077
 
 
 def test_sites_of_a_column(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 from PIL import Image
 
 from medflare.core.errors import DataError
-from medflare.core.store import write_atomically, write_json
+from medflare.core.store import make_folder, write_atomically, write_json
 from medflare.data.datalist import FILE, SPLITS
 from medflare.data.progress import counted
+from medflare.data.reading import dicom_files
 from medflare.preparation.dataset_import.folders import Item
 
 
@@ -123,19 +124,20 @@ def place_files(
 
 
 def _place(source: Path, target: Path, copy: bool) -> None:
-    """A hard link or a copy of a file, or of every file of a folder; links are followed.
+    """A hard link or a copy of a file, or of the slices of a folder, in a private folder; links are
+    followed.
 
     It never replaces another file.
     """
     if source.is_dir():
-        for inner in sorted(source.iterdir()):
+        for inner in dicom_files(source):
             _place(inner, target / inner.name, copy)
         return
     if target.exists():
         if not (target.samefile(source) or filecmp.cmp(source, target, shallow=False)):
             raise DataError(f"{target} exists and differs from {source}; take an empty folder")
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     try:
         if copy:
             shutil.copyfile(source.resolve(), target)
