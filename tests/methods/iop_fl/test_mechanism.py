@@ -46,3 +46,22 @@ def test_routing_stays_near_the_uniform_mixture_where_experts_agree() -> None:
         assert dice["mixture"] >= 0.9
         gains.append(dice["deployed"] - dice["mixture"])
     assert fmean(gains) >= -0.01 and min(gains) >= -0.02
+
+
+@pytest.mark.slow
+def test_no_single_expert_is_right_for_images_half_like_one_and_half_like_another() -> None:
+    """One start serves all images of a site: routing is near the uniform mixture, and both are wrong
+    on half of the images."""
+    losses = []
+    for seed in (0, 1, 2):
+        dice = dice_outside(["A", "B", "C"], "Y", seed)
+        assert max(dice["deployed"], dice["mixture"], dice["personal/A"], dice["personal/B"]) < 0.6
+        losses.append(dice["mixture"] - dice["deployed"])
+    assert -0.05 <= fmean(losses) <= 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_mixture_knows_a_structure_that_no_site_has_learnt(seed: int) -> None:
+    dice = dice_outside(["A", "B", "C"], "Z", seed)
+    assert max(dice.values()) < 0.4
