@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from medflare.core.errors import ConfigError, MessageError, StateError
 from medflare.core.message import Message
+from medflare.core.phases import extends
+from medflare.core.specs import MetaSpec, number
 from medflare.core.store import MemoryStore
 from medflare.data.local import Bounds, LocalSettings
 from medflare.federation.final_models import ArtifactStore, SiteFolder, with_choice
@@ -142,8 +144,8 @@ def test_each_step_is_noted_when_it_begins_and_ends_also_if_it_fails() -> None:
     site = squares.site("A")
     notes: list[Any] = []
     participant = enrolled(site, note_step=lambda *step: notes.append(step))
-    for number, phase in enumerate(("train", FINALIZE)):
-        asked(participant, phase, number)
+    for turn, phase in enumerate(("train", FINALIZE)):
+        asked(participant, phase, turn)
     site.abort = lambda: 1 / 0 > 1
     with pytest.raises(ZeroDivisionError):
         asked(participant, FINALIZE, 1)
@@ -344,21 +346,39 @@ class Undisturbed(FedAvgSite):
         return train_epochs(model, optimizer, self.site, round, "model")
 
 
-def test_what_dp_sgd_has_not_trained_does_not_leave_a_private_run() -> None:
+NORM = MetaSpec[float]("norm", "norm of the training images", number())
+
+
+class Telling(FedAvgSite):
+    """Sends a number of the training images beside the protected model."""
+
+    @extends(meta=(NORM,))
+    def train(self, round: int, incoming: Message) -> Message:
+        reply = super().train(round, incoming)
+        reply[NORM] = self.site.data.train.images.norm().item()
+        return reply
+
+
+def test_what_dp_sgd_has_not_protected_does_not_leave_a_private_run() -> None:
     pytest.importorskip("opacus", reason="needs medflare[privacy]")
     site = squares.site(
         "A", squares.task(network={"name": "unet", "channels": [4, 8], "norm": "instance"})
     )
     model = site.network().state_dict()
-    for algorithm, leaves in ((FedAvgSite, True), (Undisturbed, False)):
+    refusals = {
+        FedAvgSite: "",
+        Undisturbed: "fedavg has trained model in 'train' without DP",
+        Telling: "'norm' of method fedavg leaves without the noise of DP-SGD",
+    }
+    for algorithm, refusal in refusals.items():
         method = replace(get_method("fedavg"), site=algorithm)
         participant = Participant("A", lambda role: site, method, {"dp_noise": 1.0})
         participant.answer(ENROL, 0, Message({}, dict(INVITATION)))
         request = Message({"model": model}, {"step": 1, "run_rounds": 1})
-        if leaves:
+        if not refusal:
             assert participant.answer("train", 0, request).states["model"].keys() == model.keys()
         else:
-            with pytest.raises(ConfigError, match="fedavg has trained model in 'train' without DP"):
+            with pytest.raises(ConfigError, match=refusal):
                 participant.answer("train", 0, request)
 
 

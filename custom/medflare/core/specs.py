@@ -129,11 +129,14 @@ class MetaSpec(EntrySpec[T_co]):
         per_class: whether it is a table by class name or a list by class, at any depth, see
             `PerClass`. For a class with fewer patients of the split than `minimum_patients` the
             participant sends no "values"; it sends no "counts" at all.
+        public: whether it tells nothing of single images, as a number of steps. With DP-SGD a site
+            sends no other value of training images.
     """
 
     about: str = ""
     type: Any = field(default=Any, compare=False, repr=False)
     measured: str = ""
+    public: bool = False
 
     def problem(self, value: object) -> str | None:
         """Why pydantic does not accept a value, in words that follow the item's name; None if it

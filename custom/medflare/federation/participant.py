@@ -236,7 +236,8 @@ class Participant:
         """The algorithm's reply.
 
         Raises:
-            ConfigError: the run trains with DP-SGD, and tensors would leave that it has not made.
+            ConfigError: the run trains with DP-SGD, and tensors would leave that it has not made,
+                or values of training images.
         """
         if not is_private(algorithm.plan.site_hyper):
             return algorithm.perform(phase, round, incoming)
@@ -248,6 +249,14 @@ class Participant:
                 f"{', '.join(reply.states)} in '{phase}' without DP-SGD, although dp_noise is set; "
                 "its site algorithm has to train with `descend` or `train_privately`"
             )
+        for item in algorithm.phases[phase].meta:
+            of_training = item.measured != "validation" and not item.public
+            if of_training and reply.get(item) is not None:
+                raise ConfigError(
+                    f"site {self.name} sends nothing: {item.name!r} of method {self.method.name} "
+                    "leaves without the noise of DP-SGD; declare it as `public` if it tells "
+                    "nothing of single images, or leave it out with dp_noise"
+                )
         return reply
 
     def _check_selection(self, site: Site, record: DataRecord | None) -> None:

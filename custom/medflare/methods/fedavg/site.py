@@ -51,10 +51,10 @@ MODEL_PART = TensorSpec(
     rest="initial",
 )
 PRIVACY = MetaSpec[dict[str, Any]](
-    "privacy", "privacy cost of the run so far, with DP-SGD", PrivacyCost
+    "privacy", "privacy cost of the run so far, with DP-SGD", PrivacyCost, public=True
 )
 SELECTED_ROUND = MetaSpec[int | None](
-    "selected_round", "rounds of training behind a model", count(optional=True)
+    "selected_round", "rounds of training behind a model", count(optional=True), public=True
 )
 
 

@@ -6,7 +6,9 @@ from pydantic import Field
 
 from medflare.core.specs import MetaSpec, models, number
 
-N_SAMPLES = MetaSpec[float]("n_samples", "training images", Annotated[number(), Field(gt=0)])
+N_SAMPLES = MetaSpec[float](
+    "n_samples", "training images", Annotated[number(), Field(gt=0)], public=True
+)
 LOSS = MetaSpec[float | None](
     "loss", "mean training loss", number(-1e12, 1e12, optional=True), "train"
 )

@@ -34,7 +34,7 @@ from medflare.privacy.settings import is_private
 
 T = TypeVar("T")
 
-STEPS = MetaSpec[int]("steps", "optimizer steps of this round's training", count())
+STEPS = MetaSpec[int]("steps", "optimizer steps of this round's training", count(), public=True)
 
 
 def normalizer(steps: float, momentum: float = 0.0) -> float:
