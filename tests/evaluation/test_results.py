@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from evaluation.conftest import History
-from foreign.install import install
+from foreign.install import install, install_extensions
 from helpers.rounds import read_rounds
 from medflare.cli.run import results as show
 from medflare.core.errors import StateError
@@ -295,9 +295,9 @@ def test_the_versions_of_a_run_are_of_all_packages_that_it_uses(
     (tmp_path / "lab_nets.py").write_text("x = 1")
     monkeypatch.syspath_prepend(str(install(tmp_path)))
     task = load_task("phantom")
-    assert set(versions_of_run("fedavg", task)) == {"medflare", "medflare code"}
+    assert set(versions_of_run("fedavg", task, {})) == {"medflare", "medflare code"}
     task = dataclasses.replace(task, network={"name": "lab_nets.small:Net"})
-    packages = set(versions_of_run("fedavg+damped_fedavg", task))
+    packages = set(versions_of_run("fedavg+damped_fedavg", task, {}))
     assert packages == {
         "medflare",
         "medflare code",
@@ -305,4 +305,13 @@ def test_the_versions_of_a_run_are_of_all_packages_that_it_uses(
         "damped-fedavg code",
         "lab_nets code",
     }
-    assert set(versions_of_run("unknown", None)) == {"medflare", "medflare code"}
+    assert set(versions_of_run("unknown", None, {})) == {"medflare", "medflare code"}
+
+
+def test_the_versions_of_a_run_are_of_its_rule_and_its_adaptation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(install_extensions(tmp_path)))
+    for settings in ({"server": {"rule": "lab_largest"}}, {"run": {"adapt": "lab_sharper:a=1"}}):
+        record = versions_of_run("fedavg", load_task("phantom"), settings)
+        assert "lab-extensions code" in record

@@ -115,3 +115,12 @@ def test_a_damaged_checkpoint_raises(tmp_path: Path) -> None:
     ):
         with pytest.raises(StateError, match="checksum"):
             load()
+
+
+def test_a_resume_with_other_code_is_noted(tmp_path: Path) -> None:
+    Checkpoint(tmp_path, PLAN, {"lab": "1.0", "lab code": "a"}).save(1, under_way())
+    for code in ("a", "b"):
+        resumed = federation()
+        Checkpoint(tmp_path, PLAN, {"lab": "1.0", "lab code": code}).restore(resumed)
+        messages = " ".join(event["message"] for event in resumed.events.to_list())
+        assert ("other versions of lab code:" in messages) == (code == "b")

@@ -52,14 +52,15 @@ class Sites:
         return {site: self.broken.get(site, answer) for site, answer in answers.items()}
 
 
+IDENTITY: Final = {"method": "fedavg", "hyper": {}}
+
+
 def enrolment(
     sites: Sites, returning: Mapping[str, Mapping[str, int]] | None = None, finished: int = 0
 ) -> Enrolment:
     plan = get_method("fedavg").plan(squares.SEGMENTATION, squares.SITES, {})
     context = ServerContext(plan, squares.SEED, 3, squares.OUTSIDE)
-    return Enrolment(
-        context, Transport(sites, Outcome()), {"method": "fedavg"}, returning or {}, finished
-    )
+    return Enrolment(context, Transport(sites, Outcome()), IDENTITY, returning or {}, finished)
 
 
 def noted(admission: Enrolment, kind: str) -> list[tuple[str | None, int | None]]:
@@ -72,6 +73,7 @@ def test_every_site_of_the_run_is_enrolled_and_no_other() -> None:
     admission.open(3)
     assert sites.sent["A"] == {
         "method": "fedavg",
+        "hyper": {},
         "sites": ["A", "B", "C"],
         "role": "inside",
         "finished": 0,
@@ -200,7 +202,7 @@ def test_a_rejected_site_is_named_once_and_not_invited_again() -> None:
     assert noted(admission, "rejected") == [("B", 0)] and not noted(admission, "missing")
 
 
-HERE: Final = versions_here("fedavg", squares.SEGMENTATION)
+HERE: Final = versions_here(IDENTITY, squares.SEGMENTATION)
 
 
 @pytest.mark.parametrize(
@@ -253,11 +255,12 @@ def test_a_site_with_another_release_of_the_methods_package_is_named_or_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(install(tmp_path)))
-    here = versions_here(METHOD, squares.SEGMENTATION)
+    identity = {"method": METHOD, "hyper": {}}
+    here = versions_here(identity, squares.SEGMENTATION)
     assert here["damped-fedavg"] == "0.1" and len(here["damped-fedavg code"]) == 16
     reply = Reply(Message({}, {**COUNTS, "versions": {**here, **site}}))
     admission = enrolment(Sites({0: "ABC"}, {"B": reply}))
-    admission.identity = {"method": METHOD}
+    admission.identity = identity
     admission.open(2)
     events = [event for event in admission.context.events if event["site"] == "B"]
     assert [event["kind"] for event in events] == ([kind] if kind else [])

@@ -158,7 +158,7 @@ def build_results(record: RunRecord) -> JsonDict:
         "costs": dict(sorted(record.costs.items())),
         "model_selection": record.model_selection,
         "events": list(record.events),
-        "versions": installed_versions() | versions_of_run(record.method, task),
+        "versions": installed_versions() | _versions(record),
         "configuration": {
             "hyper": record.hyper,
             "settings": record.settings,
@@ -176,11 +176,20 @@ def build_results(record: RunRecord) -> JsonDict:
     return ready
 
 
-def versions_of_run(method: str, task: TaskConfig | None) -> dict[str, str]:
+def _versions(record: RunRecord) -> dict[str, str]:
+    settings = {**record.hyper, "run": {"adapt": record.settings.get("adapt")}}
+    return versions_of_run(record.method, record.task, settings)
+
+
+def versions_of_run(method: str, task: TaskConfig | None, settings: Json) -> dict[str, str]:
     """Version and code, see `code_versions`, of medflare and of the other distributions whose
-    method ("a+b": a pair), metrics, network, loss, optimizer or transforms a run uses.
+    method ("a+b": a pair), metrics, network, loss, optimizer or transforms a run uses, or whose
+    rule or adaptation one of its settings, by algorithm, names.
     """
     names = set(method.split("+"))
+    for of_algorithm in settings.values():
+        values = filter(None, map(str, of_algorithm.values()))
+        names.update(value.partition(":")[0] for value in values)
     modules = {"medflare"}
     if task is not None:
         names.update(task.test_metrics)

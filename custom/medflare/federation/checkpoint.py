@@ -4,7 +4,7 @@ A killed server continues after the last finished step.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ class Checkpoint:
         folder: None: nothing is stored.
         plan: method, task, settings, ... of the run; only the same run can resume from the
             checkpoint.
+        versions: of the code that the run uses, see `versions_of_run`.
     """
 
     folder: Path | None
     plan: dict[str, Any]
+    versions: dict[str, str] = field(default_factory=dict)
 
     def save(self, finished: int, federation: Federation) -> None:
         """Store the server algorithm and the state of the run after so many steps."""
@@ -48,6 +50,7 @@ class Checkpoint:
             "costs": {site: asdict(cost) for site, cost in outcome.costs.items()},
             "drift": federation.drift.memory.meta,
             "plan": self.plan,
+            "versions": self.versions,
         }
         algorithm = federation.server.state()
         message = Message(dict(algorithm.states), {**algorithm.meta, _RUN: run})
@@ -93,6 +96,11 @@ class Checkpoint:
         outcome.costs = {site: SiteCost(**cost) for site, cost in run["costs"].items()}
         federation.events.restore(run["events"])
         federation.events.add("resumed", f"continued after {run['finished']} finished steps")
+        before = run.get("versions", {})
+        changed = [name for name, here in self.versions.items() if before.get(name, here) != here]
+        if changed:
+            text = f"the steps before had other versions of {', '.join(changed)}: results mix both"
+            federation.events.add("warning", text)
         return run["finished"]
 
 

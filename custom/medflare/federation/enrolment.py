@@ -64,7 +64,7 @@ class Enrolment:
 
     @cached_property
     def _versions(self) -> dict[str, str]:
-        return versions_here(self.identity["method"], self.context.task)
+        return versions_here(self.identity, self.context.task)
 
     @property
     def enrolled(self) -> dict[str, Json]:
@@ -259,12 +259,16 @@ def reported_class_shares(enrolled: Mapping[str, Json]) -> list[float] | None:
     return [round(total / sum(totals), 3) for total in totals]
 
 
-def versions_here(method: str, task: TaskConfig) -> dict[str, str]:
+def versions_here(identity: Json, task: TaskConfig) -> dict[str, str]:
     """Package -> version, and its code, of packages that weights depend on, see `versions_of_run`.
 
     That of medflare is the code's, which may come with the job.
+
+    Args:
+        identity: method and hyper-parameters, see `participant.identity_of`.
     """
-    return versions(_COMPARED) | versions_of_run(method, task)
+    of_run = versions_of_run(identity["method"], task, identity["hyper"])
+    return versions(_COMPARED) | of_run
 
 
 def package_difference(site: Mapping[str, str], server: Mapping[str, str]) -> str:

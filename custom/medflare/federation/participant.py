@@ -333,7 +333,7 @@ class Participant:
         hidden = small or (counts_pixels and not same_size)
         reply = Message.of({COUNTS: counts_of_splits(site, self._minimum)})
         reply[CLASS_COUNTS] = [] if hidden else site.class_counts().tolist()
-        reply[VERSIONS] = versions_here(self.method.name, site.task)
+        reply[VERSIONS] = versions_here(self._identity(role), site.task)
         if self.method.trains and role == "inside" and not self._private(site):
             trained_on = site.trained_on(self._minimum)
             if trained_on is not None:

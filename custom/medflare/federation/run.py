@@ -23,6 +23,7 @@ from medflare.evaluation.results import (
     SiteRecord,
     append_round,
     build_results,
+    versions_of_run,
 )
 from medflare.federation.checkpoint import CHECKPOINT, Checkpoint
 from medflare.federation.enrolment import join_problems, trained_on
@@ -235,17 +236,19 @@ class Run:
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:
+        hyper = self.method.effective(self.hyper)
         plan = {
             "method": self.method.name,
             "algorithms": list(self.method.algorithms),
             "task": self.task.to_dict(),
-            "hyper": self.method.effective(self.hyper),
+            "hyper": hyper,
             "sites": list(self.sites),
         }
         for name, value in self.settings.to_dict().items():
             if name not in (*WAITS, "resume"):
                 plan[name] = value
-        return Checkpoint(self.checkpoints or self.folder, plan)
+        versions = versions_of_run(self.method.name, self.task, hyper)
+        return Checkpoint(self.checkpoints or self.folder, plan, versions)
 
     def _store(self, server: ServerAlgorithm) -> None:
         """Write the models and files that the server algorithm holds into the folder."""

@@ -137,7 +137,7 @@ class Candidate:
     def versions(self, task: TaskConfig) -> dict[str, str]:
         """See `versions_of_run`."""
         method = "" if self.method == CONSTANT else self._trained.name
-        return versions_of_run(method, self.task_of(task))
+        return versions_of_run(method, self.task_of(task), self.effective)
 
     def check(
         self, task: TaskConfig, rounds: int | None = None, outside: Sequence[str] = ()
