@@ -89,6 +89,25 @@ def test_what_is_no_project_is_refused_with_the_remedy(
         assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "federation").exists()
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("name: medflare", "name: ../../escaped", "no name of a folder"),
+        ("name: site-2", "name: server", "another party"),
+        ("name: site-2", "name: Site-1", "another party"),
+    ],
+)
+def test_names_that_lead_elsewhere_or_to_another_party_are_refused(
+    old: str, new: str, named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    main(["provision", "project.yml", "--new"])
+    project = tmp_path / "project.yml"
+    project.write_text(project.read_text().replace(old, new, 1))
+    assert main(["provision", "project.yml"]) == 1
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "federation").exists()
+
+
 @pytest.mark.parametrize("passphrase", ["", "short"])
 def test_no_kit_is_made_without_a_passphrase(
     passphrase: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -91,6 +91,16 @@ def test_status_in_words_and_as_json(site: Kit, capsys: pytest.CaptureFixture[st
     )
 
 
+def test_status_shows_no_terminal_escapes_of_a_lead(
+    site: Kit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _job(site)
+    write_json(site.folder / JOB / "meta.json", {"name": "ok\x1b[2J\nsite-1: nothing left"})
+    assert main(["site", "status", str(site.folder)]) == 0
+    output = capsys.readouterr().out
+    assert "\x1b" not in output and "\nsite-1: nothing" not in output
+
+
 def test_setup_names_every_file_and_every_change(
     site: Kit, tmp_path: Path, root: Root, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from medflare.core.message import Message
 from medflare.core.specs import StateSpec
+from medflare.federation.update_validation.drift import DriftMemory
 from medflare.federation.update_validation.updates import Validated, validate_replies
 from medflare.methods.aggregation import capped
 
@@ -21,6 +22,7 @@ def validated(
     sent: bool = True,
     strict: bool = False,
     counted: Mapping[str, float] | None = None,
+    drift: DriftMemory | None = None,
 ) -> Validated:
     """A round in which the sites' updates have one direction, or for a negative length the opposite one."""
     sites = "ABCDE"[: len(lengths)]
@@ -42,6 +44,7 @@ def validated(
         counted=counted,
         weights=chosen,
         strict=strict,
+        drift=drift,
     )
 
 
@@ -190,6 +193,16 @@ def test_the_limit_is_a_hundred_for_two_sites_and_for_statistics() -> None:
     assert validated([1, 1, 11], weights=False).rejected.keys() == {"C"}, (
         "a new version of what is no network"
     )
+
+
+def test_a_gradient_of_the_usual_length_is_accepted_where_those_of_others_have_vanished() -> None:
+    """A site that was absent has not learnt yet what the others have."""
+    drift = DriftMemory(0)
+    assert not validated([1, 1, 50], sent=False, drift=drift).rejected
+    for _ in range(2):  # one site cannot raise what is usual
+        later = validated([1e-6, 1e-6, 90], sent=False, drift=drift)
+        assert not later.rejected
+    assert validated([1e-6, 1e-6, 110], sent=False, drift=drift).rejected.keys() == {"C"}
 
 
 def test_an_update_against_the_others_is_suspicious_or_rejected() -> None:

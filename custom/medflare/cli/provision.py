@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from medflare.cli import root_key
 from medflare.cli.options import PathArgument
 from medflare.cli.startup_kit import KitSettings, make_private, open_kit, set_up
 from medflare.core.errors import ConfigError, one_line
 
+_PARTIES = ("server", "admin", "simulator_server")  # names that FLARE gives to parties
 # The same federation as poc_workspace/project.yml.
 _EXAMPLE = """\
 # A federation: one server, four hospitals, four people, mutual TLS. Set the names of the server, sites, organizations and people.
@@ -131,8 +132,14 @@ def _write_example(project: Path) -> None:
 
 
 def _project_name(project: Path) -> str:
-    """The federation's name, which is that of its folder in the workspace."""
+    """The federation's name, which is that of its folder in the workspace.
+
+    ConfigError for a name that is no folder's, and for sites that FLARE would take for another
+    party.
+    """
     import yaml
+
+    from medflare.core.settings import check_site_name
 
     if not project.is_file():
         raise ConfigError(
@@ -141,11 +148,22 @@ def _project_name(project: Path) -> str:
         )
     try:
         content = yaml.safe_load(project.read_text(encoding="utf-8"))
-        return str(content["name"])
+        name = str(content["name"])
+        participants = content["participants"]
+        sites = [str(party["name"]) for party in participants if party["type"] == "client"]
     except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{project}: not a project file of FLARE ({one_line(error)}); correct it"
         ) from error
+    if PurePath(name).name != name or name == "..":
+        raise ConfigError(f"{project}: name {name!r} is no name of a folder; take another")
+    taken = set(_PARTIES)
+    for site in sites:
+        check_site_name(site)
+        if site.casefold() in taken:
+            raise ConfigError(f"{project}: site {site!r}: another party is called so; rename it")
+        taken.add(site.casefold())
+    return name
 
 
 def _check_root_key(state: Path, leave_root_key: bool) -> None:

@@ -17,6 +17,7 @@ import typer
 from medflare.cli.options import AUTO_HELP, add_commands, takes
 from medflare.cli.startup_kit import Kit, KitSettings, open_kit, read_object, set_up
 from medflare.core.errors import ConfigError
+from medflare.core.text import printable
 from medflare.flare.names import REFUSED
 
 _KIT = "Startup kit of a site or the server: the folder with startup/ and local/"
@@ -127,12 +128,14 @@ def status(kit: KitFolder, as_json: Annotated[bool, typer.Option("--json")] = Fa
         return
     print(f"{party.name}, {party.kind}; server {server}")
     for job in jobs:
-        print("\n    ".join([f"\n  job {job.id} {job.name}".rstrip(), *_job_lines(job)]))
+        heading = printable(f"job {job.id} {job.name}")
+        print("\n    ".join([f"\n  {heading}", *map(printable, _job_lines(job))]))
     if not jobs:
         print("  no job yet")
 
 
 def _job_lines(job: JobState) -> list[str]:
+    """What is said of a job, in printable lines: its lead names it, and its steps."""
     from medflare.evaluation.presentation import format_bytes
 
     lines = [*job.refused]

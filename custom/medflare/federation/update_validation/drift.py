@@ -5,6 +5,7 @@ The server keeps a sample of the coordinates of every site's last updates, never
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +39,15 @@ class DriftMemory:
 
     seed: int
     memory: Message = field(default_factory=Message)
+
+    def usual_length(self, phase: str, entry: str) -> float:
+        """The largest median of a step's lengths so far; 0 if there is none."""
+        return float(self.memory.meta.get(f"{phase}/{entry} length", 0.0))
+
+    def note_lengths(self, phase: str, entry: str, lengths: Sequence[float]) -> None:
+        """Note the lengths of a step's updates that were accepted."""
+        usual = max(self.usual_length(phase, entry), statistics.median(lengths))
+        self.memory.meta[f"{phase}/{entry} length"] = usual
 
     def sketch(
         self, phase: str, entry: str, replies: Messages, sent: Messages, salt: str

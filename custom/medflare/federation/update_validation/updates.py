@@ -115,7 +115,8 @@ def validate_replies(
     for site, counts in enrolled.items():
         images[site] = counts.get("train", 0) * fractions.get(site, 1)
 
-    long, doubted = _too_long(updates, images)
+    usual = {entry: drift.usual_length(phase, entry) if drift else 0.0 for entry in updates}
+    long, doubted = _too_long(updates, images, usual)
     rejected |= long
     accepted = _without(accepted, rejected)
     doubted = _without(doubted, rejected)
@@ -146,6 +147,10 @@ def validate_replies(
         rejected |= suspicious
         suspicious = {}
         accepted = _without(accepted, rejected)
+    for entry, update in updates.items():
+        if drift is not None and accepted and not update.replaces:
+            rows = [update.sites.index(site) for site in accepted]
+            drift.note_lengths(phase, entry, update.products.diagonal()[rows].sqrt().tolist())
     return Validated(
         accepted, dict(sorted(rejected.items())), dict(sorted(suspicious.items())), sketches
     )
@@ -230,11 +235,15 @@ def _clip(
     return reasons
 
 
-def _too_long(updates: Mapping[str, _Updates], images: ImageCounts) -> tuple[Reasons, Reasons]:
+def _too_long(
+    updates: Mapping[str, _Updates], images: ImageCounts, usual: Mapping[str, float]
+) -> tuple[Reasons, Reasons]:
     """Sites whose update of some entry is much longer than the others', with the reason; and the
     others where that is one, since either can be wrong.
 
-    That is longer than ten times the median of the others that moved, of two a hundred times.
+    That is longer than ten times the median of the others that moved, of two a hundred times. A
+    gradient is a hundred times longer than both this median and the `usual` length of the entry:
+    those of sites that have learnt all vanish.
 
     A site with r times the others' median count of training images takes more steps: it has r times
     this limit, at most a hundred.
@@ -252,7 +261,7 @@ def _too_long(updates: Mapping[str, _Updates], images: ImageCounts) -> tuple[Rea
             }
             if not others:
                 continue
-            median = statistics.median(others.values())
+            median = max(statistics.median(others.values()), usual[entry])
             limit = _LARGEST_LIMIT
             if update.replaces and len(others) > 1:
                 count = statistics.median(images.get(other, 0) for other in others)
