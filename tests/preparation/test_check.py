@@ -380,7 +380,7 @@ def test_batches_of_one_image_are_refused(network: dict[str, Any], make_task: Ta
 def test_a_structure_that_fills_every_mask_is_noted(
     target: str, filled: str, make_site: SiteOf, make_task: TaskOf
 ) -> None:
-    """Inverted masks; not one inverted mask among others, nor a large structure that leaves the corners free."""
+    """Inverted masks, all or one among others; not a large structure that leaves the corners free."""
     folder = make_site()
     for number, file in enumerate(sorted(folder.glob("images/*_mask.png"))):
         mask = (
@@ -398,6 +398,9 @@ def test_a_structure_that_fills_every_mask_is_noted(
     report = check_site(folder, make_task(target=target, labels=labels[target]))
     assert ("WARNING: square fills all of 10 masks" in report.render()) == (
         filled in ("all", "most")
+    )
+    assert ("WARNING: square fills 1 of 10 masks, the first: " in report.render()) == (
+        filled == "one"
     )
 
 

@@ -121,6 +121,8 @@ def init(
             "--sites simulates sites, --site-column and --site-folders have real ones; "
             "give one of them"
         )
+    if table is not None and not table.exists() and (root / table).is_file():
+        table = root / table  # as messages name it
     columns = Columns(
         image_column, label_column, mask_column, patient_column, site_column, split_column
     )

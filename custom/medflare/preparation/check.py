@@ -5,7 +5,7 @@ problems with their remedies.
 import hashlib
 import math
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +60,7 @@ _BYTE = 255  # the highest number of 8 bits
 _FLAT = 0.005  # deviation below which an input is constant
 # Fraction of a mask, beyond which a structure that has its corners is probably the background.
 _FILLED = 0.5
+_FEW_FILLED = 0.2  # of all masks, as of a slip
 _THUMBNAIL = 12  # pixels a side, for the shift between sites
 _SHIFT_IMAGES = 300  # per site; enough for two digits
 
@@ -353,7 +354,7 @@ def _read_images(
     moments: list[tuple[float, ...]] = []
     unsuitable = []
     copies = []
-    filled = Counter[str]()  # structure -> masks that it fills
+    filled = defaultdict[str, list[str]](list)  # structure -> images whose masks it fills
     unscaled = []  # volumes whose spacing is unknown
     is_classification = task.kind == "classification"
     for entry in entries:
@@ -361,7 +362,8 @@ def _read_images(
             if is_classification and encode_label(entry.label, task, entry.location) is None:
                 continue  # the task leaves out its class
             read = source.image(entry)
-            filled.update(filled_structures(target_of(task, source, entry, read), task))
+            for name in filled_structures(target_of(task, source, entry, read), task):
+                filled[name].append(entry.name)
         except DataError as error:
             report.problems.append(str(error))
             continue
@@ -393,15 +395,27 @@ def _read_images(
             '"intensity": {"name": "NormalizeIntensity", "nonzero": true, "channel_wise": true}'
         )
     report.notes += filter(None, [depth_note([highest for *_, highest in moments], task)])
-    for name, count in filled.items():
-        if count == len(moments):
-            report.notes.append(
-                f"WARNING: {name} fills all of {count} masks, with their corners; if they are "
-                "inverted, as by their palette, store the structure as 1 and the rest as 0"
-            )
+    report.notes += _lines_of_filled(filled, len(moments))
     report.notes += _lines_of_files(copies, unscaled)
     if moments:
         report.intensity = _overall_intensity(moments)
+
+
+def _lines_of_filled(filled: Mapping[str, Sequence[str]], masks: int) -> list[str]:
+    """Lines about structures that fill all masks, or a few; `filled`: structure -> images."""
+    lines = []
+    for name, of_images in filled.items():
+        if len(of_images) == masks:
+            which = f"all of {masks} masks"
+        elif len(of_images) <= _FEW_FILLED * masks:
+            which = f"{len(of_images)} of {masks} masks, the first: {of_images[0]}"
+        else:
+            continue
+        lines.append(
+            f"WARNING: {name} fills {which}, with their corners; if they are inverted, as by "
+            "their palette, store the structure as 1 and the rest as 0"
+        )
+    return lines
 
 
 def _lines_of_files(copies: Sequence[str], unscaled: Sequence[str]) -> list[str]:

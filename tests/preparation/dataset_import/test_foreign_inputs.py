@@ -1114,3 +1114,104 @@ def test_folders_of_years_parts_or_eyes_are_no_classes(
     if asked:
         assert f"are the folders {names[0]}, {names[1]} the classes?" in error_of(tmp_path)
     imported(tmp_path, kind="classification" if asked else "")
+
+
+# -- what the count of 2026-11-29 found ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preview", ["preview", "thumbnails", "Vorschau"])
+def test_small_copies_are_no_class(preview: str, tmp_path: Path) -> None:
+    for name in ("benign", "malignant"):
+        files(tmp_path, f"{name}/{name}{{n}}.png")
+        files(tmp_path, f"{preview}/{name}{{n}}.png")
+    assert "seem to be versions of one picture" in error_of(tmp_path)
+
+
+def test_a_level_beside_a_diagnosis_is_not_the_label_without_a_question(tmp_path: Path) -> None:
+    """participants.tsv of ADNI, as Clinica writes it."""
+    for number in NUMBERS:
+        picture(tmp_path / f"{number}.png", number)
+    rows = [
+        (f"{number}.png", 12 + 2 * (number % 3), ["CN", "AD"][number % 2]) for number in NUMBERS
+    ]
+    table(tmp_path / "t.csv", ("image", "education_level", "diagnosis_sc"), *rows)
+    assert "education_level and diagnosis_sc can both be the label" in error_of(tmp_path)
+    imported(tmp_path, columns=Columns(label="diagnosis_sc"))
+
+
+def test_masks_of_several_readers_do_not_replace_each_other(tmp_path: Path) -> None:
+    """KiTS21."""
+    for number in NUMBERS:
+        folder = f"case_{number:05}"
+        files(tmp_path, f"{folder}/imaging.nii.gz")
+        for name in ("kidney_instance-1_annotation-1", "kidney_instance-1_annotation-2"):
+            files(tmp_path, f"{folder}/segmentations/{name}.nii.gz*")
+        files(tmp_path, f"{folder}/segmentations/tumor_instance-1_annotation-1.nii.gz*")
+    assert "are masks of one structure, as of several readers" in error_of(tmp_path)
+
+
+def test_a_table_of_patients_moves_no_image_to_its_own_split(tmp_path: Path) -> None:
+    """ISIC 2018, task 3, after the patients of all images were written into one table."""
+    patients = []
+    for split, count in (("Training", 12), ("Validation", 6)):
+        rows = []
+        for number in range(count):
+            name = f"{split[0]}{number:02}"
+            picture(tmp_path / f"{split}_Input" / f"{name}.png", number)
+            rows.append((name, number % 2, 1 - number % 2))
+            patients.append((name, f"{split}{number // 2}"))
+        table(tmp_path / f"{split}_GroundTruth.csv", ("image", "MEL", "NV"), *rows)
+    table(tmp_path / "Training_LesionGroupings.csv", ("image", "lesion_id"), *patients)
+    imported(tmp_path)
+    for image, entry in entries(tmp_path).items():
+        assert (entry["split"] == "validation") == image.startswith("Validation")
+        assert entry["patient"].startswith(image.partition("_")[0])
+
+
+def test_shifted_numbers_of_masks_are_suspected(tmp_path: Path) -> None:
+    for number in NUMBERS:
+        picture(tmp_path / "images" / f"img_{number + 1:02}.png", number)
+        mask(tmp_path / "masks" / f"mask_{number:02}.png")
+    text = error_of(tmp_path)
+    assert "img_10.png: no mask; the last: masks/mask_00.png: a mask without an image" in text
+    assert "if the numbers of masks and images are shifted, rename them" in text
+
+
+def test_columns_of_sites_that_are_called_differently_are_explained(tmp_path: Path) -> None:
+    for site, name in (("Bern", "Diagnose"), ("Lugano", "diagnosi")):
+        files(tmp_path, f"{site}/{site}{{n}}.png")
+        rows = [(f"{site}{number}.png", number % 2) for number in NUMBERS]
+        table(tmp_path / site / "list.csv", ("file", name), *rows)
+    for columns in (Columns(), Columns(label="diagnosi")):
+        text = error_of(tmp_path, columns=columns, site_folders=True)
+        assert "columns need the same names at all sites" in text
+
+
+def test_tables_with_a_common_key_are_not_joined(tmp_path: Path) -> None:
+    keys = [(40000 + number, f"PSN-{100 + number}") for number in NUMBERS]
+    for _, name in keys:
+        picture(tmp_path / f"{name}_a.png", 0)
+    table(tmp_path / "Schluessel.csv", ("Fallnummer", "Pseudonym"), *keys)
+    rows = [(number, "Karzinom") for number, _ in keys]
+    table(tmp_path / "Diagnosen.csv", ("Fallnummer", "Diagnose"), *rows)
+    text = error_of(tmp_path)
+    assert "share Fallnummer, but tables are not joined: write the label beside the name" in text
+
+
+def test_a_class_is_not_proposed_as_the_patient(tmp_path: Path) -> None:
+    """OCT2017: CNV-1016042-1.jpeg in CNV/."""
+    for name in ("CNV1", "DME2"):
+        files(tmp_path, f"{name}/{name}-{{n}}-1.png")
+    [warning] = imported(tmp_path, kind="classification").warnings
+    assert "--patient REGEX" in warning
+
+
+def test_a_table_may_be_named_as_messages_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in NUMBERS:
+        picture(tmp_path / "pictures" / f"{number}.png", number)
+    rows = [(f"{number}.png", "AB"[number % 2]) for number in NUMBERS]
+    table(tmp_path / "pictures" / "train.csv", ("image", "label"), *rows)
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "init", "pictures", "--table", "train.csv"]) == 0

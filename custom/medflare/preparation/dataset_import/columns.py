@@ -211,6 +211,8 @@ def _label_columns(path: Path, frame: pd.DataFrame, used: UsedColumns) -> list[s
     named = usual_columns(WORDS["column"]["label"], others)
     if not named:
         named = [name for name in others if {*words(name)[-1:]} & {*WORDS["label_column_end"]}]
+        usual = {*WORDS["column"]["label"]}  # education_level beside diagnosis_sc
+        named += [name for name in others if named and name not in named and usual & {*words(name)}]
     for name in named[1:]:
         pairs = frame[[named[0], name]].drop_duplicates()
         if pairs[named[0]].duplicated().any() or pairs[name].duplicated().any():

@@ -4,8 +4,8 @@ import re
 import shlex
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -35,6 +35,7 @@ from medflare.preparation.dataset_import.folders import (
     walk,
 )
 from medflare.preparation.dataset_import.layouts import find_dataset
+from medflare.preparation.dataset_import.masks import WITHOUT_IMAGE
 from medflare.preparation.dataset_import.names import split_folder
 from medflare.preparation.dataset_import.options import DEFAULTS, ImportOptions
 from medflare.preparation.dataset_import.patients import assign_patients, patient_of, patient_option
@@ -158,6 +159,11 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
     if missing and not (options.skip and dataset.items):
         listed = len(missing) + len(dataset.items)
         remedy = "complete them, or --skip"
+        if missing[-1].endswith(WITHOUT_IMAGE) and not missing[0].endswith(WITHOUT_IMAGE):
+            remedy = (
+                f"the last: {missing[-1]}; if the numbers of masks and images are shifted, rename "
+                f"them; otherwise {remedy}"
+            )
         if dataset.kind == "segmentation" and not options.kind and 2 * len(missing) > listed:
             remedy += "; if the masks are not the labels, give --kind classification"
         raise DataError(
@@ -240,7 +246,7 @@ def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) 
     drawn = list(chain.from_iterable(sites.values()))
     warnings = [warning, shared_warning(sites, "patient")]
     if dataset.folder_column and not options.patient:
-        choice = patient_option([item.first for item in items], root)
+        choice = patient_option(items, root)
         warnings.append(
             f"each cell of column {dataset.folder_column} counts as a patient, with the images "
             f"that it begins; if a patient has several, give {choice} or --patient-column"
@@ -390,7 +396,8 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     of_all = _read_tables_beside(root, paths, options)
     for path in paths:
         if of_all is None:
-            folders[path.name], datasets[path.name] = _read_folder(path, of_site[path.name])
+            with _columns_of_all_sites():
+                folders[path.name], datasets[path.name] = _read_folder(path, of_site[path.name])
         else:
             folders[path.name], datasets[path.name] = _part_of(path, *of_all)
     datasets = with_all_channels(with_all_classes(datasets, root), root)
@@ -418,6 +425,17 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     dataset = replace(first, notes=tuple(notes), missing=tuple(missing), layout=layouts)
     warnings = [f"{', '.join(names)}: {warning}" for warning, names in of_warning.items()]
     return ImportReport(dataset, sites, options.out or root, tuple(warnings), guessed)
+
+
+@contextmanager
+def _columns_of_all_sites() -> Iterator[None]:
+    """Say in errors about columns that an option names them for all sites."""
+    try:
+        yield
+    except DataError as error:
+        if "-column" not in str(error):
+            raise
+        raise DataError(f"{error}; columns need the same names at all sites") from error
 
 
 def _read_tables_beside(

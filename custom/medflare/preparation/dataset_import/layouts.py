@@ -5,11 +5,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 from medflare.core.errors import DataError
 from medflare.preparation.dataset_import.class_folders import class_folders
-from medflare.preparation.dataset_import.columns import GUESSED, Columns, UnlabelledTableError
+from medflare.preparation.dataset_import.columns import (
+    GUESSED,
+    Columns,
+    UnlabelledTableError,
+    usual_columns,
+)
 from medflare.preparation.dataset_import.folders import Dataset, ImageFolder, prefixed
 from medflare.preparation.dataset_import.frames import UnrelatedTableError, table_columns
 from medflare.preparation.dataset_import.listed_splits import (
@@ -34,7 +40,8 @@ from medflare.preparation.dataset_import.tables import (
     split_of_table,
 )
 
-_VERSIONS = frozenset(WORDS["version"])
+_PREVIEWS = frozenset(WORDS["preview"])
+_VERSIONS = _PREVIEWS.union(WORDS["version"])
 
 
 def find_dataset(
@@ -66,7 +73,7 @@ def find_dataset(
         )
     if requested and not tables and not describes:
         problem = f"{folder.root}: no table (CSV or Excel) for the columns; name it with --table"
-        raise DataError("; ".join((problem, *unused.values())))
+        raise DataError("; ".join((problem, *unused.values(), *_shared_columns(folder))))
     if tables:
         others = {path: unused[path] for path in related if path not in tables}
         _refuse_part(folder, splits, others)
@@ -145,6 +152,7 @@ def _by_names(
     except DataError as error:
         if related and not any(name.mask for name in folder.names.values()):
             reasons = _reasons(with_labels, unused)
+            reasons += _shared_columns(folder)
             raise DataError("; ".join((*reasons, *folder.notes))) from error
         hints = [*unused.values(), *folder.notes]
         if folder.texts:
@@ -162,6 +170,19 @@ def _by_names(
     if not options.redraw:
         dataset = with_listed_splits(folder, dataset, unused)
     return replace(dataset, notes=(*prefixed("not used", unused.values()), *dataset.notes))
+
+
+def _shared_columns(folder: ImageFolder) -> list[str]:
+    """A line about two tables that share a column, as a key of pseudonyms and their diagnoses."""
+    for first, second in combinations(folder.tables, 2):
+        columns = table_columns(first)
+        shared = [name for name in columns if name in table_columns(second)]
+        names_images = usual_columns(WORDS["column"]["image"], shared)
+        if shared and shared != columns and not names_images:
+            both = " and ".join(map(folder.relative, (first, second)))
+            remedy = "write the label beside the name of the image or patient, in one table"
+            return [f"{both} share {shared[0]}, but tables are not joined: {remedy}"]
+    return []
 
 
 def _reasons(tables: Iterable[Path], unused: Mapping[Path, str]) -> list[str]:
@@ -204,13 +225,19 @@ def _described_by(
 
 def _refuse_versions(folder: ImageFolder) -> None:
     """Raise DataError for images of one name in folders that are called as versions of one picture
-    are: Images/1.png and Images_Cropped/1.png.
+    are: Images/1.png and Images_Cropped/1.png, or benign/1.png and preview/1.png.
     """
     first_of: dict[tuple[bool, str, tuple[str, ...]], Path] = {}
+    elsewhere = {}  # of images in folders that are not called as previews
+    for image, name in folder.names.items():
+        if _PREVIEWS.isdisjoint(words(image.parent.name)):
+            elsewhere[name.mask, image.name] = image
     for image, name in folder.names.items():
         listed = words(folder.relative(image.parent))
         others = tuple(word for word in listed if word not in _VERSIONS | NO_PATIENT)
         other = first_of.setdefault((name.mask, image.name, others), image)
+        if {*words(image.parent.name)} <= _PREVIEWS:
+            other = elsewhere.get((name.mask, image.name), other)
         differ = {*listed} ^ {*words(folder.relative(other.parent))}
         if not _VERSIONS.isdisjoint(differ):
             both = " and ".join(map(folder.relative, (other, image)))

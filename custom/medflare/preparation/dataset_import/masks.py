@@ -21,6 +21,7 @@ SAMPLE_SIZE = 3  # pictures of a folder that are read to tell masks from photogr
 # Ends in a number (nnU-Net), or in NIfTI files in a word (`_flair`).
 _CHANNEL = re.compile(r"^(.*[^_-])[_-]+(\d{4}|[a-z][a-z0-9]*)$")
 _LABEL = re.compile(r"_label-([^_]+)")
+WITHOUT_IMAGE = "a mask without an image"
 
 
 def _several_series(folder: ImageFolder) -> str:
@@ -65,7 +66,7 @@ def pair_masks(folder: ImageFolder) -> Dataset:
             split = names[first].split or names[mask].split
             items.append(Item(tuple(map(files.get, channels)), mask, split=split))
         else:
-            missing_images.append(f"{folder.relative(mask)}: a mask without an image")
+            missing_images.append(f"{folder.relative(mask)}: {WITHOUT_IMAGE}")
     if not items:
         raise DataError(f"{folder.root}: {_without_pairs(folder, [*files_of], without)}")
     if len(channels) > 1 and "" in channels:

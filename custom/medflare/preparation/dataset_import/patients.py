@@ -69,7 +69,7 @@ def assign_patients(
         for row, name in enumerate(people):
             assigned[row] = replace(assigned[row], patient=name)
         warning = "patients are the file names without left and right; if they are not, "
-    return assigned, f"{warning}give {patient_option(without, folder.root)} or --patient-column"
+    return assigned, f"{warning}give {patient_option(items, folder.root)} or --patient-column"
 
 
 def _refuse_spellings(items: Iterable[Item]) -> None:
@@ -85,22 +85,35 @@ def _refuse_spellings(items: Iterable[Item]) -> None:
             )
 
 
-def patient_option(images: Sequence[Path], root: Path) -> str:
+def patient_option(items: Sequence[Item], root: Path) -> str:
     """The option that reads the patient from file names, or from the folders of several images; its
-    pattern fits them, as far as some have the same first part of their name.
+    pattern fits them, as far as some have the same first part of their name, which is no class.
     """
+    images = [item.first for item in items]
     inner = [image.relative_to(root).parent.parts for image in images]
     for level in range(min(map(len, inner))):
         folders = Counter(parts[level] for parts in inner)
         paths = {parts[: level + 1] for parts in inner}
-        if max(folders.values()) > 1 and len(paths) == len(folders) and _may_be_patients(folders):
+        are_classes = _are_classes([parts[level] for parts in inner], items)
+        several = max(folders.values()) > 1 and len(paths) == len(folders)
+        if several and _may_be_patients(folders) and not are_classes:
             above = "[^/]+/" * level
             return f"--patient '^{above}([^/]+)/' (if the folders {min(folders)}, ... are patients)"
     first_parts = [_FIRST_PART.match(path.stem) for path in images]
     patients = {part[1] for part in first_parts if part}
-    if None in first_parts or not 1 < len(patients) < len(images):
+    are_classes = _are_classes([part[1] for part in first_parts if part], items)
+    if None in first_parts or not 1 < len(patients) < len(images) or are_classes:
         return "--patient REGEX (its first group is the patient in the file's name or path)"
     return f"--patient '{_FIRST_PART.pattern}' (if {min(patients)}, ... are patients)"
+
+
+def _are_classes(names: Sequence[str], items: Sequence[Item]) -> bool:
+    """Whether each name stands for one class, and each class for one name."""
+    labels = [item.label for item in items]
+    if len(names) < len(items) or not all(isinstance(label, int) for label in labels):
+        return False
+    pairs = {*zip(names, labels, strict=True)}
+    return len(pairs) == len({*names}) == len({*labels}) > 1
 
 
 def _may_be_patients(folders: Collection[str]) -> bool:

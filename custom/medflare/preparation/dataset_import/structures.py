@@ -18,7 +18,7 @@ from medflare.preparation.dataset_import.folders import (
     folders_below,
     split_above,
 )
-from medflare.preparation.dataset_import.masks import are_masks, structure_name
+from medflare.preparation.dataset_import.masks import WITHOUT_IMAGE, are_masks, structure_name
 from medflare.preparation.dataset_import.names import (
     IMAGE_WORDS,
     MASK_WORDS,
@@ -76,7 +76,7 @@ def structure_folders(folder: ImageFolder, kind: str) -> Dataset | None:
             if key in photographs:
                 masks_of[photographs[key]][structure] = mask
             else:
-                missing.append(f"{folder.relative(mask)}: a mask without an image")
+                missing.append(f"{folder.relative(mask)}: {WITHOUT_IMAGE}")
     splits = {image: key[0] for key, image in photographs.items()}
     layout = f"images in {home or common.name}, masks in a folder for each structure: {listed}"
     return _of_structures(folder, splits, masks_of, structures, layout, missing)
@@ -133,14 +133,23 @@ def structure_files(folder: ImageFolder) -> Dataset | None:
     """
     masks: defaultdict[tuple[Any, ...], dict[str, Path]] = defaultdict(dict)
     images = defaultdict(list)
+    repeated = []
     for path, name in folder.names.items():
-        if name.mask:
-            masks[name.split, name.folders][name.name] = path
-        else:
+        if not name.mask:
             images[name.split, name.folders].append(path)
+            continue
+        other = masks[name.split, name.folders].setdefault(name.name, path)
+        if other is not path:
+            repeated.append((other, path))
     shared = set.intersection(*map(set[str], masks.values()))
     if len(shared) < 2 or any(len(images[key]) != 1 for key in masks):
         return None
+    if repeated:
+        both = " and ".join(map(folder.relative, repeated[0]))
+        raise DataError(
+            f"{both} are masks of one structure, as of several readers; unite them, or take the "
+            "others out"
+        )
     structures = sorted(set[str]().union(*masks.values()))
     splits = {}
     masks_of = {}

@@ -469,7 +469,8 @@ def described(
                 f"{item.site}; choose one with --table"
             )
         attributes = parse_attributes(*map(cells.get, ("sex", "age", "scanner")))
-        split = "" if redraw else _split_of(cells.get("split", of_table), str(path))
+        of_name = "" if item.split else of_table  # the item's own table knows better
+        split = "" if redraw else _split_of(cells.get("split", of_name), str(path))
         with_cells = replace(
             item,
             patient=item.patient or str(patient_id(cells.get("patient", ""))),
@@ -478,7 +479,7 @@ def described(
             attributes=attributes.completed(item.attributes),
         )
         complete.append(with_cells if redraw else _in_split_of_folder(with_cells, "", folder, path))
-    if of_table:
+    if of_table and not all(item.split for item in items):
         read["split"] = of_table
     listed = ", ".join(f"{name} {column}" for name, column in read.items())
     return complete, f"{folder.relative(path)}: {listed}"
