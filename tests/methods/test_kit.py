@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from medflare.cli import main
+from medflare.core.hyper import param
 from medflare.core.message import Message
-from medflare.core.phases import extends
+from medflare.core.phases import extends, handles
+from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, number
 from medflare.methods import catalogue
-from medflare.methods.base import PersistentState
+from medflare.methods.base import PersistentState, Step
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
-from medflare.methods.fedavg.site import MODEL
+from medflare.methods.fedavg.site import MODEL, FedAvgSiteHyper
 from medflare.methods.method import Method
 from medflare.testing import check_method
 
@@ -154,6 +156,31 @@ def forgotten() -> Any:
     catalogue._OBJECTS.clear()
 
 
+class Misspelt(FedAvgSite[Any]):
+    """Means `fit`."""
+
+    def fitt(self, *arguments: Any) -> float | None:
+        return None
+
+
+@strict_dataclass
+class StrongHyper(FedAvgSiteHyper):
+    strength: float = param(1.0, "never read")
+
+
+class Strong(FedAvgSite[StrongHyper]):
+    """Has a hyper-parameter that it does not read."""
+
+
+class SeedingServer(FedAvgServer):
+    """Seeds torch's global generator at the server."""
+
+    @handles(FedAvgSite.train)
+    def aggregate_models(self, step: Step, replies: Any) -> None:
+        torch.manual_seed(1)
+        super().aggregate_models(step, replies)
+
+
 @pytest.mark.parametrize(
     ("site", "server", "failing", "named"),
     [
@@ -172,6 +199,9 @@ def forgotten() -> Any:
             r"model 'global', .* send validation={'global':",
         ),
         (FedAvgSite, Idle, {"plain loop"}, "same tensors in every round"),
+        (FedAvgSite, SeedingServer, {"plain loop"}, r"the server after 'train' .* of torch, or"),
+        (Misspelt, FedAvgServer, {"unused code"}, r"Misspelt\.fitt; is it to be 'fit'\?"),
+        (Strong, FedAvgServer, {"unused code"}, "no code .* reads its hyper-parameter 'strength'"),
         (Numbered, FedAvgServer, {"plain loop"}, r"a, b: Numbered: state 'count' .* float; .*meta"),
         (
             Listed,
@@ -215,7 +245,7 @@ def test_a_slip_is_named(site: Any, server: Any, failing: set[str], named: str) 
 def test_the_command_prints_every_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", "fedavg", "--check"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 7
+    assert len(lines) == 8
     for line in lines:
         assert ": passed (" in line
     assert main(["methods", "--check"]) == 1

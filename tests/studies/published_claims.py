@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from medflare.studies.statistics import ALL_SITES, holm
-from medflare.studies.tables import Model, StudyTables, task_of
+from medflare.studies.tables import BEST_EXPERT, Model, StudyTables, task_of
 
 FEDAVG: Final = ("fedavg:reset_optimizer=false", "deployed")
 ALONE: Final = ("single-site", "deployed")
@@ -79,13 +79,22 @@ GENERATION: Final = "feddag:alpha=1,ema=0,sha=false"
 ROUTED: Final = "iop_fl:comparisons=true"
 _ALL_FREQUENCIES: Final = ("all frequencies", ("prr:r0=0.5,r1=0.5", "deployed"))
 _PLAIN_MEAN: Final = ("plain mean", ("prr:pfa=false", "deployed"))
-_MIXTURE: Final = (("uniform mixture", (ROUTED, "mixture")),)
+_WRONG_LABELS: Final = (
+    _PRR[0],
+    ("FedBN", ("fedbn", "deployed")),
+    _PLAIN_MEAN,
+    ("FedAvg", ("fedavg", "deployed")),
+    ("FedAvg, twice the epochs", ("equal-compute", "deployed")),
+)
+_MIXTURE: Final = (
+    ("uniform mixture", (ROUTED, "mixture")),
+    ("printed objective", (ROUTED, "printed_objective")),
+    ("best expert, chosen on test", (ROUTED, BEST_EXPERT)),
+)
 # On generated images in which one mechanism has to pay (`--suite mechanisms/NAME`).
 MECHANISMS: Final = (
     Claim("mechanism_fedsm", "fedsm", "inside", _FEDSM),
-    Claim(
-        "mechanism_prr", "prr", "inside", (_PRR[0], ("FedBN", ("fedbn", "deployed")), _PLAIN_MEAN)
-    ),
+    Claim("mechanism_prr", "prr", "inside", _WRONG_LABELS),
     Claim("mechanism_prr_30", "prr", "inside", (_PRR[0], _PLAIN_MEAN)),
     Claim("mechanism_prr_bands", "prr", "inside", (_ALL_FREQUENCIES, _PLAIN_MEAN)),
     Claim("mechanism_prr_clean", "prr", "inside", (_PRR[0], _PLAIN_MEAN)),

@@ -12,7 +12,15 @@ import pandas as pd
 
 from medflare.evaluation.results import confusion
 from medflare.studies.statistics import ALL_SITES, compare, detectable_difference
-from medflare.studies.tables import BEST_EXPERT, EXPERT_SPREAD, HARM, Model, Run, StudyTables
+from medflare.studies.tables import (
+    BEST_EXPERT,
+    EXPERT_SPREAD,
+    HARM,
+    Model,
+    Run,
+    StudyTables,
+    task_of,
+)
 from studies.published_claims import (
     ALONE,
     CLAIMS,
@@ -216,7 +224,9 @@ def outside_site(run: Run) -> str:
 def of_iop_fl(study: Callable[[str], StudyTables]) -> Sentences:
     best = []
     spread = []
-    lowest = []
+    without_overlap = dict.fromkeys(("deployed", "mixture", "global"), 0)
+    patients = 0
+    sizes = []
     moves = []
     starts = []
     printed_at_du = []
@@ -224,17 +234,19 @@ def of_iop_fl(study: Callable[[str], StudyTables]) -> Sentences:
         runs = Runs(study(name), "outside")
         best.append(runs.level((IOP, BEST_EXPERT)))
         spread.append(runs.level((IOP, EXPERT_SPREAD)))
-        ends = []
+        sizes.append(" x ".join(map(str, task_of(runs.study.groups)["size"])))
         for run in runs.study.groups[IOP]:
             name_of_site = outside_site(run)
             site = run["sites"][name_of_site]
             dice = {model: values["dice"] for model, values in site["metrics"].items()}
-            ends.append(dice["deployed"])
+            for model in without_overlap:
+                of_patients = run["scores"][name_of_site][model]["values"]["dice"]
+                without_overlap[model] += of_patients.count(0.0)
+            patients += len(of_patients)
             moves.append(dice["deployed"] - dice["mixture"])
             starts.append(site["reports"]["deployed"]["start"])
             if name_of_site == "DU":
                 printed_at_du.append(dice["printed_objective"])
-        lowest.append(f"{min(ends):.2f}")
     assert set(starts) == {"mixture"}
     harmed = [move for move in moves if move < -HARM]
     assert len(harmed) == 6
@@ -242,11 +254,14 @@ def of_iop_fl(study: Callable[[str], StudyTables]) -> Sentences:
     yield (
         RESULTS,
         (
-            f"(best one, chosen on test, {' and '.join(best)}; spread {' and '.join(spread)}). No mask "
-            f"was emptied: the lowest Dice of a run is {' and '.join(lowest)}. The worst run ended "
-            f"{-min(moves):.3f} below its start, six more than {HARM:.2f}."
+            f"(best one, chosen on test, {' and '.join(best)}; spread {' and '.join(spread)}). Of "
+            f"{patients} test patients {without_overlap['deployed']} have no overlap with the deployed "
+            f"mask, {without_overlap['mixture']} with the mixture's, {without_overlap['global']} with "
+            f"the global model's. The worst run ended {-min(moves):.3f} below its start, six more than "
+            f"{HARM:.2f}."
         ),
     )
+    yield RESULTS, f"Ten seeds; {sizes[0]} (fundus_vessels), {sizes[1]} (brain_lgg)."
     yield (
         RESULTS,
         (
@@ -374,14 +389,29 @@ def of_the_mechanisms(study: Callable[[str], StudyTables]) -> Sentences:
             f"by {by_site['Z']} at Z, a third disc"
         ),
     )
-    clean = Runs(study("mechanism_prr_clean"))
-    alone = clean.level(("single-site:method=prr", "deployed"))
+    of_personal = []
+    for name in ("mechanism_prr", "mechanism_prr_clean"):
+        runs = Runs(study(name))
+        alone = runs.level(("single-site:method=prr", "personal"))
+        of_personal.append(f"({runs.level(('prr', 'personal'))}, alone {alone})")
     yield (
         PAGE_OF_PRR,
         (
-            f"the personal model ({clean.level(('prr', 'personal'))}) is below training alone "
-            f"({alone})."
+            "Personal models gain nothing, with wrong labels "
+            f"{of_personal[0]} or right ones {of_personal[1]}."
         ),
+    )
+    starts = set()
+    shares = []
+    for run in study("mechanism_iop_fl").groups[ROUTED]:
+        report = run["sites"]["X"]["reports"]["deployed"]
+        starts.add(report["start"])
+        shares.append(fmean(of_layer[1] for of_layer in report["coefficients"].values()))
+        assert run["seed"] > 35, "the rule for the start was chosen with seeds 0 to 35"
+    assert starts == {"B"}
+    yield (
+        RESULTS,
+        f"routing starts from B in all ten runs and ends with {min(shares):.2f} of it or more",
     )
     bands = Runs(study("mechanism_prr_bands"))
     everything = bands.level(("prr:r0=0.5,r1=0.5", "deployed"))
@@ -406,4 +436,12 @@ def of_the_mechanisms(study: Callable[[str], StudyTables]) -> Sentences:
     for name in ("mechanism_grace", "mechanism_feddag", "mechanism_feddag_beyond"):
         values = Runs(study(name), "outside").values(("participating", "deployed"))
         oracles.append(f"{values.mean():.2f} in {name}")
-    yield RESULTS, f"FedAvg would have {', '.join(oracles)}."
+    clean_sites = Runs(study("mechanism_grace_clean"), "outside").values(("fedavg", "deployed"))
+    yield (
+        RESULTS,
+        (
+            f"FedAvg would have {', '.join(oracles)}; from the three clean sites of mechanism_grace "
+            f"alone, {clean_sites.mean():.2f} "
+            "([mechanism_grace_clean](results/mechanism_grace_clean/study.zip))."
+        ),
+    )

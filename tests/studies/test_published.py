@@ -11,6 +11,7 @@ import pytest
 from medflare.studies import tables
 from medflare.studies.grid import STUDY_FILE, read_study
 from medflare.studies.statistics import Comparison, compare_patients
+from medflare.studies.suites import load_suite
 from medflare.studies.tables import StudyTables
 from studies.published_claims import (
     CLAIMS,
@@ -78,6 +79,29 @@ def test_the_claims_of_the_page_are_those_of_the_committed_runs() -> None:
     assert "confirmed" in verdicts["prr", "FedBN"]
     for key in (("prr", "alone with PRR's loss"), ("grace", "FedAvg"), ("feddag", "FedAvg")):
         assert "confirmed" not in verdicts[key], "README.md says that it is not above"
+
+
+@pytest.mark.parametrize(
+    ("effect", "suite", "row", "comparator"),
+    [
+        (("fedsm", "dice", "inside"), "fedsm_table3", "FedSM", "FedAvg"),
+        (("iop_fl", "dice", "inside"), "iop_table1_fundus", "IOP-FL", "FedAvg"),
+        (("iop_fl", "dice", "outside"), "iop_table2_fundus", "IOP-FL", "FedAvg"),
+        (("prr", "f1_macro", "inside"), "prr_table2", "Ours", "FedBN"),
+        (("grace", "balanced_accuracy", "inside"), "grace_table1_isic", "GRACE", "FedAvg"),
+        (("grace", "balanced_accuracy", "outside"), "grace_table2_isic", "GRACE", "FedAvg"),
+        (("grace", "dice", "inside"), "grace_table1_prostate", "GRACE", "FedAvg"),
+        (("grace", "dice", "outside"), "grace_table2_prostate", "GRACE", "FedAvg"),
+    ],
+)
+def test_the_effects_of_the_papers_are_those_of_their_tables(
+    effect: tuple[str, str, str], suite: str, row: str, comparator: str
+) -> None:
+    numbers = load_suite(suite).numbers
+    first = numbers[row]["mean"]
+    second = numbers[comparator]["mean"]
+    scale = 100 if first > 1 else 1  # percent
+    assert tables.PAPER_EFFECTS[effect] == pytest.approx((first - second) / scale, abs=0.0015)
 
 
 def test_the_numbers_in_sentences_are_those_of_the_committed_runs() -> None:

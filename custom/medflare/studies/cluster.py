@@ -34,10 +34,10 @@ def executor_of(cluster: str, folder: Path, processes: int) -> Any:
         key, _, value = setting.partition("=")
         settings[key] = parsed_value(value)
     make_folder(folder)
-    executor = submitit.AutoExecutor(folder, cluster=name)
     try:
+        executor = submitit.AutoExecutor(folder, cluster=name)
         executor.update_parameters(**settings)
-    except (NameError, AssertionError) as error:
+    except (NameError, AssertionError, RuntimeError) as error:
         raise ConfigError(f"--cluster {cluster}: {one_line(error)}") from error
     return executor
 

@@ -102,6 +102,8 @@ PAPER_EFFECTS: Mapping[tuple[str, str, str], float] = {
     ("prr", "f1_macro", "inside"): 0.12,
     ("grace", "balanced_accuracy", "inside"): 0.10,
     ("grace", "balanced_accuracy", "outside"): 0.07,
+    ("grace", "dice", "inside"): 0.037,
+    ("grace", "dice", "outside"): 0.020,
 }
 
 

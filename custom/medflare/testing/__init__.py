@@ -30,9 +30,11 @@ from medflare.federation.preflight import check_run
 from medflare.federation.settings import step_name
 from medflare.federation.step_errors import described
 from medflare.inference.deployed import load_model
+from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.method import Method
 from medflare.tasks.config import TaskConfig, load_task
+from medflare.testing.unused import unused
 
 # Small images of the phantom with grades; its network has batch normalisation and features.
 TASK = load_task(
@@ -77,9 +79,10 @@ def check_method(
 ) -> list[Check]:
     """Checks a method on a small federation of two sites and one outside site, where it can.
 
-    A dry run of its messages; a run in the plain loop; what it sends against what it declares; the
-    same weights from two workers, from algorithms that are rebuilt before every step, and from a
-    run that is killed and resumed within every step; a missing and a late site.
+    A dry run of its messages; a run in the plain loop; what it sends against what it declares;
+    code that nothing uses; the same weights from two workers, from algorithms that are rebuilt
+    before every step, and from a run that is killed and resumed within every step; a missing and a
+    late site.
 
     Args:
         method: name of the method, or a `Method`.
@@ -138,6 +141,15 @@ class _Record:
         repeated = [checksums for checksums in self.received.values() if len(checksums) > 1]
         return bool(repeated) and all(len(set(checksums)) == 1 for checksums in repeated)
 
+    def note_generators(self, before: Json, party: str) -> None:
+        """Note that a party has changed a global generator, whose states were `before`."""
+        for library, state in _global_generators().items():
+            if state != before[library]:
+                self.drawn = self.drawn or (
+                    f"{party} draws from the global generator of {library}, or seeds it; use those "
+                    "of medflare.core.rng"
+                )
+
     def note(self, site: str, phase: str, incoming: Message, reply: Message) -> None:
         self.sent.setdefault(phase, set()).update(reply.meta)
         if incoming.states and reply.states:
@@ -164,6 +176,7 @@ class _Kit:
         yield "dry run", self.dry_run
         yield "plain loop", self.plain_loop
         yield "declared messages", self.declared_messages
+        yield "unused code", self.unused_code
         yield "two workers", self.two_workers
         yield "rebuilt before every step", self.forgetful
         yield "killed and resumed", self.resumed
@@ -219,6 +232,11 @@ class _Kit:
                     f"the reply to {name!r} never holds {min(never)!r}: send it, or declare it "
                     "as_optional()"
                 )
+
+    def unused_code(self) -> None:
+        problem = unused(self.method, self._record.sent)
+        if problem:
+            raise Failed(problem)
 
     def two_workers(self) -> None:
         self.run("workers", workers=2)
@@ -298,24 +316,35 @@ def _global_generators() -> dict[str, Any]:
     }
 
 
+def _drawn_generators() -> dict[str, Any]:
+    """The same after a draw from each, so that it shows if one is seeded as before."""
+    torch.rand(1)
+    np.random.random()
+    random.random()
+    return _global_generators()
+
+
 def _recorded(method: Method, record: _Record) -> Method:
     """The method under another name; `record` gets what its sites do."""
 
     class Recorded(method.site_class):  # type: ignore[name-defined]
         def perform(self, phase: str, round: int, incoming: Message) -> Message:
-            before = _global_generators()
+            before = _drawn_generators()
             reply = super().perform(phase, round, incoming)
-            for library, state in _global_generators().items():
-                if state != before[library]:
-                    record.drawn = record.drawn or (
-                        f"site {self.site.name} in {step_name(phase, round)} draws from the global "
-                        f"generator of {library}, or seeds it; use those of medflare.core.rng"
-                    )
+            record.note_generators(before, f"site {self.site.name} in {step_name(phase, round)}")
             record.note(self.site.name, phase, incoming, reply)
             return reply
 
+    class RecordedServer(method.server_class):  # type: ignore[name-defined]
+        def aggregate(self, step: Step, replies: Mapping[str, Message]) -> None:
+            before = _drawn_generators()
+            super().aggregate(step, replies)
+            record.note_generators(before, f"the server after {step.phase!r}")
+
     Recorded.__name__ = method.site_class.__name__  # which messages name
-    return replace(method, name=f"{method.name}{_RECORDED}", site=Recorded)
+    RecordedServer.__name__ = method.server_class.__name__
+    name = f"{method.name}{_RECORDED}"
+    return replace(method, name=name, site=Recorded, server=RecordedServer)
 
 
 def in_pieces(begin: Callable[..., Results], resume: Callable[..., Results]) -> Results:
