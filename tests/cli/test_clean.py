@@ -1,6 +1,7 @@
 """`medflare clean` deletes with --yes only, and never what a run is for."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -111,9 +112,42 @@ def test_a_link_in_the_folder_of_a_run_is_refused(
     (run / "sites" / "site-9").symlink_to(state.parent)
     (run / "results.json").unlink()
     before = files_of(run)
-    assert "site-9 is a link; take it out" in refused(command, str(run))
+    assert "site-9 is a link that leads elsewhere; take it out" in refused(command, str(run))
     assert state.is_dir()
     assert files_of(run) == before
+
+
+@pytest.mark.parametrize("kind", ["hard link", "pipe", "unreadable"])
+def test_other_entries_that_lead_elsewhere_are_refused(
+    kind: str, run: Path, tmp_path: Path, refused: Refused
+) -> None:
+    entry = run / "sites" / "entry"
+    if kind == "hard link":
+        (tmp_path / "bashrc").write_text("")
+        os.link(tmp_path / "bashrc", entry)
+    elif kind == "pipe":
+        os.mkfifo(entry)
+    else:
+        entry.mkdir(mode=0o300)
+        if os.access(entry, os.R_OK):
+            pytest.skip("this account reads every folder")
+    assert "entry" in refused("clean", str(run), "--yes")
+
+
+def test_links_within_a_run_and_runs_behind_links(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The simulator's runs have links to their own files; a link beside runs is another's."""
+    (run / "again.json").symlink_to("results.json")
+    other = run.rename(tmp_path / "other")
+    (run.parent / "linked").symlink_to(other)
+    run.mkdir()
+    (run / "results.json").write_bytes((other / "results.json").read_bytes())
+    assert main(["clean", str(run.parent), "--yes"]) == 0
+    assert "other" not in capsys.readouterr().out
+    assert (other / "checkpoint.safetensors").exists()
+    assert main(["clean", str(other), "--yes"]) == 0
+    assert not (other / "checkpoint.safetensors").exists()
 
 
 def test_a_folder_with_escapes_in_its_name_is_shown_without(

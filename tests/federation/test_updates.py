@@ -203,6 +203,9 @@ def test_a_gradient_of_the_usual_length_is_accepted_where_those_of_others_have_v
         later = validated([1e-6, 1e-6, 90], sent=False, drift=drift)
         assert not later.rejected
     assert validated([1e-6, 1e-6, 110], sent=False, drift=drift).rejected.keys() == {"C"}
+    pair = DriftMemory(0)  # nor one of two
+    assert not validated([1, 99], sent=False, drift=pair).rejected
+    assert validated([1, 300], sent=False, drift=pair).rejected.keys() == {"B"}
 
 
 def test_an_update_against_the_others_is_suspicious_or_rejected() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -155,7 +156,6 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
     """FLARE's module of the simulator, with a key of its own."""
     for name in ("Client", "subprocess"):
         monkeypatch.setattr(simulator_runner, name, getattr(simulator_runner, name))
-    monkeypatch.setenv(SIMULATOR_KEY, "")
     authenticate_sites()
     return simulator_runner
 
@@ -168,6 +168,19 @@ def test_the_simulator_takes_nothing_of_another_account(simulation: Any) -> None
         with pytest.raises((AuthenticationError, AssertionError)):  # the latter in Python 3.11
             simulation.Client(listener.address)
         thread.join()
+
+
+def test_each_simulated_site_has_a_key_of_its_own(
+    simulation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one key, what the simulator asks a stranger could be answered by another site."""
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env: started.append(env))
+    for port in ("10001", "10002"):
+        simulation.subprocess.Popen(["python", "-m", "worker", "--port", port], env={"A": "1"})
+    keys = {environment[SIMULATOR_KEY] for environment in started}
+    assert len(keys) == 2
+    assert SIMULATOR_KEY not in os.environ and started[0]["A"] == "1"
 
 
 def test_a_simulated_site_takes_no_orders_of_another_account(

@@ -405,7 +405,7 @@ def test_a_link_in_the_folder_of_a_study_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "study"
     out.mkdir()
     (out / ".study.lock").symlink_to(keys)
-    with pytest.raises(StateError, match="is a link"):
+    with pytest.raises(StateError, match="is a link that leads elsewhere"):
         run_study([Candidate.parse("constant")], SETTING, [0], out)
     assert keys.read_text() == "ssh-ed25519 AAAA"
 

@@ -58,6 +58,8 @@ def runs_in(folders: list[Path]) -> Iterator[Path]:
     for folder in folders:
         runs = []
         for path in (folder, *sorted(folder.glob("*"))):
+            if path != folder and path.is_symlink():
+                continue  # of another place: name it to clean it
             if (path / RESULTS_FILE).is_file() or checkpoint_of(path).is_file():
                 runs.append(path)
         if not runs:

@@ -1,6 +1,7 @@
 """Changes to FLARE 2.9's internals; docs/flare.md has measurements and says when each can go."""
 
 import asyncio
+import hmac
 import os
 import random
 import secrets
@@ -11,8 +12,8 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, partial
-from multiprocessing.connection import Client
+from functools import cache
+from multiprocessing.connection import Client, Connection
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
@@ -154,17 +155,15 @@ def keep_ports_apart() -> None:
 
 
 def authenticate_sites() -> None:
-    """If this is a simulator, have it and its sites' processes prove to each other by a key that
-    they are of one simulator: they unpickle what comes to a port, which any account of this machine
-    can take first.
+    """If this is a simulator, have it and its sites' processes prove to each other by a key of each
+    site that they are of one simulator: they unpickle what comes to a port, which any account of
+    this machine can take first.
     """
     runner = sys.modules.get(_SIMULATOR)
-    if not runner:
-        return
-    key = secrets.token_bytes(32)
-    os.environ[SIMULATOR_KEY] = key.hex()
-    runner.Client = partial(Client, authkey=key)  # type: ignore[attr-defined]
-    runner.subprocess = _SitesProcesses  # type: ignore[attr-defined]
+    if runner:
+        processes = _SitesProcesses()
+        runner.Client = processes.connected  # type: ignore[attr-defined]
+        runner.subprocess = processes  # type: ignore[attr-defined]
 
 
 class _SitesProcesses:
@@ -172,12 +171,26 @@ class _SitesProcesses:
 
     TimeoutExpired = subprocess.TimeoutExpired
 
-    @staticmethod
-    def Popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:  # noqa: N802
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def _key(self, port: int) -> bytes:
+        """Of the site at a port: with one key for all, another account could have one site's
+        process answer what the simulator asks it in place of another.
+        """
+        return hmac.digest(self._secret, str(port).encode(), "sha256")
+
+    def connected(self, address: tuple[str, int]) -> Connection:
+        """A connection to a site's process."""
+        return Client(address, authkey=self._key(address[1]))
+
+    def Popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:  # noqa: N802
         """The process of a site: ours in place of FLARE's simulator_worker."""
         python, flag, _, *arguments = command
+        port = int(arguments[arguments.index("--port") + 1])
+        environment = {**os.environ, **options.pop("env", {}), SIMULATOR_KEY: self._key(port).hex()}
         own = [python, flag, "medflare.flare.simulator_worker", *arguments]
-        return subprocess.Popen(own, **options)
+        return subprocess.Popen(own, env=environment, **options)
 
 
 def quiet_ports(number: int) -> list[int]:

@@ -215,4 +215,4 @@ def without_folders(text: str) -> str:
     """The text without paths: of all between a path and the last / before a colon, nothing stays,
     as folders are called by patients, with commas, blanks and brackets.
     """
-    return re.sub(r"(?<![\w.:/)])/(?:(?!: ).)*/", "", text)
+    return re.sub(r"(?:file:/+|(?<![\w./)])/(?!/))(?:(?!: ).)*/", "", text)

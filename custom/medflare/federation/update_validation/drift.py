@@ -41,12 +41,12 @@ class DriftMemory:
     memory: Message = field(default_factory=Message)
 
     def usual_length(self, phase: str, entry: str) -> float:
-        """The largest median of a step's lengths so far; 0 if there is none."""
+        """The largest median of a step's lengths so far, of two the smaller; 0 if there is none."""
         return float(self.memory.meta.get(f"{phase}/{entry} length", 0.0))
 
     def note_lengths(self, phase: str, entry: str, lengths: Sequence[float]) -> None:
         """Note the lengths of a step's updates that were accepted."""
-        usual = max(self.usual_length(phase, entry), statistics.median(lengths))
+        usual = max(self.usual_length(phase, entry), statistics.median_low(lengths))
         self.memory.meta[f"{phase}/{entry} length"] = usual
 
     def sketch(
