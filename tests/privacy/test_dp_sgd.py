@@ -15,8 +15,11 @@ from opacus.accountants import RDPAccountant
 from scipy.stats import kstest
 
 from helpers.picture_sites import SEGMENTATION, numbered_split
+from helpers.small_tasks import tiny_phantom
 from medflare.core.errors import Aborted, ConfigError
 from medflare.data.loading import SiteData, Split
+from medflare.federation.local.loop import run_local
+from medflare.methods.catalogue import get_method, method_names
 from medflare.privacy.dp_sgd import check_gradients, drawn_patients, epsilon_of, train_dp_sgd
 from medflare.privacy.ledger import Release, training_patients
 from medflare.tasks.config import load_task
@@ -304,3 +307,16 @@ def test_networks_without_every_gradient_are_refused_in_one_line(
     with pytest.raises(ConfigError, match=f"network own .*{reason}") as refused:
         check_gradients(network, torch.zeros(2, 3))
     assert "\n" not in str(refused.value)
+
+
+PRIVATE = [name for name in method_names() if not get_method(name).dp_unsupported_reason]
+
+
+@pytest.mark.parametrize("name", [name for name in PRIVATE if get_method(name).trains])
+def test_every_method_that_offers_dp_sgd_runs_with_it(name: str) -> None:
+    """Nothing that the method sends is refused, an outside site's models included."""
+    task = tiny_phantom()
+    outside = ["site-3"] if get_method(name).outside else []
+    hyper = {"rho": 0.0} if name == "sha" else {}  # its perturbed models are refused
+    results = run_local(name, task, 2, outside=outside, rounds=2, seed=0, dp_noise=1.0, **hyper)
+    assert (results["status"], results["reason"]) == ("COMPLETED", None)

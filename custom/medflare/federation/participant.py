@@ -71,6 +71,7 @@ from medflare.inference.deployed import plain_message
 from medflare.methods.base import SiteAlgorithm
 from medflare.methods.fedavg.site import MODEL
 from medflare.methods.method import Method
+from medflare.methods.parts.measured import LOSS
 from medflare.privacy.ledger import Account, Budget, Ledger
 from medflare.privacy.settings import is_private
 from medflare.training.site import Site
@@ -243,13 +244,15 @@ class Participant:
             return algorithm.perform(phase, round, incoming)
         earlier = self._account.steps()
         reply = algorithm.perform(phase, round, incoming)
-        if reply.states and self._account.steps() == earlier:
+        items = algorithm.phases[phase].meta
+        trained_before = earlier > 0 and LOSS not in items  # IOP-FL sends its average of models
+        if reply.states and self._account.steps() == earlier and not trained_before:
             raise ConfigError(
                 f"site {self.name} sends nothing: method {self.method.name} has trained "
                 f"{', '.join(reply.states)} in '{phase}' without DP-SGD, although dp_noise is set; "
                 "its site algorithm has to train with `descend` or `train_privately`"
             )
-        for item in algorithm.phases[phase].meta:
+        for item in items:
             of_training = item.measured != "validation" and not item.public
             if of_training and reply.get(item) is not None:
                 raise ConfigError(

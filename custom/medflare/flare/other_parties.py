@@ -184,7 +184,10 @@ def survive_messages() -> None:
             if client and client.name in sites:
                 ended[job].add(client.name)
             if not sites or sites != ended[job]:
-                _LOG.warning(f"a site's process has failed, the job goes on: {report}")
+                if client:
+                    _LOG.warning(
+                        f"a process of {client.name} has failed; its jobs go on for others"
+                    )
                 request.payload = {**report, JobFailureMsgKey.CODE: None}
         return end_job(server, request)
 

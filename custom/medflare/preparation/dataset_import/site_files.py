@@ -141,6 +141,7 @@ def _place(source: Path, target: Path, copy: bool) -> None:
     try:
         if copy:
             shutil.copyfile(source.resolve(), target)
+            target.chmod(0o600)
         else:
             os.link(source.resolve(), target)
     except OSError as error:
