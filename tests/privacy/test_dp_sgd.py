@@ -317,6 +317,8 @@ def test_every_method_that_offers_dp_sgd_runs_with_it(name: str) -> None:
     """Nothing that the method sends is refused, an outside site's models included."""
     task = tiny_phantom()
     outside = ["site-3"] if get_method(name).outside else []
-    hyper = {"rho": 0.0} if name == "sha" else {}  # its perturbed models are refused
+    hyper: dict[str, Any] = (
+        {"rho": 0.0} if name == "sha" else {}
+    )  # its perturbed models are refused
     results = run_local(name, task, 2, outside=outside, rounds=2, seed=0, dp_noise=1.0, **hyper)
     assert (results["status"], results["reason"]) == ("COMPLETED", None)
