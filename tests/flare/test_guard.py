@@ -28,7 +28,7 @@ from medflare.core.store import StateStore
 from medflare.federation.settings import META_LIMIT
 from medflare.flare.guard import OutboundGuard
 from medflare.flare.messages import error_of, register_decomposers, to_message, to_shareable
-from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask
+from medflare.flare.participants import RESULT_CONTEXT, ParticipantSpec, ResultContext
 from medflare.methods.catalogue import get_method
 
 SITE = "clinic"
@@ -55,7 +55,7 @@ def prepared(spec: ParticipantSpec, phase: str = "train") -> FLContext:
     """FLARE's context while the site answers to a phase of round 4."""
     fl_ctx = FLContext()
     fl_ctx.set_prop(ReservedKey.IDENTITY_NAME, SITE)
-    fl_ctx.set_prop(SITE_TASK, SiteTask(phase, 4, spec), private=True, sticky=False)
+    fl_ctx.set_prop(RESULT_CONTEXT, ResultContext(phase, 4, spec), private=True, sticky=False)
     return fl_ctx
 
 

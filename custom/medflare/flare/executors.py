@@ -40,9 +40,9 @@ from medflare.flare.messages import (
 )
 from medflare.flare.names import TASK_FILE
 from medflare.flare.participants import (
-    SITE_TASK,
+    RESULT_CONTEXT,
     ParticipantSpec,
-    SiteTask,
+    ResultContext,
     anchor_data_root,
     interrupted_id,
     load_ahead,
@@ -128,8 +128,8 @@ class MedflareExecutor(Executor):
         try:
             if self._spec is None:
                 self._spec = self._make_spec(fl_ctx)
-            task = SiteTask(task_name, round, self._spec)
-            fl_ctx.set_prop(SITE_TASK, task, private=True, sticky=False)
+            task = ResultContext(task_name, round, self._spec)
+            fl_ctx.set_prop(RESULT_CONTEXT, task, private=True, sticky=False)
             return self._reply(task_name, round, shareable, fl_ctx)
         except Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)

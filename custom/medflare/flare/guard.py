@@ -37,7 +37,7 @@ from medflare.flare.messages import (
     to_shareable,
     without_folders,
 )
-from medflare.flare.participants import SITE_TASK, ParticipantSpec, SiteTask
+from medflare.flare.participants import RESULT_CONTEXT, ParticipantSpec, ResultContext
 
 if TYPE_CHECKING:
     from medflare.core.message import Message
@@ -79,7 +79,7 @@ class OutboundGuard(Filter):
         except ConfigError as error:
             self.log_error(fl_ctx, f"{UNABLE}{error}")
             raise UnsafeJobError(str(error)) from error
-        task = fl_ctx.get_prop(SITE_TASK)
+        task = fl_ctx.get_prop(RESULT_CONTEXT)
         if task is None:
             return _undeclared(shareable, site)
         try:
@@ -90,7 +90,7 @@ class OutboundGuard(Filter):
             self.log_error(fl_ctx, f"{UNABLE}{DISK_FULL}")
             return error_reply(DISK_FULL)
 
-    def _checked(self, shareable: Shareable, task: SiteTask, fl_ctx: FLContext) -> Shareable:
+    def _checked(self, shareable: Shareable, task: ResultContext, fl_ctx: FLContext) -> Shareable:
         """What may leave of a declared result, recorded; OSError if it cannot be recorded."""
         site = fl_ctx.get_identity_name()
         code = _return_code(shareable)
@@ -120,7 +120,9 @@ class OutboundGuard(Filter):
         _record(task, [{"entry": "everything", "purpose": reason, "sent": "no"}])
         return error_reply(reason)
 
-    def _declared(self, task: SiteTask, *, shares: bool) -> "tuple[Manifest, tuple[MetaSpec, ...]]":
+    def _declared(
+        self, task: ResultContext, *, shares: bool
+    ) -> "tuple[Manifest, tuple[MetaSpec, ...]]":
         """The tensors and metadata that the method declares for a reply.
 
         Args:
@@ -271,7 +273,7 @@ def _row(entry: str, tensors: int, size: int, purpose: str) -> JsonDict:
     return {"entry": entry, "tensors": tensors, "bytes": size, "purpose": purpose, "sent": "yes"}
 
 
-def _record(task: SiteTask, rows: list[JsonDict]) -> None:
+def _record(task: ResultContext, rows: list[JsonDict]) -> None:
     """Append rows to outbound.csv in the site's folder of the job."""
     from medflare.core.store import csv_text, make_folder, private_opener
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from medflare.training.site import Site
 
 # In FLARE's context while a task and the filters of its result run.
-SITE_TASK = "medflare.site_task"
+RESULT_CONTEXT = "medflare.result_context"
 _DATA_ROOT = "MEDFLARE_DATA_ROOT"
 DEVICES = "CUDA_VISIBLE_DEVICES"  # the simulator sets it for each site's process
 # Folder beside local/medflare.json: the privacy budget that the site's jobs have spent, and the
@@ -157,7 +157,7 @@ class ParticipantSpec:
             partial.rename(self.state_folder)
 
 
-class SiteTask(NamedTuple):
+class ResultContext(NamedTuple):
     """The task that a site is working on, for the filters of its result."""
 
     phase: str

@@ -45,7 +45,7 @@ _POLL = 0.1
 
 
 @dataclass
-class _SiteTask:
+class _PendingReply:
     """The task of one site in the current step. Times are on the monotonic clock."""
 
     task: Task
@@ -88,7 +88,7 @@ class TaskExchange:
         self._not_ready: set[str] = set()
         self._waiting: set[str] = set()  # sites with a request that waits for a task
         self._step: Step | None = None
-        self._tasks: dict[str, _SiteTask] = {}
+        self._tasks: dict[str, _PendingReply] = {}
         self._changed = threading.Condition()
         self._closed = False
 
@@ -201,14 +201,14 @@ class TaskExchange:
             return timeout
         return min(timeout or _NEWCOMER_TIMEOUT, _NEWCOMER_TIMEOUT)
 
-    def _send(self, step: Step, site: str, message: Message) -> _SiteTask:
+    def _send(self, step: Step, site: str, message: Message) -> _PendingReply:
         data = to_shareable(message)
         data.set_header(AppConstants.CURRENT_ROUND, step.round)
         task = Task(
             step.phase, data, after_task_sent_cb=self._on_fetched, result_received_cb=self._on_reply
         )
         self.controller.send(task, self.fl_ctx, targets=[site])
-        return _SiteTask(task, time.monotonic())
+        return _PendingReply(task, time.monotonic())
 
     def _on_fetched(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         self.heard_from(client_task.client.name)
@@ -229,7 +229,7 @@ class TaskExchange:
                 site_task.seconds = time.monotonic() - (site_task.fetched or site_task.sent)
                 self._changed.notify_all()
 
-    def _current(self, client_task: ClientTask) -> _SiteTask | None:
+    def _current(self, client_task: ClientTask) -> _PendingReply | None:
         """The site's task, or None for a reply to an earlier step."""
         site_task = self._tasks.get(client_task.client.name)
         if site_task is None or site_task.task is not client_task.task:
@@ -276,7 +276,7 @@ class TaskExchange:
                     busy = time.monotonic()
                 self._changed.wait(_POLL)
 
-    def _gone(self, site: str, site_task: _SiteTask, busy: float) -> bool:
+    def _gone(self, site: str, site_task: _PendingReply, busy: float) -> bool:
         """Whether a site that has a task is lost; `busy` is when any site was last at work.
 
         A site that has not fetched its task may be waiting for its turn (FLARE's simulator with
@@ -316,7 +316,7 @@ def read_reply(shareable: Shareable) -> Reply:
         return Reply(problem=problem, kind="rejected")
 
 
-def _read(site_task: _SiteTask) -> Reply:
+def _read(site_task: _PendingReply) -> Reply:
     """The site's reply; it is read once."""
     if site_task.shareable is not None:
         shareable = site_task.shareable
@@ -325,7 +325,9 @@ def _read(site_task: _SiteTask) -> Reply:
     return site_task.reply or Reply(problem="no answer", kind="missing")
 
 
-def _late_replies(step: Step, pending: Mapping[str, _SiteTask], timeout: float) -> dict[str, Reply]:
+def _late_replies(
+    step: Step, pending: Mapping[str, _PendingReply], timeout: float
+) -> dict[str, Reply]:
     """The replies that stand for those of the sites that a closed step did not wait for."""
     replies = {}
     for site, site_task in pending.items():
@@ -339,7 +341,7 @@ def _name(step: Step) -> str:
     return step_name(step.phase, step.round)
 
 
-def _slow_sites(step: Step, tasks: Mapping[str, _SiteTask]) -> list[str]:
+def _slow_sites(step: Step, tasks: Mapping[str, _PendingReply]) -> list[str]:
     """A line for each site that has worked far longer than the slowest of those that are done.
 
     The line comes again when the time has doubled.
