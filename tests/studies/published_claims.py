@@ -35,6 +35,7 @@ _ROUTING: Final = (
     ("that with test-batch statistics", (IOP, "batch_statistics")),
     ("uniform mixture", (IOP, "mixture")),
     ("printed objective", (IOP, "printed_objective")),
+    ("best expert, chosen on test", (IOP, BEST_EXPERT)),
 )
 _SHIPPED: Final = (
     ("FedAvg", ("fedavg", "deployed")),

@@ -12,15 +12,7 @@ import pandas as pd
 
 from medflare.evaluation.results import confusion
 from medflare.studies.statistics import ALL_SITES, compare, detectable_difference
-from medflare.studies.tables import (
-    BEST_EXPERT,
-    EXPERT_SPREAD,
-    HARM,
-    Model,
-    Run,
-    StudyTables,
-    task_of,
-)
+from medflare.studies.tables import EXPERT_SPREAD, HARM, Model, Run, StudyTables, task_of
 from studies.published_claims import (
     ALONE,
     CLAIMS,
@@ -222,7 +214,6 @@ def outside_site(run: Run) -> str:
 
 
 def of_iop_fl(study: Callable[[str], StudyTables]) -> Sentences:
-    best = []
     spread = []
     without_overlap = dict.fromkeys(("deployed", "mixture", "global"), 0)
     patients = 0
@@ -232,7 +223,6 @@ def of_iop_fl(study: Callable[[str], StudyTables]) -> Sentences:
     printed_at_du = []
     for name in ("fundus_iop_fl", "brain_lgg_iop_fl"):
         runs = Runs(study(name), "outside")
-        best.append(runs.level((IOP, BEST_EXPERT)))
         spread.append(runs.level((IOP, EXPERT_SPREAD)))
         sizes.append(" x ".join(map(str, task_of(runs.study.groups)["size"])))
         for run in runs.study.groups[IOP]:
@@ -254,7 +244,7 @@ def of_iop_fl(study: Callable[[str], StudyTables]) -> Sentences:
     yield (
         RESULTS,
         (
-            f"(best one, chosen on test, {' and '.join(best)}; spread {' and '.join(spread)}). Of "
+            f"(spread {' and '.join(spread)}). Of "
             f"{patients} test patients {without_overlap['deployed']} have no overlap with the deployed "
             f"mask, {without_overlap['mixture']} with the mixture's, {without_overlap['global']} with "
             f"the global model's. The worst run ended {-min(moves):.3f} below its start, six more than "
