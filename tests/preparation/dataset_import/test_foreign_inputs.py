@@ -924,7 +924,7 @@ def test_empty_findings_are_named(tmp_path: Path) -> None:
 # -- companions of pictures ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("companion", ["x{n}-d.bmp", "x{n}_overlay.png", "thumbs/x{n}.jpg"])
+@pytest.mark.parametrize("companion", ["x{n}-d.bmp", "x{n}_overlay.png", "small/x{n}.jpg"])
 @pytest.mark.parametrize("folders", ["ab", "a"])
 def test_companions_of_pictures_are_asked_about(
     folders: str, companion: str, tmp_path: Path
@@ -1120,11 +1120,15 @@ def test_folders_of_years_parts_or_eyes_are_no_classes(
 
 
 @pytest.mark.parametrize("preview", ["preview", "thumbnails", "Vorschau"])
-def test_small_copies_are_no_class(preview: str, tmp_path: Path) -> None:
+def test_small_copies_are_left_out(preview: str, tmp_path: Path) -> None:
     for name in ("benign", "malignant"):
         files(tmp_path, f"{name}/{name}{{n}}.png")
-        files(tmp_path, f"{preview}/{name}{{n}}.png")
-    assert "seem to be versions of one picture" in error_of(tmp_path)
+        files(tmp_path, f"{preview}/{name}{{n}}.jpg")
+    report = imported(tmp_path)
+    assert {Path(image).parent.name for image in entries(tmp_path)} == {"benign", "malignant"}
+    assert any(
+        "left out, previews of other images: 20, the first" in line for line in report.dataset.notes
+    )
 
 
 def test_a_level_beside_a_diagnosis_is_not_the_label_without_a_question(tmp_path: Path) -> None:
@@ -1215,3 +1219,16 @@ def test_a_table_may_be_named_as_messages_name_it(
     table(tmp_path / "pictures" / "train.csv", ("image", "label"), *rows)
     monkeypatch.chdir(tmp_path)
     assert main(["data", "init", "pictures", "--table", "train.csv"]) == 0
+
+
+def test_dates_of_visits_are_found_in_names(tmp_path: Path) -> None:
+    rows = []
+    for number in NUMBERS:
+        for day, date, label in ((2, "2.3.2019", "active"), (11, "2020-03-11 00:00:00", "calm")):
+            year = 2019 if day == 2 else 2020
+            picture(tmp_path / f"P{number:03}_{year}03{day:02}.png", number)
+            rows.append((f"P{number:03}", date, label))
+    table(tmp_path / "visits.csv", ("Patient", "Visit", "label"), *rows)
+    imported(tmp_path)
+    entry = entries(tmp_path)["P003_20200311.png"]
+    assert (entry["patient"], entry["label"]) == ("P003", 1)

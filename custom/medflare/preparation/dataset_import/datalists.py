@@ -158,7 +158,7 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
         )
     if missing and not (options.skip and dataset.items):
         listed = len(missing) + len(dataset.items)
-        remedy = "complete them, or --skip"
+        remedy = "no image is left" if options.skip else "complete them, or --skip"
         if missing[-1].endswith(WITHOUT_IMAGE) and not missing[0].endswith(WITHOUT_IMAGE):
             remedy = (
                 f"the last: {missing[-1]}; if the numbers of masks and images are shifted, rename "

@@ -20,6 +20,8 @@ from medflare.preparation.dataset_import.names import (
     words,
 )
 
+_DAY_FIRST = re.compile(r"(?P<day>\d{1,2})[./](?P<month>\d{1,2})[./](?P<year>\d{4})")
+_YEAR_FIRST = re.compile(r"(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)")  # a time may follow
 _LETTER_AND_NUMBER = re.compile(r"[A-Za-z](\d{5,})")  # s50414267 is study 50414267 of MIMIC-CXR
 
 
@@ -161,12 +163,13 @@ class FileFinder:
         """The images that have a word in their path, or as a part of it; all for ""."""
         if not word:
             return images
+        spellings = _spellings(word)
         found = []
         for image in images:
             folders = image.relative_to(self._folder.root).parent.parts
             parts = _folded([*folders, stem(image)])
             parts += chain.from_iterable(re.split("[ _.-]+", part) for part in list(parts))
-            if composed(word).casefold() in parts:
+            if not spellings.isdisjoint(parts):
                 found.append(image)
         return found
 
@@ -205,6 +208,21 @@ class FileFinder:
             if parse_name(image.relative_to(self._folder.root)).split == self.split:
                 of_split.append(image)
         return of_split or images
+
+
+def _spellings(word: str) -> set[str]:
+    """A word as a path may have it: also a date as 20190302.
+
+    Examples:
+        >>> sorted(_spellings("2.3.2019")), sorted(_spellings("2019-03-02"))
+        (['2.3.2019', '20190302'], ['2019-03-02', '20190302'])
+    """
+    text = composed(word).casefold()
+    date = _DAY_FIRST.fullmatch(text) or _YEAR_FIRST.match(text)
+    if not date:
+        return {text}
+    numbers = {name: int(number) for name, number in date.groupdict().items()}
+    return {text, "{year:04}{month:02}{day:02}".format(**numbers)}
 
 
 def _beginnings(name: str) -> list[str]:

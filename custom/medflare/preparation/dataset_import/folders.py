@@ -16,13 +16,14 @@ from medflare.data.attributes import NO_ATTRIBUTES, Attributes
 from medflare.data.datalist import FILE, patient_id
 from medflare.data.dicom import SEGMENTATION, is_other_object, kind_of, tags_of
 from medflare.data.local import FOLDERS, allowed_folders
-from medflare.data.reading import explained, image_suffixes, is_dicom, suffix
+from medflare.data.reading import explained, image_suffixes, is_dicom, stem, suffix
 from medflare.preparation.dataset_import.names import (
     WORDS,
     FileName,
     composed,
     parse_name,
     split_folder,
+    words,
 )
 
 NEARLY_ALL = 0.9  # share of images from which something counts as said of all
@@ -192,6 +193,11 @@ def scan_folder(root: Path) -> ImageFolder:
         tables += tables_here
     images += headers
     notes = left_out_lines(left_out)
+    previews = _previews(images)
+    if previews:
+        first = min(previews).relative_to(root).as_posix()
+        notes.append(f"left out, previews of other images: {len(previews)}, the first: {first}")
+        images = [image for image in images if image not in previews]
     if others:
         notes.append(_line_of_objects(others, root))
     notes += _not_read(foreign, root)
@@ -219,6 +225,17 @@ def scan_folder(root: Path) -> ImageFolder:
         tuple(texts),
         {image: header.study for image, header in headers.items()},
     )
+
+
+def _previews(images: Collection[Path]) -> set[Path]:
+    """Images in folders that are called thumbnails or the like, with names of others elsewhere."""
+    in_folders = set()
+    for image in images:
+        folder = {*words(image.parent.name)}
+        if folder and folder <= {*WORDS["preview"]}:
+            in_folders.add(image)
+    elsewhere = {stem(image) for image in images if image not in in_folders}
+    return {image for image in in_folders if stem(image) in elsewhere}
 
 
 def _line_of_objects(kinds: Mapping[Path, str], root: Path) -> str:

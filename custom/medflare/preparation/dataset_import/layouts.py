@@ -40,8 +40,7 @@ from medflare.preparation.dataset_import.tables import (
     split_of_table,
 )
 
-_PREVIEWS = frozenset(WORDS["preview"])
-_VERSIONS = _PREVIEWS.union(WORDS["version"])
+_VERSIONS = frozenset(WORDS["version"])
 
 
 def find_dataset(
@@ -225,19 +224,13 @@ def _described_by(
 
 def _refuse_versions(folder: ImageFolder) -> None:
     """Raise DataError for images of one name in folders that are called as versions of one picture
-    are: Images/1.png and Images_Cropped/1.png, or benign/1.png and preview/1.png.
+    are: Images/1.png and Images_Cropped/1.png.
     """
     first_of: dict[tuple[bool, str, tuple[str, ...]], Path] = {}
-    elsewhere = {}  # of images in folders that are not called as previews
-    for image, name in folder.names.items():
-        if _PREVIEWS.isdisjoint(words(image.parent.name)):
-            elsewhere[name.mask, image.name] = image
     for image, name in folder.names.items():
         listed = words(folder.relative(image.parent))
         others = tuple(word for word in listed if word not in _VERSIONS | NO_PATIENT)
         other = first_of.setdefault((name.mask, image.name, others), image)
-        if {*words(image.parent.name)} <= _PREVIEWS:
-            other = elsewhere.get((name.mask, image.name), other)
         differ = {*listed} ^ {*words(folder.relative(other.parent))}
         if not _VERSIONS.isdisjoint(differ):
             both = " and ".join(map(folder.relative, (other, image)))
