@@ -102,9 +102,15 @@ def test_names_that_lead_elsewhere_or_to_another_party_are_refused(
 ) -> None:
     main(["provision", "project.yml", "--new"])
     project = tmp_path / "project.yml"
-    project.write_text(project.read_text().replace(old, new, 1))
+    example = project.read_text()
+    project.write_text(example.replace(old, new, 1))
     assert main(["provision", "project.yml"]) == 1
     assert named in capsys.readouterr().err
+    project.write_text(example)
+    (tmp_path / "site.yml").write_text(f"{{{new}, type: client, org: hospital}}")
+    if "site" in old:
+        assert main(["provision", "project.yml", "--add-client", "site.yml"]) == 1
+        assert named in capsys.readouterr().err
     assert not (tmp_path / "federation").exists()
 
 

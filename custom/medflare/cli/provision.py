@@ -76,7 +76,7 @@ def provision(
     if new:
         _write_example(project)
         return
-    name = _project_name(project)
+    name = _project_name(project, add_client)
     state = workspace / name / "state"
     _check_root_key(state, leave_root_key)
     passphrase = "" if leave_root_key else _passphrase()
@@ -131,11 +131,11 @@ def _write_example(project: Path) -> None:
     print(f"written: {project}\nnext: set the names in it, then: medflare provision {project}")
 
 
-def _project_name(project: Path) -> str:
+def _project_name(project: Path, added: Path | None) -> str:
     """The federation's name, which is that of its folder in the workspace.
 
-    ConfigError for a name that is no folder's, and for sites that FLARE would take for another
-    party.
+    `added`: file of a further site. ConfigError for a name that is no folder's, and for sites that
+    FLARE would take for another party.
     """
     import yaml
 
@@ -151,9 +151,11 @@ def _project_name(project: Path) -> str:
         name = str(content["name"])
         participants = content["participants"]
         sites = [str(party["name"]) for party in participants if party["type"] == "client"]
-    except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
+        if added is not None:
+            sites.append(str(yaml.safe_load(added.read_text(encoding="utf-8"))["name"]))
+    except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{project}: not a project file of FLARE ({one_line(error)}); correct it"
+            f"{added or project}: not a project file of FLARE ({one_line(error)}); correct it"
         ) from error
     if PurePath(name).name != name or name == "..":
         raise ConfigError(f"{project}: name {name!r} is no name of a folder; take another")

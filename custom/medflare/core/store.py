@@ -116,25 +116,30 @@ def private_opener(path: str, flags: int) -> int:
 
 
 def refuse_links(folder: Path) -> None:
+    """Raise StateError as of `refuse_link` for all that a folder has; OSError for a folder in it
+    that cannot be read.
+    """
+    for parent, folders, files in os.walk(folder, onerror=_raised):
+        for name in (*folders, *files):
+            refuse_link(Path(parent, name), folder)
+
+
+def refuse_link(path: Path, folder: Path) -> None:
     """Raise StateError for a link that leads out of a folder, which another person may have packed,
     for a second name of a file, and for what is no file and no folder: what is written or deleted
     there could be any file.
-
-    OSError for a folder in it that cannot be read.
     """
-    home = folder.resolve()
-    for parent, folders, files in os.walk(folder, onerror=_raised):
-        for name in (*folders, *files):
-            path = Path(parent, name)
-            if not path.resolve().is_relative_to(home):
-                raise StateError(
-                    f"{path} is a link that leads elsewhere; take it out, or put the file there"
-                )
-            about = path.lstat()
-            if stat.S_ISREG(about.st_mode) and about.st_nlink > 1:
-                raise StateError(f"{path} has a second name (a hard link); copy the folder")
-            if not (path.is_file() or path.is_dir() or path.is_symlink()):
-                raise StateError(f"{path} is no file and no folder; take it out")
+    if not os.path.lexists(path):
+        return
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise StateError(
+            f"{path} is a link that leads elsewhere; take it out, or put the file there"
+        )
+    about = path.lstat()
+    if stat.S_ISREG(about.st_mode) and about.st_nlink > 1:
+        raise StateError(f"{path} has a second name (a hard link); copy the folder")
+    if not (path.is_file() or path.is_dir() or path.is_symlink()):
+        raise StateError(f"{path} is no file and no folder; take it out")
 
 
 def _raised(error: OSError) -> NoReturn:

@@ -4,7 +4,6 @@ they are read.
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -27,6 +26,7 @@ import medflare
 from medflare.core.errors import StateError
 from medflare.core.events import KINDS, Event
 from medflare.core.packages import code_versions, extension_modules, installed_versions
+from medflare.core.store import write_atomically
 from medflare.core.text import NAME, Json, JsonDict, is_name, printable_json
 from medflare.evaluation.findings import findings
 from medflare.evaluation.labels import CLASSES, STRUCTURES, labels_of, named_metrics
@@ -513,13 +513,9 @@ def append_round(folder: Path, line: Json) -> None:
     `line`: {"step", "phase", "round", "seconds", "sites": {site: metadata of its reply},
     "aggregation": {site: {name: number}}}.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ROUNDS_FILE
+    before = path.read_bytes() if path.exists() else b""
+    if before and not before.endswith(b"\n"):
+        before += b"\n"
     text = json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"
-    with (folder / ROUNDS_FILE).open("a+b") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                text = b"\n" + text
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomically(path, before + text, public=True)  # not through a link to another file

@@ -40,7 +40,7 @@ from medflare.core.store import (
     file_digest,
     locked,
     refuse_bomb,
-    refuse_links,
+    refuse_link,
     replacing,
     write_atomically,
 )
@@ -300,7 +300,8 @@ def run_study(
         StateError: an earlier run in `out` is damaged, or had other settings, or its row other
             code; or a link is in `out`.
     """
-    refuse_links(out)
+    for name in (_LOCK, ERRORS, clusters.FOLDER):  # what is not written by replacing it
+        refuse_link(out / name, out)
     _check_named_once(candidates, seeds, left_out)
     if left_out and len(setting.sites) < 2:
         raise ConfigError(

@@ -1232,3 +1232,30 @@ def test_dates_of_visits_are_found_in_names(tmp_path: Path) -> None:
     imported(tmp_path)
     entry = entries(tmp_path)["P003_20200311.png"]
     assert (entry["patient"], entry["label"]) == ("P003", 1)
+
+
+@pytest.mark.parametrize("columns", [Columns(), Columns(mask="mask")])
+def test_a_column_of_masks_is_not_that_of_the_images(columns: Columns, tmp_path: Path) -> None:
+    """The names of the images have a wrong suffix."""
+    files(tmp_path, "img/b{n}.png", "masks/m{n}.png*")
+    rows = [(f"b{number}.tif", f"m{number}.png") for number in NUMBERS]
+    table(tmp_path / "list.csv", ("image", "mask"), *rows)
+    assert "b0.tif" in error_of(tmp_path, columns=columns)
+
+
+def test_dates_that_excel_has_made_of_grades_are_no_classes(tmp_path: Path) -> None:
+    for number in NUMBERS:
+        picture(tmp_path / f"{number}.png", number)
+    rows = [(f"{number}.png", ("2024-03-04 00:00:00", "5-5")[number % 2]) for number in NUMBERS]
+    table(tmp_path / "list.csv", ("image", "grade"), *rows)
+    assert "is a date, as Excel makes of 3-4; format the column as text" in error_of(tmp_path)
+
+
+def test_a_class_folder_in_its_own_folder_is_to_be_moved(tmp_path: Path) -> None:
+    """SIPaKMeD."""
+    for name in ("im_one", "im_two"):
+        files(tmp_path, f"{name}/{name}/a{{n}}.png")
+        files(tmp_path, f"{name}/b{{n}}.png")
+    assert "holds im_one; move what is in the inner one up" in error_of(
+        tmp_path, kind="classification"
+    )

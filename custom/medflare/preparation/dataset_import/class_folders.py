@@ -80,6 +80,8 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
         _refuse_sites(folder, inner)
     for name in names:
         same = sorted(deeper[name] & {*names})
+        if same == [name]:
+            raise DataError(f"{folder.root}: {name} holds {name}; move what is in the inner one up")
         if same:
             raise DataError(
                 f"{folder.root}: {name} holds {' and '.join(same)}, as classes are called; "

@@ -143,12 +143,14 @@ def _image_columns(
     names the most, of equals one whose cells have an image's suffix; or the one of the patients.
     """
     usual = usual_columns(WORDS["column"]["image"], list(frame))
-    images = {name: find.named_by(cells) for name, cells in frame.items()}
+    images = {}
     counts = {}
     for name, cells in frame.items():
-        counts[name] = len(images[name]), _names_files(cells)
+        if name not in used["mask"]:
+            images[name] = find.named_by(cells)
+            counts[name] = len(images[name]), _names_files(cells)
     for name in usual:
-        if counts[name][0]:
+        if name in counts and counts[name][0]:
             return [name]
     most = max(counts, key=counts.__getitem__)
     if not counts[most][0]:

@@ -1,5 +1,6 @@
 """The images of a table, with their labels, patients and splits."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from medflare.preparation.dataset_import.names import (
     words,
 )
 
+_DATE = re.compile(r"\d{4}-\d\d-\d\d 00:00:00")  # of a cell of Excel
 _MASK_COLUMNS: list[str] = WORDS["column"]["mask"]  # usual names
 _MAX_LEVELS = 8  # more numbers with decimals are a measurement, and no classes
 # How programs write a missing value, in lower case (those that pandas knows).
@@ -543,6 +545,11 @@ def _encode_labels(location: str, cells: pd.DataFrame) -> tuple[list[Any], list[
             refuse_variants(names, location)
             return findings[names].to_numpy().tolist(), names
         names = sorted_labels(column.unique())
+        for name in filter(_DATE.fullmatch, names):
+            raise DataError(
+                f"{location}: class {name} is a date, as Excel makes of 3-4; format the column as "
+                "text, and write these cells again"
+            )
         numbers = list(map(number_of, names))
         measured = None not in numbers and any(number % 1 for number in filter(None, numbers))
         rarely_twice = None not in numbers and 2 * len(names) > len(column)
