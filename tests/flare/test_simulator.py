@@ -26,9 +26,9 @@ from medflare.core.message import Message
 from medflare.flare import simulator
 from medflare.flare.flare_patches import authenticate_sites, quiet_ports
 from medflare.flare.messages import register_decomposers, to_bytes, to_shareable
-from medflare.flare.names import SIMULATOR_KEY
 from medflare.flare.participants import ParticipantSpec
 from medflare.flare.simulator import Host, SimulatorHost, SiteWorker, limit_spinning
+from medflare.flare.simulator_worker import KEY
 from medflare.methods.catalogue import get_method
 
 SPEC = {
@@ -178,9 +178,9 @@ def test_each_simulated_site_has_a_key_of_its_own(
     monkeypatch.setattr(subprocess, "Popen", lambda command, env: started.append(env))
     for port in ("10001", "10002"):
         simulation.subprocess.Popen(["python", "-m", "worker", "--port", port], env={"A": "1"})
-    keys = {environment[SIMULATOR_KEY] for environment in started}
+    keys = {environment[KEY] for environment in started}
     assert len(keys) == 2
-    assert SIMULATOR_KEY not in os.environ and started[0]["A"] == "1"
+    assert KEY not in os.environ and started[0]["A"] == "1"
 
 
 def test_a_simulated_site_takes_no_orders_of_another_account(

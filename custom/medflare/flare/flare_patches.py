@@ -23,7 +23,7 @@ from nvflare.fuel.utils.config import ConfigFormat, ConfigLoader
 from nvflare.fuel.utils.config_factory import ConfigFactory
 from nvflare.private.fed.app import default_app_validator
 
-from medflare.flare.names import SIMULATOR_KEY
+from medflare.flare import simulator_worker
 
 _SIMULATOR = "nvflare.private.fed.app.simulator.simulator_runner"
 # Above services, below the ports that systems hand out (Linux: from 32768).
@@ -186,11 +186,12 @@ class _SitesProcesses:
 
     def Popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:  # noqa: N802
         """The process of a site: ours in place of FLARE's simulator_worker."""
-        python, flag, _, *arguments = command
+        python, _, _, *arguments = command
         port = int(arguments[arguments.index("--port") + 1])
-        environment = {**os.environ, **options.pop("env", {}), SIMULATOR_KEY: self._key(port).hex()}
-        own = [python, flag, "medflare.flare.simulator_worker", *arguments]
-        return subprocess.Popen(own, env=environment, **options)
+        environment = {**os.environ, **options.pop("env", {})}
+        environment[simulator_worker.KEY] = self._key(port).hex()
+        run = f"import runpy; runpy.run_path({simulator_worker.__file__!r}, run_name='__main__')"
+        return subprocess.Popen([python, "-c", run, *arguments], env=environment, **options)
 
 
 def quiet_ports(number: int) -> list[int]:

@@ -2,8 +2,6 @@
 
 # Environment variable: the caller of the simulator prints the results, the server's log need not.
 NO_TABLE = "_MEDFLARE_NO_TABLE"
-# Environment variable: the key of a simulated site's process, in hexadecimal.
-SIMULATOR_KEY = "_MEDFLARE_SIMULATOR_KEY"
 TASK_FILE = "task.json"  # in the job's config folder
 
 # Actions in a party's audit.log, see `components`.
