@@ -1259,3 +1259,25 @@ def test_a_class_folder_in_its_own_folder_is_to_be_moved(tmp_path: Path) -> None
     assert "holds im_one; move what is in the inner one up" in error_of(
         tmp_path, kind="classification"
     )
+
+
+def test_a_label_in_another_row_than_the_image_is_explained(tmp_path: Path) -> None:
+    """An export of REDCap: a row for the baseline, and one for each photo."""
+    rows = []
+    for number in NUMBERS:
+        picture(tmp_path / f"rc_{number}.png", number)
+        rows += [(number, "AB"[number % 2], ""), (number, "", f"rc_{number}.png")]
+    table(tmp_path / "study.csv", ("record_id", "diagnosis", "image"), *rows)
+    text = error_of(tmp_path)
+    assert "no row has both an image and its label" in text
+    assert "write the label in the row of the image" in text
+
+
+def test_versions_of_one_name_are_not_taken_for_a_patients_images(tmp_path: Path) -> None:
+    for number in NUMBERS:
+        for version in ("raw", "clahe"):
+            picture(tmp_path / version / f"P{number // 2}" / f"E{number}.png", number)
+    rows = [(f"E{number}.png", f"P{number // 2}", number % 2) for number in NUMBERS]
+    table(tmp_path / "list.csv", ("image", "patient", "label"), *rows)
+    text = error_of(tmp_path)
+    assert "'E0.png' can be clahe/P0/E0.png and raw/P0/E0.png; write the whole path" in text

@@ -13,7 +13,7 @@ from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.reading import image_suffixes, suffix
 from medflare.preparation.dataset_import.file_finder import FileFinder, is_path
-from medflare.preparation.dataset_import.frames import clean_text, table_columns
+from medflare.preparation.dataset_import.frames import SAMPLED_ROWS, clean_text, table_columns
 from medflare.preparation.dataset_import.names import PATIENT, WORDS, number_of, split_name, words
 
 _FINDINGS = 5  # least columns of 0 and 1 that are findings without a question
@@ -154,6 +154,7 @@ def _image_columns(
             return [name]
     most = max(counts, key=counts.__getitem__)
     if not counts[most][0]:
+        _refuse_several_files(path, frame[[name for name in usual if name in counts]], find)
         named = [*used["patient"], *key_columns(frame)]
         named = [name for name in named if find.names_patients(frame, [name])]
         named.sort(key=lambda name: (not find.names_each(frame[name]), not frame[name].is_unique))
@@ -170,6 +171,16 @@ def _image_columns(
             )
     find.refuse_some_numbers(path, frame[most])
     return [most]
+
+
+def _refuse_several_files(path: Path, frame: pd.DataFrame, find: "FileFinder") -> None:
+    """Raise DataError for columns with another name in each row that can be several files, as
+    raw/1.png and clahe/1.png; "left" may be in each patient's folder.
+    """
+    for name in frame:
+        if frame[name].is_unique:
+            for cell in frame[name].head(SAMPLED_ROWS):
+                find(cell, f"{path} column {name}")
 
 
 def _without_header(path: Path) -> DataError:
