@@ -109,8 +109,7 @@ def read_tables(
             read = [_in_split_of_folder(item, of_table, folder, path) for item in read]
         items += read
         missing += incomplete
-    if not items:
-        _refuse_labels_in_other_rows(missing)
+    _refuse_labels_in_other_rows(items, missing)
     used_files = {file for item in items for file in item.paths}
     unlisted = [image for image in folder.images if image not in used_files]
     if unlisted:
@@ -154,13 +153,13 @@ def read_tables(
     )
 
 
-def _refuse_labels_in_other_rows(incomplete: Sequence[str]) -> None:
-    """Raise DataError if some of these lines are of rows without an image, others without a label,
-    as an export of REDCap has a row for the baseline, and one for each photo.
+def _refuse_labels_in_other_rows(items: Sequence[Item], incomplete: Sequence[str]) -> None:
+    """Raise DataError if no row is complete, and some of these lines are of rows without an image,
+    others without a label: an export of REDCap has a row for the baseline, and one for each photo.
     """
     without_image = [line for line in incomplete if line.endswith("no file for ''")]
     without_label = [line for line in incomplete if line.endswith("no label")]
-    if without_image and without_label:
+    if not items and without_image and without_label:
         both = f"{without_image[0]}, and {without_label[0]}"
         raise DataError(
             f"no row has both an image and its label, as {both}; write the label in the row of the "
