@@ -135,7 +135,6 @@ def status(kit: KitFolder, as_json: Annotated[bool, typer.Option("--json")] = Fa
 
 
 def _job_lines(job: JobState) -> list[str]:
-    """What is said of a job, in printable lines: its lead names it, and its steps."""
     from medflare.evaluation.presentation import format_bytes
 
     lines = [*job.refused]

@@ -255,11 +255,11 @@ def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
 
     Raises:
         ConfigError: a setting of the other kind of kit, an invalid value, a malformed file, or a
-            kit of another account, or whose local/ is a link.
-        StateError: a link is in local/.
+            kit of another account.
+        StateError: local/ is a link, or has one.
         OSError: the storage cannot be made.
     """
-    from medflare.core.store import refuse_links
+    from medflare.core.store import refuse_link, refuse_links
 
     foreign = ("storage",) if kit.kind == "site" else SITE_SETTINGS
     for name in foreign:
@@ -272,8 +272,7 @@ def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
         raise ConfigError(
             f"{kit.folder} belongs to {owner(kit.folder)}; run the command as {owner(kit.folder)}"
         )
-    if kit.local.is_symlink():
-        raise ConfigError(f"{kit.local} is a link, maybe to another kit; put the folder there")
+    refuse_link(kit.local, kit.folder)
     refuse_links(kit.local)
     makers = {
         "authorization.json": _authorization,

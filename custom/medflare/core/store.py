@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zipfile import ZipFile
 
 import torch
@@ -115,6 +115,24 @@ def private_opener(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
+@contextmanager
+def appending(path: Path, *, public: bool = False) -> Iterator[BinaryIO]:
+    """A file to append lines to, at its end: after a line that a crash or a full disk cut short, a
+    new one begins. `public` as for `write_atomically`; OSError for a link.
+    """
+    make_folder(path.parent, public=public)
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666 if public else 0o600)
+
+    with open(path, "a+b", opener=opener) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        if size > 0 and file.read() != b"\n":
+            file.write(b"\n")
+        yield file
+
+
 def refuse_links(folder: Path) -> None:
     """Raise StateError as of `refuse_link` for all that a folder has; OSError for a folder in it
     that cannot be read.
@@ -131,14 +149,16 @@ def refuse_link(path: Path, folder: Path) -> None:
     """
     if not os.path.lexists(path):
         return
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise StateError(
-            f"{path} is a link that leads elsewhere; take it out, or put the file there"
-        )
     about = path.lstat()
-    if stat.S_ISREG(about.st_mode) and about.st_nlink > 1:
-        raise StateError(f"{path} has a second name (a hard link); copy the folder")
-    if not (path.is_file() or path.is_dir() or path.is_symlink()):
+    if stat.S_ISLNK(about.st_mode):
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise StateError(
+                f"{path} is a link that leads elsewhere; take it out, or put the file there"
+            )
+    elif stat.S_ISREG(about.st_mode):
+        if about.st_nlink > 1:
+            raise StateError(f"{path} has a second name (a hard link); copy the folder")
+    elif not stat.S_ISDIR(about.st_mode):
         raise StateError(f"{path} is no file and no folder; take it out")
 
 

@@ -4,6 +4,7 @@ they are read.
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -26,7 +27,7 @@ import medflare
 from medflare.core.errors import StateError
 from medflare.core.events import KINDS, Event
 from medflare.core.packages import code_versions, extension_modules, installed_versions
-from medflare.core.store import write_atomically
+from medflare.core.store import appending, refuse_link
 from medflare.core.text import NAME, Json, JsonDict, is_name, printable_json
 from medflare.evaluation.findings import findings
 from medflare.evaluation.labels import CLASSES, STRUCTURES, labels_of, named_metrics
@@ -513,9 +514,10 @@ def append_round(folder: Path, line: Json) -> None:
     `line`: {"step", "phase", "round", "seconds", "sites": {site: metadata of its reply},
     "aggregation": {site: {name: number}}}.
     """
-    path = folder / ROUNDS_FILE
-    before = path.read_bytes() if path.exists() else b""
-    if before and not before.endswith(b"\n"):
-        before += b"\n"
     text = json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"
-    write_atomically(path, before + text, public=True)  # not through a link to another file
+    path = folder / ROUNDS_FILE
+    refuse_link(path, folder)
+    with appending(path, public=True) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

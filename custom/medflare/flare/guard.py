@@ -12,7 +12,6 @@ in authorization.json).
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -275,19 +274,14 @@ def _row(entry: str, tensors: int, size: int, purpose: str) -> JsonDict:
 
 def _record(task: ResultContext, rows: list[JsonDict]) -> None:
     """Append rows to outbound.csv in the site's folder of the job."""
-    from medflare.core.store import csv_text, make_folder, private_opener
+    from medflare.core.store import appending, csv_text
 
-    path = task.spec.folder / OUTBOUND
-    make_folder(path.parent)
     common = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "phase": task.phase,
         "round": task.round,
     }
-    with open(path, "a+b", opener=private_opener) as file:
-        # A full disk may have left an empty file, or the part of a line.
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        is_torn = size > 0 and file.read() != b"\n"
-        text = csv_text([{**common, **row} for row in rows], _COLUMNS, header=not size)
-        file.write(b"\n" * is_torn + text.encode())
+    with appending(task.spec.folder / OUTBOUND) as file:
+        is_new = file.tell() == 0  # or a full disk has left it empty
+        text = csv_text([{**common, **row} for row in rows], _COLUMNS, header=is_new)
+        file.write(text.encode())
