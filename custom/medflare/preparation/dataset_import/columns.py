@@ -142,19 +142,18 @@ def _image_columns(
     """The column with the likeliest of its usual names that names files, otherwise the one that
     names the most, of equals one whose cells have an image's suffix; or the one of the patients.
     """
+    frame = frame.drop(columns=used["mask"])
     usual = usual_columns(WORDS["column"]["image"], list(frame))
-    images = {}
+    images = {name: find.named_by(cells) for name, cells in frame.items()}
     counts = {}
     for name, cells in frame.items():
-        if name not in used["mask"]:
-            images[name] = find.named_by(cells)
-            counts[name] = len(images[name]), _names_files(cells)
+        counts[name] = len(images[name]), _names_files(cells)
     for name in usual:
-        if name in counts and counts[name][0]:
+        if counts[name][0]:
             return [name]
     most = max(counts, key=counts.__getitem__)
     if not counts[most][0]:
-        _refuse_several_files(path, frame[[name for name in usual if name in counts]], find)
+        _refuse_several_files(path, frame[usual], find)
         named = [*used["patient"], *key_columns(frame)]
         named = [name for name in named if find.names_patients(frame, [name])]
         named.sort(key=lambda name: (not find.names_each(frame[name]), not frame[name].is_unique))

@@ -83,6 +83,7 @@ def read_tables(
         frame = read_frame(path)
         find = FileFinder(folder, path)
         used = used_columns(path, frame, columns, kind, find)
+        _refuse_labels_in_other_rows(path, frame, used)
         of_labels = used["mask"] or used["label"]
         labelled_by = labelled_by or of_labels
         # One column may have another name in each table.
@@ -109,7 +110,6 @@ def read_tables(
             read = [_in_split_of_folder(item, of_table, folder, path) for item in read]
         items += read
         missing += incomplete
-    _refuse_labels_in_other_rows(items, missing)
     used_files = {file for item in items for file in item.paths}
     unlisted = [image for image in folder.images if image not in used_files]
     if unlisted:
@@ -153,16 +153,15 @@ def read_tables(
     )
 
 
-def _refuse_labels_in_other_rows(items: Sequence[Item], incomplete: Sequence[str]) -> None:
-    """Raise DataError if no row is complete, and some of these lines are of rows without an image,
-    others without a label: an export of REDCap has a row for the baseline, and one for each photo.
+def _refuse_labels_in_other_rows(path: Path, frame: pd.DataFrame, used: UsedColumns) -> None:
+    """Raise DataError if rows have an image or a label, and none has both: an export of REDCap has
+    a row for the baseline, and one for each photo.
     """
-    without_image = [line for line in incomplete if line.endswith("no file for ''")]
-    without_label = [line for line in incomplete if line.endswith("no label")]
-    if not items and without_image and without_label:
-        both = f"{without_image[0]}, and {without_label[0]}"
+    has_image = frame[used["image"][0]] != ""
+    has_label = (frame[used["mask"] or used["label"]] != "").all(axis=1)
+    if has_image.any() and has_label.any() and not (has_image & has_label).any():
         raise DataError(
-            f"no row has both an image and its label, as {both}; write the label in the row of the "
+            f"{path}: no row has both an image and its label; write the label in the row of the "
             "image"
         )
 
