@@ -30,12 +30,21 @@ _PRR: Final = (
 _OUTSIDE: Final = (("FedAvg", FEDAVG),)
 _INSIDE: Final = (("FedAvg", FEDAVG), ("single site", ALONE))
 IOP: Final = "iop_fl:comparisons=true,reset_optimizer=true"
+
+
+def _beside_routing(row: str) -> tuple[tuple[str, Model], ...]:
+    """What routing is held against, in the same row."""
+    return (
+        ("uniform mixture", (row, "mixture")),
+        ("printed objective", (row, "printed_objective")),
+        ("best expert, chosen on test", (row, BEST_EXPERT)),
+    )
+
+
 _ROUTING: Final = (
     ("its global model", (IOP, "global")),
     ("that with test-batch statistics", (IOP, "batch_statistics")),
-    ("uniform mixture", (IOP, "mixture")),
-    ("printed objective", (IOP, "printed_objective")),
-    ("best expert, chosen on test", (IOP, BEST_EXPERT)),
+    *_beside_routing(IOP),
 )
 _SHIPPED: Final = (
     ("FedAvg", ("fedavg", "deployed")),
@@ -87,11 +96,7 @@ _WRONG_LABELS: Final = (
     ("FedAvg", ("fedavg", "deployed")),
     ("FedAvg, twice the epochs", ("equal-compute", "deployed")),
 )
-_MIXTURE: Final = (
-    ("uniform mixture", (ROUTED, "mixture")),
-    ("printed objective", (ROUTED, "printed_objective")),
-    ("best expert, chosen on test", (ROUTED, BEST_EXPERT)),
-)
+_ROUTED: Final = _beside_routing(ROUTED)
 # On generated images in which one mechanism has to pay (`--suite mechanisms/NAME`).
 MECHANISMS: Final = (
     Claim("mechanism_fedsm", "fedsm", "inside", _FEDSM),
@@ -105,9 +110,9 @@ MECHANISMS: Final = (
         "outside",
         (("FedAvg", ("fedavg", "deployed")), ("server alone", ("grace:client=erm", "deployed"))),
     ),
-    Claim("mechanism_iop_fl", ROUTED, "outside", (*_MIXTURE, ("ensemble", (ROUTED, "ensemble")))),
-    Claim("mechanism_iop_fl_mixture", ROUTED, "outside", _MIXTURE),
-    Claim("mechanism_iop_fl_none", ROUTED, "outside", _MIXTURE),
+    Claim("mechanism_iop_fl", ROUTED, "outside", (*_ROUTED, ("ensemble", (ROUTED, "ensemble")))),
+    Claim("mechanism_iop_fl_mixture", ROUTED, "outside", _ROUTED),
+    Claim("mechanism_iop_fl_none", ROUTED, "outside", _ROUTED),
     Claim("mechanism_feddag", "feddag", "outside", _SHIPPED),
     Claim("mechanism_feddag", GENERATION, "outside", _SHIPPED),
     Claim("mechanism_feddag_beyond", "feddag", "outside", _SHIPPED),

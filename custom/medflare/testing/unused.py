@@ -19,8 +19,8 @@ def unused(method: Method, performed: Container[str]) -> str:
     `performed`: phases that a run has.
     """
     algorithms = (method.site_class, method.server_class)
-    own = {cls for algorithm in algorithms for cls in algorithm.__mro__ if _is_foreign(cls)}
-    used = {name for module in {cls.__module__ for cls in own} for name in _names_in(module)}
+    foreign = {cls for algorithm in algorithms for cls in algorithm.__mro__ if _is_foreign(cls)}
+    used = {name for module in {cls.__module__ for cls in foreign} for name in _names_in(module)}
     if not used:  # no source, as in a notebook
         return ""
     for hyper in method.hyper_classes.values():
@@ -32,7 +32,7 @@ def unused(method: Method, performed: Container[str]) -> str:
                         f"no code of the method reads its hyper-parameter {name!r}; use it, or "
                         "leave it out"
                     )
-    for cls in sorted(own, key=lambda cls: cls.__name__):
+    for cls in sorted(foreign, key=lambda cls: cls.__name__):
         inherited = _names_of(cls)
         for name, value in vars(cls).items():
             is_called = name in used or name in inherited or name in performed
