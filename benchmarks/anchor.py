@@ -1,6 +1,7 @@
 """The weight of IOP-FL's divergence from the start (`outside.ANCHOR`).
 
 python benchmarks/anchor.py --seeds 20 21 22
+python benchmarks/anchor.py --weights 0 0.05 --hyper route_lr=0.01,route_epochs=20
 python benchmarks/anchor.py --seeds 0 1 2 --weights 0 0.05 --data ../shared/data/brain_lgg
 
 On generated images whose experts contradict each other, and agree; or with --data on brain_lgg as in
@@ -50,9 +51,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[20, 21, 22])
     parser.add_argument("--weights", type=float, nargs="+", default=WEIGHTS)
+    parser.add_argument("--hyper", default="", help="further settings of the row")
     parser.add_argument("--data")
     options = parser.parse_args()
-    row = Candidate.parse("iop_fl:comparisons=true,reset_optimizer=true")
+    settings_of_row = ["comparisons=true", "reset_optimizer=true"]
+    if options.hyper:
+        settings_of_row.append(options.hyper)
+    row = Candidate.parse("iop_fl:" + ",".join(settings_of_row))
     print("outside     weight  deployed  lowest  mixture  no overlap (deployed, mixture)")
     settings = generated()
     if options.data:
