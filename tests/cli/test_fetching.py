@@ -22,19 +22,17 @@ from medflare.flare.jobs.sessions import fetch_job
 
 
 class Download(Served):
-    """A server whose one job has results; they come by way of the kit's transfer/ and are moved, as FLARE does it."""
+    """A server whose one job has results; they come into the kit's transfer/, as FLARE does it."""
 
     def __init__(self, transfer: Path, results: Path):
         super().__init__()
         self.download_dir, self._results = str(transfer), results
 
-    def download_job_result(self, identity: str, destination: str) -> str:
+    def download_job_result(self, identity: str) -> str:
         places = (Path(self.download_dir) / name for name in (identity, f"{identity}__1"))
         location = next(place for place in places if not place.exists())
         shutil.copytree(self._results, location)
-        Path(destination).mkdir(exist_ok=True)
-        shutil.move(location, Path(destination) / location.name)
-        return str(Path(destination) / location.name)
+        return str(location)
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +118,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
         with monkeypatch.context() as patched:
             patched.setattr(shutil, "copyfile", full)
             assert "No space left" in refused(*FETCH, str(out))
-        assert [path.name for path in out.iterdir()] == ["id"] * earlier and not [
-            *transfer.iterdir()
-        ]
+        assert [path.name for path in out.glob("*")] == ["id"] * earlier
+        assert not [*transfer.iterdir()]
         assert fetch(out) == 0
 
 
@@ -131,17 +128,32 @@ def test_what_flare_could_not_unpack_is_one_line(
 ) -> None:
     opened = Download(transfer, tmp_path)
 
-    def broken(identity: str, destination: str) -> str:
+    def broken(identity: str) -> str:
         (transfer / f"{identity}__tx").mkdir()
         raise RuntimeError("runtime error encountered: failed to unzip: no space left")
 
     monkeypatch.setattr(opened, "download_job_result", broken)
     with pytest.raises(MedflareError, match="no space left"):
         fetch_job(cast(Any, opened), "id", tmp_path / "out")
-    monkeypatch.setattr(opened, "download_job_result", lambda identity, destination: None)
+    monkeypatch.setattr(opened, "download_job_result", lambda identity: None)
     with pytest.raises(MedflareError, match="job id"):
         fetch_job(cast(Any, opened), "id", tmp_path / "out")
-    assert not [*transfer.iterdir()] and not [*(tmp_path / "out").iterdir()]
+    assert not [*transfer.iterdir()] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["home", "transfer", "transfer/earlier", "transfer/../home"])
+def test_a_server_cannot_name_a_folder_that_it_has_not_sent(
+    place: str, tmp_path: Path, transfer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (tmp_path / "home", transfer / "earlier"):
+        folder.mkdir()
+        (folder / "letters.txt").write_text("of this account")
+    opened = Download(transfer, tmp_path)
+    monkeypatch.setattr(opened, "download_job_result", lambda identity: str(tmp_path / place))
+    with pytest.raises(MedflareError, match="sent no results of job id"):
+        fetch_job(cast(Any, opened), "id", tmp_path / "out")
+    assert (tmp_path / "home" / "letters.txt").exists()
+    assert (transfer / "earlier" / "letters.txt").exists()
 
 
 def test_an_expired_certificate_of_the_lead_is_named(tmp_path: Path, refused: Refused) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +14,7 @@ from medflare.core.events import EventLog
 from medflare.evaluation.console import round_line
 from medflare.flare.jobs import watching
 from medflare.flare.jobs.sessions import Unreachable
-from medflare.flare.jobs.watching import end_reasons, explanations, watch_job
+from medflare.flare.jobs.watching import explanations, watch_job
 from medflare.flare.messages import UNABLE
 from medflare.flare.tracking import Progress
 
@@ -254,23 +254,3 @@ def test_text_of_other_parties_is_printable() -> None:
     assert not ended and sum("PWN" in line for line in output) == 4
     for line in output:
         assert line.isprintable()
-
-
-def test_the_logs_that_are_read_do_not_stay_in_the_kit(tmp_path: Path) -> None:
-    """Else results that are fetched later would get another name there."""
-
-    class Logged(Served):
-        def list_job_components(self, identity: str) -> list[str]:
-            return ["ERRORLOG_site-1"]
-
-        def download_job_components(self, identity: str) -> str:
-            (tmp_path / identity).mkdir()
-            (tmp_path / identity / "ERRORLOG_site-1").write_text(
-                "ERROR - No module named 'medflare'"
-            )
-            return str(tmp_path / identity)
-
-    (output,) = end_reasons(cast(Any, Logged("FINISHED:ABORTED")), "id")
-    assert output.startswith("site-1 lacks the Python package medflare") and not [
-        *tmp_path.iterdir()
-    ]

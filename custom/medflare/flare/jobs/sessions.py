@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import datetime
 from io import StringIO
@@ -212,39 +212,44 @@ def fetch_job(connection: Session, job: str, out: Path) -> Path:
     destination = out.resolve() / job
     if destination.exists() and not destination.is_dir():
         raise ConfigError(f"{destination} is a file; choose another --out, or move it away")
-    with beside(destination) as scratch, _cleaned(Path(connection.download_dir), job):
+    with _downloads(Path(connection.download_dir), job) as downloads:
         try:
-            location = connection.download_job_result(job, str(scratch))
+            location = connection.download_job_result(job)
         except RuntimeError as error:  # FLARE's exception for a problem on this side
             reason = f"job {job} could not be downloaded ({one_line(error)})"
             raise MedflareError(
                 f"{reason}; see that there is room in {connection.download_dir} and {out}, "
                 "then fetch it again"
             ) from error
-        if not location or not Path(location).is_dir():
+        downloaded = Path(location or "")
+        if downloaded not in downloads():  # the server can name any folder
             raise MedflareError(
                 f"the server sent no results of job {job}; "
                 "`medflare job list` shows whether it has ended"
             )
-        downloaded = Path(location)
         for path in sorted(destination.rglob("*")):
             if not path.is_dir() and not (downloaded / path.relative_to(destination)).exists():
                 raise ConfigError(
                     f"{path} is not among the job's results and would be lost; "
                     "choose another --out, or move it away"
                 )
-        put_in_place(downloaded, destination)
+        with beside(destination) as scratch:
+            put_in_place(Path(shutil.move(downloaded, scratch)), destination)
     return destination
 
 
 @contextmanager
-def _cleaned(transfer: Path, job: str) -> Iterator[None]:
-    """Remove what the block adds for a job to FLARE's folder for transfers."""
+def _downloads(transfer: Path, job: str) -> Iterator[Callable[[], set[Path]]]:
+    """What the block adds for a job to FLARE's folder for transfers; removed at its end."""
     before = set(transfer.glob(f"{job}*"))
+
+    def added() -> set[Path]:
+        return set(transfer.glob(f"{job}*")) - before
+
     try:
-        yield
+        yield added
     finally:
-        for path in set(transfer.glob(f"{job}*")) - before:
+        for path in added():
             shutil.rmtree(path, ignore_errors=True)
 
 

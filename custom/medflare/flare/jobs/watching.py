@@ -4,7 +4,6 @@ Rounds, metrics and silent sites are printed as they come, and the reasons if it
 """
 
 import re
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -286,16 +285,7 @@ def deployment(meta: Json) -> Iterator[tuple[str, str]]:
 def _texts(connection: Session, job: str) -> Iterator[tuple[str, str]]:
     """(party, text) of all that may explain the end of a job.
 
-    These are the replies to the deployment, the error logs that sites stream to the server, and the
-    server's log.
+    These are the replies to the deployment and the server's log.
     """
     yield from deployment(connection.get_job_meta(job))
-    if "ERRORLOG" in " ".join(connection.list_job_components(job)):
-        downloaded = Path(connection.download_job_components(job))
-        try:
-            for log in sorted(downloaded.rglob("ERRORLOG_*")):
-                yield log.name.removeprefix("ERRORLOG_"), log.read_text(errors="replace")
-        finally:
-            # It is in the kit's transfer/, where results would get another name.
-            shutil.rmtree(downloaded, ignore_errors=True)
     yield from connection.get_job_logs(job)["logs"].items()
