@@ -178,22 +178,34 @@ def test_the_site_allows_another_selection(data: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "record" / "selection.json").read_text())["job"] == "one"
 
 
-def test_a_changed_datalist_begins_anew_but_with_a_privacy_budget_the_split_stays(
+def test_a_changed_datalist_begins_anew_but_with_a_privacy_budget_no_trained_patient_is_tested(
     data: Path, tmp_path: Path
 ) -> None:
-    """Else an evaluation would reach patients that DP-SGD has trained on."""
     folder = tmp_path / "data"
     folder.mkdir()
+    datalist = folder / "datalist.json"
+    first = open_site("a", FIRST, data_root=data)
+    other = open_site("a", JOBS["another split"], data_root=data)
     for private in (False, True):
-        (folder / "datalist.json").write_text("{}")
+        datalist.write_text("{}")
         record = DataRecord(tmp_path / str(private), folder, "job", 1000, private)
-        record.fix_selection(open_site("a", FIRST, data_root=data))
-        (folder / "datalist.json").write_text('{"more": 1}')
-        other = open_site("a", JOBS["another split"], data_root=data)
-        if private:
-            with pytest.raises(ConfigError, match="resplit"):
-                record.fix_selection(other)
-        record.fix_selection(other if not private else open_site("a", FIRST, data_root=data))
+        record.fix_selection(first)
+        datalist.write_text('{"more": 1}')
+        if not private:
+            record.fix_selection(other)
+            continue
+        with pytest.raises(ConfigError, match="privacy budget forbids"):
+            record.fix_selection(other)
+        record.fix_selection(first)
+        datalist.write_text('{"more": 2}')
+        with pytest.raises(ConfigError, match="privacy budget forbids"):
+            record.fix_selection(other)
+        selection = tmp_path / "True" / "selection.json"
+        noted = json.loads(selection.read_text())
+        assert set(noted.pop("trained")) == set(first.data.train.patients)
+        selection.write_text(json.dumps(noted))  # as of an older version
+        with pytest.raises(ConfigError, match="privacy budget forbids"):
+            record.fix_selection(first)
 
 
 def test_names_of_classes_sizes_and_networks_are_no_selection(data: Path) -> None:

@@ -17,7 +17,7 @@ from scipy.stats import kstest
 from helpers.picture_sites import SEGMENTATION, numbered_split
 from helpers.small_tasks import tiny_phantom
 from medflare.core.errors import Aborted, ConfigError
-from medflare.data.loading import SiteData, Split
+from medflare.data.loading import Batch, SiteData, Split
 from medflare.federation.local.loop import run_local
 from medflare.methods.catalogue import get_method, method_names
 from medflare.privacy.dp_sgd import check_gradients, drawn_patients, epsilon_of, train_dp_sgd
@@ -242,6 +242,25 @@ class TestDrawnPatients:
         assert 0 < sum(flipped) < 8
         for flip, mask, plain in zip(flipped, batch.targets, upright, strict=True):
             assert flip or torch.equal(mask, plain)
+
+    def test_an_augmentation_that_fails_on_a_patient_does_not_end_the_round(
+        self, site: Site, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its failure would leave the site without noise, and tell of a pixel."""
+        augmented = site.augmented
+
+        def failing(batch: Batch, random: np.random.RandomState) -> Batch:
+            if (batch.images % 8 == 3).any():
+                raise OverflowError("of patient 3")
+            return augmented(batch, random)
+
+        (expected,) = drawn_patients(site, 1.0, 1, np.random.default_rng(3))
+        monkeypatch.setattr(site, "augmented", failing)
+        (batch,) = drawn_patients(site, 1.0, 1, np.random.default_rng(3))
+        assert torch.equal(batch.index, expected.index)
+        assert torch.equal(batch.images, site.data.train.images[batch.index])
+        (row,) = (batch.index % 8 == 3).nonzero()[0]
+        assert torch.equal(batch.targets[row], site.data.train.targets[batch.index[row]])
 
     def test_empty_batches_and_abort(self, site: Site) -> None:
         assert [

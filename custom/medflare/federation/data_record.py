@@ -45,9 +45,8 @@ class DataRecord:
         data: the data folder.
         job: id of the present job.
         most_evaluations: `Bounds.evaluations`.
-        private: whether the site has a privacy budget; then the split stays that of the first job
-            also when the datalist changes: evaluations must not reach patients that DP-SGD has
-            trained on.
+        private: whether the site has a privacy budget; then evaluations must not reach patients
+            that DP-SGD has trained on, also when the datalist changes.
         most_validations: `Bounds.validations`.
     """
 
@@ -68,21 +67,20 @@ class DataRecord:
         present = {
             "datalist": file_digest(self.data / FILE),
             "selection": selection_digest(site),
-            "resplit": site.task.resplit,
             "unreadable": _unreadable(site),
         }
         with locked(self.folder / _LOCK):  # two jobs at the same time are not both the first
             first = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             same_data = first.get("datalist") == present["datalist"]
             other_images = same_data and first["selection"] != present["selection"]
-            resplit = first.get("resplit", present["resplit"])
-            other_split = self.private and resplit != present["resplit"]
             # Limits that a site's unreadable images just meet would tell their number.
             limit = first.get("unreadable", present["unreadable"])
             other_limit = same_data and limit != present["unreadable"]
-            if other_images or other_split or other_limit:
+            if other_images or other_limit:
                 raise other_selection(site.name)
             if not same_data:
+                if self.private:
+                    present["trained"] = _all_trained(site, first)
                 noted = {"job": self.job, "time": _now(), "refused": first.get("refused", 0)}
                 write_json(path, {**present, **noted})
 
@@ -209,6 +207,22 @@ def other_selection(site: str) -> ConfigError:
         f"allow another selection by deleting its {SELECTION}. If the selection is the same, the "
         "site's log says what is wrong with its data"
     )
+
+
+def _all_trained(site: Site, first: Json) -> list[str]:
+    """The training patients of the record `first` and of this job; ConfigError if this job
+    validates or tests one of the record's, or an older version has not noted them.
+    """
+    earlier = set(first.get("trained", []))
+    evaluated = {*site.data.validation.patients, *site.data.test.patients}
+    if earlier & evaluated or (first and "trained" not in first):
+        raise ConfigError(
+            f"site {site.name}: its {FILE} has changed, and patients of an earlier job's training "
+            "would be validated or tested, which its privacy budget forbids; the site writes those "
+            f"under 'trained' in its {SELECTION} into the list 'training', and the task has no "
+            "resplit"
+        )
+    return sorted(earlier.union(site.data.train.patients))
 
 
 def _reading(task: TaskConfig) -> Json:

@@ -8,6 +8,7 @@ size. Opacus gives the gradient of every image and the accountant. Noise and sam
 NumPy's generator: PyTorch's takes 32 bits of a seed on the CPU, few enough to try them all.
 """
 
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from medflare.privacy.ledger import Release, training_patients
 from medflare.training.batches import rows_of_patients
 from medflare.training.epochs import Loss
 from medflare.training.site import Site
+
+_log = logging.getLogger(__name__)
 
 
 def epsilon_of(releases: Sequence[Release], delta: float) -> float:
@@ -171,4 +174,21 @@ def drawn_patients(
         draws = zip(rows.values(), random.random(len(rows)) < rate, strict=True)
         chosen = [random.choice(images) for images, join in draws if join]
         batch = site.take("train", torch.tensor(chosen, dtype=torch.long), augmenting)
-        yield site.augmented(batch, augmenting) if chosen else batch
+        yield _augmented(site, batch, augmenting) if chosen else batch
+
+
+def _augmented(site: Site, batch: Batch, random: np.random.RandomState) -> Batch:
+    """The batch with each image augmented, apart from those whose augmentation fails: a failure
+    would end the round, without noise, and tell of that patient's pixels.
+    """
+    images = []
+    targets = []
+    for row in range(len(batch.images)):
+        one = Batch(*(values[row : row + 1] for values in batch))
+        try:
+            one = site.augmented(one, random)
+        except Exception as error:  # of a transform that the task names
+            _log.warning("an image stays without augmentation (%s)", one_line(error))
+        images.append(one.images)
+        targets.append(one.targets)
+    return Batch(torch.cat(images), torch.cat(targets), batch.index)
