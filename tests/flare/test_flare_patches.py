@@ -58,6 +58,7 @@ from helpers.waiting import eventually
 from medflare.flare import other_parties
 from medflare.flare.flare_patches import (
     keep_ports_apart,
+    look_often,
     notice_lost_answers,
     quiet_ports,
     search_kits_only,
@@ -588,6 +589,22 @@ def test_flare_source_draws_the_ports_of_simulated_sites() -> None:
     """Detects a change of what `keep_ports_apart` replaces; it shows no behaviour."""
     source = inspect.getsource(simulator_runner.SimulatorClientRunner.do_one_task)
     assert "get_open_ports(1)[0]" in source
+
+
+def test_flare_source_waits_for_seconds_between_two_looks() -> None:
+    """Detects a change of what `look_often` replaces; it shows no behaviour."""
+    source = inspect.getsource(simulator_runner.SimulatorClientRunner)
+    assert "time.sleep(1.0)" in source and "time.sleep(interval)" in source
+
+
+def test_the_simulator_looks_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulator_runner, "time", simulator_runner.time)
+    look_often()
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    for seconds in (1.0, 0.02):
+        simulator_runner.time.sleep(seconds)
+    assert slept == [0.1, 0.02] and simulator_runner.time.time() > 0
 
 
 def test_the_simulator_takes_its_ports_from_the_patch(monkeypatch: pytest.MonkeyPatch) -> None:

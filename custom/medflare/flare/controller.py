@@ -33,6 +33,7 @@ from medflare.flare.components import authorize, settings_of, task_content
 from medflare.flare.flare_patches import (
     authenticate_sites,
     keep_ports_apart,
+    look_often,
     share_cleanup_thread,
     survive_resends,
 )
@@ -94,6 +95,7 @@ class MedflareController(Controller):
         share_cleanup_thread()
         keep_ports_apart()
         authenticate_sites()
+        look_often()
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         """FLARE calls this before `control_flow`."""

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -152,6 +153,25 @@ def keep_ports_apart() -> None:
     runner = sys.modules.get(_SIMULATOR)
     if runner:
         runner.get_open_ports = quiet_ports  # type: ignore[attr-defined]
+
+
+def look_often() -> None:
+    """If this is a simulator, have it look for a site's process, and for work, every 0.1 s in place
+    of every second: with fewer threads than sites it starts a process for each task.
+    """
+    runner = sys.modules.get(_SIMULATOR)
+    if runner:
+        runner.time = _Clock  # type: ignore[attr-defined]
+
+
+class _Clock:
+    """Stands where the simulator has the module `time`."""
+
+    time = staticmethod(time.time)
+
+    @staticmethod
+    def sleep(seconds: float) -> None:
+        time.sleep(min(seconds, 0.1))
 
 
 def authenticate_sites() -> None:
