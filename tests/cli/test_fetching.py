@@ -84,6 +84,19 @@ def test_a_job_is_fetched_by_its_name_and_shown(
     assert (out / "id" / "beside.txt").stat().st_mode & 0o077 == 0
 
 
+def test_hidden_files_of_a_server_stay_away(
+    tmp_path: Path, transfer: Path, results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next `git status` there would run what .git/config says."""
+    sent = tmp_path / "sent"
+    shutil.copytree(results, sent)
+    for name in (".git/config", "medflare/.envrc", ".git/.hidden"):
+        (sent / name).parent.mkdir(exist_ok=True)
+        (sent / name).write_text("touch owned")
+    folder = fetch_job(cast(Any, Download(transfer, sent)), "id", tmp_path / "out")
+    assert (folder / "beside.txt").exists() and not [*folder.rglob(".*")]
+
+
 def test_fetched_again_the_results_lie_where_they_lay(tmp_path: Path, transfer: Path) -> None:
     (transfer / "id").mkdir()
     out = tmp_path / "results"

@@ -2,8 +2,9 @@
 
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -269,6 +270,15 @@ def test_without_a_choice_nothing_changes(models: dict[str, Message]) -> None:
     alone = {"global": models["global"], "deployed": models["deployed"]}
     unchanged, (note,) = with_choice(alone, "personal")
     assert unchanged == alone and "personal" in note
+
+
+@pytest.mark.parametrize("role", ["personal/../../another-job/deployed", "/tmp/deployed", ""])
+def test_no_model_is_written_outside_of_the_sites_folder(tmp_path: Path, role: str) -> None:
+    site = squares.site("A")
+    folder = SiteFolder(tmp_path / "job", "A", get_method("ditto"), site.task, squares.SEED)
+    with pytest.raises(StateError, match="outside of the site's folder"):
+        folder.keep(role, Message(), cast(Any, None))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_choice_is_in_the_card_and_an_event(tmp_path: Any) -> None:

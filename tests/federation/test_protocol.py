@@ -235,6 +235,7 @@ def test_a_wrong_request_has_no_effect_on_the_next_one(name: str) -> None:
         ({"role": "outside"}, "outside"),
         ({"finished": -1}, "finished"),
         ({"patients": 3}, "patients"),
+        ({"sites": ["A", "../../another-job/deployed"]}, "no name of a site"),
     ],
 )
 def test_a_wrong_invitation_raises(meta: dict[str, Any], token: str) -> None:

@@ -172,6 +172,31 @@ def test_metrics_on_validation_images_are_counted_over_all_jobs(tmp_path: Path) 
     assert json.loads((tmp_path / "record" / "validations.json").read_text()) == {"models": 2}
 
 
+@pytest.mark.parametrize("answer", ["undefined", "an error"])
+def test_an_undefined_metric_and_an_error_are_answers_too(
+    tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights can be such that a metric is undefined if a pixel of a patient is above a value."""
+    (tmp_path / "datalist.json").write_text("{}")
+    record = DataRecord(tmp_path / "record", tmp_path, "job", 9, most_validations=2)
+    for question in range(3):
+        asked = participant(record=lambda: record)
+
+        def measured(*_: Any) -> None:
+            if answer == "an error":
+                raise ArithmeticError(answer)
+
+        monkeypatch.setattr("medflare.methods.base.SiteAlgorithm.validation", measured)
+        if question == 2:
+            with pytest.raises(ConfigError, match=r"bounds\.validations"):
+                ask(asked, 0, "train", 0)
+        elif answer == "an error":
+            with pytest.raises(ArithmeticError):
+                ask(asked, 0, "train", 0)
+        else:
+            assert ask(asked, 0, "train", 0).meta["validation"] == {"global": None}
+
+
 @pytest.mark.parametrize("most", [2, 3])
 def test_scores_of_many_models_are_as_many_metrics(tmp_path: Path, most: int) -> None:
     """SHA's sites score a model of each site: a server can send 1000 of its choice in a step."""

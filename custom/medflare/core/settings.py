@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import dataclass_transform
 
 from medflare.core.errors import ConfigError, MedflareError
-from medflare.core.text import Json, is_name
+from medflare.core.text import Json, is_site_name
 
 # Of a pydantic dataclass: no conversion between numbers, texts and booleans.
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True)
@@ -169,7 +169,7 @@ def _with_tuples(value: Any) -> Any:
 
 def check_site_name(name: object) -> None:
     """Raise ConfigError unless it can name a site and its folder."""
-    if not isinstance(name, str) or not is_name(name) or "/" in name or "\\" in name:
+    if not isinstance(name, str) or not is_site_name(name):
         raise ConfigError(
             f"site {name!r}: a site's name is also a folder's name; use letters, digits, - and _"
         )

@@ -71,6 +71,11 @@ def is_name(text: str) -> bool:
     return len(text) <= NAME and text not in (".", "..")
 
 
+def is_site_name(text: str) -> bool:
+    """Whether a text can name a site, and its folder."""
+    return is_name(text) and "/" not in text and "\\" not in text
+
+
 def format_shape(sides: Iterable[Any]) -> str:
     """ "64 x 48", for messages."""
     return " x ".join(f"{side:g}" if isinstance(side, float) else str(side) for side in sides)

@@ -17,7 +17,7 @@ from medflare.core.events import EventLog
 from medflare.core.message import Message, Messages
 from medflare.core.packages import installed
 from medflare.core.store import write_atomically, write_json
-from medflare.core.text import JsonDict
+from medflare.core.text import JsonDict, is_name
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.local import PLACE, PROGRESS
 from medflare.data.targets import scarce_classes, scarce_line
@@ -96,6 +96,8 @@ class SiteFolder(ArtifactStore):
 
     def keep(self, role: str, model: Message, summary: Summary) -> None:
         """Write a final model and its card into a folder of the role's name, and its scores."""
+        if not all(is_name(part) for part in role.split("/")):
+            raise StateError(f"model {role!r} would lie outside of the site's folder")
         super().keep(role, model, summary)
         card = {
             "method": self.method.name,

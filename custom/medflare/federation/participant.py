@@ -13,7 +13,6 @@ from medflare.core.errors import Aborted, ConfigError, DataError, MessageError
 from medflare.core.events import Event, EventLog
 from medflare.core.message import Message
 from medflare.core.packages import installed
-from medflare.core.phases import Items
 from medflare.core.states import StateDict
 from medflare.core.store import MemoryStore, Store
 from medflare.core.text import Json, JsonDict
@@ -61,7 +60,7 @@ from medflare.federation.suppression import (
     OF_TEST,
     Suppression,
     count_in_words,
-    count_numbers,
+    count_values,
     counts_of_splits,
     small_classes,
     small_splits,
@@ -219,10 +218,7 @@ class Participant:
                     return self._finalize(algorithm, incoming, run_items, is_repeated)
                 if phase == CROSS_SITE:
                     return self._cross_site(site, incoming, is_repeated)
-                reply = self._performed(algorithm, phase, round, incoming)
-                reply = self._suppression.suppressed(reply, algorithm.phase(phase), algorithm.plan)
-                self._note_validations(reply, algorithm.phase(phase).meta)
-                return reply
+                return self._counted(algorithm, phase, round, incoming)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"site {self.name}: the GPU's memory is full in {step_name(phase, round, rounds)}; "
@@ -230,6 +226,21 @@ class Participant:
             ) from error
         finally:
             self.note_step(phase, round, rounds, False)
+
+    def _counted(
+        self, algorithm: SiteAlgorithm, phase: str, round: int, incoming: Message
+    ) -> Message:
+        """The reply without small cells; its values about validation images are counted."""
+        declared = algorithm.phase(phase)
+        of_validation = [item for item in declared.meta if item.measured == "validation"]
+        values = len(of_validation)  # an error tells of images, too
+        try:
+            reply = self._performed(algorithm, phase, round, incoming)
+            reply = self._suppression.suppressed(reply, declared, algorithm.plan)
+            values = sum(count_values(reply[item]) for item in of_validation if item in reply)
+        finally:
+            self._note_validations(algorithm.site, values)
+        return reply
 
     def _performed(
         self, algorithm: SiteAlgorithm, phase: str, round: int, incoming: Message
@@ -281,13 +292,11 @@ class Participant:
             count = len({id(model) for model in models})
             record.note_evaluation(phase, count, self.name, repeated=is_repeated)
 
-    def _note_validations(self, reply: Message, declared: Items) -> None:
-        """Count the numbers about validation images that leave with a reply."""
-        measured = [item for item in declared if item.measured == "validation"]
-        reported = sum(count_numbers(reply.get(item)) for item in measured)
-        record = self.record() if reported else None
-        if record is not None:
-            record.note_validations(reported, self.name)
+    def _note_validations(self, site: Site, values: int) -> None:
+        """Count the values about validation images that a step reports, if there are any."""
+        record = self.record() if values else None
+        if record is not None and "validation" in counts_of_splits(site, self._minimum):
+            record.note_validations(values, self.name)
 
     def _enrol(self, round: int, incoming: Message) -> Message:
         """Check that server and site run the same federation, and report the site's data.

@@ -35,7 +35,7 @@ from medflare.core.specs import (
     text,
 )
 from medflare.core.states import StateDict
-from medflare.core.text import JsonDict, printable
+from medflare.core.text import JsonDict, is_site_name, printable
 from medflare.data.acquisition import TRAINED_ON, check_range
 from medflare.evaluation.findings import OF_TRAINING
 from medflare.federation.settings import CROSS_SITE, ENROL, FINALIZE, META_LIMIT, step_name
@@ -452,6 +452,9 @@ class RequestValidator:
         self._check(_request_meta_problem(message, INVITES))
         if len(set(message[SITES])) < len(message[SITES]):
             self._check(f"item {SITES.name!r} has a name twice")
+        for name in message[SITES]:
+            if not is_site_name(name):  # it is also that of a folder here
+                self._check(f"item {SITES.name!r} has a text that is no name of a site")
         role = message[ROLE]
         if (role == "inside") != (self.site in message[SITES]):
             self._check(f"item {SITES.name!r} and the role {role!r} of {self.site} do not agree")

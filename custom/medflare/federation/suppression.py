@@ -67,18 +67,18 @@ def small_report(report: Any, least: int) -> bool:
     return isinstance(report, int) and 0 < report < least
 
 
-def count_numbers(value: Any) -> int:
-    """How many numbers are in JSON values.
+def count_values(value: Any) -> int:
+    """How many values are in JSON values; an undefined one tells of images as a number does.
 
     Examples:
-        >>> count_numbers({"A": 0.5, "B": None, "C": [0.1, 0.2]})
-        3
+        >>> count_values({"A": 0.5, "B": None, "C": [0.1, 0.2]})
+        4
     """
     if isinstance(value, Mapping):
-        return sum(count_numbers(inner) for inner in value.values())
+        return sum(count_values(inner) for inner in value.values())
     if isinstance(value, list | tuple):
-        return sum(count_numbers(inner) for inner in value)
-    return int(isinstance(value, int | float))
+        return sum(count_values(inner) for inner in value)
+    return 1
 
 
 def most_images(patients: Sequence[str]) -> int:

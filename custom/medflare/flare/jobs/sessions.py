@@ -121,7 +121,7 @@ def found_job(jobs: Iterable[Job], wanted: str) -> Job:
 def id_of(job: Job) -> str:
     """FLARE's id of the job; MedflareError for what cannot be the name of a folder."""
     name = str(job[JobMetaKey.JOB_ID])
-    if Path(name).name != name or name == "..":
+    if Path(name).name != name or name.startswith("."):
         raise MedflareError(f"the server lists a job with the id {name!r}, which is no id")
     return name
 
@@ -227,6 +227,11 @@ def fetch_job(connection: Session, job: str, out: Path) -> Path:
                 f"the server sent no results of job {job}; "
                 "`medflare job list` shows whether it has ended"
             )
+        for hidden in sorted(downloaded.rglob(".*")):  # .git, .envrc: they run code
+            if hidden.is_dir():
+                shutil.rmtree(hidden)
+            else:
+                hidden.unlink(missing_ok=True)  # a folder around it may be gone
         for path in sorted(destination.rglob("*")):
             if not path.is_dir() and not (downloaded / path.relative_to(destination)).exists():
                 raise ConfigError(
