@@ -5,17 +5,17 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing import AuthenticationError, Pipe
+from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from nvflare.fuel.utils import log_utils
 from nvflare.private.fed.app.simulator import simulator_runner, simulator_worker
@@ -24,11 +24,10 @@ from helpers.waiting import eventually
 from medflare.core.errors import MedflareError
 from medflare.core.message import Message
 from medflare.flare import simulator
-from medflare.flare.flare_patches import authenticate_sites, quiet_ports
+from medflare.flare.flare_patches import connect_sites_by_files, quiet_ports
 from medflare.flare.messages import register_decomposers, to_bytes, to_shareable
 from medflare.flare.participants import ParticipantSpec
 from medflare.flare.simulator import Host, SimulatorHost, SiteWorker, limit_spinning
-from medflare.flare.simulator_worker import KEY
 from medflare.methods.catalogue import get_method
 
 SPEC = {
@@ -153,39 +152,17 @@ def test_openmp_threads_sleep_soon_unless_the_user_has_chosen(chosen: dict[str, 
 
 @pytest.fixture
 def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """FLARE's module of the simulator, with a key of its own."""
+    """FLARE's module of the simulator, whose sites have sockets in a folder of its own."""
     for name in ("Client", "subprocess"):
         monkeypatch.setattr(simulator_runner, name, getattr(simulator_runner, name))
-    authenticate_sites()
+    connect_sites_by_files()
     return simulator_runner
 
 
-def test_the_simulator_takes_nothing_of_another_account(simulation: Any) -> None:
-    """It would unpickle what the first one sends that has a site's port."""
-    with Listener(("localhost", 0)) as listener:
-        thread = threading.Thread(target=lambda: listener.accept().send(True))
-        thread.start()
-        with pytest.raises((AuthenticationError, AssertionError)):  # the latter in Python 3.11
-            simulation.Client(listener.address)
-        thread.join()
-
-
-def test_each_simulated_site_has_a_key_of_its_own(
-    simulation: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With one key, what the simulator asks a stranger could be answered by another site."""
-    started: list[dict[str, str]] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, env: started.append(env))
-    for port in ("10001", "10002"):
-        simulation.subprocess.Popen(["python", "-m", "worker", "--port", port], env={"A": "1"})
-    keys = {environment[KEY] for environment in started}
-    assert len(keys) == 2
-    assert KEY not in os.environ and started[0]["A"] == "1"
-
-
-def test_a_simulated_site_takes_no_orders_of_another_account(
+def test_the_sites_of_a_simulator_listen_where_no_other_account_can(
     simulation: Any, tmp_path: Path
 ) -> None:
+    """At a port another account could listen first, or pass the messages of both on."""
     [port] = quiet_ports(1)
     config = Path(log_utils.__file__).with_name("log_config.json")
     arguments = ["-o", str(tmp_path), "--port", str(port), "--logging_config", str(config)]
@@ -196,13 +173,17 @@ def test_a_simulated_site_takes_no_orders_of_another_account(
 
     def is_connected() -> bool:
         with suppress(OSError):
-            connections.append(Client(("localhost", port)))
+            connections.append(simulation.Client(("localhost", port)))
         return bool(connections)
 
     try:
         assert eventually(is_connected)
-        connections[0].send({"orders": 1})
-        assert site.wait(60) != 0
+        process = psutil.Process(site.pid)
+        assert not process.net_connections("inet")
+        paths = {Path(files.laddr) for files in process.net_connections("unix") if files.laddr}
+        assert {path.name for path in paths} == {str(port)}
+        for path in paths:
+            assert path.parent.stat().st_mode & 0o077 == 0
     finally:
         site.kill()
         site.wait()

@@ -31,7 +31,7 @@ from medflare.federation.settings import RUN_SETTINGS, RunSettings, run_settings
 from medflare.flare.aggregators import MethodAggregator
 from medflare.flare.components import authorize, settings_of, task_content
 from medflare.flare.flare_patches import (
-    authenticate_sites,
+    connect_sites_by_files,
     keep_ports_apart,
     look_often,
     share_cleanup_thread,
@@ -94,7 +94,7 @@ class MedflareController(Controller):
         self._late: Counter[str] = Counter()
         share_cleanup_thread()
         keep_ports_apart()
-        authenticate_sites()
+        connect_sites_by_files()
         look_often()
 
     def start_controller(self, fl_ctx: FLContext) -> None:

@@ -1,10 +1,8 @@
 """Changes to FLARE 2.9's internals; docs/flare.md has measurements and says when each can go."""
 
 import asyncio
-import hmac
 import os
 import random
-import secrets
 import socket
 import subprocess
 import sys
@@ -16,6 +14,7 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Client, Connection
 from pathlib import Path, PurePath
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from nvflare.apis.fl_context import FLContext
@@ -174,10 +173,9 @@ class _Clock:
         time.sleep(min(seconds, 0.1))
 
 
-def authenticate_sites() -> None:
-    """If this is a simulator, have it and its sites' processes prove to each other by a key of each
-    site that they are of one simulator: they unpickle what comes to a port, which any account of
-    this machine can take first.
+def connect_sites_by_files() -> None:
+    """If this is a simulator, have it talk with its sites' processes by sockets in a folder of this
+    account: both unpickle what comes, and another account can take a port first.
     """
     runner = sys.modules.get(_SIMULATOR)
     if runner:
@@ -192,24 +190,17 @@ class _SitesProcesses:
     TimeoutExpired = subprocess.TimeoutExpired
 
     def __init__(self) -> None:
-        self._secret = secrets.token_bytes(32)
-
-    def _key(self, port: int) -> bytes:
-        """Of the site at a port: with one key for all, another account could have one site's
-        process answer what the simulator asks it in place of another.
-        """
-        return hmac.digest(self._secret, str(port).encode(), "sha256")
+        self._folder = TemporaryDirectory(prefix="medflare-", ignore_cleanup_errors=True)
 
     def connected(self, address: tuple[str, int]) -> Connection:
-        """A connection to a site's process."""
-        return Client(address, authkey=self._key(address[1]))
+        """A connection to the process of the site that FLARE gives this port."""
+        return Client(simulator_worker.socket_at(self._folder.name, address[1]), "AF_UNIX")
 
     def Popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:  # noqa: N802
         """The process of a site: ours in place of FLARE's simulator_worker."""
         python, _, _, *arguments = command
-        port = int(arguments[arguments.index("--port") + 1])
         environment = {**os.environ, **options.pop("env", {})}
-        environment[simulator_worker.KEY] = self._key(port).hex()
+        environment[simulator_worker.FOLDER] = self._folder.name
         run = f"import runpy; runpy.run_path({simulator_worker.__file__!r}, run_name='__main__')"
         return subprocess.Popen([python, "-c", run, *arguments], env=environment, **options)
 
