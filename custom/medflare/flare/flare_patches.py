@@ -3,9 +3,11 @@
 import asyncio
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -14,7 +16,6 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Client, Connection
 from pathlib import Path, PurePath
-from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from nvflare.apis.fl_context import FLContext
@@ -174,7 +175,7 @@ class _Clock:
 
 
 def connect_sites_by_files() -> None:
-    """If this is a simulator, have it talk with its sites' processes by sockets in a folder of this
+    """If this is a simulator, have it talk with each site's process by a socket in a folder of this
     account: both unpickle what comes, and another account can take a port first.
     """
     runner = sys.modules.get(_SIMULATOR)
@@ -190,17 +191,22 @@ class _SitesProcesses:
     TimeoutExpired = subprocess.TimeoutExpired
 
     def __init__(self) -> None:
-        self._folder = TemporaryDirectory(prefix="medflare-", ignore_cleanup_errors=True)
+        self._folders: dict[int, str] = {}  # of the sockets until the connection, by FLARE's port
 
     def connected(self, address: tuple[str, int]) -> Connection:
         """A connection to the process of the site that FLARE gives this port."""
-        return Client(simulator_worker.socket_at(self._folder.name, address[1]), "AF_UNIX")
+        port = address[1]
+        connection = Client(str(Path(self._folders[port], "socket")), "AF_UNIX")
+        shutil.rmtree(self._folders.pop(port), ignore_errors=True)  # the process removes it, too
+        return connection
 
     def Popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:  # noqa: N802
         """The process of a site: ours in place of FLARE's simulator_worker."""
         python, _, _, *arguments = command
+        folder = tempfile.mkdtemp(prefix="medflare-")
+        self._folders[int(arguments[arguments.index("--port") + 1])] = folder
         environment = {**os.environ, **options.pop("env", {})}
-        environment[simulator_worker.FOLDER] = self._folder.name
+        environment[simulator_worker.SOCKET] = str(Path(folder, "socket"))
         run = f"import runpy; runpy.run_path({simulator_worker.__file__!r}, run_name='__main__')"
         return subprocess.Popen([python, "-c", run, *arguments], env=environment, **options)
 
