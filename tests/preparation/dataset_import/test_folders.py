@@ -12,9 +12,10 @@ from helpers.volume_sites import TASK, beside_a_series, change, dicom_series, wr
 from medflare.core.errors import DataError
 from medflare.data.datalist import read_datalist
 from medflare.data.decoding import Source
-from medflare.preparation.dataset_import.columns import GUESSED, Columns
+from medflare.preparation.dataset_import.columns import Columns
 from medflare.preparation.dataset_import.datalists import import_folder
 from medflare.preparation.dataset_import.folders import scan_folder
+from medflare.preparation.dataset_import.image_table import ImageTable
 from medflare.preparation.dataset_import.options import ImportOptions
 from medflare.preparation.dataset_import.tables import read_tables
 from medflare.preparation.proposing import TaskHints, summarise
@@ -490,11 +491,8 @@ def test_a_table_of_masks(tmp_path: Path) -> None:
 )
 def test_a_cell_names_a_file(cell: str, file: str, named: bool, tmp_path: Path) -> None:
     picture(tmp_path / "set" / file)
-    dataset = read_tables(
-        [table(tmp_path / "set/t.csv", ("image", "label"), (cell, "a"))],
-        scan_folder(tmp_path / "set"),
-        GUESSED,
-    )
+    path = table(tmp_path / "set/t.csv", ("image", "label"), (cell, "a"))
+    dataset = read_tables([ImageTable(path, scan_folder(tmp_path / "set"))])
     assert [item.first for item in dataset.items] == [tmp_path / "set" / file] * named
     assert len(dataset.missing) == (not named) and all(
         repr(cell) in line for line in dataset.missing
@@ -511,15 +509,14 @@ def test_the_file_with_the_most_common_folders_is_used(tmp_path: Path) -> None:
     for file in cells.values():
         picture(tmp_path / file)
     path = table(tmp_path / "t.csv", ("image", "label"), *((cell, "a") for cell in cells))
-    dataset = read_tables([path], scan_folder(tmp_path), GUESSED)
+    dataset = read_tables([ImageTable(path, scan_folder(tmp_path))])
     assert [item.first.relative_to(tmp_path).as_posix() for item in dataset.items] == list(
         cells.values()
     )
     (tmp_path / "001.png").unlink()
+    table(path, ("image", "label"), ("001.png", "a"))
     with pytest.raises(DataError, match=r"001\.png"):
-        read_tables(
-            [table(path, ("image", "label"), ("001.png", "a"))], scan_folder(tmp_path), GUESSED
-        )
+        read_tables([ImageTable(path, scan_folder(tmp_path))])
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pandas as pd
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.reading import image_suffixes, suffix
-from medflare.preparation.dataset_import.file_finder import FileFinder, is_path
 from medflare.preparation.dataset_import.frames import SAMPLED_ROWS, clean_text, table_columns
+from medflare.preparation.dataset_import.image_table import ImageTable, is_path
 from medflare.preparation.dataset_import.names import PATIENT, WORDS, number_of, split_name, words
 
 _FINDINGS = 5  # least columns of 0 and 1 that are findings without a question
@@ -46,16 +46,15 @@ class UnlabelledTableError(DataError):
     """No column of a table can be the label or the mask."""
 
 
-def used_columns(
-    path: Path, frame: pd.DataFrame, columns: Columns, kind: str, find: "FileFinder"
-) -> UsedColumns:
+def used_columns(table: ImageTable, columns: Columns, kind: str) -> UsedColumns:
     """The columns of the table.
 
     An image column without a usual name is the one that names the most files; a label column by the
     last word of its name, or several that hold 0 and 1.
     """
-    header = list(frame.columns)
-    used = columns_but_labels(path, frame, columns, find)
+    path = table.path
+    frame = table.frame
+    used = columns_but_labels(table, columns)
     if kind == "classification" or (columns.label and not columns.mask):
         used["mask"] = []
     if not used["label"] and not used["mask"] and kind != "segmentation":
@@ -64,7 +63,7 @@ def used_columns(
     if used["mask"] or kind == "segmentation":
         used["label"] = []
     if not used["mask"]:
-        _refuse_run_lengths(path, frame, used["label"] or header)
+        _refuse_run_lengths(path, frame, used["label"] or table.header)
     for name in used["label"]:
         if _names_files(frame[name]):
             raise DataError(
@@ -75,9 +74,9 @@ def used_columns(
     needed["mask" if kind == "segmentation" else "label"] = used["label"] or used["mask"]
     for name, listed in needed.items():
         if not listed:
-            of_files = [column for column in header if _names_files(frame[column])]
+            of_files = [column for column in frame if _names_files(frame[column])]
             masks = [column for column in of_files if column not in used["image"]]
-            choice = f"give --{name}-column, one of {', '.join(header)}"
+            choice = f"give --{name}-column, one of {', '.join(frame)}"
             if masks and name != "image":
                 choice = f"give --mask-column, of {', '.join(masks)}, or --label-column"
             kind_of_error = DataError if name == "image" else UnlabelledTableError
@@ -101,50 +100,49 @@ def _names_files(cells: "pd.Series[str]") -> bool:
     return suffix(Path(cells.iloc[0])) in image_suffixes()
 
 
-def columns_but_labels(
-    path: Path, frame: pd.DataFrame, columns: Columns, find: "FileFinder"
-) -> UsedColumns:
+def columns_but_labels(table: ImageTable, columns: Columns) -> UsedColumns:
     """The columns of the table; those of labels only as far as they are requested."""
-    header = list(frame.columns)
-    used = _requested_columns(path, columns, header, find.other_tables)
+    header = list(table.frame)
+    used = _requested_columns(table, columns)
     for name in {*used} - {"image", "label"}:
         used[name] = used[name] or usual_columns(WORDS["column"][name], header)[:1]
     taken = set(chain(*used.values()))
     others = [column for column in header if column not in taken]
     for name, usual_names in WORDS["attribute_column"].items():
         used[name] = usual_columns(usual_names, others)[:1]  # see `data.attributes`
-    used["image"] = used["image"] or _image_columns(path, frame, find, used)
+    used["image"] = used["image"] or _image_columns(table, used)
     return used
 
 
-def _requested_columns(
-    path: Path, columns: Columns, header: Sequence[str], others: Iterable[Path]
-) -> UsedColumns:
+def _requested_columns(table: ImageTable, columns: Columns) -> UsedColumns:
     """The columns that options name; DataError for one that the table lacks, if it is not one of
-    patients, sites or splits that one of the `others` has.
+    patients, sites or splits that another table has.
     """
+    header = table.header
     used = {}
     for name, requested in asdict(columns).items():
         names = [requested] if clean_text(requested) in header else requested.split(",")
         used[name] = [clean_text(part) for part in names if part.strip()]
         missing = [column for column in used[name] if column not in header]
-        may_be_elsewhere = missing and name in ("patient", "site", "split")
-        if may_be_elsewhere and any(missing[0] in table_columns(other) for other in others):
-            used[name] = []
-        elif missing:
-            raise DataError(no_such("column", missing[0], header, f"{path}: --{name}-column"))
+        if not missing:
+            continue
+        others = []
+        if name in ("patient", "site", "split"):
+            others = [*map(table_columns, table.folder.tables)]
+        if not any(missing[0] in other for other in others):
+            raise DataError(no_such("column", missing[0], header, f"{table.path}: --{name}-column"))
+        used[name] = []
     return used
 
 
-def _image_columns(
-    path: Path, frame: pd.DataFrame, find: "FileFinder", used: UsedColumns
-) -> list[str]:
+def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
     """The column with the likeliest of its usual names that names files, otherwise the one that
     names the most, of equals one whose cells have an image's suffix; or the one of the patients.
     """
-    frame = frame.drop(columns=used["mask"])
+    path = table.path
+    frame = table.frame.drop(columns=used["mask"])
     usual = usual_columns(WORDS["column"]["image"], list(frame))
-    images = {name: find.named_by(cells) for name, cells in frame.items()}
+    images = {name: table.named_by(cells) for name, cells in frame.items()}
     counts = {}
     for name, cells in frame.items():
         counts[name] = len(images[name]), _names_files(cells)
@@ -153,33 +151,33 @@ def _image_columns(
             return [name]
     most = max(counts, key=counts.__getitem__)
     if not counts[most][0]:
-        _refuse_several_files(path, frame[usual], find)
+        _refuse_several_files(table, usual)
         named = [*used["patient"], *key_columns(frame)]
-        named = [name for name in named if find.names_patients(frame, [name])]
-        named.sort(key=lambda name: (not find.names_each(frame[name]), not frame[name].is_unique))
-        if named and is_path(named[0]) and find.is_patient(named[0]):
+        named = [name for name in named if table.names_patients([name])]
+        named.sort(key=lambda name: (not table.names_each(name), not frame[name].is_unique))
+        if named and is_path(named[0]) and table.is_patient(named[0]):
             raise _without_header(path)
         return named[:1] or usual[:1]
-    if find.named_by(pd.Series([most])):
+    if table.named_by(pd.Series([most])):
         raise _without_header(path)
     for name, others in images.items():
-        if others and others.isdisjoint(images[most]) and not find.are_masks(others):
+        if others and others.isdisjoint(images[most]) and not table.are_masks(others):
             raise DataError(
                 f"{path}: {most} and {name} both name images; write a row for each image, or give "
                 "--image-column, and --mask-column if one has masks"
             )
-    find.refuse_some_numbers(path, frame[most])
+    table.refuse_some_numbers(most)
     return [most]
 
 
-def _refuse_several_files(path: Path, frame: pd.DataFrame, find: "FileFinder") -> None:
+def _refuse_several_files(table: ImageTable, columns: Iterable[str]) -> None:
     """Raise DataError for columns with another name in each row that can be several files, as
     raw/1.png and clahe/1.png; "left" may be in each patient's folder.
     """
-    for name in frame:
-        if frame[name].is_unique:
-            for cell in frame[name].head(SAMPLED_ROWS):
-                find(cell, f"{path} column {name}")
+    for name in columns:
+        if table.frame[name].is_unique:
+            for cell in table.frame[name].head(SAMPLED_ROWS):
+                table.image(cell, f"{table.path} column {name}")
 
 
 def _without_header(path: Path) -> DataError:

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
@@ -17,7 +17,8 @@ from medflare.preparation.dataset_import.columns import (
     usual_columns,
 )
 from medflare.preparation.dataset_import.folders import Dataset, ImageFolder, prefixed
-from medflare.preparation.dataset_import.frames import UnrelatedTableError, table_columns
+from medflare.preparation.dataset_import.frames import table_columns
+from medflare.preparation.dataset_import.image_table import ImageTable
 from medflare.preparation.dataset_import.listed_splits import (
     refuse_flags_of_splits,
     refuse_split_tables,
@@ -34,10 +35,10 @@ from medflare.preparation.dataset_import.structures import (
     structure_suffixes,
 )
 from medflare.preparation.dataset_import.tables import (
+    check_table,
     described,
     patients_of_table,
     read_tables,
-    split_of_table,
 )
 
 _VERSIONS = frozenset(WORDS["version"])
@@ -51,47 +52,145 @@ def find_dataset(
     DataError if it is unclear, or if a folder beside those of splits may be a split, too. With
     `several_tables`, all tables are of these images.
     """
-    kind = options.kind
     columns = options.columns
-    splits, unused, related = _usable_tables(folder, options)
-    if not splits and related:
-        folder = _with_patients(folder, related, columns)
-        splits, unused, related = _usable_tables(folder, options)
+    tables = _judged_tables(folder, options)
+    if all(table.problem for table in tables):
+        folder = _with_patients(folder, _related(tables), columns)
+        tables = _judged_tables(folder, options)
+    used = [table for table in tables if table.problem is None]
+    has_masks = any(name.mask for name in folder.names.values())
+    describes = _related(tables) and has_masks and not (columns.label or columns.mask)
     requested = options.table is not None or columns != GUESSED
-    tables = list(splits)
-    describes = bool(related) and not (columns.label or columns.mask)
-    describes = describes and any(name.mask for name in folder.names.values())
-    if requested and len(splits) + len(unused) == 1 and not describes:
-        tables = [*splits, *unused]
-    of_splits = len({*splits.values()} - {""}) == len(tables)
-    if len(tables) > 1 and not of_splits and not several_tables:
-        names = ", ".join(map(folder.relative, tables))
+    if requested and len(tables) == 1 and not describes:
+        used = tables
+    if not several_tables:
+        _refuse_several_tables(folder, used)
+    if requested and not used and not describes:
+        problem = f"{folder.root}: no table (CSV or Excel) for the columns; name it with --table"
+        raise DataError("; ".join((problem, *_problems(tables), *_shared_columns(folder))))
+    others = [table for table in tables if table not in used]
+    if used:
+        others += _with_requested_columns(folder, options)
+        dataset = _by_tables(folder, options, used, others)
+    else:
+        dataset = _by_names(folder, options, tables)
+    return replace(dataset, notes=(*prefixed("not used", _problems(others)), *dataset.notes))
+
+
+def _judged_tables(folder: ImageFolder, options: ImportOptions) -> list[ImageTable]:
+    """The tables that may have the labels, with their problems."""
+    tables = []
+    for path in [options.table] if options.table else folder.tables:
+        table = ImageTable(path, folder)
+        try:
+            check_table(table, options.columns, options.kind)
+        except DataError as error:
+            table.problem = error
+        tables.append(table)
+    return tables
+
+
+def _related(tables: Iterable[ImageTable]) -> list[ImageTable]:
+    """Those that have a problem, though they seem to be of these images."""
+    return [table for table in tables if table.problem and table.may_be_related]
+
+
+def _problems(tables: Iterable[ImageTable]) -> list[str]:
+    """Why tables are not used."""
+    return [str(table.problem) for table in tables if table.problem]
+
+
+def _refuse_several_tables(folder: ImageFolder, tables: Sequence[ImageTable]) -> None:
+    """Raise DataError for several tables, unless each is of a split."""
+    splits = {table.split for table in tables} - {""}
+    if len(tables) > 1 and len(splits) < len(tables):
+        names = ", ".join(folder.relative(table.path) for table in tables)
         raise DataError(
             f"{folder.root}: {len(tables)} tables ({names}); "
             "choose one with --table, unite them, or give --site-folders"
         )
-    if requested and not tables and not describes:
-        problem = f"{folder.root}: no table (CSV or Excel) for the columns; name it with --table"
-        raise DataError("; ".join((problem, *unused.values(), *_shared_columns(folder))))
-    if tables:
-        others = {path: unused[path] for path in related if path not in tables}
-        _refuse_part(folder, splits, others)
-        requested_ones = _with_requested_columns(folder, options)
-        unused |= requested_ones
-        others |= requested_ones
-        dataset = read_tables(tables, folder, columns, kind=kind, redraw=options.redraw)
-        for path in related:
-            if {*dataset.labelled_by} <= {*table_columns(path)}:
-                raise DataError(f"{unused[path]}, or choose one table with --table")
-        dataset, not_used = _described_by(dataset, [*others], unused, folder, options)
-        if not options.redraw:
-            dataset = with_listed_splits(folder, dataset, ())
-            if not any(item.split for item in dataset.items):
-                refuse_split_tables(folder, tables, not_used)
-                refuse_flags_of_splits(tables)
-        reasons = [reason for path, reason in not_used.items() if path not in tables]
-        return replace(dataset, notes=(*prefixed("not used", reasons), *dataset.notes))
-    dataset = _by_names(folder, options, unused, related)
+
+
+def _by_tables(
+    folder: ImageFolder,
+    options: ImportOptions,
+    tables: Sequence[ImageTable],
+    others: Sequence[ImageTable],
+) -> Dataset:
+    """The images by tables, with what the others say of them."""
+    _refuse_part(folder, tables, others)
+    dataset = read_tables(tables, options)
+    for table in _related((*tables, *others)):
+        if {*dataset.labelled_by} <= {*table.header}:
+            raise DataError(f"{table.problem}, or choose one table with --table")
+    dataset = _described_by(dataset, [table for table in others if table.may_be_related], options)
+    if not options.redraw:
+        dataset = with_listed_splits(folder, dataset, ())
+        if not any(item.split for item in dataset.items):
+            refuse_split_tables(folder, tables, [table for table in others if table.problem])
+            refuse_flags_of_splits(tables)
+    return dataset
+
+
+def _with_requested_columns(folder: ImageFolder, options: ImportOptions) -> list[ImageTable]:
+    """The other tables that have a column of patients, sites or splits that the user names, and
+    that --table lacks.
+    """
+    if options.table is None:
+        return []
+    columns = options.columns
+    named = {columns.patient, columns.site, columns.split} - {"", *table_columns(options.table)}
+    tables = [ImageTable(path, folder) for path in folder.tables if path != options.table]
+    return [table for table in tables if not named.isdisjoint(table.header)]
+
+
+def _refuse_part(
+    folder: ImageFolder, used: Sequence[ImageTable], others: Iterable[ImageTable]
+) -> None:
+    """Raise DataError for a table of another split that is not used, though it cannot be read or
+    has as many columns as those that are.
+    """
+    if not any(table.split for table in used):
+        return
+    width = min(len(table.header) for table in used)
+    for table in _related(others):
+        if first_split(table.path.stem) and (not table.header or len(table.header) >= width):
+            names = ", ".join(folder.relative(other.path) for other in used)
+            raise DataError(
+                f"{table.problem}; correct this table, or choose one of the others with --table "
+                f"({names})"
+            )
+
+
+def _by_names(folder: ImageFolder, options: ImportOptions, tables: Sequence[ImageTable]) -> Dataset:
+    """The images by the names of files and folders, with what the tables say of them; DataError for
+    classes beside tables of these images, without a kind.
+    """
+    kind = options.kind
+    related = _related(tables)
+    with_labels = [t for t in related if not isinstance(t.problem, UnlabelledTableError)] or related
+    _refuse_versions(folder)
+    try:
+        dataset = _by_folders(folder, kind)
+    except DataError as error:
+        if related and not any(name.mask for name in folder.names.values()):
+            reasons = [*_problems(_of_one_header_each(with_labels)), *_shared_columns(folder)]
+            raise DataError("; ".join((*reasons, *folder.notes))) from error
+        hints = [*_problems(tables), *folder.notes]
+        if folder.texts:
+            hints.append(
+                f"text files are not read ({folder.relative(folder.texts[0])}); if they have "
+                "outlines or labels, make masks or a table of them"
+            )
+        raise DataError("; ".join((str(error), *hints))) from error
+    if related and dataset.kind == "classification" and not kind:
+        raise DataError(
+            f"{folder.root}: are the folders {', '.join(dataset.labels.values())} the classes? if "
+            f"so, give --kind classification; if not: {with_labels[0].problem}"
+        )
+    dataset = _described_by(dataset, related, options)
+    if not options.redraw:
+        dataset = with_listed_splits(folder, dataset, [t for t in tables if t.problem])
     strange = _beside_splits(folder, dataset)
     classes = dataset.kind == "classification"
     if strange and kind != "classification" and (classes or not options.redraw):
@@ -102,73 +201,6 @@ def find_dataset(
             f"{remedy}"
         )
     return dataset
-
-
-def _with_requested_columns(folder: ImageFolder, options: ImportOptions) -> dict[Path, str]:
-    """The other tables that have a column of patients, sites or splits that the user names, and
-    that --table lacks; each without a reason why it is not used.
-    """
-    if options.table is None:
-        return {}
-    columns = options.columns
-    named = {columns.patient, columns.site, columns.split} - {"", *table_columns(options.table)}
-    tables = [path for path in folder.tables if path != options.table]
-    return {path: "" for path in tables if not named.isdisjoint(table_columns(path))}
-
-
-def _refuse_part(
-    folder: ImageFolder, splits: Mapping[Path, str], unused: Mapping[Path, str]
-) -> None:
-    """Raise DataError for a table of another split that is `unused`, with this reason, though it
-    cannot be read or has as many columns as those of `splits`.
-    """
-    if not any(splits.values()):
-        return
-    width = min(len(table_columns(path)) for path in splits)
-    for path, reason in unused.items():
-        columns = table_columns(path)
-        if first_split(path.stem) and (not columns or len(columns) >= width):
-            used = ", ".join(map(folder.relative, splits))
-            raise DataError(
-                f"{reason}; correct this table, or choose one of the others with --table ({used})"
-            )
-
-
-def _by_names(
-    folder: ImageFolder,
-    options: ImportOptions,
-    unused: Mapping[Path, str],
-    related: Mapping[Path, bool],
-) -> Dataset:
-    """The images by the names of files and folders; DataError for classes beside `related` tables,
-    without a kind.
-    """
-    kind = options.kind
-    with_labels = [path for path, has_labels in related.items() if has_labels] or [*related]
-    _refuse_versions(folder)
-    try:
-        dataset = _by_folders(folder, kind)
-    except DataError as error:
-        if related and not any(name.mask for name in folder.names.values()):
-            reasons = _reasons(with_labels, unused)
-            reasons += _shared_columns(folder)
-            raise DataError("; ".join((*reasons, *folder.notes))) from error
-        hints = [*unused.values(), *folder.notes]
-        if folder.texts:
-            hints.append(
-                f"text files are not read ({folder.relative(folder.texts[0])}); if they have "
-                "outlines or labels, make masks or a table of them"
-            )
-        raise DataError("; ".join((str(error), *hints))) from error
-    if related and dataset.kind == "classification" and not kind:
-        raise DataError(
-            f"{folder.root}: are the folders {', '.join(dataset.labels.values())} the classes? if "
-            f"so, give --kind classification; if not: {unused[with_labels[0]]}"
-        )
-    dataset, unused = _described_by(dataset, [*related], unused, folder, options)
-    if not options.redraw:
-        dataset = with_listed_splits(folder, dataset, unused)
-    return replace(dataset, notes=(*prefixed("not used", unused.values()), *dataset.notes))
 
 
 def _shared_columns(folder: ImageFolder) -> list[str]:
@@ -184,42 +216,34 @@ def _shared_columns(folder: ImageFolder) -> list[str]:
     return []
 
 
-def _reasons(tables: Iterable[Path], unused: Mapping[Path, str]) -> list[str]:
-    """Why tables are not used, once for those of the same columns, as of train and test."""
-    reason_of: dict[object, str] = {}
-    for path in tables:
-        columns = tuple(table_columns(path))
-        reason_of.setdefault(columns or path, unused[path])
-    return [*reason_of.values()]
+def _of_one_header_each(tables: Iterable[ImageTable]) -> Iterable[ImageTable]:
+    """The first of tables with the same columns, as of train and test."""
+    first_of: dict[object, ImageTable] = {}
+    for table in tables:
+        first_of.setdefault(tuple(table.header) or table.path, table)
+    return first_of.values()
 
 
 def _described_by(
-    dataset: Dataset,
-    tables: Sequence[Path],
-    unused: Mapping[Path, str],
-    folder: ImageFolder,
-    options: ImportOptions,
-) -> tuple[Dataset, dict[Path, str]]:
-    """The images with what these tables without labels say of them, and the tables that are still
-    `unused`.
+    dataset: Dataset, tables: Iterable[ImageTable], options: ImportOptions
+) -> Dataset:
+    """The images with what tables without labels say of them; those that say something have no
+    problem any more.
     """
-    unused = dict(unused)
     columns = options.columns
     requested = options.table is not None or columns.patient or columns.site or columns.split
-    for path in tables:
+    for table in tables:
         try:
-            items, read = described(
-                dataset.items, path, folder, options.columns, redraw=options.redraw
-            )
+            items, read = described(dataset.items, table, options)
         except DataError as error:
             if requested:
                 raise
-            unused[path] = str(error)
+            table.problem = error
             continue
         if read:
-            del unused[path]
+            table.problem = None
             dataset = replace(dataset, items=tuple(items), layout=f"{dataset.layout}; {read}")
-    return dataset, unused
+    return dataset
 
 
 def _refuse_versions(folder: ImageFolder) -> None:
@@ -240,33 +264,16 @@ def _refuse_versions(folder: ImageFolder) -> None:
             )
 
 
-def _usable_tables(
-    folder: ImageFolder, options: ImportOptions
-) -> tuple[dict[Path, str], dict[Path, str], dict[Path, bool]]:
-    """Table -> the split that its name has; table -> why it is not used; and those of the second
-    that are of these images, as it seems -> whether they may have labels.
-    """
-    splits = {}
-    unused = {}
-    related = {}
-    for path in [options.table] if options.table else folder.tables:
-        try:
-            splits[path] = split_of_table(path, folder, options.columns, options.kind)
-        except DataError as error:
-            unused[path] = str(error)
-            if not isinstance(error, UnrelatedTableError):
-                related[path] = not isinstance(error, UnlabelledTableError)
-    return splits, unused, related
-
-
-def _with_patients(folder: ImageFolder, tables: Iterable[Path], columns: Columns) -> ImageFolder:
+def _with_patients(
+    folder: ImageFolder, tables: Iterable[ImageTable], columns: Columns
+) -> ImageFolder:
     """The folder with the patients of images by tables without labels, whose labels another table
     may have for each patient.
     """
     patients: dict[Path, str] = {}
-    for path in tables:
+    for table in tables:
         with suppress(DataError):  # as said where it is read
-            patients |= patients_of_table(path, folder, replace(columns, label="", mask=""))
+            patients |= patients_of_table(table, columns)
     return replace(folder, patients={**patients, **folder.patients})
 
 

@@ -1,7 +1,7 @@
 """Splits that lists of names, the names of files or tables tell."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -11,7 +11,7 @@ from medflare.core.text import read_text
 from medflare.data.reading import stem
 from medflare.preparation.dataset_import.columns import usual_columns
 from medflare.preparation.dataset_import.folders import Dataset, ImageFolder
-from medflare.preparation.dataset_import.frames import read_frame, table_columns
+from medflare.preparation.dataset_import.image_table import ImageTable
 from medflare.preparation.dataset_import.names import (
     SPLIT_WORDS,
     WORDS,
@@ -23,7 +23,9 @@ from medflare.preparation.dataset_import.names import (
 _FLAGS = {"0", "1", "true", "false", "yes", "no"}
 
 
-def with_listed_splits(folder: ImageFolder, dataset: Dataset, unused: Collection[Path]) -> Dataset:
+def with_listed_splits(
+    folder: ImageFolder, dataset: Dataset, unused: Iterable[ImageTable]
+) -> Dataset:
     """The images with the splits of lists of names such as train.txt, or of their own names such as
     train0_1.png (MedMNIST), if no folder names splits.
 
@@ -32,9 +34,16 @@ def with_listed_splits(folder: ImageFolder, dataset: Dataset, unused: Collection
     if not {item.split for item in dataset.items} <= {"", "training"}:
         return dataset
     images = [stem(item.first) for item in dataset.items]
-    lists = _split_lists(folder, images, unused)
+    texts = [path for path in folder.texts if _names_split(path, images)]
+    tables = []
+    for table in unused:
+        if _names_split(table.path, images) or _split_columns(table):
+            tables.append(table)
+    lists = [*texts, *(table.path for table in tables)]
     if lists:
-        splits = _listed_splits(images, lists, unused)
+        for table in tables:
+            _refuse_split_words(table)
+        splits = _listed_splits(images, texts, lists[0])
         source = ", ".join(map(folder.relative, lists))
     else:
         splits = [first_split("".join(words(name)[:1])) for name in images]
@@ -48,14 +57,14 @@ def with_listed_splits(folder: ImageFolder, dataset: Dataset, unused: Collection
 
 
 def refuse_split_tables(
-    folder: ImageFolder, tables: Iterable[Path], unused: Iterable[Path]
+    folder: ImageFolder, tables: Iterable[ImageTable], unused: Iterable[ImageTable]
 ) -> None:
     """Raise DataError for tables of training and test rows that are not used, as
     train_indexes.csv.
     """
-    if any(first_split(path.stem) for path in tables):
+    if any(first_split(table.path.stem) for table in tables):
         return
-    lists = {first_split(path.stem): path for path in unused}
+    lists = {first_split(table.path.stem): table.path for table in unused}
     if {"training", "test"} <= lists.keys():
         raise DataError(
             f"{folder.relative(lists['training'])} seems to list a split, but names no image; give "
@@ -63,43 +72,39 @@ def refuse_split_tables(
         )
 
 
-def refuse_flags_of_splits(tables: Iterable[Path]) -> None:
+def refuse_flags_of_splits(tables: Iterable[ImageTable]) -> None:
     """Raise DataError for a column such as is_test, of yes and no."""
-    for path in tables:
-        frame = read_frame(path)
-        for name in frame:
+    for table in tables:
+        for name, texts in table.frame.items():
             of_split = any(map(split_name, words(name)))
-            cells = {text.lower() for text in frame[name]}
+            cells = {text.lower() for text in texts}
             if of_split and len(cells) == 2 and cells < _FLAGS:
                 flags = " and ".join(sorted(cells))
                 raise DataError(
-                    f"{path}: column {name} seems to tell the splits by {flags}; "
+                    f"{table.path}: column {name} seems to tell the splits by {flags}; "
                     "write train, val or test in it, or draw splits with --redraw"
                 )
 
 
-def _split_lists(
-    folder: ImageFolder, images: Sequence[str], unused: Collection[Path]
-) -> list[Path]:
-    """Text files and unused tables that name splits in their names, tables also in a column."""
-    lists = []
-    for path in (*folder.texts, *unused):
-        named = path.stem not in images and not SPLIT_WORDS.isdisjoint(words(path.stem))
-        if named or (path in unused and _has_splits(path)):
-            lists.append(path)
-    return lists
+def _names_split(path: Path, images: Sequence[str]) -> bool:
+    """Whether a file is named after splits, and not like an image."""
+    return path.stem not in images and not SPLIT_WORDS.isdisjoint(words(path.stem))
 
 
-def _listed_splits(
-    images: Sequence[str], lists: Sequence[Path], unused: Collection[Path]
-) -> list[str]:
-    """The split of each image by the lists of names; DataError for an image that is not in one."""
+def _split_columns(table: ImageTable) -> list[str]:
+    """The columns with a usual name of splits."""
+    return usual_columns(WORDS["column"]["split"], table.header)
+
+
+def _listed_splits(images: Sequence[str], texts: Iterable[Path], first: Path) -> list[str]:
+    """The split of each image by lists of names; DataError for an image that is not in one.
+
+    `first`: of the files that may name the splits, also of those that are not read.
+    """
     splits = defaultdict(set)
-    for path in lists:
-        if path in unused:
-            _refuse_split_words(path)
+    for path in texts:
         split = first_split(path.stem)
-        if split and path not in unused and path.suffix.lower() in (".txt", ".lst"):
+        if split and path.suffix.lower() in (".txt", ".lst"):
             with suppress(ValueError):  # of the encoding
                 for line in read_text(path).splitlines():
                     name = stem(PurePath(line.strip().replace("\\", "/")))
@@ -107,24 +112,19 @@ def _listed_splits(
     for name, count in Counter(images).items():
         if len(splits[name]) != 1 or count > 1:
             raise DataError(
-                f"{lists[0]}: seems to name the splits, but no list of train, val and test names "
+                f"{first}: seems to name the splits, but no list of train, val and test names "
                 f"{name} alone; correct the lists, give a table with a column split, or draw the "
                 "splits with --redraw"
             )
     return [min(splits[name]) for name in images]
 
 
-def _refuse_split_words(table: Path) -> None:
+def _refuse_split_words(table: ImageTable) -> None:
     """Raise DataError for a table whose column of splits has other words."""
-    for column in usual_columns(WORDS["column"]["split"], table_columns(table)):
-        for text in read_frame(table)[column]:
+    for column in _split_columns(table):
+        for text in table.frame[column]:
             if not split_name(text):
                 raise DataError(
-                    f"{table}: {text!r} in column {column} is not train, val or test; rename it, "
-                    "or draw the splits with --redraw"
+                    f"{table.path}: {text!r} in column {column} is not train, val or test; rename "
+                    "it, or draw the splits with --redraw"
                 )
-
-
-def _has_splits(table: Path) -> bool:
-    """Whether a table has a column with a usual name of splits; False if it cannot be read."""
-    return bool(usual_columns(WORDS["column"]["split"], table_columns(table)))

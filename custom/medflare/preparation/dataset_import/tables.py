@@ -22,7 +22,6 @@ from medflare.preparation.dataset_import.columns import (
     used_columns,
     usual_columns,
 )
-from medflare.preparation.dataset_import.file_finder import FileFinder, is_path
 from medflare.preparation.dataset_import.folders import (
     MAX_CLASSES,
     Dataset,
@@ -31,7 +30,8 @@ from medflare.preparation.dataset_import.folders import (
     prefixed,
     split_above,
 )
-from medflare.preparation.dataset_import.frames import SAMPLED_ROWS, UnrelatedTableError, read_frame
+from medflare.preparation.dataset_import.frames import SAMPLED_ROWS, UnrelatedTableError
+from medflare.preparation.dataset_import.image_table import ImageTable, is_path
 from medflare.preparation.dataset_import.names import (
     WORDS,
     number_of,
@@ -41,6 +41,7 @@ from medflare.preparation.dataset_import.names import (
     split_name,
     words,
 )
+from medflare.preparation.dataset_import.options import DEFAULTS, ImportOptions
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\d 00:00:00")  # of a cell of Excel
 _MASK_COLUMNS: list[str] = WORDS["column"]["mask"]  # usual names
@@ -57,21 +58,16 @@ class _Row:
     item: Item  # with a list of labels
 
 
-def read_tables(
-    paths: Sequence[Path],
-    folder: ImageFolder,
-    columns: Columns,
-    *,
-    kind: str = "",
-    redraw: bool = False,
-) -> Dataset:
+def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS) -> Dataset:
     """The images of a table, or of one for each split.
 
-    Without a `kind` the columns decide whether they are of masks or classes.
+    Without a kind the columns decide whether they are of masks or classes.
 
     DataError for a missing column, a cell that names several files, values that are no labels, and
-    splits that are not known; with `redraw`, splits are ignored.
+    splits that are not known.
     """
+    folder = tables[0].folder
+    columns = options.columns
     items = []
     missing = []
     notes = []
@@ -79,35 +75,34 @@ def read_tables(
     folder_column = ""
     listed: dict[Path, _Row] = {}
     names_of_sites: defaultdict[str, set[str]] = defaultdict(set)  # column -> its names
-    for path in paths:
-        frame = read_frame(path)
-        find = FileFinder(folder, path)
-        used = used_columns(path, frame, columns, kind, find)
-        _refuse_labels_in_other_rows(path, frame, used)
+    for table in tables:
+        path = table.path
+        used = used_columns(table, columns, options.kind)
+        _refuse_labels_in_other_rows(table, used)
         of_labels = used["mask"] or used["label"]
         labelled_by = labelled_by or of_labels
         # One column may have another name in each table.
         if of_labels != labelled_by and not len(of_labels) == len(labelled_by) == 1:
             raise DataError(
-                f"{path}: has other columns of labels than {paths[0]}; write the same in both, or "
-                "choose one table with --table"
+                f"{path}: has other columns of labels than {tables[0].path}; write the same in "
+                "both, or choose one table with --table"
             )
-        for column in _site_columns(frame, used):
-            names_of_sites[column].update(filter(None, frame[column]))
-        notes += _missing_words(path, frame, used)
-        notes += _without_wrong_ages(path, frame, used)
-        if used["label"] and not (kind or columns.label):
-            _refuse_masks_beside(folder, path, used["label"])
-        folder_column = folder_column or _folder_column(frame, used, find)
-        of_patient = _columns_of_a_patients_images(frame, used, find)
+        for column in _site_columns(table, used):
+            names_of_sites[column].update(filter(None, table.frame[column]))
+        notes += _missing_words(table, used)
+        notes += _without_wrong_ages(table, used)
+        if used["label"] and not (options.kind or columns.label):
+            _refuse_masks_beside(table, used["label"])
+        folder_column = folder_column or _folder_column(table, used)
+        of_patient = _columns_of_a_patients_images(table, used)
         notes += prefixed(path.name, map(_tells_apart, of_patient))
-        rows, incomplete = _read_rows(path, frame, used, find, redraw, of_patient)
+        rows, incomplete = _read_rows(table, used, options.redraw, of_patient)
         read, repeated = _each_once(rows, listed)
         if repeated:
             notes.append(f"{path.name}: {repeated} rows repeat the image and the cells of another")
-        if not redraw:
-            of_table = find.split if len(paths) > 1 else ""
-            read = [_in_split_of_folder(item, of_table, folder, path) for item in read]
+        if not options.redraw:
+            of_table = table.split if len(tables) > 1 else ""
+            read = [_in_split_of_folder(item, of_table, table) for item in read]
         items += read
         missing += incomplete
     used_files = {file for item in items for file in item.paths}
@@ -120,17 +115,18 @@ def read_tables(
     unsplit = sum(not item.split for item in items)
     names = labelled_by if len(labelled_by) > 1 else []
     labels = [item.label for item in items]
+    location = " and ".join(str(table.path) for table in tables)
     if items and not used["mask"]:
         cells = pd.DataFrame(labels, columns=labelled_by)
-        labels, names = _encode_labels(" and ".join(map(str, paths)), cells)
+        labels, names = _encode_labels(location, cells)
         notes += _line_of_findings(labels, labelled_by, columns)
     elif len(labelled_by) == 1:
         labels = [label[0] for label in labels]
     items = [replace(item, label=label) for item, label in zip(items, labels, strict=True)]
     guessed = not (used["mask"] or columns.label)
     if items and guessed and len(labelled_by) == 1 and isinstance(labels[0], int):
-        _refuse_other_class(" and ".join(map(str, paths)), items, names, folder)
-    if 0 < unsplit < len(items) and not redraw:
+        _refuse_other_class(location, items, names, folder)
+    if 0 < unsplit < len(items) and not options.redraw:
         notes.append(
             f"{unsplit} of {len(items)} images have no split and count as training; "
             "--redraw draws all splits"
@@ -142,7 +138,7 @@ def read_tables(
         "segmentation" if used["mask"] else "classification",
         tuple(items),
         numbered(names),
-        f"{' and '.join(path.name for path in paths)}: {', '.join(layout)}{findings}",
+        f"{' and '.join(table.path.name for table in tables)}: {', '.join(layout)}{findings}",
         structure=_structure_of(used["mask"]),
         folder_column=folder_column,
         notes=tuple(notes),
@@ -153,46 +149,42 @@ def read_tables(
     )
 
 
-def _refuse_labels_in_other_rows(path: Path, frame: pd.DataFrame, used: UsedColumns) -> None:
+def _refuse_labels_in_other_rows(table: ImageTable, used: UsedColumns) -> None:
     """Raise DataError if rows have an image or a label, and none has both: an export of REDCap has
     a row for the baseline, and one for each photo.
     """
-    has_image = frame[used["image"][0]] != ""
-    has_label = (frame[used["mask"] or used["label"]] != "").all(axis=1)
+    has_image = table.frame[used["image"][0]] != ""
+    has_label = (table.frame[used["mask"] or used["label"]] != "").all(axis=1)
     if has_image.any() and has_label.any() and not (has_image & has_label).any():
         raise DataError(
-            f"{path}: no row has both an image and its label; write the label in the row of the "
-            "image"
+            f"{table.path}: no row has both an image and its label; write the label in the row of "
+            "the image"
         )
 
 
 def _read_rows(
-    path: Path,
-    frame: pd.DataFrame,
-    used: UsedColumns,
-    find: "FileFinder",
-    redraw: bool,
-    of_patient: Sequence[str],
+    table: ImageTable, used: UsedColumns, redraw: bool, of_patient: Sequence[str]
 ) -> tuple[list["_Row"], list[str]]:
     """The images of a table with a list of labels each, and a line for each incomplete row;
     `of_patient`: see `_columns_of_a_patients_images`.
     """
+    frame = table.frame
     rows = []
     missing = []
-    of_files = bool(find.named_by(frame[used["image"][0]]))
+    of_files = bool(table.named_by(frame[used["image"][0]]))
     patient_of = _patients_of_folders(frame[used["image"][0]])
     for line, row in zip(frame.index, frame.to_dict("records"), strict=True):
-        location = f"{path} line {line}"
+        location = f"{table.path} line {line}"
         cell = dict.fromkeys(used, "")
         for name, listed in used.items():
             if listed:
                 cell[name] = row[listed[0]]
-        label = _label_of_row(row, used, find, location)
-        images = find.images(cell["image"], location)
+        label = _label_of_row(row, used, table, location)
+        images = table.images(cell["image"], location)
         if not images and not of_files:
-            images = find.beginning_with(cell["image"])
+            images = table.beginning_with(cell["image"])
         for column in of_patient:
-            images = find.with_word(row[column], images)
+            images = table.with_word(row[column], images)
         if not images:
             missing.append(f"{location}: no file for {cell['image']!r}")
         elif not all(label):
@@ -202,7 +194,7 @@ def _read_rows(
         else:
             split = "" if redraw else _split_of(cell["split"], location)
             patient = str(patient_id(cell["patient"]))
-            if find.is_patient(cell["image"]):
+            if table.is_patient(cell["image"]):
                 patient = patient or patient_of[cell["image"]]
             elif used["patient"] == used["image"] and is_path(patient):
                 patient = ""  # of one of the patient's images
@@ -214,21 +206,20 @@ def _read_rows(
     return rows, missing
 
 
-def _folder_column(frame: pd.DataFrame, used: UsedColumns, find: "FileFinder") -> str:
+def _folder_column(table: ImageTable, used: UsedColumns) -> str:
     """The column that names folders of images in place of files; "" if it is one of patients."""
     column = used["image"][0]
-    return column if not used["patient"] and find.is_patient(frame[column].iloc[0]) else ""
+    return column if not used["patient"] and table.is_patient(table.frame[column].iloc[0]) else ""
 
 
-def _columns_of_a_patients_images(
-    frame: pd.DataFrame, used: UsedColumns, find: "FileFinder"
-) -> list[str]:
+def _columns_of_a_patients_images(table: ImageTable, used: UsedColumns) -> list[str]:
     """The columns that tell the images of a row's patient apart, as eye, visit or session: most
     cells are a word in the path of one of them, and some not of all.
     """
-    image_column = used["image"][0]
+    frame = table.frame
+    image_names = frame[used["image"][0]]
     taken = set(chain(*used.values()))
-    if find.named_by(frame[image_column]):
+    if table.named_by(image_names):
         return []
     columns = []
     for name in frame:
@@ -237,9 +228,9 @@ def _columns_of_a_patients_images(
         rows = 0
         named = 0
         tells_apart = False
-        for cell, word in zip(frame[image_column], frame[name], strict=True):
-            images = find.of_patient(cell)
-            with_word = find.with_word(word, images) if word else []
+        for cell, word in zip(image_names, frame[name], strict=True):
+            images = table.of_patient(cell)
+            with_word = table.with_word(word, images) if word else []
             rows += bool(images and word)
             named += bool(with_word)
             tells_apart = tells_apart or 0 < len(with_word) < len(images)
@@ -295,13 +286,14 @@ def _lacking(used: UsedColumns, label: Sequence[Any]) -> str:
     return f"no label in column {empty[0]}"
 
 
-def _refuse_masks_beside(folder: ImageFolder, table: Path, labels: Sequence[str]) -> None:
+def _refuse_masks_beside(table: ImageTable, labels: Sequence[str]) -> None:
     """Raise DataError if masks lie beside the images of a table of classes."""
-    masks = [path for path, name in folder.names.items() if name.mask]
+    masks = [path for path, name in table.folder.names.items() if name.mask]
     if masks:
         raise DataError(
-            f"{table}: column {labels[0]} can be the class, but masks lie beside the images, as "
-            f"{folder.relative(masks[0])}; give --kind classification or --kind segmentation"
+            f"{table.path}: column {labels[0]} can be the class, but masks lie beside the images, "
+            f"as {table.folder.relative(masks[0])}; give --kind classification or "
+            "--kind segmentation"
         )
 
 
@@ -325,24 +317,24 @@ def _each_once(rows: Iterable["_Row"], listed: dict[Path, "_Row"]) -> tuple[list
     return items, repeated
 
 
-def _in_split_of_folder(item: Item, of_table: str, folder: ImageFolder, table: Path) -> Item:
+def _in_split_of_folder(item: Item, of_table: str, table: ImageTable) -> Item:
     """The image with the split that its row, the name of its table or one of its folders names.
 
     DataError for a row and a folder of which one says test.
     """
     split = item.split or of_table
-    of_folder = split_above(folder, item.first)
+    of_folder = split_above(table.folder, item.first)
     if of_folder and split not in ("", of_folder) and "test" in (split, of_folder):
         raise DataError(
-            f"{table}: {folder.relative(item.first)} is in the split {split}, but in a folder of "
-            f"{of_folder}; correct one, give another --split-column, or draw new splits with "
-            "--redraw"
+            f"{table.path}: {table.folder.relative(item.first)} is in the split {split}, but in a "
+            f"folder of {of_folder}; correct one, give another --split-column, or draw new splits "
+            "with --redraw"
         )
     return replace(item, split=split or of_folder)
 
 
 def _refuse_other_class(
-    table: str, items: Sequence[Item], names: Sequence[str], folder: ImageFolder
+    location: str, items: Sequence[Item], names: Sequence[str], folder: ImageFolder
 ) -> None:
     """Raise DataError for an image in the folder of another class than its row has, if every image
     is in a folder that is called like a class.
@@ -354,17 +346,17 @@ def _refuse_other_class(
     for item, of_folder in zip(items, of_folders, strict=True):
         if names[item.label] != of_folder:
             raise DataError(
-                f"{table}: {folder.relative(item.first)} is {names[item.label]}, but in the folder "
-                f"of {of_folder}; correct one, or give --label-column"
+                f"{location}: {folder.relative(item.first)} is {names[item.label]}, but in the "
+                f"folder of {of_folder}; correct one, or give --label-column"
             )
 
 
 def _label_of_row(
-    row: Mapping[Any, Any], used: UsedColumns, find: "FileFinder", location: str
+    row: Mapping[Any, Any], used: UsedColumns, table: ImageTable, location: str
 ) -> list[Any]:
     """The mask files of a row, or its labels; a missing one is None or ""."""
     if used["mask"]:
-        return [find(row[name], location) for name in used["mask"]]
+        return [table.image(row[name], location) for name in used["mask"]]
     labels = [row[name] for name in used["label"]]
     if len(labels) > 1:  # 0 or 1, which no word can be
         for number, text in enumerate(labels):
@@ -397,7 +389,7 @@ def _structure_of(columns: Sequence[str]) -> str:
     return "_".join(word for word in words(columns[0]) if word not in other)
 
 
-def _missing_words(path: Path, frame: pd.DataFrame, used: UsedColumns) -> list[str]:
+def _missing_words(table: ImageTable, used: UsedColumns) -> list[str]:
     """A line for each column of names with words such as NA, which may mean a missing value;
     DataError for such a word among numbers of classes.
     """
@@ -406,42 +398,43 @@ def _missing_words(path: Path, frame: pd.DataFrame, used: UsedColumns) -> list[s
     if len(used["label"]) == 1:
         columns = [*used["label"], *columns]
     for column in columns:
-        found = sorted({text for text in frame[column] if text.lower() in _MISSING})
-        others = [text for text in frame[column] if text and text not in found]
+        cells = table.frame[column]
+        found = sorted({text for text in cells if text.lower() in _MISSING})
+        others = [text for text in cells if text and text not in found]
         if found and column in used["label"] and others and None not in map(number_of, others):
             raise DataError(
-                f"{path}: {' and '.join(found)} in column {column}, whose other cells are numbers; "
-                "empty these cells if values are missing, otherwise write words in all"
+                f"{table.path}: {' and '.join(found)} in column {column}, whose other cells are "
+                "numbers; empty these cells if values are missing, otherwise write words in all"
             )
         if found:
             lines.append(
-                f"{path.name}: {' and '.join(found)} in column {column} count as names; "
+                f"{table.path.name}: {' and '.join(found)} in column {column} count as names; "
                 "empty the cells if values are missing"
             )
     return lines
 
 
-def _site_columns(frame: pd.DataFrame, used: UsedColumns) -> list[str]:
+def _site_columns(table: ImageTable, used: UsedColumns) -> list[str]:
     """The columns that may name the sites, the likeliest first; none if the user names one."""
     if used["site"]:
         return []
     taken = set(chain(*used.values()))
-    others = [column for column in frame if column not in taken]
+    others = [column for column in table.frame if column not in taken]
     return usual_columns(WORDS["site_column"], others)
 
 
-def _without_wrong_ages(path: Path, frame: pd.DataFrame, used: UsedColumns) -> list[str]:
+def _without_wrong_ages(table: ImageTable, used: UsedColumns) -> list[str]:
     """Take a column with other values than ages in years from the used ones; a line about it."""
     for column in used["age"]:
-        problem = age_problem(frame[column])
+        problem = age_problem(table.frame[column])
         if problem:
             used["age"] = []
-            return [f"{path.name}: column {column} is not read as the age: {problem}"]
+            return [f"{table.path.name}: column {column} is not read as the age: {problem}"]
     return []
 
 
 def described(
-    items: Sequence[Item], path: Path, folder: ImageFolder, columns: Columns, *, redraw: bool
+    items: Sequence[Item], table: ImageTable, options: ImportOptions
 ) -> tuple[list[Item], str]:
     """The images with what a table without labels says of them, as participants.tsv of BIDS: their
     patients, sites, splits, sex, age and scanner.
@@ -452,25 +445,25 @@ def described(
     Raises:
         DataError: two rows that say different things of an image, or as of `read_tables`.
     """
-    frame = read_frame(path)
-    find = FileFinder(folder, path)
-    used = columns_but_labels(path, frame, replace(columns, label="", mask=""), find)
+    frame = table.frame
+    redraw = options.redraw
+    used = columns_but_labels(table, replace(options.columns, label="", mask=""))
     used["split"] = used["split"] or split_columns(frame, used)
-    _without_wrong_ages(path, frame, used)
+    _without_wrong_ages(table, used)
     named = ("patient", "site", "split", "sex", "age", "scanner")
     read = {name: used[name][0] for name in named if used[name]}
-    of_table = "" if redraw or used["split"] else find.split
+    of_table = "" if redraw or used["split"] else table.split
     if not (read or of_table) or not used["image"]:
         return [*items], ""
     cells_of: dict[Path, dict[str, str]] = {}
     for line, row in zip(frame.index, frame.to_dict("records"), strict=True):
         cells = {name: row[column] for name, column in read.items()}
-        for image in find.described(row[used["image"][0]]):
+        for image in table.described(row[used["image"][0]]):
             other = cells_of.setdefault(image, cells)
             if other != cells:
                 raise DataError(
-                    f"{path} line {line}: says something else of {folder.relative(image)} than "
-                    "another row; keep one row of an image"
+                    f"{table.path} line {line}: says something else of "
+                    f"{table.folder.relative(image)} than another row; keep one row of an image"
                 )
     complete = []
     for item in items:
@@ -481,12 +474,12 @@ def described(
         site = str(patient_id(cells.get("site", "")))
         if site and item.site not in ("", site):
             raise DataError(
-                f"{path}: {folder.relative(item.first)} is at site {site}, in another table at "
-                f"{item.site}; choose one with --table"
+                f"{table.path}: {table.folder.relative(item.first)} is at site {site}, in another "
+                f"table at {item.site}; choose one with --table"
             )
         attributes = parse_attributes(*map(cells.get, ("sex", "age", "scanner")))
         of_name = "" if item.split else of_table  # the item's own table knows better
-        split = "" if redraw else _split_of(cells.get("split", of_name), str(path))
+        split = "" if redraw else _split_of(cells.get("split", of_name), str(table.path))
         with_cells = replace(
             item,
             patient=item.patient or str(patient_id(cells.get("patient", ""))),
@@ -494,56 +487,52 @@ def described(
             split=split or item.split,
             attributes=attributes.completed(item.attributes),
         )
-        complete.append(with_cells if redraw else _in_split_of_folder(with_cells, "", folder, path))
+        complete.append(with_cells if redraw else _in_split_of_folder(with_cells, "", table))
     if of_table and not all(item.split for item in items):
         read["split"] = of_table
     listed = ", ".join(f"{name} {column}" for name, column in read.items())
-    return complete, f"{folder.relative(path)}: {listed}"
+    return complete, f"{table.folder.relative(table.path)}: {listed}"
 
 
-def patients_of_table(path: Path, folder: ImageFolder, columns: Columns) -> dict[Path, str]:
+def patients_of_table(table: ImageTable, columns: Columns) -> dict[Path, str]:
     """Image -> its patient in a table that names both; {} for another table."""
-    frame = read_frame(path)
-    find = FileFinder(folder, path)
-    used = columns_but_labels(path, frame, columns, find)
+    used = columns_but_labels(table, replace(columns, label="", mask=""))
     patients: dict[Path, str] = {}
     if not used["image"] or not used["patient"] or used["patient"] == used["image"]:
         return patients
-    names = frame[[*used["image"], *used["patient"]]].to_numpy()
+    names = table.frame[[*used["image"], *used["patient"]]].to_numpy()
     for image_name, patient in names:
-        for image in find.described(image_name):
+        for image in table.described(image_name):
             patients[image] = str(patient_id(patient))
     return patients
 
 
-def split_of_table(path: Path, folder: ImageFolder, columns: Columns, kind: str) -> str:
-    """The split that the name of a table has, or "".
-
-    DataError if it names no image of the folder in its first rows, or has no labels.
+def check_table(table: ImageTable, columns: Columns, kind: str) -> None:
+    """Raise DataError if a table names no image of the folder in its first rows, or has no
+    labels.
     """
-    frame = read_frame(path)
-    find = FileFinder(folder, path)
+    frame = table.frame
+    folder = table.folder
     patients = [columns.patient] if columns.patient in frame else []
     patients = patients or usual_columns(WORDS["column"]["patient"], list(frame))
     patients += [columns.image] if columns.image in frame else []
-    named = any(find.named_by(frame[name]) for name in frame)
-    if not named and not find.names_patients(frame, [*patients, *key_columns(frame)]):
+    named = any(table.named_by(frame[name]) for name in frame)
+    if not named and not table.names_patients([*patients, *key_columns(frame)]):
         names = usual_columns(WORDS["column"]["image"], list(frame)) or list(frame)
+        location = f"{folder.relative(table.path)} column {names[0]}"
         for cell in frame[names[0]].head(SAMPLED_ROWS):
-            find(cell, f"{folder.relative(path)} column {names[0]}")  # raises if it can be several
+            table.image(cell, location)  # raises if it can be several
         kind_of_error = UnrelatedTableError if len(frame) < len(folder.images) else DataError
-        first = frame[names[0]].iloc[0]
         remedy = "correct the names, or give --image-column"
-        if find.named_by(frame[names[0]].str.rpartition("_")[0]):
+        if table.named_by(frame[names[0]].str.rpartition("_")[0]):
             remedy = "write a row for each image, and a column for each finding"
         elif names == list(frame):
             remedy = f"write the names of images in a column image, as {folder.images[0].name}"
         raise kind_of_error(
-            f"{folder.relative(path)} names no image of the folder, as {first!r} in column "
-            f"{names[0]}; {remedy}"
+            f"{folder.relative(table.path)} names no image of the folder, as "
+            f"{frame[names[0]].iloc[0]!r} in column {names[0]}; {remedy}"
         )
-    used_columns(path, frame, columns, kind, find)
-    return find.split
+    used_columns(table, columns, kind)
 
 
 def _encode_labels(location: str, cells: pd.DataFrame) -> tuple[list[Any], list[str]]:

@@ -1,8 +1,10 @@
-"""The images that a cell of a table names."""
+"""A table of a folder, and the images that its cells name."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -11,39 +13,32 @@ import pandas as pd
 from medflare.core.errors import DataError
 from medflare.data.reading import NIFTI, stem, suffix
 from medflare.preparation.dataset_import.folders import NEARLY_ALL, ImageFolder
-from medflare.preparation.dataset_import.frames import SAMPLED_ROWS
-from medflare.preparation.dataset_import.names import (
-    PATIENT,
-    composed,
-    parse_name,
-    split_name,
-    words,
-)
+from medflare.preparation.dataset_import.frames import SAMPLED_ROWS, UnrelatedTableError, read_frame
+from medflare.preparation.dataset_import.names import PATIENT, composed, first_split, parse_name
 
 _DAY_FIRST = re.compile(r"(?P<day>\d{1,2})[./](?P<month>\d{1,2})[./](?P<year>\d{4})")
 _YEAR_FIRST = re.compile(r"(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)")  # a time may follow
 _LETTER_AND_NUMBER = re.compile(r"[A-Za-z](\d{5,})")  # s50414267 is study 50414267 of MIMIC-CXR
 
 
-class FileFinder:
-    """The image that a cell names.
+class ImageTable:
+    """A table of a folder, and the images that its cells name.
 
-    Relative to the table or the folder, otherwise by the end of its path, with or without suffix.
-    The shorter path must be the end of the longer one: `test/1.png` is not `train/1.png`. Of
-    several images, it is the one below the table's folder, or that of the `split` that the table is
-    named after ("" if it names none).
+    A name is relative to the table or the folder, otherwise the end of a path, with or without
+    suffix. The shorter path must be the end of the longer one: `test/1.png` is not `train/1.png`.
+    Of several images, it is the one below the table's folder, or that of the `split` that the table
+    is named after ("" if it names none).
     """
 
-    def __init__(self, folder: ImageFolder, table: Path):
-        self._folder = folder
-        self.other_tables = [other for other in folder.tables if other != table]
-        self._homes = (table.parent, folder.root)
-        self._images = frozenset(folder.images)
-        self.split = next(filter(None, map(split_name, words(table.stem))), "")
-        if not self.split and table.is_relative_to(folder.root):
-            self.split = parse_name(table.relative_to(folder.root)).split
-        self._by_end: defaultdict[str, list[Path]] = defaultdict(list)  # end of the path -> images
-        self._by_path: defaultdict[str, list[Path]] = defaultdict(list)
+    def __init__(self, path: Path, folder: ImageFolder):
+        self.path = path
+        self.folder = folder
+        self.problem: DataError | None = None  # why it is not used
+        self.split = first_split(path.stem)
+        if not self.split and path.is_relative_to(folder.root):
+            self.split = parse_name(path.relative_to(folder.root)).split
+        # End of the path -> images; the whole path begins with a slash.
+        self._by_end: defaultdict[str, list[Path]] = defaultdict(list)
         self._by_number: defaultdict[str, list[Path]] = defaultdict(list)  # 7 of 007.png
         # PatientID, or a folder or several, as p1 and p1/study2; and of DICOM, the study -> images.
         self._by_patient: defaultdict[str, list[Path]] = defaultdict(list)
@@ -55,7 +50,7 @@ class FileFinder:
             for name in {*_folded((image.name, stem(image)))}:
                 for start in range(len(parts) + 1):
                     self._by_end["/".join((*parts[start:], name))].append(image)
-                self._by_path["/".join((*parts, name))].append(image)
+                self._by_end["/".join(("", *parts, name))].append(image)
             if stem(image).isdecimal():
                 self._by_number[stem(image).lstrip("0")].append(image)
             for beginning in _beginnings(stem(image)):
@@ -68,6 +63,22 @@ class FileFinder:
                 if with_letter:
                     self._by_patient[with_letter[1]].append(image)
 
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        return read_frame(self.path)
+
+    @property
+    def header(self) -> list[str]:
+        """The names of the columns; [] if the table cannot be read."""
+        with suppress(DataError):
+            return list(self.frame)
+        return []
+
+    @property
+    def may_be_related(self) -> bool:
+        """Whether it seems to be of these images, also if it has another problem."""
+        return not isinstance(self.problem, UnrelatedTableError)
+
     def named_by(self, cells: "pd.Series[str]") -> set[Path]:
         """The images that the first rows of a column name; none if a cell can be several."""
         named: set[Path] = set()
@@ -78,27 +89,26 @@ class FileFinder:
             named.update(images)
         return named
 
-    def names_patients(self, frame: pd.DataFrame, columns: Sequence[str]) -> bool:
+    def names_patients(self, columns: Sequence[str]) -> bool:
         """Whether one of the columns names patients of images, see `images`."""
         for name in columns:
-            for cell in frame[name]:
+            for cell in self.frame[name]:
                 if self._of_patient(cell) or self.beginning_with(cell):
                     return True
         return False
 
-    def names_each(self, cells: "pd.Series[str]") -> bool:
+    def names_each(self, column: str) -> bool:
         """Whether no cell names several volumes."""
-        try:
-            for cell in cells:
+        with suppress(DataError):
+            for cell in self.frame[column]:
                 self.images(cell, "")
-        except DataError:
-            return False
-        return True
+            return True
+        return False
 
     def _of_patient(self, cell: str) -> list[Path]:
         """The images of a patient, or below a folder, whose path may begin with the whole one's."""
         path = cell.replace("\\", "/").strip("/")
-        inner = path.removeprefix(f"{self._folder.root.resolve().name}/")
+        inner = path.removeprefix(f"{self.folder.root.resolve().name}/")
         return self._by_patient.get(path) or self._by_patient.get(inner, [])
 
     def images(self, cell: str, location: str) -> Sequence[Path]:
@@ -117,34 +127,36 @@ class FileFinder:
             self._refuse_several(images, cell, location)
         return images
 
-    def refuse_some_numbers(self, path: Path, cells: "pd.Series[str]") -> None:
+    def refuse_some_numbers(self, column: str) -> None:
         """Raise DataError for a column of numbers that name a part of the images, as those of
         patients would by accident.
         """
-        images = len(self._without_masks(self._folder.images))
+        cells = self.frame[column]
+        images = len(self._without_masks(self.folder.images))
         if cells.str.isdecimal().all() and len(cells) < NEARLY_ALL * images and not self.split:
             raise DataError(
-                f"{path}: column {cells.name} has numbers that name {len(cells)} of {images} "
-                f"images; if they are images, give --image-column {cells.name}; if they are "
+                f"{self.path}: column {column} has numbers that name {len(cells)} of {images} "
+                f"images; if they are images, give --image-column {column}; if they are "
                 "patients, write names of images, or of the patients' folders, in a column"
             )
 
     def _without_masks(self, images: Sequence[Path]) -> Sequence[Path]:
         """Those that are not called as masks are, unless all are."""
-        return [image for image in images if not self._folder.names[image].mask] or images
+        return [image for image in images if not self.folder.names[image].mask] or images
 
     def are_masks(self, images: Iterable[Path]) -> bool:
         """Whether files are called as masks are."""
-        return all(self._folder.names[image].mask for image in images)
+        return all(self.folder.names[image].mask for image in images)
 
     def _refuse_several(self, images: Sequence[Path], cell: str, location: str) -> None:
         if len(images) > 1:
-            both = " and ".join(map(self._folder.relative, images[:2]))
+            both = " and ".join(map(self.folder.relative, images[:2]))
             raise DataError(
                 f"{location}: {cell!r} can be {both}; write the whole path in the table"
             )
 
-    def __call__(self, cell: str, location: str) -> Path | None:
+    def image(self, cell: str, location: str) -> Path | None:
+        """The image that a cell names; DataError if it can be several."""
         images = self._named(cell)
         self._refuse_several(images, cell, location)
         return images[0] if images else None
@@ -166,7 +178,7 @@ class FileFinder:
         spellings = _spellings(word)
         found = []
         for image in images:
-            folders = image.relative_to(self._folder.root).parent.parts
+            folders = image.relative_to(self.folder.root).parent.parts
             parts = _folded([*folders, stem(image)])
             parts += chain.from_iterable(re.split("[ _.-]+", part) for part in list(parts))
             if not spellings.isdisjoint(parts):
@@ -184,14 +196,14 @@ class FileFinder:
     def _named(self, cell: str) -> list[Path]:
         """The images that have the name in a cell."""
         text = cell.replace("\\", "/")
-        for home in self._homes:
-            if text and home / text in self._images:
+        for home in (self.path.parent, self.folder.root):
+            if text and home / text in self.folder.names:
                 return [home / text]
         parts = _folded([part for part in text.split("/") if part not in ("", ".", "..")])
         whole = "/".join(parts)
-        images = self._by_path.get(whole) or self._nearest(self._by_end.get(whole, []))
+        images = self._by_end.get(f"/{whole}") or self._nearest(self._by_end.get(whole, []))
         for start in range(1, len(parts)):
-            images = images or self._by_path.get("/".join(parts[start:]), [])
+            images = images or self._by_end.get("/".join(("", *parts[start:])), [])
         name = composed(text).rpartition("/")[2]
         images = [image for image in images if composed(image.name) == name] or images
         if not images and text.isdecimal():  # Excel stores 007 as 7
@@ -200,12 +212,12 @@ class FileFinder:
 
     def _nearest(self, images: list[Path]) -> list[Path]:
         """Of images with the same end, those below the table's folder and in its split."""
-        images = [image for image in images if image.is_relative_to(self._homes[0])] or images
+        images = [image for image in images if image.is_relative_to(self.path.parent)] or images
         if len(images) < 2 or not self.split:
             return images
         of_split = []
         for image in images:
-            if parse_name(image.relative_to(self._folder.root)).split == self.split:
+            if parse_name(image.relative_to(self.folder.root)).split == self.split:
                 of_split.append(image)
         return of_split or images
 
