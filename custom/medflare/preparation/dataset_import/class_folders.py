@@ -4,7 +4,6 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -53,8 +52,6 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
     `confirmed` by --kind classification, also for what may be patients, sites or versions.
     """
     common = common_folder(images)
-    items = []
-    missing = []
     inner = defaultdict(set)  # class -> folders in it
     deeper = defaultdict(set)  # class -> all folders below it
     below = {image: folders_below(common, image) for image in images}
@@ -63,11 +60,8 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
         classes = folders[len(Path(shared_by_all).parts) :]  # without images of train/images/cat
         below[image] = classes
         if classes:
-            items.append(Item((image,), classes[0], split=split_above(folder, image)))
             inner[classes[0]].update(classes[1:2])
             deeper[classes[0]].update(classes[1:])
-        else:
-            missing.append(f"{folder.relative(image)}: in no class folder")
     names = sorted_labels(inner)
     if len(names) < 2:
         raise DataError(
@@ -88,7 +82,7 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
                 f"if {name} is a split, rename it train, val or test; otherwise take it out"
             )
     if not confirmed:
-        _refuse_patients(folder, names, items)
+        _refuse_patients(folder, names, below)
     photographs = [name for name in names if {*words(name)} <= IMAGE_WORDS]
     if photographs and not confirmed:
         others = ", ".join(name for name in names if name != photographs[0])
@@ -100,15 +94,10 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
     _refuse_names_of_splits(folder, names)
     if not confirmed:
         _refuse_companions(folder, images)
-        _refuse_masks(folder, [item.first for item in items[: 2 * SAMPLE_SIZE]])
-        _refuse_other_groups(folder, names, len(items))
-    return Dataset(
-        "classification",
-        tuple(replace(item, label=names.index(item.label)) for item in items),
-        numbered(names),
-        f"a folder per class: {', '.join(names)}",
-        missing=tuple(missing),
-    )
+        in_classes = [image for image, folders in below.items() if folders]
+        _refuse_masks(folder, in_classes[: 2 * SAMPLE_SIZE])
+        _refuse_other_groups(folder, names, len(in_classes))
+    return _classes_at(0, folder, below, names, "a folder per class")
 
 
 def _by_inner_folders(
@@ -118,26 +107,48 @@ def _by_inner_folders(
     *,
     confirmed: bool,
 ) -> Dataset | None:
-    """The images by class, if the classes are folders in those of patients, years or scanners.
+    """The images by class, if the classes are folders in those of patients, years or scanners;
+    DataError unless this is `confirmed`.
 
     Args:
         below: image -> its folders.
         inner: first of them -> the folders in it.
     """
-    if _hold_classes(inner):
-        return _classes_of_patients(folder, below, confirmed=confirmed)
+    names = sorted_labels(set.union(*inner.values()))
+    outer = sorted_labels(inner)
     shared = sorted_labels(set.intersection(*inner.values()))
-    if len(shared) < 2:
-        return None
-    if not all(map(PATIENT.search, shared)):
-        return _classes_of_groups(folder, below, shared, confirmed=confirmed)
-    if not confirmed:
-        remedy = (
-            "if they are patients, keep one of the folders in each; otherwise give --kind "
-            "classification"
+    of_patients = _hold_classes(inner)
+    patients_in_each = all(map(PATIENT.search, shared))
+    if of_patients:
+        first = min(inner)
+        layout = "folders of patients, with a folder per class"
+        problem = (
+            f"{first}, ... hold the folders {', '.join(names)}; if these are classes, and {first}, "
+            f"... patients, give --kind classification; if {first}, ... are sites, give "
+            "--site-folders; otherwise keep one of the folders in each, or rename them"
         )
-        raise _equal_folders(folder, sorted_labels(inner), shared, remedy)
-    return None
+    elif len(shared) < 2 or (confirmed and patients_in_each):
+        return None
+    else:
+        layout = f"a folder per class in each of {_first_of(outer)}"
+        remedy = (
+            "if only the folders in them are classes, give --kind classification; if "
+            f"{outer[0]}, ... are classes, rename the folders in them"
+        )
+        if patients_in_each:
+            remedy = (
+                "if they are patients, keep one of the folders in each; otherwise give --kind "
+                "classification"
+            )
+        problem = (
+            f"each of {_first_of(outer)} holds the folders {', '.join(shared[:3])}; if {outer[0]}, "
+            "... are sites, give --site-folders; if they are splits, rename them train, val or "
+            f"test; {remedy}"
+        )
+    if not confirmed:
+        raise DataError(f"{folder.root}: {problem}")
+    refuse_variants(names, f"{folder.root}: the class folders")
+    return _classes_at(1, folder, below, names, layout, of_patients=of_patients)
 
 
 def _hold_classes(inner: Mapping[str, Collection[str]]) -> bool:
@@ -153,78 +164,33 @@ def _hold_classes(inner: Mapping[str, Collection[str]]) -> bool:
     return no_patients.isdisjoint(chain.from_iterable(map(words, inner)))
 
 
-def _classes_of_patients(
-    folder: ImageFolder, below: Mapping[Path, Sequence[str]], *, confirmed: bool
-) -> Dataset:
-    """Images whose first folder is their patient, and whose second one is their class; DataError
-    unless this is `confirmed`. `below`: image -> its folders.
-    """
-    names = sorted_labels({folders[1] for folders in below.values() if len(folders) > 1})
-    first = min(folders[0] for folders in below.values() if folders)
-    if not confirmed:
-        raise DataError(
-            f"{folder.root}: {first}, ... hold the folders {', '.join(names)}; if these are "
-            f"classes, and {first}, ... patients, give --kind classification; if {first}, ... are "
-            "sites, give --site-folders; otherwise keep one of the folders in each, or rename them"
-        )
-    layout = f"folders of patients, with a folder per class: {', '.join(names)}"
-    return _by_second_folder(folder, below, names, layout, of_patients=True)
-
-
-def _by_second_folder(
+def _classes_at(
+    level: int,
     folder: ImageFolder,
     below: Mapping[Path, Sequence[str]],
     names: Sequence[str],
     layout: str,
     *,
-    of_patients: bool,
+    of_patients: bool = False,
 ) -> Dataset:
-    """Images whose second folder is their class, and whose first one may be their patient."""
-    refuse_variants(names, f"{folder.root}: the class folders")
+    """Images whose class is the folder at a level, and whose first folder may be their patient;
+    `below`: image -> its folders.
+    """
     items = []
     missing = []
     for image, folders in below.items():
-        if len(folders) < 2:
+        if len(folders) <= level:
             missing.append(f"{folder.relative(image)}: in no class folder")
             continue
         patient = folders[0] if of_patients else ""
         split = split_above(folder, image)
-        items.append(Item((image,), names.index(folders[1]), patient, split))
-    return Dataset("classification", tuple(items), numbered(names), layout, missing=tuple(missing))
-
-
-def _classes_of_groups(
-    folder: ImageFolder,
-    below: Mapping[Path, Sequence[str]],
-    shared: Sequence[str],
-    *,
-    confirmed: bool,
-) -> Dataset:
-    """Images whose second folder is their class, as the first ones, of years or scanners, all hold
-    the `shared` folders; DataError unless this is `confirmed`. `below`: image -> its folders.
-    """
-    groups = sorted_labels({folders[0] for folders in below.values() if folders})
-    names = sorted_labels({folders[1] for folders in below.values() if len(folders) > 1})
-    if not confirmed:
-        raise _equal_folders(
-            folder,
-            groups,
-            shared,
-            "if only the folders in them are classes, give --kind classification; if "
-            f"{groups[0]}, ... are classes, rename the folders in them",
-        )
-    layout = f"a folder per class in each of {_first_of(groups)}: {', '.join(names)}"
-    return _by_second_folder(folder, below, names, layout, of_patients=False)
-
-
-def _equal_folders(
-    folder: ImageFolder, names: Sequence[str], shared: Sequence[str], remedy: str
-) -> DataError:
-    """For folders that all hold the `shared` folders; `remedy`: unless they are sites or splits."""
-    return DataError(
-        f"{folder.root}: each of {_first_of(names)} holds the folders {', '.join(shared[:3])}; if "
-        f"{names[0]}, ... are sites, give --site-folders; if they are splits, rename them train, "
-        f"val or test; {remedy}"
+        items.append(Item((image,), names.index(folders[level]), patient, split))
+    return Dataset(
+        "classification",
+        tuple(items),
+        numbered(names),
+        f"{layout}: {', '.join(names)}",
+        missing=tuple(missing),
     )
 
 
@@ -309,13 +275,17 @@ def _refuse_companions(folder: ImageFolder, images: Iterable[Path]) -> None:
             )
 
 
-def _refuse_patients(folder: ImageFolder, names: Sequence[str], items: Sequence[Item]) -> None:
-    """Raise DataError if the folders of all classes hold volumes of the same names."""
-    volumes = [set[str]() for _ in names]
-    for item in items:
-        if suffix(item.first) in NIFTI:
-            volumes[names.index(item.label)].add(item.first.name)
-    same = sorted(set.intersection(*volumes))
+def _refuse_patients(
+    folder: ImageFolder, names: Sequence[str], below: Mapping[Path, Sequence[str]]
+) -> None:
+    """Raise DataError if the folders of all classes hold volumes of the same names; `below`: image
+    -> its folders.
+    """
+    volumes = {name: set[str]() for name in names}
+    for image, folders in below.items():
+        if folders and suffix(image) in NIFTI:
+            volumes[folders[0]].add(image.name)
+    same = sorted(set.intersection(*volumes.values()))
     if len(same) > 1:
         raise DataError(
             f"{folder.root}: each of {names[0]}, ... holds {', '.join(same)}, as folders of "
