@@ -161,7 +161,8 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
     if table.named_by(pd.Series([most])):
         raise _without_header(path)
     for name, others in images.items():
-        if others and others.isdisjoint(images[most]) and not table.are_masks(others):
+        apart = others and others.isdisjoint(images[most])
+        if apart and not others.issubset(table.folder.masks):
             raise DataError(
                 f"{path}: {most} and {name} both name images; write a row for each image, or give "
                 "--image-column, and --mask-column if one has masks"

@@ -155,6 +155,11 @@ class ImageFolder:
             of_masks[mask] = names[image]._replace(mask=True)
         return names | of_masks
 
+    @cached_property
+    def masks(self) -> list[Path]:
+        """The images that are called as masks are."""
+        return [path for path, name in self.names.items() if name.mask]
+
 
 def scan_folder(root: Path) -> ImageFolder:
     """All images and tables below a folder, but hidden ones, those of the system and of sites.

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain
@@ -143,10 +143,6 @@ class ImageTable:
     def _without_masks(self, images: Sequence[Path]) -> Sequence[Path]:
         """Those that are not called as masks are, unless all are."""
         return [image for image in images if not self.folder.names[image].mask] or images
-
-    def are_masks(self, images: Iterable[Path]) -> bool:
-        """Whether files are called as masks are."""
-        return all(self.folder.names[image].mask for image in images)
 
     def _refuse_several(self, images: Sequence[Path], cell: str, location: str) -> None:
         if len(images) > 1:

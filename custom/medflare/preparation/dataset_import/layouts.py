@@ -58,8 +58,7 @@ def find_dataset(
         folder = _with_patients(folder, _related(tables), columns)
         tables = _judged_tables(folder, options)
     used = [table for table in tables if table.problem is None]
-    has_masks = any(name.mask for name in folder.names.values())
-    describes = _related(tables) and has_masks and not (columns.label or columns.mask)
+    describes = _related(tables) and folder.masks and not (columns.label or columns.mask)
     requested = options.table is not None or columns != GUESSED
     if requested and len(tables) == 1 and not describes:
         used = tables
@@ -173,7 +172,7 @@ def _by_names(folder: ImageFolder, options: ImportOptions, tables: Sequence[Imag
     try:
         dataset = _by_folders(folder, kind)
     except DataError as error:
-        if related and not any(name.mask for name in folder.names.values()):
+        if related and not folder.masks:
             reasons = [*_problems(_of_one_header_each(with_labels)), *_shared_columns(folder)]
             raise DataError("; ".join((*reasons, *folder.notes))) from error
         hints = [*_problems(tables), *folder.notes]
@@ -307,31 +306,28 @@ def _beside_splits(folder: ImageFolder, dataset: Dataset) -> list[Path]:
 
 def _by_folders(folder: ImageFolder, kind: str) -> Dataset:
     """The images by the names of files and folders."""
-    names = folder.names
-    notes = []
-    images = [image for image in folder.images if not names[image].mask]
-    if kind == "classification" and not images:  # the classes are called like masks
-        images = list(folder.images)
-    masks = len(names) - len(images)
+    masks = folder.masks
     structures = None
-    if kind != "classification" and (not masks or are_in_structures(names.values())):
-        structures = structure_folders(folder, "segmentation" if masks else kind)
-    elif kind != "classification":
-        structures = structure_files(folder)
-    if structures is not None:
-        dataset = structures
+    if kind != "classification":
+        if not masks or are_in_structures(folder.names.values()):
+            structures = structure_folders(folder, "segmentation" if masks else kind)
+        else:
+            structures = structure_files(folder)
+        if masks and not structures:
+            structures = structure_suffixes(folder)
+    if structures:
         if not kind:
-            _refuse_readers(dataset, folder)
-    elif kind == "segmentation" or (masks and kind != "classification"):
-        by_suffix = structure_suffixes(folder) if masks else None
-        dataset = by_suffix or pair_masks(folder)
-        if by_suffix and not kind:
-            _refuse_readers(dataset, folder)
-    else:
-        dataset = class_folders(folder, images, confirmed=kind == "classification")
-        if masks:
-            notes.append(f"{masks} masks are not used")
-    return replace(dataset, notes=(*notes, *dataset.notes))
+            _refuse_readers(structures, folder)
+        return structures
+    if kind == "segmentation" or (masks and kind != "classification"):
+        return pair_masks(folder)
+    images = [image for image in folder.images if not folder.names[image].mask]
+    if not images:  # the classes are called like masks
+        return class_folders(folder, folder.images, confirmed=True)
+    dataset = class_folders(folder, images, confirmed=kind == "classification")
+    if masks:
+        return replace(dataset, notes=(f"{len(masks)} masks are not used", *dataset.notes))
+    return dataset
 
 
 def _refuse_readers(dataset: Dataset, folder: ImageFolder) -> None:

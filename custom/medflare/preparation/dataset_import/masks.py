@@ -14,7 +14,7 @@ from medflare.core.text import read_json
 from medflare.data.dicom import tags_of
 from medflare.data.reading import NIFTI, PICTURES, explained, read_stored, stem, suffix
 from medflare.preparation.dataset_import.folders import HEADER, Dataset, ImageFolder, Item
-from medflare.preparation.dataset_import.names import WORDS, FileName, numbered, words
+from medflare.preparation.dataset_import.names import WORDS, numbered, words
 
 _STRIDE = 16  # between the pixels that are looked at first
 SAMPLE_SIZE = 3  # pictures of a folder that are read to tell masks from photographs
@@ -87,7 +87,10 @@ def pair_masks(folder: ImageFolder) -> Dataset:
     if len(channels) > 1:
         layout += f", a file per channel ({', '.join(channels)})"
     labels, channel_names = _read_header(folder)
-    channel_names = channel_names or _named_channels(channels)
+    if not channel_names:
+        for number, name in enumerate(channels):
+            if name and not name.isdecimal():
+                channel_names[str(number)] = name
     labels = labels or _segment_labels(folder.segmented)
     return Dataset(
         "segmentation",
@@ -121,15 +124,6 @@ def _refuse_slices_beside_volumes(folder: ImageFolder, items: Iterable[Item]) ->
         )
 
 
-def _named_channels(channels: Sequence[str]) -> dict[str, str]:
-    """Number of a channel as text -> the word at the end of its files' names."""
-    named = {}
-    for number, name in enumerate(channels):
-        if name and not name.isdecimal():
-            named[str(number)] = name
-    return named
-
-
 def _lines_without_channel(items: Sequence[Item], channels: Sequence[str]) -> list[str]:
     """A line for each channel of which some images have no file."""
     lines = []
@@ -141,21 +135,16 @@ def _lines_without_channel(items: Sequence[Item], channels: Sequence[str]) -> li
 
 
 def _structure_of(folder: ImageFolder) -> str:
-    """The structure in the names of all masks, as _label-lesion of BIDS, or of their folders."""
-    masks = [path for path, name in folder.names.items() if name.mask]
-    labels = {match[1] for match in map(_LABEL.search, map(stem, masks)) if match}
+    """The structure in the names of all masks, as _label-lesion of BIDS; otherwise the words that
+    all folders of masks have, and no folder of an image: "vessels" of images/1.png and
+    masks/vessels/1.png. "" without any.
+    """
+    labels = {match[1] for match in map(_LABEL.search, map(stem, folder.masks)) if match}
     if len(labels) == 1:
         return labels.pop()
-    return _structure_of_folders(folder.names.values())
-
-
-def _structure_of_folders(names: Iterable[FileName]) -> str:
-    """The words that the folders of all masks have, and those of no image: "vessels" of
-    images/1.png and masks/vessels/1.png; "" without any.
-    """
     of_images = set()
     of_masks = []
-    for name in names:
+    for name in folder.names.values():
         listed = " ".join(name.folders).split()
         if name.mask:
             of_masks.append(listed)
@@ -345,7 +334,7 @@ def _masks_without_contradiction(
 def _fitting_masks(folder: ImageFolder, image: Path) -> list[Path]:
     """The masks with the name of an image, in any folder."""
     possible = folder.names[image].names
-    return [mask for mask, name in folder.names.items() if name.mask and name.name in possible]
+    return [mask for mask in folder.masks if folder.names[mask].name in possible]
 
 
 def _line_without_mask(folder: ImageFolder, image: Path) -> str:

@@ -166,13 +166,12 @@ def structure_suffixes(folder: ImageFolder) -> Dataset | None:
 
     As RIM-ONE's im1.png, im1-Cup.png and im1-Disc.png, or IDRiD's Microaneurysms/IDRiD_01_MA.tif.
     """
-    masks = [path for path, name in folder.names.items() if name.mask]
     by_name = defaultdict(list)
     for path, name in folder.names.items():
         if not name.mask:
             by_name[name.name].append(path)
     masks_of: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
-    for mask in masks:
+    for mask in folder.masks:
         image, rest = _image_of_longer_name(folder, mask, by_name)
         if image is None or rest in masks_of[image]:
             return None

@@ -288,7 +288,7 @@ def _lacking(used: UsedColumns, label: Sequence[Any]) -> str:
 
 def _refuse_masks_beside(table: ImageTable, labels: Sequence[str]) -> None:
     """Raise DataError if masks lie beside the images of a table of classes."""
-    masks = [path for path, name in table.folder.names.items() if name.mask]
+    masks = table.folder.masks
     if masks:
         raise DataError(
             f"{table.path}: column {labels[0]} can be the class, but masks lie beside the images, "
