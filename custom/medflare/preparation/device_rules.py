@@ -49,7 +49,7 @@ def small_segmentation(settings: Settings, stopwatch: Stopwatch) -> tuple[Choice
     Structures that keep an order need the whole image, since their place tells them apart.
 
     Args:
-        settings: of the task, complete.
+        settings: of the task, complete, with one local epoch.
     """
     sites = stopwatch.sites
     dims = settings["spatial_dims"]
@@ -65,7 +65,7 @@ def small_segmentation(settings: Settings, stopwatch: Stopwatch) -> tuple[Choice
         [transform for transform in settings["augment"] if transform["name"] in _CHEAP],
         f"{mirroring(ordered)}; nnU-Net's changes of intensity, without what costs a CPU much",
     )
-    common = settings | chosen_settings((network, batch, augment)) | {"local_epochs": 1}
+    common = settings | chosen_settings((network, batch, augment))
     detail = _detail(sites)
     wanted = _wanted_side(median_size(sites), detail)
     if wanted <= _WHOLE[dims] or ordered:
@@ -161,25 +161,20 @@ def picture_size(settings: Settings, stopwatch: Stopwatch, step: int) -> Choice 
     than the stopwatch's limit.
 
     Args:
-        settings: of the task, complete.
+        settings: of the task, complete, with one local epoch.
         step: sides are multiples of it.
     """
     size = list(settings["size"])
-    seconds = _resized_seconds(settings, stopwatch, size)
+    seconds = stopwatch.seconds(load_task(settings))
     # Each time is measured: of a small image, a step takes longer than its pixels say.
     while seconds > stopwatch.limit and max(size) > step:
         scale = (stopwatch.limit / seconds) ** (1 / len(size))
         size = [max(step, int(side * scale / step) * step) for side in size]
-        seconds = _resized_seconds(settings, stopwatch, size)
+        seconds = stopwatch.seconds(load_task({**settings, "size": size}))
     if size == list(settings["size"]):
         return None
     full = format_shape(settings["size"])
     return Choice("size", size, f"made smaller than {full}, for the minutes of a round")
-
-
-def _resized_seconds(settings: Settings, stopwatch: Stopwatch, size: Sequence[int]) -> float:
-    """Of a round with one local epoch."""
-    return stopwatch.measured(load_task({**settings, "size": size, "local_epochs": 1})).seconds
 
 
 def local_epochs(task: TaskConfig, stopwatch: Stopwatch, seconds: float) -> Choice:

@@ -259,7 +259,7 @@ def plan(
     sites: Fingerprints,
     *,
     modality: Modality = "mr",
-    memory: float = 8.0,
+    memory: float | None = 8.0,
     voxels: bool = False,
     name: str | None = None,
 ) -> TaskPlan:
@@ -269,7 +269,8 @@ def plan(
         sites: one or more fingerprints, made with one task.
         modality: "ct" for Hounsfield units, "photo" for photographs, "mr" for intensities without a
             unit.
-        memory: GiB of the smallest training device.
+        memory: GiB of the smallest training device; None: without patch, network and batch size,
+            which it decides.
         voxels: ignore the spacings of the files.
         name: of the task; None: the name of the fingerprints' task with "_planned".
 
@@ -277,30 +278,20 @@ def plan(
         ConfigError: fingerprints of different tasks, a task without masks, images that are too
             small for a U-Net, or too little memory.
     """
-    if not 0 < memory < math.inf:
+    if memory is not None and not 0 < memory < math.inf:
         raise ConfigError(f"memory must be above 0 GiB, got {memory:g}")
-    settings, geometry, training = _without_sizes(sites, modality, voxels)
-    settings |= {"name": name or f"{settings['name']}_planned", "batch_size": _MIN_BATCH}
+    settings = _common_settings(sites)
+    geometry = _plan_geometry(sites, settings["spatial_dims"], voxels)
+    training = (intensity(sites, modality), _augment(geometry, ordered_axes(sites)), *_TRAINING)
+    settings |= {"name": name or f"{settings['name']}_planned"}
+    settings |= chosen_settings((*geometry.choices, *training))
+    if memory is None:
+        return TaskPlan(settings, (*geometry.choices, *training))
+    settings["batch_size"] = _MIN_BATCH
     sized = _plan_sizes(sites, settings, geometry, memory)
     settings |= chosen_settings(sized)
     check_network(load_task(settings))
     return TaskPlan(settings, (*geometry.choices, *sized, *training))
-
-
-def plan_without_sizes(sites: Fingerprints, modality: Modality, name: str) -> TaskPlan:
-    """As `plan`, without what memory decides: patch, network and batch size."""
-    settings, geometry, training = _without_sizes(sites, modality, voxels=False)
-    return TaskPlan(settings | {"name": name}, (*geometry.choices, *training))
-
-
-def _without_sizes(
-    sites: Fingerprints, modality: Modality, voxels: bool
-) -> tuple[Settings, "_Geometry", list[Choice]]:
-    """The decided settings, the geometry with its choices, and the choices of the training."""
-    settings = _common_settings(sites)
-    geometry = _plan_geometry(sites, settings["spatial_dims"], voxels)
-    training = [intensity(sites, modality), _augment(geometry, ordered_axes(sites)), *_TRAINING]
-    return settings | chosen_settings((*geometry.choices, *training)), geometry, training
 
 
 def ordered_axes(sites: Fingerprints) -> list[int]:
@@ -385,7 +376,7 @@ def _common_settings(sites: Fingerprints) -> Settings:
                     f"{location}: {setting} differs from site {sites[0].site}; "
                     "write the fingerprints with one task"
                 )
-    return learnt
+    return dict(learnt)
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,8 @@ from medflare.preparation.planning import (
     chosen_settings,
     intensity,
     plan,
-    plan_without_sizes,
 )
-from medflare.preparation.round_time import Stopwatch, median_size
+from medflare.preparation.round_time import Stopwatch, device_name, median_size
 from medflare.tasks.config import load_task
 from medflare.tasks.metrics_table import default_metrics
 from medflare.training.computing import usable_device
@@ -214,7 +213,8 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
         choices += _codes(labelled, chosen_settings(choices)["labels"])
     else:
         choices += _classes(labelled, names, hints, label)
-    choices += _channels_and_dims(images, headers[0].get("channel_names"), hints, folders[0] / FILE)
+    channels = _channel_names(headers[0].get("channel_names"), folders[0] / FILE)
+    choices += _channels_and_dims(images, channels, hints)
     incomplete = sum(None in entry.channels for site in entries for entry in site)
     if incomplete:
         choices.append(Choice("missing_channels", "zeros", f"{incomplete} images lack a channel"))
@@ -224,7 +224,6 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
         shared_name = str(names_of_sites.pop())
     settings = {"name": hints.name or _plain_name(shared_name), **chosen_settings(choices)}
     pictures = all(suffix(entry.image) in PICTURES for entry in images)
-    channels = _channel_names(headers[0].get("channel_names"), folders[0] / FILE)
     return DatasetSummary(settings, tuple(choices), pictures, _is_ct(images, channels.values()))
 
 
@@ -486,7 +485,7 @@ def _count_objects(of_masks: Collection[tuple[int, ...]]) -> bool:
 
 
 def _channels_and_dims(
-    entries: Sequence[DatalistItem], channel_names: Any, hints: TaskHints, file: Path
+    entries: Sequence[DatalistItem], name_of: Mapping[str, str], hints: TaskHints
 ) -> list[Choice]:
     files = max(len(entry.channels) for entry in entries)
     shapes = []
@@ -499,7 +498,6 @@ def _channels_and_dims(
                 f"--channels {hints.channels}: images have {files} files, one per channel; "
                 "leave it out"
             )
-        name_of = _channel_names(channel_names, file)
         names = [name_of.get(str(number), f"channel_{number}") for number in range(files)]
         channels = Choice("channels", names, "a file for each channel")
     elif hints.channels:
@@ -584,9 +582,9 @@ def _segmentation(
     sites = stopwatch.sites
     if stopwatch.device.type != "cpu" and not hints.size:
         planned = plan(sites, modality=modality, memory=hints.memory, name=learnt["name"])
-        if stopwatch.measured(load_task(planned.settings)).seconds <= stopwatch.limit:
+        if stopwatch.seconds(load_task(planned.settings)) <= stopwatch.limit:
             return planned
-    proposed = plan_without_sizes(sites, modality, learnt["name"])
+    proposed = plan(sites, modality=modality, memory=None, name=learnt["name"])
     settings = {**UNDECIDED, "size": [64] * learnt["spatial_dims"], **proposed.settings}
     if hints.size:
         choices = _resized_as_given(sites, hints.size)
@@ -709,8 +707,8 @@ def _within_minutes(planned: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) -
     proposed = _with_fast_size(large, hints, stopwatch)
     if hints.network or hints.pretrained or is_smallest:
         return proposed
-    task = load_task({**proposed.settings, "local_epochs": 1})
-    is_fast = stopwatch.measured(task).seconds <= stopwatch.limit
+    task = load_task(proposed.settings)
+    is_fast = stopwatch.seconds(task) <= stopwatch.limit
     if is_fast and max(task.size) >= 2 * _STEP:  # as `_classification` has it
         return proposed
     name = large.settings["network"]["name"]
@@ -735,16 +733,17 @@ def _with_fast_size(proposed: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) 
 
 def _with_time(proposed: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) -> TaskPlan:
     """The plan with learning rate and local epochs, and with its time."""
-    task = load_task({**proposed.settings, "local_epochs": 1})
+    task = load_task(proposed.settings)
     rate, reason = usual_rate(task)
     optimizer = Choice("optimizer", {**task.optimizer, "lr": rate}, reason)
-    cost = stopwatch.measured(task)
-    epochs = local_epochs(task, stopwatch, cost.seconds)
-    seconds = cost.seconds * epochs.value
+    seconds = stopwatch.seconds(task)
+    epochs = local_epochs(task, stopwatch, seconds)
+    seconds *= epochs.value
     time = (
-        f"time: a round of FedAvg takes about {about(seconds)} here ({cost.device}), "
+        f"time: a round of FedAvg takes about {about(seconds)} here "
+        f"({device_name(stopwatch.device)}), "
         f"{TIMED_ROUNDS} rounds about {about(TIMED_ROUNDS * seconds)}; "
-        f"a step takes {cost.step.gibibytes:.2g} GiB"
+        f"a step takes {stopwatch.measured(task).gibibytes:.2g} GiB"
     )
     warnings = proposed.warnings
     if seconds > _LATE * stopwatch.limit:

@@ -5,7 +5,6 @@ counted.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -25,15 +24,6 @@ _FORWARD = 1 / 3  # a forward pass, of the time of a training step
 # The network whose step is measured to estimate those of others.
 _YARDSTICK = {"name": "unet", "channels": [16, 32, 64], "norm": "instance"}
 _YARDSTICK_SIDES = {2: 64, 3: 24}
-
-
-@dataclass(frozen=True)
-class RoundTime:
-    """What a round of FedAvg takes if the sites train one after the other."""
-
-    step: StepCost
-    seconds: float
-    device: str
 
 
 class Stopwatch:
@@ -63,8 +53,12 @@ class Stopwatch:
         seconds = self._seconds_per_operation * step_operations(task) * task.batch_size
         return round_seconds(task, self.sites, seconds) <= self.limit
 
-    def measured(self, task: TaskConfig) -> RoundTime:
-        """The round of a task; ConfigError if a step needs more than the memory."""
+    def seconds(self, task: TaskConfig) -> float:
+        """Of a round of FedAvg, if the sites train one after the other."""
+        return round_seconds(task, self.sites, self.measured(task).seconds)
+
+    def measured(self, task: TaskConfig) -> StepCost:
+        """A step of a task; ConfigError if it needs more than the memory."""
         needed = step_bytes(task, task.batch_size) / 2**30
         if needed > self._memory:
             raise ConfigError(
@@ -77,9 +71,7 @@ class Stopwatch:
             what = f"{task.network['name']}, {format_shape(task.size)}"
             announce(f"measuring a training step on this device: {what}")
             self._steps[settings] = measure_step(task, self.device)
-        step = self._steps[settings]
-        seconds = round_seconds(task, self.sites, step.seconds)
-        return RoundTime(step, seconds, device_name(self.device))
+        return self._steps[settings]
 
 
 def _yardstick(task: TaskConfig) -> TaskConfig:
