@@ -4,8 +4,8 @@ import re
 import shlex
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -25,11 +25,11 @@ from medflare.preparation.dataset_import.alike_sites import (
 )
 from medflare.preparation.dataset_import.folders import (
     NEARLY_ALL,
-    TABLES,
     Dataset,
     ImageFolder,
     Item,
     is_system_folder,
+    is_table,
     prefixed,
     scan_folder,
     walk,
@@ -117,17 +117,22 @@ def import_folder(root: Path, options: ImportOptions = DEFAULTS) -> ImportReport
     """
     if options.site_folders:
         return _import_site_folders(root, options)
-    folder, dataset = _read_folder(root, options)
-    return _write_sites(folder, dataset, options)
-
-
-def _read_folder(root: Path, options: ImportOptions) -> tuple[ImageFolder, Dataset]:
-    """The files of a folder, and its images with labels; DataError as of `import_folder`."""
     if (options.sites is not None or options.columns.site) and options.out is None:
         raise DataError(f"{root}: several sites need a folder of their own; name it with --out")
     _check_out(root, options.out)
+    return _write_sites(*_read_folder(root, options), options)
+
+
+def _read_folder(
+    root: Path, options: ImportOptions, *, several_tables: bool = False
+) -> tuple[ImageFolder, Dataset]:
+    """The files of a folder, and its images with labels; DataError as of `import_folder`.
+
+    `several_tables`: see `find_dataset`.
+    """
     folder = scan_folder(root)
-    return folder, _checked(folder, find_dataset(folder, options), options)
+    dataset = find_dataset(folder, options, several_tables=several_tables)
+    return folder, _checked(folder, dataset, options)
 
 
 def _check_out(root: Path, out: Path | None) -> None:
@@ -378,26 +383,19 @@ def _site_column_notes(dataset: Dataset) -> tuple[str, ...]:
 
 
 def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
-    paths = []
-    if root.is_dir():
-        for path in sorted(root.iterdir()):
-            if path.is_dir() and path.name[0] != "." and not is_system_folder(path.name):
-                paths.append(path)
-    if not paths:
-        raise DataError(
-            f"{root}: no folder of a site in it; correct the path, or leave out --site-folders"
-        )
+    paths = _folders_of_sites(root)
     of_site = {}
     folders = {}
     datasets = {}
     for path in paths:
         of_site[path.name] = replace(options, out=options.out and options.out / path.name)
         _check_out(path, of_site[path.name].out)
-    of_all = _read_tables_beside(root, paths, options)
+    of_all = None
+    if _has_tables_beside(root, paths, options):
+        of_all = _read_folder(root, options, several_tables=options.table is None)
     for path in paths:
         if of_all is None:
-            with _columns_of_all_sites():
-                folders[path.name], datasets[path.name] = _read_folder(path, of_site[path.name])
+            folders[path.name], datasets[path.name] = _read_site(path, of_site[path.name])
         else:
             folders[path.name], datasets[path.name] = _part_of(path, *of_all)
     datasets = with_all_channels(with_all_classes(datasets, root), root)
@@ -427,41 +425,39 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     return ImportReport(dataset, sites, options.out or root, tuple(warnings), guessed)
 
 
-@contextmanager
-def _columns_of_all_sites() -> Iterator[None]:
-    """Say in errors about columns that an option names them for all sites."""
+def _folders_of_sites(root: Path) -> list[Path]:
+    paths = []
+    if root.is_dir():
+        for path in sorted(root.iterdir()):
+            if path.is_dir() and path.name[0] != "." and not is_system_folder(path.name):
+                paths.append(path)
+    if not paths:
+        raise DataError(
+            f"{root}: no folder of a site in it; correct the path, or leave out --site-folders"
+        )
+    return paths
+
+
+def _read_site(path: Path, options: ImportOptions) -> tuple[ImageFolder, Dataset]:
+    """As `_read_folder`; errors about columns say that an option names them for all sites."""
     try:
-        yield
+        return _read_folder(path, options)
     except DataError as error:
         if "-column" not in str(error):
             raise
         raise DataError(f"{error}; columns need the same names at all sites") from error
 
 
-def _read_tables_beside(
-    root: Path, sites: Sequence[Path], options: ImportOptions
-) -> tuple[ImageFolder, Dataset] | None:
-    """The files of all sites' folders, and their images by the tables beside these folders; None
-    without such tables.
-    """
+def _has_tables_beside(root: Path, sites: Sequence[Path], options: ImportOptions) -> bool:
+    """Whether tables beside the sites' folders, or one that the user names, are of all sites."""
     if options.table is not None:
-        if any(options.table.is_relative_to(site) for site in sites):
-            return None
-    elif not _has_table(root, below=False) or any(map(_has_table, sites)):
-        return None
-    folder = scan_folder(root)
-    dataset = find_dataset(folder, options, several_tables=options.table is None)
-    return folder, _checked(folder, dataset, options)
-
-
-def _has_table(folder: Path, *, below: bool = True) -> bool:
-    """Whether a folder has a table, or one `below` it has."""
-    for inner, files in walk(folder, {}):
-        if inner != folder and not below:
-            break
-        if any(suffix(file) in TABLES for file in files):
-            return True
-    return False
+        return not any(options.table.is_relative_to(site) for site in sites)
+    _, beside = next(walk(root, {}))
+    below = []
+    for site in sites:
+        for _, files in walk(site, {}):
+            below += files
+    return any(map(is_table, beside)) and not any(map(is_table, below))
 
 
 def _part_of(site: Path, folder: ImageFolder, dataset: Dataset) -> tuple[ImageFolder, Dataset]:

@@ -29,7 +29,6 @@ from medflare.preparation.dataset_import.names import (
 NEARLY_ALL = 0.9  # share of images from which something counts as said of all
 MAX_CLASSES = 30  # more folders or values are probably not classes
 WORKBOOK = ".xlsx"
-TABLES = (".csv", ".tsv", WORKBOOK)
 _TAGS = (
     "Rows",
     "SOPClassUID",
@@ -168,35 +167,31 @@ def scan_folder(root: Path) -> ImageFolder:
     """
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give the folder of the images, unpacked")
-    images = []
-    tables = []
+    found: list[Path] = []
     headers: dict[Path, _Header] = {}
     slices: dict[Path, tuple[Path, ...]] = {}
     left_out: LeftOut = {}
     unreadable = []
     others: dict[Path, str] = {}
-    foreign = []
-    texts = []
+    read = image_suffixes()
     for folder, files in walk(root, left_out, _reason_of_datalist):
         if not os.listdir(folder) and folder != root:
             left_out.setdefault("as they are empty", []).append(folder.name)
-        pictures = [file for file in files if suffix(file) in image_suffixes()]
-        tables_here = [file for file in files if suffix(file) in TABLES]
         dicom = [file for file in files if file.is_file() and is_dicom(file)]
         readable, damaged, without_image = _read_headers(dicom)
         others |= without_image
         unreadable += [line.removeprefix(f"{root}/") for line in damaged]
-        only_slices = not pictures and not tables_here and folder != root
-        series_headers, apart = _dicom_series(folder, readable, only_slices)
+        beside = any(is_table(file) or suffix(file) in read for file in files)
+        series_headers, apart = _dicom_series(folder, readable, not beside and folder != root)
         headers |= series_headers
         slices |= apart
-        images += pictures
-        foreign += files
-        texts += [
-            file for file in files if suffix(file) in _TEXTS and file.name not in (HEADER, FILE)
-        ]
-        tables += tables_here
+        found += files
+    images = [file for file in found if suffix(file) in read]
     images += headers
+    texts = []
+    for file in found:
+        if suffix(file) in _TEXTS and file.name not in (HEADER, FILE):
+            texts.append(file)
     notes = left_out_lines(left_out)
     previews = _previews(images)
     if previews:
@@ -205,9 +200,9 @@ def scan_folder(root: Path) -> ImageFolder:
         images = [image for image in images if image not in previews]
     if others:
         notes.append(_line_of_objects(others, root))
-    notes += _not_read(foreign, root)
+    notes += _not_read(found, root)
     if not images:
-        suffixes = ", ".join((*image_suffixes(), ".dcm"))
+        suffixes = ", ".join((*read, ".dcm"))
         remedy = "; ".join(("give the folder of the images", *notes, *unreadable[:1]))
         raise DataError(f"{root}: no image ({suffixes}); {remedy}")
     by_series = {header.series: image for image, header in headers.items()}
@@ -221,7 +216,7 @@ def scan_folder(root: Path) -> ImageFolder:
     return ImageFolder(
         root,
         tuple(sorted(images)),
-        tuple(sorted(tables)),
+        tuple(sorted(filter(is_table, found))),
         patients,
         segmented,
         slices,
@@ -230,6 +225,10 @@ def scan_folder(root: Path) -> ImageFolder:
         tuple(texts),
         {image: header.study for image, header in headers.items()},
     )
+
+
+def is_table(file: Path) -> bool:
+    return suffix(file) in (".csv", ".tsv", WORKBOOK)
 
 
 def _previews(images: Collection[Path]) -> set[Path]:
