@@ -39,7 +39,7 @@ from medflare.data.targets import class_counts, encode_label, scarce_classes, sc
 from medflare.data.transforms import Augmentation, Preprocessing, middle_slice
 from medflare.networks.catalogue import initial_network
 from medflare.networks.dry_run import check_network
-from medflare.preparation.step_cost import noise, step_failed
+from medflare.preparation.step_cost import noise, step_explained
 from medflare.preparation.structures import structure_masks
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.losses import build_loss
@@ -272,14 +272,11 @@ def check_task(task: TaskConfig) -> None:
     check_network(task)
     loss = build_loss(task)
     augmentation = Augmentation(task)
-    images, targets = noise(task, 2, "check task")
+    images, targets = noise(task, 2)
     network = initial_network(task, seed=0)
-    try:
+    with step_explained(task), seeded(0, "check task"):
         images, targets = augmentation(images, targets, np.random.RandomState(0))
-        with seeded(0, "check task"):
-            loss(network(images), targets).backward()
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise step_failed(task, error) from error
+        loss(network(images), targets).backward()
     check_single_batches(task)
 
 

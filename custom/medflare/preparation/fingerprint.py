@@ -370,13 +370,8 @@ def _class_areas(target: np.ndarray, task: TaskConfig) -> dict[str, int]:
 
 def _is_small(name: str, rows: Sequence[_Row], task: TaskConfig, minimum: int) -> bool:
     """Whether few patients show a class, or, if every image has a class, few do not."""
-    shown = set()
-    without = set()
-    for row in rows:
-        if row.areas[name]:
-            shown.add(row.patient)
-        else:
-            without.add(row.patient)
+    shown = {row.patient for row in rows if row.areas[name]}
+    without = {row.patient for row in rows if not row.areas[name]}
     few_without = task.kind == "classification" and 0 < len(without) < minimum
     return few_without or 0 < len(shown) < minimum
 
@@ -396,9 +391,7 @@ def _channels(
 ) -> tuple[Channel, ...]:
     channels = []
     for overall, inside in values:
-        foreground = None
-        if inside.count and with_foreground:
-            foreground = inside.summary()
+        foreground = inside.summary() if inside.count and with_foreground else None
         channels.append(Channel(overall.summary(), foreground))
     return tuple(channels)
 

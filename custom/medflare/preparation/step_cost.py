@@ -3,6 +3,8 @@ that is too large to try.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +41,7 @@ def measure_step(task: TaskConfig, device: torch.device) -> StepCost:
     not count. ConfigError if the task's loss cannot be computed of its network's output.
     """
     before = _reset_peak(device)
-    images, targets = noise(task, task.batch_size, "measure step")
+    images, targets = noise(task, task.batch_size)
     augmentation = Augmentation(task)
     loss = build_loss(task).to(device)
     network = initial_network(task, seed=0).to(device).train()
@@ -53,10 +55,8 @@ def measure_step(task: TaskConfig, device: torch.device) -> StepCost:
             batch, truth = augmentation(images, targets, draws)
             optimizer.zero_grad(set_to_none=True)
             output = network(batch.to(device))
-            try:
+            with step_explained(task):
                 value = loss(output, truth.to(device))
-            except (RuntimeError, ValueError, IndexError) as error:
-                raise step_failed(task, error) from error
             value.backward()
             optimizer.step()
             if device.type == "cuda":
@@ -74,18 +74,22 @@ def measure_step(task: TaskConfig, device: torch.device) -> StepCost:
     return StepCost(min(seconds[1:]), taken / 2**30)
 
 
-def step_failed(task: TaskConfig, error: Exception) -> ConfigError:
-    """The error of a task whose training step fails, for example as its network is for masks."""
-    return ConfigError(
-        f"task {task.name}: a training step on {task.size} images fails ({one_line(error)}); "
-        "change size, network or augment"
-    )
+@contextmanager
+def step_explained(task: TaskConfig) -> Iterator[None]:
+    """Raise ConfigError for a training step that fails, for example as the network is for masks."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"task {task.name}: a training step on {task.size} images fails ({one_line(error)}); "
+            "change size, network or augment"
+        ) from error
 
 
-def noise(task: TaskConfig, images: int, purpose: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random images and targets for a step; `purpose` is a key of the random numbers."""
+def noise(task: TaskConfig, images: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random images and targets for a step."""
     shape = (images, task.image_channels, *task.size)
-    pixels = numpy_generator(0, purpose).random(shape, dtype=np.float32)
+    pixels = numpy_generator(0, "noise").random(shape, dtype=np.float32)
     return torch.tensor(pixels), noise_targets(task, images)
 
 

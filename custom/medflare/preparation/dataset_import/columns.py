@@ -143,18 +143,14 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
     frame = table.frame.drop(columns=used["mask"])
     usual = usual_columns(WORDS["column"]["image"], list(frame))
     images = {name: table.named_by(cells) for name, cells in frame.items()}
-    counts = {}
-    for name, cells in frame.items():
-        counts[name] = len(images[name]), _names_files(cells)
     for name in usual:
-        if counts[name][0]:
+        if images[name]:
             return [name]
-    most = max(counts, key=counts.__getitem__)
-    if not counts[most][0]:
+    most = max(frame, key=lambda name: (len(images[name]), _names_files(frame[name])))
+    if not images[most]:
         _refuse_several_files(table, usual)
-        named = [*used["patient"], *key_columns(frame)]
-        named = [name for name in named if table.names_patients([name])]
-        named.sort(key=lambda name: (not table.names_each(name), not frame[name].is_unique))
+        named = list(filter(table.names_patients, [*used["patient"], *key_columns(frame)]))
+        named.sort(key=lambda name: (not table.names_each(name), not table.frame[name].is_unique))
         if named and is_path(named[0]) and table.is_patient(named[0]):
             raise _without_header(path)
         return named[:1] or usual[:1]

@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import TypeAlias
 
 import pandas as pd
 
@@ -19,6 +20,9 @@ from medflare.preparation.dataset_import.names import PATIENT, composed, first_s
 _DAY_FIRST = re.compile(r"(?P<day>\d{1,2})[./](?P<month>\d{1,2})[./](?P<year>\d{4})")
 _YEAR_FIRST = re.compile(r"(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)")  # a time may follow
 _LETTER_AND_NUMBER = re.compile(r"[A-Za-z](\d{5,})")  # s50414267 is study 50414267 of MIMIC-CXR
+
+
+_Index: TypeAlias = defaultdict[str, list[Path]]
 
 
 class ImageTable:
@@ -38,11 +42,11 @@ class ImageTable:
         if not self.split and path.is_relative_to(folder.root):
             self.split = parse_name(path.relative_to(folder.root)).split
         # End of the path -> images; the whole path begins with a slash.
-        self._by_end: defaultdict[str, list[Path]] = defaultdict(list)
-        self._by_number: defaultdict[str, list[Path]] = defaultdict(list)  # 7 of 007.png
+        self._by_end: _Index = defaultdict(list)
+        self._by_number: _Index = defaultdict(list)  # 7 of 007.png
         # PatientID, or a folder or several, as p1 and p1/study2; and of DICOM, the study -> images.
-        self._by_patient: defaultdict[str, list[Path]] = defaultdict(list)
-        self._by_beginning: defaultdict[str, list[Path]] = defaultdict(list)  # P7 of P7_left.png
+        self._by_patient: _Index = defaultdict(list)
+        self._by_beginning: _Index = defaultdict(list)  # P7 of P7_left.png
         self._studies = set(chain.from_iterable(folder.studies.values()))
         for image in folder.images:
             inner = image.relative_to(folder.root).parent.parts
@@ -89,13 +93,9 @@ class ImageTable:
             named.update(images)
         return named
 
-    def names_patients(self, columns: Sequence[str]) -> bool:
-        """Whether one of the columns names patients of images, see `images`."""
-        for name in columns:
-            for cell in self.frame[name]:
-                if self._of_patient(cell) or self.beginning_with(cell):
-                    return True
-        return False
+    def names_patients(self, column: str) -> bool:
+        """Whether a column names patients of images, see `of_patient`."""
+        return any(map(self.of_patient, self.frame[column]))
 
     def names_each(self, column: str) -> bool:
         """Whether no cell names several volumes."""
@@ -161,7 +161,7 @@ class ImageTable:
         """Whether a cell names the images of a patient, and no image and no study."""
         if cell in self._studies or self._named(cell):
             return False
-        return bool(self._of_patient(cell) or self.beginning_with(cell))
+        return bool(self.of_patient(cell))
 
     def of_patient(self, cell: str) -> Sequence[Path]:
         """The images of the patient that a cell names, by folders or the beginning of names."""

@@ -164,7 +164,7 @@ def _refuse_labels_in_other_rows(table: ImageTable, used: UsedColumns) -> None:
 
 def _read_rows(
     table: ImageTable, used: UsedColumns, redraw: bool, of_patient: Sequence[str]
-) -> tuple[list["_Row"], list[str]]:
+) -> tuple[list[_Row], list[str]]:
     """The images of a table with a list of labels each, and a line for each incomplete row;
     `of_patient`: see `_columns_of_a_patients_images`.
     """
@@ -252,16 +252,12 @@ def _patients_of_folders(cells: Iterable[str]) -> dict[str, str]:
         >>> _patients_of_folders(["data/p1", "data/p2"])["data/p1"]
         'data/p1'
     """
-    parts = {}
-    for cell in cells:
-        parts[cell] = cell.replace("\\", "/").strip("/").rpartition("/")
-    above = {(parent, name) for parent, _, name in parts.values()}
-    studies = Counter(name for _, name in above)
-    called_alike = any(count > 1 for count in studies.values())
+    folder_of = {cell: cell.replace("\\", "/").strip("/") for cell in cells}
+    names = Counter(folder.rpartition("/")[2] for folder in {*folder_of.values()})
     patients = {}
-    for cell, (parent, _, name) in parts.items():
-        whole = f"{parent}/{name}" if parent else name
-        patients[cell] = parent if called_alike and parent else whole
+    for cell, folder in folder_of.items():
+        parent = folder.rpartition("/")[0]
+        patients[cell] = parent if max(names.values()) > 1 and parent else folder
     return patients
 
 
@@ -297,7 +293,7 @@ def _refuse_masks_beside(table: ImageTable, labels: Sequence[str]) -> None:
         )
 
 
-def _each_once(rows: Iterable["_Row"], listed: dict[Path, "_Row"]) -> tuple[list[Item], int]:
+def _each_once(rows: Iterable[_Row], listed: dict[Path, _Row]) -> tuple[list[Item], int]:
     """The images that are not `listed` yet, and the number of rows that repeat another one, as of
     several boxes in an image; DataError for a row that says something else of its image.
     """
@@ -517,7 +513,7 @@ def check_table(table: ImageTable, columns: Columns, kind: str) -> None:
     patients = patients or usual_columns(WORDS["column"]["patient"], list(frame))
     patients += [columns.image] if columns.image in frame else []
     named = any(table.named_by(frame[name]) for name in frame)
-    if not named and not table.names_patients([*patients, *key_columns(frame)]):
+    if not named and not any(map(table.names_patients, [*patients, *key_columns(frame)])):
         names = usual_columns(WORDS["column"]["image"], list(frame)) or list(frame)
         location = f"{folder.relative(table.path)} column {names[0]}"
         for cell in frame[names[0]].head(SAMPLED_ROWS):

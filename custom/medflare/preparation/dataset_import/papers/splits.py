@@ -89,18 +89,12 @@ def _split_site(
     """The images of a site with their splits, also where named splits divide patients."""
     if all(item.split for item in items):
         return list(items)
-    test = []
-    rest = []
-    for item in items:
-        if item.split == "test":
-            test.append(item)
-        else:
-            rest.append(item)
+    test = [item for item in items if item.split == "test"]
+    rest = [item for item in items if item.split != "test"]
     divided = {item.patient for item in test} & {item.patient for item in rest} - {""}
     if not divided:
         return draw_splits(items, site, shares, seed)
-    without_test = dict(shares)
-    without_test.pop("test", None)
+    without_test = {split: share for split, share in shares.items() if split != "test"}
     return [*draw_splits(rest, site, without_test, seed), *test]
 
 
@@ -150,13 +144,8 @@ def divided_warning(sites: Sites, group: str) -> str:
         return ""
     counts = []
     for site, items in sites.items():
-        test = []
-        others = set()
-        for item in items:
-            if item.split == "test":
-                test.append(item.patient)
-            else:
-                others.add(item.patient)
+        test = [item.patient for item in items if item.split == "test"]
+        others = {item.patient for item in items if item.split != "test"}
         if not test or not others:
             continue
         if any(test) or any(others):
