@@ -116,7 +116,7 @@ class DatasetSummary(NamedTuple):
     """
 
     settings: Settings
-    choices: tuple[Choice, ...]
+    choices: Sequence[Choice]
     pictures: bool
     is_ct: bool
 
@@ -160,7 +160,7 @@ def propose(root: Path, hints: TaskHints) -> TaskPlan:
     return proposed
 
 
-def _few_images(sites: Fingerprints) -> tuple[str, ...]:
+def _few_images(sites: Fingerprints) -> list[str]:
     """A warning for every site with classes that few images show, where all images were counted."""
     warnings = []
     for site in sites:
@@ -171,7 +171,7 @@ def _few_images(sites: Fingerprints) -> tuple[str, ...]:
         few = scarce(counts)
         if few:
             warnings.append(f"{site.site}: {scarce_line(few)}")
-    return tuple(warnings)
+    return warnings
 
 
 # -- what datalists and files say ------------------------------------------------------------------
@@ -224,7 +224,7 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
         shared_name = str(names_of_sites.pop())
     settings = {"name": hints.name or _plain_name(shared_name), **chosen_settings(choices)}
     pictures = all(suffix(entry.image) in PICTURES for entry in images)
-    return DatasetSummary(settings, tuple(choices), pictures, _is_ct(images, channels.values()))
+    return DatasetSummary(settings, choices, pictures, _is_ct(images, channels.values()))
 
 
 def _is_ct(images: Sequence[DatalistItem], channels: Iterable[str]) -> bool:
@@ -748,7 +748,7 @@ def _with_time(proposed: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) -> Ta
     warnings = proposed.warnings
     if seconds > _LATE * stopwatch.limit:
         slow = f"a round takes about {about(seconds)}, more than --minutes {hints.minutes:g}"
-        warnings += (f"{slow}; give a smaller --size, another --network, or a GPU",)
+        warnings = [*warnings, f"{slow}; give a smaller --size, another --network, or a GPU"]
     proposed = _changed(proposed, [optimizer, epochs])
     return dataclasses.replace(proposed, time=time, warnings=warnings)
 

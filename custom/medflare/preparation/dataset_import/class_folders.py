@@ -186,11 +186,7 @@ def _classes_at(
         split = split_above(folder, image)
         items.append(Item((image,), names.index(folders[level]), patient, split))
     return Dataset(
-        "classification",
-        tuple(items),
-        numbered(names),
-        f"{layout}: {', '.join(names)}",
-        missing=tuple(missing),
+        "classification", items, numbered(names), f"{layout}: {', '.join(names)}", missing=missing
     )
 
 

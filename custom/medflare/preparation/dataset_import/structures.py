@@ -117,12 +117,7 @@ def _of_structures(
     else:  # its values decide
         only = structures[0]
     return Dataset(
-        "segmentation",
-        tuple(items),
-        labels,
-        layout,
-        missing=(*incomplete, *missing),
-        structure=only,
+        "segmentation", items, labels, layout, missing=(*incomplete, *missing), structure=only
     )
 
 
