@@ -132,7 +132,7 @@ class CheckReport:
     sites: dict[str, SiteCheck]
     shift: float | None = None  # see `site_shift`; None if it cannot be measured
     shift_reason: str = ""  # why it cannot
-    unread: tuple[str, ...] = ()  # sites whose images cannot be used, so that they have no shift
+    unread: Sequence[str] = ()  # sites whose images cannot be used, so that they have no shift
     thumbnails: Path | None = None  # the contact sheet, if requested
     note: str = ""  # folders that are no sites
     problem: str = ""  # why these sites together cannot train, with the remedy
@@ -216,7 +216,7 @@ def check_site(
             "every site has test images only, so no site can train; "
             "add a site that has training images"
         )
-    report.unread = tuple(name for name in report.sites if name not in data)
+    report.unread = [name for name in report.sites if name not in data]
     report.shift, report.shift_reason = site_shift(data)
     if len(data) < 2 <= len(report.sites):
         unread = ", ".join(report.unread)

@@ -22,6 +22,7 @@ _WHOLE = {2: 128, 3: 48}  # side up to which whole images are better than patche
 _LEVELS = 4
 _WIDTH = 8  # feature maps of the first level
 _STEP = 2 ** (_LEVELS - 1)  # sides of images are multiples of it
+_LEAST_SIDE = 16
 _BATCHES = {2: 8, 3: 4}  # at most
 _PATCH_BATCH = 4
 _PATCH_SIDES = {2: (128, 96, 64), 3: (48, 32)}
@@ -114,7 +115,7 @@ def _resized(common: Settings, stopwatch: Stopwatch, wanted: int) -> tuple[Choic
     reason = "whole images, which a small network on a CPU learns faster"
     mode = Choice("image_mode", "resize", reason)
     for side in (wanted, *smaller):
-        size = _scaled(median, side)
+        size = scaled(median, side)
         whole = {"image_mode": "resize", "size": size, "spacing": None}
         if stopwatch.is_fast(load_task(common | whole)):
             break
@@ -127,10 +128,10 @@ def _resized(common: Settings, stopwatch: Stopwatch, wanted: int) -> tuple[Choic
     return mode, Choice("size", size, f"{reason}; the median image is {image}")
 
 
-def _scaled(median: Sequence[float], longest: float) -> list[int]:
-    """Sides like those of the median image, the longest about `longest`, in steps of `_STEP`."""
+def scaled(median: Sequence[float], longest: float, step: int = _STEP) -> list[int]:
+    """Sides like those of the median image, the longest about `longest`, in steps."""
     scale = longest / max(median)
-    return [max(2 * _STEP, round(side * scale / _STEP) * _STEP) for side in median]
+    return [max(_LEAST_SIDE, round(side * scale / step) * step) for side in median]
 
 
 def _patches(common: Settings, stopwatch: Stopwatch) -> tuple[Choice, ...]:
@@ -144,7 +145,7 @@ def _patches(common: Settings, stopwatch: Stopwatch) -> tuple[Choice, ...]:
     mode = Choice("image_mode", "patch", reason)
     covered = f"patches that cover a median image, at most {most}"
     for longest in _PATCH_SIDES[dims]:
-        size = _scaled(median, min(longest, max(median)))
+        size = scaled(median, min(longest, max(median)))
         patches = max(1, min(most, round(math.prod(median) / math.prod(size))))
         choices = (
             mode,

@@ -21,6 +21,7 @@ from medflare.core.errors import Aborted, DataError, one_line
 from medflare.core.rng import numpy_generator
 from medflare.core.settings import strict_dataclass
 from medflare.core.store import write_json
+from medflare.core.text import read_json
 from medflare.data.acquisition import Axes
 from medflare.data.datalist import FILE, DatalistItem, site_folders, site_name
 from medflare.data.decoding import Source, file_state, pictures_of, target_of
@@ -424,7 +425,7 @@ def _saved_fingerprint(
     key = _key(folder, task, evenly_spaced(listed, sample))
     file = folder / KEPT_FILE
     with suppress(OSError, ValueError, LookupError, TypeError, DataError):
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         if content["format"] == FORMAT and content["key"] == key:
             return from_json(content["sites"][0])
     fingerprint = fingerprint_of(site, task, source_of_task, sample=sample)
@@ -466,7 +467,7 @@ def read_fingerprints(paths: Iterable[Path]) -> list[DatasetFingerprint]:
     sites: dict[str, DatasetFingerprint] = {}
     for path in paths:
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
             if content["format"] != FORMAT:
                 raise ValueError(f"format is not {FORMAT!r}")
             listed = list(map(from_json, content["sites"]))

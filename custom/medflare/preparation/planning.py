@@ -341,7 +341,7 @@ def pooled_percentile(
 
 def have_spacings(sites: Fingerprints) -> bool:
     """Whether all files of all sites have spacings."""
-    return all(site.spacings is not None and site.extents is not None for site in sites)
+    return all(site.spacings for site in sites)
 
 
 def _mean(sites: Fingerprints, numbers: Sequence[float]) -> float:

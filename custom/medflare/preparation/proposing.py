@@ -47,6 +47,7 @@ from medflare.preparation.check import check_task
 from medflare.preparation.device_rules import (
     local_epochs,
     picture_size,
+    scaled,
     small_segmentation,
     small_unet,
 )
@@ -207,9 +208,8 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
         images += evenly_spaced(site, _SAMPLED_IMAGES)
     names = class_numbers(headers[0].get("labels"))
     if kind == "segmentation":
-        structures = {printable(str(header.get("structure") or "")) for header in headers}
-        structure = structures.pop() if len(structures) == 1 else ""
-        choices += _structures(labelled, names, hints, label, structure or "foreground")
+        structure = printable(_common(headers, "structure")) or "foreground"
+        choices += _structures(labelled, names, hints, label, structure)
         choices += _codes(labelled, chosen_settings(choices)["labels"])
     else:
         choices += _classes(labelled, names, hints, label)
@@ -218,13 +218,16 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
     incomplete = sum(None in entry.channels for site in entries for entry in site)
     if incomplete:
         choices.append(Choice("missing_channels", "zeros", f"{incomplete} images lack a channel"))
-    shared_name = root.resolve().name
-    names_of_sites = {header.get("name") for header in headers}
-    if len(names_of_sites) == 1 and None not in names_of_sites:
-        shared_name = str(names_of_sites.pop())
-    settings = {"name": hints.name or _plain_name(shared_name), **chosen_settings(choices)}
+    name = hints.name or _plain_name(_common(headers, "name") or root.resolve().name)
+    settings = {"name": name, **chosen_settings(choices)}
     pictures = all(suffix(entry.image) in PICTURES for entry in images)
     return DatasetSummary(settings, choices, pictures, _is_ct(images, channels.values()))
+
+
+def _common(headers: Iterable[Mapping[str, Any]], key: str) -> str:
+    """The text that all headers have, or ""."""
+    texts = {str(header.get(key) or "") for header in headers}
+    return texts.pop() if len(texts) == 1 else ""
 
 
 def _is_ct(images: Sequence[DatalistItem], channels: Iterable[str]) -> bool:
@@ -675,8 +678,7 @@ def _are_grades(labels: Sequence[str]) -> bool:
 
 def _size(sites: Fingerprints, dims: int) -> Choice:
     median = median_size(sites)
-    scale = min(1.0, _MAX_SIDE[dims] / max(median))
-    size = [max(_STEP, round(side * scale / _STEP) * _STEP) for side in median]
+    size = scaled(median, min(_MAX_SIDE[dims], max(median)), _STEP)
     rule = f"at most {_MAX_SIDE[dims]} a side, in steps of {_STEP}"
     return Choice("size", size, f"the median image is {format_shape(median)}; {rule}")
 

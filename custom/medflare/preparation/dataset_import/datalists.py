@@ -182,7 +182,7 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
         )
     check_files(dataset.items, root, folder.slices)
     for file in dataset.items[0].paths:
-        if suffix(file) in PICTURES and file not in dataset.items[0].rendered:
+        if suffix(file) in PICTURES:
             read_stored(file, mask=file in dataset.items[0].masks)
     if out is None:
         _refuse_links(dataset.items, root)

@@ -1,24 +1,21 @@
 """What names of files, folders and classes say: of masks, splits, sites and numbers."""
 
-import json
 import math
 import re
 import unicodedata
 from collections.abc import Iterable
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from medflare.core.errors import DataError
+from medflare.core.text import read_json
 from medflare.data.reading import stem
 from medflare.data.targets import plain_name
 
 # Words in the names of files and folders, of which `other` ones say nothing of an image; column ->
 # names that it usually has, the most likely first. In dermoscopy the images of one lesion stay
 # together where there is no patient.
-WORDS: dict[str, Any] = json.loads(
-    (resources.files(__package__) / "words.json").read_text(encoding="utf-8")
-)
+WORDS: dict[str, Any] = read_json(Path(__file__).with_name("words.json"))
 _MASK = frozenset(WORDS["mask"])
 MASK_WORDS = _MASK | {"ground"}
 IMAGE_WORDS = frozenset(WORDS["image"])

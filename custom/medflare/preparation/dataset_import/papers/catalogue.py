@@ -3,13 +3,11 @@
 Their descriptions are in data.json, and a function for each finds its images.
 """
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from importlib import resources
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from PIL import Image
 
 from medflare.core.errors import DataError
 from medflare.core.settings import unknown
+from medflare.core.text import read_json
 from medflare.data.reading import PICTURES, explained, stem
 from medflare.preparation.dataset_import.folders import Item, scan_folder
 from medflare.preparation.dataset_import.frames import read_frame
@@ -270,7 +269,7 @@ def find_midog(
     table = expected(root, *_TABLES, download=annotations)
     images = {}
     try:
-        content: Any = json.loads(table.read_text(encoding="utf-8"))
+        content = read_json(table)
         for entry in content["images"]:
             size = (entry["width"], entry["height"])
             images[int(entry["id"])] = (Path(entry["file_name"]).name, size)
@@ -352,7 +351,7 @@ _FIND: tuple[Callable[..., list[Item]], ...] = (
     find_midog,
 )
 _BY_NAME = {find.__name__: find for find in _FIND}
-_DESCRIPTIONS = json.loads((resources.files(__package__) / "data.json").read_text(encoding="utf-8"))
+_DESCRIPTIONS = read_json(Path(__file__).with_name("data.json"))
 PREPARATIONS = {
     name: Preparation(name=name, **of | {"find": _BY_NAME[of["find"]]})
     for name, of in _DESCRIPTIONS.items()
