@@ -25,8 +25,8 @@ from medflare.preparation.dataset_import.masks import pair_masks
 from medflare.preparation.dataset_import.papers.preparing import (
     Download,
     Preparation,
-    expected,
     items_of,
+    items_of_table,
 )
 
 # -- prostate: SAML (Liu et al., MICCAI 2020), PRR, and FedSM --------------------------------------
@@ -40,7 +40,7 @@ def find_volumes(root: Path, sites: Mapping[str, Sequence[str]], download: Downl
     """
     items = []
     for site, folders in sites.items():
-        folder = expected(root, *folders, download=download)
+        folder = download.below(root, *folders)
         pairs = pair_masks(scan_folder(folder))
         if pairs.missing:
             raise DataError(
@@ -80,17 +80,17 @@ def _find_dofe(root: Path, site: str, domain: str, download: Download) -> list[I
     items = []
     for split in ("train", "test"):
         inner = f"{domain}/{split}/ROIs"
-        folder = expected(root, f"Fundus/{inner}", inner, download=download)
-        for image in scan_folder(expected(folder, "image", download=download)).images:
-            mask = expected(folder, f"mask/{image.name}", download=download)
+        folder = download.below(root, f"Fundus/{inner}", inner)
+        for image in scan_folder(download.below(folder, "image")).images:
+            mask = download.below(folder, f"mask/{image.name}")
             items.append(_item(image, mask, site, cup_is_darkest=True))
     return items
 
 
 def _find_riga(root: Path, site: str, folder: str, download: Download) -> list[Item]:
     """The photographs that have masks; the others are left out."""
-    photographs = expected(root, f"RIGAPlus/RIGA/{folder}", f"RIGA/{folder}", download=download)
-    masks = expected(root, f"RIGAPlus/RIGA-mask/{folder}", f"RIGA-mask/{folder}", download=download)
+    photographs = download.below(root, f"RIGAPlus/RIGA/{folder}", f"RIGA/{folder}")
+    masks = download.below(root, f"RIGAPlus/RIGA-mask/{folder}", f"RIGA-mask/{folder}")
     items = []
     for image in sorted(photographs.glob("*/*")):
         mask = masks / image.parent.name / f"{image.stem}-{_READER}{image.suffix}"
@@ -136,7 +136,7 @@ _LISTS = {"train": "training", "crossval": "validation"}
 
 def find_grades(root: Path, sites: Sequence[str], download: Download) -> list[Item]:
     """The images of the split files, a site for each source."""
-    images = expected(root, "images", download=download)
+    images = download.below(root, "images")
 
     def item(text: str, source: str, split: str) -> Item:
         path, _, grade = text.strip().rpartition(" ")
@@ -146,7 +146,7 @@ def find_grades(root: Path, sites: Sequence[str], download: Download) -> list[It
 
     items = []
     for source, (name, split) in product(sites, _LISTS.items()):
-        file = expected(root, f"splits/{source}_{name}.txt", download=download)
+        file = download.below(root, f"splits/{source}_{name}.txt")
         lines = filter(str.strip, file.read_text(encoding="utf-8").splitlines())
         items += items_of(file, lines, partial(item, source=source, split=split))
     return items
@@ -162,9 +162,9 @@ def find_fed_isic(
 ) -> list[Item]:
     """The images of FLamby's table, with their lesions."""
     name = "ISIC_2019_Training_Input_preprocessed"
-    images = expected(root, name, image_folder.path, download=image_folder)
-    folds = expected(root, split.path, "train_test_folds.csv", download=split)
-    table = expected(root, metadata.path, download=metadata)
+    images = image_folder.below(root, name, image_folder.path)
+    folds = split.below(root, split.path, "train_test_folds.csv")
+    table = metadata.below(root)
     lesions = read_frame(table, ("image", "lesion_id")).set_index("image")["lesion_id"].to_dict()
 
     def item(row: Mapping[str, str]) -> Item:
@@ -177,8 +177,7 @@ def find_fed_isic(
         image = images / f"{row['image']}.jpg"
         return Item((image,), label, lesions.get(row["image"], ""), split, centre)
 
-    rows = read_frame(folds, ("image", "target", "center", "fold")).to_dict("records")
-    return items_of(folds, rows, item)
+    return items_of_table(folds, ("image", "target", "center", "fold"), item)
 
 
 def find_prr(
@@ -195,11 +194,11 @@ def find_prr(
     `sites`: cohort -> the split of all its images, or "".
     """
     path = ham_table.path
-    ham = expected(root, path, f"{path}.csv", f"{path}.tab", download=ham_table)
-    first = expected(root, part_1.path, download=part_1)
-    second = expected(root, part_2.path, download=part_2)
-    msk_images = expected(root, msk.path, download=msk)
-    isic = expected(root, truth.path, download=truth)
+    ham = ham_table.below(root, path, f"{path}.csv", f"{path}.tab")
+    first = part_1.below(root)
+    second = part_2.below(root)
+    msk_images = msk.below(root)
+    isic = truth.below(root)
 
     def ham_item(row: Mapping[str, str]) -> Item | None:
         split = sites[row["dataset"]]
@@ -224,10 +223,9 @@ def find_prr(
         image = msk_images / f"{row['image_id']}.jpg"
         return Item((image,), _PRR_CLASSES.index(name), "", "", "msk")  # client D
 
-    ham_rows = read_frame(ham, ("lesion_id", "image_id", "dx", "dataset")).to_dict("records")
-    isic_rows = read_frame(isic, ("image_id", "melanoma", "seborrheic_keratosis"))
-    items = items_of(ham, ham_rows, ham_item)
-    return items + items_of(isic, isic_rows.to_dict("records"), isic_item)
+    items = items_of_table(ham, ("lesion_id", "image_id", "dx", "dataset"), ham_item)
+    isic_columns = ("image_id", "melanoma", "seborrheic_keratosis")
+    return items + items_of_table(isic, isic_columns, isic_item)
 
 
 # -- histology: Camelyon17-WILDS, and MIDOG 2022 ---------------------------------------------------
@@ -237,9 +235,9 @@ _COLUMNS = ("patient", "node", "x_coord", "y_coord", "tumor", "center")
 
 def find_camelyon(root: Path, sites: Sequence[str], download: Download) -> list[Item]:
     """The patches of metadata.csv, a site for each of its centres."""
-    release = expected(root, download.path, ".", download=download)
-    table = expected(release, "metadata.csv", download=download)
-    patches = expected(release, "patches", download=download)
+    release = download.below(root, download.path, ".")
+    table = download.below(release, "metadata.csv")
+    patches = download.below(release, "patches")
 
     def item(row: Mapping[str, str]) -> Item:
         patient, node, x, y, tumor, centre = (int(row[name]) for name in _COLUMNS)
@@ -249,7 +247,7 @@ def find_camelyon(root: Path, sites: Sequence[str], download: Download) -> list[
         patch = patches / name / f"patch_{name}_x_{x}_y_{y}.png"
         return Item((patch,), tumor, f"{patient:03}", "", sites[centre])
 
-    return items_of(table, read_frame(table, _COLUMNS).to_dict("records"), item)
+    return items_of_table(table, _COLUMNS, item)
 
 
 # Pixels of a patch; FedDAG resizes all images to 96 x 96, so patches keep their resolution.
@@ -266,7 +264,7 @@ def find_midog(
 
     `sites`: tumour -> first and last number of its images.
     """
-    table = expected(root, *_TABLES, download=annotations)
+    table = annotations.below(root, *_TABLES)
     images = {}
     try:
         content = read_json(table)
@@ -282,7 +280,7 @@ def find_midog(
     def item(cell: Mapping[str, Any]) -> Item:
         name, size = images[int(cell["image_id"])]
         label = _LABELS[int(cell["category_id"])]
-        source = expected(root, f"images/{name}", name, download=image_files)
+        source = image_files.below(root, f"images/{name}", name)
         number = int(source.stem)
         (site,) = (tumour for tumour, (first, last) in sites.items() if first <= number <= last)
         if size != _opened(source).size:

@@ -1,6 +1,6 @@
 """From the downloads of a paper to its sites: what a `Preparation` is, and how it is done."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import FILE, SPLITS
 from medflare.preparation.dataset_import.folders import Item, prefixed
+from medflare.preparation.dataset_import.frames import read_frame
 from medflare.preparation.dataset_import.names import numbered
 from medflare.preparation.dataset_import.papers.splits import (
     SPLIT_FILE,
@@ -43,6 +44,20 @@ class Download:
 
     path: str  # below the folder of the downloads
     page: str  # that offers it
+
+    def below(self, root: Path, *choices: str) -> Path:
+        """The first path below `root` that exists, or its usual one without `choices`.
+
+        DataError with the page to download from if there is none.
+        """
+        paths = choices or (self.path,)
+        for path in paths:
+            if (root / path).exists():
+                return root / path
+        raise DataError(
+            f"{root / paths[0]}: not there; "
+            f"get {self.path} from {self.page} and unpack it into {root}"
+        )
 
 
 @dataclass(frozen=True)
@@ -95,20 +110,6 @@ class Preparation:
         return "\n".join(lines)
 
 
-def expected(root: Path, *choices: str, download: Download) -> Path:
-    """The first path below `root` that exists.
-
-    DataError with the page to download from if there is none.
-    """
-    for choice in choices:
-        if (root / choice).exists():
-            return root / choice
-    raise DataError(
-        f"{root / choices[0]}: not there; "
-        f"get {download.path} from {download.page} and unpack it into {root}"
-    )
-
-
 def items_of(table: Path, rows: Iterable[Any], item: Callable[[Any], Item | None]) -> list[Item]:
     """The images of a table's rows; `item` returns None for a row to leave out.
 
@@ -125,6 +126,13 @@ def items_of(table: Path, rows: Iterable[Any], item: Callable[[Any], Item | None
         if image is not None:
             items.append(image)
     return items
+
+
+def items_of_table(
+    table: Path, columns: Sequence[str], item: Callable[[Any], Item | None]
+) -> list[Item]:
+    """As `items_of`, of a table with these columns."""
+    return items_of(table, read_frame(table, columns).to_dict("records"), item)
 
 
 class PreparedData(NamedTuple):
