@@ -110,14 +110,14 @@ def _of_structures(
         of_image = [masks[structure] for structure in structures]
         label = of_image if len(of_image) > 1 else of_image[0]
         items.append(Item((image,), label, split=split))
-    labels = {}
-    only = ""
-    if len(structures) > 1:
-        labels = numbered(structures)
-    else:  # its values decide
-        only = structures[0]
+    several = len(structures) > 1
     return Dataset(
-        "segmentation", items, labels, layout, missing=(*incomplete, *missing), structure=only
+        "segmentation",
+        items,
+        numbered(structures) if several else {},  # the values of one decide
+        layout,
+        missing=(*incomplete, *missing),
+        structure="" if several else structures[0],
     )
 
 
@@ -223,7 +223,7 @@ def _structures_of_suffixes(masks: Iterable[Mapping[str, Path]]) -> dict[str, st
     by_folder = {rest: min(names) for rest, names in folders.items() if len(names) == 1}
     if len({*by_folder.values()}) == len(folders) > 1:
         return dict(sorted(by_folder.items()))
-    parts = {rest: [part for part in re.split("[ _.-]+", rest) if part] for rest in sorted(folders)}
+    parts = {rest: re.findall("[^ _.-]+", rest) for rest in sorted(folders)}
     shared = set.intersection(*map(set[str], parts.values())) if len(parts) > 1 else set[str]()
     named = {}
     for rest, all_parts in parts.items():
