@@ -12,9 +12,8 @@ from medflare.core.errors import DataError
 from medflare.data.attributes import Attributes, groups_of_patients, parse_attributes
 from medflare.data.datalist import read_datalist
 from medflare.data.loading import load_site_data
-from medflare.preparation.dataset_import.columns import Columns
 from medflare.preparation.dataset_import.datalists import import_folder
-from medflare.preparation.dataset_import.options import ImportOptions
+from medflare.preparation.dataset_import.options import Columns, ImportOptions
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from medflare.data.datalist import DatalistItem
 from medflare.data.reading import Stored
 from medflare.preparation import proposing
 from medflare.preparation.check import check_site
-from medflare.preparation.dataset_import.columns import Columns
 from medflare.preparation.dataset_import.datalists import import_folder
-from medflare.preparation.dataset_import.options import ImportOptions
+from medflare.preparation.dataset_import.options import Columns, ImportOptions
 from medflare.preparation.planning import TaskPlan
 from medflare.preparation.proposing import TaskHints, propose, summarise
 from medflare.tasks.config import TaskConfig, load_task

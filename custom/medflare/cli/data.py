@@ -109,9 +109,8 @@ def init(
         medflare data init ham --table ham/metadata.csv --image-column image_id --label-column dx
             --patient-column lesion_id
     """
-    from medflare.preparation.dataset_import.columns import Columns
     from medflare.preparation.dataset_import.datalists import import_folder
-    from medflare.preparation.dataset_import.options import ImportOptions
+    from medflare.preparation.dataset_import.options import Columns, ImportOptions
     from medflare.preparation.dataset_import.splits import parse_shares
 
     if copy and out is None:

@@ -12,10 +12,9 @@ from helpers.downloaded_folders import classes, pairs, picture, table
 from helpers.volume_sites import dicom_series
 from medflare.core.errors import ConfigError, DataError
 from medflare.data.datalist import read_datalist
-from medflare.preparation.dataset_import.columns import Columns
 from medflare.preparation.dataset_import.datalists import import_folder
 from medflare.preparation.dataset_import.folders import Item
-from medflare.preparation.dataset_import.options import ImportOptions
+from medflare.preparation.dataset_import.options import Columns, ImportOptions
 from medflare.preparation.dataset_import.splits import draw_splits, parse_shares
 
 BY_NAME = r"^(p\d+)"

@@ -12,11 +12,10 @@ from helpers.volume_sites import TASK, beside_a_series, change, dicom_series, wr
 from medflare.core.errors import DataError
 from medflare.data.datalist import read_datalist
 from medflare.data.decoding import Source
-from medflare.preparation.dataset_import.columns import Columns
 from medflare.preparation.dataset_import.datalists import import_folder
 from medflare.preparation.dataset_import.folders import scan_folder
 from medflare.preparation.dataset_import.image_table import ImageTable
-from medflare.preparation.dataset_import.options import ImportOptions
+from medflare.preparation.dataset_import.options import Columns, ImportOptions
 from medflare.preparation.dataset_import.tables import read_tables
 from medflare.preparation.proposing import TaskHints, summarise
 from medflare.tasks.config import load_task

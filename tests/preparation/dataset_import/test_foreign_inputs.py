@@ -14,7 +14,7 @@ from PIL import ExifTags, Image
 from helpers.downloaded_folders import mask, picture, table
 from helpers.volume_sites import change, dicom_series, write
 from medflare.cli import main
-from medflare.preparation.dataset_import.columns import Columns
+from medflare.preparation.dataset_import.options import Columns
 from medflare.preparation.proposing import TaskHints, propose
 from preparation.dataset_import.test_segmentation_layouts import error_of, files, imported
 

@@ -27,10 +27,9 @@ from medflare.data.local import FOLDERS, read_local
 from medflare.data.reading import read_stored
 from medflare.inference.inputs import find_inputs
 from medflare.preparation.check import check_site
-from medflare.preparation.dataset_import.columns import Columns
 from medflare.preparation.dataset_import.datalists import ImportReport, import_folder
 from medflare.preparation.dataset_import.frames import read_frame
-from medflare.preparation.dataset_import.options import ImportOptions
+from medflare.preparation.dataset_import.options import Columns, ImportOptions
 from medflare.preparation.proposing import TaskHints, summarise
 from medflare.tasks.config import load_task
 

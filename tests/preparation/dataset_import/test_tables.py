@@ -12,10 +12,9 @@ from helpers.downloaded_folders import classes, mask, picture, table
 from helpers.volume_sites import change, dicom_series, write
 from medflare.core import packages
 from medflare.core.errors import DataError
-from medflare.preparation.dataset_import.columns import Columns
 from medflare.preparation.dataset_import.datalists import import_folder
 from medflare.preparation.dataset_import.frames import read_frame
-from medflare.preparation.dataset_import.options import ImportOptions
+from medflare.preparation.dataset_import.options import Columns, ImportOptions
 
 
 def pictures(root: Path, count: int = 12, name: str = "{n}.png") -> list[str]:

@@ -1,7 +1,7 @@
 """The columns of a table that name images, labels, masks, patients, sites and splits."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
@@ -15,29 +15,12 @@ from medflare.data.reading import image_suffixes, suffix
 from medflare.preparation.dataset_import.frames import SAMPLED_ROWS, clean_text, table_columns
 from medflare.preparation.dataset_import.image_table import ImageTable, is_path
 from medflare.preparation.dataset_import.names import PATIENT, WORDS, number_of, split_name, words
+from medflare.preparation.dataset_import.options import Columns
 
 _FINDINGS = 5  # least columns of 0 and 1 that are findings without a question
 # Start and length of each run of a mask, as of Kaggle's competitions.
 _RUN_LENGTHS = r"\d+ \d+(?: \d+ \d+)+"
 
-
-@dataclass(frozen=True)
-class Columns:
-    """Names of the columns; "" is recognised by its usual names.
-
-    Labels and masks may be several, separated by commas. Patient, site and split may be in another
-    table than the labels.
-    """
-
-    image: str = ""  # path of the file, its name, or its name without suffix
-    label: str = ""  # the class; or one column of 0 and 1 per finding
-    mask: str = ""  # the mask file; or one column per structure
-    patient: str = ""  # ID of the patient
-    site: str = ""  # name of the site; never guessed
-    split: str = ""  # training, validation or test
-
-
-GUESSED = Columns()
 # Attribute of `Columns`, sex, age and scanner -> the columns of the table; empty if there is none.
 UsedColumns: TypeAlias = dict[str, list[str]]
 
@@ -59,7 +42,6 @@ def used_columns(table: ImageTable, columns: Columns, kind: str) -> UsedColumns:
         used["mask"] = []
     if not used["label"] and not used["mask"] and kind != "segmentation":
         used["label"] = _label_columns(path, frame, used)
-    used["split"] = used["split"] or split_columns(frame, used)
     if used["mask"] or kind == "segmentation":
         used["label"] = []
     if not used["mask"]:
@@ -111,6 +93,7 @@ def columns_but_labels(table: ImageTable, columns: Columns) -> UsedColumns:
     for name, usual_names in WORDS["attribute_column"].items():
         used[name] = usual_columns(usual_names, others)[:1]  # see `data.attributes`
     used["image"] = used["image"] or _image_columns(table, used)
+    used["split"] = used["split"] or _split_columns(table.frame, used)
     return used
 
 
@@ -191,7 +174,7 @@ def key_columns(frame: pd.DataFrame) -> list[str]:
     return keys
 
 
-def split_columns(frame: pd.DataFrame, used: UsedColumns) -> list[str]:
+def _split_columns(frame: pd.DataFrame, used: UsedColumns) -> list[str]:
     """The first other column whose cells name splits, at least two, and most of them do."""
     for name, cells in frame.items():
         splits = list(filter(None, map(split_name, cells)))

@@ -10,12 +10,7 @@ from pathlib import Path
 
 from medflare.core.errors import DataError
 from medflare.preparation.dataset_import.class_folders import class_folders
-from medflare.preparation.dataset_import.columns import (
-    GUESSED,
-    Columns,
-    UnlabelledTableError,
-    usual_columns,
-)
+from medflare.preparation.dataset_import.columns import UnlabelledTableError, usual_columns
 from medflare.preparation.dataset_import.folders import Dataset, ImageFolder, prefixed
 from medflare.preparation.dataset_import.frames import table_columns
 from medflare.preparation.dataset_import.image_table import ImageTable
@@ -26,7 +21,7 @@ from medflare.preparation.dataset_import.listed_splits import (
 )
 from medflare.preparation.dataset_import.masks import pair_masks
 from medflare.preparation.dataset_import.names import WORDS, first_split, words
-from medflare.preparation.dataset_import.options import ImportOptions
+from medflare.preparation.dataset_import.options import GUESSED, Columns, ImportOptions
 from medflare.preparation.dataset_import.patients import NO_PATIENT
 from medflare.preparation.dataset_import.structures import (
     are_in_structures,

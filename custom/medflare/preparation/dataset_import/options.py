@@ -4,7 +4,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from medflare.preparation.dataset_import.columns import GUESSED, Columns
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns; "" is recognised by its usual names.
+
+    Labels and masks may be several, separated by commas. Patient, site and split may be in another
+    table than the labels.
+    """
+
+    image: str = ""  # path of the file, its name, or its name without suffix
+    label: str = ""  # the class; or one column of 0 and 1 per finding
+    mask: str = ""  # the mask file; or one column per structure
+    patient: str = ""  # ID of the patient
+    site: str = ""  # name of the site; never guessed
+    split: str = ""  # training, validation or test
+
+
+GUESSED = Columns()
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,9 @@ from medflare.core.errors import DataError
 from medflare.data.attributes import age_problem, parse_attributes
 from medflare.data.datalist import patient_id
 from medflare.preparation.dataset_import.columns import (
-    Columns,
     UsedColumns,
     columns_but_labels,
     key_columns,
-    split_columns,
     used_columns,
     usual_columns,
 )
@@ -41,7 +39,7 @@ from medflare.preparation.dataset_import.names import (
     split_name,
     words,
 )
-from medflare.preparation.dataset_import.options import DEFAULTS, ImportOptions
+from medflare.preparation.dataset_import.options import DEFAULTS, Columns, ImportOptions
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\d 00:00:00")  # of a cell of Excel
 _MASK_COLUMNS: list[str] = WORDS["column"]["mask"]  # usual names
@@ -444,7 +442,6 @@ def described(
     frame = table.frame
     redraw = options.redraw
     used = columns_but_labels(table, replace(options.columns, label="", mask=""))
-    used["split"] = used["split"] or split_columns(frame, used)
     _without_wrong_ages(table, used)
     named = ("patient", "site", "split", "sex", "age", "scanner")
     read = {name: used[name][0] for name in named if used[name]}
