@@ -137,6 +137,10 @@ class ImageFolder:
             return str(path)
         return path.relative_to(self.root).as_posix()
 
+    def both(self, first: Path, second: Path) -> str:
+        """Two files in words."""
+        return f"{self.relative(first)} and {self.relative(second)}"
+
     @cached_property
     def names(self) -> "dict[Path, FileName]":
         """Image -> the parts of its name.

@@ -146,9 +146,9 @@ class ImageTable:
 
     def _refuse_several(self, images: Sequence[Path], cell: str, location: str) -> None:
         if len(images) > 1:
-            both = " and ".join(map(self.folder.relative, images[:2]))
             raise DataError(
-                f"{location}: {cell!r} can be {both}; write the whole path in the table"
+                f"{location}: {cell!r} can be {self.folder.both(*images[:2])}; write the whole "
+                "path in the table"
             )
 
     def image(self, cell: str, location: str) -> Path | None:

@@ -49,8 +49,9 @@ def find_dataset(
     """
     columns = options.columns
     tables = _judged_tables(folder, options)
-    if all(table.problem for table in tables):
-        folder = _with_patients(folder, _related(tables), columns)
+    related = _related(tables)
+    if related and all(table.problem for table in tables):
+        folder = _with_patients(folder, related, columns)
         tables = _judged_tables(folder, options)
     used = [table for table in tables if table.problem is None]
     describes = _related(tables) and folder.masks and not (columns.label or columns.mask)
@@ -204,8 +205,8 @@ def _shared_columns(folder: ImageFolder) -> list[str]:
         shared = [name for name in columns if name in table_columns(second)]
         names_images = usual_columns(WORDS["column"]["image"], shared)
         if shared and shared != columns and not names_images:
-            both = " and ".join(map(folder.relative, (first, second)))
             remedy = "write the label beside the name of the image or patient, in one table"
+            both = folder.both(first, second)
             return [f"{both} share {shared[0]}, but tables are not joined: {remedy}"]
     return []
 
@@ -251,10 +252,9 @@ def _refuse_versions(folder: ImageFolder) -> None:
         other = first_of.setdefault((name.mask, image.name, others), image)
         differ = {*listed} ^ {*words(folder.relative(other.parent))}
         if not _VERSIONS.isdisjoint(differ):
-            both = " and ".join(map(folder.relative, (other, image)))
             raise DataError(
-                f"{both} seem to be versions of one picture; give the folder of one version, or "
-                "take the other out"
+                f"{folder.both(other, image)} seem to be versions of one picture; give the folder "
+                "of one version, or take the other out"
             )
 
 

@@ -222,8 +222,9 @@ def _assign_masks(folder: ImageFolder) -> tuple[dict[Path, dict[str, Path]], lis
                 other = files_of[masks[0]].setdefault(part, image)
                 if other is not image:
                     if (other.parent, stem(other)) == (image.parent, stem(image)):
-                        both = " and ".join(map(folder.relative, (other, image)))
-                        raise DataError(f"{both} seem to be one image twice; take one out")
+                        raise DataError(
+                            f"{folder.both(other, image)} seem to be one image twice; take one out"
+                        )
                     raise _two_images(folder, [other, image], masks[0])
                 return True
         return False
@@ -280,7 +281,7 @@ def _assign_below(
 
 def _two_images(folder: ImageFolder, images: Sequence[Path], mask: Path) -> DataError:
     return DataError(
-        f"{' and '.join(map(folder.relative, images))} would both have the mask "
+        f"{folder.both(*images)} would both have the mask "
         f"{folder.relative(mask)}; if they are channels of one image, call them NAME_0000 and "
         "NAME_0001; otherwise take one out, use the same folder names for images and masks, or "
         "list them in a table"
@@ -289,7 +290,7 @@ def _two_images(folder: ImageFolder, images: Sequence[Path], mask: Path) -> Data
 
 def _two_masks(folder: ImageFolder, masks: Sequence[Path]) -> DataError:
     return DataError(
-        f"{' and '.join(map(folder.relative, masks[:2]))}: two masks of one image; unite them, "
+        f"{folder.both(*masks[:2])}: two masks of one image; unite them, "
         "take one out (as a field of view), or list them in a table, with --mask-column and a "
         "column for each"
     )
@@ -342,10 +343,10 @@ def _line_without_mask(folder: ImageFolder, image: Path) -> str:
     fitting = _fitting_masks(folder, image)
     if len(fitting) < 2:
         return f"{folder.relative(image)}: no mask"
-    both = " and ".join(map(folder.relative, fitting[:2]))
     return (
-        f"{folder.relative(image)}: {both} can be its mask (give --site-folders if the folders are "
-        "sites, or a table with --mask-column, and a column for each structure)"
+        f"{folder.relative(image)}: {folder.both(*fitting[:2])} can be its mask (give "
+        "--site-folders if the folders are sites, or a table with --mask-column, and a column for "
+        "each structure)"
     )
 
 

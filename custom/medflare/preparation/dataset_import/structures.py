@@ -140,10 +140,9 @@ def structure_files(folder: ImageFolder) -> Dataset | None:
     if len(shared) < 2 or any(len(images[key]) != 1 for key in masks):
         return None
     if repeated:
-        both = " and ".join(map(folder.relative, repeated[0]))
         raise DataError(
-            f"{both} are masks of one structure, as of several readers; unite them, or take the "
-            "others out"
+            f"{folder.both(*repeated[0])} are masks of one structure, as of several readers; unite "
+            "them, or take the others out"
         )
     structures = sorted(set[str]().union(*masks.values()))
     splits = {}
