@@ -35,21 +35,20 @@ def used_columns(table: ImageTable, columns: Columns, kind: str) -> UsedColumns:
     An image column without a usual name is the one that names the most files; a label column by the
     last word of its name, or several that hold 0 and 1.
     """
-    path = table.path
     frame = table.frame
     used = columns_but_labels(table, columns)
     if kind == "classification" or (columns.label and not columns.mask):
         used["mask"] = []
     if not used["label"] and not used["mask"] and kind != "segmentation":
-        used["label"] = _label_columns(path, frame, used)
+        used["label"] = _label_columns(table, used)
     if used["mask"] or kind == "segmentation":
         used["label"] = []
     if not used["mask"]:
-        _refuse_run_lengths(path, frame, used["label"] or table.header)
+        _refuse_run_lengths(table, used["label"] or table.header)
     for name in used["label"]:
         if _names_files(frame[name]):
             raise DataError(
-                f"{path}: column {name} names files, as {frame[name].iloc[0]!r}; give "
+                f"{table.path}: column {name} names files, as {frame[name].iloc[0]!r}; give "
                 f"--mask-column {name} if they are masks, otherwise another --label-column"
             )
     needed = {"image": used["image"]}
@@ -62,17 +61,17 @@ def used_columns(table: ImageTable, columns: Columns, kind: str) -> UsedColumns:
             if masks and name != "image":
                 choice = f"give --mask-column, of {', '.join(masks)}, or --label-column"
             kind_of_error = DataError if name == "image" else UnlabelledTableError
-            raise kind_of_error(f"{path}: no column is recognized as the {name}; {choice}")
+            raise kind_of_error(f"{table.path}: no column is recognized as the {name}; {choice}")
     return used
 
 
-def _refuse_run_lengths(path: Path, frame: pd.DataFrame, columns: Iterable[str]) -> None:
+def _refuse_run_lengths(table: ImageTable, columns: Iterable[str]) -> None:
     """Raise DataError if one of the columns has masks as run lengths."""
     for name in columns:
-        if frame[name].str.fullmatch(_RUN_LENGTHS).any():
+        if table.frame[name].str.fullmatch(_RUN_LENGTHS).any():
             raise DataError(
-                f"{path}: column {name} has lists of numbers, as run lengths of masks, which are "
-                "not read; save each mask as a picture and give --mask-column, or give another "
+                f"{table.path}: column {name} has lists of numbers, as run lengths of masks, which "
+                "are not read; save each mask as a picture and give --mask-column, or give another "
                 "--label-column"
             )
 
@@ -190,41 +189,42 @@ def usual_columns(usual_names: Sequence[str], header: Sequence[str]) -> list[str
     return [by_words[usual] for usual in usual_names if usual in by_words]
 
 
-def _label_columns(path: Path, frame: pd.DataFrame, used: UsedColumns) -> list[str]:
+def _label_columns(table: ImageTable, used: UsedColumns) -> list[str]:
     """The column with a usual name, otherwise the one whose name ends in a word for labels,
     otherwise several that hold 0 and 1.
 
     DataError if two columns are called so, and divide the rows in different classes, or as of
     `_columns_of_flags`.
     """
-    others = [name for name in frame.columns if [name] not in used.values()]
+    others = [name for name in table.frame if [name] not in used.values()]
     named = usual_columns(WORDS["column"]["label"], others)
     if not named:
         named = [name for name in others if {*words(name)[-1:]} & {*WORDS["label_column_end"]}]
         usual = {*WORDS["column"]["label"]}  # education_level beside diagnosis_sc
         named += [name for name in others if named and name not in named and usual & {*words(name)}]
     for name in named[1:]:
-        pairs = frame[[named[0], name]].drop_duplicates()
+        pairs = table.frame[[named[0], name]].drop_duplicates()
         if pairs[named[0]].duplicated().any() or pairs[name].duplicated().any():
             raise DataError(
-                f"{path}: {named[0]} and {name} can both be the label; give --label-column"
+                f"{table.path}: {named[0]} and {name} can both be the label; give --label-column"
             )
     if named:
         return named[:1]
-    return _columns_of_flags(path, frame, others)
+    return _columns_of_flags(table, others)
 
 
-def _columns_of_flags(path: Path, frame: pd.DataFrame, others: Sequence[str]) -> list[str]:
+def _columns_of_flags(table: ImageTable, others: Sequence[str]) -> list[str]:
     """Columns of 0 and 1: classes, of which each row has one, or many findings side by side.
 
     DataError for others, as a clinical table has 0 and 1 for much that is no label, and for empty
     cells and -1 beside 0 and 1, as CheXpert has them.
     """
+    frame = table.frame
     values_of = {name: {*map(number_of, frame[name].unique())} for name in others}
     flags = [name for name, values in values_of.items() if values <= {0, 1}]
     varying = [name for name in flags if len(values_of[name]) > 1]
     if len(flags) < 2 or not varying:
-        _refuse_unfinished_flags(path, values_of)
+        _refuse_unfinished_flags(table.path, values_of)
         return []
     if _classes_among(frame, flags) == flags:
         return flags
@@ -233,11 +233,11 @@ def _columns_of_flags(path: Path, frame: pd.DataFrame, others: Sequence[str]) ->
     side_by_side = list(frame)[first : first + len(flags)] == flags
     if side_by_side and len(flags) >= _FINDINGS and not classes:
         return flags
-    _refuse_unfinished_flags(path, values_of)
+    _refuse_unfinished_flags(table.path, values_of)
     example = ",".join(classes or flags[:2])
     raise DataError(
-        f"{path}: which of {', '.join(flags)} are labels? all hold 0 and 1; give --label-column "
-        f"with one of them, or with several, as {example}"
+        f"{table.path}: which of {', '.join(flags)} are labels? all hold 0 and 1; give "
+        f"--label-column with one of them, or with several, as {example}"
     )
 
 

@@ -44,9 +44,10 @@ def assign_patients(
     assigned = []
     without = []
     subjects = [_SUBJECT.search(folder.relative(item.first)) for item in items]
+    of_bids = None not in subjects
     for item, subject in zip(items, subjects, strict=True):
         patient = item.patient or folder.patients.get(item.first, "")
-        if subject and not patient and None not in subjects:
+        if subject and of_bids and not patient:
             patient = subject[1]
         assigned.append(replace(item, patient=patient))
         if not patient:
