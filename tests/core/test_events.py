@@ -21,6 +21,18 @@ def test_add_keeps_order_and_fields_and_refuses_an_unknown_kind() -> None:
         log.add("odd", "x")
 
 
+def test_the_events_of_a_site_have_a_limit() -> None:
+    """They are in every checkpoint: a site that sends 100 with each reply would end the run."""
+    log = EventLog()
+    log.add("missing", "no reply", "B")
+    for _ in range(20):
+        log.extend([{"kind": "warning", "message": "again"}] * 100, site="A", round=0)
+    log.extend([{"kind": "warning", "message": "of another site"}], site="B", round=0)
+    of_site = [event["message"] for event in log if event["site"] == "A"]
+    assert len(of_site) == 1000 and of_site[-1] == "its further events are left out"
+    assert [event["site"] for event in log].count("B") == 2
+
+
 def test_extend_fills_in_only_what_is_open() -> None:
     log = EventLog()
     sent: list[Event] = [

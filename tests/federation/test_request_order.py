@@ -141,6 +141,15 @@ def test_another_process_of_the_site_knows_what_was_asked_and_a_second_enrolment
         ask(participant(store), 0, "train", 0)
 
 
+def test_a_site_that_has_finished_does_not_begin_the_run_anew() -> None:
+    """Its memory would be lost, and the last evaluation asked again of another model."""
+    asked = participant()
+    for step, (phase, round) in enumerate(HONEST):
+        ask(asked, step, phase, round)
+    with pytest.raises(MessageError, match="has finished this run"):
+        enrol(asked)
+
+
 def test_evaluations_of_a_study_are_counted_over_all_jobs(tmp_path: Any) -> None:
     (tmp_path / "datalist.json").write_text("{}")
     for job in range(3):

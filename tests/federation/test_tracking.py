@@ -16,6 +16,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from medflare import run_local
 from medflare.cli import main
 from medflare.core.errors import ConfigError
+from medflare.federation import tracking
 from medflare.federation.outcome import StepReport
 from medflare.federation.tracking import TENSORBOARD, Tracker, check_track, flat_settings
 from medflare.methods.base import Step
@@ -282,3 +283,17 @@ def test_a_failed_run_keeps_its_curves(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / TENSORBOARD / "site-1")).Reload()
     assert [event.step for event in events.Scalars("loss")] == [0]
     assert json.loads((tmp_path / "results.json").read_text())["status"] == "FAILED"
+
+
+def test_a_password_of_the_tracking_server_is_in_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow's errors repeat the address."""
+
+    def refused(*_: object) -> None:
+        raise ConnectionError("no answer of https://ana:se@cret@ml.example:5000/x")
+
+    monkeypatch.setitem(tracking._WRITERS, "tensorboard", refused)
+    messages = [event["message"] for event in federated(tmp_path)["events"]]
+    [message] = [message for message in messages if "not tracked" in message]
+    assert "cret" not in message and "https://ml.example:5000/x" in message

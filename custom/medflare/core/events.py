@@ -4,6 +4,7 @@ An event is a dict {"round", "site", "kind", "message"}, so that a site can send
 metadata. `round` and `site` are None if the event belongs to no round or to the whole federation.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ KINDS = (
 )
 # Of the deployed model: shown before its metrics.
 DOUBTS = ("constant_output", "at_chance", "few_validation_images", "rare_class")
+_MOST_OF_SITE = 1000  # events that are stored: they are in every checkpoint
 # A site may send these; the others are the server's.
 OF_SITES = ("undefined", "reverted", "left_out", *DOUBTS, "warning")
 
@@ -42,6 +44,7 @@ class EventLog:
 
     def __init__(self, events: Iterable[Json] = ()):
         self._events: list[Event] = []
+        self._of_site: Counter[str] = Counter()  # events that it sent
         self.restored = 0  # events of an interrupted run, which come first
         self.extend(events)
 
@@ -61,9 +64,17 @@ class EventLog:
     def extend(
         self, events: Iterable[Json], site: str | None = None, round: int | None = None
     ) -> None:
-        """Add events as mappings; `site` and `round` are used for those without."""
+        """Add events as mappings; `site` and `round` are used for those without. Of a site the
+        first 1000 are added, and a warning that there are more.
+        """
         for event in events:
             given = {name: value for name, value in event.items() if value is not None}
+            if site is not None:
+                self._of_site[site] += 1
+                if self._of_site[site] == _MOST_OF_SITE:
+                    given = {"kind": "warning", "message": "its further events are left out"}
+                elif self._of_site[site] > _MOST_OF_SITE:
+                    return
             self.add(**{"site": site, "round": round, **given})
 
     def restore(self, events: Iterable[Json]) -> None:

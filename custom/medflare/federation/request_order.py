@@ -16,7 +16,7 @@ from medflare.core.states import StateDict
 from medflare.core.store import Store, states_digest
 from medflare.core.text import Json
 from medflare.data.local import PLACE
-from medflare.federation.protocol import ROLE, SITES
+from medflare.federation.protocol import FINISHED, ROLE, SITES
 from medflare.federation.settings import CROSS_SITE, FINALIZE, step_name
 from medflare.methods.base import Plan, ServerContext, SiteAlgorithm, Step
 from medflare.methods.method import Method
@@ -80,7 +80,11 @@ class RequestOrder:
             noted = _NOTHING if stored is None else stored.meta
             meta = {**noted, "enrolled": noted.get("enrolled", round), "place": place}
             self.store.save(_STORED, Message({}, meta))
-        elif stored.meta.get("place", place) != place:
+            return
+        has_ended = self.method.trains and stored.meta["phase"] in _ENDINGS
+        if has_ended and not invitation.get(FINISHED):  # it would lose what the site has learnt
+            raise MessageError(f"site {self.site} has finished this run; start a new job")
+        if stored.meta.get("place", place) != place:
             raise MessageError(
                 f"site {self.site} has enrolled in this run with another role, other sites or "
                 "another start; start a new job"

@@ -22,6 +22,7 @@ from medflare.federation.outcome import StepReport
 
 TENSORBOARD = "tb_events"  # folder beside results.json
 _TRACK = re.compile(r"none|tensorboard|mlflow(=https?://\S+)?|wandb(=[\w.-]+)?", re.ASCII)
+_ACCOUNT = re.compile(r"://[^/\s]+@")  # name and password in the address of a server
 _BATCH = 100  # settings that MLflow takes at a time
 
 
@@ -102,7 +103,8 @@ class Tracker:
             yield
         except Exception as error:
             self._writer = None
-            self._warn(f"the run is not tracked any more: {one_line(error)}")
+            reason = _ACCOUNT.sub("://", one_line(error))
+            self._warn(f"the run is not tracked any more: {reason}")
 
 
 def site_curves(meta: Json, aggregation: Json, rate: float) -> JsonDict:
