@@ -66,11 +66,11 @@ class TaskPlan:
     """A proposed task."""
 
     settings: Settings
-    choices: Sequence[Choice]  # the settings with their reasons, in the order of the decisions
+    choices: tuple[Choice, ...]  # the settings with their reasons, in the order of the decisions
     source: str = (
         "rules: Isensee et al., nnU-Net, Nature Methods 18, 2021, where no reason says otherwise"
     )
-    warnings: Sequence[str] = ()  # one line each
+    warnings: tuple[str, ...] = ()  # one line each
     time: str = ""  # how long a round and a run take, one line
 
     def render(self) -> str:

@@ -117,7 +117,7 @@ class DatasetSummary(NamedTuple):
     """
 
     settings: Settings
-    choices: Sequence[Choice]
+    choices: tuple[Choice, ...]
     pictures: bool
     is_ct: bool
 
@@ -161,7 +161,7 @@ def propose(root: Path, hints: TaskHints) -> TaskPlan:
     return proposed
 
 
-def _few_images(sites: Fingerprints) -> list[str]:
+def _few_images(sites: Fingerprints) -> tuple[str, ...]:
     """A warning for every site with classes that few images show, where all images were counted."""
     warnings = []
     for site in sites:
@@ -172,7 +172,7 @@ def _few_images(sites: Fingerprints) -> list[str]:
         few = scarce(counts)
         if few:
             warnings.append(f"{site.site}: {scarce_line(few)}")
-    return warnings
+    return tuple(warnings)
 
 
 # -- what datalists and files say ------------------------------------------------------------------
@@ -221,7 +221,7 @@ def summarise(root: Path, hints: TaskHints) -> DatasetSummary:
     name = hints.name or _plain_name(_common(headers, "name") or root.resolve().name)
     settings = {"name": name, **chosen_settings(choices)}
     pictures = all(suffix(entry.image) in PICTURES for entry in images)
-    return DatasetSummary(settings, choices, pictures, _is_ct(images, channels.values()))
+    return DatasetSummary(settings, tuple(choices), pictures, _is_ct(images, channels.values()))
 
 
 def _common(headers: Iterable[Mapping[str, Any]], key: str) -> str:
@@ -750,7 +750,7 @@ def _with_time(proposed: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) -> Ta
     warnings = proposed.warnings
     if seconds > _LATE * stopwatch.limit:
         slow = f"a round takes about {about(seconds)}, more than --minutes {hints.minutes:g}"
-        warnings = [*warnings, f"{slow}; give a smaller --size, another --network, or a GPU"]
+        warnings += (f"{slow}; give a smaller --size, another --network, or a GPU",)
     proposed = _changed(proposed, [optimizer, epochs])
     return dataclasses.replace(proposed, time=time, warnings=warnings)
 

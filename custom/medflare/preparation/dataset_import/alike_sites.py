@@ -63,7 +63,7 @@ def with_all_channels(datasets: Mapping[str, Dataset], root: Path) -> dict[str, 
         notes = dataset.notes
         if lacking:
             notes = (*notes, f"no file of channel {', '.join(lacking)} (null in the datalist)")
-        complete[site] = replace(dataset, items=items, channels=numbered(names), notes=notes)
+        complete[site] = replace(dataset, items=tuple(items), channels=numbered(names), notes=notes)
     return complete
 
 
@@ -81,7 +81,7 @@ def _renumbered(
         lacking = [name for name in names if name not in dataset.labels.values()]
         if lacking:
             notes = (*notes, f"no image of {', '.join(lacking)}")
-        complete[site] = replace(dataset, items=items, labels=numbered(names), notes=notes)
+        complete[site] = replace(dataset, items=tuple(items), labels=numbered(names), notes=notes)
     return complete
 
 

@@ -186,7 +186,11 @@ def _classes_at(
         split = split_above(folder, image)
         items.append(Item((image,), names.index(folders[level]), patient, split))
     return Dataset(
-        "classification", items, numbered(names), f"{layout}: {', '.join(names)}", missing=missing
+        "classification",
+        tuple(items),
+        numbered(names),
+        f"{layout}: {', '.join(names)}",
+        missing=tuple(missing),
     )
 
 

@@ -63,7 +63,7 @@ class ImportReport:
     # Site, or "" if there is one folder -> its images with their splits.
     sites: Sites
     home: Path  # a site's folder, or the folder of all sites
-    warnings: Sequence[str]  # one line each
+    warnings: tuple[str, ...]  # one line each
     guessed: str = ""  # one line: what was guessed, and the options that say otherwise
 
     def render(self) -> str:
@@ -146,12 +146,12 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
     """The images of a folder with its notes; DataError for incomplete ones and wrong files."""
     root = folder.root
     out = options.out
-    missing = [*folder.unreadable, *dataset.missing]
-    notes = [*folder.notes, *dataset.notes]
+    missing = (*folder.unreadable, *dataset.missing)
+    notes = (*folder.notes, *dataset.notes)
     if options.sites is None and not options.site_folders:
         notes += _site_column_notes(dataset)
     if any(suffix(mask) in JPEG for item in dataset.items for mask in item.masks):
-        notes.append("masks are JPEG, which moves values: 128 and more is the structure")
+        notes += ("masks are JPEG, which moves values: 128 and more is the structure",)
     notes += _turned_notes(dataset.items)
     dataset = replace(dataset, notes=notes, missing=missing)
     companion = _companion(folder, dataset)
@@ -205,16 +205,16 @@ def _companion(folder: ImageFolder, dataset: Dataset) -> Path | None:
     return min(companions.values()) if names and nearly_all else None
 
 
-def _turned_notes(items: Iterable[Item]) -> list[str]:
+def _turned_notes(items: Iterable[Item]) -> tuple[str, ...]:
     """A line about photographs that EXIF turns, and whose masks it does not, at no other size."""
     turned = []
     for item in items:
         if item.masks and _is_turned(item.first) and not any(map(_is_turned, item.masks)):
             turned.append(item.first.name)
     if not turned:
-        return []
+        return ()
     found = f"{len(turned)} photographs are turned by their EXIF orientation, their masks are not"
-    return [f"{found}; look at {turned[0]} and its mask with medflare data check DATA --out check"]
+    return (f"{found}; look at {turned[0]} and its mask with medflare data check DATA --out check",)
 
 
 def _is_turned(path: Path) -> bool:
@@ -269,7 +269,7 @@ def _write_sites(folder: ImageFolder, dataset: Dataset, options: ImportOptions) 
             place_files(home / site, listed, root, copy=options.copy, slices=folder.slices)
         write_datalist(home / site, listed, root, header=header)
     guessed = _guessed(dataset, options)
-    return ImportReport(dataset, sites, home, list(filter(None, warnings)), guessed)
+    return ImportReport(dataset, sites, home, tuple(filter(None, warnings)), guessed)
 
 
 def _guessed(dataset: Dataset, options: ImportOptions) -> str:
@@ -373,13 +373,13 @@ def _site_warning(items: Sequence[Item], root: Path) -> str:
     )
 
 
-def _site_column_notes(dataset: Dataset) -> list[str]:
+def _site_column_notes(dataset: Dataset) -> tuple[str, ...]:
     """A line about the likeliest column that may name the sites, if there is one."""
     for column, names in dataset.site_columns.items():
         if 1 < names <= _MAX_SITES:
             option = f"--site-column {shlex.quote(column)}"
-            return [f"{option} makes a site of each of the {names} names in column {column}"]
-    return []
+            return (f"{option} makes a site of each of the {names} names in column {column}",)
+    return ()
 
 
 def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
@@ -420,9 +420,9 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
     if of_all is not None:
         notes += of_all[1].notes
         missing += of_all[1].missing
-    dataset = replace(first, notes=notes, missing=missing, layout=layouts)
+    dataset = replace(first, notes=tuple(notes), missing=tuple(missing), layout=layouts)
     warnings = [f"{', '.join(names)}: {warning}" for warning, names in of_warning.items()]
-    return ImportReport(dataset, sites, options.out or root, warnings, guessed)
+    return ImportReport(dataset, sites, options.out or root, tuple(warnings), guessed)
 
 
 def _folders_of_sites(root: Path) -> list[Path]:
@@ -462,7 +462,7 @@ def _has_tables_beside(root: Path, sites: Sequence[Path], options: ImportOptions
 
 def _part_of(site: Path, folder: ImageFolder, dataset: Dataset) -> tuple[ImageFolder, Dataset]:
     """What all sites' files and images have in a site's folder, without the notes of all."""
-    items = [item for item in dataset.items if item.first.is_relative_to(site)]
+    items = tuple(item for item in dataset.items if item.first.is_relative_to(site))
     if not items:
         raise DataError(f"{site}: the table names no image in it; take the folder out")
     return replace(folder, root=site), replace(dataset, items=items, notes=(), missing=())

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -94,17 +94,17 @@ class Dataset:
     """The images of a folder with their labels."""
 
     kind: str  # "segmentation" or "classification"
-    items: Sequence[Item]
+    items: tuple[Item, ...]
     # {"0": name} as in Decathlon, or {name: 0} as in nnU-Net; empty if unknown.
     labels: Mapping[str, Any]
     layout: str  # in words, for the report
     # Number of a channel as text -> its name; empty if unknown.
     channels: Mapping[str, str] = field(default_factory=dict)
-    notes: Sequence[str] = ()  # files that are not used, one line each
+    notes: tuple[str, ...] = ()  # files that are not used, one line each
     # Images without mask or label, and masks without image, one line each.
-    missing: Sequence[str] = ()
+    missing: tuple[str, ...] = ()
     options: str = "--kind, --table or --label-column"  # against a wrong guess
-    labelled_by: Sequence[str] = ()  # columns of the labels or masks, if they are of tables
+    labelled_by: tuple[str, ...] = ()  # columns of the labels or masks, if they are of tables
     # Column of the table that may name the sites -> how many names it has.
     site_columns: Mapping[str, int] = field(default_factory=dict)
     # Name of the only structure, whose value in the masks is unknown; "" if there is none.
@@ -118,18 +118,18 @@ class ImageFolder:
     """The files of a folder."""
 
     root: Path
-    images: Sequence[Path]  # image files, and folders with one DICOM series, sorted
-    tables: Sequence[Path]  # sorted
+    images: tuple[Path, ...]  # image files, and folders with one DICOM series, sorted
+    tables: tuple[Path, ...]  # sorted
     patients: Mapping[Path, str]  # DICOM image -> its PatientID, if the header has one
     # DICOM segmentation -> the series of the folder that it refers to.
     segmented: Mapping[Path, Path] = field(default_factory=dict)
     # Folder to make for a DICOM series -> files beside others.
-    slices: Mapping[Path, Sequence[Path]] = field(default_factory=dict)
-    notes: Sequence[str] = ()  # folders that are left out, one line each
-    unreadable: Sequence[str] = ()  # DICOM files, one line each
-    texts: Sequence[Path] = ()  # text files that are no tables, such as outlines or lists
+    slices: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # folders that are left out, one line each
+    unreadable: tuple[str, ...] = ()  # DICOM files, one line each
+    texts: tuple[Path, ...] = ()  # text files that are no tables, such as outlines or lists
     # DICOM image -> its AccessionNumber and the UIDs of its study and series.
-    studies: Mapping[Path, Sequence[str]] = field(default_factory=dict)
+    studies: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
 
     def relative(self, path: Path) -> str:
         """The path of a file within the folder; of a table elsewhere, its path."""
@@ -173,7 +173,7 @@ def scan_folder(root: Path) -> ImageFolder:
         raise DataError(f"{root}: not a folder; give the folder of the images, unpacked")
     found: list[Path] = []
     headers: dict[Path, _Header] = {}
-    slices: dict[Path, list[Path]] = {}
+    slices: dict[Path, tuple[Path, ...]] = {}
     left_out: LeftOut = {}
     unreadable = []
     others: dict[Path, str] = {}
@@ -219,14 +219,14 @@ def scan_folder(root: Path) -> ImageFolder:
             segmented[image] = by_series[header.segments]
     return ImageFolder(
         root,
-        sorted(images),
-        sorted(filter(is_table, found)),
+        tuple(sorted(images)),
+        tuple(sorted(filter(is_table, found))),
         patients,
         segmented,
         slices,
-        notes,
-        unreadable,
-        texts,
+        tuple(notes),
+        tuple(unreadable),
+        tuple(texts),
         {image: header.study for image, header in headers.items()},
     )
 
@@ -357,7 +357,7 @@ class _Header(NamedTuple):
 
     series: str  # UID of its series
     patient: str  # PatientID
-    study: list[str]  # its AccessionNumber and the UIDs of its study and series
+    study: tuple[str, ...]  # its AccessionNumber and the UIDs of its study and series
     segments: str  # for a segmentation, the UID of the series that it refers to
     picture: bool  # whether it is no slice, see `_PICTURES`
 
@@ -391,14 +391,14 @@ def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, _Header], list[str]
             segments = str(referenced[0].get("SeriesInstanceUID", ""))
         picture = tags.get("Modality") in _PICTURES and not tags.get("ImagePositionPatient")
         names = (tags.get("AccessionNumber"), tags.get("StudyInstanceUID"), series)
-        study = [str(name) for name in names if name]
+        study = tuple(str(name) for name in names if name)
         headers[file] = _Header(series, patient, study, segments, picture)
     return headers, damaged, others
 
 
 def _dicom_series(
     folder: Path, headers: Mapping[Path, _Header], only_slices: bool
-) -> tuple[dict[Path, _Header], dict[Path, list[Path]]]:
+) -> tuple[dict[Path, _Header], dict[Path, tuple[Path, ...]]]:
     """DICOM images of a folder, and the series among them whose slices lie beside other files.
 
     Each of these series is the folder to make for it -> its files.
@@ -420,7 +420,7 @@ def _dicom_series(
             image = folder / _folder_name(uid)
             if image in headers:  # a slice has the name of its series
                 image = image.with_name(f"{image.name}_series")
-            apart[image] = slices
+            apart[image] = tuple(slices)
         images[image] = headers[slices[0]]
     return images, apart
 

@@ -237,7 +237,7 @@ def _described_by(
             continue
         if read:
             table.problem = None
-            dataset = replace(dataset, items=items, layout=f"{dataset.layout}; {read}")
+            dataset = replace(dataset, items=tuple(items), layout=f"{dataset.layout}; {read}")
     return dataset
 
 

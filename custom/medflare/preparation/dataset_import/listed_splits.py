@@ -53,7 +53,7 @@ def with_listed_splits(
     items = []
     for item, split in zip(dataset.items, splits, strict=True):
         items.append(replace(item, split=split))
-    return replace(dataset, items=items, layout=f"{dataset.layout}, splits by {source}")
+    return replace(dataset, items=tuple(items), layout=f"{dataset.layout}, splits by {source}")
 
 
 def refuse_split_tables(

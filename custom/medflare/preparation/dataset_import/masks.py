@@ -94,11 +94,11 @@ def pair_masks(folder: ImageFolder) -> Dataset:
     labels = labels or _segment_labels(folder.segmented)
     return Dataset(
         "segmentation",
-        items,
+        tuple(items),
         labels,
         layout,
         channel_names,
-        notes,
+        tuple(notes),
         (*missing, *missing_images),
         structure="" if labels else _structure_of(folder),
     )

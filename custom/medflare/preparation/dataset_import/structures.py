@@ -113,7 +113,7 @@ def _of_structures(
     several = len(structures) > 1
     return Dataset(
         "segmentation",
-        items,
+        tuple(items),
         numbered(structures) if several else {},  # the values of one decide
         layout,
         missing=(*incomplete, *missing),

@@ -134,15 +134,15 @@ def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS)
     layout = [f"{name} {'+'.join(listed)}" for name, listed in used.items() if listed]
     return Dataset(
         "segmentation" if used["mask"] else "classification",
-        items,
+        tuple(items),
         numbered(names),
         f"{' and '.join(table.path.name for table in tables)}: {', '.join(layout)}{findings}",
         structure=_structure_of(used["mask"]),
         folder_column=folder_column,
-        notes=notes,
-        missing=missing,
+        notes=tuple(notes),
+        missing=tuple(missing),
         options="--image-column, --label-column and the other columns",
-        labelled_by=labelled_by,
+        labelled_by=tuple(labelled_by),
         site_columns={column: len(names) for column, names in names_of_sites.items()},
     )
 
