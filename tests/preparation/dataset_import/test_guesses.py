@@ -318,6 +318,25 @@ def test_pictures_of_equal_names_are_classes(tmp_path: Path) -> None:
     assert imported(tmp_path).dataset.kind == "classification"
 
 
+@pytest.mark.parametrize("names", [("img_dir", "ann_dir"), ("x", "y"), ("ct", "organ")])
+def test_masks_in_a_folder_of_any_name_are_no_class(names: tuple[str, str], tmp_path: Path) -> None:
+    """As of mmsegmentation; before: every mask was an image of the class ann_dir."""
+    images, masks = names
+    draw = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for number in range(6):
+            (tmp_path / images / split).mkdir(parents=True, exist_ok=True)
+            noise = draw.integers(0, 256, (16, 16), dtype=np.uint8)
+            Image.fromarray(noise).save(tmp_path / images / split / f"{split}{number}.png")
+            mask(tmp_path / masks / split / f"{split}{number}.png", (1, 2))
+    text = error_of(tmp_path)
+    assert f"rename {masks} masks, and {images} images" in text
+    (tmp_path / masks).rename(tmp_path / "masks")
+    (tmp_path / images).rename(tmp_path / "images")
+    dataset = imported(tmp_path).dataset
+    assert dataset.kind == "segmentation" and len(dataset.items) == 12
+
+
 def test_a_class_may_be_called_like_a_column(tmp_path: Path) -> None:
     report = imported(classes(tmp_path, names=("patients", "split")))
     header, training = report.render().splitlines()[2:4]

@@ -4,7 +4,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 
 from medflare.core.errors import DataError
@@ -22,6 +22,7 @@ from medflare.preparation.dataset_import.folders import (
 from medflare.preparation.dataset_import.masks import (
     SAMPLE_SIZE,
     are_masks,
+    count_values,
     is_of_slices,
     masks_of_slices,
 )
@@ -96,6 +97,7 @@ def class_folders(folder: ImageFolder, images: Sequence[Path], *, confirmed: boo
         _refuse_companions(folder, images)
         in_classes = [image for image, folders in below.items() if folders]
         _refuse_masks(folder, in_classes[: 2 * SAMPLE_SIZE])
+        _refuse_masks_of_classes(folder, names, below)
         _refuse_other_groups(folder, names, len(in_classes))
     return _classes_at(0, folder, below, names, "a folder per class")
 
@@ -292,6 +294,32 @@ def _refuse_patients(
             "patients do; call masks NAME_seg, or give a table with --mask-column; if the folders "
             "are classes, give --kind classification"
         )
+
+
+def _refuse_masks_of_classes(
+    folder: ImageFolder, names: Sequence[str], below: Mapping[Path, Sequence[str]]
+) -> None:
+    """Raise DataError if the folders of two classes hold pictures of the same names, and those of
+    one of them have few values, as masks have; `below`: image -> its folders.
+    """
+    pictures: dict[str, dict[tuple[str, ...], Path]] = {name: {} for name in names}
+    for image, folders in below.items():
+        if folders:
+            pictures[folders[0]][(*folders[1:], stem(image))] = image
+    for pair in combinations(names, 2):
+        first, second = (pictures[name] for name in pair)
+        shared = sorted(first.keys() & second.keys())[:SAMPLE_SIZE]
+        if first.keys() != second.keys() or len(shared) < 2:
+            continue
+        values = {name: [count_values(pictures[name][file]) for file in shared] for name in pair}
+        of_masks, others = sorted(pair, key=lambda name: max(values[name]))
+        has_few = min(values[of_masks]) > 1 and max(values[of_masks]) <= MAX_CLASSES
+        if has_few and min(values[others]) > MAX_CLASSES:
+            raise DataError(
+                f"{folder.root}: the pictures in {of_masks} have few values and the names of those "
+                f"in {others}; if they are masks, rename {of_masks} masks, and {others} images; if "
+                "both are classes, give --kind classification"
+            )
 
 
 def _refuse_other_groups(folder: ImageFolder, names: Sequence[str], images: int) -> None:

@@ -135,6 +135,15 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
         named.sort(key=lambda name: (not table.names_each(name), not table.frame[name].is_unique))
         if named and is_path(named[0]) and table.is_patient(named[0]):
             raise _without_header(path)
+        for name in frame:
+            cells = frame[name]
+            names_images = _names_files(cells) or (name in usual and cells.is_unique)
+            if named and names_images and name not in named:
+                raise DataError(
+                    f"{path}: column {name} names no image of the folder, as {cells.iloc[0]!r}; "
+                    f"correct the names, or give --image-column {named[0]} if a row is of all "
+                    f"images of its {named[0]}"
+                )
         return named[:1] or usual[:1]
     if table.named_by(pd.Series([most])):
         raise _without_header(path)

@@ -403,5 +403,13 @@ def are_masks(files: Iterable[Path]) -> bool:
     return most == 2
 
 
+def count_values(file: Path) -> int:
+    """How many values a picture has; 0 if it cannot be read."""
+    try:
+        return len(np.unique(read_stored(file, mask=True).array))
+    except DataError:
+        return 0
+
+
 def _is_grey_of_two(array: np.ndarray) -> bool:
     return len(np.unique(array)) <= 2 and bool((array == array[:1]).all())
