@@ -893,3 +893,82 @@ def test_a_list_of_test_images_beside_the_others(tmp_path: Path) -> None:
     (tmp_path / "test_list.txt").write_text("\n".join(names[14:]))
     tests = {item.first.name for item in imported(tmp_path).sites[""] if item.split == "test"}
     assert tests == {*names[14:]}
+
+
+# -- found in a fifth count of foreign inputs --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("column", "name"),
+    [
+        ("path", "C:\\Users\\meier\\{patient}_a.png"),
+        ("image", "{patient}-scan"),
+        ("Bild", "{patient}_a.dcm"),
+    ],
+)
+def test_a_column_of_images_that_are_not_there_is_no_patients_table(
+    column: str, name: str, tmp_path: Path
+) -> None:
+    """Before, all images of a patient got the label of one that the table names."""
+    rows: list[tuple[object, ...]] = [(column, "label", "patient")]
+    for number in range(12):
+        patient = f"p{number:02}"
+        for view in "xy":
+            picture(tmp_path / patient / f"{view}.png", 60 + number)
+        rows.append((name.format(patient=patient), "neg" if number % 2 else "pos", patient))
+    table(tmp_path / "labels.csv", *rows)
+    text = error_of(tmp_path)
+    assert f"column {column} names no image of the folder" in text
+    assert len(imported(tmp_path, columns=Columns(image="patient")).dataset.items) == 24
+
+
+def test_a_table_beside_the_chosen_one_is_named(tmp_path: Path) -> None:
+    names = pictures(tmp_path, 12)
+    table(tmp_path / "split.csv", ("image", "split"), *((name, "train") for name in names))
+    labels = [(name, "ab"[number % 2]) for number, name in enumerate(names)]
+    chosen = table(tmp_path / "labels.csv", ("image", "label"), *labels)
+    assert (
+        "not used, as --table names another: split.csv" in imported(tmp_path, table=chosen).render()
+    )
+
+
+def test_a_column_of_other_texts_in_each_row_is_no_class(tmp_path: Path) -> None:
+    names = pictures(tmp_path, 12)
+    table(
+        tmp_path / "t.csv", ("image", "label"), *((name, f"text of {name[:-4]}") for name in names)
+    )
+    assert "column label has 12 values" in error_of(tmp_path)
+
+
+def test_folders_of_patients_in_those_of_classes_are_no_classes(tmp_path: Path) -> None:
+    for name in ("covid", "healthy"):
+        for number in range(6):
+            picture(tmp_path / name / f"Patient ({number})" / f"{name}{number}.png", 60 + number)
+    assert "give --kind classification" in error_of(tmp_path)
+    dataset = imported(tmp_path, kind="classification").dataset
+    assert [*dataset.labels.values()] == ["covid", "healthy"]
+
+
+def test_versions_in_folders_of_patients_are_asked_about(tmp_path: Path) -> None:
+    for number in range(4):
+        for version in ("orig", "pre"):
+            picture(tmp_path / f"{number}" / version / "flair.png", 60 + number)
+    assert "if they are patients, keep one of the folders in each" in error_of(tmp_path)
+
+
+def test_one_class_is_refused(tmp_path: Path) -> None:
+    names = pictures(tmp_path, 12)
+    cells = [(name, 1 if number < 6 else "") for number, name in enumerate(names)]
+    table(tmp_path / "t.csv", ("image", "label"), *cells)
+    assert "all images are of the class 1" in error_of(tmp_path, skip=True)
+
+
+def test_a_site_without_a_structure_learns_how_to_say_it(tmp_path: Path) -> None:
+    for number in range(6):
+        for site, structures in (("A", ("disc", "cup")), ("B", ("disc",))):
+            picture(tmp_path / site / "images" / f"{site}{number}.png", 80 + number)
+            for structure in structures:
+                mask(tmp_path / site / structure / f"{site}{number}.png")
+    text = imported(tmp_path, site_folders=True, out=tmp_path / "out").render()
+    assert "its structures are called disc, at A cup, disc; if it lacks some" in text
+    assert '"annotated"' in text

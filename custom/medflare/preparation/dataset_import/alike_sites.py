@@ -86,6 +86,7 @@ def _renumbered(
 
 
 def names_of_labels(dataset: Dataset) -> str:
-    labels = dataset.labels
-    names = labels.values() if dataset.kind == "classification" else labels.items()
-    return ", ".join(map(str, names)) or "nothing"
+    names = []
+    for key, value in dataset.labels.items():
+        names.append(str(key if isinstance(value, int) else value))
+    return ", ".join(names) or dataset.structure or "nothing"

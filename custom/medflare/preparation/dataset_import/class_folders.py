@@ -42,6 +42,7 @@ LAYOUTS = (
     "or a table (CSV, Excel)"
 )
 _IMAGES_OF_CLASS = 2.5  # folders with fewer, in the mean, are probably patients
+_PATIENT_WORDS = {*WORDS["column"]["patient"]}
 # Words before the numbers of classes.
 _GRADES = {*WORDS["label_column_end"], *WORDS["numbered_class"]}
 
@@ -120,7 +121,7 @@ def _by_inner_folders(
     outer = sorted_labels(inner)
     shared = sorted_labels(set.intersection(*inner.values()))
     of_patients = _hold_classes(inner)
-    patients_in_each = all(map(PATIENT.search, shared))
+    patients_in_each = all(map(_may_be_patient, shared))
     if of_patients:
         first = min(inner)
         layout = "folders of patients, with a folder per class"
@@ -135,8 +136,10 @@ def _by_inner_folders(
         layout = f"a folder per class in each of {_first_of(outer)}"
         remedy = (
             "if only the folders in them are classes, give --kind classification; if "
-            f"{outer[0]}, ... are classes, rename the folders in them"
+            f"{outer[0]}, ... are classes, keep one of the folders in each, or move their images up"
         )
+        if all(map(str.isdecimal, outer)) or all(map(_may_be_patient, outer)):
+            remedy = f"if they are patients, keep one of the folders in each; {remedy}"
         if patients_in_each:
             remedy = (
                 "if they are patients, keep one of the folders in each; otherwise give --kind "
@@ -151,6 +154,10 @@ def _by_inner_folders(
         raise DataError(f"{folder.root}: {problem}")
     refuse_variants(names, f"{folder.root}: the class folders")
     return _classes_at(1, folder, below, names, layout, of_patients=of_patients)
+
+
+def _may_be_patient(folder: str) -> bool:
+    return bool(PATIENT.search(folder)) or not {*words(folder)}.isdisjoint(_PATIENT_WORDS)
 
 
 def _hold_classes(inner: Mapping[str, Collection[str]]) -> bool:

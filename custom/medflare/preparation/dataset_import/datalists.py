@@ -161,6 +161,12 @@ def _checked(folder: ImageFolder, dataset: Dataset, options: ImportOptions) -> D
             f"{folder.relative(companion)}, and no mask for it; if these are the masks, call them "
             "NAME_mask and take other masks out; otherwise take them out"
         )
+    only = set(dataset.labels.values()) if dataset.kind == "classification" else set()
+    if len(only) == 1 and not (missing and not options.skip) and not options.site_folders:
+        raise DataError(
+            f"{root}: all images are of the class {only.pop()}; give images of another, and if an "
+            "empty cell means none, write 0 in it"
+        )
     if missing and not (options.skip and dataset.items):
         listed = len(missing) + len(dataset.items)
         remedy = "no image is left" if options.skip else "complete them, or --skip"
@@ -415,7 +421,11 @@ def _import_site_folders(root: Path, options: ImportOptions) -> ImportReport:
         missing += prefixed(site, dataset.missing)
         if dataset.labels != first.labels:
             names = f"{names_of_labels(dataset)}, at {first_site} {names_of_labels(first)}"
-            of_warning[f"its structures are called {names}"].append(site)
+            remedy = (
+                f"if it lacks some, write the labels of {first_site} and those that it has, as "
+                f'"annotated", into its {FILE}'
+            )
+            of_warning[f"its structures are called {names}; {remedy}"].append(site)
     layouts = "; ".join(dict.fromkeys(dataset.layout for dataset in datasets.values()))
     if of_all is not None:
         notes += of_all[1].notes

@@ -69,7 +69,13 @@ def find_dataset(
         dataset = _by_tables(folder, options, used, others)
     else:
         dataset = _by_names(folder, options, tables)
-    return replace(dataset, notes=(*prefixed("not used", _problems(others)), *dataset.notes))
+    notes = [*prefixed("not used", _problems(others)), *dataset.notes]
+    if options.table is not None:
+        known = [options.table, *(table.path for table in others)]
+        for path in folder.tables:
+            if path not in known:
+                notes.append(f"not used, as --table names another: {folder.relative(path)}")
+    return replace(dataset, notes=tuple(notes))
 
 
 def _judged_tables(folder: ImageFolder, options: ImportOptions) -> list[ImageTable]:

@@ -547,10 +547,11 @@ def _encode_labels(location: str, cells: pd.DataFrame) -> tuple[list[Any], list[
                 "text, and write these cells again"
             )
         numbers = list(map(number_of, names))
-        measured = None not in numbers and any(number % 1 for number in filter(None, numbers))
-        rarely_twice = None not in numbers and 2 * len(names) > len(column)
-        measured = measured or rarely_twice
-        if len(names) > (_MAX_LEVELS if measured else MAX_CLASSES):
+        rarely_twice = 2 * len(names) > len(column)
+        has_decimals = any(number % 1 for number in filter(None, numbers))
+        measured = None not in numbers and (has_decimals or rarely_twice)
+        most = _MAX_LEVELS if measured or rarely_twice else MAX_CLASSES
+        if len(names) > most:
             remedy = "name the class with --label-column"
             if measured:
                 remedy = "measurements cannot be predicted (regression), write classes instead"
