@@ -3,10 +3,10 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pandas as pd
 
@@ -48,12 +48,8 @@ _MAX_LEVELS = 8  # more numbers with decimals are a measurement, and no classes
 _MISSING: list[str] = WORDS["missing_value"]
 
 
-@dataclass(frozen=True)
-class _Row:
-    """What a row of a table says of an image."""
-
-    location: str  # table and line
-    item: Item  # with a list of labels
+# Table and line of a row, and what it says of an image, with a list of labels.
+_Row: TypeAlias = tuple[str, Item]
 
 
 def read_tables(tables: Sequence[ImageTable], options: ImportOptions = DEFAULTS) -> Dataset:
@@ -200,7 +196,7 @@ def _read_rows(
             site = str(patient_id(cell["site"]))
             for image in images:
                 item = Item((image,), label, patient, split, site, attributes=attributes)
-                rows.append(_Row(location, item))
+                rows.append((location, item))
     return rows, missing
 
 
@@ -297,16 +293,16 @@ def _each_once(rows: Iterable[_Row], listed: dict[Path, _Row]) -> tuple[list[Ite
     """
     items = []
     repeated = 0
-    for row in rows:
-        earlier = listed.setdefault(row.item.first, row)
-        if earlier is row:
-            items.append(row.item)
+    for location, item in rows:
+        earlier, other = listed.setdefault(item.first, (location, item))
+        if other is item:
+            items.append(item)
             continue
         repeated += 1
-        if earlier.item != row.item:
+        if other != item:
             raise DataError(
-                f"{row.location}: image {row.item.first.name} is also in {earlier.location}, with "
-                "other cells; keep one row of an image, and join several findings in its label by |"
+                f"{location}: image {item.first.name} is also in {earlier}, with other cells; keep "
+                "one row of an image, and join several findings in its label by |"
             )
     return items, repeated
 
