@@ -19,7 +19,7 @@ from medflare.preparation import proposing
 from medflare.preparation.check import check_site
 from medflare.preparation.dataset_import.datalists import import_folder
 from medflare.preparation.dataset_import.options import Columns, ImportOptions
-from medflare.preparation.planning import TaskPlan
+from medflare.preparation.planning import ProposedTask
 from medflare.preparation.proposing import TaskHints, propose, summarise
 from medflare.tasks.config import TaskConfig, load_task
 
@@ -31,7 +31,7 @@ def _forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def proposed(
     root: Path, options: ImportOptions | None = None, **answers: Any
-) -> tuple[TaskConfig, TaskPlan]:
+) -> tuple[TaskConfig, ProposedTask]:
     """The task for a downloaded folder, which its own check accepts."""
     import_folder(root, options or ImportOptions())
     plan = propose(root, TaskHints(**answers))

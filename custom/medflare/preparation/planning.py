@@ -62,7 +62,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class TaskPlan:
+class ProposedTask:
     """A proposed task."""
 
     settings: Settings
@@ -262,7 +262,7 @@ def plan(
     memory: float | None = 8.0,
     voxels: bool = False,
     name: str | None = None,
-) -> TaskPlan:
+) -> ProposedTask:
     """A segmentation task for sites with these fingerprints.
 
     Args:
@@ -286,12 +286,12 @@ def plan(
     settings |= {"name": name or f"{settings['name']}_planned"}
     settings |= chosen_settings((*geometry.choices, *training))
     if memory is None:
-        return TaskPlan(settings, (*geometry.choices, *training))
+        return ProposedTask(settings, (*geometry.choices, *training))
     settings["batch_size"] = _MIN_BATCH
     sized = _plan_sizes(sites, settings, geometry, memory)
     settings |= chosen_settings(sized)
     check_network(load_task(settings))
-    return TaskPlan(settings, (*geometry.choices, *sized, *training))
+    return ProposedTask(settings, (*geometry.choices, *sized, *training))
 
 
 def ordered_axes(sites: Fingerprints) -> list[int]:

@@ -57,8 +57,8 @@ from medflare.preparation.planning import (
     UNDECIDED,
     Choice,
     Modality,
+    ProposedTask,
     Settings,
-    TaskPlan,
     chosen_settings,
     intensity,
     plan,
@@ -122,7 +122,7 @@ class DatasetSummary(NamedTuple):
     is_ct: bool
 
 
-def propose(root: Path, hints: TaskHints) -> TaskPlan:
+def propose(root: Path, hints: TaskHints) -> ProposedTask:
     """A task that passes `check_task`, for the device of MEDFLARE_DEVICE.
 
     UnreadableError for the first damaged file, ConfigError if a hint does not fit, or no network
@@ -559,8 +559,8 @@ def _modality(sites: Fingerprints, summary: DatasetSummary, hints: TaskHints) ->
 # -- the rules -------------------------------------------------------------------------------------
 
 
-def _changed(proposed: TaskPlan, changes: Sequence[Choice], without: str = "") -> TaskPlan:
-    """The plan with some settings changed and one left out."""
+def _changed(proposed: ProposedTask, changes: Sequence[Choice], without: str = "") -> ProposedTask:
+    """The task with some settings changed and one left out."""
     changed = chosen_settings(changes)
     settings = proposed.settings | changed
     settings.pop(without, None)
@@ -578,7 +578,7 @@ def _batch_size(sites: Fingerprints) -> Choice:
 
 def _segmentation(
     stopwatch: Stopwatch, modality: Modality, hints: TaskHints, learnt: Settings
-) -> TaskPlan:
+) -> ProposedTask:
     """nnU-Net's rules where the device keeps to the minutes of a round; otherwise a small U-Net, or
     as `hints.size` says.
     """
@@ -616,7 +616,7 @@ def _resized_as_given(sites: Fingerprints, size: Sequence[int]) -> tuple[Choice,
 
 def _classification(
     sites: Fingerprints, modality: Modality, hints: TaskHints, learnt: Settings
-) -> TaskPlan:
+) -> ProposedTask:
     """medflare's own rules: resized images, a network by their number, balanced classes if some are
     rare.
     """
@@ -665,7 +665,7 @@ def _classification(
         metrics = [*default_metrics("classification"), "quadratic_kappa"]
         reason = "classes are numbered grades: kappa weighs by how many grades an answer is off"
         choices += (Choice("metrics", metrics, reason),)
-    return TaskPlan(learnt | chosen_settings(choices), choices, source="")
+    return ProposedTask(learnt | chosen_settings(choices), choices, source="")
 
 
 def _are_grades(labels: Sequence[str]) -> bool:
@@ -700,7 +700,7 @@ def _intensity(sites: Fingerprints, modality: Modality) -> Choice:
     return Choice("intensity", scale, "the same for all images")
 
 
-def _within_minutes(planned: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) -> TaskPlan:
+def _within_minutes(planned: ProposedTask, hints: TaskHints, stopwatch: Stopwatch) -> ProposedTask:
     """A classification whose round keeps to the limit: with pretrained weights, with smaller
     images, or else with the smallest network; where none does, the last of these.
     """
@@ -721,8 +721,8 @@ def _within_minutes(planned: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) -
     return _with_fast_size(small, hints, stopwatch)
 
 
-def _with_fast_size(proposed: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) -> TaskPlan:
-    """The plan with a smaller size, if its round needs one and the user gives none."""
+def _with_fast_size(proposed: ProposedTask, hints: TaskHints, stopwatch: Stopwatch) -> ProposedTask:
+    """The task with a smaller size, if its round needs one and the user gives none."""
     if hints.size:
         return proposed
     weights = PACKAGED.get(proposed.settings["network"]["name"])
@@ -733,8 +733,8 @@ def _with_fast_size(proposed: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) 
     return _changed(proposed, [smaller])
 
 
-def _with_time(proposed: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) -> TaskPlan:
-    """The plan with learning rate and local epochs, and with its time."""
+def _with_time(proposed: ProposedTask, hints: TaskHints, stopwatch: Stopwatch) -> ProposedTask:
+    """The task with learning rate and local epochs, and with its time."""
     task = load_task(proposed.settings)
     rate, reason = usual_rate(task)
     optimizer = Choice("optimizer", {**task.optimizer, "lr": rate}, reason)
@@ -755,8 +755,8 @@ def _with_time(proposed: TaskPlan, hints: TaskHints, stopwatch: Stopwatch) -> Ta
     return dataclasses.replace(proposed, time=time, warnings=warnings)
 
 
-def _with_pretrained(proposed: TaskPlan, sites: Fingerprints, hints: TaskHints) -> TaskPlan:
-    """The plan with a pretrained network for pictures; a warning without its package, ConfigError
+def _with_pretrained(proposed: ProposedTask, sites: Fingerprints, hints: TaskHints) -> ProposedTask:
+    """The task with a pretrained network for pictures; a warning without its package, ConfigError
     if it is required and there is none.
     """
     settings = proposed.settings
