@@ -25,7 +25,11 @@ _RUN_LENGTHS = r"\d+ \d+(?: \d+ \d+)+"
 UsedColumns: TypeAlias = dict[str, list[str]]
 
 
-class UnlabelledTableError(DataError):
+class ColumnError(DataError):
+    """A column of a table is missing, unclear, or does not have what it should have."""
+
+
+class UnlabelledTableError(ColumnError):
     """No column of a table can be the label or the mask."""
 
 
@@ -47,7 +51,7 @@ def used_columns(table: ImageTable, columns: Columns, kind: str) -> UsedColumns:
         _refuse_run_lengths(table, used["label"] or table.header)
     for name in used["label"]:
         if _names_files(frame[name]):
-            raise DataError(
+            raise ColumnError(
                 f"{table.path}: column {name} names files, as {frame[name].iloc[0]!r}; give "
                 f"--mask-column {name} if they are masks, otherwise another --label-column"
             )
@@ -60,16 +64,16 @@ def used_columns(table: ImageTable, columns: Columns, kind: str) -> UsedColumns:
             choice = f"give --{name}-column, one of {', '.join(frame)}"
             if masks and name != "image":
                 choice = f"give --mask-column, of {', '.join(masks)}, or --label-column"
-            kind_of_error = DataError if name == "image" else UnlabelledTableError
+            kind_of_error = ColumnError if name == "image" else UnlabelledTableError
             raise kind_of_error(f"{table.path}: no column is recognized as the {name}; {choice}")
     return used
 
 
 def _refuse_run_lengths(table: ImageTable, columns: Iterable[str]) -> None:
-    """Raise DataError if one of the columns has masks as run lengths."""
+    """Raise ColumnError if one of the columns has masks as run lengths."""
     for name in columns:
         if table.frame[name].str.fullmatch(_RUN_LENGTHS).any():
-            raise DataError(
+            raise ColumnError(
                 f"{table.path}: column {name} has lists of numbers, as run lengths of masks, which "
                 "are not read; save each mask as a picture and give --mask-column, or give another "
                 "--label-column"
@@ -97,7 +101,7 @@ def columns_but_labels(table: ImageTable, columns: Columns) -> UsedColumns:
 
 
 def _requested_columns(table: ImageTable, columns: Columns) -> UsedColumns:
-    """The columns that options name; DataError for one that the table lacks, if it is not one of
+    """The columns that options name; ColumnError for one that the table lacks, if it is not one of
     patients, sites or splits that another table has.
     """
     header = table.header
@@ -112,7 +116,9 @@ def _requested_columns(table: ImageTable, columns: Columns) -> UsedColumns:
         if name in ("patient", "site", "split"):
             others = [*map(table_columns, table.folder.tables)]
         if not any(missing[0] in other for other in others):
-            raise DataError(no_such("column", missing[0], header, f"{table.path}: --{name}-column"))
+            raise ColumnError(
+                no_such("column", missing[0], header, f"{table.path}: --{name}-column")
+            )
         used[name] = []
     return used
 
@@ -150,7 +156,7 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
     for name, others in images.items():
         apart = others and others.isdisjoint(images[most])
         if apart and not others.issubset(table.folder.masks):
-            raise DataError(
+            raise ColumnError(
                 f"{path}: {most} and {name} both name images; write a row for each image, or give "
                 "--image-column, and --mask-column if one has masks"
             )
@@ -202,7 +208,7 @@ def _label_columns(table: ImageTable, used: UsedColumns) -> list[str]:
     """The column with a usual name, otherwise the one whose name ends in a word for labels,
     otherwise several that hold 0 and 1.
 
-    DataError if two columns are called so, and divide the rows in different classes, or as of
+    ColumnError if two columns are called so, and divide the rows in different classes, or as of
     `_columns_of_flags`.
     """
     others = [name for name in table.frame if [name] not in used.values()]
@@ -214,7 +220,7 @@ def _label_columns(table: ImageTable, used: UsedColumns) -> list[str]:
     for name in named[1:]:
         pairs = table.frame[[named[0], name]].drop_duplicates()
         if pairs[named[0]].duplicated().any() or pairs[name].duplicated().any():
-            raise DataError(
+            raise ColumnError(
                 f"{table.path}: {named[0]} and {name} can both be the label; give --label-column"
             )
     if named:
@@ -225,7 +231,7 @@ def _label_columns(table: ImageTable, used: UsedColumns) -> list[str]:
 def _columns_of_flags(table: ImageTable, others: Sequence[str]) -> list[str]:
     """Columns of 0 and 1: classes, of which each row has one, or many findings side by side.
 
-    DataError for others, as a clinical table has 0 and 1 for much that is no label, and for empty
+    ColumnError for others, as a clinical table has 0 and 1 for much that is no label, and for empty
     cells and -1 beside 0 and 1, as CheXpert has them.
     """
     frame = table.frame
@@ -244,7 +250,7 @@ def _columns_of_flags(table: ImageTable, others: Sequence[str]) -> list[str]:
         return flags
     _refuse_unfinished_flags(table.path, values_of)
     example = ",".join(classes or flags[:2])
-    raise DataError(
+    raise ColumnError(
         f"{table.path}: which of {', '.join(flags)} are labels? all hold 0 and 1; give "
         f"--label-column with one of them, or with several, as {example}"
     )
@@ -262,15 +268,15 @@ def _classes_among(frame: pd.DataFrame, flags: list[str]) -> list[str]:
 
 
 def _refuse_unfinished_flags(path: Path, values_of: Mapping[str, set[float | None]]) -> None:
-    """Raise DataError for several columns that have other cells beside 0 and 1; `values_of`: column
-    -> its numbers, None for other texts.
+    """Raise ColumnError for several columns that have other cells beside 0 and 1; `values_of`:
+    column -> its numbers, None for other texts.
     """
     unfinished = []
     for name, values in values_of.items():
         if {0, 1} < values <= {None, -1, 0, 1}:
             unfinished.append(name)
     if len(unfinished) > 1:
-        raise DataError(
+        raise ColumnError(
             f"{path}: {unfinished[0]}, {unfinished[1]}, ... have empty cells, -1 or words beside 0 "
             "and 1; write 0 or 1 in each (CheXpert: an empty cell is no mention, -1 is uncertain), "
             "and name the findings with --label-column a,b,c"

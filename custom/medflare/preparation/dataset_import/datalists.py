@@ -23,6 +23,7 @@ from medflare.preparation.dataset_import.alike_sites import (
     with_all_channels,
     with_all_classes,
 )
+from medflare.preparation.dataset_import.columns import ColumnError
 from medflare.preparation.dataset_import.folders import (
     NEARLY_ALL,
     Dataset,
@@ -452,9 +453,7 @@ def _read_site(path: Path, options: ImportOptions) -> tuple[ImageFolder, Dataset
     """As `_read_folder`; errors about columns say that an option names them for all sites."""
     try:
         return _read_folder(path, options)
-    except DataError as error:
-        if "-column" not in str(error):
-            raise
+    except ColumnError as error:
         raise DataError(f"{error}; columns need the same names at all sites") from error
 
 

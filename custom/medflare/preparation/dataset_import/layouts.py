@@ -10,7 +10,11 @@ from pathlib import Path
 
 from medflare.core.errors import DataError
 from medflare.preparation.dataset_import.class_folders import class_folders
-from medflare.preparation.dataset_import.columns import UnlabelledTableError, usual_columns
+from medflare.preparation.dataset_import.columns import (
+    ColumnError,
+    UnlabelledTableError,
+    usual_columns,
+)
 from medflare.preparation.dataset_import.folders import Dataset, ImageFolder, prefixed
 from medflare.preparation.dataset_import.frames import table_columns
 from medflare.preparation.dataset_import.image_table import ImageTable
@@ -176,7 +180,9 @@ def _by_names(folder: ImageFolder, options: ImportOptions, tables: Sequence[Imag
     except DataError as error:
         if related and not folder.masks:
             reasons = [*_problems(_of_one_header_each(with_labels)), *_shared_columns(folder)]
-            raise DataError("; ".join((*reasons, *folder.notes))) from error
+            of_columns = isinstance(with_labels[0].problem, ColumnError)
+            kind_of_error = ColumnError if of_columns else DataError
+            raise kind_of_error("; ".join((*reasons, *folder.notes))) from error
         hints = [*_problems(tables), *folder.notes]
         if folder.texts:
             hints.append(
