@@ -1,18 +1,45 @@
 """Updates compared with each other: the limit of their length, and their direction."""
 
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from medflare.core.message import Message
-from medflare.core.specs import StateSpec
+from medflare.core.phases import Phase
+from medflare.core.specs import TensorSpec
+from medflare.core.states import StateDict
 from medflare.federation.update_validation.drift import DriftMemory
 from medflare.federation.update_validation.updates import Validated, validate_replies
 from medflare.methods.aggregation import capped
+from medflare.methods.base import ServerContext, Step
 
 WEIGHTS = {"w": torch.ones(4)}
 ALONG = torch.tensor([0.1, 0.1, 0.0, 0.0])
+
+
+def validated_model(
+    model: StateDict,
+    replies: dict[str, Message],
+    requests: dict[str, Message],
+    images: Mapping[str, int] | None = None,
+    *,
+    network: StateDict | None = None,
+    counted: Mapping[str, float] | None = None,
+    drift: DriftMemory | None = None,
+    strict: bool = False,
+) -> Validated:
+    """The replies to a training step, which hold a model like this one; `network`: that of the task, if it is another one."""
+    phase = Phase("train", reply=(TensorSpec("model", template=lambda plan: model),))
+    plan: Any = SimpleNamespace(template=lambda: model if network is None else network)
+    context = ServerContext(plan, 0, 1, phases={"train": phase}, counted=dict(counted or {}))
+    context.site_counts = {site: {"n": {"train": count}} for site, count in (images or {}).items()}
+    step = Step("train", 0)
+    return validate_replies(
+        context, step, replies, requests, drift or DriftMemory(0), strict=strict
+    )
 
 
 def validated(
@@ -30,21 +57,16 @@ def validated(
         site: Message({"model": {"w": WEIGHTS["w"] * sent + length * ALONG}}, {})
         for site, length in zip(sites, lengths, strict=True)
     }
-    enrolled = {
-        site: {"train": count}
-        for site, count in zip(sites, images or [4] * len(sites), strict=True)
-    }
     requests = {site: Message({"model": dict(WEIGHTS)} if sent else {}, {}) for site in sites}
-    chosen = ["model"] if weights else []
-    return validate_replies(
+    return validated_model(
+        WEIGHTS,
         replies,
-        {"model": StateSpec.like(WEIGHTS, "")},
         requests,
-        enrolled,
+        dict(zip(sites, images or [4] * len(sites), strict=True)),
+        network=WEIGHTS if weights else {},
         counted=counted,
-        weights=chosen,
-        strict=strict,
         drift=drift,
+        strict=strict,
     )
 
 
@@ -118,7 +140,7 @@ def test_one_tensor_is_clipped_alone_and_variances_stay_variances() -> None:
 
     replies = {"A": reply(1, 0.05), "B": reply(1, 0.05), "C": reply(12, 1.0)}
     requests = {site: Message({"model": dict(sent)}, {}) for site in replies}
-    result = validate_replies(replies, {"model": StateSpec.like(sent, "")}, requests, {})
+    result = validated_model(sent, replies, requests)
     state = result.accepted["C"].states["model"]
     twice_its_share = 2 * 0.5**0.5 * 2**0.5  # of the length of a and b together
     assert torch.allclose(state["b"], sent["b"] + twice_its_share * step) and torch.equal(
@@ -159,7 +181,7 @@ def test_a_tensor_that_holds_a_whole_update_is_rejected() -> None:
         {"model": {"weight": torch.zeros(10000), "bias": torch.full((1,), 9.0)}}, {}
     )
     requests = {site: Message({"model": dict(sent)}, {}) for site in replies}
-    result = validate_replies(replies, {"model": StateSpec.like(sent, "")}, requests, {})
+    result = validated_model(sent, replies, requests)
     assert result.rejected.keys() == {"C"} and "bias" in result.rejected["C"]
 
 

@@ -14,11 +14,11 @@ import torch
 from helpers import small_tasks
 from helpers.small_tasks import small_task
 from medflare.core.message import Message
-from medflare.core.specs import StateSpec
 from medflare.core.states import StateDict, copy_state
 from medflare.core.store import StateStore
 from medflare.data.loading import SiteData, Split
 from medflare.federation.protocol import message_problem, request_problem
+from medflare.federation.update_validation.drift import DriftMemory
 from medflare.federation.update_validation.updates import validate_replies
 from medflare.methods.base import Plan, ServerAlgorithm, ServerContext, SiteAlgorithm, Step
 from medflare.methods.catalogue import get_method, method_names
@@ -248,15 +248,8 @@ def play(
             replies[name] = algorithm.perform(step.phase, step.round, message)
             assert message_problem(replies[name], name) is None, (step, name)
         algorithm = next(iter(algorithms.values()))
-        manifest = algorithm.manifest(step.phase, algorithm.plan)
-        network = StateSpec.like(algorithm.plan.template(), "").tensors.items()
-        weights = [entry for entry, spec in manifest.items() if spec.tensors.items() <= network]
         screened = validate_replies(
-            replies,
-            manifest,
-            outgoing,
-            {name: algorithm.site.n for name, algorithm in algorithms.items()},
-            weights=weights,
+            server.context, step, replies, outgoing, DriftMemory(0), strict=False
         )
         assert not screened.rejected, screened.rejected
         server.aggregate(step, screened.accepted)

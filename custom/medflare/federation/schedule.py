@@ -16,9 +16,7 @@ from medflare.adaptation.registry import LABEL_SHIFT, NONE
 from medflare.core.errors import FederationFailed
 from medflare.core.events import EventLog
 from medflare.core.message import Message, Messages
-from medflare.core.phases import Phase
 from medflare.core.rng import numpy_generator
-from medflare.core.specs import Manifest, StateSpec
 from medflare.core.states import StateDict
 from medflare.core.text import Json
 from medflare.evaluation.findings import kinds_of_training
@@ -51,6 +49,7 @@ from medflare.federation.update_validation.drift import DriftMemory
 from medflare.federation.update_validation.updates import (
     Validated,
     drop_invalid_metrics,
+    exchange_name,
     validate_replies,
 )
 from medflare.methods.aggregation import capped
@@ -87,9 +86,7 @@ class Federation:
         self._context = self.server.context
         self.server.aggregation.max_client_weight = self.rules.max_client_weight
         self._transport = Transport(self.exchange, self.outcome)
-        self._network = StateSpec.like(self._context.plan.template(), "").tensors.items()
         self.drift = DriftMemory(self._context.seed)
-        self._manifests: dict[str, Manifest] = {}  # the networks behind them are built once
 
     @property
     def events(self) -> EventLog:
@@ -220,7 +217,7 @@ class Federation:
         # 1. Ask; 2. refuse.
         validated = self._asked(index, step, enrolment)
         accepted = validated.accepted
-        self.drift.remember(_named(step), validated.sketches)
+        self.drift.remember(exchange_name(step), validated.sketches)
         for site, reason in validated.suspicious.items():
             text = f"update to '{step.phase}' used, though {reason}"
             self.events.add("suspicious", text, site, step.round)
@@ -293,7 +290,14 @@ class Federation:
                 self.events.add(reply.kind, reply.problem, site, step.round)
             else:
                 replies[site] = reply.message
-        validated = self._validate(step, outgoing, replies)
+        validated = validate_replies(
+            self._context,
+            step,
+            replies,
+            outgoing,
+            self.drift,
+            strict=self.rules.outlier_policy == "rejected",
+        )
         for site, reason in validated.rejected.items():
             text = f"update to '{step.phase}' not used: {reason}"
             self.events.add("rejected", text, site, step.round)
@@ -303,27 +307,6 @@ class Federation:
                 self.events.add(kind, text, site, step.round)
             self.events.extend(message.meta.pop(EVENTS.name, []), site, step.round)
         return replace(validated, rejected={**rejected, **validated.rejected})
-
-    def _validate(self, step: Step, outgoing: Messages, replies: Messages) -> Validated:
-        """The replies that are as the phase declares them; see `update_validation`."""
-        phase = self._context.phases.get(step.phase) or Phase(step.phase)
-        if phase.name not in self._manifests:
-            self._manifests[phase.name] = phase.manifest(self._context.plan)
-        manifest = self._manifests[phase.name]
-        weights = [name for name, spec in manifest.items() if spec.tensors.items() <= self._network]
-        enrolled = {site: meta[COUNTS.name] for site, meta in self.outcome.enrolled.items()}
-        return validate_replies(
-            replies,
-            manifest,
-            outgoing,
-            enrolled,
-            counted=self._context.counted,
-            reply_meta=phase.meta,
-            weights=weights,
-            strict=self.rules.outlier_policy == "rejected",
-            drift=self.drift,
-            phase=_named(step),
-        )
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -461,11 +444,6 @@ class Federation:
             if line["round"] > 0:
                 models |= (line["sites"].get(site, {}).get(VALIDATION.name) or {}).keys()
         return models
-
-
-def _named(step: Step) -> str:
-    """The exchange of a round whose updates are compared over the rounds."""
-    return f"{step.phase}/{step.part}"
 
 
 def _can_end(steps: list[Step], shorter: list[Step], done: int, rounds: int) -> bool:

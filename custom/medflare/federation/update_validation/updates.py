@@ -12,17 +12,18 @@ event.
 import math
 import statistics
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from medflare.core.message import Message, Messages
-from medflare.core.phases import Items
-from medflare.core.specs import Manifest
+from medflare.core.phases import Items, Phase
+from medflare.core.specs import Manifest, StateSpec
 from medflare.core.states import CHUNK, cosines, iter_chunks
 from medflare.federation.protocol import (
+    COUNTS,
     METRIC,
     declaration_problem,
     negative,
@@ -32,6 +33,7 @@ from medflare.federation.protocol import (
 )
 from medflare.federation.update_validation import clipping
 from medflare.federation.update_validation.drift import DriftMemory, ImageCounts, Reasons, Sketches
+from medflare.methods.base import ServerContext, Step
 from medflare.methods.parts.measured import N_SAMPLES, VALIDATION
 
 T = TypeVar("T")
@@ -63,84 +65,97 @@ class Validated:
 class _Updates:
     """One entry of all replies."""
 
-    sites: tuple[str, ...]
+    sites: list[str]
+    images: list[float]  # training images of the sites
     products: Tensor  # (K, K) inner products of the sites' updates, float64
     squares: dict[str, Tensor]  # tensor -> their squared lengths, (K,)
     sizes: dict[str, int]  # tensor -> how many numbers it has
     replaces: bool  # whether the entry is a new version of what the sites were sent
 
+    @property
+    def lengths(self) -> list[float]:
+        return self.products.diagonal().clamp(min=0).sqrt().tolist()
+
+    def of(self, sites: Collection[str]) -> "_Updates":
+        """The updates of some of the sites."""
+        rows = [row for row, site in enumerate(self.sites) if site in sites]
+        return replace(
+            self,
+            sites=[self.sites[row] for row in rows],
+            images=[self.images[row] for row in rows],
+            products=self.products[rows][:, rows],
+            squares={name: lengths[rows] for name, lengths in self.squares.items()},
+        )
+
+
+def exchange_name(step: Step) -> str:
+    """The exchange of a round whose updates are compared over the rounds."""
+    return f"{step.phase}/{step.part}"
+
 
 def validate_replies(
+    context: ServerContext,
+    step: Step,
     replies: Messages,
-    manifest: Manifest,
     outgoing: Messages,
-    enrolled: Mapping[str, Mapping[str, int]],
+    drift: DriftMemory,
     *,
-    counted: Mapping[str, float] | None = None,
-    reply_meta: Items = (),
-    weights: Collection[str] | None = None,
-    strict: bool = False,
-    drift: DriftMemory | None = None,
-    phase: str = "",
+    strict: bool,
 ) -> Validated:
     """Check every reply against its declaration and its site's counts; clip long updates.
 
     The updates are checked against each other.
 
     Args:
+        context: of the server algorithm, with the phase's declaration and what the sites enrolled
+            with.
         replies: site -> reply.
-        manifest: what a reply to this step holds.
         outgoing: site -> request; an update is the difference to the entry of the same name.
-        enrolled: site -> {"train", "validation", "test"} counts at enrollment.
-        counted: see `ServerContext.counted`; also for the length that images allow an update.
-        reply_meta: the metadata that a reply may hold.
-        weights: entries with weights of the task's network, whose directions are compared; None:
-            all.
+        drift: earlier updates.
         strict: also reject suspicious updates, if they are the minority of at least three.
-        drift: earlier updates; None: they are not compared.
-        phase: whose earlier updates.
     """
+    phase = context.phases.get(step.phase) or Phase(step.phase)
+    manifest = phase.manifest(context.plan)
+    enrolled = {site: meta[COUNTS.name] for site, meta in context.site_counts.items()}
     accepted = {}
     rejected = {}
     for site in sorted(replies):
-        problem = _problem(replies[site], manifest, reply_meta, enrolled.get(site, {}))
+        problem = _problem(replies[site], manifest, phase.meta, enrolled.get(site, {}))
         if problem is None:
             accepted[site] = replies[site]
         else:
             rejected[site] = problem
-    entries = sorted(next(iter(accepted.values())).states) if accepted else []
-    updates = {entry: _updates(accepted, outgoing, entry) for entry in entries}
-    fractions = counted or {}
     images = {}
     for site, counts in enrolled.items():
-        images[site] = counts.get("train", 0) * fractions.get(site, 1)
+        images[site] = counts.get("train", 0) * context.counted.get(site, 1)
+    entries = sorted(next(iter(accepted.values())).states) if accepted else []
+    updates = {entry: _updates(accepted, outgoing, entry, images) for entry in entries}
 
-    usual = {entry: drift.usual_length(phase, entry) if drift else 0.0 for entry in updates}
-    long, doubted = _too_long(updates, images, usual)
+    name = exchange_name(step)
+    usual = {entry: drift.usual_length(name, entry) for entry in updates}
+    long, doubted = _too_long(updates, usual)
     rejected |= long
     accepted = _without(accepted, rejected)
-    doubted = _without(doubted, rejected)
-    compared = {
-        entry: update
-        for entry, update in updates.items()
-        if update.replaces and (weights is None or entry in weights)
-    }
+    network = StateSpec.like(context.plan.template(), "").tensors.items()
+    compared = []  # entries with weights of the task's network
     sketches = {}
-    drifting: Mapping[str, str] = {}
-    if drift is not None and accepted:
-        for entry, update in compared.items():
+    for entry, update in updates.items():
+        if update.replaces and manifest[entry].tensors.items() <= network:
+            compared.append(entry)
             squares = update.products.diagonal().tolist()
             salt = " ".join(f"{square:.3g}" for square in squares)
-            sketches[entry] = drift.sketch(phase, entry, accepted, outgoing, salt)
-        long, drifting = drift.drifting(phase, sketches, images)
-        rejected |= long
-        accepted = _without(accepted, rejected)
-        drifting = _without(drifting, rejected)
-    clipped = _clip(updates, accepted, outgoing, images)
+            if accepted:
+                sketches[entry] = drift.sketch(name, entry, accepted, outgoing, salt)
+    long, drifting = drift.drifting(name, sketches, images)
+    rejected |= long
+    accepted = _without(accepted, rejected)
+    updates = {entry: update.of(accepted) for entry, update in updates.items()}
+    clipped = _clip(updates, accepted, outgoing)
+    against = _against_the_others({entry: updates[entry] for entry in compared})
 
     suspicious: Reasons = {}
-    for reasons in (doubted, clipped, _against_the_others(compared, accepted), drifting):
-        for site, reason in reasons.items():
+    for reasons in (doubted, clipped, against, drifting):
+        for site, reason in _without(reasons, rejected).items():
             earlier = f"{suspicious[site]}; " if site in suspicious else ""
             suspicious[site] = earlier + reason
     if strict and len(accepted) > 2 and 2 * len(suspicious) < len(accepted):
@@ -148,9 +163,8 @@ def validate_replies(
         suspicious = {}
         accepted = _without(accepted, rejected)
     for entry, update in updates.items():
-        if drift is not None and accepted and not update.replaces:
-            rows = [update.sites.index(site) for site in accepted]
-            drift.note_lengths(phase, entry, update.products.diagonal()[rows].sqrt().tolist())
+        if accepted and not update.replaces:
+            drift.note_lengths(name, entry, update.of(accepted).lengths)
     return Validated(
         accepted, dict(sorted(rejected.items())), dict(sorted(suspicious.items())), sketches
     )
@@ -178,7 +192,7 @@ def _problem(
     return None if problem is None else reason_line(problem)
 
 
-def _updates(replies: Messages, outgoing: Messages, entry: str) -> _Updates:
+def _updates(replies: Messages, outgoing: Messages, entry: str, images: ImageCounts) -> _Updates:
     """The updates of one entry; integer tensors are ignored."""
     states = [reply.states[entry] for reply in replies.values()]
     origins = [outgoing[site].states.get(entry, {}) for site in replies]
@@ -205,28 +219,23 @@ def _updates(replies: Messages, outgoing: Messages, entry: str) -> _Updates:
             inner = updates @ updates.T
             products += inner
             squares[name] += inner.diagonal()
-    return _Updates(tuple(replies), products, squares, sizes, replaces)
+    counts = [images.get(site, 0) for site in replies]
+    return _Updates(list(replies), counts, products, squares, sizes, replaces)
 
 
 def _clip(
-    updates: Mapping[str, _Updates],
-    accepted: dict[str, Message],
-    outgoing: Messages,
-    images: ImageCounts,
+    updates: Mapping[str, _Updates], accepted: dict[str, Message], outgoing: Messages
 ) -> Reasons:
     """Clip long updates in `accepted` (see `clipping.scales`); site -> what was clipped.
 
     Two sites have no majority.
     """
     reasons: Reasons = {}
-    sites = list(accepted)
     for entry, update in updates.items():
-        if not update.replaces or len(sites) < 3:
+        if not update.replaces or len(update.sites) < 3:
             continue
-        rows = [update.sites.index(site) for site in sites]
-        squares = {name: lengths[rows] for name, lengths in update.squares.items()}
-        scales = clipping.scales(squares, update.sizes, [images.get(site, 0) for site in sites])
-        for index, site in enumerate(sites):
+        scales = clipping.scales(update.squares, update.sizes, update.images)
+        for index, site in enumerate(update.sites):
             by_tensor = {name: float(scale[index]) for name, scale in scales.items()}
             factors = {name: factor for name, factor in by_tensor.items() if factor < 1}
             if factors:
@@ -236,7 +245,7 @@ def _clip(
 
 
 def _too_long(
-    updates: Mapping[str, _Updates], images: ImageCounts, usual: Mapping[str, float]
+    updates: Mapping[str, _Updates], usual: Mapping[str, float]
 ) -> tuple[Reasons, Reasons]:
     """Sites whose update of some entry is much longer than the others', with the reason; and the
     others where that is one, since either can be wrong.
@@ -251,8 +260,8 @@ def _too_long(
     rejected: Reasons = {}
     doubted: Reasons = {}
     for entry, update in updates.items():
-        squared = update.products.diagonal().clamp(min=0)
-        lengths = dict(zip(update.sites, squared.sqrt().tolist(), strict=True))
+        lengths = dict(zip(update.sites, update.lengths, strict=True))
+        images = dict(zip(update.sites, update.images, strict=True))
         for site, length in lengths.items():
             others = {
                 other: moved
@@ -264,8 +273,8 @@ def _too_long(
             median = max(statistics.median(others.values()), usual[entry])
             limit = _LARGEST_LIMIT
             if update.replaces and len(others) > 1:
-                count = statistics.median(images.get(other, 0) for other in others)
-                ratio = max(1.0, images.get(site, 0) / count) if count else 1.0
+                count = statistics.median(images[other] for other in others)
+                ratio = max(1.0, images[site] / count) if count else 1.0
                 limit = min(_USUAL_LIMIT * ratio, _LARGEST_LIMIT)
             if not length <= limit * median:  # also if it is NaN because the square overflows
                 rejected.setdefault(
@@ -279,22 +288,21 @@ def _too_long(
                         "either can be wrong"
                     )
         if update.replaces and len(update.sites) > 2:
-            counts = [images.get(site, 0) for site in update.sites]
-            for index, reason in clipping.absurd(update.squares, update.sizes, counts).items():
+            absurd = clipping.absurd(update.squares, update.sizes, update.images)
+            for index, reason in absurd.items():
                 rejected.setdefault(update.sites[index], f"{entry}/{reason}, their median")
     return rejected, doubted
 
 
-def _against_the_others(updates: Mapping[str, _Updates], sites: Collection[str]) -> Reasons:
-    """Those of `sites` whose update points against those of the others, with the reason."""
+def _against_the_others(updates: Mapping[str, _Updates]) -> Reasons:
+    """The sites whose update points against those of the others, with the reason."""
     reasons: Reasons = {}
     for entry, update in updates.items():
-        rows = [row for row, site in enumerate(update.sites) if site in sites]
-        by_row = cosines_to_the_others(update.products[rows][:, rows]).tolist()
-        for row, cosine in zip(rows, by_row, strict=True):
+        cosines = cosines_to_the_others(update.products).tolist()
+        for site, cosine in zip(update.sites, cosines, strict=True):
             if cosine < OPPOSITE:
                 reasons.setdefault(
-                    update.sites[row],
+                    site,
                     f"{entry} moved against the others: "
                     f"cosine {cosine:.2f} to their mean direction",
                 )
