@@ -16,7 +16,7 @@ from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.core.store import csv_text, file_digest, locked, write_atomically, write_json
-from medflare.core.text import Json, JsonDict
+from medflare.core.text import Json
 from medflare.data.datalist import FILE
 from medflare.data.decoding import reading_settings
 from medflare.data.local import PLACE, Bounds
@@ -63,14 +63,13 @@ class DataRecord:
         Raises:
             ConfigError: this job selects or splits the images in another way.
         """
-        path = self.folder / SELECTION
         present = {
             "datalist": file_digest(self.data / FILE),
             "selection": selection_digest(site),
             "unreadable": _unreadable(site),
         }
         with locked(self.folder / _LOCK):  # two jobs at the same time are not both the first
-            first = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            first = self._stored(SELECTION, {})
             same_data = first.get("datalist") == present["datalist"]
             other_images = same_data and first["selection"] != present["selection"]
             # Limits that a site's unreadable images just meet would tell their number.
@@ -82,7 +81,7 @@ class DataRecord:
                 if self.private:
                     present["trained"] = _all_trained(site, first)
                 noted = {"job": self.job, "time": _now(), "refused": first.get("refused", 0)}
-                write_json(path, {**present, **noted})
+                write_json(self.folder / SELECTION, {**present, **noted})
 
     def note_refusal(self) -> None:
         """Give up the selection of this job, which the site has refused, so that a lead can correct
@@ -91,12 +90,11 @@ class DataRecord:
         """
         if self.private:
             return
-        path = self.folder / SELECTION
         with locked(self.folder / _LOCK):
-            first = json.loads(path.read_text(encoding="utf-8"))
+            first = self._stored(SELECTION, {})
             refused = first.get("refused", 0) + 1
             if first.get("job") == self.job and refused <= _MOST_REFUSED:
-                write_json(path, {"refused": refused})
+                write_json(self.folder / SELECTION, {"refused": refused})
 
     def note_reading(self, site: str, task: TaskConfig) -> None:
         """Note how a task reads the images, before it does: whether a transform fails on one, or
@@ -107,7 +105,7 @@ class DataRecord:
         """
         reading = _reading(task)
         with locked(self.folder / _LOCK):
-            readings = self._readings()
+            readings = self._stored(READINGS, [])
             if reading in [earlier["settings"] for earlier in readings]:
                 return
             if len(readings) >= _MOST_READINGS:
@@ -125,25 +123,23 @@ class DataRecord:
         """
         settings = _reading(task)
         with locked(self.folder / _LOCK):
-            readings = self._readings()
+            readings = self._stored(READINGS, [])
             for reading in readings:
                 reading["enrolled"] |= reading["settings"] == settings
             write_json(self.folder / READINGS, readings)
         first = next((reading["settings"] for reading in readings if reading["enrolled"]), settings)
         return all(first[name] == settings[name] for name in _OF_SIZE)
 
-    def _readings(self) -> list[JsonDict]:
-        path = self.folder / READINGS
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    def _stored(self, file: str, nothing: Any) -> Any:
+        """The content of one of the record's files; `nothing` if there is none."""
+        path = self.folder / file
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else nothing
 
     def is_fixed(self) -> bool:
         """Whether an earlier job has fixed the selection from the present datalist."""
-        path = self.folder / SELECTION
+        first = self._stored(SELECTION, {})
         datalist = self.data / FILE
-        if not path.exists() or not datalist.exists():
-            return False
-        first = json.loads(path.read_text(encoding="utf-8"))
-        return bool(first.get("datalist") == file_digest(datalist))
+        return datalist.exists() and bool(first.get("datalist") == file_digest(datalist))
 
     def note_evaluation(
         self, phase: str, models: int, site: str, *, repeated: bool = False
@@ -183,17 +179,15 @@ class DataRecord:
         Raises:
             ConfigError: with these the data folder has more than the site allows.
         """
-        path = self.folder / VALIDATIONS
         with locked(self.folder / _LOCK):
-            noted = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            earlier = noted.get("models", 0)
+            earlier = self._stored(VALIDATIONS, {}).get("models", 0)
             if earlier + metrics > self.most_validations:
                 raise ConfigError(
                     f"site {site}: its jobs have reported {earlier} metrics on the validation "
                     f"images of this data; bounds.validations in its {PLACE} allows "
                     f"{self.most_validations}"
                 )
-            write_json(path, {"models": earlier + metrics})
+            write_json(self.folder / VALIDATIONS, {"models": earlier + metrics})
 
 
 def other_selection(site: str) -> ConfigError:
