@@ -132,17 +132,17 @@ def test_a_model_of_the_sites_own_is_of_the_best_round_by_its_validation(
         last_of_equals = max(
             round for round, value in enumerate(values, start=1) if value == max(values)
         )
-        assert (algorithm.selection.selected.value, algorithm.selection.selected.round) == (
+        assert (algorithm.selection.value, algorithm.selection.round) == (
             max(values),
             last_of_equals,
         )
         models = algorithm.finalize(server.configure_final(site))
         state = models["personal"].states["model"]
         assert models["deployed"] is models["personal"] and equal(
-            state, algorithm.selection.selected.state
+            state, algorithm.selection.state
         )
         assert algorithm.validation(algorithm.network("again", state)) == pytest.approx(
-            algorithm.selection.selected.value
+            algorithm.selection.value
         )
     last = squares.federation(method.site_class, method.server_class, rounds=4, selection="last")
     state = (

@@ -11,20 +11,17 @@ from medflare.methods.parts.selection import Best, Selection
 from medflare.training.site import Site
 
 
-class PersonalModel:
+class PersonalModel(Best):
     """The selection of a site algorithm's personal model, in the algorithm's memory.
 
     Args:
         name: of the selection in the memory.
-
-    Attributes:
-        selected: the best candidate so far.
     """
 
     def __init__(self, algorithm: SiteAlgorithm, name: str = "personal"):
+        super().__init__(algorithm.memory, name)
         self._algorithm = algorithm
         self._rule: Selection = algorithm.plan.server_hyper.selection
-        self.selected = Best(algorithm.memory, name)
 
     def validated(
         self, round: int, state: StateDict | None, purpose: str = "model"
@@ -49,7 +46,7 @@ class PersonalModel:
         """
         if self._rule == "last":
             value = None
-        self.selected.propose(value, round, state)
+        self.propose(value, round, state)
 
     def add_trained(self, round: int, state: StateDict, reply: Message) -> None:
         """A candidate that this round has trained; its metric enters the reply."""
@@ -59,14 +56,13 @@ class PersonalModel:
 
     def final(self, last: StateDict, rounds: int | None = None) -> Message:
         """The selected model; by the rule "last" `last`, with `rounds` of training behind it."""
-        state, behind = self.selected.chosen(self._rule, last, rounds)
-        return trained_model(state, behind)
+        return trained_model(*self.chosen(self._rule, last, rounds))
 
     def best(self) -> Message | None:
         """The best candidate; None without any."""
-        if self.selected.state is None:
+        if self.state is None:
             return None
-        return trained_model(self.selected.state, self.selected.round)
+        return trained_model(self.state, self.round)
 
 
 class PersonalSite(FedAvgSite[F]):
