@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import checked, unknown
@@ -81,35 +80,26 @@ def refuse_undecorated(cls: type) -> None:
 def described(cls: type) -> dict[str, Described]:
     """Every hyper-parameter of a class by name, in the order of its declaration."""
     descriptions = {}
-    for name, field in getattr(cls, "__pydantic_fields__", {}).items():
-        extra = field.json_schema_extra or {}
-        bounds = list(field.metadata)
+    for name, field in TypeAdapter(cls).json_schema().get("properties", {}).items():
         choices: list[Any] = []
-        for option in _options(field.annotation):
-            bounds += getattr(option, "__metadata__", ())
-            if get_origin(option) is Literal:
-                choices += get_args(option)
-        for bound in list(bounds):
-            bounds += getattr(bound, "metadata", ())
+        limits: JsonDict = {}
+        options = field.get("anyOf", [])  # of a union
+        for part in (field, *options):
+            choices += part.get("enum", [])
+            if "const" in part:  # a Literal of one value
+                choices.append(part["const"])
+            limits = part | limits
         descriptions[name] = Described(
             name,
-            field.default,
-            field.description or "",
-            extra.get("symbol", ""),
-            extra.get("source", ""),
+            field.get("default"),
+            field.get("description", ""),
+            field.get("symbol", ""),
+            field.get("source", ""),
             tuple(choices),
-            _first_limit(bounds, "ge"),
-            _first_limit(bounds, "le"),
+            limits.get("minimum"),
+            limits.get("maximum"),
         )
     return descriptions
-
-
-def _first_limit(bounds: list[Any], end: str) -> float | None:
-    """The first smallest ("ge") or largest ("le") allowed number; None if there is none."""
-    for bound in bounds:
-        if hasattr(bound, end):
-            return getattr(bound, end)
-    return None
 
 
 def build_hyper(cls: type[H], values: Json, location: str = "hyper-parameters") -> H:
@@ -119,14 +109,12 @@ def build_hyper(cls: type[H], values: Json, location: str = "hyper-parameters") 
         ConfigError: an unknown name, or a value of the wrong type or outside its range, also a
             default.
     """
-    read = {}
-    for name, about in described(cls).items():
-        if about.default is not PydanticUndefined:
-            read[name] = about.default
-    read |= values
+    read = dict(values)
     for name, field in getattr(cls, "__pydantic_fields__", {}).items():
         if name in values:
             read[name] = _read(values[name], field.annotation)
+        elif not field.is_required():
+            read[name] = field.default
     return checked(cls, read, location)
 
 
