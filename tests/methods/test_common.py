@@ -138,9 +138,7 @@ def test_a_model_of_the_sites_own_is_of_the_best_round_by_its_validation(
         )
         models = algorithm.finalize(server.configure_final(site))
         state = models["personal"].states["model"]
-        assert models["deployed"] is models["personal"] and equal(
-            state, algorithm.selection.state
-        )
+        assert models["deployed"] is models["personal"] and equal(state, algorithm.selection.state)
         assert algorithm.validation(algorithm.network("again", state)) == pytest.approx(
             algorithm.selection.value
         )

@@ -10,7 +10,7 @@ server step leads away from the sites; each function states its reading.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -257,26 +257,15 @@ def mmd(x: Tensor, y: Tensor) -> Tensor:
     return (within - 2 * values[:n, n:].mean()).to(dtype)
 
 
-class _Reversal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, features: Tensor, alpha: float) -> Tensor:
-        ctx.alpha = alpha
-        return features.view_as(features)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return -ctx.alpha * gradient, None
+def reverse_gradient(features: Tensor) -> Tensor:
+    """Gradient reversal layer (Ganin et al., JMLR 2016): the identity with a negated gradient."""
+    same = features.view_as(features)
+    if same.requires_grad:
+        same.register_hook(torch.neg)
+    return same
 
 
-def reverse_gradient(features: Tensor, alpha: float = 1.0) -> Tensor:
-    """Gradient reversal layer (Ganin et al., JMLR 2016).
-
-    The identity, whose gradient is multiplied by -alpha.
-    """
-    return _Reversal.apply(features, alpha)
-
-
-def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
+def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Binary cross-entropy of a discriminator between global and local features.
 
     (N, D), (M, D) -> scalar; global features have the label 1, local ones 0.
@@ -288,7 +277,7 @@ def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor, alpha: float = 1
         x: features of the frozen global model.
         y: features of the local model.
     """
-    logits = discriminator(torch.cat([x, reverse_gradient(y, alpha)])).squeeze(-1)
+    logits = discriminator(torch.cat([x, reverse_gradient(y)])).squeeze(-1)
     labels = torch.zeros_like(logits)
     labels[: len(x)] = 1
     return F.binary_cross_entropy_with_logits(logits, labels)
