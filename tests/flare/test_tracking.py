@@ -40,7 +40,8 @@ def test_a_job_names_an_mlflow_server_by_the_component_that_the_server_can_refus
 def test_lines_and_events_once_and_in_order_in_log_and_statistics() -> None:
     events = EventLog()
     logged = list[str]()
-    progress = Progress(events, logged.append)
+    progress = Progress(events)
+    progress.log = logged.append
     progress.say("round 0")
     events.add("missing", "no sign of life", site="B", round=1)
     progress.say("round 1")
@@ -72,7 +73,8 @@ def test_flare_is_told_when_it_asks() -> None:
 def test_events_of_an_interrupted_run_are_no_news_and_hide_none() -> None:
     events = EventLog()
     logged = list[str]()
-    progress = Progress(events, logged.append)
+    progress = Progress(events)
+    progress.log = logged.append
     events.add("warning", "before")
     progress.take_events()
     events.restore({"kind": "missing", "message": f"old {number}"} for number in range(3))

@@ -174,14 +174,12 @@ class MedflareExecutor(Executor):
 
     def _store_traceback(self) -> None:
         """Append the current error to a file of the site; FLARE's own log may leave the site."""
-        from medflare.core.store import make_folder, private_opener
+        from medflare.core.store import appending
 
         with suppress(OSError):
             if self._spec is not None:
-                errors = self._spec.folder / ERRORS
-                make_folder(errors.parent)
-                with open(errors, "a", encoding="utf-8", opener=private_opener) as file:
-                    file.write(traceback.format_exc())
+                with appending(self._spec.folder / ERRORS) as file:
+                    file.write(traceback.format_exc().encode(errors="replace"))
 
     def _aborted(self) -> bool:
         return self._abort_signal.triggered

@@ -94,7 +94,7 @@ class OutboundGuard(Filter):
         site = fl_ctx.get_identity_name()
         code = _return_code(shareable)
         if code != ReturnCode.OK:
-            line = _failure(shareable, code)
+            line = _one_line(error_text(shareable, code))
             _record(task, [_row("error", 0, len(line.encode()), line)])
             return error_reply(line, code)
         try:
@@ -233,15 +233,10 @@ def _undeclared(shareable: Shareable, site: str) -> Shareable:
     """The reply to a task that no method of medflare has declared: a failed task."""
     code = _return_code(shareable)
     if code != ReturnCode.OK:
-        return error_reply(_failure(shareable, code), code)
+        return error_reply(_one_line(error_text(shareable, code)), code)
     return error_reply(
         f"site {site} sends results of medflare's methods only; this task has declared none"
     )
-
-
-def _failure(shareable: Shareable, code: str) -> str:
-    """A failed task's line, whatever else the result holds."""
-    return _one_line(error_text(shareable, code))
 
 
 def _one_line(text: str) -> str:

@@ -5,12 +5,12 @@ The progress is lines for the job's log and FLARE's job statistics.
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from nvflare.apis.fl_component import FLComponent
 
 from medflare.core.events import Event, EventLog
+from medflare.core.text import Say
 
 GROUP = "medflare"  # in FLARE's statistics of the job
 MLFLOW = "mlflow"  # id of the component `MLflowTracker`
@@ -27,8 +27,8 @@ class Progress:
         log: writes a line to the job's log.
     """
 
-    def __init__(self, events: EventLog, log: Callable[[str], None] = lambda line: None):
-        self.log = log
+    def __init__(self, events: EventLog):
+        self.log: Say = lambda line: None
         self._events = events
         self._taken = 0  # events of this run that are among the lines
         self._lines: deque[str] = deque(maxlen=_LINES)

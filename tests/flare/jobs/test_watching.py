@@ -65,7 +65,8 @@ def test_what_was_noted_after_the_last_look_is_in_the_log() -> None:
     """Of a quick job that is all: what a site was rejected for must not be missed by who watches it."""
     events = EventLog()
     noted = list[str]()
-    progress = Progress(events, noted.append)
+    progress = Progress(events)
+    progress.log = noted.append
     events.add(
         "rejected",
         "validation metric of the global model is 7.0; its vote does not count",
