@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from medflare.core.rng import numpy_generator
-from medflare.core.states import moved
+from medflare.core.states import moved, on_cpu
 from medflare.data.loading import Batch
 from medflare.methods import (
     MODEL,
@@ -47,6 +47,7 @@ from medflare.methods import (
 )
 from medflare.methods.aggregation import Models
 from medflare.methods.feddag import formulas
+from medflare.methods.parts.tensors import named_gradients
 from medflare.privacy.settings import is_private
 from medflare.tasks.metrics_table import selection_metrics
 from medflare.training.epochs import named_trainable
@@ -155,13 +156,9 @@ class ScoredSite(SiteAlgorithm):
         batch = self.last_batch(round)
         model = self.network("model", state).eval()
         loss = self.site.loss(model(batch.images), batch.targets)
-        weights = named_trainable(model)
-        gradients = torch.autograd.grad(
-            loss, list(weights.values()), allow_unused=True, materialize_grads=True
-        )
-        by_name = dict(zip(weights, [gradient.cpu() for gradient in gradients], strict=True))
-        epsilon = formulas.sharpness_perturbation(by_name, self.plan.server_hyper.rho)
-        reply[PERTURBED] = {**state, **moved({name: state[name] for name in by_name}, epsilon)}
+        gradients = on_cpu(named_gradients(loss, named_trainable(model)))
+        epsilon = formulas.sharpness_perturbation(gradients, self.plan.server_hyper.rho)
+        reply[PERTURBED] = {**state, **moved({name: state[name] for name in gradients}, epsilon)}
 
     def last_batch(self, round: int) -> Batch:
         """The last batch of the round's last epoch."""

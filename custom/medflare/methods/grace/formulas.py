@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from medflare.core.errors import UpdateError
 from medflare.core.states import StateDict, blend, cosines, gram, weighted_mean
-from medflare.methods.parts.tensors import check_choice, refuse_widths, widened
+from medflare.methods.parts.tensors import check_choice, named_gradients, refuse_widths, widened
 
 Granularity = Literal["total", "split", "reweight"]
 CoralForm = Literal["domainbed", "deep_coral"]
@@ -286,16 +286,6 @@ def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 # Site: meta-train and meta-update (Sec. 2.2)
 
 
-def gradients_of(
-    parameters: Mapping[str, Tensor], loss: Callable[[Mapping[str, Tensor]], Tensor]
-) -> dict[str, Tensor]:
-    """Gradients of a loss of named parameters; zero for an unused parameter."""
-    gradients = torch.autograd.grad(
-        loss(parameters), list(parameters.values()), allow_unused=True, materialize_grads=True
-    )
-    return dict(zip(parameters, gradients, strict=True))
-
-
 def meta_trained(
     parameters: Mapping[str, Tensor],
     task_loss: Callable[[Mapping[str, Tensor]], Tensor],
@@ -318,7 +308,7 @@ def meta_trained(
         >>> meta_trained(theta, lambda parameters: parameters["w"] ** 2, rate=0.5)["w"].item()
         0.0
     """
-    gradients = gradients_of(parameters, task_loss)
+    gradients = named_gradients(task_loss(parameters), parameters)
     return {name: value - rate * gradients[name] for name, value in parameters.items()}
 
 

@@ -38,15 +38,9 @@ from medflare.methods import (
     strict_dataclass,
     train_epochs,
 )
-from medflare.methods.grace.formulas import (
-    a_distance,
-    adversarial,
-    coral,
-    gradients_of,
-    meta_trained,
-    mmd,
-)
+from medflare.methods.grace.formulas import a_distance, adversarial, coral, meta_trained, mmd
 from medflare.methods.parts.normalisation import batch_statistics
+from medflare.methods.parts.tensors import named_gradients
 from medflare.networks.catalogue import feature_width
 from medflare.networks.features import overwrite, pooled
 from medflare.training.epochs import named_trainable, preserved_moments
@@ -330,7 +324,7 @@ def optimizer_step(
         theta' by name.
     """
     origin = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    for name, gradient in gradients_of(parameters, task_loss).items():
+    for name, gradient in named_gradients(task_loss(parameters), parameters).items():
         parameters[name].grad = gradient
     optimizer.step()
     optimizer.zero_grad()

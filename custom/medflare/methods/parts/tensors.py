@@ -1,8 +1,8 @@
-"""Requirements of formulas on their arguments: known options, equal shapes, and more than half
-precision for squares and sums.
+"""What formulas share: requirements on their arguments (known options, equal shapes, more than half
+precision for squares and sums), and gradients by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,3 +39,13 @@ def refuse_widths(x: Tensor, y: Tensor) -> None:
             f"features of shapes {tuple(x.shape)} and {tuple(y.shape)}: "
             "give both sets rows of one length"
         )
+
+
+def named_gradients(
+    loss: Tensor, weights: Mapping[str, Tensor], *, retain_graph: bool = False
+) -> dict[str, Tensor]:
+    """The gradients of a loss by named weights; zero for one that it does not use."""
+    gradients = torch.autograd.grad(
+        loss, list(weights.values()), retain_graph=retain_graph, materialize_grads=True
+    )
+    return dict(zip(weights, gradients, strict=True))

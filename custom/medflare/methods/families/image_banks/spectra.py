@@ -18,6 +18,7 @@ from medflare.methods.families.image_banks.bank import (
     prepared_model,
 )
 from medflare.methods.families.local_terms.fedsam import sharpness_aware_epochs
+from medflare.methods.parts.tensors import named_gradients
 from medflare.training.epochs import named_trainable
 
 
@@ -127,11 +128,8 @@ class ELCFSSite(BankSite[ELCFSHyper]):
         share = torch.rand(len(images), *[1] * (images.ndim - 1), generator=random).to(images)
         exchanged = with_amplitude(images, bank[drawn].to(images), share)
         weights = named_trainable(network)
-        gradients = torch.autograd.grad(
-            loss, list(weights.values()), retain_graph=True, materialize_grads=True
-        )
-        moves = zip(weights, gradients, strict=True)
-        fast = {name: weights[name] - self.hyper.step * gradient for name, gradient in moves}
+        gradients = named_gradients(loss, weights, retain_graph=True)
+        fast = {name: w - self.hyper.step * gradients[name] for name, w in weights.items()}
         return loss + self.site.loss(functional_call(network, fast, (exchanged,)), targets)
 
 
