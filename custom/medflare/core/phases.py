@@ -24,8 +24,8 @@ Items = tuple[MetaSpec, ...]
 # Marks of methods.
 _PHASE = "_phase"
 _ADDED = "_added"
-_ASKS = "_asks"
-_HANDLES = "_handles"
+ASKS = "_asks"
+HANDLES = "_handles"
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,14 @@ def asks(*replying: Callable[..., Any]) -> Callable[[Handler], Handler]:
     """Declares that a server algorithm's method, (step, site) -> message, makes the requests that
     these methods of a site algorithm reply to.
     """
-    return _marked(_ASKS, replying)
+    return _marked(ASKS, replying)
 
 
 def handles(*replying: Callable[..., Any]) -> Callable[[Handler], Handler]:
     """Declares that a server algorithm's method, (step, replies) -> None, processes the replies of
     these methods of a site algorithm.
     """
-    return _marked(_HANDLES, replying)
+    return _marked(HANDLES, replying)
 
 
 def _marked(mark: str, value: Any) -> Callable[[Handler], Handler]:
@@ -144,17 +144,10 @@ def declared_phases(algorithm: type) -> dict[str, Phase]:
     return phases
 
 
-def request_methods(algorithm: type) -> dict[str, str]:
-    """Phase -> name of the method of a server algorithm's class that makes its requests."""
-    return _names_by_phase(algorithm, _ASKS)
-
-
-def reply_methods(algorithm: type) -> dict[str, str]:
-    """Phase -> name of the method of a server algorithm's class that processes its replies."""
-    return _names_by_phase(algorithm, _HANDLES)
-
-
-def _names_by_phase(algorithm: type, mark: str) -> dict[str, str]:
+def methods_by_phase(algorithm: type, mark: str) -> dict[str, str]:
+    """Phase -> name of the method of a server algorithm's class that makes its requests (`ASKS`) or
+    processes its replies (`HANDLES`).
+    """
     names = {}
     for name, method in _methods(algorithm):
         for replying in getattr(method, mark, ()):

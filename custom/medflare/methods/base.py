@@ -16,7 +16,7 @@ from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.hyper import param, refuse_undecorated
 from medflare.core.message import Message
-from medflare.core.phases import Phase, declared_phases, reply_methods, request_methods
+from medflare.core.phases import ASKS, HANDLES, Phase, declared_phases, methods_by_phase
 from medflare.core.settings import strict_dataclass
 from medflare.core.specs import Manifest, MetaSpec, TensorSpec
 from medflare.core.states import StateDict
@@ -469,8 +469,8 @@ class ServerAlgorithm(ABC, Generic[V]):
         super().__init_subclass__()
         cls.Hyper = _hyper_class(cls)
         refuse_undecorated(cls.Hyper)
-        cls._requests = request_methods(cls)
-        cls._handlers = reply_methods(cls)
+        cls._requests = methods_by_phase(cls, ASKS)
+        cls._handlers = methods_by_phase(cls, HANDLES)
 
     def __init__(self, context: ServerContext):
         self.context = context
