@@ -5,6 +5,7 @@ Enroll, reply to steps, store its state, evaluate the final models.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -251,7 +252,7 @@ class Participant:
             ConfigError: the run trains with DP-SGD, and tensors would leave that it has not made,
                 or values of training images.
         """
-        if not is_private(algorithm.plan.site_hyper):
+        if not self._private:
             return algorithm.perform(phase, round, incoming)
         earlier = self._account.steps()
         reply = algorithm.perform(phase, round, incoming)
@@ -280,7 +281,7 @@ class Participant:
             if record is not None:
                 record.note_refusal()
             raise
-        if not self._private(site):  # DP-SGD protects a single patient of whom a model would be
+        if not self._private:  # DP-SGD protects a single patient of whom a model would be
             check_contrast(self.name, site.data, self._minimum)
 
     def _note_evaluations(
@@ -308,7 +309,7 @@ class Participant:
         role = incoming[ROLE]
         sites = tuple(incoming[SITES])
         site = self._opened_at_enrolment(role)
-        self._check_identity(site, role, incoming.meta)
+        self._check_identity(role, incoming.meta)
         trains = self.method.trains
         plan = self.method.plan(site.task, sites, self.hyper)
         if role == "inside" and trains:
@@ -346,7 +347,7 @@ class Participant:
         reply = Message.of({COUNTS: counts_of_splits(site, self._minimum)})
         reply[CLASS_COUNTS] = [] if hidden else site.class_counts().tolist()
         reply[VERSIONS] = versions_here(self._identity(role), site.task)
-        if self.method.trains and role == "inside" and not self._private(site):
+        if self.method.trains and role == "inside" and not self._private:
             trained_on = site.trained_on(self._minimum)
             if trained_on is not None:
                 reply[RANGE] = trained_on.to_dict()
@@ -356,13 +357,13 @@ class Participant:
             reply[EVENTS].append({"kind": "warning", "message": text})
         return reply
 
-    def _check_identity(self, site: Site, role: str, server: Json) -> None:
+    def _check_identity(self, role: str, server: Json) -> None:
         """Raise ConfigError if site and server run different federations.
 
         Or if the site's settings forbid this one.
         """
         limited = self._account.budget is not None and self.method.site_class.uses_training
-        if limited and role == "inside" and not self._private(site):
+        if limited and role == "inside" and not self._private:
             raise ConfigError(
                 f"site {self.name} trains with differential privacy only "
                 f"(privacy in its local/medflare.json), this job without: "
@@ -381,9 +382,11 @@ class Participant:
         site = self._opened(role)
         return identity_of(self.method, self.hyper, site.task.fingerprint(), site.seed)
 
-    def _private(self, site: Site) -> bool:
+    @cached_property
+    def _private(self) -> bool:
         """Whether the run trains with differential privacy."""
-        return is_private(self.method.plan(site.task, (), self.hyper).site_hyper)
+        hyper, _ = self.method.built(self.hyper)
+        return is_private(hyper)
 
     def _opened(self, role: str) -> Site:
         """The site with its data, read once in this process for each change of role: an inside site
@@ -450,7 +453,7 @@ class Participant:
             self._minimum,
             method=self.method,
             inside=algorithm.inside,
-            private=self._account.budget is not None or self._private(algorithm.site),
+            private=self._account.budget is not None or self._private,
         )
         reply = Message({}, meta)
         events = reply[EVENTS]
@@ -471,7 +474,7 @@ class Participant:
             events.append({"kind": "undefined", "message": "test metrics: too few patients"})
         personal = models.get("personal")
         if run_items.get(TEST_PERSONAL) and personal is not None:
-            reason = self._unshared(algorithm.site, personal)
+            reason = self._unshared(personal)
             if reason:
                 text = f"its personal model is not tested at other sites: {reason}"
                 events.append({"kind": "warning", "message": text})
@@ -482,11 +485,11 @@ class Participant:
             reply[PRIVACY_COST] = cost
         return reply
 
-    def _unshared(self, site: Site, personal: Message) -> str:
+    def _unshared(self, personal: Message) -> str:
         """Why the personal model does not leave the site; "" if it does."""
         if not self.local.share_model:
             return f"share_model in its {PLACE} is not true"
-        if self._private(site):
+        if self._private:
             return "it is trained with differential privacy, which does not cover this"
         kind = personal.meta["kind"]
         return "" if kind == "plain" else f"it is of kind {kind}"

@@ -21,7 +21,6 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from medflare.core.errors import UpdateError
-from medflare.core.hyper import build_hyper, split_hyper
 from medflare.flare.components import authorize
 from medflare.methods.catalogue import get_method
 
@@ -77,10 +76,7 @@ class MethodAggregator(ModelAggregator):
         method = get_method(self.method_name)
         given = (self.hyper or {}).items()
         values = {name: value for name, value in given if name.split(".")[0] != "site"}
-        server_values = split_hyper(values, method.hyper_classes, method.name)["server"]
-        hyper: Any = build_hyper(
-            method.server_class.Hyper, server_values, f"method {method.name}, server algorithm"
-        )
+        _, hyper = method.built(values)
         aggregation = method.server_class.aggregation_class(hyper)
         aggregation.rounds = self.num_rounds
         return aggregation

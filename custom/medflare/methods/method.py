@@ -79,7 +79,7 @@ class Method:
         that does not go with them.
         """
         self._check_pair()
-        site, server = self._built(values)
+        site, server = self.built(values)
         if task is None:
             return
         from medflare.networks.dry_run import check_network
@@ -138,10 +138,11 @@ class Method:
         """All hyper-parameters, checked, with the defaults of those not in `values` (see
         `core.hyper.split_hyper`).
         """
-        site, server = self._built(values)
+        site, server = self.built(values)
         return {"site": plain(site), "server": plain(server)}
 
-    def _built(self, values: Mapping[str, Any]) -> tuple[Any, Any]:
+    def built(self, values: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The hyper-parameters of the site and of the server algorithm, checked, with defaults."""
         names = [name.rpartition(".")[2] for name in values]
         for value in values.values():
             if isinstance(value, Mapping):
@@ -187,7 +188,7 @@ class Method:
         from medflare.methods.base import Plan
 
         self._check_pair()
-        return Plan(task, sites, *self._built(values))
+        return Plan(task, sites, *self.built(values))
 
     def make_site(self, site: "Site", plan: "Plan") -> "SiteAlgorithm":
         return self.site_class(site, plan)
