@@ -10,6 +10,7 @@ from medflare.core.states import StateDict, copy_state, state_bytes
 
 T = TypeVar("T")
 Messages = Mapping[str, "Message"]  # by site, or final models by role
+FinalModels = dict[str, "Message"]  # by role; at the server by path below its folder `models`
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 StateDict = dict[str, Tensor]
 State = Mapping[str, Tensor]  # one that is only read
+States = Mapping[str, StateDict]  # several by name, most often by site
 # Values of each tensor at a time, so that intermediate results stay in the processor's cache.
 CHUNK = 2**15
 # The same for sums that decide about weights: most tensors fit, so that their sums are not split.
@@ -84,7 +85,7 @@ def _to_cpu(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
-def check_same_shapes(states: Mapping[str, StateDict]) -> None:
+def check_same_shapes(states: States) -> None:
     """Raises ValueError, with the sites and the first names, if names or shapes differ."""
     sites = sorted(states)
     for site in sites[1:]:
@@ -93,7 +94,7 @@ def check_same_shapes(states: Mapping[str, StateDict]) -> None:
             raise ValueError(f"states of {sites[0]} and {site} differ in {names[:3]}")
 
 
-def weighted_mean(states: Mapping[str, StateDict], weights: Mapping[str, float]) -> StateDict:
+def weighted_mean(states: States, weights: Mapping[str, float]) -> StateDict:
     """sum_k weights_k states_k / sum_k weights_k, by site.
 
     Floating tensors are summed in float64 in sorted site order and returned in their dtype. Integer

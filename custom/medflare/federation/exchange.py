@@ -39,6 +39,9 @@ class Reply:
     seconds: float = field(default=0.0, compare=False)
 
 
+Answers = dict[str, Reply]  # by site
+
+
 class Exchange(Protocol):
     """How messages reach the sites. A site's MedflareError becomes a Reply with a problem.
 
@@ -62,7 +65,7 @@ class Transport:
     exchange: Exchange
     outcome: Outcome
 
-    def ask(self, step: Step, outgoing: Messages) -> dict[str, Reply]:
+    def ask(self, step: Step, outgoing: Messages) -> Answers:
         """site -> reply for every site in `outgoing`, sorted.
 
         Without a reply its kind is "missing".

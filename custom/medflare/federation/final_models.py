@@ -14,7 +14,7 @@ from torch import nn
 from medflare.adaptation.registry import NONE, adapted_at, parsed, remark
 from medflare.core.errors import ConfigError, StateError
 from medflare.core.events import EventLog
-from medflare.core.message import Message, Messages
+from medflare.core.message import FinalModels, Message, Messages
 from medflare.core.packages import installed
 from medflare.core.store import write_atomically, write_json
 from medflare.core.text import JsonDict, is_name
@@ -161,7 +161,7 @@ class SiteFolder(ArtifactStore):
             write_json(self.folder / PROGRESS, note)
 
 
-def with_choice(models: Messages, keep: str | None) -> tuple[dict[str, Message], list[str]]:
+def with_choice(models: Messages, keep: str | None) -> tuple[FinalModels, list[str]]:
     """The final models with the site's choice as "deployed", and notes about it."""
     final = dict(models)
     if keep is None or "deployed" not in models:
@@ -177,7 +177,7 @@ def with_choice(models: Messages, keep: str | None) -> tuple[dict[str, Message],
     return final, [f"deployed is its {keep} model: its {PLACE} has keep {keep!r}"]
 
 
-def with_adapted(site: Site, models: Messages, adapt: str) -> tuple[dict[str, Message], list[str]]:
+def with_adapted(site: Site, models: Messages, adapt: str) -> tuple[FinalModels, list[str]]:
     """The final models with the deployed one adapted to the site's test images, without their
     labels, under the adaptation's name; and notes about it.
     """

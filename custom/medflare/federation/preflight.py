@@ -3,7 +3,7 @@
 Settings that a method cannot have, and two algorithms whose messages do not match.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from medflare.adaptation.registry import NONE, ROUTING, holds_experts, parsed, w
 from medflare.core.errors import ConfigError, MedflareError
 from medflare.core.message import Message
 from medflare.core.phases import Phase
+from medflare.core.text import Json
 from medflare.data.loading import SiteData, Split
 from medflare.federation.protocol import request_problem
 from medflare.federation.settings import FINALIZE
@@ -29,7 +30,7 @@ _SITES = ("one", "two")  # the messages do not depend on the names
 def check_run(
     method: Method,
     task: TaskConfig,
-    hyper: Mapping[str, Any],
+    hyper: Json,
     *,
     rounds: int | None = None,
     outside: Sequence[str] = (),

@@ -10,7 +10,7 @@ from pathlib import Path
 from medflare.core.errors import Aborted, MedflareError, StepFailed
 from medflare.core.events import EventLog
 from medflare.core.store import StateStore, make_folder, write_json
-from medflare.core.text import Json, JsonDict
+from medflare.core.text import Json, JsonDict, Say
 from medflare.data.acquisition import TRAINED_ON
 from medflare.data.progress import RoundsLeft
 from medflare.evaluation.console import round_line
@@ -80,7 +80,7 @@ class Run:
     checkpoints: Path | None = None
     weights: Path | None = None
     about: Json = field(default_factory=dict)
-    say: Callable[[str], None] = lambda line: None
+    say: Say = lambda line: None
     observe: Callable[[StepReport], None] = lambda report: None
     track: str | None = None
     events: EventLog = field(default_factory=EventLog)

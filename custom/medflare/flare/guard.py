@@ -12,9 +12,8 @@ in authorization.json).
 
 import json
 import math
-from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import ReturnCode
@@ -23,7 +22,7 @@ from nvflare.apis.fl_exception import UnsafeJobError
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
 from medflare.core.errors import ConfigError, MedflareError, UpdateError
-from medflare.core.text import JsonDict
+from medflare.core.text import Json, JsonDict
 from medflare.data.local import OUTBOUND, OutboundLimits, local_settings, read_local
 from medflare.flare.components import refuse_result_filters
 from medflare.flare.messages import (
@@ -173,7 +172,7 @@ def validate_tensors(message: "Message", manifest: "Manifest", limits: OutboundL
         )
 
 
-def plain_meta(meta: Mapping[str, Any], declared: "tuple[MetaSpec, ...]", site: str) -> JsonDict:
+def plain_meta(meta: Json, declared: "tuple[MetaSpec, ...]", site: str) -> JsonDict:
     """The metadata of a reply as new plain JSON values, each declared and valid by its declaration.
 
     An error names the item and not its value, since the error leaves the site.

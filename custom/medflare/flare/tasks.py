@@ -21,7 +21,8 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from medflare.core.errors import Aborted, ConfigError, UpdateError
 from medflare.core.message import Message
-from medflare.federation.exchange import Reply
+from medflare.core.text import Say
+from medflare.federation.exchange import Answers, Reply
 from medflare.federation.settings import (
     CROSS_SITE,
     ENROL,
@@ -77,7 +78,7 @@ class TaskExchange:
     settings: RunSettings
     members: Callable[[], Iterable[str]]
     stop_reason: Callable[[], str]
-    say: Callable[[str], None]
+    say: Say
 
     def __post_init__(self) -> None:
         # Site -> when the server last heard from it, on the monotonic clock.
@@ -109,7 +110,7 @@ class TaskExchange:
             )
         return [site for site in members if site not in self._lost | self._not_ready]
 
-    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> dict[str, Reply]:
+    def __call__(self, step: Step, outgoing: Mapping[str, Message]) -> Answers:
         """Send each site its message and wait for the replies.
 
         Raises:
@@ -236,7 +237,7 @@ class TaskExchange:
             return None
         return site_task
 
-    def _wait(self, step: Step, timeout: float) -> dict[str, Reply]:
+    def _wait(self, step: Step, timeout: float) -> Answers:
         """Return when each site has replied or is given up.
 
         Returns:
@@ -244,7 +245,7 @@ class TaskExchange:
         """
         started = time.monotonic()
         busy = started  # when any site was last at work
-        missing: dict[str, Reply] = {}
+        missing: Answers = {}
         while True:
             for site_task in self._tasks.values():
                 _read(site_task)  # while other sites still work
@@ -325,9 +326,7 @@ def _read(site_task: _PendingReply) -> Reply:
     return site_task.reply or Reply(problem="no answer", kind="missing")
 
 
-def _late_replies(
-    step: Step, pending: Mapping[str, _PendingReply], timeout: float
-) -> dict[str, Reply]:
+def _late_replies(step: Step, pending: Mapping[str, _PendingReply], timeout: float) -> Answers:
     """The replies that stand for those of the sites that a closed step did not wait for."""
     replies = {}
     for site, site_task in pending.items():

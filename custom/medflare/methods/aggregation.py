@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from medflare.core.errors import ConfigError, UpdateError
 from medflare.core.message import Message
 from medflare.core.specs import TensorSpec
-from medflare.core.states import StateDict, weighted_mean
+from medflare.core.states import StateDict, States, weighted_mean
 from medflare.methods.parts.measured import N_SAMPLES
 from medflare.methods.parts.robust import RobustLimits, combined
 from medflare.tasks.config import TaskConfig
@@ -39,7 +39,7 @@ def states_of(models: Models) -> dict[str, StateDict]:
     return {site: model.state for site, model in models.items()}
 
 
-def plain_mean(states: Mapping[str, StateDict]) -> StateDict:
+def plain_mean(states: States) -> StateDict:
     """(1/K) Σ_k w_k, see `weighted_mean`."""
     return weighted_mean(states, dict.fromkeys(states, 1.0))
 
@@ -146,10 +146,7 @@ class WeightedMean(Aggregation):
         return self.combined(states_of(models), self.shares(models), previous)
 
     def combined(
-        self,
-        states: Mapping[str, StateDict],
-        shares: Mapping[str, float],
-        origin: StateDict | None = None,
+        self, states: States, shares: Mapping[str, float], origin: StateDict | None = None
     ) -> StateDict:
         """The mean by `hyper.rule`, which sets `weights`; arguments as of
         `parts.robust.combined`.

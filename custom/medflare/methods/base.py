@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from medflare.core.errors import ConfigError
 from medflare.core.events import EventLog
 from medflare.core.hyper import param, refuse_undecorated
-from medflare.core.message import Message
+from medflare.core.message import FinalModels, Message
 from medflare.core.phases import ASKS, HANDLES, Phase, declared_phases, methods_by_phase
 from medflare.core.settings import strict_dataclass
 from medflare.core.specs import Manifest, MetaSpec, TensorSpec
 from medflare.core.states import StateDict
+from medflare.core.text import Json, JsonDict
 from medflare.methods.aggregation import Aggregation, NoAggregation
 from medflare.methods.parts.measured import LOSS, N_SAMPLES, VALIDATION
 from medflare.methods.parts.selection import ModelSelector, Selection
@@ -63,7 +64,7 @@ def _hyper_class(algorithm: Any) -> type:
     return algorithm.Hyper
 
 
-def _not_json(meta: Mapping[str, Any]) -> str | None:
+def _not_json(meta: Json) -> str | None:
     """Which metadata item JSON cannot hold, in words, or None."""
     for name, value in meta.items():
         try:
@@ -168,7 +169,7 @@ class ServerContext:
     outside: tuple[str, ...] = ()
     phases: Mapping[str, Phase] = dataclasses.field(default_factory=dict)
     aggregation: Aggregation | None = None
-    site_counts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    site_counts: dict[str, JsonDict] = dataclasses.field(default_factory=dict)
     events: EventLog = dataclasses.field(default_factory=EventLog)
     notes: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
     start: StateDict | None = None
@@ -349,7 +350,7 @@ class SiteAlgorithm(ABC, Generic[S]):
         return reply
 
     @abstractmethod
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """Final models by role ("global", "personal", "deployed").
 
         Each is a message that `Method.models` builds a module from.
@@ -389,7 +390,7 @@ class SiteAlgorithm(ABC, Generic[S]):
         """
         return {}
 
-    def privacy(self) -> dict[str, Any] | None:
+    def privacy(self) -> JsonDict | None:
         """The privacy cost of this run, see `privacy.rounds.privacy_cost`.
 
         None without differential privacy.
@@ -523,19 +524,19 @@ class ServerAlgorithm(ABC, Generic[V]):
     def configure_final(self, site: str) -> Message:
         """The message with a site's final models; for outside sites too."""
 
-    def models(self) -> dict[str, Message]:
+    def models(self) -> FinalModels:
         """Final models that the server stores, by path below its `models` folder."""
         return {}
 
-    def documents(self) -> dict[str, Any]:
+    def documents(self) -> JsonDict:
         """Files beside the results: name -> JSON content."""
         return {}
 
-    def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
+    def tables(self) -> dict[str, dict[str, JsonDict]]:
         """Tables of the results: title -> site -> column -> number or text."""
         return {}
 
-    def selector_summary(self) -> dict[str, Any]:
+    def selector_summary(self) -> JsonDict:
         """How the deployed model selects a network for an image; empty if it does not.
 
         It is `RunRecord.selector`.

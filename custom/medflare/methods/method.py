@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import SplitHyper, build_hyper, plain, split_hyper
+from medflare.core.text import Json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,7 +75,7 @@ class Method:
         """ "site" and "server" -> class of its hyper-parameters."""
         return {"site": self.site_class.Hyper, "server": self.server_class.Hyper}
 
-    def check(self, values: Mapping[str, Any], task: "TaskConfig | None" = None) -> None:
+    def check(self, values: Json, task: "TaskConfig | None" = None) -> None:
         """Raises ConfigError for invalid hyper-parameters (see `core.hyper.split_hyper`), or a task
         that does not go with them.
         """
@@ -134,14 +135,14 @@ class Method:
                 "leave out task.accumulate, or make task.batch_size larger"
             )
 
-    def effective(self, values: Mapping[str, Any]) -> SplitHyper:
+    def effective(self, values: Json) -> SplitHyper:
         """All hyper-parameters, checked, with the defaults of those not in `values` (see
         `core.hyper.split_hyper`).
         """
         site, server = self.built(values)
         return {"site": plain(site), "server": plain(server)}
 
-    def built(self, values: Mapping[str, Any]) -> tuple[Any, Any]:
+    def built(self, values: Json) -> tuple[Any, Any]:
         """The hyper-parameters of the site and of the server algorithm, checked, with defaults."""
         names = [name.rpartition(".")[2] for name in values]
         for value in values.values():
@@ -181,7 +182,7 @@ class Method:
         reason = self.site_class.dp_unsupported_reason
         return f"method {self.name!r} cannot train with differential privacy: {reason}"
 
-    def plan(self, task: "TaskConfig", sites: tuple[str, ...], values: Mapping[str, Any]) -> "Plan":
+    def plan(self, task: "TaskConfig", sites: tuple[str, ...], values: Json) -> "Plan":
         """The plan of the inside sites (sorted names), with hyper-parameters as in `check`, which
         raises the same errors.
         """

@@ -25,7 +25,7 @@ from medflare.core.errors import Aborted, ConfigError, MedflareError, StepFailed
 from medflare.core.message import Message, Messages
 from medflare.core.store import SEPARATOR, flat
 from medflare.core.text import JsonDict
-from medflare.federation.exchange import Reply
+from medflare.federation.exchange import Answers, Reply
 from medflare.federation.participant import Participant, import_ahead
 from medflare.federation.protocol import RUN_ROUNDS
 from medflare.federation.settings import step_name
@@ -55,7 +55,7 @@ class LocalExchange:
         """The sites that are not absent in this round, sorted."""
         return sorted(set(self.sites).difference(self.absent.get(round, ())))
 
-    def __call__(self, step: Step, outgoing: Messages) -> dict[str, Reply]:
+    def __call__(self, step: Step, outgoing: Messages) -> Answers:
         return {site: self.answer(site, step, outgoing[site].copied()) for site in sorted(outgoing)}
 
     def answer(self, site: str, step: Step, message: Message) -> Reply:
@@ -133,11 +133,11 @@ class ForkedExchange(LocalExchange):
             )
         import_ahead()
 
-    def __call__(self, step: Step, outgoing: Messages) -> dict[str, Reply]:
+    def __call__(self, step: Step, outgoing: Messages) -> Answers:
         # The slowest site begins first, so that the others need not wait for it at the end.
         waiting = sorted(outgoing, key=lambda site: self._seconds.get(site, 0.0))
         busy: dict[Any, str] = {}  # connection -> site
-        replies: dict[str, Reply] = {}
+        replies: Answers = {}
         while waiting or busy:
             while waiting and len(busy) < self.workers:
                 site = waiting.pop()

@@ -3,7 +3,7 @@
 from typing import TypeVar
 
 from medflare.core.hyper import param
-from medflare.core.message import Message
+from medflare.core.message import FinalModels, Message
 from medflare.core.phases import phase
 from medflare.core.settings import strict_dataclass
 from medflare.methods.fedavg.personal import PersonalSite
@@ -47,6 +47,6 @@ class FineTunedSite(PersonalSite[F]):
         self.selection.add_trained(round, tuned, reply)
         return reply
 
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """Inside: the fine-tuned model. Outside, and without one: the global model."""
         return delivered(incoming, self.selection.best())

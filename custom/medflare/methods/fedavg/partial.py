@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from medflare.core.errors import ConfigError
-from medflare.core.message import Message
+from medflare.core.message import FinalModels, Message
 from medflare.core.phases import phase
 from medflare.core.specs import TensorSpec
 from medflare.core.states import StateDict
@@ -112,7 +112,7 @@ class PartialSite(PersonalSite[F]):
         """The local part, once, after the last round."""
         return self.reply({LOCAL: self.part.local(self.joined({}))})
 
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """Inside, the site's own model in all roles.
 
         Outside, the global model with the mean of the local parts.

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from medflare.core.message import Message
+from medflare.core.message import FinalModels, Message
 from medflare.core.states import StateDict
 from medflare.methods.base import Plan, SiteAlgorithm
 from medflare.methods.fedavg.site import F, FedAvgSite, delivered, trained_model
@@ -79,7 +79,7 @@ class PersonalSite(FedAvgSite[F]):
         super().__init__(site, plan)
         self.selection = PersonalModel(self, self.selection_name)
 
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """Inside: the best personal model (the global one if the site never trained).
 
         Outside: the global model.

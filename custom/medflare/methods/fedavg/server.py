@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.message import Message
+from medflare.core.message import FinalModels, Message
 from medflare.core.phases import asks, handles
 from medflare.core.settings import strict_dataclass
 from medflare.core.states import StateDict
@@ -162,7 +162,7 @@ class FedAvgServer(ServerAlgorithm[G]):
         model, round = self.selected
         return Message.of({MODEL: model, SELECTED_ROUND: round})
 
-    def models(self) -> dict[str, Message]:
+    def models(self) -> FinalModels:
         """The selected global model as "global", if the server has all of it."""
         if self.partial and "whole" not in self.memory.meta:
             return {}

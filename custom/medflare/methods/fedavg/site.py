@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import param
-from medflare.core.message import Message
+from medflare.core.message import FinalModels, Message
 from medflare.core.phases import phase
 from medflare.core.settings import strict_dataclass
 from medflare.core.specs import MetaSpec, TensorSpec, count
@@ -94,7 +94,7 @@ def received(incoming: Message) -> Message:
     return trained_model(incoming[MODEL], incoming.get(SELECTED_ROUND))
 
 
-def delivered(incoming: Message, personal: Message | None) -> dict[str, Message]:
+def delivered(incoming: Message, personal: Message | None) -> FinalModels:
     """The incoming global model and, where there is one, the site's personal model.
 
     The site deploys its personal model if it has one.
@@ -259,6 +259,6 @@ class FedAvgSite(SiteAlgorithm[F]):
         return self.reply(validation={"global": value})
 
     @phase(request=(MODEL,), request_meta=(SELECTED_ROUND.as_optional(),))
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """The selected global model in all roles."""
         return dict.fromkeys(("global", "personal", "deployed"), received(incoming))

@@ -6,14 +6,14 @@ states its reading.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medflare.core.states import StateDict
+from medflare.core.states import State, StateDict
 from medflare.methods.aggregation import plain_mean
 from medflare.methods.parts.tensors import check_choice, refuse_shapes, widened
 
@@ -59,7 +59,7 @@ def similarity_loss(f: Tensor, f_hat: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def ema_update(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor], decay: float) -> None:
+def ema_update(teacher: State, student: State, decay: float) -> None:
     """teacher <- decay * teacher + (1 - decay) * student, in place.
 
     Sec. III-B3, after Tarvainen and Valpola, 2017. Floating buffers such as BatchNorm's running
@@ -90,7 +90,7 @@ def round_decay(batches: int) -> float:
     return min(math.exp(-1 / (0.2 * batches)), 0.99)
 
 
-def sharpness_perturbation(gradients: Mapping[str, Tensor], rho: float) -> StateDict:
+def sharpness_perturbation(gradients: State, rho: float) -> StateDict:
     """epsilon = rho g / ||g||_2 with one norm over all gradients together.
 
     Sec. III-C1, after Foret et al., ICLR 2021.

@@ -25,6 +25,7 @@ from medflare.methods import (
     FeatureNetwork,
     FedAvgSite,
     FedAvgSiteHyper,
+    FinalModels,
     Message,
     MetaSpec,
     PersistentState,
@@ -245,7 +246,7 @@ class FedDAGSite(ScoredSite, FedAvgSite[FedDAGSiteHyper]):
         return self._last_batch
 
     @phase(request=(MODEL, GENERATOR.as_optional()), request_meta=(SELECTED_ROUND.as_optional(),))
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """The selected global model in all roles."""
         return super().finalize(incoming)
 

@@ -19,6 +19,7 @@ from medflare.methods import (
     MEASURED,
     MODEL,
     ConfigError,
+    FinalModels,
     Message,
     MetaSpec,
     Replies,
@@ -131,7 +132,7 @@ class FedSMExtraSite(SuperModelSite[FedSMExtraSiteHyper]):
         return partial(self._ensemble_loss, self._networks_of(models))
 
     @phase(request=SUPER_MODEL, request_meta=(*SUPER, COMBINE))
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """The global model, this site's personal model (inside), and the super model."""
         return super().finalize(incoming)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medflare.core.states import StateDict, check_same_shapes, iter_chunks
+from medflare.core.states import StateDict, States, check_same_shapes, iter_chunks
 from medflare.methods.families.second_models.apfl import apfl_mixture as apfl_mixture
 from medflare.methods.families.second_models.pfedme import pfedme_outer as pfedme_outer
 
@@ -24,7 +24,7 @@ UNLIKELY = 1e-6  # smaller probabilities count as this one
 _NEVER = -1e4  # logit of a missing class
 
 
-def soft_pull(states: Mapping[str, StateDict], lam: float) -> dict[str, StateDict]:
+def soft_pull(states: States, lam: float) -> dict[str, StateDict]:
     """w_p,k <- λ w_p,k + (1 - λ) / (K - 1) Σ_{k' ≠ k} w_p,k'  (FedSM, Eq. 11).
 
     The mean over sites does not change and deviations from it shrink by (λK - 1)/(K - 1): λ = 1
@@ -121,11 +121,7 @@ def extra_labels(losses: Tensor) -> Tensor:
 
 
 def adam_step(
-    weights: StateDict,
-    gradient: StateDict,
-    moments: Mapping[str, StateDict],
-    step: int,
-    rate: float,
+    weights: StateDict, gradient: StateDict, moments: States, step: int, rate: float
 ) -> tuple[StateDict, dict[str, StateDict]]:
     """w - η m̂ / (√v̂ + ε) and the new moments: a step of Adam on named tensors.
 

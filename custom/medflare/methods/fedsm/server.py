@@ -11,6 +11,7 @@ from medflare.methods import (
     VALIDATION,
     Best,
     FedAvgServer,
+    FinalModels,
     Message,
     ModelSelector,
     PersistentState,
@@ -175,7 +176,7 @@ class SuperModelServer(FedAvgServer[V]):
             message[ROUNDS] = rounds
         return message
 
-    def models(self) -> dict[str, Message]:
+    def models(self) -> FinalModels:
         """The global model, every site's personal one, and the super model as "deployed"."""
         models = super().models()
         whole = self.configure_final(self.context.sites[0])

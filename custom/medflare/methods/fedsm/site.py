@@ -21,6 +21,7 @@ from medflare.methods import (
     MODEL,
     SELECTED_ROUND,
     VALIDATION,
+    FinalModels,
     Message,
     MetaSpec,
     Plan,
@@ -189,7 +190,7 @@ class SuperModelSite(SitePersonal[F]):
         gradient, value = self.selector_gradient(round, incoming, loss)
         return self.reply({self.entries.gradient: gradient}, loss=value)
 
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """The global model, this site's personal model (inside), and the super model."""
         models = {"global": received(incoming)}
         personal = PERSONALS.member(self.site.name)
@@ -280,6 +281,6 @@ class FedSMSite(SuperModelSite[FedSMSiteHyper]):
         return self.reply({GAINS: gain_by_gamma(model, self.site, self.minimum_patients)})
 
     @phase(request=SUPER_MODEL, request_meta=SUPER_MODEL_META)
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """The global model, this site's personal model (inside), and the super model."""
         return super().finalize(incoming)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medflare.core.errors import UpdateError
-from medflare.core.states import StateDict, blend, cosines, gram, weighted_mean
+from medflare.core.states import State, StateDict, States, blend, cosines, gram, weighted_mean
 from medflare.methods.parts.tensors import check_choice, named_gradients, refuse_widths, widened
 
 Granularity = Literal["total", "split", "reweight"]
@@ -139,7 +139,7 @@ def reweighted(c: Tensor, p: Tensor) -> Tensor:
 
 def consistent_aggregate(
     model: StateDict,
-    states: Mapping[str, StateDict],
+    states: States,
     p: Mapping[str, float],
     parameters: Collection[str],
     *,
@@ -287,9 +287,7 @@ def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def meta_trained(
-    parameters: Mapping[str, Tensor],
-    task_loss: Callable[[Mapping[str, Tensor]], Tensor],
-    rate: float,
+    parameters: State, task_loss: Callable[[State], Tensor], rate: float
 ) -> dict[str, Tensor]:
     """theta' = theta - eta grad L_task(theta; x_tr, y_tr), by name, as a function of theta.
 

@@ -23,6 +23,7 @@ from medflare.methods import (
     MODEL,
     FeatureNetwork,
     FedAvgSiteHyper,
+    FinalModels,
     Message,
     MetaSpec,
     PersistentState,
@@ -227,7 +228,7 @@ class GraceSite(PersonalSite[GraceSiteHyper]):
         self.optimizers.keep("discriminator", adam)
         self.discriminator = copied_state(discriminator)
 
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """The local model inside; outside the global one, adapted by `tta`."""
         models = super().finalize(incoming)
         if not self.inside:

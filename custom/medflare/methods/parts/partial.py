@@ -2,12 +2,12 @@
 their layer or by their path.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
-from medflare.core.states import StateDict, batch_norm_entries, split_state
+from medflare.core.states import State, StateDict, batch_norm_entries, split_state
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class LocalPart:
         prefixes = tuple(f"{path}." for path in chosen)
         return cls(frozenset(name for name in network.state_dict() if name.startswith(prefixes)))
 
-    def local(self, state: Mapping[str, Tensor]) -> StateDict:
+    def local(self, state: State) -> StateDict:
         """The entries that stay."""
         return split_state(state, self.names)[0]
 
-    def shared(self, state: Mapping[str, Tensor]) -> StateDict:
+    def shared(self, state: State) -> StateDict:
         """The entries that are shared."""
         return split_state(state, self.names)[1]

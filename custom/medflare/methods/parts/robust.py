@@ -38,7 +38,9 @@ from medflare.core.hyper import param
 from medflare.core.settings import no_such, strict_dataclass
 from medflare.core.states import (
     LONG_CHUNK,
+    State,
     StateDict,
+    States,
     check_same_shapes,
     difference,
     iter_chunks,
@@ -102,11 +104,11 @@ class RobustLimits:
 
 
 def combined(
-    states: Mapping[str, StateDict],
+    states: States,
     shares: Mapping[str, float],
     rule: str,
     limits: RobustLimits,
-    origin: Mapping[str, Tensor] | None = None,
+    origin: State | None = None,
 ) -> tuple[StateDict, dict[str, float]]:
     """The sites' models as one.
 
@@ -150,9 +152,7 @@ def combined(
     return weighted_mean(states, by_site), by_site
 
 
-def _clipped(
-    states: Mapping[str, StateDict], clip: float, origin: Mapping[str, Tensor] | None
-) -> dict[str, StateDict]:
+def _clipped(states: States, clip: float, origin: State | None) -> dict[str, StateDict]:
     """w_g + Δ_k / max(1, |Δ_k| / M) of every site."""
     sites = sorted(states)
     if origin is None:
@@ -176,7 +176,7 @@ def _refuse_non_finite(sites: Sequence[str], lengths: Sequence[float]) -> None:
         )
 
 
-def robust_mean(states: Mapping[str, StateDict], rule: str, trim: float = 0.2) -> StateDict:
+def robust_mean(states: States, rule: str, trim: float = 0.2) -> StateDict:
     """Coordinate-wise median or trimmed mean of states with equal names and shapes (Yin et al.
     2018, Definitions 1 and 2).
 
@@ -212,7 +212,7 @@ def _trimmed(tensors: list[Tensor], cut: int) -> Tensor:
     return mean
 
 
-def squared_distances(states: Mapping[str, StateDict]) -> Tensor:
+def squared_distances(states: States) -> Tensor:
     """(K, K) squared Euclidean distances between states, in sorted order of the sites; without
     integer entries.
     """
@@ -283,7 +283,7 @@ def clip_factors(lengths: Sequence[float], clip: float = 1.0) -> list[float]:
     return [1.0 if length <= most else most / length for length in lengths]
 
 
-def _length(state: Mapping[str, Tensor]) -> float:
+def _length(state: State) -> float:
     """Euclidean length of the floating entries."""
     squares = []
     for tensor in state.values():

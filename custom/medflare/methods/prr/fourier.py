@@ -12,7 +12,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from medflare.core.states import StateDict, batch_norm_entries, check_same_shapes, split_state
+from medflare.core.states import (
+    StateDict,
+    States,
+    batch_norm_entries,
+    check_same_shapes,
+    split_state,
+)
 from medflare.methods.aggregation import plain_mean
 from medflare.methods.parts.tensors import check_choice, widened
 
@@ -325,7 +331,7 @@ def treatments(network: nn.Module) -> dict[str, Treatment]:
     return plan
 
 
-def treatments_by_shape(states: Mapping[str, StateDict]) -> dict[str, Treatment]:
+def treatments_by_shape(states: States) -> dict[str, Treatment]:
     """How each entry is aggregated where only states are at hand.
 
     Tensors of two or more axes are weights, the last is the classifier.
@@ -357,7 +363,7 @@ def without_rule(network: nn.Module) -> str | None:
 
 
 def aggregate_models(
-    states: Mapping[str, StateDict],
+    states: States,
     plan: Mapping[str, Treatment],
     r: float,
     *,

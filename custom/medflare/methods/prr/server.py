@@ -6,6 +6,7 @@ from torch import Tensor
 from medflare.methods import (
     MODEL,
     Aggregation,
+    FinalModels,
     Message,
     PersistentState,
     Replies,
@@ -227,7 +228,7 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
             return Message.of({MODEL: self.outside})
         return Message.of({DEPUTY: self.aggregated.get(site, self.outside)})
 
-    def models(self) -> dict[str, Message]:
+    def models(self) -> FinalModels:
         """The model for outside sites, if it is complete."""
         if not self.memory.meta["complete"]:
             return {}

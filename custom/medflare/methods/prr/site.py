@@ -17,6 +17,7 @@ from medflare.methods import (
     Best,
     ConfigError,
     FeatureNetwork,
+    FinalModels,
     LocalPart,
     Message,
     MetaSpec,
@@ -293,7 +294,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         self.best["personal"].propose(values["personal"], round, personal.state_dict())
         return values
 
-    def _delivered(self, incoming: Message) -> dict[str, Message]:
+    def _delivered(self, incoming: Message) -> FinalModels:
         """The site's final deputy and personal model, of their best rounds or of the last one."""
         deputy = self._deputy_state(incoming)
         last = {"global": deputy, "personal": deputy}
@@ -304,7 +305,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
         return {role: trained_model(*kept.chosen(rule, last[role])) for role, kept in best}
 
     @phase(request=(DEPUTY, MODEL))  # an outside site's model is whole
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """An inside site deploys its deputy or its personal model, an outside site what it gets.
 
         Inside, the better one by validation (Sec. IV-A).

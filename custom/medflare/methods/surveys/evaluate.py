@@ -11,6 +11,7 @@ from medflare.data.acquisition import TRAINED_ON
 from medflare.inference.deployed import WEIGHTS_FILE, load_model
 from medflare.methods import (
     ConfigError,
+    FinalModels,
     Message,
     ServerAlgorithm,
     ServerContext,
@@ -43,7 +44,7 @@ class EvaluateSite(SiteAlgorithm[SiteHyper]):
     dp_unsupported_reason = "it trains nothing"
     uses_training = False
 
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """The model.
 
         Raises:

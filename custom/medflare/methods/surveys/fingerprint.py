@@ -4,12 +4,14 @@
 holds back, is in `preparation.fingerprint`.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator
 
 from medflare.core.errors import DataError
+from medflare.core.text import JsonDict
 from medflare.methods import (
+    FinalModels,
     Message,
     MetaSpec,
     Replies,
@@ -25,7 +27,7 @@ from medflare.preparation.fingerprint import fingerprint_of, from_json, learnt_o
 FILE = "fingerprints.json"
 
 
-def _check_fingerprint(value: dict[str, Any]) -> dict[str, Any]:
+def _check_fingerprint(value: JsonDict) -> JsonDict:
     """Raise ValueError for a value that is no fingerprint.
 
     An empty one, of a site with too few patients, is valid.
@@ -38,10 +40,10 @@ def _check_fingerprint(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-FINGERPRINT = MetaSpec[dict[str, Any]](
+FINGERPRINT = MetaSpec[JsonDict](
     "fingerprint",
     "sizes, spacings, intensities and classes of the training images",
-    Annotated[dict[str, Any], AfterValidator(_check_fingerprint)],
+    Annotated[JsonDict, AfterValidator(_check_fingerprint)],
     "train",
 )
 
@@ -75,7 +77,7 @@ class FingerprintSite(SiteAlgorithm[SiteHyper]):
             described = to_json([fingerprint])["sites"][0]
         return Message.of({FINGERPRINT: described})
 
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         return {}
 
 
@@ -104,14 +106,14 @@ class FingerprintServer(ServerAlgorithm):
     def configure_final(self, site: str) -> Message:
         return Message()
 
-    def documents(self) -> dict[str, Any]:
+    def documents(self) -> JsonDict:
         stored = sorted(self.memory.meta["fingerprints"].items())
         return {FILE: to_json([from_json(item) for _, item in stored])}
 
-    def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
+    def tables(self) -> dict[str, dict[str, JsonDict]]:
         """One row a site: images, and patients and median size if the site sent a fingerprint."""
         counts = self.context.site_counts
-        rows: dict[str, dict[str, Any]]
+        rows: dict[str, JsonDict]
         rows = {site: {"images": counts[site]["n"].get("train")} for site in counts}
         for site, item in self.memory.meta["fingerprints"].items():
             size = " x ".join(f"{side:.4g}" for side in item["sizes"]["median"])

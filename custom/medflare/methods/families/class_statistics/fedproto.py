@@ -21,6 +21,7 @@ from medflare.methods import (
     MEASURED,
     SELECTED_ROUND,
     FedAvgSiteHyper,
+    FinalModels,
     Message,
     PersistentState,
     PersonalSite,
@@ -157,7 +158,7 @@ class FedProtoSite(LinearHeadSite, PersonalSite[FedProtoHyper]):
         return self.reply(validation={"personal": value})
 
     @phase(request=(GLOBAL,), request_meta=(SELECTED_ROUND,))
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """The model of the best round; if the site never trained, its model as it is now."""
         model = self.selection.final(self.predicting(incoming), incoming.get(SELECTED_ROUND))
         return dict.fromkeys(("personal", "deployed"), model)

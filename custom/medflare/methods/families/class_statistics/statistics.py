@@ -4,7 +4,7 @@ Rows are the classes of a task as in `prr.transfer`: G groups of C classes each,
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from medflare.core.states import States
 from medflare.methods import (
     ConfigError,
     FeatureNetwork,
@@ -181,7 +182,7 @@ def usable(
     return statistics
 
 
-def class_samples(context: ServerContext, statistics: Mapping[str, StateDict]) -> Tensor:
+def class_samples(context: ServerContext, statistics: States) -> Tensor:
     """(sites, K) float64 training images, or pixels, of the classes, of site -> statistics.
 
     0 for a class without a mean. A site that suppresses its counts has equally many of each class.
@@ -199,7 +200,7 @@ def class_samples(context: ServerContext, statistics: Mapping[str, StateDict]) -
     return torch.stack(samples)
 
 
-def stacked(statistics: Mapping[str, StateDict], name: str) -> Tensor:
+def stacked(statistics: States, name: str) -> Tensor:
     """(sites, K, ...) tensors of the sites' statistics."""
     return torch.stack([state[name] for state in statistics.values()])
 

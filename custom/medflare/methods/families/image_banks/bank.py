@@ -24,6 +24,7 @@ from medflare.methods import (
     FedAvgServerHyper,
     FedAvgSite,
     FedAvgSiteHyper,
+    FinalModels,
     Loss,
     Message,
     Plan,
@@ -220,7 +221,7 @@ class BankServer(FedAvgServer[BankServerHyper]):
     def configure_final(self, site: str) -> Message:
         return self.with_bank(super().configure_final(site))
 
-    def models(self) -> dict[str, Message]:
+    def models(self) -> FinalModels:
         """The global model, as outside sites have it."""
         kind = self.context.plan.site_hyper.kind
         mean = mean_entry(self.memory.family(BANK))
@@ -285,7 +286,7 @@ class PreparedSite(BankSite[B]):
     def validation(self, model: nn.Module, metric: str | None = None) -> float | None:
         return super().validation(self.prepared(model), metric)
 
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """The selected global model with the site's change, in all roles."""
         self.bank = incoming.family(BANK)
         numbers = self.numbers()

@@ -31,6 +31,7 @@ from medflare.methods import (
     FedAvgServer,
     FedAvgServerHyper,
     FedAvgSiteHyper,
+    FinalModels,
     Message,
     PersistentState,
     PersonalSite,
@@ -199,7 +200,7 @@ class FedLoRASite(PersonalSite[FedLoRAHyper]):
         return self.reply({LOCAL_B: self.joined({})})
 
     @phase(request=(ADAPTERS,), request_meta=(SELECTED_ROUND.as_optional(),))
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """The selected global model in all roles; with share "a" the site's model inside.
 
         Outside sites then have no personal model.
@@ -229,7 +230,7 @@ class FedLoRAServer(FedAvgServer[FedLoRAServerHyper]):
         self.network = adapted(network, plan.site_hyper, context.seed)
         self.model = copy_state(trained(self.network))
 
-    def models(self) -> dict[str, Message]:
+    def models(self) -> FinalModels:
         """The selected global model as a plain network, if the server has all of it."""
         models = super().models()
         for role, model in models.items():

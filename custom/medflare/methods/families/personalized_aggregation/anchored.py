@@ -30,12 +30,13 @@ published code has another term, in which models are added, not compared:
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
+from medflare.core.states import States
 from medflare.methods import (
     MEASURED,
     MODEL,
@@ -66,6 +67,7 @@ from medflare.methods.families.personalized_aggregation.personalized import (
 )
 from medflare.methods.families.server_rules.rule import inner_products
 
+Anchors: TypeAlias = tuple[States, float]  # by site, and the strength of the proximal term
 ANCHOR = TensorSpec("anchor", optional=True)  # absent before the site's first update
 ANCHORS = TensorSpec("anchor", of=lambda plan: plan.sites)  # in the server's memory
 STRENGTH = MetaSpec[float]("strength", "weight of the proximal term to the anchor", number(0.0))
@@ -94,7 +96,7 @@ class AnchoredSite(PersonalizedSite[FedAvgSiteHyper]):
         return self.reply({TRAINED: trained}, loss=loss, validation={"personal": value})
 
 
-def mixtures(states: Mapping[str, StateDict], shares: Tensor) -> dict[str, StateDict]:
+def mixtures(states: States, shares: Tensor) -> dict[str, StateDict]:
     """Site -> mean of all states with its row of `shares` (K, K), >= 0."""
     rows = dict(zip(states, shares.tolist(), strict=True))
     return {
@@ -109,7 +111,7 @@ class AnchoredServer(PersonalizedServer[G]):
     site_algorithm = AnchoredSite
 
     @abstractmethod
-    def anchors(self, states: Mapping[str, StateDict]) -> tuple[dict[str, StateDict], float]:
+    def anchors(self, states: States) -> Anchors:
         """Site -> u_k, from the models w_k by site; and the strength of the proximal term."""
 
     def request(self, step: Step, site: str) -> Message:
@@ -199,7 +201,7 @@ class FedAMPServer(AnchoredServer[FedAMPServerHyper]):
                 f"weight; set step to at most {1 / others:.3g}"
             )
 
-    def anchors(self, states: Mapping[str, StateDict]) -> tuple[dict[str, StateDict], float]:
+    def anchors(self, states: States) -> Anchors:
         trained = dict(self.context.plan.network().named_parameters())
         squared = pairwise_squared_distances(list(states.values()), list(trained))
         xi, strength = attraction(squared, self.hyper)
@@ -229,7 +231,7 @@ def mean_relationship(count: int) -> Tensor:
     return centring @ centring
 
 
-def related(states: Mapping[str, StateDict], lam: float) -> tuple[dict[str, StateDict], float]:
+def related(states: States, lam: float) -> Anchors:
     """u_k of FedMTL, and the strength 2 λ1 Ω_kk of the proximal term."""
     omega = mean_relationship(len(states))
     strength = 2 * lam * float(omega[0, 0])
@@ -241,5 +243,5 @@ def related(states: Mapping[str, StateDict], lam: float) -> tuple[dict[str, Stat
 class FedMTLServer(AnchoredServer[FedMTLServerHyper]):
     """The anchors of the relationship."""
 
-    def anchors(self, states: Mapping[str, StateDict]) -> tuple[dict[str, StateDict], float]:
+    def anchors(self, states: States) -> Anchors:
         return related(states, self.hyper.lam)

@@ -16,6 +16,7 @@ from medflare.methods import (
     SELECTED_ROUND,
     ConfigError,
     FedAvgSiteHyper,
+    FinalModels,
     Message,
     MetaSpec,
     Replies,
@@ -91,7 +92,7 @@ class IFCASite(PersonalizedSite[FedAvgSiteHyper]):
         return super().validate(round, incoming)
 
     @phase(request=(CLUSTERS,), request_meta=(SELECTED_ROUND,))
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """The model of the best round; if the site never trained, θ_ĵ."""
         return super().finalize(incoming)
 

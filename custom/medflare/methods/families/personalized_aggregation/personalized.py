@@ -10,6 +10,7 @@ from medflare.methods import (
     MODEL,
     SELECTED_ROUND,
     VALIDATION,
+    FinalModels,
     Message,
     PersonalSite,
     Replies,
@@ -64,7 +65,7 @@ class PersonalizedSite(PersonalSite[F]):
         value = self.selection.validated(round, self.start(incoming))
         return self.reply(validation={"personal": value})
 
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """The model of the best round; if the site never trained, its model as it is now."""
         model = self.selection.final(self.start(incoming), incoming.get(SELECTED_ROUND))
         return dict.fromkeys(("personal", "deployed"), model)

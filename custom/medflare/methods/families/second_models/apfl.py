@@ -8,13 +8,14 @@ w is the site's copy of the global model, which is FedAvg's. v and α stay at th
 those of the task's optimizer; α is one more parameter beside v, its gradient as printed.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
+from medflare.core.states import State
 from medflare.methods import (
     FeatureNetwork,
     FedAvgSiteHyper,
@@ -32,7 +33,7 @@ _ALPHA = "alpha"  # in the memory
 
 
 def apfl_mixture(
-    personal: StateDict, global_: Mapping[str, Tensor], share: float, kept: Collection[str] = ()
+    personal: StateDict, global_: State, share: float, kept: Collection[str] = ()
 ) -> StateDict:
     """APFL's model v̄ = α v + (1 - α) w for floating entries; integer entries of v.
 
@@ -54,7 +55,7 @@ def apfl_mixture(
 
 
 def mixed_logits(
-    network: nn.Module, anchor: Mapping[str, Tensor], share: float | Tensor, images: Tensor
+    network: nn.Module, anchor: State, share: float | Tensor, images: Tensor
 ) -> Tensor:
     """Logits of v̄, as a function of v and α.
 
@@ -69,7 +70,7 @@ def mixed_logits(
     return functional_call(network, mixture, (images,))
 
 
-def mixed_model(model: nn.Module, global_: Mapping[str, Tensor], share: float) -> StateDict:
+def mixed_model(model: nn.Module, global_: State, share: float) -> StateDict:
     """v̄ of a trained v (`model`), whose running statistics are v̄'s already."""
     statistics = [name for name, _ in model.named_buffers()]
     return apfl_mixture(copied_state(model), global_, share, kept=statistics)

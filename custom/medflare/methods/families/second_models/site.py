@@ -11,6 +11,7 @@ from medflare.methods import (
     MODEL,
     SELECTED_ROUND,
     VALIDATION,
+    FinalModels,
     Message,
     PersistentState,
     PersonalSite,
@@ -64,7 +65,7 @@ class SecondModelSite(PersonalSite[F]):
         reply[VALIDATION]["personal"] = self.validated(round, incoming[MODEL])
         return reply
 
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """A site that has trained uses its personal model, any other the global one."""
         if self.personal is None:
             return delivered(incoming, None)

@@ -1,12 +1,11 @@
 """Weights from the sites' models and costs alone: IDA, FedAWA and FedPIDAvg."""
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from medflare.core.states import cosines
+from medflare.core.states import States, cosines
 from medflare.methods import (
     LOSS,
     ConfigError,
@@ -33,7 +32,7 @@ _LEAST_IMAGES = 0.2  # FedPIDAvg's term of the images, as a share of all three
 _MEMORY = 5  # costs in FedPIDAvg's sum
 
 
-def inverse_distances(states: Mapping[str, StateDict]) -> Weights:
+def inverse_distances(states: States) -> Weights:
     """α_k ∝ 1 / ||ω_avg - ω_k||_1 with ω_avg = (1/K) Σ_k ω_k, up to a common factor.
 
     Yeganeh et al., "Inverse Distance Aggregation", DART 2020. Equal for models that all agree.

@@ -21,6 +21,7 @@ from medflare.methods import (
     FedAvgServerHyper,
     FedAvgSite,
     FedAvgSiteHyper,
+    FinalModels,
     Message,
     PersistentState,
     Replies,
@@ -82,7 +83,7 @@ class TTTSite(FedAvgSite[FedAvgSiteHyper]):
             )
 
     @phase(request=(MODEL, HEAD), request_meta=(SELECTED_ROUND.as_optional(),))
-    def finalize(self, incoming: Message) -> dict[str, Message]:
+    def finalize(self, incoming: Message) -> FinalModels:
         """The selected global model with its head; deployed is the same, adapted by `ttt`."""
         shared = received(incoming)
         shared[HEAD] = incoming[HEAD]
@@ -123,7 +124,7 @@ class TTTServer(FedAvgServer[FedAvgServerHyper]):
         message[HEAD] = self._selected_head
         return message
 
-    def models(self) -> dict[str, Message]:
+    def models(self) -> FinalModels:
         models = super().models()
         for model in models.values():
             model[HEAD] = self._selected_head
