@@ -15,7 +15,7 @@ from nvflare.apis.shareable import Shareable
 
 from e2e.simulation import edit
 from flare.server import Server, in_this_process
-from flare.test_tasks import FakeController, exchange, never_fetches
+from flare.test_task_exchange import FakeController, exchange, never_fetches
 from helpers.small_tasks import tiny_phantom
 from medflare.cli import main
 from medflare.core.errors import FederationFailed
@@ -202,7 +202,7 @@ def test_a_completed_job_leaves_no_checkpoint_of_itself_or_of_the_one_that_it_re
     task: TaskConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sites = in_this_process(get_method("fedavg"), task, {}, 0)()
-    monkeypatch.setattr("medflare.flare.tasks.TaskExchange", lambda *arguments, **options: sites)
+    monkeypatch.setattr("medflare.flare.exchange.TaskExchange", lambda *arguments, **options: sites)
     kept = tmp_path / "medflare"
     (kept / "another").mkdir(parents=True)
     left = []
@@ -222,7 +222,7 @@ def served(
 ) -> dict[str, bytes]:
     """The models, by path, of a run that the controller makes with this component."""
     exchange = in_this_process(get_method(aggregator.method_name), task, LAST, SEED)
-    monkeypatch.setattr("medflare.flare.tasks.TaskExchange", exchange)
+    monkeypatch.setattr("medflare.flare.exchange.TaskExchange", exchange)
     server = Server(folder, aggregator, task)
     server.run(MedflareController(rounds=ROUNDS, seed=SEED))
     assert load_results(folder)["status"] == "COMPLETED", server.panics

@@ -138,7 +138,7 @@ class Enrolment:
                 problem = self._problem(site, reply.message)
                 if not problem:
                     self._problems.pop(site, None)
-                    self._enrol(site, round, reply.message)
+                    self._add_member(site, round, reply.message)
                     continue
                 reply = Reply(None, problem, "rejected")
             if self._problems.get(site) != reply:  # it is invited at every step
@@ -159,8 +159,8 @@ class Enrolment:
             invitation[START] = self.context.start
         return invitation
 
-    def _enrol(self, site: str, round: int, reply: Message) -> None:
-        """Add a site with what it reports."""
+    def _add_member(self, site: str, round: int, reply: Message) -> None:
+        """Add a site that enrolls, with what it reports."""
         meta = dict(reply.meta)
         difference = package_difference(reply.get(VERSIONS) or {}, self._versions)
         if difference:

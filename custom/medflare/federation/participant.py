@@ -191,7 +191,7 @@ class Participant:
         """
         with self._working.step(limited=phase not in PHASES_OF_ALL):
             if phase == ENROL:
-                return self._enrol(round, incoming)
+                return self._accept_invitation(round, incoming)
             return self._step(phase, round, incoming)
 
     def _step(self, phase: str, round: int, incoming: Message) -> Message:
@@ -299,7 +299,7 @@ class Participant:
         if record is not None and "validation" in counts_of_splits(site, self._minimum):
             record.note_validations(values, self.name)
 
-    def _enrol(self, round: int, incoming: Message) -> Message:
+    def _accept_invitation(self, round: int, incoming: Message) -> Message:
         """Check that server and site run the same federation, and report the site's data.
 
         The membership is stored.
