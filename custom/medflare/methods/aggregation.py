@@ -35,7 +35,7 @@ class SiteModel:
 Models: TypeAlias = Mapping[str, SiteModel]  # by site
 
 
-def states_of(models: Models) -> dict[str, StateDict]:
+def states_of(models: Models) -> States:
     return {site: model.state for site, model in models.items()}
 
 

@@ -286,9 +286,7 @@ def adversarial(discriminator: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 # Site: meta-train and meta-update (Sec. 2.2)
 
 
-def meta_trained(
-    parameters: State, task_loss: Callable[[State], Tensor], rate: float
-) -> dict[str, Tensor]:
+def meta_trained(parameters: State, task_loss: Callable[[State], Tensor], rate: float) -> StateDict:
     """theta' = theta - eta grad L_task(theta; x_tr, y_tr), by name, as a function of theta.
 
     Eq. 1; the printed Delta is a gradient.

@@ -310,9 +310,7 @@ def halves(count: int, swap: bool) -> list[tuple[slice, slice]]:
     return [(first, second)]
 
 
-def optimizer_step(
-    parameters: Parameters, task_loss: TaskLoss, optimizer: Optimizer
-) -> dict[str, Tensor]:
+def optimizer_step(parameters: Parameters, task_loss: TaskLoss, optimizer: Optimizer) -> StateDict:
     """theta' by a step of the optimizer, as a function of theta.
 
     Eq. 1 with the optimizer's step, first order. The step changes the optimizer's moments, unless

@@ -152,7 +152,7 @@ def combined(
     return weighted_mean(states, by_site), by_site
 
 
-def _clipped(states: States, clip: float, origin: State | None) -> dict[str, StateDict]:
+def _clipped(states: States, clip: float, origin: State | None) -> States:
     """w_g + Δ_k / max(1, |Δ_k| / M) of every site."""
     sites = sorted(states)
     if origin is None:

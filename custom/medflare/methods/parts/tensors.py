@@ -2,10 +2,12 @@
 precision for squares and sums), and gradients by name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from medflare.core.states import State, StateDict
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -41,9 +43,7 @@ def refuse_widths(x: Tensor, y: Tensor) -> None:
         )
 
 
-def named_gradients(
-    loss: Tensor, weights: Mapping[str, Tensor], *, retain_graph: bool = False
-) -> dict[str, Tensor]:
+def named_gradients(loss: Tensor, weights: State, *, retain_graph: bool = False) -> StateDict:
     """The gradients of a loss by named weights; zero for one that it does not use."""
     gradients = torch.autograd.grad(
         loss, list(weights.values()), retain_graph=retain_graph, materialize_grads=True

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from medflare.core.states import States
 from medflare.methods import (
     MODEL,
     Aggregation,
@@ -107,7 +108,7 @@ class PRRServer(ServerAlgorithm[PRRServerHyper]):
             context.warn(f"network {name} has no batch normalisation: PRR keeps none local")
 
     @property
-    def aggregated(self) -> dict[str, StateDict]:
+    def aggregated(self) -> States:
         """Site -> S_k, of the sites that have trained."""
         return self.memory.family(MODEL)
 

@@ -165,9 +165,7 @@ def class_moments(
 # -- at the server --------------------------------------------------------------------------------
 
 
-def usable(
-    context: ServerContext, step: Step, replies: Replies, entry: TensorSpec
-) -> dict[str, StateDict]:
+def usable(context: ServerContext, step: Step, replies: Replies, entry: TensorSpec) -> States:
     """Site -> its statistics; a site whose statistics are all zeros is left out with an event."""
     statistics = {}
     for site, reply in replies.items():

@@ -96,7 +96,7 @@ class AnchoredSite(PersonalizedSite[FedAvgSiteHyper]):
         return self.reply({TRAINED: trained}, loss=loss, validation={"personal": value})
 
 
-def mixtures(states: States, shares: Tensor) -> dict[str, StateDict]:
+def mixtures(states: States, shares: Tensor) -> States:
     """Site -> mean of all states with its row of `shares` (K, K), >= 0."""
     rows = dict(zip(states, shares.tolist(), strict=True))
     return {

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from medflare.core.states import gram
+from medflare.core.states import States, gram
 from medflare.methods import (
     FedAvgServerHyper,
     Message,
@@ -63,7 +63,7 @@ class ReweightedMean(WeightedMean):
                 part[name] = tensor
         return part
 
-    def trained_parts(self, models: Models) -> dict[str, StateDict]:
+    def trained_parts(self, models: Models) -> States:
         return {site: self.trained_part(model.state) for site, model in models.items()}
 
     def weigh(self, models: Models, round: int, previous: StateDict) -> Weights:
