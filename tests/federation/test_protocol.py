@@ -27,6 +27,7 @@ from medflare.federation.protocol import (
     message_problem,
     negative,
     non_finite,
+    tensor_problem,
 )
 from medflare.federation.settings import ENROL, FINALIZE
 from medflare.methods.catalogue import get_method, method_names
@@ -317,4 +318,6 @@ def test_a_running_variance_below_zero_is_detected() -> None:
     manifest = {"model": StateSpec.like(state, "")}
     assert negative(Message({"model": state}), manifest) is None and negative(Message(), {}) is None
     state["1.running_var"] = torch.tensor([0.5, -1e-6])
-    assert "model/1.running_var" in str(negative(Message({"model": state}), manifest))
+    message = Message({"model": state})
+    assert "model/1.running_var" in str(negative(message, manifest))
+    assert tensor_problem(message, manifest) == negative(message, manifest)

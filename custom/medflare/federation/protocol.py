@@ -432,6 +432,11 @@ def negative(message: Message, manifest: Manifest) -> str | None:
     return None
 
 
+def tensor_problem(message: Message, manifest: Manifest) -> str | None:
+    """Why the states are not as declared or hold impossible values, in words, or None."""
+    return violation(message, manifest) or non_finite(message) or negative(message, manifest)
+
+
 # -- requests at a site ---------------------------------------------------------------------------
 
 
@@ -539,8 +544,7 @@ def _entry_problem(
     part = Message({name: state})
     problem = None
     for spec in specs:
-        manifest = {name: spec.spec(plan)}
-        problem = violation(part, manifest) or non_finite(part) or negative(part, manifest)
+        problem = tensor_problem(part, {name: spec.spec(plan)})
         if problem is None:
             return None
     return problem

@@ -40,8 +40,7 @@ from medflare.federation.protocol import (
     TEST_PERSONAL,
     TESTED,
     TRAINING_FINDINGS,
-    non_finite,
-    violation,
+    tensor_problem,
 )
 from medflare.federation.settings import CROSS_SITE, FINALIZE, Rules, step_name
 from medflare.federation.step_errors import named_errors
@@ -386,7 +385,7 @@ class Federation:
         manifest = {}
         if self.rules.cross_site:
             manifest = {PERSONAL_MODEL.name: PERSONAL_MODEL.spec(self._context.plan)}
-        problem = violation(message, manifest) or non_finite(message)
+        problem = tensor_problem(message, manifest)
         if problem:
             text = f"its personal model is not tested at other sites: {problem}"
             self.events.add("rejected", text, site, step.round)

@@ -26,10 +26,8 @@ from medflare.federation.protocol import (
     COUNTS,
     METRIC,
     declaration_problem,
-    negative,
-    non_finite,
     reason_line,
-    violation,
+    tensor_problem,
 )
 from medflare.federation.update_validation import clipping
 from medflare.federation.update_validation.drift import DriftMemory, ImageCounts, Reasons, Sketches
@@ -178,7 +176,7 @@ def _problem(
     reply: Message, manifest: Manifest, reply_meta: Items, counts: Mapping[str, int]
 ) -> str | None:
     """Why a reply by itself is not usable, one line, or None."""
-    problem = violation(reply, manifest) or non_finite(reply) or negative(reply, manifest)
+    problem = tensor_problem(reply, manifest)
     if reply_meta and not problem:
         required = [item for item in reply_meta if item.name == N_SAMPLES.name]
         problem = declaration_problem(reply, reply_meta, required)
