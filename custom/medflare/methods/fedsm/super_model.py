@@ -266,8 +266,8 @@ def _scores_of_images(model: SuperModel, site: Site) -> dict[float, Scores]:
         scores = patient_scores(scores, data.patients)
     most_probable = choose_model(scores, 0.0).cpu()
     of_global = torch.zeros_like(most_probable)
-    first = _measured(site, _predicted(model, site, of_global.split(sizes)))
-    second = _measured(site, _predicted(model, site, most_probable.split(sizes)))
+    first = _measured(model, site, of_global.split(sizes))
+    second = _measured(model, site, most_probable.split(sizes))
     joined = {name: torch.cat([part, second.parts[name]]) for name, part in first.parts.items()}
     finite = torch.cat([first.finite, second.finite])
     measured = Measured(site.task, [site.task.metric], joined, finite)
@@ -290,8 +290,7 @@ def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
                 largest.append(scores.amax(dim=1).cpu())
             return model.answer(images, choose_model(scores, gamma))
 
-        predictions = site.predictions(predict, "validation")
-        return _measured(site, predictions).scores(site.data.validation.patients)
+        return site.score(predict, "validation", [site.task.metric])
 
     by_gamma = {GAMMAS[0]: scored(GAMMAS[0])}
     windows = torch.cat(largest)
@@ -301,13 +300,11 @@ def _scores_of_patches(model: SuperModel, site: Site) -> dict[float, Scores]:
     return by_gamma
 
 
-def _predicted(
-    model: SuperModel, site: Site, choices: Iterable[Tensor]
-) -> Iterator[BatchPrediction]:
-    """Predictions of the validation images by the networks chosen for each batch."""
-    for batch, choice in zip(site.ordered("validation"), choices, strict=True):
-        yield model.answer(batch.images, choice).cpu(), batch.targets.cpu(), batch.index
+def _measured(model: SuperModel, site: Site, choices: Iterable[Tensor]) -> Measured:
+    """The task's metric on the validation images, by the networks chosen for each batch."""
 
+    def predictions() -> Iterator[BatchPrediction]:
+        for batch, choice in zip(site.ordered("validation"), choices, strict=True):
+            yield model.answer(batch.images, choice).cpu(), batch.targets.cpu(), batch.index
 
-def _measured(site: Site, answers: Iterable[BatchPrediction]) -> Measured:
-    return site.measure(answers, "validation", [site.task.metric])
+    return site.measure(predictions(), "validation", [site.task.metric])
