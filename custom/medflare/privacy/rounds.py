@@ -59,9 +59,8 @@ def privacy_cost(site: Site, account: Account, hyper: PrivacyHyper) -> dict[str,
     if not releases:
         return None
     epsilon = dp_sgd_module(site).epsilon_of(releases, hyper.dp_delta)
-    steps = sum(release.steps for release in releases)
     finite = epsilon if math.isfinite(epsilon) else None
-    return {"epsilon": finite, "delta": hyper.dp_delta, "steps": steps}
+    return {"epsilon": finite, "delta": hyper.dp_delta, "steps": account.steps()}
 
 
 class PrivacyCost(TypedDict):
