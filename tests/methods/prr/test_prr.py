@@ -22,7 +22,8 @@ from medflare.methods.prr.fourier import fourier_aggregate, frequency_ratio
 from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.methods.prr.server import PRRServer
 from medflare.methods.prr.site import PRRSite
-from medflare.methods.prr.transfer import SitePrototypes, Supervision, class_totals, prototype_width
+from medflare.methods.prr.transfer import SitePrototypes, Supervision, class_totals
+from medflare.networks.catalogue import feature_width
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig
 from medflare.training.site import Site
@@ -458,7 +459,7 @@ def test_refinement_weights_classes_by_their_distance() -> None:
 def test_prototypes_are_masked_means_of_the_features(task: TaskConfig) -> None:
     data = site("A", task)
     network = data.network().eval()
-    collected = SitePrototypes(task, prototype_width(task), "cpu")
+    collected = SitePrototypes(task, feature_width(task), "cpu")
     with torch.no_grad():
         for images, targets, _ in data.ordered("train"):
             collected.add(network.features_and_output(images)[0], targets)

@@ -40,14 +40,8 @@ from medflare.methods import (
 from medflare.methods.prr.formulas import better_model
 from medflare.methods.prr.fourier import without_rule
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
-from medflare.methods.prr.transfer import (
-    SitePrototypes,
-    Supervision,
-    Transfer,
-    prototype_width,
-    without_rows,
-)
-from medflare.networks.catalogue import meta_network
+from medflare.methods.prr.transfer import SitePrototypes, Supervision, Transfer, without_rows
+from medflare.networks.catalogue import feature_width, meta_network
 from medflare.tasks.classes import class_names
 
 PRRPlan = Plan[PRRSiteHyper, PRRServerHyper]
@@ -59,7 +53,7 @@ def local_part(plan: PRRPlan) -> LocalPart:
 
 
 def _prototypes(plan: PRRPlan) -> StateDict:
-    return SitePrototypes(plan.task, prototype_width(plan.task), "meta").state()
+    return SitePrototypes(plan.task, feature_width(plan.task), "meta").state()
 
 
 DEPUTY = TensorSpec(
@@ -142,7 +136,7 @@ class PRRSite(SiteAlgorithm[PRRSiteHyper]):
     def __init__(self, site: Site, plan: Plan[PRRSiteHyper, Any]):
         super().__init__(site, plan)
         self.part = local_part(plan)
-        self.width = prototype_width(site.task) if self.hyper.refines else 0
+        self.width = feature_width(site.task) if self.hyper.refines else 0
         self.best = {role: Best(self.memory, role) for role in ("global", "personal")}
 
     @classmethod

@@ -27,7 +27,6 @@ from medflare.methods import (
 )
 from medflare.methods.prr import formulas
 from medflare.methods.prr.hyper import PRRSiteHyper
-from medflare.networks.catalogue import feature_width
 from medflare.tasks.classes import class_names
 from medflare.training.epochs import weighted_sum
 
@@ -97,9 +96,6 @@ def totals_of_site(site: Site) -> Tensor:
 
 
 # -- prototypes and loss --------------------------------------------------------------------------
-
-
-prototype_width = feature_width
 
 
 class PatientsOfClasses:

@@ -39,7 +39,8 @@ from medflare.methods.families.class_statistics.statistics import (
     usable,
     with_head,
 )
-from medflare.methods.prr.transfer import PatientsOfClasses, prototype_width
+from medflare.methods.prr.transfer import PatientsOfClasses
+from medflare.networks.catalogue import feature_width
 
 
 @strict_dataclass
@@ -53,7 +54,7 @@ class RidgeServerHyper(ServerHyper):
 
 def zero_sums(task: TaskConfig) -> StateDict:
     """{"A": (D + 1, D + 1), "b": (outputs, D + 1)}, float64: A and the transpose of b."""
-    columns = prototype_width(task) + 1
+    columns = feature_width(task) + 1
     return {
         "A": torch.zeros(columns, columns, dtype=torch.float64),
         "b": torch.zeros(task.outputs, columns, dtype=torch.float64),

@@ -28,18 +28,14 @@ from medflare.methods import (
 )
 from medflare.methods.families.local_terms.features import class_indices
 from medflare.methods.parts.heads import meta_head
-from medflare.methods.prr.transfer import (
-    PatientsOfClasses,
-    class_totals,
-    groups_and_classes,
-    prototype_width,
-)
+from medflare.methods.prr.transfer import PatientsOfClasses, class_totals, groups_and_classes
+from medflare.networks.catalogue import feature_width
 
 
 def means(plan: Plan) -> StateDict:
     """{"means": (K, D)} on the meta device."""
     groups, classes = groups_and_classes(plan.task)
-    return {"means": torch.empty(groups * classes, prototype_width(plan.task), device="meta")}
+    return {"means": torch.empty(groups * classes, feature_width(plan.task), device="meta")}
 
 
 def _multilabel(plan: Plan) -> bool:
@@ -140,7 +136,7 @@ def class_moments(
     patients show; then all rows of a multilabel task, see `specs_by_class`.
     """
     groups, classes = groups_and_classes(site.task)
-    width = prototype_width(site.task)
+    width = feature_width(site.task)
     counts = torch.zeros(groups * classes, dtype=torch.float64)
     sums = torch.zeros(groups * classes, width, dtype=torch.float64)
     products = torch.zeros(groups * classes, width, width, dtype=torch.float64)

@@ -30,8 +30,8 @@ from medflare.methods.prr.transfer import (
     class_logits,
     class_targets,
     groups_and_classes,
-    prototype_width,
 )
+from medflare.networks.catalogue import feature_width
 from medflare.networks.features import pooled
 
 
@@ -217,7 +217,7 @@ class FedSRSite(FedAvgSite[FedSRHyper]):
         """Epochs of the regularized loss; returns its mean."""
         site = self.site
         refuse_compiled(site)
-        width = prototype_width(site.task)
+        width = feature_width(site.task)
         with seeded(site.seed, site.name, "distributions"):
             distributions = Distributions(*groups_and_classes(site.annotation.reduced), width)
         if self.distributions is not None:
