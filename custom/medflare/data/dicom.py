@@ -5,7 +5,7 @@ segmentations as masks.
 import struct
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,19 @@ def _is_unmarked(begin: bytes) -> bool:
 
 def read(path: Path, **options: Any) -> Any:
     """A file as pydicom's dataset, with a transfer syntax; DataError for one that is no DICOM."""
+    from pydicom import dcmread
+    from pydicom.errors import InvalidDicomError
+
+    begin = _begin(path)
+    if _DEFLATED in begin:
+        _refuse_bomb(path)
     try:
-        dataset = _parsed(path, options)
+        dataset = dcmread(path, **{"force": _is_unmarked(begin), **options})
+    except InvalidDicomError as error:
+        raise DataError(
+            f"{path}: no DICOM file, since the mark DICM is not at byte 128, nor does it begin "
+            "with a group of DICOM; export it again, or leave it out"
+        ) from error
     except (EOFError, struct.error) as error:
         raise UnreadableError(
             f"{path}: the file is cut off; export it again, or leave it out"
@@ -86,23 +97,6 @@ def read(path: Path, **options: Any) -> Any:
     if not dataset.file_meta.get("TransferSyntaxUID"):
         dataset.file_meta.TransferSyntaxUID = _guessed_syntax(dataset)
     return dataset
-
-
-def _parsed(path: Path, options: Mapping[str, Any]) -> Any:
-    from pydicom import dcmread
-    from pydicom.errors import InvalidDicomError
-
-    if _DEFLATED in _begin(path):
-        _refuse_bomb(path)
-    try:
-        return dcmread(path, **options)
-    except InvalidDicomError as error:
-        if not _is_unmarked(_begin(path)):
-            raise DataError(
-                f"{path}: no DICOM file, since the mark DICM is not at byte 128, nor does it begin "
-                "with a group of DICOM; export it again, or leave it out"
-            ) from error
-    return dcmread(path, **options, force=True)
 
 
 def _refuse_bomb(path: Path) -> None:
@@ -284,8 +278,6 @@ def frames_of(dataset: Any) -> list[Any]:
 
     Empty for other objects, and for frames of one position, as in time: they are no volume.
     """
-    from pydicom import Dataset
-
     count = int(dataset.get("NumberOfFrames") or 1)
     if count < 2 or not all(dataset.get(name) for name in _GROUPS):
         return []
@@ -293,19 +285,27 @@ def frames_of(dataset: Any) -> list[Any]:
         raise ValueError("some of its frames have no functional groups")
     frames = []
     for number, groups in enumerate(dataset.PerFrameFunctionalGroupsSequence, start=1):
-        header = Dataset()
-        header.Rows = dataset.Rows
-        header.Columns = dataset.Columns
+        header = _frame_header(dataset, groups)
         header.InstanceNumber = number
-        for keyword, name in _PLANE.items():
-            group = _group(dataset, groups, name)
-            if group is not None and keyword in group:
-                header[keyword] = group[keyword]
         frames.append(header)
     positions = {tuple(map(float, header.get("ImagePositionPatient", ()))) for header in frames}
     if len(positions) < 2:
         return []
     return frames
+
+
+def _frame_header(dataset: Any, groups: Any) -> Any:
+    """Size and plane of a frame with these functional groups, as in the header of a slice."""
+    from pydicom import Dataset
+
+    header = Dataset()
+    header.Rows = dataset.Rows
+    header.Columns = dataset.Columns
+    for keyword, name in _PLANE.items():
+        group = _group(dataset, groups, name)
+        if group is not None and keyword in group:
+            header[keyword] = group[keyword]
+    return header
 
 
 def _group(dataset: Any, groups: Any, name: str) -> Any:
@@ -521,45 +521,41 @@ def segments(
         rows[number] = row
         labels.append((str(segment.SegmentLabel), number))
     masks = np.zeros((len(labels), *grid.shape), np.int64)
-    frames = _decoded(dataset).reshape(-1, int(dataset.Rows), int(dataset.Columns))
-    threshold = int(dataset.get("MaximumFractionalValue", 1)) / 2
-    for frame, groups in zip(frames, dataset.PerFrameFunctionalGroupsSequence, strict=True):
+    for groups, shown in _segment_frames(dataset):
         segment = _group(dataset, groups, "SegmentIdentificationSequence")
         mask = masks[rows[int(segment.ReferencedSegmentNumber)]]
-        mask[_voxels(dataset, groups, grid, path)] |= (frame > threshold).astype(np.int64)
+        plane = grid_of([_frame_header(dataset, groups)])
+        mask[_voxels(plane, grid, path)] |= shown
     return masks, labels
 
 
 def segments_overlap(dataset: Any) -> bool:
     """Whether two frames of a segmentation object show one pixel."""
-    frames = _decoded(dataset).reshape(-1, int(dataset.Rows), int(dataset.Columns))
-    threshold = int(dataset.get("MaximumFractionalValue", 1)) / 2
-    shown: dict[tuple[float, ...], np.ndarray] = {}  # position -> pixels of the frames before
-    for frame, groups in zip(frames, dataset.PerFrameFunctionalGroupsSequence, strict=True):
+    shown_at: dict[tuple[float, ...], np.ndarray] = {}  # position -> pixels of the frames before
+    for groups, shown in _segment_frames(dataset):
         plane = _group(dataset, groups, "PlanePositionSequence")
         position = tuple(map(float, plane.ImagePositionPatient))
-        before = shown.setdefault(position, np.zeros(frame.shape, bool))
-        if (before & (frame > threshold)).any():
+        before = shown_at.setdefault(position, np.zeros_like(shown))
+        if (before & shown).any():
             return True
-        before |= frame > threshold
+        before |= shown
     return False
 
 
-def _voxels(dataset: Any, groups: Any, grid: Grid, path: Path) -> tuple[np.ndarray, ...]:
-    """Voxel indices along the grid's three axes of every pixel of a frame, each (rows, columns)."""
-    start, orientation, spacing = (
-        np.array(_group(dataset, groups, name)[tag].value, np.float64)
-        for tag, name in _PLANE.items()
-    )
-    right, down = np.split(orientation, 2)
-    between_rows, between_columns = spacing
-    pixel_grid = np.mgrid[: int(dataset.Rows), : int(dataset.Columns)]
-    rows, columns = pixel_grid[..., None].astype(np.float64)
-    # The position of a pixel (PS3.3, Eq. C.7.6.2.1-1).
-    positions = start + columns * between_columns * right + rows * between_rows * down
-    positions = positions @ _RAS[:3, :3]
-    inverse = np.linalg.inv(grid.affine)
-    exact = positions @ inverse[:3, :3].T + inverse[:3, 3]
+def _segment_frames(dataset: Any) -> Iterator[tuple[Any, np.ndarray]]:
+    """The functional groups of each frame, and which of its pixels (rows, columns) it shows."""
+    frames = _decoded(dataset).reshape(-1, int(dataset.Rows), int(dataset.Columns))
+    threshold = int(dataset.get("MaximumFractionalValue", 1)) / 2
+    return zip(dataset.PerFrameFunctionalGroupsSequence, frames > threshold, strict=True)
+
+
+def _voxels(plane: Grid, grid: Grid, path: Path) -> tuple[np.ndarray, ...]:
+    """Voxel indices along the grid's three axes of every pixel of a plane, each (rows, columns)."""
+    if plane.spacing is None:
+        raise ValueError("a frame has no position, orientation or pixel spacing")
+    columns, rows = np.mgrid[: plane.shape[0], : plane.shape[1]].swapaxes(1, 2)[..., None]
+    to_grid = np.linalg.inv(grid.affine) @ plane.affine
+    exact = columns * to_grid[:3, 0] + rows * to_grid[:3, 1] + to_grid[:3, 3]
     voxels = exact.round().astype(int)
     outside = (voxels < 0).any() or (voxels >= grid.shape).any()
     if outside or np.abs(exact - voxels).max() > _OFFSET:

@@ -12,7 +12,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -154,10 +154,9 @@ def dicom_files(path: Path) -> list[Path]:
 
 
 def _is_image(path: Path, segmentations: bool) -> bool:
-    try:
+    header = {}
+    with suppress(Exception):  # `read_stored` will raise the error
         header = dicom.tags_of(path, "Rows", "SOPClassUID")
-    except Exception:  # `read_stored` will raise the error
-        return not dicom.is_other_object(path)
     if "Rows" not in header:  # a slice whose header is cut off is one, lest the volume lack it
         return not dicom.is_other_object(path)
     return segmentations or header.get("SOPClassUID") != dicom.SEGMENTATION
