@@ -138,10 +138,10 @@ def test_masks_of_another_size(make_site: SiteOf, make_task: TaskOf, edit: Edit)
 
 def test_the_embedded_federation(make_task: TaskOf) -> None:
     task = make_task(embedded="phantom", label_values={"square": [1, 2]}, channels=1, size=[32, 32])
-    source = EmbeddedSource("site-1", task)
+    source = EmbeddedSource(Path("site-1"), task)
     images, targets = _tensors(_decoded(source, task, 3), task)
     assert images.shape == (3, 1, 32, 32) and 0.2 < images.max() <= 1 and targets.any()
-    source = EmbeddedSource("site-1", load_task("phantom"))
+    source = EmbeddedSource(Path("site-1"), load_task("phantom"))
     entries = source.entries()
     assert source.listed() == SPLITS and {entry.split for entry in entries} == set(SPLITS)
     image = source.image(entries[0])
@@ -152,9 +152,10 @@ def test_the_embedded_federation(make_task: TaskOf) -> None:
         and set(np.unique(mask)) <= {0, 1, 2}
     )
     assert {
-        entry.label for entry in EmbeddedSource("site-1", load_task("phantom_grades")).entries()
+        entry.label
+        for entry in EmbeddedSource(Path("site-1"), load_task("phantom_grades")).entries()
     } == {0, 1, 2}
-    assert source.state(entries[0]) != EmbeddedSource("site-2", load_task("phantom")).state(
+    assert source.state(entries[0]) != EmbeddedSource(Path("site-2"), load_task("phantom")).state(
         entries[0]
     )
 

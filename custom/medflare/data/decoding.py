@@ -23,6 +23,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,32 +99,25 @@ _log = logging.getLogger(__name__)
 # -- 1. reading ------------------------------------------------------------------------------------
 
 
+@dataclass
 class Source:
     """A site's images and masks at their stored size: its folder with datalist.json, which may name
     files in further `folders`.
     """
 
+    root: Path
+    task: TaskConfig
+    folders: Sequence[str | Path] = ()
+    bounds: ImageBounds = ImageBounds()
     splits_are_fixed = False  # True: the task's `resplit` does not draw splits of these images
-
-    def __init__(
-        self,
-        root: Path,
-        task: TaskConfig,
-        folders: Sequence[str | Path] = (),
-        bounds: ImageBounds = ImageBounds(),
-    ):
-        self._root = root
-        self._task = task
-        self._folders = folders
-        self._bounds = bounds
 
     @cached_property
     def _content(self) -> Mapping[str, Any]:
-        return read_content(self._root)
+        return read_content(self.root)
 
     def entries(self) -> list[DatalistItem]:
         """The items of datalist.json."""
-        return read_datalist(self._root, self._task.kind, self._folders)
+        return read_datalist(self.root, self.task.kind, self.folders)
 
     def listed(self) -> tuple[str, ...]:
         """Splits that datalist.json has; they may be empty."""
@@ -135,15 +129,15 @@ class Source:
 
     def annotated(self) -> tuple[str, ...] | None:
         """The structures that datalist.json calls annotated."""
-        return annotated_names(self._content, self._root)
+        return annotated_names(self._content, self.root)
 
     def image(self, entry: DatalistItem) -> Image:
         """The item's image, see `reading.read_image`; DataError for a constant one, too."""
-        task = self._task
+        task = self.task
         files = entry.files
         if entry.channels:
             files = channel_files(entry.channels, task, entry.location)
-        image = read_image(files, task, self._bounds)
+        image = read_image(files, task, self.bounds)
         # One slice may be empty, for example above the head.
         may_be_constant = image.array.ndim == 3 and task.kind == "segmentation"
         if not may_be_constant and all(channel.min() == channel.max() for channel in image.array):
@@ -157,15 +151,13 @@ class Source:
         """The item's mask or masks, see `reading.read_mask`; DataError for masks of different
         sizes, too.
         """
-        task = self._task
+        task = self.task
         mask_per_label = task.target == "multilabel" and not task.label_values
         # All structures are channels of one file.
         several = mask_per_label and len(entry.masks) == 1 < len(task.labels)
         masks = []
         for file in entry.masks:
-            mask, segments = read_mask(
-                file, entry.image, image, task, self._bounds, several=several
-            )
+            mask, segments = read_mask(file, entry.image, image, task, self.bounds, several=several)
             if several and segments:
                 mask = self._by_name(mask, segments, file)
             elif segments and not mask_per_label:
@@ -186,7 +178,7 @@ class Source:
         """Segments as one mask of label values: that of the label of a segment's name, or the
         segments' numbers if no segment is named like a label.
         """
-        task = self._task
+        task = self.task
         if (masks.sum(axis=0) > 1).any():
             raise DataError(
                 f"{path}: segments overlap, a {task.target} task has one label a voxel; "
@@ -213,7 +205,7 @@ class Source:
         named like a structure.
         """
         names = [plain_name(label) for label, _ in segments]
-        structures = self.annotated() or self._task.labels
+        structures = self.annotated() or self.task.labels
         wanted = [plain_name(label) for label in structures]
         if set(names).isdisjoint(wanted):
             return masks
@@ -225,20 +217,21 @@ class Source:
         """The bounds of an image, and name, size and modification time of each of its files; None
         for a channel without one.
         """
-        bounds = [self._bounds.pixels, self._bounds.voxels]
+        bounds = [self.bounds.pixels, self.bounds.voxels]
         states = [None if file is None else file_state(file) for file in entry.files]
         states += map(file_state, entry.masks)
         return [bounds, [states]]
 
 
+@dataclass
 class EmbeddedSource(Source):
     """A site of a generated federation, see `data.phantom` and `data.mechanisms`."""
 
-    def __init__(self, site: str, task: TaskConfig):
-        super().__init__(Path(site), task)
-        self.splits_are_fixed = draws_images(task.embedded)
-        draw = task.resplit or 0
-        self._key = task.embedded, site, draw if self.splits_are_fixed else 0
+    def __post_init__(self) -> None:
+        embedded = self.task.embedded
+        self.splits_are_fixed = draws_images(embedded)
+        draw = self.task.resplit if self.splits_are_fixed else None
+        self._key = embedded, str(self.root), draw or 0
 
     @cached_property
     def _content(self) -> Mapping[str, Any]:
@@ -246,11 +239,11 @@ class EmbeddedSource(Source):
 
     def entries(self) -> list[DatalistItem]:
         """The site's generated images, with their label for classification."""
-        location = f"{self._task.embedded} {self._root}"
+        location = f"{self.task.embedded} {self.root}"
         items = []
         for picture in _generated(*self._key).values():
             path = Path(picture.name)
-            label = picture.grade if self._task.kind == "classification" else path
+            label = picture.grade if self.task.kind == "classification" else path
             items.append(DatalistItem(path, label, picture.patient, picture.split, location))
         return items
 
@@ -258,7 +251,7 @@ class EmbeddedSource(Source):
         """float32 (channels, height, width); the mean of the colours for one channel."""
         picture = _generated(*self._key)[entry.name].image.astype(np.float32)
         channels = picture.transpose(2, 0, 1)
-        if self._task.image_channels != 3:
+        if self.task.image_channels != 3:
             channels = picture.mean(axis=2)[None]
         return Image(channels, coloured=picture.shape[2] == 3)
 
@@ -508,7 +501,8 @@ def decoded_once(
             failed: dict[int, str] = {}
             decoded = Decoded(list(decoded_rows(task, source, items, failed)), failed)
         else:
-            decoded = _CachedImages(task, source, entries, keys, cache).decoded(site, items)
+            paths = [Path(cache.folder) / f"{key}{_ENDING}" for key in keys]
+            decoded = _CachedImages(task, source, entries, cache, paths).decoded(site, items)
     _decoded_sites[key] = decoded
     while len(_decoded_sites) > _KEPT_SITES:
         _decoded_sites.popitem(last=False)
@@ -579,30 +573,23 @@ def _extension_modules(task: TaskConfig, entries: Iterable[DatalistItem]) -> set
     return modules - {""}
 
 
+@dataclass
 class _CachedImages:
     """The cached images of a site."""
 
-    def __init__(
-        self,
-        task: TaskConfig,
-        source: Source,
-        entries: list[DatalistItem],
-        keys: list[str],
-        cache: CacheSettings,
-    ):
-        self._task = task
-        self._source = source
-        self._entries = entries
-        self._cache = cache
-        self._paths = [Path(cache.folder) / f"{key}{_ENDING}" for key in keys]
-        self._failed: dict[int, str] = {}
-        self._write_error = ""
-        self._bytes_left: int | None = None  # that may still be written; None: not yet known
-        self._unused: list[Path] = []  # files of other sites and tasks, least recently used first
+    task: TaskConfig
+    source: Source
+    entries: list[DatalistItem]
+    cache: CacheSettings
+    paths: list[Path]  # of the cache's file of each entry
+    failed: dict[int, str] = field(default_factory=dict)
+    write_error: str = ""
+    bytes_left: int | None = None  # that may still be written; None: not yet known
+    unused: list[Path] = field(default_factory=list)  # of other tasks, least recently used first
 
     def decoded(self, site: str, items: Iterable[DatalistItem]) -> Decoded:
         """All images: in memory if they fit, else read when they are used."""
-        task = self._task
+        task = self.task
         rows = []
         nbytes = 0
         fits = True
@@ -612,17 +599,17 @@ class _CachedImages:
                 item_rows = [_on_disk(row, task) for row in item_rows]
             rows += item_rows
             nbytes += sum(row.nbytes for row in item_rows)
-            if fits and nbytes > self._cache.memory_gb * _GB:
+            if fits and nbytes > self.cache.memory_gb * _GB:
                 fits = False
                 rows = [_on_disk(row, task) for row in rows]
-            if not fits and self._write_error:
+            if not fits and self.write_error:
                 raise DataError(
                     f"site {site}: its decoded images take more than "
-                    f"memory_gb = {self._cache.memory_gb:g}, "
-                    f"and the cache {self._cache.folder} cannot take them ({self._write_error}); "
+                    f"memory_gb = {self.cache.memory_gb:g}, "
+                    f"and the cache {self.cache.folder} cannot take them ({self.write_error}); "
                     "give it room in local/medflare.json, or raise memory_gb"
                 )
-        return Decoded(rows, self._failed, None if fits else self._read)
+        return Decoded(rows, self.failed, None if fits else self._read)
 
     def _rows(self, number: int, *, images: bool) -> list[DecodedRow]:
         """The rows of an item: with their tensors if `images`, else with labels alone.
@@ -632,14 +619,14 @@ class _CachedImages:
         names = []
         if images:
             names.append("image")
-        if images or self._task.kind == "classification":
+        if images or self.task.kind == "classification":
             names.append("target")
         try:
-            with safe_open(self._paths[number], "pt") as file:
+            with safe_open(self.paths[number], "pt") as file:
                 described = json.loads(file.metadata()[_ROWS])
                 tensors = {name: file.get_tensor(name).clone() for name in names if described}
             with suppress(OSError):
-                os.utime(self._paths[number])
+                os.utime(self.paths[number])
             nothing = [None] * len(described)
             pictures = tensors.get("image", nothing)
             targets = tensors.get("target", nothing)
@@ -655,12 +642,12 @@ class _CachedImages:
 
     def _read(self, row: DecodedRow, name: str) -> Tensor:
         try:
-            with safe_open(self._paths[row.entry], "pt") as file:
+            with safe_open(self.paths[row.entry], "pt") as file:
                 tensor = file.get_slice(name)[row.row_index].clone()
         except (OSError, SafetensorError):
             rows = self._decode(row.entry)
             if not rows:
-                raise DataError(self._failed[row.entry]) from None
+                raise DataError(self.failed[row.entry]) from None
             tensor = getattr(rows[row.row_index], name)
         if name == "image":
             return tensor
@@ -668,18 +655,18 @@ class _CachedImages:
 
     def _decode(self, number: int) -> list[DecodedRow]:
         """The rows of an item, written to the cache; none if it cannot be used."""
-        items = [self._entries[number]]
-        rows = list(decoded_rows(self._task, self._source, items, self._failed, number))
-        if number in self._failed or self._write_error:
+        items = [self.entries[number]]
+        rows = list(decoded_rows(self.task, self.source, items, self.failed, number))
+        if number in self.failed or self.write_error:
             return rows
         try:
-            self._write(self._paths[number], rows)
+            self._write(self.paths[number], rows)
         except OSError as error:
-            self._write_error = error.strerror or str(error)
+            self.write_error = error.strerror or str(error)
             _log.warning(
                 "cache %s cannot be written (%s); the next process decodes again",
-                self._cache.folder,
-                self._write_error,
+                self.cache.folder,
+                self.write_error,
             )
         return rows
 
@@ -701,29 +688,29 @@ class _CachedImages:
         """Delete the least recently used files of other sites and tasks until `count` more bytes
         fit.
         """
-        if self._bytes_left is None:
-            used = set(self._paths)
+        if self.bytes_left is None:
+            used = set(self.paths)
             files: dict[Path, os.stat_result] = {}
-            for path in Path(self._cache.folder).glob(f"*{_ENDING}"):
+            for path in Path(self.cache.folder).glob(f"*{_ENDING}"):
                 with suppress(FileNotFoundError):  # another job deleted it
                     files[path] = path.stat()
             by_age = sorted(files, key=lambda path: files[path].st_mtime)
-            self._unused = [path for path in by_age if path not in used]
+            self.unused = [path for path in by_age if path not in used]
             used_bytes = sum(status.st_size for status in files.values())
-            self._bytes_left = int(self._cache.limit_gb * _GB) - used_bytes
-        self._bytes_left -= count
-        while self._bytes_left < 0:
-            if not self._unused:
-                raise OSError(errno.ENOSPC, f"more than cache.limit_gb = {self._cache.limit_gb:g}")
+            self.bytes_left = int(self.cache.limit_gb * _GB) - used_bytes
+        self.bytes_left -= count
+        while self.bytes_left < 0:
+            if not self.unused:
+                raise OSError(errno.ENOSPC, f"more than cache.limit_gb = {self.cache.limit_gb:g}")
             with suppress(OSError):
-                oldest = self._unused.pop(0)
+                oldest = self.unused.pop(0)
                 size = oldest.stat().st_size
                 oldest.unlink()
-                self._bytes_left += size
+                self.bytes_left += size
 
     def _unpacked(self, target: Tensor | None) -> Any:
         if target is None:
             return None
-        if self._task.target == "multilabel":
+        if self.task.target == "multilabel":
             return target.to(torch.float32)
         return target.to(torch.int64)

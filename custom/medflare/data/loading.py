@@ -338,7 +338,7 @@ def open_source(
 ) -> Source:
     """A site's images at their stored size; arguments as for `load_site_data`."""
     if root is None:
-        return EmbeddedSource(site, task)
+        return EmbeddedSource(Path(site), task)
     return Source(root, task, folders, bounds)
 
 
