@@ -4,7 +4,6 @@ Also the range over the training images, and whether a new image is outside of i
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from dataclasses import dataclass as plain_dataclass
@@ -51,11 +50,6 @@ class Acquisition:
         if self.spacing is None:
             return None
         return tuple(side * gap for side, gap in zip(self.sides, self.spacing, strict=True))
-
-    def row(self) -> list[float]:
-        """Sides, spacing (NaN if unknown), medians, contrasts and colour as one list."""
-        spacing = self.spacing or (math.nan,) * len(self.sides)
-        return [*self.sides, *spacing, *self.medians, *self.contrasts, float(self.coloured)]
 
 
 def acquisition_of(image: Image, task: TaskConfig) -> Acquisition:
@@ -124,42 +118,36 @@ class TrainedOn:
         return f"{TRAINED_ON} has other axes or channels than the task"
 
 
-def range_of(rows: Any, patients: int, axes: int, minimum: int = 0) -> TrainedOn | None:
+def range_of(images: Sequence[Acquisition], patients: int, minimum: int = 0) -> TrainedOn | None:
     """The range of a site's training images, by percentiles, so that no number is of a single
     image.
 
     Args:
-        rows: `Acquisition.row` of the images, (N, ...).
         patients: number of their patients.
         minimum: small-cell suppression: of fewer patients there is no range; from 2 on, percentiles
             are 10 and 90, not 5 and 95, and there is no range of spacings where one is unknown:
             the known ones may be of few patients. New images are then compared in pixels.
     """
-    if not len(rows) or patients < minimum:
+    if not images or patients < minimum:
         return None
-    table = np.asarray(rows, np.float64)
     percentiles = _INNER if minimum > 1 else _OUTER
 
-    def ends(columns: np.ndarray) -> Any:
-        return np.percentile(columns, percentiles, axis=0).tolist()
+    def ends(numbers: Sequence[Any]) -> Any:
+        return np.percentile(np.array(numbers, np.float64), percentiles, axis=0).tolist()
 
-    sides = table[:, :axes]
-    spacing = table[:, axes : 2 * axes]
-    medians, contrasts = np.split(table[:, 2 * axes : -1], 2, axis=1)
-    known = ~np.isnan(spacing).any(axis=1)
-    coloured = np.percentile(table[:, -1], percentiles) > 0.5
     content = {
-        "images": len(table),
-        "sides": ends(sides),
+        "images": len(images),
+        "sides": ends([image.sides for image in images]),
         "spacing": None,
         "extent": None,
-        "medians": ends(medians),
-        "contrasts": ends(contrasts),
-        "coloured": np.unique(coloured).tolist(),
+        "medians": ends([image.medians for image in images]),
+        "contrasts": ends([image.contrasts for image in images]),
+        "coloured": sorted({end > 0.5 for end in ends([image.coloured for image in images])}),
     }
-    if known.all() if minimum > 1 else known.any():
-        content["spacing"] = ends(spacing[known])
-        content["extent"] = ends(sides[known] * spacing[known])
+    known = [image for image in images if image.spacing is not None]
+    if len(known) >= (len(images) if minimum > 1 else 1):
+        content["spacing"] = ends([image.spacing for image in known])
+        content["extent"] = ends([image.extent for image in known])
     return read_range(content)
 
 

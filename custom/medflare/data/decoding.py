@@ -23,7 +23,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from medflare.core.packages import code_versions, versions
 from medflare.core.store import write_atomically
 from medflare.core.text import format_shape
 from medflare.data import mechanisms, phantom
-from medflare.data.acquisition import acquisition_of
+from medflare.data.acquisition import Acquisition, acquisition_of
 from medflare.data.datalist import (
     SPLITS,
     DatalistItem,
@@ -67,7 +67,7 @@ from medflare.tasks.config import TaskConfig, draws_images
 from medflare.tasks.metrics import Images, Spacing
 from medflare.tasks.transforms import EXTENSIONS as TRANSFORMS
 
-_FORMAT = 13  # increase when the meaning of cached tensors or the checks of images change
+_FORMAT = 14  # increase when the meaning of cached tensors or the checks of images change
 _KEPT_SITES = 16  # sites whose decoded images one process keeps
 _GB = 10**9
 _IN_MEMORY = _GB // 2  # of images that are otherwise decoded when they are used
@@ -313,7 +313,7 @@ class DecodedRow(NamedTuple):
     row_index: int  # its index among the rows of that item
     name: str  # file name; slices end in "[number]"
     spacing: Spacing | None  # of a volume, see `geometry.Grid.cell`; None where it is unknown
-    acquired: list[float]  # of its file, see `acquisition.Acquisition.row`
+    acquired: Acquisition  # of its file
     counts: list[int]  # of its classes, see `targets.class_counts`
     nbytes: int  # of image and target
 
@@ -374,7 +374,7 @@ def decoded_rows(
             failed[number] = str(error)
             continue
         # Decoding: pictures at the network's size.
-        acquired = acquisition_of(image, task).row()
+        acquired = acquisition_of(image, task)
         pictures = pictures_of(task, entry, image.array, target)
         for row_index, (name, picture, label) in enumerate(pictures):
             resized = preprocessing.image(picture)
@@ -632,10 +632,14 @@ class _CachedImages:
             targets = tensors.get("target", nothing)
             rows: list[DecodedRow] = []
             for picture, target, values in zip(pictures, targets, described, strict=True):
-                name, spacing, *others = values
+                name, spacing, acquired, *others = values
                 spacing = tuple(spacing) if spacing else None
+                acquired = Acquisition(*acquired)
                 label = self._unpacked(target)
-                rows.append(DecodedRow(picture, label, number, len(rows), name, spacing, *others))
+                row = DecodedRow(
+                    picture, label, number, len(rows), name, spacing, acquired, *others
+                )
+                rows.append(row)
             return rows
         except (OSError, SafetensorError, KeyError, TypeError, ValueError):
             return self._decode(number)
@@ -679,7 +683,10 @@ class _CachedImages:
             if torch.equal(small.to(targets.dtype), targets):
                 targets = small
             tensors["target"] = targets
-        described = [[row.name, row.spacing, row.acquired, row.counts, row.nbytes] for row in rows]
+        described = []
+        for row in rows:
+            acquired = astuple(row.acquired)
+            described.append((row.name, row.spacing, acquired, row.counts, row.nbytes))
         content = save(tensors, {_ROWS: json.dumps(described)})
         self._make_room(len(content))
         write_atomically(path, content)

@@ -24,6 +24,7 @@ from torch.utils.data import ConcatDataset, Dataset
 
 from medflare.core.errors import DataError
 from medflare.core.settings import no_such
+from medflare.data.acquisition import Acquisition
 from medflare.data.attributes import groups_of_patients
 from medflare.data.datalist import FILE, SPLITS, DatalistItem, assign_splits, site_name
 from medflare.data.decoding import Decoded, EmbeddedSource, Source, decoded_once, decoded_when_used
@@ -156,9 +157,8 @@ class SiteData:
     # structures in none of the training masks of a site without "annotated", one line each with
     # the remedy
     absent: tuple[str, ...] = ()
-    # float64 (N, ...), `data.acquisition.Acquisition.row` of every training file; empty where it
-    # was not computed
-    acquired: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    # of every training file; empty where it was not computed
+    acquired: tuple[Acquisition, ...] = ()
     # sex, age or scanner -> test patient -> group, see `attributes.groups_of_patients`; they stay
     # at the site
     test_groups: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -321,7 +321,7 @@ def load_site_data(
         dropped=dropped,
         annotated=None if annotation is None else annotation.names,
         absent=tuple(absent),
-        acquired=torch.tensor(list(acquired.values()), dtype=torch.float64),
+        acquired=tuple(acquired.values()),
         test_groups=groups_of_patients(tested),
     )
 

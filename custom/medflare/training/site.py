@@ -116,7 +116,7 @@ class Site:
     def trained_on(self, minimum_patients: int = 0) -> TrainedOn | None:
         """The range of its training images as they were acquired, see `acquisition.range_of`."""
         patients = len(set(self.data.train.patients))
-        return range_of(self.data.acquired, patients, self.task.spatial_dims, minimum_patients)
+        return range_of(self.data.acquired, patients, minimum_patients)
 
     def network(
         self, purpose: str = "model", spec: NetworkSpec | None = None, outputs: int | None = None
