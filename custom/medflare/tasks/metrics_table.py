@@ -5,7 +5,6 @@ A new metric is a function and a row of `METRICS`; of another distribution, an e
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -163,9 +162,8 @@ def _to_surface(edges: Any, others: Any, spacing: Sequence[float] | None) -> "Te
     from monai.metrics.utils import get_surface_distance
     from scipy.spatial import KDTree
 
-    if not _is_sheared(spacing):
+    if spacing is None or len(spacing) <= 3:  # without cosines, see `data.geometry.Grid.cell`
         return get_surface_distance(edges, others, spacing=spacing)
-    assert spacing is not None
     sides = np.array(spacing[:3])
     first, second, third = spacing[3:]
     cosines = np.array([[1, first, second], [first, 1, third], [second, third, 1]])
@@ -174,11 +172,6 @@ def _to_surface(edges: Any, others: Any, spacing: Sequence[float] | None) -> "Te
     points = np.argwhere(np.asarray(edges)) @ axes
     other_points = np.argwhere(np.asarray(others)) @ axes
     return torch.as_tensor(KDTree(other_points).query(points)[0], dtype=torch.float32)
-
-
-def _is_sheared(spacing: Sequence[float] | None) -> bool:
-    """Whether the spacing has cosines, see `data.geometry.Grid.cell`."""
-    return spacing is not None and len(spacing) > 3
 
 
 def lesion_f1(predicted: "Tensor", truth: "Tensor") -> "Tensor":
@@ -231,23 +224,13 @@ def surface_dice(
         [0.0, 1.0]
     """
     import torch
-    from monai.metrics.surface_dice import compute_surface_dice
 
-    if _is_sheared(spacing):
+    def share_near(there: "Tensor", back: "Tensor") -> "Tensor":
+        return (torch.cat([there, back]) <= tolerance).double().mean().float()  # as MONAI's
 
-        def near(*directed: "Tensor") -> "Tensor":
-            return (torch.cat(directed) <= tolerance).double().mean()
-
-        shares = _of_surfaces(near, predicted, truth, spacing)
-        one_empty = predicted.flatten(2).any(2) != truth.flatten(2).any(2)
-        return shares.masked_fill(one_empty.cpu(), 0.0)
-    thresholds = [tolerance] * predicted.shape[1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # MONAI warns about empty masks
-        shares = compute_surface_dice(
-            predicted.cpu(), truth.cpu(), thresholds, include_background=True, spacing=spacing
-        )
-    return shares.double()
+    shares = _of_surfaces(share_near, predicted, truth, spacing)
+    one_empty = predicted.flatten(2).any(2) != truth.flatten(2).any(2)
+    return shares.masked_fill(one_empty.cpu(), 0.0)
 
 
 def _of_masks(
