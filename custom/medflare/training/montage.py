@@ -5,6 +5,7 @@ training images of each site.
 from collections.abc import Mapping, Sequence
 from functools import partial
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,10 +59,9 @@ def _image(site: Site, row: int, masks: Sequence[Tensor]) -> bytes:
     data = site.data.test
     image = data.image(row)
     limits = tuple(np.percentile(image.numpy(), [0.5, 99.5]))
-    if image.ndim == 3:
-        return png(_picture(image, masks, None, limits, _SIDE))
+    side = _SIDE if image.ndim == 3 else _VOLUME_SIDE
     spacing = data.spacings[row] if data.spacings else None
-    return png(_picture(image, masks, spacing, limits, _VOLUME_SIDE, site.task.orientation))
+    return png(_picture(image, masks, spacing, limits, side, site.task.orientation))
 
 
 def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
@@ -142,6 +142,8 @@ def _picture(
     """
     if image.ndim == 3:
         return tile(image, masks, (1.0, 1.0), limits, side)
+    from PIL import Image
+
     gaps = spacing or (1.0,) * 3
     tiles = []
     for axis, right, up in ((2, 0, 1), (1, 0, 2), (0, 1, 2)):
@@ -151,30 +153,22 @@ def _picture(
         slices = [part.select(axis + 1, index).transpose(1, 2).flip(1) for part in (image, *masks)]
         view = tile(slices[0], slices[1:], (gaps[up], gaps[right]), limits, side)
         millimetres = image.shape[right + 1] * gaps[right] / view.shape[1] if spacing else 0.0
-        view = _squared(view, side)
+        # In the middle of a black square: its letters have room beside a flat slice.
+        square = Image.new("RGB", (side, side))
+        square.paste(Image.fromarray(view), ((side - view.shape[1]) // 2, (side - len(view)) // 2))
         if orientation:
             plane = _PLANES[orientation[axis]]
-            view = _labelled(view, plane, orientation[right], orientation[up], millimetres)
-        tiles.append(view)
+            _label(square, plane, orientation[right], orientation[up], millimetres)
+        tiles.append(np.array(square))
     return np.concatenate(tiles, axis=1)
 
 
-def _squared(view: np.ndarray, side: int) -> np.ndarray:
-    """A slice in the middle of a black square: its letters have room beside a flat slice."""
-    height = side - len(view)
-    width = side - view.shape[1]
-    above = height // 2
-    left = width // 2
-    return np.pad(view, ((above, height - above), (left, width - left), (0, 0)))
-
-
-def _labelled(view: np.ndarray, plane: str, right: str, up: str, millimetres: float) -> np.ndarray:
-    """A slice with its plane, directions ("RLAPSI") of columns and rows at its edges, and a bar;
-    millimetres of a pixel, 0 if unknown.
+def _label(picture: Any, plane: str, right: str, up: str, millimetres: float) -> None:
+    """Write its plane into a slice, directions ("RLAPSI") of columns and rows at its edges, and a
+    bar; millimetres of a pixel, 0 if unknown.
     """
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import ImageDraw, ImageFont
 
-    picture = Image.fromarray(view)
     draw = ImageDraw.Draw(picture)
     width, height = picture.size
     font = ImageFont.load_default(size=16)
@@ -190,7 +184,6 @@ def _labelled(view: np.ndarray, plane: str, right: str, up: str, millimetres: fl
         draw.rectangle([2, height - 8, end + 2, height - 3], fill="black")
         draw.rectangle([4, height - 7, end, height - 4], fill="white")
         write((4, height - 10), f"{lengths[0]} mm", anchor="ld")
-    return np.array(picture)
 
 
 def tile(
