@@ -36,7 +36,7 @@ EXTENSIONS = Extensions("reader", "readers", lambda: _BUILTIN, check_callable)
 # Pillow's modes, I;16 too, that are read without conversion; every other becomes RGB.
 GREY = ("1", "L", "I", "F")
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
-_SLICES = "LPS"  # orientation of volumes that are cut into slices
+SLICES = "LPS"  # orientation of volumes that are cut into slices
 # Mean difference of the channels of a coloured picture, as a fraction of the brightest value.
 _COLOURED = 0.02
 # NIfTI's codes of lengths that are not millimetres.
@@ -81,13 +81,13 @@ class Stored(NamedTuple):
         if self.grid is None or not self.grid.has_affine:
             return None
         if self.nifti:
-            return self.grid.turned(_SLICES)
+            return self.grid.turned(SLICES)
         return self.grid
 
     def as_slices(self, array: np.ndarray) -> np.ndarray:
         """(C, i, j[, k]) on this grid as pictures (C, rows, columns[, slices])."""
         if self.nifti and self.grid is not None:
-            array = apply_turn(array, self.grid.turn(_SLICES))
+            array = apply_turn(array, self.grid.turn(SLICES))
         return array.swapaxes(1, 2)
 
 

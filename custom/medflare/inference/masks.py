@@ -14,8 +14,8 @@ from torch import Tensor
 
 from medflare.core.errors import DataError
 from medflare.core.store import write_atomically
-from medflare.data.geometry import Grid, restore_grid
-from medflare.data.reading import NIFTI, is_dicom, series_grid, suffix
+from medflare.data.geometry import Grid, apply_turn, restore_grid
+from medflare.data.reading import NIFTI, SLICES, is_dicom, series_grid, suffix
 from medflare.data.targets import stored_values
 from medflare.data.transforms import resized
 from medflare.inference.dicom_seg import dicom_seg, unwritable
@@ -181,27 +181,18 @@ def _nifti(path: Path, mask: np.ndarray, grid: Grid | None) -> bytes:
 
     fits = mask.min(initial=0) >= 0 and mask.max(initial=0) < 256
     compact = mask.astype(np.uint8 if fits else np.int32)
+    voxels = compact if grid else np.swapaxes(compact, 0, 1)
     if suffix(path) in NIFTI:
         image = nibabel.load(path)
         header = image.header.copy()
         header["cal_min"] = header["cal_max"] = 0  # the image's display range
-        voxels = compact if grid else _as_stored(compact, image.affine)
+        if not grid and mask.ndim == 3:
+            file_grid = Grid(image.shape[:3], image.affine)
+            turn = file_grid.turned(SLICES).turn(file_grid.codes)
+            voxels = apply_turn(voxels[None], turn)[0]
         volume = image.__class__(voxels, image.affine, header)
     else:
         stored = grid or series_grid(path)
-        voxels = compact if grid else np.swapaxes(compact, 0, 1)
         volume = nibabel.Nifti1Image(voxels, stored.affine if stored.has_affine else None)
     volume.set_data_dtype(compact.dtype)
     return gzip.compress(volume.to_bytes(), mtime=0)
-
-
-def _as_stored(mask: np.ndarray, affine: np.ndarray) -> np.ndarray:
-    """From rows, columns and slices in LPS, as `reading` returns a volume, to the file's axes."""
-    from nibabel import orientations
-
-    if mask.ndim == 2:
-        return mask.T
-    lps = orientations.axcodes2ornt(("L", "P", "S"))
-    stored = orientations.io_orientation(affine)
-    change = orientations.ornt_transform(lps, stored)
-    return orientations.apply_orientation(np.swapaxes(mask, 0, 1), change)
