@@ -339,10 +339,7 @@ def prepare(source: Input, task: TaskConfig, bounds: ImageBounds = ImageBounds()
         volume = preprocessing.image(array)[None]
         return PreparedImage(source, volume, image.grid.shape, False, acquired, grids)
     is_volume = array.ndim == 4
-    pictures = [array]
-    if is_volume:
-        axis = task.slices.axis + 1
-        pictures = [np.take(array, index, axis=axis) for index in range(array.shape[axis])]
+    pictures = np.moveaxis(array, task.slices.axis + 1, 0) if is_volume else array[None]
     images = torch.stack([preprocessing.image(picture) for picture in pictures])
     return PreparedImage(source, images, pictures[0].shape[1:], is_volume, acquired)
 
