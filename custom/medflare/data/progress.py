@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from medflare.core.text import about
@@ -51,27 +52,27 @@ def announce(line: str) -> None:
     _log.info("%s", line)
 
 
+@dataclass
 class RoundsLeft:
     """The time that the rest of a run takes, if its rounds go on as fast; "" within a round and
     when little is left.
     """
 
-    def __init__(self, rounds: int):
-        self._rounds = rounds
-        self._first: tuple[int, float] | None = None  # round and its time
-        self._last = 0
+    rounds: int
+    first: tuple[int, float] | None = None  # round and its time
+    last: int = 0  # round
 
     def after(self, round: int) -> str:
         """ "about 5 min left", once a round; `round` counts from 0."""
         now = time.monotonic()
-        if self._first is None:
-            self._first = (round, now)
-            self._last = round
-        if round == self._last:
+        if self.first is None:
+            self.first = (round, now)
+            self.last = round
+        if round == self.last:
             return ""
-        self._last = round
-        first, start = self._first
-        seconds = (now - start) / (round - first) * (self._rounds - round)
+        self.last = round
+        first, start = self.first
+        seconds = (now - start) / (round - first) * (self.rounds - round)
         if seconds <= _LITTLE:
             return ""
         return f"about {about(seconds)} left"

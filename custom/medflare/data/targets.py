@@ -5,6 +5,7 @@ Which stored value means which label; and how often each class occurs.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -266,21 +267,21 @@ def with_empty_masks(masks: np.ndarray, annotation: Annotation) -> np.ndarray:
 # -- tensors ---------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class LazyTensors(Sequence[Tensor]):
     """Images or targets that are read from the disk when they are used; `counts` of targets: int64
     (size, classes), see `class_counts`.
     """
 
-    def __init__(self, size: int, read: Callable[[int], Tensor], counts: Tensor | None = None):
-        self._size = size
-        self._read = read
-        self.counts = counts
+    size: int
+    read: Callable[[int], Tensor]
+    counts: Tensor | None = None
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __getitem__(self, row: Any) -> Any:
-        return self._read(range(self._size)[row])
+        return self.read(range(self.size)[row])
 
 
 def class_counts(targets: Images, task: TaskConfig) -> Tensor:
