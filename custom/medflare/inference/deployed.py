@@ -122,14 +122,14 @@ def network_with(
     return network.eval()
 
 
+@dataclass
 class Repeated(Generic[T]):
     """An iterable that calls `make` for every pass, so that only one item is in memory."""
 
-    def __init__(self, make: Callable[[], Iterable[T]]):
-        self._make = make
+    make: Callable[[], Iterable[T]]
 
     def __iter__(self) -> Iterator[T]:
-        return iter(self._make())
+        return iter(self.make())
 
 
 @runtime_checkable
