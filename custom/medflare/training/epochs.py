@@ -5,6 +5,7 @@ the optimizer's memory.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -265,6 +266,7 @@ def unpack_optimizer(optimizer: Optimizer, packed: StateDict) -> None:
     optimizer.load_state_dict({"state": slots, "param_groups": groups})
 
 
+@dataclass
 class OptimizerMemory:
     """Optimizer states that a site algorithm keeps from round to round, by purpose.
 
@@ -272,12 +274,11 @@ class OptimizerMemory:
     and GRACE.
     """
 
-    def __init__(self, memory: Message):
-        self._memory = memory
+    memory: Message
 
     def recall(self, purpose: str, optimizer: Optimizer) -> Optimizer:
         """The optimizer with the kept moments of its purpose, if there are any."""
-        packed = self._memory.states.get(_OPTIMIZER + purpose)
+        packed = self.memory.states.get(_OPTIMIZER + purpose)
         if packed is not None:
             unpack_optimizer(optimizer, packed)
         return optimizer
@@ -288,4 +289,4 @@ class OptimizerMemory:
         devices = {tensor.device for tensor in packed.values() if not tensor.is_cpu}
         if not all(stays(state_bytes(packed), device) for device in devices):
             packed = copy_state(packed)
-        self._memory.states[_OPTIMIZER + purpose] = packed
+        self.memory.states[_OPTIMIZER + purpose] = packed
