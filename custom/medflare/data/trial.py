@@ -10,9 +10,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,14 +24,20 @@ from medflare.core.extensions import VARIABLE, trusted
 from medflare.core.text import format_shape
 from medflare.data.transforms import Augmentation, Preprocessing
 from medflare.networks.catalogue import meta_network
-from medflare.networks.foreign import foreign_module, imported
-from medflare.networks.quick_to_build import builds_quickly
+from medflare.networks.foreign import NetworkSpec, foreign_module, imported
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.tasks.transforms import is_usual
 
 _SECONDS = 30  # of computing, for the network, one image and all transforms
 _START = 600  # seconds in which a busy machine starts Python and imports MONAI
 _DRAWS = 3
+# Of a network that is built in seconds, whatever its arguments say.
+_FEW = 32  # values of an argument
+_DEEP = 64  # largest number: of blocks, of layers, ...
+_WIDE = 2048  # largest width
+_WIDTHS = frozenset(
+    {"channels", "features", "hidden", "hidden_size", "mlp_dim", "width", "dimension"}
+)
 
 
 def try_task(task: TaskConfig, memory: float, location: str, setting: str = "") -> None:
@@ -57,6 +65,38 @@ def try_task(task: TaskConfig, memory: float, location: str, setting: str = "") 
         raise ConfigError(
             f"{location}: {problem} (one image of {format_shape(task.size)}); {remedy}"
         )
+
+
+def builds_quickly(spec: NetworkSpec) -> bool:
+    """Whether no argument of {"name": ..., arguments} can make the network slow to build.
+
+    Examples:
+        >>> builds_quickly({"name": "unet", "channels": [16, 32, 512], "num_res_units": 2})
+        True
+        >>> builds_quickly({"name": "DenseNet", "block_config": [200, 1, 1, 1]})
+        False
+    """
+    arguments = {name: value for name, value in spec.items() if name not in ("name", "weights")}
+    if foreign_module(spec):
+        return not arguments
+    return all(_is_small(name, tuple(_leaves(value))) for name, value in arguments.items())
+
+
+def _is_small(argument: str, values: tuple[Any, ...]) -> bool:
+    largest = _WIDE if argument in _WIDTHS else _DEEP
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return len(values) <= _FEW and all(value <= largest for value in numbers)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The values in nested lists and mappings."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner)
+    else:
+        yield value
 
 
 @cache

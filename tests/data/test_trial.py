@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from e2e.simulation import ROOT
-from medflare.networks.quick_to_build import builds_quickly
+from medflare.data.trial import builds_quickly
 
 TASKS = sorted(
     path
