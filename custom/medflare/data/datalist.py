@@ -267,8 +267,7 @@ def _entry(
             raise DataError(f"{location}: every channel of the image is null; {_REMEDY}")
         first = present[0]
         channels = tuple(None if name is None else _file(folder, name) for name in listed.image)
-    patient = str(patient_id(listed.patient)).strip() if "patient" in item else ""
-    patient = patient or printable(first)
+    patient = str(patient_id(listed.patient)).strip() or printable(first)
     try:
         attributes = parse_attributes(listed.sex, listed.age, listed.scanner)
     except ValueError:  # its text has the age, and this error may leave the site
