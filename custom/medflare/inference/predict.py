@@ -386,7 +386,7 @@ def predictions(
             module.register_forward_hook(
                 lambda module, _images, _output: selected.extend(module.answered)
             )
-    by_patient = predicts_by_patient(model, images=1)
+    by_patient = predicts_by_patient(model)
     for together, parts in groupby(prepared, lambda part: part.volume and by_patient):
         if not together:
             yield from _in_batches(model, parts, size, device, selected)

@@ -113,7 +113,7 @@ def _masks(site: Site, predictor: Predictor, row: int) -> list[Tensor]:
     """True and predicted masks of a test image, bool (C, ...) each."""
     data = site.data.test
     task = site.task
-    if task.image_mode == "resize" and predicts_by_patient(predictor, len(data)):
+    if task.image_mode == "resize" and predicts_by_patient(predictor):
         rows = rows_of_patients(data.patients)[data.patients[row]]
         images = torch.stack([data.image(other) for other in rows]).to(site.device)
         with torch.no_grad(), evaluating(predictor):

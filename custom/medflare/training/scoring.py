@@ -42,9 +42,9 @@ class PatientPredictor(Protocol):
         """Probabilities (N, outputs, ...) of all images of one patient, which come in batches."""
 
 
-def predicts_by_patient(predictor: object, images: int) -> TypeGuard[PatientPredictor]:
-    """Whether a predictor needs all images of a patient at once; no for a split without images."""
-    return images > 0 and isinstance(predictor, PatientPredictor) and predictor.by_patient
+def predicts_by_patient(predictor: object) -> TypeGuard[PatientPredictor]:
+    """Whether a predictor needs all images of a patient at once."""
+    return isinstance(predictor, PatientPredictor) and predictor.by_patient
 
 
 def predict_split(
@@ -62,7 +62,7 @@ def predict_split(
         batch_of: (rows, images, targets) -> the batch on the site's device.
         batch: most images or windows at once.
     """
-    if task.image_mode == "resize" and predicts_by_patient(predictor, len(data)):
+    if task.image_mode == "resize" and predicts_by_patient(predictor):
         for of_patient in rows_of_patients(data.patients).values():
             rows = torch.tensor(of_patient)
             parts = [batch_of(part, *data.take(part)) for part in rows.split(batch)]
