@@ -5,7 +5,7 @@ own kind is its item "base"; the item of the kind's name has its arguments.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,7 +25,6 @@ from medflare.core.message import Message
 from medflare.core.rng import seeded
 from medflare.core.settings import no_such, strict_dataclass
 from medflare.core.states import StateDict
-from medflare.core.text import Json
 from medflare.networks.catalogue import meta_network, task_network
 from medflare.tasks.config import TaskConfig, load_task
 from medflare.training.site import Site
@@ -94,10 +93,11 @@ class _Adaptations(Extensions):
 def _try(adaptation: Any) -> None:
     """Raises if it cannot be called, or makes no probabilities around a small classifier."""
     check_callable(adaptation)
-    task = load_task(_EXAMPLE)
+    network_spec = {"name": "small_cnn", "channels": [4], "batch_norm": True}
+    task = replace(load_task("phantom_grades"), size=(8, 8), network=network_spec)
     with seeded(0, "try adaptation"):
         network = task_network(task).eval()
-        images = torch.rand(2, 1, *task.size)
+        images = torch.rand(2, task.image_channels, *task.size)
         try:
             module = adaptation(nn.Sequential(network, nn.Softmax(dim=1)), task, Message())
             values = module.eval()(images).detach()
@@ -112,20 +112,6 @@ def _try(adaptation: Any) -> None:
 
 
 _ROUNDING = 1e-4
-_EXAMPLE: Json = {
-    "name": "example",
-    "kind": "classification",
-    "target": "multiclass",
-    "labels": ["a", "b", "c"],
-    "channels": 1,
-    "size": [8, 8],
-    "network": {"name": "small_cnn", "channels": [4], "batch_norm": True},
-    "loss": {"name": "ce"},
-    "optimizer": {"name": "adam", "lr": 0.01},
-    "batch_size": 2,
-    "local_epochs": 1,
-    "metric": "accuracy",
-}
 ADAPTATIONS = _Adaptations("adaptation", "adaptations", lambda: _BUILTIN, _try)
 
 
