@@ -237,7 +237,7 @@ def pack_optimizer(optimizer: Optimizer) -> StateDict:
     packed = {}
     if optimizer in _SCALERS:
         for name, number in _SCALERS[optimizer].state_dict().items():
-            packed[f"{_SCALER}.{name}"] = torch.tensor(float(number))
+            packed[f"{_SCALER}.{name}"] = torch.tensor(number)
     for index, slots in optimizer.state_dict()["state"].items():
         for slot, value in slots.items():
             if value is not None:
@@ -258,10 +258,7 @@ def unpack_optimizer(optimizer: Optimizer, packed: StateDict) -> None:
         else:
             slots.setdefault(int(owner), {})[slot] = tensor
     if numbers:
-        scaler = scaler_of(optimizer)
-        for name, value in scaler.state_dict().items():
-            numbers[name] = type(value)(numbers[name])
-        scaler.load_state_dict(numbers)
+        scaler_of(optimizer).load_state_dict(numbers)
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": slots, "param_groups": groups})
 
