@@ -68,6 +68,8 @@ def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
     """A PNG with a row of training (else test) images for each site; all intensities have one
     scale, so that shift is visible.
     """
+    from PIL import Image
+
     splits = {}
     sample = []
     for name, site in data.items():
@@ -77,7 +79,7 @@ def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
         for row in counted(drawn, len(drawn), f"site {name}, images for the scale of thumbnails"):
             sample.append(split.image(row).numpy().ravel())
     limits = tuple(np.percentile(np.concatenate(sample), [0.5, 99.5]))
-    sheet = np.full((len(splits) * _SMALL, _COLUMNS * _SMALL, 3), 255, np.uint8)
+    sheet = Image.new("RGB", (_COLUMNS * _SMALL, len(splits) * _SMALL), "white")
     for top, (name, split) in enumerate(splits.items()):
         rows = np.linspace(0, len(split) - 1, min(_COLUMNS, len(split))).astype(int).tolist()
         for column, row in enumerate(counted(rows, len(rows), f"site {name}, thumbnails")):
@@ -85,11 +87,9 @@ def contact_sheet(data: Mapping[str, SiteData], task: TaskConfig) -> bytes:
             if task.kind == "segmentation":
                 masks = [structures(split.targets[row][None], task)[0]]
             picture = _picture(split.image(row), masks, None, limits, _SMALL)
-            picture = picture[:, :_SMALL]  # the first slice of a volume
-            above = top * _SMALL
-            left = column * _SMALL
-            sheet[above : above + len(picture), left : left + picture.shape[1]] = picture
-    return png(sheet)
+            first = picture[:, :_SMALL]  # slice of a volume
+            sheet.paste(Image.fromarray(first), (column * _SMALL, top * _SMALL))
+    return png(np.array(sheet))
 
 
 def fullest_row(site: Site, patient: str) -> int:
