@@ -189,7 +189,7 @@ def read_datalist(
     path = folder / FILE
     content = read_content(folder)
     unlabelled = annotated_names(content, folder) == ()
-    entries: dict[Path, DatalistItem] = {}
+    entries = []
     for split in SPLITS:
         listed = content.get(split)
         if listed is None:
@@ -199,18 +199,22 @@ def read_datalist(
                 f"{path}: {split!r} must be a list of entries, found {type(listed).__name__}"
             )
         for number, item in enumerate(listed):
-            entry = _entry(folder, item, split, f"{path} {split}[{number}]", kind, unlabelled)
-            if entry.image in entries:
-                raise _listed_twice(entry, entries[entry.image])
-            entries[entry.image] = entry
+            location = f"{path} {split}[{number}]"
+            entries.append(_entry(folder, item, split, location, kind, unlabelled))
     allowed = [path.resolve() for path in (folder, *allowed_folders(folders))]
-    for entry in entries.values():
+    images: dict[Path, DatalistItem] = {}
+    for entry in entries:
         for file in entry.paths:
             check_folder(file, allowed, entry.location)
             for inner in os.scandir(file) if file.is_dir() else ():
                 if inner.is_symlink():  # a slice
                     check_folder(Path(inner.path), allowed, entry.location)
-    return list(entries.values())
+        same = images.setdefault(entry.image.resolve(), entry)
+        if same is not entry:
+            raise DataError(
+                f"{entry.location}: image {entry.name} is also in {same.location}; list it once"
+            )
+    return entries
 
 
 def check_folder(
@@ -360,27 +364,15 @@ def annotated_names(content: Mapping[str, Any], folder: Path) -> tuple[str, ...]
 
 
 def check_patients(entries: Iterable[DatalistItem]) -> None:
-    """Raise DataError for a patient in two splits and an image that is listed twice: test patients
-    would leak into training.
-    """
+    """Raise DataError for a patient in two splits, who would leak into training."""
     patients: dict[str, DatalistItem] = {}
-    images: dict[Path, DatalistItem] = {}
     for entry in entries:
-        same_patient = patients.setdefault(entry.patient, entry)
-        if same_patient.split != entry.split:
+        same = patients.setdefault(entry.patient, entry)
+        if same.split != entry.split:
             raise DataError(
-                f"{entry.location}: patient {entry.patient} is also in {same_patient.location}; "
+                f"{entry.location}: patient {entry.patient} is also in {same.location}; "
                 "keep all of a patient's images in one split"
             )
-        same_image = images.setdefault(entry.image.resolve(), entry)
-        if same_image is not entry:
-            raise _listed_twice(entry, same_image)
-
-
-def _listed_twice(entry: DatalistItem, other: DatalistItem) -> DataError:
-    return DataError(
-        f"{entry.location}: image {entry.name} is also in {other.location}; list it once"
-    )
 
 
 def assign_splits(
