@@ -88,7 +88,7 @@ def ranged(images: list[Acquisition], minimum: int = 0) -> TrainedOn:
 
 
 def test_a_range_has_percentiles_and_none_below_the_minimum_of_patients() -> None:
-    images = [dataclasses.replace(WITHIN, medians=(float(number),)) for number in range(101)]
+    images = [WITHIN._replace(medians=(float(number),)) for number in range(101)]
     whole = ranged(images)
     assert (
         whole.medians == ((5.0,), (95.0,))
@@ -109,25 +109,25 @@ def test_colours_of_a_few_images_are_not_in_the_range() -> None:
         (101, 0, (True,)),
         (9, 5, both[:1]),
     ):
-        images = [dataclasses.replace(WITHIN, coloured=number < coloured) for number in range(101)]
+        images = [WITHIN._replace(coloured=number < coloured) for number in range(101)]
         assert ranged(images, minimum).coloured == expected
 
 
 def test_ranges_of_one_image_and_of_unknown_spacing() -> None:
-    unknown = dataclasses.replace(WITHIN, spacing=None)
+    unknown = WITHIN._replace(spacing=None)
     one = ranged([unknown])
     assert one.spacing is None and one.extent is None and outside(unknown, one) == {}
     assert ranged([unknown, WITHIN]).spacing == ((1, 1, 1), (1, 1, 1))
 
 
 def test_a_spacing_that_few_images_have_does_not_leave_the_site() -> None:
-    unknown = dataclasses.replace(WITHIN, spacing=None)
+    unknown = WITHIN._replace(spacing=None)
     few = ranged([unknown] * 9 + [WITHIN], minimum=5)
     assert few.spacing is None and few.extent is None
     assert ranged([WITHIN] * 10, minimum=5).spacing == ((1, 1, 1), (1, 1, 1))
     # `predict` compares voxels instead of millimetres.
     assert outside(WITHIN, few) == {}
-    large = dataclasses.replace(WITHIN, sides=(400.0, 400.0, 300.0))
+    large = WITHIN._replace(sides=(400.0, 400.0, 300.0))
     assert outside(large, few).keys() == {"size"}
 
 
@@ -195,7 +195,7 @@ def test_a_range_is_read_back_and_another_value_is_an_error() -> None:
     ],
 )
 def test_differences_beyond_the_limits_are_named(change: dict[str, Any], kinds: list[str]) -> None:
-    assert list(outside(dataclasses.replace(WITHIN, **change), RANGE)) == kinds
+    assert list(outside(WITHIN._replace(**change), RANGE)) == kinds
 
 
 def test_sizes_in_pixels_without_spacing_and_grey_pictures_among_coloured_ones() -> None:
@@ -204,7 +204,7 @@ def test_sizes_in_pixels_without_spacing_and_grey_pictures_among_coloured_ones()
     )
     picture = Acquisition((90.0, 500.0), None, (25.0,), (90.0,), False)
     assert outside(picture, trained) == {} and list(
-        outside(dataclasses.replace(picture, sides=(90.0, 601.0)), trained)
+        outside(picture._replace(sides=(90.0, 601.0)), trained)
     ) == ["size"]
     assert outside(WITHIN, dataclasses.replace(RANGE, coloured=(True,))) == {}
     three = dataclasses.replace(
@@ -213,7 +213,7 @@ def test_sizes_in_pixels_without_spacing_and_grey_pictures_among_coloured_ones()
         contrasts=((80.0,) * 3, (100.0,) * 3),
         coloured=(True,),
     )
-    grey = dataclasses.replace(WITHIN, medians=(25.0,) * 3, contrasts=(90.0,) * 3)
+    grey = WITHIN._replace(medians=(25.0,) * 3, contrasts=(90.0,) * 3)
     assert (
         list(outside(grey, three)) == ["colour"]
         and outside(grey, dataclasses.replace(three, coloured=(False, True))) == {}

@@ -6,8 +6,7 @@ Also the range over the training images, and whether a new image is outside of i
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from dataclasses import dataclass as plain_dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import Field, NonNegativeFloat
@@ -33,8 +32,7 @@ _OUTER = (5, 95)
 _INNER = (10, 90)
 
 
-@plain_dataclass(frozen=True)
-class Acquisition:
+class Acquisition(NamedTuple):
     """One image."""
 
     # pixels, the shorter side first, since pictures are turned; voxels along the task's axes

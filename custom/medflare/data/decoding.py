@@ -23,7 +23,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -683,10 +683,7 @@ class _CachedImages:
             if torch.equal(small.to(targets.dtype), targets):
                 targets = small
             tensors["target"] = targets
-        described = []
-        for row in rows:
-            acquired = astuple(row.acquired)
-            described.append((row.name, row.spacing, acquired, row.counts, row.nbytes))
+        described = [[row.name, row.spacing, row.acquired, row.counts, row.nbytes] for row in rows]
         content = save(tensors, {_ROWS: json.dumps(described)})
         self._make_room(len(content))
         write_atomically(path, content)
