@@ -214,7 +214,7 @@ def _last_layer(spec: str, shapes: Shapes) -> str | None:
     """
     settings = json.loads(spec)
     name = settings.pop("name")
-    images = zero_images(shapes.in_channels, shapes.size, "meta")
+    images = torch.zeros(2, shapes.in_channels, *shapes.size, device="meta")
     try:
         return last_layer(_on_meta(partial(_theirs, name, settings, shapes)), images)
     except (*PROBLEMS, ConfigError) as error:
@@ -258,7 +258,7 @@ def meta_network(
 @torch.no_grad()
 def feature_width(task: TaskConfig, spec: NetworkSpec | None = None) -> int:
     """D, the channels of the features of the task's network or of one by `spec`."""
-    images = zero_images(task.image_channels, task.size, "meta")
+    images = zero_images(task)
     features, _ = meta_network(task, spec).eval().features_and_output(images)
     return features.shape[1]
 

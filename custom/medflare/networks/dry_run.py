@@ -65,7 +65,7 @@ def step_bytes(task: TaskConfig, batch: int) -> int:
     for layer in network.modules():
         if not any(layer.children()):
             layer.register_forward_hook(note)
-    images = zero_images(task.image_channels, task.size, "meta")
+    images = zero_images(task)
     with suppress(*PROBLEMS):
         network(images)
     weights = sum(weight.nbytes for weight in network.parameters())
@@ -84,7 +84,7 @@ def _checked(task: TaskConfig) -> FeatureNetwork:
     if task.kind == "segmentation":
         expected += task.size
     try:
-        shape = list(network.eval()(zero_images(task.image_channels, task.size, "meta")).shape)
+        shape = list(network.eval()(zero_images(task)).shape)
     except PROBLEMS as error:
         raise ConfigError(
             f"{location} does not accept images of size {list(task.size)} ({one_line(error)})"

@@ -154,9 +154,9 @@ def overwrite(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
         tensor.copy_(value)
 
 
-def zero_images(in_channels: int, size: Sequence[int], device: torch.device | str) -> Tensor:
-    """Two images of zeros, (2, C, ...)."""
-    return torch.zeros(2, in_channels, *size, device=device)
+def zero_images(task: TaskConfig, device: torch.device | str = "meta") -> Tensor:
+    """Two images of zeros of the task's size, (2, C, ...)."""
+    return torch.zeros(2, task.image_channels, *task.size, device=device)
 
 
 class WholeNetwork(FeatureNetwork):

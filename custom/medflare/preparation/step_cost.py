@@ -141,7 +141,7 @@ def step_operations(task: TaskConfig) -> float:
     counter = FlopCounterMode(display=False)
     try:
         with torch.no_grad(), counter:
-            meta_network(task).train()(zero_images(task.image_channels, task.size, "meta"))
+            meta_network(task).train()(zero_images(task))
     except PROBLEMS:
         return float("inf")
     return float(counter.get_total_flops()) / 2  # `example` has two images

@@ -104,7 +104,7 @@ def check_private_site(site: Site, hyper: PrivacyHyper) -> None:
     dp_sgd = dp_sgd_module(site)
     network = site.network()
     if isinstance(network, WholeNetwork):  # medflare's own networks are tested
-        images = zero_images(site.task.image_channels, site.task.size, site.device)
+        images = zero_images(site.task, site.device)
         dp_sgd.check_gradients(network, images)
     patients = training_patients(site)
     if hyper.dp_delta * patients >= 1:

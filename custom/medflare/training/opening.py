@@ -144,7 +144,7 @@ def check_single_batches(task: TaskConfig) -> None:
     """Raise ConfigError where batches have one image and batch normalization sees one number."""
     if task.batch_size > 1:
         return
-    image = zero_images(task.image_channels, task.size, "meta")[:1]
+    image = zero_images(task)[:1]
     try:
         with torch.no_grad(), suppress(*_NOT_ON_META):
             meta_network(task).train()(image)

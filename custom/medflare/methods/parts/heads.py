@@ -13,7 +13,7 @@ def meta_head(task: TaskConfig) -> tuple[FeatureNetwork, Tensor, bool]:
     """
     network = meta_network(task).eval()
     with no_grad():
-        images = zero_images(task.image_channels, task.size, "meta")
+        images = zero_images(task)
         features, logits = network.features_and_output(images)
         is_last = network.head(features).shape == logits.shape
     return network, features, is_last
