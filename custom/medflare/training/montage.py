@@ -47,15 +47,13 @@ def overlay(site: Site, predictor: Predictor, row: int) -> bytes:
     at the site. Of a volume it shows the three slices with most true foreground, each with its
     plane, the patient's directions at its edges, and a scale bar where the spacing is known.
     """
-    return _image(site, row, _masks(site, predictor, row))
+    return photograph(site, row, _masks(site, predictor, row))
 
 
-def photograph(site: Site, row: int) -> bytes:
-    """A PNG of one test image. It shows a patient and must stay at the site."""
-    return _image(site, row, [])
-
-
-def _image(site: Site, row: int, masks: Sequence[Tensor]) -> bytes:
+def photograph(site: Site, row: int, masks: Sequence[Tensor] = ()) -> bytes:
+    """A PNG of one test image, alone or with masks as in `_picture`. It shows a patient and must
+    stay at the site.
+    """
     data = site.data.test
     image = data.image(row)
     limits = tuple(np.percentile(image.numpy(), [0.5, 99.5]))
