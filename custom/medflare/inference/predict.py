@@ -8,9 +8,8 @@ all slices of a volume together, and pictures one by one.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -191,9 +190,8 @@ def predict(
     make_folder(out)
     for problem in problems:
         summary.fail(problem)
-    check = partial(_refuse, trained=trained, task=task, strict=strict, force=force)
     # All of them may not fit into memory.
-    prepared = Repeated(lambda: _readable(inputs, task, bounds, summary.fail, check))
+    prepared = Repeated(lambda: _readable(inputs, task, bounds, summary, trained, strict, force))
     if isinstance(model, Adaptive) and adapt != NONE:
         summary.adapted = fit(model, prepared, task, device, stored.kind)
     elif isinstance(model, Online):
@@ -251,11 +249,9 @@ def _differences(acquired: Acquisition, trained: TrainedOn, task: TaskConfig) ->
 
 
 def _refuse(
-    prepared: PreparedImage, trained: TrainedOn | None, task: TaskConfig, strict: bool, force: bool
+    prepared: PreparedImage, trained: TrainedOn, task: TaskConfig, strict: bool, force: bool
 ) -> None:
     """Raise DataError for an input that must not be predicted."""
-    if trained is None:
-        return
     is_grey_volume = prepared.volume and not prepared.acquired.coloured
     if is_grey_volume and trained.coloured == (True,) and not force:
         raise DataError(
@@ -348,8 +344,10 @@ def _readable(
     inputs: list[Input],
     task: TaskConfig,
     bounds: ImageBounds,
-    fail: Say,
-    check: Callable[[PreparedImage], None],
+    summary: PredictionSummary,
+    trained: TrainedOn | None,
+    strict: bool,
+    force: bool,
 ) -> Iterator[PreparedImage]:
     """The prepared inputs.
 
@@ -358,11 +356,12 @@ def _readable(
     for source in counted(list(inputs), len(inputs), "images read"):
         try:
             prepared = prepare(source, task, bounds)
-            check(prepared)
+            if trained is not None:
+                _refuse(prepared, trained, task, strict, force)
             yield prepared
         except DataError as error:
             inputs.remove(source)
-            fail(str(error))
+            summary.fail(str(error))
 
 
 def predictions(
