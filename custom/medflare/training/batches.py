@@ -33,13 +33,6 @@ def in_order(count: int, size: int) -> list[Tensor]:
     return list(torch.arange(count).split(size))
 
 
-def samples_in(count: int, size: int) -> int:
-    """Samples in all batches of `in_random_order`: a single image fills a batch twice."""
-    if count == 1 and size > 1:
-        return 2
-    return count
-
-
 def in_random_order(
     count: int, size: int, seed: int, *keys: Key, weights: Tensor | None = None
 ) -> list[Tensor]:
@@ -66,7 +59,7 @@ def in_random_order(
     if size > 1 and len(batches[-1]) == 1:
         last = batches.pop()
         if not batches:
-            return [last.repeat(2)]  # see `samples_in`
+            return [last.repeat(2)]  # see `epochs.samples_of_pass`
         batches.append(torch.cat([batches.pop(), last]))
     return batches
 

@@ -17,7 +17,6 @@ from medflare.core.message import Message
 from medflare.core.rng import Key, seeded
 from medflare.core.states import StateDict, copy_on_device, copy_state, state_bytes
 from medflare.data.loading import Batch
-from medflare.training.batches import samples_in
 from medflare.training.computing import stays
 from medflare.training.graph import Hook, StepReplay, copied_moments
 from medflare.training.site import Site
@@ -44,8 +43,13 @@ def epochs(site: Site, *keys: Key, count: int | None = None) -> Iterator[Iterato
 
 
 def samples_of_pass(site: Site) -> int:
-    """Samples in one pass over the training images, each of which may give several patches."""
-    return samples_in(site.n["train"] * site.image_mode.per_image, site.batch_size)
+    """Samples in one pass over the training images, each of which may give several patches; a
+    single one fills a batch twice, see `batches.in_random_order`.
+    """
+    count = site.n["train"] * site.image_mode.per_image
+    if count == 1 and site.batch_size > 1:
+        return 2
+    return count
 
 
 def run_epochs(
