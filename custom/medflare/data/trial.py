@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from medflare.core.errors import ConfigError
@@ -163,16 +163,14 @@ def main(memory: float, seconds: int) -> None:
 
 
 def _limit(memory: float) -> None:
-    """Limit the address space, where /proc gives its present size (not on macOS and Windows)."""
-    usage = Path("/proc/self/statm")
-    if usage.exists():
-        import resource
-
-        limit = int(usage.read_text().split()[0]) * resource.getpagesize() + int(memory * 2**30)
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        if hard != resource.RLIM_INFINITY:
+    """Limit the address space, where the system can (not macOS and Windows)."""
+    process = psutil.Process()
+    if hasattr(process, "rlimit"):
+        limit = process.memory_info().vms + int(memory * 2**30)
+        _, hard = process.rlimit(psutil.RLIMIT_AS)
+        if hard != psutil.RLIM_INFINITY:
             limit = min(limit, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        process.rlimit(psutil.RLIMIT_AS, (limit, hard))
 
 
 if __name__ == "__main__":
