@@ -152,15 +152,14 @@ class Source:
         sizes, too.
         """
         task = self.task
-        mask_per_label = task.target == "multilabel" and not task.label_values
         # All structures are channels of one file.
-        several = mask_per_label and len(entry.masks) == 1 < len(task.labels)
+        several = task.mask_per_label and len(entry.masks) == 1 < len(task.labels)
         masks = []
         for file in entry.masks:
             mask, segments = read_mask(file, entry.image, image, task, self.bounds, several=several)
             if several and segments:
                 mask = self._by_name(mask, segments, file)
-            elif segments and not mask_per_label:
+            elif segments and not task.mask_per_label:
                 mask = self._single_mask(mask, segments, file)
             masks.append(mask)
             first_sides = masks[0].shape[1:]
@@ -432,7 +431,7 @@ def target_of(task: TaskConfig, source: Source, entry: DatalistItem, image: Imag
         masks = len(task.labels) if task.target == "multilabel" else 1
         return np.zeros((masks, *image.array.shape[1:]), np.int64)
     mask = source.mask(entry, image)
-    if task.target == "multilabel" and not task.label_values:
+    if task.mask_per_label:
         annotation = annotation_of(source.annotated(), task, entry.location)
         if annotation is not None:
             mask = with_empty_masks(mask, annotation)

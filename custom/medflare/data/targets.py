@@ -43,7 +43,7 @@ def encode_mask(masks: np.ndarray, task: TaskConfig, files: Sequence[Path | str]
         DataError: a value that no label lists (see `TaskConfig.unlisted_labels`), or a wrong number
             of masks.
     """
-    if task.target == "multilabel" and not task.label_values:
+    if task.mask_per_label:
         return _encode_mask_per_label(masks, task, files)
     location = str(files[0])
     if len(masks) != 1:
@@ -188,14 +188,13 @@ def renumbering(
         label_of |= dict.fromkeys(numbers, label)
         numbers_of[plain_name(label)].update(numbers)
     segmentation = task.kind == "segmentation"
-    mask_per_label = segmentation and task.target == "multilabel" and not task.label_values
-    has_background = task.target == "binary" or (segmentation and not mask_per_label)
+    has_background = task.target == "binary" or (segmentation and not task.mask_per_label)
     background = {0} if has_background else set()
     classes = label_of.keys() - background
 
     # The site's: classes with the task's number, with another one of the task, or with a name that
     # the task does not have.
-    if mask_per_label:
+    if task.mask_per_label:
         named = list(enumerate(mask_names(names)))
     else:
         named = sorted((n, name) for name, numbers in names.items() for n in numbers)

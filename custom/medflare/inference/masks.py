@@ -49,7 +49,7 @@ def label_map(probabilities: Tensor, task: TaskConfig) -> np.ndarray:
     its most probable value: with p_l the structures' independent probabilities, the value that
     maximizes the product of p_l over its structures and 1 - p_l over the others.
     """
-    if task.target == "multilabel" and not task.label_values:
+    if task.mask_per_label:
         return (probabilities > 0.5).long().numpy()
     values = stored_values(task)
     if task.target == "multilabel":
@@ -75,7 +75,7 @@ def _most_probable_value(probabilities: Tensor, values: list[list[int]]) -> Tens
 
 def label_masks(mask: np.ndarray, task: TaskConfig) -> dict[str, np.ndarray]:
     """Foreground label -> bool (...), from the stored values (M, ...) of `label_map`."""
-    if task.target == "multilabel" and not task.label_values:
+    if task.mask_per_label:
         return {label: part > 0 for label, part in zip(task.labels, mask, strict=True)}
     values_of = zip(task.labels, stored_values(task), strict=True)
     masks = {label: np.isin(mask[0], values) for label, values in values_of}

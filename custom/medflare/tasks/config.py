@@ -425,6 +425,12 @@ class TaskConfig:
         return self.labels
 
     @property
+    def mask_per_label(self) -> bool:
+        """Whether every structure has a mask of its own: multilabel without `label_values`."""
+        overlap = self.kind == "segmentation" and self.target == "multilabel"
+        return overlap and not self.label_values
+
+    @property
     def test_metrics(self) -> tuple[str, ...]:
         """Names of all metrics of the test images."""
         if not self.metrics:
