@@ -36,7 +36,7 @@ from medflare.data.targets import (
     encode_label,
     renumbering,
 )
-from medflare.tasks.annotation import Annotation, structures_of
+from medflare.tasks.annotation import Annotation
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.metrics import Images, Spacing
 
@@ -466,7 +466,7 @@ def _absent_structures(missing: Collection[str], task: TaskConfig) -> list[str]:
     """One line with the remedy for each `missing` structure, which no training mask shows, at a
     site without "annotated".
     """
-    structures = structures_of(task)
+    structures = task.structures
     present = [name for name in structures if name not in missing]
     occurs_nowhere = f"{_annotated_entry(structures)} if it does not occur here"
     not_annotated = _annotated_entry(present) if present else "take the site out"

@@ -9,7 +9,6 @@ from itertools import combinations
 import numpy as np
 
 from medflare.core.settings import strict_dataclass
-from medflare.tasks.annotation import structures_of
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.optimizers import Share
 
@@ -84,7 +83,7 @@ class LayoutOfImages:
 def structure_masks(target: np.ndarray, task: TaskConfig) -> dict[str, np.ndarray]:
     """Structure -> its pixels or voxels; `target` of a segmentation, see `decoding.target_of`."""
     masks = {}
-    for name in structures_of(task):
+    for name in task.structures:
         index = task.labels.index(name)
         masks[name] = target[0] == index if task.target == "multiclass" else target[index] > 0
     return masks

@@ -69,7 +69,7 @@ class Annotation:
     """
 
     def __init__(self, task: TaskConfig, names: Sequence[str] | None = None):
-        structures = structures_of(task)
+        structures = task.structures
         if names is None:
             names = structures
         elif names and task.kind != "segmentation":
@@ -163,14 +163,6 @@ class _Marginal(nn.Module):
         logits = self._annotation.logits(logits)
         value = self._loss(logits, self._annotation.targets(targets))
         return self._scale * value
-
-
-def structures_of(task: TaskConfig) -> tuple[str, ...]:
-    """Labels of a segmentation task without the background of exclusive classes; all labels of a
-    classification task.
-    """
-    has_background = task.kind == "segmentation" and task.target == "multiclass"
-    return task.labels[1:] if has_background else task.labels
 
 
 def _for_outputs(spec: dict[str, Any], annotation: Annotation) -> dict[str, Any]:

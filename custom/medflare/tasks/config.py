@@ -425,6 +425,14 @@ class TaskConfig:
         return self.labels
 
     @property
+    def structures(self) -> tuple[str, ...]:
+        """Labels of a segmentation without the background of exclusive classes; all labels of a
+        classification.
+        """
+        has_background = self.kind == "segmentation" and self.target == "multiclass"
+        return self.labels[1:] if has_background else self.labels
+
+    @property
     def mask_per_label(self) -> bool:
         """Whether every structure has a mask of its own: multilabel without `label_values`."""
         overlap = self.kind == "segmentation" and self.target == "multilabel"

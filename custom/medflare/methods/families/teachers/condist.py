@@ -32,7 +32,6 @@ from medflare.methods import (
     strict_dataclass,
 )
 from medflare.methods.families.teachers.site import ANNOTATED, TeacherSite
-from medflare.tasks.annotation import structures_of
 
 _FIRST = 0.01  # fraction of λ in round 0, authors' code
 
@@ -107,7 +106,7 @@ class ConDistSite(TeacherSite[ConDistHyper]):
     def check(cls, task: TaskConfig, hyper: ConDistHyper, server_hyper: Any) -> None:
         """Also raises ConfigError for a task of which a site cannot annotate a part."""
         super().check(task, hyper, server_hyper)
-        if task.kind != "segmentation" or len(structures_of(task)) < 2:
+        if task.kind != "segmentation" or len(task.structures) < 2:
             raise ConfigError(
                 f"condist needs structures that some sites did not annotate, and task {task.name} "
                 "is a classification or has one structure; run fedavg"
@@ -151,7 +150,7 @@ class ConDistServer(FedAvgServer[FedAvgServerHyper]):
     """FedAvg's server algorithm; it warns where the method is FedAvg."""
 
     def aggregate_models(self, step: Step, replies: Replies) -> None:
-        structures = len(structures_of(self.context.task))
+        structures = len(self.context.task.structures)
         complete = [reply.get(ANNOTATED) == structures for reply in replies.values()]
         if step.round == 0 and all(complete):
             self.context.warn(
