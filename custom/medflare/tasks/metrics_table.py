@@ -76,18 +76,21 @@ def dice(counts: "Tensor") -> "Tensor":
     """2 TP / (2 TP + FP + FN) of counts (..., 4): true positive, false positive, true negative,
     false negative.
     """
-    return 2 * counts[..., 0] / (2 * counts[..., 0] + counts[..., 1] + counts[..., 3])
+    tp, fp, _, fn = counts.unbind(-1)
+    return 2 * tp / (2 * tp + fp + fn)
 
 
 def iou(counts: "Tensor") -> "Tensor":
     """TP / (TP + FP + FN), see `dice`."""
-    return counts[..., 0] / (counts[..., 0] + counts[..., 1] + counts[..., 3])
+    tp, fp, _, fn = counts.unbind(-1)
+    return tp / (tp + fp + fn)
 
 
 def volume_error(counts: "Tensor") -> "Tensor":
     """|predicted - true volume| / true volume, see `dice`; NaN without a true pixel."""
-    true = counts[..., 0] + counts[..., 3]
-    return ((counts[..., 1] - counts[..., 3]).abs() / true).where(true > 0, math.nan)
+    tp, fp, _, fn = counts.unbind(-1)
+    true = tp + fn
+    return ((fp - fn).abs() / true).where(true > 0, math.nan)
 
 
 def boundary_distance(
