@@ -100,13 +100,14 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def refuse_bomb(archive: ZipFile, most: float = _MOST_UNPACKED) -> None:
+def refuse_bomb(archive: ZipFile, most: float | None = None) -> None:
     """Raise ValueError for an archive of more than 500 MB unpacked, or `most` bytes, before it is
     unpacked.
     """
+    limit = most or _MOST_UNPACKED
     unpacked = sum(member.file_size for member in archive.infolist())
-    if unpacked > most:
-        raise ValueError(f"unpacked it has {unpacked / 1e6:.0f} MB, more than {most / 1e6:.0f} MB")
+    if unpacked > limit:
+        raise ValueError(f"unpacked it has {unpacked / 1e6:.0f} MB, more than {limit / 1e6:.0f} MB")
 
 
 def private_opener(path: str, flags: int) -> int:

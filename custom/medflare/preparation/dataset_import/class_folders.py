@@ -312,7 +312,8 @@ def _refuse_masks_of_classes(
     pictures: dict[str, dict[tuple[str, ...], Path]] = {name: {} for name in names}
     for image, folders in below.items():
         if folders:
-            pictures[folders[0]][(*folders[1:], stem(image))] = image
+            inner = (*folders[1:], stem(image))
+            pictures[folders[0]][inner] = image
     for pair in combinations(names, 2):
         first, second = (pictures[name] for name in pair)
         shared = sorted(first.keys() & second.keys())[:SAMPLE_SIZE]
