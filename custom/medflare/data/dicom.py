@@ -534,7 +534,7 @@ def segments_overlap(dataset: Any) -> bool:
     shown_at: dict[tuple[float, ...], np.ndarray] = {}  # position -> pixels of the frames before
     for groups, shown in _segment_frames(dataset):
         plane = _group(dataset, groups, "PlanePositionSequence")
-        position = tuple(map(float, plane.ImagePositionPatient))
+        position = tuple(np.array(plane.ImagePositionPatient, np.float64).round(2).tolist())
         before = shown_at.setdefault(position, np.zeros_like(shown))
         if (before & shown).any():
             return True
