@@ -11,8 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from medflare.core.packages import installed, require
 from medflare.core.palette import COLOURS
-from medflare.evaluation.labels import task_metric
-from medflare.evaluation.presentation import metric_label
+from medflare.evaluation.presentation import metric_label, task_metric
 from medflare.evaluation.results import MODELS
 from medflare.tasks.metrics_table import metric_table
 

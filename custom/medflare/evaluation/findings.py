@@ -14,8 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from medflare.core.text import Json
-from medflare.evaluation.labels import labels_of, named_metrics, task_metric
-from medflare.evaluation.presentation import format_metric, metric_label, ordered_sites, with_number
+from medflare.evaluation.presentation import (
+    format_metric,
+    labels_of,
+    metric_label,
+    named_metrics,
+    ordered_sites,
+    task_metric,
+    with_number,
+)
 from medflare.training.constant import is_at_chance
 
 Curve = dict[int, float]  # rounds of training -> validation metric

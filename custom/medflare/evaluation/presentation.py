@@ -3,12 +3,11 @@ tables of studies.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from medflare.core.text import Json
-from medflare.evaluation.labels import labels_of, named_metrics, task_metric
 from medflare.tasks.metrics_table import metric_table
 
 UNDEFINED = "–"
@@ -19,6 +18,9 @@ _WORDS = {  # of a class
     "auprc": "AUPRC",
 }
 _MOST = 5  # sites that one line names
+# Beside a model's metrics: label -> metric -> value.
+STRUCTURES = "structures"
+CLASSES = "classes"
 _Tables = dict[str, Mapping[str, Json]]  # title -> site -> column -> cell
 
 
@@ -138,6 +140,28 @@ def outcome(results: Json) -> str:
 
 
 # -- parts of a results dict -----------------------------------------------------------------------
+
+
+def task_metric(results: Json) -> str:
+    """The metric that selects models; "" for a task that could not be read."""
+    return results["configuration"]["task"].get("metric", "")
+
+
+def named_metrics(metrics: Json) -> dict[str, float | None]:
+    """The metrics of a model, without those of its structures and classes."""
+    named = dict(metrics)
+    named.pop(STRUCTURES, None)
+    named.pop(CLASSES, None)
+    return named
+
+
+def labels_of(site: Json, model: str) -> Iterator[tuple[str, Json, Json]]:
+    """Every structure or class of a model at a site, its metrics and their intervals."""
+    metrics = site["metrics"].get(model, {})
+    intervals = site.get("intervals", {}).get(model, {})
+    for kind in (STRUCTURES, CLASSES):
+        for label, values in metrics.get(kind, {}).items():
+            yield label, values, intervals.get(kind, {}).get(label, {})
 
 
 def metric_names(results: Json) -> tuple[str, ...]:

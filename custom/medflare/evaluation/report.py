@@ -29,7 +29,6 @@ from medflare.evaluation.figures import (
 )
 from medflare.evaluation.findings import UNUSABLE, findings_at_site, findings_of, level_sentence
 from medflare.evaluation.groups import FEWEST_OF_GROUP, group_rows
-from medflare.evaluation.labels import labels_of
 from medflare.evaluation.results import (
     REPORT_FILE,
     RESULTS_FILE,
@@ -441,7 +440,7 @@ def _by_label(
 
     `patients`: structure -> metric -> values of patients.
     """
-    labels = list(labels_of(site, "deployed"))
+    labels = list(text.labels_of(site, "deployed"))
     if len(labels) < 2:
         return None
     metrics = list(labels[0][1])

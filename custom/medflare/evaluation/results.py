@@ -30,7 +30,7 @@ from medflare.core.packages import code_versions, extension_modules, installed_v
 from medflare.core.store import appending, refuse_link
 from medflare.core.text import NAME, Json, JsonDict, is_name, printable_json
 from medflare.evaluation.findings import findings
-from medflare.evaluation.labels import CLASSES, STRUCTURES, labels_of, named_metrics
+from medflare.evaluation.presentation import CLASSES, STRUCTURES, labels_of, named_metrics
 from medflare.tasks.config import TaskConfig
 from medflare.tasks.summaries import ALL, Values
 

@@ -8,7 +8,6 @@ from typing import Any
 from medflare.evaluation import presentation as text
 from medflare.evaluation.figures import training_curves
 from medflare.evaluation.findings import findings_of, level_sentence
-from medflare.evaluation.labels import task_metric
 from medflare.evaluation.report import template
 from medflare.evaluation.results import ROLES
 
@@ -38,7 +37,7 @@ class RunResults(dict[str, Any]):
         rounds = text.with_number(self["rounds"], "round")
         about = f"{self['method']} on {self['task']}, {rounds}, seed {self['seed']}"
         parts = [f"{about}: {text.outcome(self)}"]
-        metric = task_metric(self)
+        metric = text.task_metric(self)
         for role in ROLES:
             value = self["mean"][role]["deployed"].get(metric)
             if value is not None:

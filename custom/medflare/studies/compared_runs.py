@@ -10,7 +10,6 @@ from typing import Any
 import pandas as pd
 
 from medflare.core.errors import StateError
-from medflare.evaluation.labels import task_metric
 from medflare.evaluation.presentation import (
     UNDEFINED,
     format_metric,
@@ -18,6 +17,7 @@ from medflare.evaluation.presentation import (
     metric_label,
     ordered_sites,
     sites_of_role,
+    task_metric,
 )
 from medflare.evaluation.results import ROLES, load_results
 from medflare.federation.final_models import SCORES as SCORES_FOLDER

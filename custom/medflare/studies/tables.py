@@ -15,14 +15,15 @@ from medflare.core.errors import StateError
 from medflare.core.settings import unknown
 from medflare.core.text import Json
 from medflare.evaluation.findings import KINDS, UNUSABLE, Finding, findings, is_rising
-from medflare.evaluation.labels import named_metrics, task_metric
 from medflare.evaluation.presentation import (
     UNDEFINED,
     best_value,
     format_metric,
     label_metric,
     lower_is_better,
+    named_metrics,
     sites_of_role,
+    task_metric,
     voters,
 )
 from medflare.evaluation.results import MODELS, confusion
