@@ -10,6 +10,7 @@ from medflare.studies.tables import StudyTables, spread
 from medflare.studies.tasks_compared import ranking, task_means
 
 _UNDEFINED = "--"
+_MARKS = {1: r"\textbf{%s}", 2: r"\underline{%s}"}  # by rank in a column
 _OF_DIFFERENCES = ("95 % over seeds", "95 % over patients", "p over seeds, Holm", "verdict")
 _Columns = dict[str, tuple[str, str, str]]  # heading -> metric, role and site
 
@@ -60,22 +61,18 @@ def _plain(frame: pd.DataFrame, left: int) -> str:
 
 
 def _table(study: StudyTables, columns: _Columns) -> str:
-    cells: dict[str, dict[str, str]] = {}
-    styles = {}
+    table = pd.DataFrame(index=list(study.groups))
     for heading, (metric, role, site) in columns.items():
-        means = {}
-        cells[heading] = {}
+        texts = []
+        means = []
         for label in study.groups:
             values = study.series(label, "deployed", role, metric, site)
-            text = spread(metric, values)
-            cells[heading][label] = _UNDEFINED if text == UNDEFINED else text.replace("±", r"$\pm$")
-            means[label] = float(format_metric(metric, values.mean()))  # ranked as printed
+            texts.append(spread(metric, values).replace("±", r"$\pm$"))
+            means.append(float(format_metric(metric, values.mean())))  # ranked as printed
         ranks = pd.Series(means).rank(method="dense", ascending=lower_is_better(metric))
-        marks = {1: "textbf:--rwrap", 2: "underline:--rwrap"} if ranks.max() > 1 else {}
-        styles[heading] = [marks.get(rank, "") for rank in ranks]
-    labels = list(study.groups)
-    styler = pd.DataFrame(cells, index=labels).style
-    css = pd.DataFrame(styles, index=labels)
-    styler.apply(lambda _: css, axis=None)
+        marks = _MARKS if ranks.max() > 1 else {}
+        pairs = zip(ranks, texts, strict=True)
+        table[heading] = [marks.get(rank, "%s") % text for rank, text in pairs]
+    styler = table.replace(UNDEFINED, _UNDEFINED).style
     styler.format_index(escape="latex").format_index(escape="latex", axis=1)
     return styler.to_latex(hrules=True, column_format="l" + "r" * len(columns))
