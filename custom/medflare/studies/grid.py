@@ -377,19 +377,18 @@ def _missing(
     """
     earlier = read_runs(out)
     missing = []
-    older: dict[str, None] = {}
-    stale: dict[str, str] = {}  # row -> how its code differs
+    # Row -> how its code differs: that of medflare, and any other.
+    older: dict[str, str] = {}
+    stale: dict[str, str] = {}
     for name, job in {**_other_jobs(earlier, cells, setting), **jobs}.items():
         run = earlier.get(name)
         if job.candidate.label in repeated:
             missing.append(job)
         elif run is not None and _is_complete(run, setting):
             _check_same(out, job, run)
-            difference = _other_version(job, run)
-            if difference:
-                stale.setdefault(job.candidate.label, difference)
-            elif not _is_same_code(job, run):
-                older[job.candidate.label] = None
+            for package, difference in _other_code(job, run).items():
+                rows = older if package == _MEDFLARE_CODE else stale
+                rows.setdefault(job.candidate.label, difference)
         elif name in jobs:
             missing.append(job)
     if stale:
@@ -420,23 +419,18 @@ def _other_jobs(
     return jobs
 
 
-def _other_version(job: _Job, run: Run) -> str:
-    """How a kept run is of another version, or of other code of another package; "" if it is not.
-    Runs of earlier versions do not record code.
+def _other_code(job: _Job, run: Run) -> dict[str, str]:
+    """Version or code -> how that of a kept run differs from that here; empty for a run of an
+    earlier version of medflare, which does not record code.
     """
     before = run["versions"]
-    if _MEDFLARE_CODE not in before:
-        return ""
-    for name, value in job.versions.items():
-        if name != _MEDFLARE_CODE and before.get(name, value) != value:
-            return f"{job.name} is a run with {name} {before[name]}, here is {value}"
-    return ""
-
-
-def _is_same_code(job: _Job, run: Run) -> bool:
-    """Whether a kept run is of medflare's code here, as far as it records it."""
-    code = job.versions[_MEDFLARE_CODE]
-    return bool(run["versions"].get(_MEDFLARE_CODE, code) == code)
+    differences = {}
+    if _MEDFLARE_CODE in before:
+        for name, value in job.versions.items():
+            if before.get(name, value) != value:
+                here = f"here is {value}"
+                differences[name] = f"{job.name} is a run with {name} {before[name]}, {here}"
+    return differences
 
 
 def _is_complete(run: Run, setting: Setting) -> bool:
