@@ -588,14 +588,13 @@ def _percentile_interval(sites: Sequence[_SitePairs], metric: str) -> Interval |
     fewest = min((_fewest_patients(site, metric) for site in sites), default=0)
     if fewest < 2 or not _has_interval(sites):
         return None
-    defined = [_defined(site, metric) for site in sites]
     rng = numpy_generator(0, "bootstrap over patients")
     values = []
     for start in range(0, RESAMPLES, _BATCH):
         size = min(_BATCH, RESAMPLES - start)
         of_sites = []
-        for site, terms in zip(sites, defined, strict=True):
-            gain = _mean_gain(site, metric, _counts(rng, site.patients, size), terms)
+        for site in sites:
+            gain = _mean_gain(site, metric, _counts(rng, site.patients, size))
             if gain is not None:
                 of_sites.append(gain)
         values.append(np.mean(of_sites, axis=0))
@@ -630,8 +629,8 @@ def _fewest_patients(site: _SitePairs, metric: str) -> int:
 
 
 def _point(site: _SitePairs, metric: str) -> float:
-    """Mean of all patients over the defined terms and runs."""
-    mean = _mean_gain(site, metric, np.ones(site.patients), _defined(site, metric))
+    """The mean gain of all patients; NaN without any."""
+    mean = _mean_gain(site, metric, np.ones(site.patients))
     return np.nan if mean is None else float(mean)
 
 
@@ -643,19 +642,14 @@ def _counts(rng: np.random.Generator, patients: int, resamples: int) -> Floats:
     return counts.reshape(resamples, patients).astype(float)
 
 
-def _defined(site: _SitePairs, metric: str) -> list[NDArray[np.bool_]]:
-    """Run by run which terms are defined for all patients."""
-    return [np.isfinite(gains) for gains in site.gains(metric, np.ones(site.patients))]
-
-
-def _mean_gain(
-    site: _SitePairs, metric: str, counts: Floats, defined: Sequence[NDArray[np.bool_]]
-) -> Floats | None:
-    """Mean over these terms and runs; None without any."""
+def _mean_gain(site: _SitePairs, metric: str, counts: Floats) -> Floats | None:
+    """Mean over runs and over the terms that are defined for all patients; None without any."""
     of_runs = []
-    for gain, terms in zip(site.gains(metric, counts), defined, strict=True):
-        if terms.any():
-            of_runs.append(gain[terms].mean(axis=0))
+    of_all = site.gains(metric, np.ones(site.patients))
+    for gain, gain_of_all in zip(site.gains(metric, counts), of_all, strict=True):
+        defined = np.isfinite(gain_of_all)
+        if defined.any():
+            of_runs.append(gain[defined].mean(axis=0))
     return np.mean(of_runs, axis=0) if of_runs else None
 
 
