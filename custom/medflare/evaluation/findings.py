@@ -343,12 +343,10 @@ def is_rising(curve: Mapping[int, float]) -> bool:
         return True
     if len(late) < _FEWEST_ROUNDS:
         return False
-    rounds = np.array(late, dtype=float) - fmean(late)
-    values = np.array([curve[at] for at in late])
-    slope = float(rounds @ values / (rounds @ rounds))
-    residuals = values - values.mean() - slope * rounds
-    error = float(np.sqrt(residuals @ residuals / (len(late) - 2) / (rounds @ rounds)))
-    return slope * (late[-1] - late[0]) > RISING and slope > 2 * error
+    values = [curve[at] for at in late]
+    (slope, _), covariance = np.polyfit(late, values, 1, cov=True)
+    error = np.sqrt(covariance[0, 0])
+    return bool(slope * (late[-1] - late[0]) > RISING and slope > 2 * error)
 
 
 def mean_curve(of_sites: Iterable[Curve]) -> Curve:
