@@ -141,33 +141,32 @@ def method_listing(method: "Method", width: int = _WIDE) -> str:
     from medflare.core.hyper import described
 
     algorithms = {algorithm: described(owner) for algorithm, owner in method.hyper_classes.items()}
-    lines = _wrapped(f"{method.name}: {method.title}", width, 0)
-    lines += _wrapped(method.paper, width, 1)
+    lines = [f"{method.name}: {method.title}", f"  {method.paper}"]
     models = ", ".join(method.roles)
     if not method.trains:
         models = "none that is new, it trains nothing"
     elif not method.outside:
         models += "; none for outside sites"
-    lines += _wrapped(f"models: {models}", width, 1)
+    lines.append(f"  models: {models}")
     if method.stays:
-        lines += _wrapped(f"stays at the site: {method.stays}", width, 1)
+        lines.append(f"  stays at the site: {method.stays}")
     for (algorithm, fields), origin in zip(algorithms.items(), method.algorithms, strict=True):
         heading = algorithm
         if origin != method.name:
             heading += f" algorithm of {origin}"
         if not fields:
             heading += ": no hyper-parameters"
-        lines += _wrapped(heading, width, 1)
+        lines.append(f"  {heading}")
         for name, about in fields.items():
             ambiguous = all(name in names for names in algorithms.values())
-            lines += _entry(f"{algorithm}.{name}" if ambiguous else name, about, width)
+            lines += _entry(f"{algorithm}.{name}" if ambiguous else name, about)
     lines.append("  exchanged")
     for phase in method.site_class.phases.values():
-        lines += _exchange(phase, width)
-    return "\n".join(lines)
+        lines += _exchange(phase)
+    return "\n".join(_wrapped(line, width) for line in filter(str.strip, lines))
 
 
-def _exchange(phase: "Phase", width: int) -> list[str]:
+def _exchange(phase: "Phase") -> list[str]:
     """What the server's message and the site's reply of a phase can have, and why it leaves."""
     from medflare.federation.settings import FINALIZE
 
@@ -176,13 +175,11 @@ def _exchange(phase: "Phase", width: int) -> list[str]:
     if phase.name == FINALIZE:  # measured by the participant
         sent["test metrics"] = None
     text = f"in {', '.join(received) or 'nothing'}; out {', '.join(sent) or 'nothing'}"
-    lines = _wrapped(f"{phase.name}: {text}", width, 2)
-    for spec in phase.reply:
-        lines += _wrapped(f"{spec.name}: {spec.purpose}", width, 4)
-    return lines
+    purposes = [f"        {spec.name}: {spec.purpose}" for spec in phase.reply]
+    return [f"    {phase.name}: {text}", *purposes]
 
 
-def _entry(name: str, about: "Described", width: int) -> list[str]:
+def _entry(name: str, about: "Described") -> list[str]:
     """Name, default, symbol, source and the allowed values of a hyper-parameter; then its meaning.
 
     Allowed values are shown if not any value of its type is allowed.
@@ -201,15 +198,13 @@ def _entry(name: str, about: "Described", width: int) -> list[str]:
         allowed = ""
     origin = ", ".join(filter(None, (about.symbol, about.source)))
     details = "; ".join(filter(None, (origin, allowed)))
-    setting = f"{name} = {format_setting(about.default)}"
+    setting = f"    {name} = {format_setting(about.default)}"
     if details:
         setting += f"  [{details}]"
-    return [*_wrapped(setting, width, 2), *_wrapped(about.text, width, 4)]
+    return [setting, f"        {about.text}"]
 
 
-def _wrapped(text: str, width: int, depth: int) -> list[str]:
-    """The text as lines that are indented by `depth` steps; continued lines by one more."""
-    first = depth * "  "
-    return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=first + "  ", break_on_hyphens=False
-    )
+def _wrapped(line: str, width: int) -> str:
+    """The line in lines of at most `width` characters; continued ones are indented further."""
+    indent = line[: -len(line.lstrip())] + "  "
+    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
