@@ -38,7 +38,7 @@ def study_page(study: StudyTables) -> str:
         task=task_of(groups),
         metric=metric,
         findings=[],
-        sites=study.inside,
+        sites=study.sites_of("inside"),
         seeds=distinct(runs, "seed"),
         rounds=distinct(runs, "rounds"),
         banner=study.banner(),

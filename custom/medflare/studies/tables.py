@@ -21,7 +21,6 @@ from medflare.evaluation.presentation import (
     format_metric,
     label_metric,
     lower_is_better,
-    named_metrics,
     sites_of_role,
     task_metric,
     voters,
@@ -228,13 +227,9 @@ class StudyTables:
                 self.groups[label].append(with_best_expert(run, self.metric))
         self.values = study_values(self.groups)
         runs = all_runs(groups)
-        measured: dict[str, None] = {}  # in their order
-        names = defaultdict(set)  # role -> its sites
-        for run in runs:
-            for name, site in run["sites"].items():
-                names[site["role"]].add(name)
-                for of_model in site["metrics"].values():
-                    measured |= dict.fromkeys(named_metrics(of_model))
+        table = metrics_frame(groups)
+        measured = table.loc[table["label"] == ALL, "metric"].unique().tolist()
+        sites = table.groupby("role")["site"].unique()
         for metric in metrics:
             if metric not in measured:
                 raise unknown("metric", metric, measured)
@@ -242,12 +237,10 @@ class StudyTables:
         self.metrics = list(metrics) or task_first
         # The metric of the page, of ranks and of figures.
         self.first_metric = next(iter(self.metrics), self.metric)
-        self.roles = sorted(names)
-        self.inside = sorted(names.get("inside", ()))
+        self.roles = sites.index.tolist()  # in their alphabetical order
         self.places: list[tuple[str, str]] = []
-        for role in self.roles:
-            for site in (*sorted(names[role]), ALL_SITES):
-                self.places.append((role, site))
+        for role, of_role in sites.items():
+            self.places += [(role, site) for site in (*sorted(of_role), ALL_SITES)]
         # The rows that are compared with each other.
         self.compared = []
         for label, of_label in groups.items():
