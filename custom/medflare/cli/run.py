@@ -304,6 +304,7 @@ def run(
             medflare task plan
     """
     from medflare.evaluation.console import show_results
+    from medflare.federation.preflight import check_run
     from medflare.federation.tracking import check_track
 
     choice = FederationOptions(**federation)
@@ -336,8 +337,17 @@ def run(
     target = out / f"{method.name}-{task.name}-seed{arguments['seed']}"
     with options.environment(data_root=data_root, device=device):
         options.check_sites(names, task)
-        run_settings({name: arguments[name] for name in RUN_SETTINGS if name in arguments})
-        _check(method, task, hyper, outside, arguments)
+        values = {name: arguments[name] for name in RUN_SETTINGS if name in arguments}
+        rules = run_settings(values)
+        check_run(
+            method,
+            task,
+            hyper,
+            rounds=rules.rounds,
+            outside=rules.outside,
+            cross_site=rules.cross_site,
+            adapt=rules.adapt,
+        )
         if dry_run:
             from medflare.networks.weights import starting_state
 
@@ -380,23 +390,6 @@ def _check_number(inside: int, settings: Json) -> None:
                 f"--{name.replace('_', '-')} {needed}: {inside} of the sites train; "
                 "name more with --sites, or lower it"
             )
-
-
-def _check(
-    method: "Method", task: "TaskConfig", hyper: Json, outside: list[str], arguments: Json
-) -> None:
-    """Raise ConfigError for a run that cannot start."""
-    from medflare.federation.preflight import check_run
-
-    check_run(
-        method,
-        task,
-        hyper,
-        rounds=arguments["rounds"],
-        outside=outside,
-        cross_site=arguments.get("cross_site", False),
-        adapt=arguments.get("adapt", RunSettings.adapt),
-    )
 
 
 def _planned(
