@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 import re
-import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -219,8 +218,8 @@ def takes(name: str, settings: type, skip: Sequence[str] = ()) -> Callable[[_Com
 
 def _plain_type(hint: Any) -> Any:
     """The type of a field without None; `list` for several names."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (hint,) = (item for item in typing.get_args(hint) if item is not type(None))
+    if type(None) in typing.get_args(hint):
+        hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) in (tuple, list):
         return list
     return hint
