@@ -349,22 +349,23 @@ def pooled_values(runs: Sequence[Run], model: str, metric: str, role: str) -> "p
 
 @dataclass(frozen=True)
 class _SitePairs:
-    """The cases of both models at one site, run by run, and the rows of their patients among all
-    patients of the site.
-    """
+    """The cases of both models at one site, run by run."""
 
-    patients: int
+    names: NDArray[Any]  # of the patients, sorted
     pairs: list[tuple[CaseTable, CaseTable]]
-    rows: list[NDArray[np.intp]]
     classes: tuple[int, ...] | None = None  # of the mean over classes; None: all
+
+    @property
+    def patients(self) -> int:
+        return len(self.names)
 
     def gains(self, metric: str, counts: Floats) -> list[Floats]:
         """Run by run second - first, (terms, ...), see `_terms`; counts (..., patients): how often
         each patient was drawn.
         """
         gains = []
-        for (first, second), rows in zip(self.pairs, self.rows, strict=True):
-            weights = counts[..., rows]
+        for first, second in self.pairs:
+            weights = counts[..., np.searchsorted(self.names, first["patients"])]
             after = _terms(second, metric, weights, self.classes)
             gains.append(after - _terms(first, metric, weights, self.classes))
         return gains
@@ -535,10 +536,8 @@ def _paired(first: RunModel, second: RunModel, metric: str, role: str) -> dict[s
                 by_site[site].append(pair)
     sites = {}
     for name, pairs in sorted(by_site.items()):
-        names = [cases["patients"] for cases, _ in pairs]
-        patients = np.unique(np.concatenate(names))
-        rows = [np.searchsorted(patients, of_run) for of_run in names]
-        sites[name] = _SitePairs(len(patients), pairs, rows)
+        patients = np.concatenate([cases["patients"] for cases, _ in pairs])
+        sites[name] = _SitePairs(np.unique(patients), pairs)
     return sites
 
 
