@@ -200,19 +200,12 @@ def constant_answer(draw: Draw) -> Results:
             for model, answer in answers.items()
         }
         measured["deployed"] = measured.get("personal", measured["global"])
-        values = {}
-        scores[name] = {}
-        for model, result in measured.items():
-            values[model] = _finite(result.values)
-            scores[name][model] = result.cases.to_dict()
+        values = {model: result.values for model, result in measured.items()}
+        scores[name] = {model: result.cases.to_dict() for model, result in measured.items()}
         records[name] = SiteRecord(draw.role(name), site.n, values)
     seconds = {"total": time.monotonic() - started}
     record = RunRecord(CONSTANT, task, draw.seed, draw.setting.rounds, records, seconds=seconds)
     return build_results(record) | {SCORES: scores}
-
-
-def _finite(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    return {metric: finite_or_none(value) for metric, value in values.items()}
 
 
 def single_site(draw: Draw, hyper: Json, method: str = TRAINED_AS) -> Results:
@@ -265,7 +258,8 @@ def batch_statistics(draw: Draw, hyper: Json) -> Results:
         trained = build_deployed(draw.task, of_site["global"]).to(site.device)
         module, _ = with_batch_statistics(trained)
         scores = site.score(module, "test")
-        results["sites"][name]["metrics"]["deployed"] = _finite(scores.values)
+        metrics = {metric: finite_or_none(value) for metric, value in scores.values.items()}
+        results["sites"][name]["metrics"]["deployed"] = metrics
         results[SCORES][name]["deployed"] = scores.cases.to_dict()
         results["sites"][name].get("intervals", {}).pop("deployed", None)  # of FedAvg's model
     of_model = ("at_chance", "constant_output")  # of FedAvg's, too
