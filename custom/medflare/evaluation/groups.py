@@ -4,7 +4,6 @@ A group of too few patients is suppressed: its value would be nearly that of a s
 value of all patients is known, so the suppressed groups together must be large enough, too.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from medflare.data.attributes import sorted_groups
-from medflare.tasks.class_metrics import of_outputs
 from medflare.tasks.classes import Cases
 from medflare.tasks.config import TaskConfig
-from medflare.tasks.metrics_table import metric_table
-from medflare.tasks.summaries import ALL, Interval, intervals_of
+from medflare.tasks.summaries import ALL, Interval, intervals_of, values_of
+from medflare.training.epochs import finite_or_none
 
 FEWEST_OF_GROUP = 5  # patients of a group that is shown
 
@@ -55,7 +53,9 @@ def group_rows(
             rows.append(GroupRow(group, None))
             continue
         of_group = _cases_of(cases, by_group[group])
-        value = _value(of_group, task)
+        everybody = np.ones(len(of_group.patients))
+        values = values_of(of_group, [task.metric], task, everybody)
+        value = finite_or_none(float(values[ALL][task.metric]))
         intervals = intervals_of(of_group, [task.metric], task)
         interval = intervals.get(ALL, {}).get(task.metric)
         rows.append(GroupRow(group, patients, value, interval))
@@ -105,13 +105,3 @@ def _cases_of(cases: Cases, rows: list[int]) -> Cases:
         values = {metric: column[rows] for metric, column in cases.values.items()}
         return Cases(patients, values)
     return Cases(patients, {}, cases.probabilities[rows], cases.targets[rows])
-
-
-def _value(cases: Cases, task: TaskConfig) -> float | None:
-    """The task's metric; the mean over patients for segmentation; None where it is undefined."""
-    if cases.outputs is None:
-        value = float(cases.values[task.metric].mean())
-    else:
-        compute = metric_table()[task.metric].compute
-        value = float(of_outputs(compute, *cases.outputs, np.ones(len(cases.patients))))
-    return value if math.isfinite(value) else None

@@ -46,7 +46,7 @@ class Summary:
 def summarize(metrics: Values, cases: Cases, task: TaskConfig) -> Summary:
     """The summary of a model with these metrics and cases."""
     names = [name for name, value in metrics.items() if value is not None]
-    point = _values(cases, names, task, np.ones(len(cases.patients)))
+    point = values_of(cases, names, task, np.ones(len(cases.patients)))
     point.pop(ALL, None)
     by_label = {}
     for label, values in point.items():
@@ -72,7 +72,7 @@ def intervals_of(
     batches = []
     for part in np.split(counts, range(_BATCH, RESAMPLES, _BATCH)):
         weights = part[:, rows].astype(float)
-        values = _values(cases, metrics, task, weights)
+        values = values_of(cases, metrics, task, weights)
         if cases.targets is not None:
             lack = _lack_a_class(cases.targets.numpy(), weights)
             for metric in values[ALL].keys() - set(MEANS_OVER_IMAGES):
@@ -123,7 +123,7 @@ def _patients_behind(cases: Cases, label: str, metric: str, patients: int) -> in
     return int((~values[metric].isnan()).sum())
 
 
-def _values(
+def values_of(
     cases: Cases, metrics: Sequence[str], task: TaskConfig, weights: Floats
 ) -> dict[str, dict[str, Any]]:
     """Label, or `ALL` -> metric -> (...) of weighted cases (..., cases)."""
