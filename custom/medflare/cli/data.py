@@ -6,13 +6,14 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from medflare.cli import options
 from medflare.cli.options import AUTO_HELP, PathArgument, PathArguments, add_commands, names_in
 from medflare.core.errors import ConfigError, DataError, UnreadableError
+from medflare.core.text import Json, JsonDict
 
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
@@ -473,7 +474,7 @@ def init_task(
     )
 
 
-def _changes(proposed: Mapping[str, Any], texts: Mapping[str, str | None]) -> dict[str, str | None]:
+def _changes(proposed: Json, texts: Mapping[str, str | None]) -> dict[str, str | None]:
     """Ask for every setting without a text; the answers that differ from what is proposed."""
     defaults = {
         "name": proposed["name"],
@@ -490,7 +491,7 @@ def _changes(proposed: Mapping[str, Any], texts: Mapping[str, str | None]) -> di
     return changed
 
 
-def _parsed(texts: Mapping[str, str | None]) -> dict[str, Any]:
+def _parsed(texts: Mapping[str, str | None]) -> JsonDict:
     """The fields of `TaskHints` that can be asked for, from text."""
     size = texts["size"] or ""
     try:

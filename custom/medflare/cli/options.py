@@ -17,16 +17,12 @@ from typer.core import TyperGroup
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import check_site_name, unknown
-from medflare.core.text import Json, read_json
+from medflare.core.text import Json, JsonDict, read_json
 
 if TYPE_CHECKING:
     from medflare.tasks.config import TaskConfig
 
-AUTO_HELP: dict[str, Any] = {
-    "rich_markup_mode": None,
-    "add_completion": False,
-    "no_args_is_help": True,
-}
+AUTO_HELP: JsonDict = {"rich_markup_mode": None, "add_completion": False, "no_args_is_help": True}
 DEFAULT_ROUNDS = 10
 PHANTOM = "phantom"
 TASK = "task."  # prefix of a task's setting in --set

@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from medflare.cli.options import AUTO_HELP, add_commands, takes
 from medflare.cli.startup_kit import Kit, KitSettings, open_kit, read_object, set_up
 from medflare.core.errors import ConfigError
-from medflare.core.text import printable
+from medflare.core.text import JsonDict, printable
 from medflare.flare.names import REFUSED
 
 _KIT = "Startup kit of a site or the server: the folder with startup/ and local/"
@@ -37,8 +37,7 @@ def add_groups(app: typer.Typer) -> None:
 
 @takes("settings", KitSettings)
 def setup(
-    kits: Annotated[list[Path], typer.Argument(metavar="KIT...", help=_KIT)],
-    settings: dict[str, Any],
+    kits: Annotated[list[Path], typer.Argument(metavar="KIT...", help=_KIT)], settings: JsonDict
 ) -> None:
     """Write policies and settings to a kit's local/ folder: add what is missing, change what is
     named, print every change.
@@ -196,7 +195,7 @@ def _job_state(kit: Kit, folder: Path, refused: Iterable[str]) -> JobState:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> JsonDict:
     with suppress(ConfigError):
         return read_object(path)
     return {}

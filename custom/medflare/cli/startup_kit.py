@@ -20,6 +20,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509 import Certificate, load_pem_x509_certificate
 
 from medflare.core.errors import ConfigError
+from medflare.core.text import JsonDict
 
 LOCAL_FILE = "medflare.json"  # as in data/local.py, whose import takes a second
 VALIDATOR = "app_validator"  # FLARE's name: the component that inspects a job on arrival
@@ -34,7 +35,6 @@ _RESTARTING_LAUNCHER = "medflare.flare.launcher.RestartingLauncher"
 _LOG_STREAMING = "nvflare.app_common.logging."
 # FLARE's default, shared by all federations of a machine and deleted at a reboot.
 _DEFAULT_STORAGE = "/tmp/nvflare/"
-_Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def open_kit(folder: Path | str) -> Kit:
         ) from error
 
 
-def read_object(path: Path) -> _Json:
+def read_object(path: Path) -> JsonDict:
     """The JSON object in a file; raises ConfigError if it cannot be read or holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -303,7 +303,7 @@ def set_up(kit: Kit, settings: KitSettings) -> list[Change]:
     return changes
 
 
-def _write(kit: Kit, path: Path, old: _Json | None, new: _Json | None) -> Change:
+def _write(kit: Kit, path: Path, old: JsonDict | None, new: JsonDict | None) -> Change:
     """Write the new content of a file; None: remove the file."""
     from medflare.core.store import write_json
 
@@ -375,7 +375,7 @@ def differences(old: Any, new: Any, key_path: str = "") -> Iterator[str]:
         yield f"{key_path}: {before} -> {after}"
 
 
-def template(kind: str, name: str) -> _Json:
+def template(kind: str, name: str) -> JsonDict:
     """The file `name` of a new kit's local/ folder."""
     return read_object(Path(__file__).parent / "templates" / kind / name)
 
@@ -383,7 +383,7 @@ def template(kind: str, name: str) -> _Json:
 # -- a function for each file: its content, None if there is none -> its new content, None: no file
 
 
-def _local_settings(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json | None:
+def _local_settings(kit: Kit, settings: KitSettings, content: JsonDict | None) -> JsonDict | None:
     from medflare.data.local import local_settings
 
     if content is None and kit.kind == "server":
@@ -410,7 +410,7 @@ def _local_settings(kit: Kit, settings: KitSettings, content: _Json | None) -> _
     return content
 
 
-def _authorization(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json:
+def _authorization(kit: Kit, settings: KitSettings, content: JsonDict | None) -> JsonDict:
     if content is None or settings.replace_policies:
         content = template(kit.kind, "authorization.json")
     if settings.bring_code:
@@ -418,7 +418,7 @@ def _authorization(kit: Kit, settings: KitSettings, content: _Json | None) -> _J
     return content
 
 
-def _communication(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json:
+def _communication(kit: Kit, settings: KitSettings, content: JsonDict | None) -> JsonDict:
     """FLARE's settings of connections, with mTLS between the processes of the party: by a clear one
     any account of the machine could speak in its name.
     """
@@ -429,7 +429,7 @@ def _communication(kit: Kit, settings: KitSettings, content: _Json | None) -> _J
     return content
 
 
-def _privacy(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json | None:
+def _privacy(kit: Kit, settings: KitSettings, content: JsonDict | None) -> JsonDict | None:
     if not settings.bring_code:
         if content is None or settings.replace_policies:
             return template(kit.kind, "privacy.json")
@@ -442,7 +442,7 @@ def _privacy(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json | 
     return content if filters else None
 
 
-def _resources(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json:
+def _resources(kit: Kit, settings: KitSettings, content: JsonDict | None) -> JsonDict:
     if content is None or settings.replace_policies:
         storage = settings.storage or _storage_of(content or {}) or kit.folder / "storage"
         content = _new_resources(kit, read_object(kit.local / "resources.json.default"), storage)
@@ -459,7 +459,7 @@ def _resources(kit: Kit, settings: KitSettings, content: _Json | None) -> _Json:
     return content
 
 
-def _new_resources(kit: Kit, content: _Json, storage: Path) -> _Json:
+def _new_resources(kit: Kit, content: JsonDict, storage: Path) -> JsonDict:
     """FLARE's resources.json with medflare's classes, validator and launcher, with a storage, and
     without the streaming of logs.
 
@@ -484,24 +484,24 @@ def _new_resources(kit: Kit, content: _Json, storage: Path) -> _Json:
     return content
 
 
-def _without_medflare(components: list[_Json]) -> list[_Json]:
+def _without_medflare(components: list[JsonDict]) -> list[JsonDict]:
     return [item for item in components if not str(item.get("path", "")).startswith(PREFIX)]
 
 
-def _replace_launcher(resources: _Json, old: str, new: str) -> None:
+def _replace_launcher(resources: JsonDict, old: str, new: str) -> None:
     launcher = components(resources).get("process_launcher", {})
     if launcher.get("path") == old:
         launcher["path"] = new
 
 
-def _set_storage(resources: _Json, storage: Path) -> None:
+def _set_storage(resources: JsonDict, storage: Path) -> None:
     storage = storage.expanduser().resolve()
     components(resources)["job_manager"]["args"]["uri_root"] = str(storage / "jobs")
     persistor = resources["snapshot_persistor"]["args"]["storage"]
     persistor["args"]["root_dir"] = str(storage / "snapshots")
 
 
-def _storage_of(resources: _Json) -> Path | None:
+def _storage_of(resources: JsonDict) -> Path | None:
     """The server's storage; None if it is FLARE's default or not set."""
     manager = components(resources).get("job_manager")
     if manager is None:
@@ -512,5 +512,5 @@ def _storage_of(resources: _Json) -> Path | None:
     return Path(root).parent
 
 
-def components(resources: _Json) -> dict[str, _Json]:
+def components(resources: JsonDict) -> dict[str, JsonDict]:
     return {component["id"]: component for component in resources.get("components", ())}

@@ -38,7 +38,7 @@ def round_line(
     meta: Mapping[str, Json],
     rejected: Mapping[str, str],
     seconds: float,
-    aggregation: Mapping[str, Mapping[str, float | None]] | None = None,
+    aggregation: Mapping[str, Json] | None = None,
 ) -> str:
     """One step, for example "round 3/20 train: A loss 0.4120 global 0.801 weight 0.612 | B not used
     (holds NaN) | 1.2 s".

@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from medflare.core.packages import installed, require
 from medflare.core.palette import COLOURS
+from medflare.core.text import Json
 from medflare.evaluation.presentation import metric_label, task_metric
 from medflare.evaluation.results import MODELS
 from medflare.tasks.metrics_table import metric_table
@@ -84,7 +85,7 @@ class Drawing:
         self._save(buffer, style, format="pdf", metadata=metadata, bbox_inches="tight")
         return buffer.getvalue()
 
-    def _save(self, file: IO[Any], style: Mapping[str, Any], **options: Any) -> None:
+    def _save(self, file: IO[Any], style: Json, **options: Any) -> None:
         """Draw and save with a transparent background; `options`: of `Figure.savefig`."""
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -160,7 +161,7 @@ def line_drawing(panel: Panel, labels: Sequence[str], unit_square: bool = False)
     return Drawing(draw, _WIDTH, height)
 
 
-def training_curves(results: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str | None:
+def training_curves(results: Json, history: Sequence[Json]) -> str | None:
     """Loss, validation metric and aggregation numbers of every site over the rounds as SVG; None
     without a finished step.
 

@@ -121,7 +121,7 @@ def best_value(metric: str, values: Iterable[float | None]) -> float | None:
     return max(defined)
 
 
-def is_best(models: Mapping[str, Mapping[str, float | None]], model: str, metric: str) -> bool:
+def is_best(models: Mapping[str, Json], model: str, metric: str) -> bool:
     """Whether a model is the best of a site's (or the mean's) models by a metric.
 
     Examples:

@@ -422,7 +422,7 @@ def _structure_colours(task: TaskConfig) -> list[tuple[str, str, str]]:
     return [(name, *pair) for name, pair in zip(names, structure_colours(len(names)), strict=True)]
 
 
-def _values_of_few(values: Mapping[str, Any]) -> dict[str, str]:
+def _values_of_few(values: Json) -> dict[str, str]:
     """Metric -> the value of each patient, for metrics with too few values for an interval."""
     texts = {}
     for metric, of_patients in values.items():
@@ -432,9 +432,7 @@ def _values_of_few(values: Mapping[str, Any]) -> dict[str, str]:
     return texts
 
 
-def _by_label(
-    site: Mapping[str, Any], task: TaskConfig, patients: Mapping[str, Any]
-) -> _Table | None:
+def _by_label(site: Json, task: TaskConfig, patients: Json) -> _Table | None:
     """The deployed model's metrics of every structure or class; None for a single one, which has
     those of the model.
 

@@ -1,10 +1,11 @@
 """The results of a run as an object: the dict of results.json, which a notebook shows as a page."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from medflare.core.text import Json
 from medflare.evaluation import presentation as text
 from medflare.evaluation.figures import training_curves
 from medflare.evaluation.findings import findings_of, level_sentence
@@ -20,12 +21,7 @@ class RunResults(dict[str, Any]):
         folder: where results.json and report.html are; None if nothing was written.
     """
 
-    def __init__(
-        self,
-        results: Mapping[str, Any],
-        history: Sequence[Mapping[str, Any]] = (),
-        folder: Path | None = None,
-    ):
+    def __init__(self, results: Json, history: Sequence[Json] = (), folder: Path | None = None):
         super().__init__(results)
         self.history = history
         self.folder = folder

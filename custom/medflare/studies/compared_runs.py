@@ -5,11 +5,11 @@ paired differences over patients.
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from medflare.core.errors import StateError
+from medflare.core.text import JsonDict
 from medflare.evaluation.presentation import (
     UNDEFINED,
     format_metric,
@@ -30,7 +30,7 @@ _MODEL = "deployed"
 _SAME = ("kind", "labels", "metric")
 
 
-def read_run(path: Path) -> dict[str, Any]:
+def read_run(path: Path) -> JsonDict:
     """The results of a run with the deployed models' scores by patient, as far as they are on this
     machine.
 

@@ -5,14 +5,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+from medflare.core.text import JsonDict
 
 PROCESSOR = "processor"  # a stage of a results dict's seconds
 PEAK = "peak_memory_bytes"  # in a results dict
 _PROCESS = Path("/proc/self")  # on Linux
 
 
-def with_costs(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def with_costs(run: Callable[[], JsonDict]) -> JsonDict:
     """The results dict of a run, with its processor time and, on Linux, peak memory of the
     process.
     """

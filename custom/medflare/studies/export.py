@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from medflare.core.text import JsonDict
 from medflare.evaluation.presentation import label_metric
 from medflare.evaluation.results import defined_mean
 from medflare.studies.costs import PEAK, PROCESSOR
@@ -50,7 +51,7 @@ def summary_table(study: StudyTables, target: float | None = None) -> pd.DataFra
     stage = PROCESSOR if has_processor else "total"
     lines = []
     for label, of_row in study.groups.items():
-        line: dict[str, Any] = {"method": label} | _means(study, label)
+        line: JsonDict = {"method": label} | _means(study, label)
         line["seeds"] = len(distinct(of_row, "seed"))
         line["runs"] = len(of_row)
         traffic = [sum(run["traffic"].values()) for run in of_row]

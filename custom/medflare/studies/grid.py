@@ -44,7 +44,7 @@ from medflare.core.store import (
     replacing,
     write_atomically,
 )
-from medflare.core.text import JsonDict, Say, about
+from medflare.core.text import Json, JsonDict, Say, about
 from medflare.data.datalist import FILE
 from medflare.data.loading import site_folder
 from medflare.evaluation.presentation import sites_of_role
@@ -199,7 +199,7 @@ def _locked(out: Path) -> Iterator[dict[str, bytes]]:
         yield _contents(out)
 
 
-def _write(out: Path, contents: dict[str, bytes], changes: Mapping[str, Any]) -> None:
+def _write(out: Path, contents: dict[str, bytes], changes: Json) -> None:
     """Replace entries of the file atomically; equal contents give equal bytes."""
     for name, content in changes.items():
         text = json.dumps(content, allow_nan=False, separators=(",", ":"))
@@ -476,7 +476,7 @@ def _check_same(out: Path, job: _Job, run: Run) -> None:
         )
 
 
-def _flat(settings: Mapping[str, Any]) -> dict[Any, Any]:
+def _flat(settings: Json) -> dict[Any, Any]:
     return pd.json_normalize(json_ready(settings)).to_dict("records")[0]
 
 

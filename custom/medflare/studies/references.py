@@ -54,7 +54,7 @@ POOLED = "all-sites"  # the one site of centralised training
 CURVES = "curves"
 SCORES = "scores"  # in a results dict: site -> model -> `Cases.to_dict`
 TASK_CHANGES = "task_changes"  # in a run's settings: what a reference changed in the task
-APPEARANCE: Sequence[Mapping[str, Any]] = (  # contrast, brightness, noise of other scanners
+APPEARANCE: Sequence[Json] = (  # contrast, brightness, noise of other scanners
     {"name": "RandAdjustContrast", "prob": 0.5, "gamma": [0.5, 2.0]},
     {"name": "RandShiftIntensity", "prob": 0.5, "offsets": 0.5},
     {"name": "RandScaleIntensity", "prob": 0.5, "factors": 0.5},

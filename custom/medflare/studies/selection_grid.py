@@ -10,6 +10,7 @@ from typing import Any
 
 from medflare.core.errors import ConfigError
 from medflare.core.hyper import parsed_value
+from medflare.core.text import Json
 from medflare.evaluation.presentation import UNDEFINED, best_value, format_metric, lower_is_better
 from medflare.studies.candidates import Candidate
 from medflare.studies.references import CURVES, SINGLE_SITE
@@ -45,7 +46,7 @@ def cells_of(
     rows: Sequence[Candidate],
     grid: Mapping[str, Sequence[Any]],
     task: TaskConfig,
-    changed: Callable[[Mapping[str, Any], Mapping[str, Any]], TaskConfig],
+    changed: Callable[[Json, Json], TaskConfig],
 ) -> dict[str, list[Candidate]]:
     """Label of a row -> the row with all combinations of the values that it has a name for.
 

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from medflare.core.errors import ConfigError
 from medflare.core.settings import checked, nested, strict_dataclass, unknown
+from medflare.core.text import JsonDict
 from medflare.evaluation.presentation import UNDEFINED
 from medflare.studies.statistics import (
     ALL_SITES,
@@ -116,7 +117,7 @@ def suites() -> tuple[str, ...]:
     return tuple(sorted(_files()))
 
 
-def _files() -> dict[str, Any]:
+def _files() -> JsonDict:
     return json_files(PRESETS / "suites", "mechanisms/")
 
 
