@@ -2,17 +2,13 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
-
-from medflare.cli.options import PathArguments
-
-Model = Annotated[Path, typer.Argument(help="Folder with model.safetensors and card.json")]
+from medflare.cli.options import PathArgument, PathArguments
 
 
 def predict(
-    model: Model,
+    model: PathArgument,
     images: PathArguments,
     out: Path,
     adapt: str = "auto",
@@ -30,6 +26,7 @@ def predict(
     for every picture.
 
     Args:
+        model: Folder with model.safetensors and card.json
         images: PNG, JPEG, TIFF, NIfTI or DICOM files, or folders of them
         out: Folder for masks and predictions.csv
         adapt (NAME): Test-time adaptation to these images: dsbn, tent, sar, memo, ttt, labelshift,
@@ -75,7 +72,10 @@ def predict(
 
 
 def export(
-    model: Model, format: Literal["torchscript", "onnx", "monai"], out: Path, unsigned: bool = False
+    model: PathArgument,
+    format: Literal["torchscript", "onnx", "monai"],
+    out: Path,
+    unsigned: bool = False,
 ) -> None:
     """Write a delivered model as TorchScript, ONNX or a MONAI bundle.
 
@@ -83,6 +83,7 @@ def export(
     numbers of the delivered model.
 
     Args:
+        model: Folder with model.safetensors and card.json
         format: onnx needs: pip install 'medflare[export]'
         out: Folder to write
         unsigned: Accept a model whose card has no signature (medflare before 0.3)

@@ -14,14 +14,12 @@ from typing import Annotated
 
 import typer
 
-from medflare.cli.options import AUTO_HELP, add_commands, takes
+from medflare.cli.options import AUTO_HELP, PathArgument, PathArguments, add_commands, takes
 from medflare.cli.startup_kit import Kit, KitSettings, open_kit, read_object, set_up
 from medflare.core.errors import ConfigError
 from medflare.core.text import JsonDict, printable
 from medflare.flare.names import REFUSED
 
-_KIT = "Startup kit of a site or the server: the folder with startup/ and local/"
-KitFolder = Annotated[Path, typer.Argument(metavar="KIT", help=_KIT)]
 _JOB_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # FLARE's
 # A refused job in audit.log.
 _REFUSED = re.compile(rf"\[R:([0-9a-f-]{{36}})\].*\[A:{re.escape(REFUSED)}\](.*)$", re.MULTILINE)
@@ -36,11 +34,12 @@ def add_groups(app: typer.Typer) -> None:
 
 
 @takes("settings", KitSettings)
-def setup(
-    kits: Annotated[list[Path], typer.Argument(metavar="KIT...", help=_KIT)], settings: JsonDict
-) -> None:
+def setup(kits: PathArguments, settings: JsonDict) -> None:
     """Write policies and settings to a kit's local/ folder: add what is missing, change what is
     named, print every change.
+
+    Args:
+        kits (KIT...): Startup kit of a site or the server: the folder with startup/ and local/
 
     Examples:
         medflare site setup site-1 --data-root /data/site-1 --device cuda:0
@@ -51,11 +50,12 @@ def setup(
             print("\n         ".join([f"{change.action:8} {change.file}", *change.settings]))
 
 
-def doctor(kit: KitFolder, task: str | None = None) -> int:
+def doctor(kit: PathArgument, task: str | None = None) -> int:
     """Check data, kit, certificate, clock, server, disk and device, without joining the
     federation.
 
     Args:
+        kit (KIT): Startup kit of a site or the server: the folder with startup/ and local/
         task: Read every image for it, as medflare data check does (default: only look for the
             datalist)
 
@@ -107,10 +107,11 @@ class JobState:
     folder: str
 
 
-def status(kit: KitFolder, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+def status(kit: PathArgument, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """Jobs here: why one was refused, round and phase, what left the site, where the models are.
 
     Args:
+        kit (KIT): Startup kit of a site or the server: the folder with startup/ and local/
         as_json: As JSON
 
     Examples:
