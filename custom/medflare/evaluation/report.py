@@ -68,12 +68,7 @@ def template(name: str) -> "Template":
         lstrip_blocks=True,
     )
     environment.filters.update(
-        label=text.metric_label,
-        setting=text.format_setting,
-        bytes=text.format_bytes,
-        seconds=text.format_seconds,
-        base64=lambda content: base64.b64encode(content).decode(),
-        by_site=_by_site,
+        base64=lambda content: base64.b64encode(content).decode(), by_site=_by_site
     )
     environment.globals.update(zip=zip, text=text, UNUSABLE=UNUSABLE)
     return environment.get_template(name)
