@@ -12,7 +12,7 @@ from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies import figures
 from medflare.studies.page import answer_first, study_page
 from medflare.studies.statistics import Run
-from medflare.studies.tables import StudyTables, markdown
+from medflare.studies.tables import StudyTables, Table
 
 CUP = {"dice": 0.0}
 
@@ -105,8 +105,8 @@ def test_without_training_alone_the_page_says_how_to_add_it(record: RunRecord) -
 
 def test_a_bar_in_a_label_is_no_column() -> None:
     lines = [["method", "whole | core", "x|y"], ["fedsm | fedprox", "**0.5**", "0.4"]]
-    table = markdown(lines, left=1)
-    assert table.splitlines()[0] == "| method | whole \\| core | x\\|y |"
+    table = Table(lines, left=1)
+    assert str(table).splitlines()[0] == "| method | whole \\| core | x\\|y |"
     headings, rows = answer_first(table)
     assert headings == lines[0]
     assert rows == [[("fedsm | fedprox", False), ("0.5", True), ("0.4", False)]]

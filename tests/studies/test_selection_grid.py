@@ -146,7 +146,7 @@ def test_validation_images_select_the_row(tmp_path: Path, monkeypatch: pytest.Mo
     wider = cells(["fedprox"], "mu=0.1,0.4")
     run_study(rows[1:], SETTING, [0, 1], tmp_path, grids=wider, rerun=["fedprox"])
     assert list(read_study(tmp_path)) == ["fedprox:mu=0.4", "fedavg"]
-    assert study_tables(tmp_path).everything[TRIED].count("fedprox:mu") == 3
+    assert str(study_tables(tmp_path).everything[TRIED]).count("fedprox:mu") == 3
     by_hand = [Candidate.parse("fedprox:mu=0.01")]
     run_study(by_hand, SETTING, [0, 1], tmp_path)
     assert "fedprox:mu=0.01" in read_study(tmp_path), "a row that is named is shown"

@@ -17,9 +17,9 @@ from medflare.studies.page import study_page
 from medflare.studies.statistics import Comparison, Run
 from medflare.studies.tables import (
     StudyTables,
+    Table,
     curve_of,
     delong_text,
-    markdown,
     selection,
     study_report,
 )
@@ -27,9 +27,11 @@ from medflare.tasks.config import load_task
 from studies.conftest import leaving_out
 
 
-def line_of(table: str, label: str, model: str) -> list[str]:
+def line_of(table: Table, label: str, model: str) -> list[str]:
     """The cells of a row after its label and model."""
-    (line,) = [line for line in table.splitlines() if line.startswith(f"| {label} | {model} |")]
+    (line,) = [
+        line for line in str(table).splitlines() if line.startswith(f"| {label} | {model} |")
+    ]
     return [cell.strip() for cell in line.split("|")[3:-1]]
 
 
@@ -57,7 +59,8 @@ def measured(
 
 
 def test_the_table_of_sites(runs: list[Run]) -> None:
-    assert StudyTables({"FedSM": runs, "single-site": runs[:1]}).sites("dice").splitlines() == [
+    table = StudyTables({"FedSM": runs, "single-site": runs[:1]}).sites("dice")
+    assert str(table).splitlines() == [
         "| method | model | selection | A | B | mean inside | X (outside) | mean outside | runs |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         "| FedSM | global | – | **0.500 ± 0.100** | 0.550 ± 0.071 | **0.533 ± 0.058** | – | – | 3 |",
@@ -65,9 +68,8 @@ def test_the_table_of_sites(runs: list[Run]) -> None:
         "| single-site | global | – | 0.400 | **0.600** | 0.500 | – | – | 1 |",
         "| single-site | deployed | – | – | – | – | 0.100 | 0.100 | 1 |",
     ]
-    assert "| single-site | global | – | **4.0** | – | **4.0** |" in StudyTables(
-        {"all": runs, "single-site": runs[:1]}
-    ).sites("hd95")
+    table = StudyTables({"all": runs, "single-site": runs[:1]}).sites("hd95")
+    assert "| single-site | global | – | **4.0** | – | **4.0** |" in str(table)
 
 
 def test_models_share_a_row_if_they_differ_in_a_site_or_have_the_same_numbers(
@@ -85,7 +87,7 @@ def test_models_share_a_row_if_they_differ_in_a_site_or_have_the_same_numbers(
         "| iop | best expert (chosen on test) | – | 0.600 | 0.600 | 1 |",
         "| iop | spread of experts | – | 0.400 | 0.400 | 1 |",
     ]
-    assert StudyTables({"iop": [run]}).sites("dice").splitlines()[2:] == expected
+    assert str(StudyTables({"iop": [run]}).sites("dice")).splitlines()[2:] == expected
     same = {"global": {"dice": 0.5}, "personal": {"dice": 0.5}, "deployed": {"dice": 0.6}}
     run = build_results(
         dataclasses.replace(record, sites={"A": SiteRecord("inside", metrics=same)})
@@ -94,7 +96,7 @@ def test_models_share_a_row_if_they_differ_in_a_site_or_have_the_same_numbers(
         "| FedSM | global, personal | – | 0.500 | 0.500 | 1 |",
         "| FedSM | deployed | – | **0.600** | **0.600** | 1 |",
     ]
-    assert StudyTables({"FedSM": [run]}).sites("dice").splitlines()[2:] == expected
+    assert str(StudyTables({"FedSM": [run]}).sites("dice")).splitlines()[2:] == expected
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_areas_under_roc_curves_are_compared_by_class(record: RunRecord) -> None
 
     groups = {"plain": [run(first, 0), run(first, 1)], "better": [run(second, 0), run(first, 1)]}
     table = StudyTables(groups).tables(["AUC by class, DeLong's test"])
-    lines = table["AUC by class, DeLong's test"].splitlines()
+    lines = str(table["AUC by class, DeLong's test"]).splitlines()
     assert lines[0] == "| method | class | A (inside) |"
     assert delong_text([Comparison(0.1, p=p) for p in (0.01, 0.02, 0.9)]) == "+0.100, p 0.040"
     assert delong_text([Comparison(0.1, p=p) for p in (0.6, 0.9)]) == "+0.100, p 1.000"
@@ -185,7 +187,7 @@ def test_a_site_left_out_in_turn_has_a_column_for_each_role(runs: list[Run]) -> 
         **runs[0],
         "sites": {**runs[0]["sites"], "A": {**runs[0]["sites"]["A"], "role": "outside"}},
     }
-    heading = StudyTables({"all": [runs[1], turned]}).sites("dice").splitlines()[0]
+    heading = str(StudyTables({"all": [runs[1], turned]}).sites("dice")).splitlines()[0]
     assert "| A | B | mean inside | A (outside) | X (outside) |" in heading
 
 
@@ -257,11 +259,10 @@ def test_the_oracle_is_marked_and_is_never_the_best(record: RunRecord) -> None:
         "1",
     ]
     assert line_of(table, "m", "personal") == ["last", "**0.750**", "0.250", "0.500", "1"]
-    assert table.count("oracle") == 1, "references and runs with one model have none"
+    assert str(table).count("oracle") == 1, "references and runs with one model have none"
     plain = measured(record, 0, A={"deployed": 0.5}, B={"deployed": 0.5})
-    assert (
-        "| m | oracle (chosen on test) | inside | +0.125 |"
-        in StudyTables({"plain": [plain], "m": [run]}).differences()
+    assert "| m | oracle (chosen on test) | inside | +0.125 |" in str(
+        StudyTables({"plain": [plain], "m": [run]}).differences()
     )
 
 
@@ -271,7 +272,7 @@ def test_the_table_of_differences(runs: list[Run]) -> None:
     for run, value in zip(runs, (0.2, 0.3, 0.7), strict=True):
         better.append(leaving_out("X", value, run))
     tables = StudyTables({"plain": runs, "better": better})
-    lines = tables.differences().splitlines()
+    lines = str(tables.differences()).splitlines()
     assert lines[0] == (
         "| method | model | sites | difference to plain | 95 % over seeds | t-test over seeds, p | seeds "
         "| 95 % over patients | test over patients, p | patients | p over seeds, Holm | detectable | d | verdict |"
@@ -282,7 +283,7 @@ def test_the_table_of_differences(runs: list[Run]) -> None:
     )
     for line in lines:
         assert not line.startswith("| plain | deployed"), "not against itself"
-    against = tables.differences("better")
+    against = str(tables.differences("better"))
     assert (
         "| difference to better |" in against
         and "| plain | deployed | outside | -0.100 | – |" in against
@@ -386,9 +387,8 @@ def test_rows_are_compared_with_training_alone_once(record: RunRecord) -> None:
     titles = ["dice, differences", "dice, differences to single-site"]
     tables = StudyTables({"fedavg": fedavg, "single-site": alone}).tables(titles)
     assert list(tables) == titles
-    assert (
-        "| fedavg | global, personal, deployed | inside | +0.100 |"
-        in tables["dice, differences to single-site"]
+    assert "| fedavg | global, personal, deployed | inside | +0.100 |" in str(
+        tables["dice, differences to single-site"]
     )
     assert list(StudyTables({"single-site": alone, "fedavg": fedavg}).tables(titles)) == titles[:1]
 
@@ -399,11 +399,12 @@ def test_a_deployed_model_is_compared_with_other_models_of_its_runs(record: RunR
         measured(record, 1, A={"global": 0.5, "deployed": 0.8}),
     ]
     same = [measured(record, 0, A={"global": 0.5, "deployed": 0.5})]
-    line = StudyTables({"fedsm": runs, "fedavg": same}).differences_within().splitlines()[2]
+    table = StudyTables({"fedsm": runs, "fedavg": same}).differences_within()
+    line = str(table).splitlines()[2]
     assert line.startswith("| fedsm | global | inside | +0.200 | -1.071 to +1.471 |"), (
         "t(1) is 12.706 at 0.975"
     )
-    assert StudyTables({"fedavg": same}).differences_within() == ""
+    assert StudyTables({"fedavg": same}).differences_within() is None
 
 
 def test_the_balanced_accuracy_of_a_selector(record: RunRecord, runs: list[Run]) -> None:
@@ -418,7 +419,8 @@ def test_the_balanced_accuracy_of_a_selector(record: RunRecord, runs: list[Run])
         }
         return build_results(dataclasses.replace(record, seed=seed, sites=sites))
 
-    lines = StudyTables({"fedsm": [run(0, 0), run(1, 2)], "fedavg": runs}).selector().splitlines()
+    table = StudyTables({"fedsm": [run(0, 0), run(1, 2)], "fedavg": runs}).selector()
+    lines = str(table).splitlines()
     assert (
         lines[0]
         == "| method | balanced accuracy | A recognised | B recognised | answered by a personal model | runs |"
@@ -426,7 +428,7 @@ def test_the_balanced_accuracy_of_a_selector(record: RunRecord, runs: list[Run])
     assert lines[2:] == [
         "| fedsm | 0.625 ± 0.177 | 1.000 ± 0.000 | 0.250 ± 0.354 | 0.500 ± 0.000 | 2 |"
     ]
-    assert StudyTables({"fedavg": runs}).selector() == ""
+    assert StudyTables({"fedavg": runs}).selector() is None
 
 
 def test_runs_in_which_routing_did_harm_are_counted(record: RunRecord, runs: list[Run]) -> None:
@@ -447,14 +449,14 @@ def test_runs_in_which_routing_did_harm_are_counted(record: RunRecord, runs: lis
         }
 
     routed = [run(0, 0.6, 0), run(1, 0.45, 1), run(2, 0.4, 0), run(3, 0.49, 0)]
-    lines = StudyTables({"iop_fl": routed, "fedavg": runs}).routing().splitlines()
+    lines = str(StudyTables({"iop_fl": routed, "fedavg": runs}).routing()).splitlines()
     assert (
         lines[0]
         == "| method | outside | start | end | worst run | more than 0.02 below | of these with an event | runs |"
     )
     numbers = "0.500 | 0.485 | -0.100 | 2 | 1 | 4"
     assert lines[2:] == [f"| iop_fl | X | {numbers} |", f"| iop_fl | all | {numbers} |"]
-    assert StudyTables({"fedavg": runs}).routing() == ""
+    assert StudyTables({"fedavg": runs}).routing() is None
 
 
 def caution(groups: dict[str, list[Run]], token: str) -> str:
@@ -668,7 +670,7 @@ def test_a_seed_with_equal_areas_counts_as_p_of_one() -> None:
 
 def test_names_in_a_table_are_no_markup() -> None:
     names = ["a|b", "<img src=x>", "[x](javascript:y)", "< 0.001 (t)", "[-0.1, 0.2]"]
-    text = markdown([["name"], *([name] for name in names)], left=1)
+    text = str(Table([["name"], *([name] for name in names)], left=1))
     assert text.splitlines()[2:] == [
         r"| a\|b |",
         r"| \<img src=x> |",

@@ -46,7 +46,7 @@ def latex_ranking(studies: Sequence[StudyTables]) -> str:
 
 
 def _differences(study: StudyTables) -> str:
-    headings, *lines = study.difference_lines()
+    headings, *lines = study.differences().lines
     frame = pd.DataFrame(lines, columns=headings)
     deployed = frame[frame["model"].str.contains("deployed")]
     return _plain(deployed[["method", "sites", headings[3], *_OF_DIFFERENCES]], left=2)

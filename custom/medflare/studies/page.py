@@ -2,8 +2,6 @@
 and every table.
 """
 
-import re
-
 import pandas as pd
 
 from medflare.evaluation.presentation import (
@@ -21,7 +19,7 @@ from medflare.studies.figures import (
     marked_range,
 )
 from medflare.studies.statistics import all_runs, distinct
-from medflare.studies.tables import StudyTables, cautions, spread, task_of
+from medflare.studies.tables import StudyTables, Table, cautions, spread, task_of
 from medflare.tasks.summaries import mean_interval
 
 PAGE_FILE = "study.html"
@@ -109,22 +107,23 @@ _IN_NAME = ("model", "deployed against its own", "sites", "model of", "structure
 _RANKS = {"mean inside": 0, "mean": 0, "verdict": 0, "selection": 2}
 
 
-def answer_first(table: str) -> tuple[list[str], list[list[tuple[str, bool]]]]:
-    """Headings, and rows of (text, whether it is bold), of a table in Markdown, with its most
-    important number as the second column, so that a phone shows it without scrolling.
+def answer_first(table: Table) -> tuple[list[str], list[list[tuple[str, bool]]]]:
+    """Headings, and rows of (text, whether it is bold), with the most important number as the
+    second column, so that a phone shows it without scrolling.
 
     What a row is (its model, its sites) is on a second line of its name; the mean over sites comes
     first, how a round was selected last.
 
     Examples:
-        >>> headings = "| method | model | A | mean inside |\\n| --- | --- | ---: | ---: |\\n"
-        >>> headings, rows = answer_first(headings + "| fedsm | global | 0.4 | **0.5** |\\n")
+        >>> names = ["method", "model", "A", "mean inside"]
+        >>> table = Table([names, ["fedsm", "global", "0.4", "**0.5**"]], left=2)
+        >>> headings, rows = answer_first(table)
         >>> headings
         ['method', 'mean inside', 'A']
         >>> rows
         [[('fedsm\\nglobal', False), ('0.5', True), ('0.4', False)]]
     """
-    headings, _, *lines = map(_cells, table.strip().splitlines())
+    headings, *lines = table.lines
     names = [0]
     ranks = {}  # of the other columns
     for index, heading in enumerate(headings[1:], start=1):
@@ -140,8 +139,3 @@ def answer_first(table: str) -> tuple[list[str], list[list[tuple[str, bool]]]]:
             row.append((cells[index].strip("*"), cells[index].startswith("**")))
         rows.append(row)
     return [headings[0], *(headings[index] for index in order)], rows
-
-
-def _cells(line: str) -> list[str]:
-    cells = re.split(r"(?<!\\)\|", line)[1:-1]
-    return [cell.strip().replace("\\|", "|") for cell in cells]

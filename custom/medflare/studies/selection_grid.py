@@ -15,7 +15,7 @@ from medflare.evaluation.presentation import UNDEFINED, best_value, format_metri
 from medflare.studies.candidates import Candidate
 from medflare.studies.references import CURVES, SINGLE_SITE
 from medflare.studies.statistics import Groups, Run
-from medflare.studies.tables import markdown, task_of
+from medflare.studies.tables import Table, task_of
 from medflare.tasks.config import TaskConfig
 
 TRIED = "tried, selected on validation images: no row is selected by its test metric"
@@ -143,8 +143,8 @@ def selected(labels: Sequence[str], groups: Groups) -> str:
     return labels[0]
 
 
-def tried(grids: Mapping[str, Sequence[str]], groups: Groups) -> str:
-    """Everything that was tried, as a table in Markdown; the selected ones are bold."""
+def tried(grids: Mapping[str, Sequence[str]], groups: Groups) -> Table:
+    """Everything that was tried; the selected ones are bold."""
     metric = task_of(groups)["metric"]
     lines = [["tried", "mean validation metric", "runs"]]
     for labels in grids.values():
@@ -153,4 +153,4 @@ def tried(grids: Mapping[str, Sequence[str]], groups: Groups) -> str:
             value = UNDEFINED if mean is None else f"{metric} {format_metric(metric, mean)}"
             runs = str(len(groups.get(label, ())))
             lines.append([label, f"**{value}**" if label == best else value, runs])
-    return markdown(lines, left=1)
+    return Table(lines, left=1)

@@ -22,7 +22,7 @@ from medflare.studies.statistics import (
     distinct,
     study_values,
 )
-from medflare.studies.tables import bullets, markdown
+from medflare.studies.tables import Table, bullets
 from medflare.tasks.config import PRESETS, json_files, load_task
 from medflare.tasks.summaries import mean_interval
 
@@ -185,7 +185,7 @@ def beside_the_paper(suite: Suite, groups: Groups) -> str:
     bracket = "[95 % bootstrap interval, below six seeds the lowest and the highest value]"
     seeds = ", ".join(map(str, values.columns))
     about += f". Ours: mean over seeds {seeds} {bracket}. The paper's: {suite.source}.\n"
-    parts = [f"# {suite.paper}, {suite.table}, beside ours\n", about, markdown(lines, 2)]
+    parts = [f"# {suite.paper}, {suite.table}, beside ours\n", about, str(Table(lines, left=2))]
     differences = [*suite.differences, *deviations(suite, groups)]
     if differences:
         parts.append(f"What differs:\n\n{bullets(differences)}")

@@ -108,6 +108,24 @@ PAPER_EFFECTS: Mapping[tuple[str, str, str], float] = {
 
 
 @dataclass(frozen=True)
+class Table:
+    """Lines of cells, the first with the headings, and how many columns are words; the others are
+    numbers. As text it is Markdown. A bold cell is between two pairs of asterisks.
+    """
+
+    lines: Sequence[Sequence[str]]
+    left: int
+
+    def __str__(self) -> str:
+        rule = ["---"] * self.left + ["---:"] * (len(self.lines[0]) - self.left)
+        text = ""
+        for line in [self.lines[0], rule, *self.lines[1:]]:
+            cells = [_MARKUP.sub(r"\\\g<0>", cell) for cell in line]
+            text += f"| {' | '.join(cells)} |\n"
+        return text
+
+
+@dataclass(frozen=True)
 class Difference:
     """A paired comparison of two models of a study at the sites of a role; d: the smallest
     difference that matters.
@@ -214,7 +232,10 @@ class StudyTables:
     """
 
     def __init__(
-        self, groups: Groups, metrics: Sequence[str] = (), further: Mapping[str, str] | None = None
+        self,
+        groups: Groups,
+        metrics: Sequence[str] = (),
+        further: Mapping[str, Table] | None = None,
     ) -> None:
         self.metric: str = task_of(groups)["metric"]
         self.further = further or {}
@@ -251,14 +272,14 @@ class StudyTables:
         # The same for all rows.
         self.common = {role: common_classes(runs, role) for role in self.roles}
 
-    def tables(self, wanted: Container[str] | None = None) -> dict[str, str]:
+    def tables(self, wanted: Container[str] | None = None) -> dict[str, Table]:
         """Title -> table: for every metric, the task's own first, what each site reached and what
         the mean hides; then, of the task's metric, paired differences to the first row and to
         training alone, areas under ROC curves, the selector and routing.
 
         `wanted`: titles (intervals take time); None: all.
         """
-        makers: dict[str, Callable[[], str]] = {}
+        makers: dict[str, Callable[[], Table | None]] = {}
         for metric in self.metrics:
             makers[metric] = partial(self.sites, metric)
             makers[f"{metric}, what the mean hides"] = partial(self.summary, metric)
@@ -276,18 +297,16 @@ class StudyTables:
             makers[f"{self.metric}, cross-site"] = self.cross_site
             makers[f"{self.metric}, routing"] = self.routing
         makers["selector"] = self.selector
-        for title, table in self.further.items():
-            makers[title] = partial(str, table)
-        tables: dict[str, str] = {}
+        tables = {}
         for title, make in makers.items():
             if wanted is None or title in wanted:
                 table = make()
-                if table:
+                if table is not None:
                     tables[title] = table
-        return tables
+        return {**tables, **self.further}
 
     @cached_property
-    def everything(self) -> dict[str, str]:
+    def everything(self) -> dict[str, Table]:
         return self.tables()
 
     def series(
@@ -320,7 +339,7 @@ class StudyTables:
                 rows[key] = Row(label, (*equal, model), values, runs)
         return list(rows.values())
 
-    def sites(self, metric: str) -> str:
+    def sites(self, metric: str) -> Table:
         """A row per label and model, a column per site and per mean of a role: mean ± standard
         deviation over seeds.
 
@@ -339,9 +358,9 @@ class StudyTables:
                     cell = f"**{cell}**"
                 cells.append(cell)
             lines.append([*cells, str(len(row.runs))])
-        return markdown(lines, left=3)
+        return Table(lines, left=3)
 
-    def summary(self, metric: str) -> str:
+    def summary(self, metric: str) -> Table:
         """A row per label, model and role: mean over sites, worst site, all images as of one site,
         sites below training alone, warnings.
 
@@ -370,17 +389,17 @@ class StudyTables:
                     "; ".join(self.warnings(row.label, row.models, role)) or UNDEFINED,
                 ]
                 lines.append(line)
-        return markdown(lines, left=4)
+        return Table(lines, left=4)
 
-    def by_label(self) -> str:
-        """A row per method and structure or class, a column per site and per mean of a role; "" if
-        there is at most one of them.
+    def by_label(self) -> Table | None:
+        """A row per method and structure or class, a column per site and per mean of a role; None
+        if there is at most one of them.
         """
         table = metrics_frame(self.groups)
         deployed = (table["label"] != ALL) & (table["model"] == "deployed")
         table = table[deployed & (table["metric"] == label_metric(self.metric))]
         if table["label"].nunique() < 2:
-            return ""
+            return None
         keys = ["method", "label", "role", "seed"]
         means = table.groupby(keys, as_index=False)["value"].mean().assign(site=ALL_SITES)
         keys.insert(3, "site")
@@ -390,7 +409,7 @@ class StudyTables:
             places = values.reindex([(row, label, *place) for place in self.places])
             cells = [spread(self.metric, of_place) for _, of_place in places.iterrows()]
             lines.append([row, label, *cells])
-        return markdown(lines, left=2)
+        return Table(lines, left=2)
 
     def _headings(self) -> list[str]:
         headings = []
@@ -473,34 +492,27 @@ class StudyTables:
             lines.insert(0, everywhere)
         return lines
 
-    def differences(self, against: str | None = None) -> str:
+    def differences(self, against: str | None = None) -> Table:
         """Paired differences of the task's metric to what one row (None: the first) deploys, and
         verdicts.
         """
-        return markdown(self.difference_lines(against), left=3)
-
-    def difference_lines(self, against: str | None = None) -> list[list[str]]:
-        """The cells of `differences`, first the headings."""
         against = against or next(iter(self.groups))
         pairs = []
         for label in self.groups:
             for model in self.models(label):
                 pairs.append(((label, model), (against, "deployed"), (label, model)))
         headings = ["method", "model", "sites", f"difference to {against}", *_STATISTICS]
-        return [headings, *self._differences(pairs)]
+        return Table([headings, *self._differences(pairs)], left=3)
 
-    def differences_within(self) -> str:
-        """What a row deploys against other models of the same runs; "" if no run has two models."""
+    def differences_within(self) -> Table | None:
+        """What a row deploys against other models of its runs; None if no run has two models."""
         pairs = []
         for label in self.compared:
             for model in self.models(label):
                 if model in CONTROLS:
                     pairs.append(((label, model), (label, model), (label, "deployed")))
-        rows = self._differences(pairs)
-        if not rows:
-            return ""
         headings = ["method", "deployed against its own", "sites", "difference", *_STATISTICS]
-        return markdown([headings, *rows], left=3)
+        return _unless_empty([headings, *self._differences(pairs)], left=3)
 
     def _differences(self, pairs: Iterable[tuple[Model, Model, Model]]) -> list[list[str]]:
         """Lines of label, models and cells of (named model, first, second), see `Difference.cells`.
@@ -579,11 +591,11 @@ class StudyTables:
         margin = PAPER_EFFECTS.get((runs[0]["method"], self.metric, role), MARGIN)
         return Difference(other_label, role, over_seeds, over_patients, detectable, margin)
 
-    def delong(self) -> str:
+    def delong(self) -> Table | None:
         """What every row deploys against the first row: the difference of the AUC of a class, mean
         over seeds, and p of DeLong's test.
 
-        Without the constant answer; "" without scores.
+        Without the constant answer; None without scores.
         """
         against = next(iter(self.groups))
         places = [place for place in self.places if place[1] != ALL_SITES]
@@ -648,9 +660,9 @@ class StudyTables:
                     lines.append(f"Over patients, {role}: {site} {effect} ({rule}).")
         return lines
 
-    def cross_site(self) -> str:
-        """Every site's model (rows) on every site's test images (columns); its own site is bold. ""
-        without `references.cross_site`.
+    def cross_site(self) -> Table | None:
+        """Every site's model (rows) on every site's test images (columns); its own site is bold.
+        None without `references.cross_site`.
         """
         sites = all_sites(all_runs(self.groups))
         lines = [["method", "model of", *sites, "runs"]]
@@ -667,9 +679,9 @@ class StudyTables:
                 lines.append([label, owner, *cells.values(), str(len(rows))])
         return _unless_empty(lines, left=2)
 
-    def selector(self) -> str:
+    def selector(self) -> Table | None:
         """Balanced accuracy of each row's selector on test images, and how many images a personal
-        model predicted; "" without one.
+        model predicted; None without one.
         """
         shares = defaultdict(list)  # of every run with a selector
         tested: set[str] = set()
@@ -689,7 +701,7 @@ class StudyTables:
             lines.append([label, *cells, str(len(of_runs))])
         return _unless_empty(lines, left=1)
 
-    def routing(self) -> str:
+    def routing(self) -> Table | None:
         """Routing against its start at every left-out site: means, worst run, runs with harm, and
         how many of these have an event.
         """
@@ -978,26 +990,14 @@ def _unequal_settings(runs: Iterable[Run]) -> list[str]:
     return [name for name, different in values.items() if len(different) > 1]
 
 
-def markdown(lines: Sequence[Sequence[str]], left: int) -> str:
-    """Lines of cells, the first with the headings, as a Markdown table; all columns but the first
-    `left` ones are right-aligned.
-    """
-    rule = ["---"] * left + ["---:"] * (len(lines[0]) - left)
-    text = ""
-    for line in [lines[0], rule, *lines[1:]]:
-        cells = [_MARKUP.sub(r"\\\g<0>", cell) for cell in line]
-        text += f"| {' | '.join(cells)} |\n"
-    return text
-
-
 def bullets(lines: Iterable[str]) -> str:
     """The lines as a list in Markdown."""
     return "".join(f"- {line}\n" for line in lines)
 
 
-def _unless_empty(lines: Sequence[Sequence[str]], left: int) -> str:
-    """As `markdown`; "" if there are only headings."""
-    return markdown(lines, left) if len(lines) > 1 else ""
+def _unless_empty(lines: Sequence[Sequence[str]], left: int) -> Table | None:
+    """None if there are only headings."""
+    return Table(lines, left) if len(lines) > 1 else None
 
 
 def model_list(models: Iterable[str]) -> str:

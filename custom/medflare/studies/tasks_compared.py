@@ -14,7 +14,7 @@ from medflare.core.errors import ConfigError
 from medflare.evaluation.presentation import format_metric, metric_label
 from medflare.studies.references import CONSTANT
 from medflare.studies.statistics import LEVEL, holm
-from medflare.studies.tables import StudyTables, bullets, markdown, p_text, sign_of, task_of
+from medflare.studies.tables import StudyTables, Table, bullets, p_text, sign_of, task_of
 
 
 def task_means(studies: Sequence[StudyTables]) -> pd.DataFrame:
@@ -100,7 +100,7 @@ def tasks_report(studies: Sequence[StudyTables]) -> str:
             f"be below 5 %. Mean ranks differ by at most {rows - 1}, so Nemenyi's test "
             + ("can find a difference." if critical <= rows - 1 else "cannot find any either.")
         )
-    parts = [f"# {tasks} tasks, {rows} rows\n", markdown(ranking(means), left=1), bullets(notes)]
+    parts = [f"# {tasks} tasks, {rows} rows\n", str(Table(ranking(means), left=1)), bullets(notes)]
     parts.append(f"## pairs of rows over tasks\n\n{_pairs(means, ranks)}")
     return "\n".join(parts)
 
@@ -123,4 +123,4 @@ def _pairs(means: pd.DataFrame, ranks: "pd.Series[float]") -> str:
     for (first, second), p, adjusted in zip(pairs, p_values, holm(p_values), strict=True):
         gap = ranks[second] - ranks[first]
         lines.append([first, second, f"{gap:.2f}", p_text(p), p_text(adjusted)])
-    return markdown(lines, left=2)
+    return str(Table(lines, left=2))
