@@ -141,8 +141,7 @@ def _tested(difference: float, error: float, distribution: Any, n: int) -> Compa
 
 
 def standard_error(differences: Sequence[float] | Floats, split_ratio: float) -> float:
-    """The standard error of a mean over seeds, sd * sqrt(1 / n + test / train); NaN below two
-    values.
+    """The standard error of a mean over at least two seeds, sd * sqrt(1 / n + test / train).
 
     Splits that are drawn again share images, so that differences of seeds are correlated (Nadeau
     and Bengio, Inference for the Generalization Error, Machine Learning 52, 2003, Sec. 3). With
@@ -152,10 +151,7 @@ def standard_error(differences: Sequence[float] | Floats, split_ratio: float) ->
         >>> round(standard_error([1.0, 2.0, 3.0], 0.25), 6)  # sd 1, sqrt(1/3 + 1/4)
         0.763763
     """
-    n = len(differences)
-    if n < 2:
-        return np.nan
-    return float(np.std(differences, ddof=1) * np.sqrt(1 / n + split_ratio))
+    return float(np.std(differences, ddof=1) * np.sqrt(1 / len(differences) + split_ratio))
 
 
 def split_ratio(runs: Sequence[Run]) -> float:
