@@ -41,7 +41,7 @@ def latex_tables(study: StudyTables) -> str:
 
 def latex_ranking(studies: Sequence[StudyTables]) -> str:
     """A booktabs table of several tasks: means of the rows, and mean ranks."""
-    headings, *lines = ranking(task_means(studies))
+    headings, *lines = ranking(task_means(studies)).lines
     return _plain(pd.DataFrame(lines, columns=headings), left=1)
 
 

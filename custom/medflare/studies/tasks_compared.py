@@ -64,17 +64,15 @@ def critical_difference(tasks: int, rows: int) -> float:
     return float(q * np.sqrt(rows * (rows + 1) / (6 * tasks)))
 
 
-def ranking(means: pd.DataFrame) -> list[list[str]]:
-    """Lines of cells, first the headings: every row's means and mean rank, the best first; `means`:
-    see `task_means`.
-    """
+def ranking(means: pd.DataFrame) -> Table:
+    """Every row's means and mean rank, the best first; `means`: see `task_means`."""
     ranks = ranks_of(means).mean().sort_values()
     headings = [f"{task}, {metric_label(metric)}" for task, metric in means.index]
     lines = [["method", *headings, "mean rank"]]
     for label, rank in ranks.items():
         cells = [format_metric(column[1], means.loc[column, label]) for column in means.index]
         lines.append([str(label), *cells, f"{rank:.2f}"])
-    return lines
+    return Table(lines, left=1)
 
 
 def tasks_report(studies: Sequence[StudyTables]) -> str:
@@ -100,7 +98,7 @@ def tasks_report(studies: Sequence[StudyTables]) -> str:
             f"be below 5 %. Mean ranks differ by at most {rows - 1}, so Nemenyi's test "
             + ("can find a difference." if critical <= rows - 1 else "cannot find any either.")
         )
-    parts = [f"# {tasks} tasks, {rows} rows\n", str(Table(ranking(means), left=1)), bullets(notes)]
+    parts = [f"# {tasks} tasks, {rows} rows\n", str(ranking(means)), bullets(notes)]
     parts.append(f"## pairs of rows over tasks\n\n{_pairs(means, ranks)}")
     return "\n".join(parts)
 
