@@ -289,11 +289,15 @@ def fork_processes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(grid, "get_context", lambda method: get_context("fork"))
 
 
-def test_results_can_be_sent_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_can_be_sent_by_another_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """IOP-FL's results once held keys with validators, so that --processes 2 failed."""
     fork_processes(monkeypatch)
     setting = Setting(TASK, ("site-1", "site-2", "site-3"), rounds=1)
-    job = _Job(Candidate.parse("iop_fl:route_epochs=1"), Draw(setting, 0, ("site-3",)))
+    job = _Job(
+        Candidate.parse("iop_fl:route_epochs=1"), Draw(setting, 0, ("site-3",)), tmp_path / "errors"
+    )
     ((_, results),) = _finished([job], 2)
     assert (
         results["sites"]["site-3"]["role"] == "outside"
@@ -371,9 +375,9 @@ def test_a_row_that_fails_fails_alone(
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_fails_its_run(foreign: Path) -> None:
+def test_a_process_that_ends_fails_its_run(foreign: Path, tmp_path: Path) -> None:
     foreign.write_text(BUGGY.replace("raise KeyError(", "import os; os._exit(3 or "))
-    jobs = [_Job(Candidate.parse("buggy"), Draw(SETTING, 0))]
+    jobs = [_Job(Candidate.parse("buggy"), Draw(SETTING, 0), tmp_path / "errors")]
     ((job, results),) = _finished(jobs, 2)
     assert job is jobs[0] and results["reason"].startswith("BrokenProcessPool")
 

@@ -220,7 +220,7 @@ def _rows(contents: Mapping[str, bytes]) -> JsonDict:
 class _Job:
     candidate: Candidate
     draw: Draw
-    errors: Path = Path(os.devnull)  # file of tracebacks
+    errors: Path  # file of tracebacks
 
     @property
     def name(self) -> str:
@@ -380,7 +380,7 @@ def _missing(
     # Row -> how its code differs: that of medflare, and any other.
     older: dict[str, str] = {}
     stale: dict[str, str] = {}
-    for name, job in {**_other_jobs(earlier, cells, setting), **jobs}.items():
+    for name, job in {**_other_jobs(out, earlier, cells, setting), **jobs}.items():
         run = earlier.get(name)
         if job.candidate.label in repeated:
             missing.append(job)
@@ -406,7 +406,7 @@ def _missing(
 
 
 def _other_jobs(
-    earlier: Mapping[str, Run], cells: Mapping[str, Candidate], setting: Setting
+    out: Path, earlier: Mapping[str, Run], cells: Mapping[str, Candidate], setting: Setting
 ) -> dict[str, _Job]:
     """Name -> job of every earlier run of these rows."""
     jobs = {}
@@ -415,7 +415,7 @@ def _other_jobs(
         if label in cells:
             site = name.removeprefix(run_name(label, run["seed"])).removeprefix("-")
             draw = Draw(setting, run["seed"], (site,) if site else ())
-            jobs[name] = _Job(cells[label], draw)
+            jobs[name] = _Job(cells[label], draw, out / ERRORS)
     return jobs
 
 
