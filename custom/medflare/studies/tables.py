@@ -905,9 +905,7 @@ def summed_up(of_runs: Sequence[Finding], runs: int) -> list[str]:
         is_rare = 2 * len(same) < runs
         if not same or (is_rare and kind not in UNUSABLE):
             continue
-        sites: set[str] = set()
-        for finding in same:
-            sites.update(finding.sites)
+        sites = set[str]().union(*(finding.sites for finding in same))
         share = f" ({len(same)} of {runs} runs)" if len(same) < runs else ""
         lines.append(replace(same[0], sites=tuple(sorted(sites))).at_sites + share)
     return lines
@@ -936,8 +934,8 @@ def cautions(groups: Groups) -> list[str]:
     runs = all_runs(groups)
     # Whether the optimizer starts every round afresh, and whether sites are weighed by images ->
     # labels.
-    optimizers: dict[bool, list[str]] = {False: [], True: []}
-    weightings: dict[bool, list[str]] = {False: [], True: []}
+    optimizers = defaultdict(list)
+    weightings = defaultdict(list)
     failed = []
     uniform = False
     for label, of_label in groups.items():
@@ -954,13 +952,13 @@ def cautions(groups: Groups) -> list[str]:
             if run["reason"]:
                 failed.append(f"FAILED: {label}, seed {run['seed']}: {run['reason']}")
     lines = []
-    if all(optimizers.values()):
+    if len(optimizers) == 2:
         lines.append(
             "Unequal: the optimizer keeps its moments from round to round in "
             f"{', '.join(optimizers[False])}, and starts every round afresh in "
             f"{', '.join(optimizers[True])} (reset_optimizer; prr has no choice)."
         )
-    if all(weightings.values()) and not uniform:
+    if len(weightings) == 2 and not uniform:
         lines.append(
             "Unequal: the mean weighs sites by their training images in "
             f"{', '.join(weightings[True])}, and otherwise in {', '.join(weightings[False])}: "
