@@ -12,7 +12,6 @@ from medflare.core.errors import StateError
 from medflare.core.text import JsonDict
 from medflare.evaluation.presentation import (
     UNDEFINED,
-    format_metric,
     format_setting,
     metric_label,
     ordered_sites,
@@ -22,8 +21,16 @@ from medflare.evaluation.presentation import (
 from medflare.evaluation.results import ROLES, load_results
 from medflare.federation.final_models import SCORES as SCORES_FOLDER
 from medflare.studies.references import SCORES
-from medflare.studies.statistics import Comparison, Run, RunModel, compare_patients, delong_by_class
-from medflare.studies.tables import bounds_text, delong_text
+from medflare.studies.statistics import (
+    ALL_SITES,
+    Comparison,
+    Run,
+    RunModel,
+    compare_patients,
+    delong_by_class,
+    study_values,
+)
+from medflare.studies.tables import bounds_text, delong_text, spread
 
 _MODEL = "deployed"
 # Settings of the task without which two values are not of the same quantity.
@@ -81,16 +88,18 @@ def metric_of_runs(runs: Mapping[str, Run]) -> pd.DataFrame:
     for run in runs.values():
         for site, content in ordered_sites(run).items():
             sites.setdefault(site, content["role"])
+    values = study_values({name: [run] for name, run in runs.items()})
     rows = []
     for role in ROLES:
         of_role = [site for site in sites if sites[site] == role]
-        groups = [[site] for site in of_role]
+        groups = {site: [site] for site in of_role}
         if len(of_role) > 1:
-            groups.append(of_role)
-        for group in groups:
-            row = {"site": group[0] if len(group) == 1 else f"mean, {role}"}
-            for name, run in runs.items():
-                row[name] = format_metric(metric, _value(run, group, role, metric))
+            groups[ALL_SITES] = of_role
+        for site, group in groups.items():
+            row = {"site": site or f"mean, {role}"}
+            for name in runs:
+                key = (name, _MODEL, role, metric, site)
+                row[name] = spread(metric, values.reindex([key]).iloc[0])
             for name, run in others:
                 compared = _compared(first, run, group, role, metric)
                 row[f"{name} - {first_name}"] = _difference(compared)
@@ -143,15 +152,6 @@ def _is_same_task(first: Run, second: Run) -> bool:
     task = first["configuration"]["task"]
     other_task = second["configuration"]["task"]
     return all(task.get(name) == other_task.get(name) for name in _SAME)
-
-
-def _value(run: Run, sites: Sequence[str], role: str, metric: str) -> float | None:
-    metrics = {}
-    if len(sites) > 1:
-        metrics = run["mean"][role][_MODEL]
-    elif run["sites"].get(sites[0], {}).get("role") == role:
-        metrics = run["sites"][sites[0]]["metrics"][_MODEL]
-    return metrics.get(metric)
 
 
 def _compared(first: Run, second: Run, sites: Sequence[str], role: str, metric: str) -> Comparison:
