@@ -339,12 +339,10 @@ def table_rows(results: Json) -> list[tuple[str, str, Any, Any]]:
     role with several of them.
     """
     rows = []
-    sites: Counter[str] = Counter()
     for name, site in ordered_sites(results).items():
         rows.append((name, site["role"], site["n"], site["metrics"]))
-        sites[site["role"]] += 1
     for role, models in results["mean"].items():
-        if sites[role] > 1:
+        if len(sites_of_role(results, role)) > 1:
             rows.append(("mean", role, {}, models))
     return rows
 
