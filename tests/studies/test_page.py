@@ -62,6 +62,7 @@ def test_means_ranks_and_cost_sites_that_lose_by_joining_structures_and_every_ta
     rows = list(chain.from_iterable(page.tables))
     assert ["fedavgcup", "0.000 ± 0.000", "0.000 ± 0.000", "0.000 ± 0.000"] in rows
     assert "dice, differences" in page.text
+    assert ["alone <b>disc", *["0.600 ± 0.000"] * 3] in rows, "a name as it is, not as in Markdown"
 
 
 @pytest.mark.figures
