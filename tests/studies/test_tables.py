@@ -649,6 +649,13 @@ def test_a_failed_run_has_no_part_in_a_curve(runs: list[Run]) -> None:
     assert curve_of([failed], "deployed") == {}
 
 
+def test_a_site_that_misses_the_last_validation_has_no_part_in_a_curve(runs: list[Run]) -> None:
+    """As in the run's own report (`findings.mean_curve`)."""
+    curves = {"A": [[0, 0.1], [1, 0.3], [2, 0.5]], "B": [[0, 0.7], [1, 0.9]]}
+    seeds = [{**run, "curves": {"global": curves}} for run in runs[:2]]
+    assert curve_of(seeds, "deployed") == {0: 0.1, 1: 0.3, 2: 0.5}
+
+
 def test_sites_where_training_alone_has_no_value_are_not_counted(record: RunRecord) -> None:
     method = [measured(record, 0, A={"global": 0.5}, B={"global": 0.75})]
     cells = []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
+from statistics import fmean
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,7 @@ import pandas as pd
 from medflare.core.errors import StateError
 from medflare.core.settings import unknown
 from medflare.core.text import Json
-from medflare.evaluation.findings import KINDS, UNUSABLE, Finding, findings, is_rising
+from medflare.evaluation.findings import KINDS, UNUSABLE, Finding, findings, is_rising, mean_curve
 from medflare.evaluation.presentation import (
     UNDEFINED,
     best_value,
@@ -873,23 +874,22 @@ def _selector_shares(run: Run, table: Mapping[str, Mapping[str, int]]) -> dict[s
 
 
 def curve_of(runs: Sequence[Run], model: str) -> dict[int, float]:
-    """Rounds of training -> validation metric, mean over sites and runs, where all sites and runs
-    have a value.
+    """Rounds of training -> validation metric, mean over sites (`mean_curve`) and runs, where all
+    runs have one.
 
     The deployed model has the personal model's curve if there is one, else the global one's.
     """
-    points = []
+    curves = []
     for run in runs:
         if run["reason"]:  # it ended early
             continue
-        curves = run.get(CURVES, {})
-        has_personal = model != "global" and "personal" in curves
-        for of_site in curves.get("personal" if has_personal else "global", {}).values():
-            points += of_site
-    table = pd.DataFrame(points, columns=["round", "value"], dtype=float)
-    by_round = table.groupby("round")["value"].agg(["mean", "size"])
-    complete = by_round["mean"][by_round["size"] == by_round["size"].max()]
-    return {int(round): float(mean) for round, mean in complete.items()}
+        of_models = run.get(CURVES, {})
+        has_personal = model != "global" and "personal" in of_models
+        of_sites = of_models.get("personal" if has_personal else "global", {})
+        if of_sites:
+            curves.append(mean_curve(of_sites.values()))
+    rounds = sorted(set.intersection(*map(set, curves))) if curves else []
+    return {int(at): fmean(curve[at] for curve in curves) for at in rounds}
 
 
 def summed_up(of_runs: Sequence[Finding], runs: int) -> list[str]:
