@@ -119,7 +119,9 @@ def test_the_command_compares_folders(
     pdf = (figures / "ranks.pdf").read_bytes()
     assert b"/FontFile2" in pdf and b"/Type3" not in pdf
     assert main(["study", "table", *folders, "--latex"]) == 0
-    assert r"fedsm & 0.600 & 0.600 & 1.00 \\" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert r"fedsm & \textbf{0.600} & \textbf{0.600} & \textbf{1.00} \\" in printed
+    assert r"fedavg & \underline{0.500} & \underline{0.500} & \underline{2.00} \\" in printed
     assert main(["study", "table", *folders, "--csv", "all.csv"]) != 0
     assert "--csv is of one study" in capsys.readouterr().err
 

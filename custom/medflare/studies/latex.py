@@ -7,7 +7,7 @@ import pandas as pd
 from medflare.evaluation.presentation import UNDEFINED, format_metric, lower_is_better, metric_label
 from medflare.studies.statistics import ALL_SITES
 from medflare.studies.tables import StudyTables, spread
-from medflare.studies.tasks_compared import ranking, task_means
+from medflare.studies.tasks_compared import ranks_of, task_means
 
 _UNDEFINED = "--"
 _MARKS = {1: r"\textbf{%s}", 2: r"\underline{%s}"}  # by rank in a column
@@ -40,9 +40,18 @@ def latex_tables(study: StudyTables) -> str:
 
 
 def latex_ranking(studies: Sequence[StudyTables]) -> str:
-    """A booktabs table of several tasks: means of the rows, and mean ranks."""
-    headings, *lines = ranking(task_means(studies)).lines
-    return _plain(pd.DataFrame(lines, columns=headings), left=1)
+    """A booktabs table of several tasks: mean ± standard deviation over seeds by row and task, and
+    mean ranks; the best of a column is bold, the second underlined.
+    """
+    means = task_means(studies)
+    ranks = ranks_of(means).mean().sort_values()
+    table = pd.DataFrame(index=list(ranks.index))
+    for study, (task, metric) in zip(studies, means.index, strict=True):
+        values = [study.series(row, "deployed", study.roles[0], metric) for row in table.index]
+        table[f"{task}, {metric_label(metric)}"] = _marked_means(metric, values)
+    texts = [f"{rank:.2f}" for rank in ranks]
+    table["mean rank"] = _marked(texts, list(map(float, texts)), lower_is_best=True)
+    return _latex(table)
 
 
 def _differences(study: StudyTables) -> str:
@@ -63,16 +72,29 @@ def _plain(frame: pd.DataFrame, left: int) -> str:
 def _table(study: StudyTables, columns: _Columns) -> str:
     table = pd.DataFrame(index=list(study.groups))
     for heading, (metric, role, site) in columns.items():
-        texts = []
-        means = []
-        for label in study.groups:
-            values = study.series(label, "deployed", role, metric, site)
-            texts.append(spread(metric, values).replace("±", r"$\pm$"))
-            means.append(float(format_metric(metric, values.mean())))  # ranked as printed
-        ranks = pd.Series(means).rank(method="dense", ascending=lower_is_better(metric))
-        marks = _MARKS if ranks.max() > 1 else {}
-        pairs = zip(ranks, texts, strict=True)
-        table[heading] = [marks.get(rank, "%s") % text for rank, text in pairs]
+        values = [study.series(label, "deployed", role, metric, site) for label in study.groups]
+        table[heading] = _marked_means(metric, values)
+    return _latex(table)
+
+
+def _marked_means(metric: str, values: Sequence["pd.Series[float]"]) -> list[str]:
+    """The cells of a column: mean ± standard deviation over the seeds of each row."""
+    texts = [spread(metric, of_row).replace("±", r"$\pm$") for of_row in values]
+    means = [float(format_metric(metric, of_row.mean())) for of_row in values]
+    return _marked(texts, means, lower_is_best=lower_is_better(metric))
+
+
+def _marked(texts: Sequence[str], values: Sequence[float], *, lower_is_best: bool) -> list[str]:
+    """The texts of a column, of which the best is bold and the second underlined; `values`: as
+    printed.
+    """
+    ranks = pd.Series(values).rank(method="dense", ascending=lower_is_best)
+    marks = _MARKS if ranks.max() > 1 else {}
+    return [marks.get(rank, "%s") % text for rank, text in zip(ranks, texts, strict=True)]
+
+
+def _latex(table: pd.DataFrame) -> str:
+    """Of cells in LaTeX; the index and the headings are plain text."""
     styler = table.replace(UNDEFINED, _UNDEFINED).style
     styler.format_index(escape="latex").format_index(escape="latex", axis=1)
-    return styler.to_latex(hrules=True, column_format="l" + "r" * len(columns))
+    return styler.to_latex(hrules=True, column_format="l" + "r" * table.shape[1])
