@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from cli.fake_kits import Root, make_kit
-from flare.jobs.sessions import Served
+from flare.jobs.sessions import Served, job
 from helpers.fixture_types import Refused
 from helpers.small_tasks import tiny_phantom
 from medflare import run_local
@@ -20,6 +20,8 @@ from medflare.core.errors import MedflareError
 from medflare.flare.jobs import sessions
 from medflare.flare.jobs.sessions import fetch_job
 
+ID = "11112222-3333-4444-8555-666677778888"
+
 
 class Download(Served):
     """A server whose one job has results; they come into the kit's transfer/, as FLARE does it."""
@@ -27,6 +29,9 @@ class Download(Served):
     def __init__(self, transfer: Path, results: Path):
         super().__init__()
         self.download_dir, self._results = str(transfer), results
+
+    def list_jobs(self, detailed: bool) -> list[dict[str, Any]]:
+        return [job(ID)]
 
     def download_job_result(self, identity: str) -> str:
         places = (Path(self.download_dir) / name for name in (identity, f"{identity}__1"))
@@ -81,7 +86,7 @@ def test_a_job_is_fetched_by_its_name_and_shown(
     )
     assert fetch(out) == 0
     assert "COMPLETED" in capsys.readouterr().out
-    assert (out / "id" / "beside.txt").stat().st_mode & 0o077 == 0
+    assert (out / ID / "beside.txt").stat().st_mode & 0o077 == 0
 
 
 def test_hidden_files_of_a_server_stay_away(
@@ -90,33 +95,40 @@ def test_hidden_files_of_a_server_stay_away(
     """The next `git status` there would run what .git/config says."""
     sent = tmp_path / "sent"
     shutil.copytree(results, sent)
-    for name in (".git/config", "medflare/.envrc", ".git/.hidden"):
+    for name in (".git/config", "medflare/.envrc", ".git/.hidden", "config", "HEAD", "x/head"):
         (sent / name).parent.mkdir(exist_ok=True)
         (sent / name).write_text("touch owned")
-    folder = fetch_job(cast(Any, Download(transfer, sent)), "id", tmp_path / "out")
+    folder = fetch_job(cast(Any, Download(transfer, sent)), ID, tmp_path / "out")
     assert (folder / "beside.txt").exists() and not [*folder.rglob(".*")]
+    assert not {path.name.casefold() for path in folder.rglob("*")} & {"head"}
+
+
+def test_a_servers_id_of_a_job_is_no_folder_of_the_lead(tmp_path: Path, transfer: Path) -> None:
+    for name in ("jobs", "*", "..", "11112222"):
+        with pytest.raises(MedflareError, match="no id"):
+            fetch_job(cast(Any, Download(transfer, tmp_path)), name, tmp_path)
 
 
 def test_fetched_again_the_results_lie_where_they_lay(tmp_path: Path, transfer: Path) -> None:
-    (transfer / "id").mkdir()
+    (transfer / ID).mkdir()
     out = tmp_path / "results"
     assert fetch(out) == 0
-    (out / "id" / "beside.txt").write_text("cut short")
+    (out / ID / "beside.txt").write_text("cut short")
     assert fetch(out) == fetch(out) == 0
-    assert [path.name for path in out.iterdir()] == ["id"] and not (out / "id" / "id").exists()
-    assert (out / "id" / "beside.txt").read_text() == "a file as FLARE writes it"
-    assert [path.name for path in transfer.iterdir()] == ["id"]
+    assert [path.name for path in out.iterdir()] == [ID] and not (out / ID / ID).exists()
+    assert (out / ID / "beside.txt").read_text() == "a file as FLARE writes it"
+    assert [path.name for path in transfer.iterdir()] == [ID]
 
 
 def test_files_of_the_users_own_stay(tmp_path: Path, transfer: Path, refused: Refused) -> None:
     out = tmp_path / "results"
     assert fetch(out) == 0
-    note = out / "id" / "medflare" / "notes.txt"
+    note = out / ID / "medflare" / "notes.txt"
     note.write_text("the user's own")
     assert str(note) in refused(*FETCH, str(out))
     assert note.exists() and not [*transfer.iterdir()]
-    shutil.rmtree(out / "id")
-    (out / "id").write_text("a file")
+    shutil.rmtree(out / ID)
+    (out / ID).write_text("a file")
     assert "--out" in refused(*FETCH, str(out))
 
 
@@ -131,7 +143,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
         with monkeypatch.context() as patched:
             patched.setattr(shutil, "copyfile", full)
             assert "No space left" in refused(*FETCH, str(out))
-        assert [path.name for path in out.glob("*")] == ["id"] * earlier
+        assert [path.name for path in out.glob("*")] == [ID] * earlier
         assert not [*transfer.iterdir()]
         assert fetch(out) == 0
 
@@ -147,10 +159,10 @@ def test_what_flare_could_not_unpack_is_one_line(
 
     monkeypatch.setattr(opened, "download_job_result", broken)
     with pytest.raises(MedflareError, match="no space left"):
-        fetch_job(cast(Any, opened), "id", tmp_path / "out")
+        fetch_job(cast(Any, opened), ID, tmp_path / "out")
     monkeypatch.setattr(opened, "download_job_result", lambda identity: None)
-    with pytest.raises(MedflareError, match="job id"):
-        fetch_job(cast(Any, opened), "id", tmp_path / "out")
+    with pytest.raises(MedflareError, match=f"job {ID}"):
+        fetch_job(cast(Any, opened), ID, tmp_path / "out")
     assert not [*transfer.iterdir()] and not (tmp_path / "out").exists()
 
 
@@ -163,8 +175,8 @@ def test_a_server_cannot_name_a_folder_that_it_has_not_sent(
         (folder / "letters.txt").write_text("of this account")
     opened = Download(transfer, tmp_path)
     monkeypatch.setattr(opened, "download_job_result", lambda identity: str(tmp_path / place))
-    with pytest.raises(MedflareError, match="sent no results of job id"):
-        fetch_job(cast(Any, opened), "id", tmp_path / "out")
+    with pytest.raises(MedflareError, match=f"sent no results of job {ID}"):
+        fetch_job(cast(Any, opened), ID, tmp_path / "out")
     assert (tmp_path / "home" / "letters.txt").exists()
     assert (transfer / "earlier" / "letters.txt").exists()
 

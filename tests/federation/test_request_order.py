@@ -146,8 +146,11 @@ def test_a_site_that_has_finished_does_not_begin_the_run_anew() -> None:
     asked = participant()
     for step, (phase, round) in enumerate(HONEST):
         ask(asked, step, phase, round)
-    with pytest.raises(MessageError, match="has finished this run"):
-        enrol(asked)
+    invitation = Message({}, {"role": "inside", "sites": ["A", "B"]})
+    for finished in ({}, {"finished": len(HONEST) - 2}):
+        with pytest.raises(MessageError, match="has finished this run"):
+            asked.answer(ENROL, 0, Message({}, invitation.meta | finished))
+    asked.answer(ENROL, 0, Message({}, invitation.meta | {"finished": len(HONEST) - 1}))
 
 
 def test_evaluations_of_a_study_are_counted_over_all_jobs(tmp_path: Any) -> None:
@@ -179,6 +182,24 @@ def test_metrics_on_validation_images_are_counted_over_all_jobs(tmp_path: Path) 
         metrics = ask(asked, 0, "train", 0).meta["validation"]
         assert len(metrics) == 1 and None not in metrics.values()
     assert json.loads((tmp_path / "record" / "validations.json").read_text()) == {"models": 2}
+
+
+def test_a_mean_that_validation_images_choose_is_counted(tmp_path: Path) -> None:
+    """FedFomo's model depends on the loss of each model that the server sends."""
+    (tmp_path / "datalist.json").write_text("{}")
+    record = DataRecord(tmp_path / "record", tmp_path, "job", 9)
+    site = squares.site("A", squares.CLASSIFICATION)
+    asked = Participant("A", lambda role: site, get_method("fedfomo"), {}, record=lambda: record)
+    enrol(asked)
+    models: dict[str, dict[str, torch.Tensor]] = {}
+    for number, name in enumerate("AB"):
+        for entry, tensor in site.network().state_dict().items():
+            models.setdefault(f"personal/{name}", {})[entry] = tensor + number
+    asked.answer("train", 0, Message({}, {"step": 0, "run_rounds": 3}))
+    before = json.loads((tmp_path / "record" / "validations.json").read_text())["models"]
+    asked.answer("train", 1, Message(models, {"step": 1, "run_rounds": 3}))
+    after = json.loads((tmp_path / "record" / "validations.json").read_text())["models"]
+    assert before == 1 and after - before == 4  # the start, both models, and the trained one
 
 
 @pytest.mark.parametrize("answer", ["undefined", "an error"])

@@ -18,9 +18,8 @@ from medflare.cli.options import AUTO_HELP, PathArgument, PathArguments, add_com
 from medflare.cli.startup_kit import Kit, KitSettings, open_kit, read_object, set_up
 from medflare.core.errors import ConfigError
 from medflare.core.text import JsonDict, printable
-from medflare.flare.names import REFUSED
+from medflare.flare.names import JOB_ID, REFUSED
 
-_JOB_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # FLARE's
 # A refused job in audit.log.
 _REFUSED = re.compile(rf"\[R:([0-9a-f-]{{36}})\].*\[A:{re.escape(REFUSED)}\](.*)$", re.MULTILINE)
 
@@ -159,7 +158,7 @@ def job_states(kit: Kit) -> list[JobState]:
         log = (kit.folder / "audit.log").read_text(encoding="utf-8", errors="replace")
         for job, reason in _REFUSED.findall(log):
             refused.setdefault(job, {})[reason] = None
-    folders = [path for path in kit.folder.glob("*-*-*-*-*") if _JOB_ID.fullmatch(path.name)]
+    folders = [path for path in kit.folder.glob("*-*-*-*-*") if JOB_ID.fullmatch(path.name)]
     folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     at_once = [kit.folder / job for job in reversed(refused)]
     removed = [folder for folder in at_once if not folder.exists()]  # FLARE removes such a job

@@ -231,16 +231,20 @@ class Participant:
     def _counted(
         self, algorithm: SiteAlgorithm, phase: str, round: int, incoming: Message
     ) -> Message:
-        """The reply without small cells; its values about validation images are counted."""
+        """The reply without small cells. Its values about validation images are counted, or the
+        times that they were read, as a model can depend on them, too.
+        """
         declared = algorithm.phase(phase)
         of_validation = [item for item in declared.meta if item.measured == "validation"]
         values = len(of_validation)  # an error tells of images, too
+        before = algorithm.site.validations
         try:
             reply = self._performed(algorithm, phase, round, incoming)
             reply = self._suppression.suppressed(reply, declared, algorithm.plan)
             values = sum(count_values(reply[item]) for item in of_validation if item in reply)
         finally:
-            self._note_validations(algorithm.site, values)
+            read = algorithm.site.validations - before
+            self._note_validations(algorithm.site, max(values, read))
         return reply
 
     def _performed(

@@ -82,7 +82,8 @@ class RequestOrder:
             self.store.save(_STORED, Message({}, meta))
             return
         has_ended = self.method.trains and stored.meta["phase"] in _ENDINGS
-        if has_ended and not invitation.get(FINISHED):  # it would lose what the site has learnt
+        # It would lose what the site has learnt.
+        if has_ended and (invitation.get(FINISHED) or 0) < stored.meta["step"]:
             raise MessageError(f"site {self.site} has finished this run; start a new job")
         if stored.meta.get("place", place) != place:
             raise MessageError(

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -191,14 +190,11 @@ class _SitesProcesses:
     TimeoutExpired = subprocess.TimeoutExpired
 
     def __init__(self) -> None:
-        self._folders: dict[int, str] = {}  # of the sockets until the connection, by FLARE's port
+        self._folders: dict[int, str] = {}  # of the processes' sockets, by FLARE's port
 
     def connected(self, address: tuple[str, int]) -> Connection:
         """A connection to the process of the site that FLARE gives this port."""
-        port = address[1]
-        connection = Client(str(Path(self._folders[port], "socket")), "AF_UNIX")
-        shutil.rmtree(self._folders.pop(port), ignore_errors=True)  # the process removes it, too
-        return connection
+        return Client(str(Path(self._folders[address[1]], "socket")), "AF_UNIX")
 
     def Popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:  # noqa: N802
         """The process of a site: ours in place of FLARE's simulator_worker."""

@@ -1,7 +1,6 @@
 """Changes to FLARE 2.9's internals that bound what other parties can do: see docs/flare.md."""
 
 import logging
-import re
 import threading
 import time
 from collections import defaultdict
@@ -42,7 +41,8 @@ from nvflare.private.defs import (
 )
 from nvflare.widgets.fed_event import FED_EVENT_TOPIC
 
-_JOB_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+from medflare.flare.names import JOB_ID
+
 # Channels and topics by which the server alone may ask the server: events of FLARE end jobs, and
 # the messages in a bulk are not looked at.
 _OF_THE_SERVER = {
@@ -463,6 +463,6 @@ def _administrative_refusal(cell: str, request: Message) -> str:
     if asked.topic == SysCommandTopic.SHELL:
         return "medflare's sites run no shell command"
     job = asked.get_header(RequestHeader.JOB_ID)
-    if job is not None and not _JOB_ID.fullmatch(job):
+    if job is not None and not JOB_ID.fullmatch(job):
         return "it names no job"
     return ""

@@ -5,7 +5,7 @@ brings along only later.
 """
 
 import os
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, Listener
 
 SOCKET = "_MEDFLARE_SIMULATOR_SOCKET"  # environment variable: where the process listens
 
@@ -14,6 +14,19 @@ if __name__ == "__main__":
     from nvflare.private.fed.app.simulator import simulator_worker
 
     path = os.environ.pop(SOCKET)
-    simulator_worker.Listener = lambda port: Listener(path, "AF_UNIX")
+
+    class SiteListener(Listener):
+        """Takes one connection, and removes its socket and the folder of it."""
+
+        def __init__(self, port: object):
+            super().__init__(path, "AF_UNIX")
+
+        def accept(self) -> Connection:
+            connection = super().accept()
+            self.close()
+            os.rmdir(os.path.dirname(path))
+            return connection
+
+    simulator_worker.Listener = SiteListener
     arguments = simulator_worker.parse_arguments()
     MainProcessMonitor.run(simulator_worker.main, run_dir=arguments.workspace, args=arguments)

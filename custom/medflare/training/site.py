@@ -80,6 +80,7 @@ class Site:
         self.source: Callable[[TaskConfig], Source] | None = None
         self.batch_limit: int | None = None
         self.minimum_patients = 0
+        self.validations = 0  # passes over the validation images
         self.notes = list(data.notes)
         self.image_mode = Patches(task) if task.image_mode == "patch" else WholeImages()
         self.annotation = Annotation(task, data.annotated)
@@ -200,6 +201,7 @@ class Site:
         data = self.data.split(name)
         if data is self.data.test:
             return data
+        self.validations += data is self.data.validation
         for opened, resident in self._resident:
             if opened is data:
                 return resident

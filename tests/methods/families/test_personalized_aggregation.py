@@ -287,8 +287,12 @@ def test_fedfomo_moves_to_the_better_models(squares: ModuleType) -> None:
     squares.assert_close(played.algorithms["A"].combined, weighted_mean(models, weights))
 
 
-def test_fedfomo_without_validation_images_is_training_alone(squares: ModuleType) -> None:
-    members = squares.algorithms(FedFomoSite, counts={"B": (12, 0, 5)})
+@pytest.mark.parametrize(("counts", "minimum"), [({"B": (12, 0, 5)}, 0), ({}, 99)])
+def test_fedfomo_with_few_validation_patients_is_training_alone(
+    counts: dict[str, tuple[int, int, int]], minimum: int, squares: ModuleType
+) -> None:
+    members = squares.algorithms(FedFomoSite, counts=counts)
+    members["B"].minimum_patients = minimum
     played = squares.play(squares.server(FedFomoServer, rounds=2, algorithms=members), members)
     assert squares.equal(trained(played, "B"), alone(squares, "B", 2))
 

@@ -23,6 +23,7 @@ from medflare.core.errors import ConfigError, MedflareError, one_line
 from medflare.core.settings import no_such
 from medflare.core.text import Json, printable_json
 from medflare.flare.flare_patches import search_kits_only
+from medflare.flare.names import JOB_ID
 from medflare.flare.other_parties import connect_nowhere_else, keep_downloads_inside
 
 Job = Json  # FLARE's metadata of a job
@@ -209,6 +210,8 @@ def fetch_job(connection: Session, job: str, out: Path) -> Path:
         ConfigError: the folder exists and holds other files.
         MedflareError: the download failed.
     """
+    if not JOB_ID.fullmatch(job):  # its folder is replaced
+        raise MedflareError(f"the server lists a job with the id {job!r}, which is no id")
     destination = out.resolve() / job
     if destination.exists() and not destination.is_dir():
         raise ConfigError(f"{destination} is a file; choose another --out, or move it away")
@@ -227,11 +230,13 @@ def fetch_job(connection: Session, job: str, out: Path) -> Path:
                 f"the server sent no results of job {job}; "
                 "`medflare job list` shows whether it has ended"
             )
-        for hidden in sorted(downloaded.rglob(".*")):  # .git, .envrc: they run code
-            if hidden.is_dir():
-                shutil.rmtree(hidden)
-            else:
-                hidden.unlink(missing_ok=True)  # a folder around it may be gone
+        for path in sorted(downloaded.rglob("*")):
+            # Shells and git run what .envrc, .git or, beside a HEAD, config say.
+            runs_code = path.name.startswith(".") or path.name.casefold() == "head"
+            if runs_code and path.is_dir():
+                shutil.rmtree(path)
+            elif runs_code:
+                path.unlink(missing_ok=True)  # a folder around it may be gone
         for path in sorted(destination.rglob("*")):
             if not path.is_dir() and not (downloaded / path.relative_to(destination)).exists():
                 raise ConfigError(

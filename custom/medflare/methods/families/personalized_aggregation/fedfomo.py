@@ -6,8 +6,9 @@ ICLR 2021).
 
 L_k is the loss on the site's validation images, θ_k the site's model at the start of the last
 round, θ_n the models trained in it, the site's included. If no model is better, θ_k stays. Without
-validation images a site trains alone. The paper draws M of many sites; here every site gets all
-models. Thus every hospital receives the models of every other hospital by name: agree on it before.
+validation images, or with few patients, a site trains alone. The paper draws M of many sites; here
+every site gets all models. Thus every hospital receives the models of every other hospital by name:
+agree on it before.
 """
 
 import math
@@ -65,6 +66,9 @@ class FedFomoSite(PersonalizedSite[FedAvgSiteHyper]):
     def _moved(self, before: StateDict, models: dict[str, StateDict]) -> StateDict:
         if not models:
             return before
+        patients = set(self.site.data.validation.patients)
+        if len(patients) < self.minimum_patients:  # the mean would tell their losses
+            return models.get(self.site.name, before)
         loss = self.mean_loss(before, "validation")
         if not math.isfinite(loss):
             return models.get(self.site.name, before)
