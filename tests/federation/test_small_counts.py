@@ -206,6 +206,10 @@ def test_a_changed_datalist_begins_anew_but_with_a_privacy_budget_no_trained_pat
         selection.write_text(json.dumps(noted))  # as of an older version
         with pytest.raises(ConfigError, match="privacy budget forbids"):
             record.fix_selection(first)
+        datalist.write_text('{"more": 1}')
+        record.fix_selection(first)
+        datalist.write_text('{"more": 2}')
+        record.fix_selection(first)
 
 
 def test_names_of_classes_sizes_and_networks_are_no_selection(data: Path) -> None:

@@ -1,5 +1,6 @@
 """What a run writes for TensorBoard, MLflow and Weights & Biases; what happens when it cannot."""
 
+import errno
 import importlib.util
 import json
 import sys
@@ -235,7 +236,7 @@ def test_the_calls_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_fails_in_a_writer_does_not_end_the_run(tmp_path: Path, wandb: MagicMock) -> None:
-    wandb.log.side_effect = OSError("no space left on device")
+    wandb.log.side_effect = OSError(errno.ENOSPC, "no space left on device")
     results = federated(tmp_path, track="wandb")
     assert results["status"] == "COMPLETED" and wandb.log.call_count == 1
     (event,) = (event for event in results["events"] if event["kind"] == "warning")
@@ -296,4 +297,4 @@ def test_a_password_of_the_tracking_server_is_in_no_warning(
     monkeypatch.setitem(tracking._WRITERS, "tensorboard", refused)
     messages = [event["message"] for event in federated(tmp_path)["events"]]
     [message] = [message for message in messages if "not tracked" in message]
-    assert "cret" not in message and "https://ml.example:5000/x" in message
+    assert "cret" not in message and message.endswith("ConnectionError")

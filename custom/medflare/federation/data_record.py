@@ -77,11 +77,19 @@ class DataRecord:
             other_limit = same_data and limit != present["unreadable"]
             if other_images or other_limit:
                 raise other_selection(site.name)
+            noted = dict(first)
             if not same_data:
-                if self.private:
-                    present["trained"] = _all_trained(site, first)
                 noted = {"job": self.job, "time": _now(), "refused": first.get("refused", 0)}
-                write_json(self.folder / SELECTION, {**present, **noted})
+                noted |= present
+            if self.private:
+                is_of_older_version = first and not same_data and "trained" not in first
+                trained = set(first.get("trained", []))
+                evaluated = {*site.data.validation.patients, *site.data.test.patients}
+                if is_of_older_version or trained & evaluated:
+                    raise _trained_patients(site.name)
+                noted["trained"] = sorted(trained.union(site.data.train.patients))
+            if noted != first:
+                write_json(self.folder / SELECTION, noted)
 
     def note_refusal(self) -> None:
         """Give up the selection of this job, which the site has refused, so that a lead can correct
@@ -203,20 +211,15 @@ def other_selection(site: str) -> ConfigError:
     )
 
 
-def _all_trained(site: Site, first: Json) -> list[str]:
-    """The training patients of the record `first` and of this job; ConfigError if this job
-    validates or tests one of the record's, or an older version has not noted them.
-    """
-    earlier = set(first.get("trained", []))
-    evaluated = {*site.data.validation.patients, *site.data.test.patients}
-    if earlier & evaluated or (first and "trained" not in first):
-        raise ConfigError(
-            f"site {site.name}: its {FILE} has changed, and patients of an earlier job's training "
-            "would be validated or tested, which its privacy budget forbids; the site writes those "
-            f"under 'trained' in its {SELECTION} into the list 'training', and the task has no "
-            "resplit"
-        )
-    return sorted(earlier.union(site.data.train.patients))
+def _trained_patients(site: str) -> ConfigError:
+    """The refusal of a split that validates or tests patients of an earlier job's training."""
+    return ConfigError(
+        f"site {site}: its {FILE} has changed, and patients of an earlier job's training would be "
+        "validated or tested, which its privacy budget forbids; the site writes those under "
+        f"'trained' in its {SELECTION} into the list 'training', and the task has no resplit. "
+        "Without 'trained' this file is of an older version: the site deletes it when its lists "
+        "are so"
+    )
 
 
 def _reading(task: TaskConfig) -> Json:

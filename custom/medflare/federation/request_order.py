@@ -81,7 +81,8 @@ class RequestOrder:
             meta = {**noted, "enrolled": noted.get("enrolled", round), "place": place}
             self.store.save(_STORED, Message({}, meta))
             return
-        has_ended = self.method.trains and stored.meta["phase"] in _ENDINGS
+        has_trained = self.method.trains and stored.meta["enrolled"] < stored.meta["rounds"]
+        has_ended = has_trained and stored.meta["phase"] in _ENDINGS
         # It would lose what the site has learnt.
         if has_ended and (invitation.get(FINISHED) or 0) < stored.meta["step"]:
             raise MessageError(f"site {self.site} has finished this run; start a new job")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from medflare.core.errors import ConfigError, one_line
+from medflare.core.errors import ConfigError, MedflareError, one_line
 from medflare.core.packages import installed, require
 from medflare.core.text import Json, JsonDict, Say
 from medflare.evaluation.results import COMPLETED
@@ -22,7 +22,6 @@ from medflare.federation.outcome import StepReport
 
 TENSORBOARD = "tb_events"  # folder beside results.json
 _TRACK = re.compile(r"none|tensorboard|mlflow(=https?://\S+)?|wandb(=[\w.-]+)?", re.ASCII)
-_ACCOUNT = re.compile(r"://[^/\s]+@")  # name and password in the address of a server
 _BATCH = 100  # settings that MLflow takes at a time
 
 
@@ -103,7 +102,9 @@ class Tracker:
             yield
         except Exception as error:
             self._writer = None
-            reason = _ACCOUNT.sub("://", one_line(error))
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            if isinstance(error, MedflareError):  # the text of others may have a password
+                reason = one_line(error)
             self._warn(f"the run is not tracked any more: {reason}")
 
 
