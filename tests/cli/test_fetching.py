@@ -163,7 +163,7 @@ def test_what_flare_could_not_unpack_is_one_line(
     monkeypatch.setattr(opened, "download_job_result", lambda identity: None)
     with pytest.raises(MedflareError, match=f"job {ID}"):
         fetch_job(cast(Any, opened), ID, tmp_path / "out")
-    assert not [*transfer.iterdir()] and not (tmp_path / "out").exists()
+    assert not [*transfer.iterdir()] and not [*(tmp_path / "out").iterdir()]
 
 
 @pytest.mark.parametrize("place", ["home", "transfer", "transfer/earlier", "transfer/../home"])

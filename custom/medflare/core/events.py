@@ -34,7 +34,7 @@ KINDS = (
 )
 # Of the deployed model: shown before its metrics.
 DOUBTS = ("constant_output", "at_chance", "few_validation_images", "rare_class")
-_MOST_OF_SITE = 1000  # events that are stored: they are in every checkpoint
+_MOST_OF_SITE = 1000
 # A site may send these; the others are the server's.
 OF_SITES = ("undefined", "reverted", "left_out", *DOUBTS, "warning")
 
@@ -44,37 +44,36 @@ class EventLog:
 
     def __init__(self, events: Iterable[Json] = ()):
         self._events: list[Event] = []
-        self._of_site: Counter[str] = Counter()  # events that it sent
+        self._of_site: Counter[str] = Counter()  # events of a site, but its doubts
         self.restored = 0  # events of an interrupted run, which come first
         self.extend(events)
 
     def add(
         self, kind: str, message: str, site: str | None = None, round: int | None = None
     ) -> Event:
-        """Add and return an event; `message` becomes one printable line, `round` is 0-based.
+        """Add and return an event; `message` becomes one printable line, `round` is 0-based. Of a
+        site the first 1000 are stored and all doubts about its model: they are in every checkpoint.
 
         ValueError: `kind` is not in `KINDS`.
         """
         if kind not in KINDS:
             raise ValueError(f"unknown kind of event {kind!r}; allowed are {', '.join(KINDS)}")
         event = {"round": round, "site": site, "kind": kind, "message": printable(str(message))}
+        if site is not None and kind not in DOUBTS:
+            self._of_site[site] += 1
+            if self._of_site[site] > _MOST_OF_SITE:
+                return event
+            if self._of_site[site] == _MOST_OF_SITE:
+                event |= {"kind": "warning", "message": "further events of the site are left out"}
         self._events.append(event)
         return event
 
     def extend(
         self, events: Iterable[Json], site: str | None = None, round: int | None = None
     ) -> None:
-        """Add events as mappings; `site` and `round` are used for those without. Of a site the
-        first 1000 are added, and a warning that there are more.
-        """
+        """Add events as mappings; `site` and `round` are used for those without."""
         for event in events:
             given = {name: value for name, value in event.items() if value is not None}
-            if site is not None:
-                self._of_site[site] += 1
-                if self._of_site[site] == _MOST_OF_SITE:
-                    given = {"kind": "warning", "message": "its further events are left out"}
-                elif self._of_site[site] > _MOST_OF_SITE:
-                    return
             self.add(**{"site": site, "round": round, **given})
 
     def restore(self, events: Iterable[Json]) -> None:

@@ -11,6 +11,7 @@ NumPy's generator: PyTorch's takes 32 bits of a seed on the CPU, few enough to t
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,11 @@ def drawn_patients(
         yield _augmented(site, batch, augmenting) if chosen else batch
 
 
+@cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
+
+
 def _augmented(site: Site, batch: Batch, random: np.random.RandomState) -> Batch:
     """The batch with each image augmented, apart from those whose augmentation fails: a failure
     would end the round, without noise, and tell of that patient's pixels.
@@ -188,7 +194,7 @@ def _augmented(site: Site, batch: Batch, random: np.random.RandomState) -> Batch
         try:
             one = site.augmented(one, random)
         except Exception as error:  # of a transform that the task names
-            _log.warning("an image stays without augmentation (%s)", one_line(error))
+            _warn_once(f"images stay without augmentation: {one_line(error)}")
         images.append(one.images)
         targets.append(one.targets)
     return Batch(torch.cat(images), torch.cat(targets), batch.index)

@@ -215,7 +215,7 @@ def fetch_job(connection: Session, job: str, out: Path) -> Path:
     destination = out.resolve() / job
     if destination.exists() and not destination.is_dir():
         raise ConfigError(f"{destination} is a file; choose another --out, or move it away")
-    with _downloads(Path(connection.download_dir), job) as downloads:
+    with beside(destination) as scratch, _downloads(connection.download_dir, job) as downloads:
         try:
             location = connection.download_job_result(job)
         except RuntimeError as error:  # FLARE's exception for a problem on this side
@@ -243,18 +243,17 @@ def fetch_job(connection: Session, job: str, out: Path) -> Path:
                     f"{path} is not among the job's results and would be lost; "
                     "choose another --out, or move it away"
                 )
-        with beside(destination) as scratch:
-            put_in_place(Path(shutil.move(downloaded, scratch)), destination)
+        put_in_place(Path(shutil.move(downloaded, scratch)), destination)
     return destination
 
 
 @contextmanager
-def _downloads(transfer: Path, job: str) -> Iterator[Callable[[], set[Path]]]:
+def _downloads(transfer: str, job: str) -> Iterator[Callable[[], set[Path]]]:
     """What the block adds for a job to FLARE's folder for transfers; removed at its end."""
-    before = set(transfer.glob(f"{job}*"))
+    before = set(Path(transfer).glob(f"{job}*"))
 
     def added() -> set[Path]:
-        return set(transfer.glob(f"{job}*")) - before
+        return set(Path(transfer).glob(f"{job}*")) - before
 
     try:
         yield added
