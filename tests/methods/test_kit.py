@@ -156,6 +156,14 @@ def forgotten() -> Any:
     catalogue._OBJECTS.clear()
 
 
+class Peeking(FedAvgSite[Any]):
+    """Chooses its model by test images."""
+
+    def fit(self, model: Any, *arguments: Any) -> float | None:
+        self.site.score(self.site.predictor(model), "test")
+        return super().fit(model, *arguments)
+
+
 class Misspelt(FedAvgSite[Any]):
     """Means `fit`."""
 
@@ -200,6 +208,7 @@ class SeedingServer(FedAvgServer):
         ),
         (FedAvgSite, Idle, {"plain loop"}, "same tensors in every round"),
         (FedAvgSite, SeedingServer, {"plain loop"}, r"the server after 'train' .* of torch, or"),
+        (Peeking, FedAvgServer, {"plain loop"}, r"method slip reads test images in 'train'; take"),
         (Misspelt, FedAvgServer, {"unused code"}, r"Misspelt\.fitt; is it to be 'fit'\?"),
         (Strong, FedAvgServer, {"unused code"}, "no code .* reads its hyper-parameter 'strength'"),
         (Numbered, FedAvgServer, {"plain loop"}, r"a, b: Numbered: state 'count' .* float; .*meta"),

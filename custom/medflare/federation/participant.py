@@ -232,19 +232,27 @@ class Participant:
         self, algorithm: SiteAlgorithm, phase: str, round: int, incoming: Message
     ) -> Message:
         """The reply without small cells. Its values about validation images are counted, or the
-        times that they were read, as a model can depend on them, too.
+        passes over them, as a model can depend on them, too.
+
+        Raises:
+            ConfigError: a method that trains has read test images.
         """
         declared = algorithm.phase(phase)
         of_validation = [item for item in declared.meta if item.measured == "validation"]
         values = len(of_validation)  # an error tells of images, too
-        before = algorithm.site.validations
+        before = algorithm.site.passes.copy()
         try:
             reply = self._performed(algorithm, phase, round, incoming)
             reply = self._suppression.suppressed(reply, declared, algorithm.plan)
             values = sum(count_values(reply[item]) for item in of_validation if item in reply)
         finally:
-            read = algorithm.site.validations - before
-            self._note_validations(algorithm.site, max(values, read))
+            passes = algorithm.site.passes - before
+            self._note_validations(algorithm.site, max(values, passes["validation"]))
+        if passes["test"] and self.method.trains:
+            raise ConfigError(
+                f"method {self.method.name} reads test images in '{phase}'; take training or "
+                "validation images, so that its test metrics mean something"
+            )
         return reply
 
     def _performed(

@@ -2,6 +2,7 @@
 metrics.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -80,7 +81,7 @@ class Site:
         self.source: Callable[[TaskConfig], Source] | None = None
         self.batch_limit: int | None = None
         self.minimum_patients = 0
-        self.validations = 0  # passes over the validation images
+        self.passes: Counter[str] = Counter()  # over the images of a split
         self.notes = list(data.notes)
         self.image_mode = Patches(task) if task.image_mode == "patch" else WholeImages()
         self.annotation = Annotation(task, data.annotated)
@@ -198,10 +199,10 @@ class Site:
         """The split that batches are taken from: from its first use on the device, where it may
         stay there; the test split is used too rarely.
         """
+        self.passes[name] += 1
         data = self.data.split(name)
         if data is self.data.test:
             return data
-        self.validations += data is self.data.validation
         for opened, resident in self._resident:
             if opened is data:
                 return resident
