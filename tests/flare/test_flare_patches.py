@@ -47,6 +47,7 @@ from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDeco
 from nvflare.private.admin_defs import Message as AdminMessage
 from nvflare.private.defs import CellMessageHeaderKeys, RequestHeader, new_cell_message
 from nvflare.private.fed.app.simulator import simulator_runner
+from nvflare.private.fed.client import client_runner
 from nvflare.private.fed.client.admin import FedAdminAgent
 from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
@@ -595,6 +596,7 @@ def test_flare_source_waits_for_seconds_between_two_looks() -> None:
     """Detects a change of what `look_often` replaces; it shows no behaviour."""
     source = inspect.getsource(simulator_runner.SimulatorClientRunner)
     assert "time.sleep(1.0)" in source and "time.sleep(interval)" in source
+    assert "time.sleep(0.5)" in inspect.getsource(client_runner.ClientRunner.init_run)
 
 
 def test_the_simulator_looks_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -160,17 +159,7 @@ def look_often() -> None:
     """
     runner = sys.modules.get(_SIMULATOR)
     if runner:
-        runner.time = _Clock  # type: ignore[attr-defined]
-
-
-class _Clock:
-    """Stands where the simulator has the module `time`."""
-
-    time = staticmethod(time.time)
-
-    @staticmethod
-    def sleep(seconds: float) -> None:
-        time.sleep(min(seconds, 0.1))
+        runner.time = simulator_worker.Clock  # type: ignore[attr-defined]
 
 
 def connect_sites_by_files() -> None:
