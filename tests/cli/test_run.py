@@ -535,7 +535,7 @@ def test_a_job_folder_is_not_replaced_without_force(tmp_path: Path, refused: Ref
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Stands for the grid of a study, which has written its table."""
     actual = Engine({})
-    monkeypatch.setattr("medflare.studies.grid.run_study", actual)
+    monkeypatch.setattr("medflare.studies.study.run_study", actual)
     monkeypatch.delenv(ROOT, raising=False)
     (tmp_path / "table.md").write_text("the table")
     return actual

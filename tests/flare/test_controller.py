@@ -202,7 +202,9 @@ def test_a_completed_job_leaves_no_checkpoint_of_itself_or_of_the_one_that_it_re
     task: TaskConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sites = in_this_process(get_method("fedavg"), task, {}, 0)()
-    monkeypatch.setattr("medflare.flare.exchange.TaskExchange", lambda *arguments, **options: sites)
+    monkeypatch.setattr(
+        "medflare.flare.task_exchange.TaskExchange", lambda *arguments, **options: sites
+    )
     kept = tmp_path / "medflare"
     (kept / "another").mkdir(parents=True)
     left = []
@@ -222,7 +224,7 @@ def served(
 ) -> dict[str, bytes]:
     """The models, by path, of a run that the controller makes with this component."""
     exchange = in_this_process(get_method(aggregator.method_name), task, LAST, SEED)
-    monkeypatch.setattr("medflare.flare.exchange.TaskExchange", exchange)
+    monkeypatch.setattr("medflare.flare.task_exchange.TaskExchange", exchange)
     server = Server(folder, aggregator, task)
     server.run(MedflareController(rounds=ROUNDS, seed=SEED))
     assert load_results(folder)["status"] == "COMPLETED", server.panics

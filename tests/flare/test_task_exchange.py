@@ -23,9 +23,9 @@ from medflare.core.errors import Aborted, ConfigError
 from medflare.core.message import Message
 from medflare.federation.exchange import Reply
 from medflare.federation.settings import run_settings
-from medflare.flare import exchange as steps
-from medflare.flare.exchange import TaskExchange, read_reply
+from medflare.flare import task_exchange as steps
 from medflare.flare.messages import error_reply, register_decomposers, to_message, to_shareable
+from medflare.flare.task_exchange import TaskExchange, read_reply
 from medflare.methods.base import Step
 
 STEP = Step("train", 3)

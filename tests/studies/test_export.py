@@ -11,8 +11,8 @@ from medflare.cli import main
 from medflare.cli.run import write_csv
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.export import default_target, summary_table
-from medflare.studies.grid import write_run
 from medflare.studies.statistics import Run
+from medflare.studies.study import write_run
 from medflare.studies.tables import StudyTables
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from medflare.cli import main
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
-from medflare.studies.grid import write_run
 from medflare.studies.latex import latex_tables
 from medflare.studies.statistics import Run
+from medflare.studies.study import write_run
 from medflare.studies.tables import StudyTables
 
 

@@ -9,8 +9,8 @@ from zipfile import ZipFile
 import pytest
 
 from medflare.studies import tables
-from medflare.studies.grid import STUDY_FILE, read_study
 from medflare.studies.statistics import Comparison, compare_patients
+from medflare.studies.study import STUDY_FILE, read_study
 from medflare.studies.suites import load_suite
 from medflare.studies.tables import StudyTables
 from studies.published_claims import (

@@ -18,8 +18,8 @@ from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.networks.dry_run import check_network
 from medflare.preparation.dataset_import.papers.catalogue import PREPARATIONS
 from medflare.studies.candidates import Candidate
-from medflare.studies.grid import read_runs
 from medflare.studies.references import REFERENCES
+from medflare.studies.study import read_runs
 from medflare.studies.suites import MEAN, beside_the_paper, load_suite, suites
 from medflare.tasks.config import TaskConfig, load_task
 

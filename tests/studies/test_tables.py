@@ -12,9 +12,9 @@ from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.figures import learning_curves
-from medflare.studies.grid import write_run
 from medflare.studies.page import study_page
 from medflare.studies.statistics import Comparison, Run
+from medflare.studies.study import write_run
 from medflare.studies.tables import (
     StudyTables,
     Table,

@@ -12,7 +12,7 @@ from medflare.cli import main
 from medflare.core.errors import ConfigError
 from medflare.evaluation.results import RunRecord, SiteRecord, build_results
 from medflare.studies.figures import ranks_drawing
-from medflare.studies.grid import write_run
+from medflare.studies.study import write_run
 from medflare.studies.tables import StudyTables
 from medflare.studies.tasks_compared import critical_difference, ranks_of, task_means, tasks_report
 

@@ -133,10 +133,10 @@ def run_study(
     if suite is None and sites is None:
         sites = ",".join(options.default_sites(data_root))
     from medflare.core.store import make_folder, write_atomically
-    from medflare.studies import grid as studies
+    from medflare.studies import study as studies
     from medflare.studies.candidates import rows_of
+    from medflare.studies.grid import cells_of, parse_grid
     from medflare.studies.references import Setting
-    from medflare.studies.selection_grid import cells_of, parse_grid
     from medflare.studies.suites import BESIDE_FILE, beside_the_paper, load_suite
     from medflare.studies.tables import TABLE_FILE, StudyTables
 
@@ -263,8 +263,9 @@ def show_tables(
         medflare study table brain_study fundus_study grades_study --figures figures
     """
     from medflare.core.store import write_atomically
-    from medflare.studies import export, grid, page, tables
+    from medflare.studies import export, page, tables
     from medflare.studies.latex import latex_tables
+    from medflare.studies.study import read_study, study_tables
 
     wanted = options.names_in(metrics)
     if target is not None and summary is None:
@@ -275,8 +276,8 @@ def show_tables(
         )
         _show_tasks(folders, wanted, figures, latex)
         return
-    groups = grid.read_study(folders[0])
-    study = grid.study_tables(folders[0], wanted)
+    groups = read_study(folders[0])
+    study = study_tables(folders[0], wanted)
     print(latex_tables(study) if latex else tables.study_report(study))
     if html is not None:
         write_atomically(html, page.study_page(study).encode(), public=True)
@@ -294,9 +295,10 @@ def _show_tasks(
 ) -> None:
     """Print the comparison over tasks, and write ranks.pdf into the folder of figures."""
     from medflare.core.store import write_atomically
-    from medflare.studies import grid, tables
+    from medflare.studies import tables
     from medflare.studies.figures import ranks_drawing
     from medflare.studies.latex import latex_ranking
+    from medflare.studies.study import read_study
     from medflare.studies.tasks_compared import (
         critical_difference,
         ranks_of,
@@ -304,7 +306,7 @@ def _show_tasks(
         tasks_report,
     )
 
-    studies = [tables.StudyTables(grid.read_study(folder), metrics) for folder in folders]
+    studies = [tables.StudyTables(read_study(folder), metrics) for folder in folders]
     print(latex_ranking(studies) if latex else tasks_report(studies))
     if figures is not None:
         means = task_means(studies)

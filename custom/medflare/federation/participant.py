@@ -219,7 +219,7 @@ class Participant:
                     return self._finalize(algorithm, incoming, run_items, is_repeated)
                 if phase == CROSS_SITE:
                     return self._cross_site(site, incoming, is_repeated)
-                return self._counted(algorithm, phase, round, incoming)
+                return self._suppressed_reply(algorithm, phase, round, incoming)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"site {self.name}: the GPU's memory is full in {step_name(phase, round, rounds)}; "
@@ -228,7 +228,7 @@ class Participant:
         finally:
             self.note_step(phase, round, rounds, False)
 
-    def _counted(
+    def _suppressed_reply(
         self, algorithm: SiteAlgorithm, phase: str, round: int, incoming: Message
     ) -> Message:
         """The reply without small cells. Its values about validation images are counted, or the
@@ -242,7 +242,7 @@ class Participant:
         values = len(of_validation)  # an error tells of images, too
         before = algorithm.site.passes.copy()
         try:
-            reply = self._performed(algorithm, phase, round, incoming)
+            reply = self._checked_for_privacy(algorithm, phase, round, incoming)
             reply = self._suppression.suppressed(reply, declared, algorithm.plan)
             values = sum(count_values(reply[item]) for item in of_validation if item in reply)
         finally:
@@ -255,7 +255,7 @@ class Participant:
             )
         return reply
 
-    def _performed(
+    def _checked_for_privacy(
         self, algorithm: SiteAlgorithm, phase: str, round: int, incoming: Message
     ) -> Message:
         """The algorithm's reply.

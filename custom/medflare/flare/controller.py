@@ -45,7 +45,7 @@ from medflare.flare.tracking import GROUP, MLFLOW, MLflowTracker, Progress
 
 if TYPE_CHECKING:
     from medflare.federation.run import Run
-    from medflare.flare.exchange import TaskExchange
+    from medflare.flare.task_exchange import TaskExchange
 
 _LATE_EVENTS = 20  # of a site at most: how often it replies to closed steps is up to it
 
@@ -148,8 +148,8 @@ class MedflareController(Controller):
         """
         from medflare.evaluation.console import results_table
         from medflare.evaluation.results import FAILED
-        from medflare.flare.exchange import TaskExchange
         from medflare.flare.messages import register_tensors
+        from medflare.flare.task_exchange import TaskExchange
 
         register_tensors()
         self._progress.log = lambda line: self.log_info(fl_ctx, line)

@@ -12,7 +12,7 @@ from medflare.core.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from medflare.core.errors import ConfigError
     from medflare.core.hyper import param
-    from medflare.core.message import FinalModels, Message
+    from medflare.core.message import Message
     from medflare.core.phases import Phase, asks, extends, handles, phase
     from medflare.core.rng import torch_generator
     from medflare.core.settings import STRICT, strict_dataclass
@@ -87,7 +87,6 @@ __all__ = [
     "FedAvgServerHyper",
     "FedAvgSite",
     "FedAvgSiteHyper",
-    "FinalModels",
     "LocalPart",
     "Loss",
     "Message",

@@ -144,4 +144,4 @@ def step_operations(task: TaskConfig) -> float:
             meta_network(task).train()(zero_images(task))
     except PROBLEMS:
         return float("inf")
-    return float(counter.get_total_flops()) / 2  # `example` has two images
+    return float(counter.get_total_flops()) / 2  # of two images

@@ -18,11 +18,12 @@ from medflare.core.states import StateDict, batch_norm_entries, split_state, wei
 from medflare.methods.base import Step
 from medflare.methods.catalogue import build_deployed
 from medflare.methods.fedavg import FedAvgServer, FedAvgSite
+from medflare.methods.parts.class_groups import class_totals
 from medflare.methods.prr.fourier import fourier_aggregate, frequency_ratio
 from medflare.methods.prr.hyper import PRRSiteHyper
 from medflare.methods.prr.server import PRRServer
 from medflare.methods.prr.site import PRRSite
-from medflare.methods.prr.transfer import SitePrototypes, Supervision, class_totals
+from medflare.methods.prr.transfer import SitePrototypes, Supervision
 from medflare.networks.catalogue import feature_width
 from medflare.tasks.classes import class_names
 from medflare.tasks.config import TaskConfig

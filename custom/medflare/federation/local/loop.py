@@ -119,7 +119,6 @@ def run_local(
     if workers is not None and workers < 1:
         raise ConfigError(f"workers = {workers}: how many sites train at the same time, at least 1")
     rules = {name: options.pop(name) for name in RULES if name in options}
-    hyper = options
     settings = run_settings({"rounds": rounds, "seed": seed, "outside": apart, **rules})
     folder = None if out is None else Path(out)
     if say is None:
@@ -128,7 +127,7 @@ def run_local(
     run = Run(
         chosen,
         config,
-        hyper,
+        options,
         settings,
         inside,
         folder=folder,
@@ -160,7 +159,7 @@ def run_local(
             name,
             open_data,
             chosen,
-            hyper,
+            options,
             store=state,
             artifacts=artifacts,
             local=LocalSettings(share_model=True),

@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from medflare.core.message import FinalModels
 from medflare.core.rng import seeded
 from medflare.core.text import format_shape
 from medflare.data.loading import Batch
@@ -25,7 +26,6 @@ from medflare.methods import (
     FeatureNetwork,
     FedAvgSite,
     FedAvgSiteHyper,
-    FinalModels,
     Message,
     MetaSpec,
     PersistentState,

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medflare.core.errors import StateError
+from medflare.core.message import FinalModels
 from medflare.data.loading import Batch
 from medflare.methods import (
     MEASURED,
     MODEL,
     ConfigError,
-    FinalModels,
     Message,
     MetaSpec,
     Replies,

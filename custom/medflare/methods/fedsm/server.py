@@ -7,11 +7,11 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from medflare.core.message import FinalModels
 from medflare.methods import (
     VALIDATION,
     Best,
     FedAvgServer,
-    FinalModels,
     Message,
     ModelSelector,
     PersistentState,

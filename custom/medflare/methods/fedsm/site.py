@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from medflare.core.message import FinalModels
 from medflare.core.rng import seeded
 from medflare.data.loading import Batch
 from medflare.methods import (
@@ -21,7 +22,6 @@ from medflare.methods import (
     MODEL,
     SELECTED_ROUND,
     VALIDATION,
-    FinalModels,
     Message,
     MetaSpec,
     Plan,

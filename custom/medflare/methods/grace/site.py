@@ -17,13 +17,13 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from medflare.adaptation.registry import adapted_at, check_adaptable
+from medflare.core.message import FinalModels
 from medflare.core.rng import derived_seed, seeded
 from medflare.methods import (
     MEASURED,
     MODEL,
     FeatureNetwork,
     FedAvgSiteHyper,
-    FinalModels,
     Message,
     MetaSpec,
     PersistentState,

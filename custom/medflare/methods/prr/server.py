@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from medflare.core.message import FinalModels
 from medflare.core.states import States
 from medflare.methods import (
     MODEL,
     Aggregation,
-    FinalModels,
     Message,
     PersistentState,
     Replies,
@@ -24,6 +24,7 @@ from medflare.methods import (
     trained_model,
 )
 from medflare.methods.aggregation import Models, plain_mean
+from medflare.methods.parts.class_groups import class_totals
 from medflare.methods.prr.formulas import global_prototypes, most_representative
 from medflare.methods.prr.fourier import (
     Treatment,
@@ -43,7 +44,6 @@ from medflare.methods.prr.site import (
     PRRSite,
     local_part,
 )
-from medflare.methods.prr.transfer import class_totals
 from medflare.networks.catalogue import meta_network
 from medflare.tasks.classes import class_names
 

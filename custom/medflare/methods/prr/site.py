@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medflare.core.message import FinalModels
 from medflare.core.specs import models
 from medflare.inference.deployed import KEPT
 from medflare.methods import (
@@ -17,7 +18,6 @@ from medflare.methods import (
     Best,
     ConfigError,
     FeatureNetwork,
-    FinalModels,
     LocalPart,
     Message,
     MetaSpec,
@@ -37,10 +37,11 @@ from medflare.methods import (
     table,
     trained_model,
 )
+from medflare.methods.parts.class_groups import without_rows
 from medflare.methods.prr.formulas import better_model
 from medflare.methods.prr.fourier import without_rule
 from medflare.methods.prr.hyper import PRRServerHyper, PRRSiteHyper
-from medflare.methods.prr.transfer import SitePrototypes, Supervision, Transfer, without_rows
+from medflare.methods.prr.transfer import SitePrototypes, Supervision, Transfer
 from medflare.networks.catalogue import feature_width, meta_network
 from medflare.tasks.classes import class_names
 

@@ -7,11 +7,11 @@ import logging
 from typing import Any
 
 from medflare.core.errors import StateError
+from medflare.core.message import FinalModels
 from medflare.data.acquisition import TRAINED_ON
 from medflare.inference.deployed import WEIGHTS_FILE, load_model
 from medflare.methods import (
     ConfigError,
-    FinalModels,
     Message,
     ServerAlgorithm,
     ServerContext,

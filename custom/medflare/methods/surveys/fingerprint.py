@@ -9,9 +9,9 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from medflare.core.errors import DataError
+from medflare.core.message import FinalModels
 from medflare.core.text import JsonDict
 from medflare.methods import (
-    FinalModels,
     Message,
     MetaSpec,
     Replies,

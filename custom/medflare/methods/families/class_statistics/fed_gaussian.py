@@ -49,7 +49,7 @@ from medflare.methods.families.class_statistics.statistics import (
     usable,
     with_head,
 )
-from medflare.methods.prr.transfer import class_logits, groups_and_classes
+from medflare.methods.parts.class_groups import class_logits, groups_and_classes
 
 
 def _gaussians(plan: Plan) -> StateDict:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medflare.core.message import FinalModels
 from medflare.methods import (
     LOSS,
     MEASURED,
     SELECTED_ROUND,
     FedAvgSiteHyper,
-    FinalModels,
     Message,
     PersistentState,
     PersonalSite,

@@ -39,7 +39,7 @@ from medflare.methods.families.class_statistics.statistics import (
     usable,
     with_head,
 )
-from medflare.methods.prr.transfer import PatientsOfClasses
+from medflare.methods.parts.class_groups import PatientsOfClasses
 from medflare.networks.catalogue import feature_width
 
 

@@ -27,8 +27,8 @@ from medflare.methods import (
     TensorSpec,
 )
 from medflare.methods.families.local_terms.features import class_indices
+from medflare.methods.parts.class_groups import PatientsOfClasses, class_totals, groups_and_classes
 from medflare.methods.parts.heads import meta_head
-from medflare.methods.prr.transfer import PatientsOfClasses, class_totals, groups_and_classes
 from medflare.networks.catalogue import feature_width
 
 

@@ -15,6 +15,7 @@ import torch
 from numpy.random import RandomState
 from torch import Tensor, nn
 
+from medflare.core.message import FinalModels
 from medflare.core.rng import numpy_random_state
 from medflare.inference.deployed import network_with
 from medflare.methods import (
@@ -24,7 +25,6 @@ from medflare.methods import (
     FedAvgServerHyper,
     FedAvgSite,
     FedAvgSiteHyper,
-    FinalModels,
     Loss,
     Message,
     Plan,

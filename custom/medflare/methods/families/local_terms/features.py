@@ -25,7 +25,7 @@ from medflare.methods import (
     torch_generator,
     train_epochs,
 )
-from medflare.methods.prr.transfer import (
+from medflare.methods.parts.class_groups import (
     at_positions,
     class_logits,
     class_targets,

@@ -16,8 +16,9 @@ from medflare.methods import (
     Loss,
     TaskConfig,
 )
+from medflare.methods.parts.class_groups import class_totals
 from medflare.methods.prr.hyper import PRRSiteHyper
-from medflare.methods.prr.transfer import Supervision, class_totals
+from medflare.methods.prr.transfer import Supervision
 
 _LOSS = PRRSiteHyper(cpa="off", plain_loss="fedeamc")
 

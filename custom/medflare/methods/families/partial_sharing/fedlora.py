@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
+from medflare.core.message import FinalModels
 from medflare.core.states import split_state
 from medflare.methods import (
     MEASURED,
@@ -31,7 +32,6 @@ from medflare.methods import (
     FedAvgServer,
     FedAvgServerHyper,
     FedAvgSiteHyper,
-    FinalModels,
     Message,
     PersistentState,
     PersonalSite,

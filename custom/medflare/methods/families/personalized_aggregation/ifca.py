@@ -11,12 +11,12 @@ which is FedAvg: see the table "clusters" of the results.
 
 from typing import Any
 
+from medflare.core.message import FinalModels
 from medflare.methods import (
     MEASURED,
     SELECTED_ROUND,
     ConfigError,
     FedAvgSiteHyper,
-    FinalModels,
     Message,
     MetaSpec,
     Replies,

@@ -5,12 +5,12 @@ from typing import TypeVar
 
 import torch
 
+from medflare.core.message import FinalModels
 from medflare.methods import (
     MEASURED,
     MODEL,
     SELECTED_ROUND,
     VALIDATION,
-    FinalModels,
     Message,
     PersonalSite,
     Replies,

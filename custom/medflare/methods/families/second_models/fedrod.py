@@ -27,8 +27,8 @@ from medflare.methods import (
     copied_state,
 )
 from medflare.methods.families.second_models.site import SecondModelSite
+from medflare.methods.parts.class_groups import totals_of_site
 from medflare.methods.parts.heads import meta_head
-from medflare.methods.prr.transfer import totals_of_site
 
 _LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _NO_WEIGHTS = (nn.Sequential, nn.Dropout, nn.Identity)

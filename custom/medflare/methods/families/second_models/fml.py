@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from medflare.methods import FeatureNetwork, FedAvgSiteHyper, copied_state, param, strict_dataclass
 from medflare.methods.families.second_models.site import SecondModelSite
+from medflare.methods.parts.class_groups import class_logits
 from medflare.methods.prr.formulas import distillation_loss
-from medflare.methods.prr.transfer import class_logits
 
 
 @strict_dataclass

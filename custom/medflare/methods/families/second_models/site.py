@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from medflare.core.message import FinalModels
 from medflare.data.loading import Batch
 from medflare.methods import (
     MODEL,
     SELECTED_ROUND,
     VALIDATION,
-    FinalModels,
     Message,
     PersistentState,
     PersonalSite,

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from medflare.adaptation.registry import with_adaptation
 from medflare.adaptation.ttt import ROTATION, rotation_head, rotation_loss
+from medflare.core.message import FinalModels
 from medflare.methods import (
     MEASURED,
     MODEL,
@@ -21,7 +22,6 @@ from medflare.methods import (
     FedAvgServerHyper,
     FedAvgSite,
     FedAvgSiteHyper,
-    FinalModels,
     Message,
     PersistentState,
     Replies,

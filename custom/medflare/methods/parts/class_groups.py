@@ -1,0 +1,116 @@
+"""A task as groups of classes: the logits, targets and counts of statistics by class.
+
+A softmax is one group of C classes; each sigmoid is a group of two, without and with its label.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from medflare.core.states import StateDict
+from medflare.tasks.classes import class_names
+from medflare.tasks.config import TaskConfig
+from medflare.training.site import Site
+
+
+def groups_and_classes(task: TaskConfig) -> tuple[int, int]:
+    """(G, C)."""
+    names = class_names(task)
+    return len(names), len(names[0])
+
+
+def class_logits(logits: Tensor, task: TaskConfig) -> Tensor:
+    """Logits (N, outputs, ...) as (G, N, C, P) with P pixels, or 1; (0, z) for a sigmoid's z."""
+    outputs = logits.reshape(len(logits), task.outputs, -1)
+    if task.target == "multiclass":
+        return outputs[None]
+    positive = outputs.transpose(0, 1)
+    return torch.stack([torch.zeros_like(positive), positive], dim=2)
+
+
+def class_targets(targets: Tensor, task: TaskConfig) -> Tensor:
+    """Targets as in `data.loading.Split` as class indices (G, N, P), for `class_logits`."""
+    groups = task.outputs if task.target == "multilabel" else 1
+    return targets.reshape(len(targets), groups, -1).transpose(0, 1).long()
+
+
+def at_positions(targets: Tensor, features: Tensor) -> Tensor:
+    """Targets at the positions of features (N, D, ...): label maps are resized (nearest)."""
+    size = features.shape[2:]
+    if not size or size == targets.shape[-len(size) :]:
+        return targets
+    maps = targets.reshape(len(targets), -1, *targets.shape[-len(size) :]).float()
+    return functional.interpolate(maps, size, mode="nearest")
+
+
+def class_totals(task: TaskConfig, enrolled: Mapping[str, Mapping[str, Any]]) -> Tensor:
+    """N_c of the conjoint objective: training images or pixels of each class over the sites.
+
+    Args:
+        task: names the classes.
+        enrolled: inside site -> {"n": {"train": images, ...}, "class_counts": counts of
+            `task.classes`; empty if the site sent none}.
+
+    Returns:
+        (G, C) int64.
+    """
+    groups, classes = groups_and_classes(task)
+    totals = torch.zeros(groups, classes, dtype=torch.int64)
+    pixels = math.prod(task.size) if task.kind == "segmentation" else 1
+    for meta in enrolled.values():
+        if not meta["class_counts"]:
+            continue
+        counts = torch.tensor(meta["class_counts"])
+        if task.target == "multilabel":
+            # Only positives are counted; the other pixels are the negatives.
+            negatives = (meta["n"]["train"] * pixels - counts).clamp(min=0)
+            counts = torch.stack([negatives, counts], dim=1)
+        totals += counts.reshape(groups, classes)
+    return totals
+
+
+def totals_of_site(site: Site) -> Tensor:
+    """`class_totals` of one site."""
+    enrolled = {"n": site.n, "class_counts": site.class_counts().tolist()}
+    return class_totals(site.task, {site.name: enrolled})
+
+
+class PatientsOfClasses:
+    """Which patients show each class in the images and at the positions of some statistics.
+
+    They can be fewer than those with the class in their masks, which small-cell suppression counts:
+    features have a lower resolution, and patches are parts of images.
+
+    Args:
+        patients: of every row of the split.
+    """
+
+    def __init__(self, patients: Sequence[str]):
+        self._patients = patients
+        self._shown: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, labels: Tensor, classes: int, rows: Tensor) -> None:
+        """A batch: class indices (G, N, P) of rows (N,) of the split."""
+        shown = [(labels == number).any(dim=2) for number in range(classes)]
+        self._shown.append((rows, torch.stack(shown, dim=1).flatten(0, 1)))
+
+    def few(self, minimum: int) -> Tensor:
+        """(G C,) whether patients show the class, but fewer than `minimum`."""
+        counts = []
+        for by_batch in zip(*(shown.cpu() for _, shown in self._shown), strict=True):
+            rows = [rows[images] for (rows, _), images in zip(self._shown, by_batch, strict=True)]
+            counts.append(len({self._patients[row] for row in torch.cat(rows).tolist()}))
+        return torch.tensor([0 < count < minimum for count in counts], dtype=torch.bool)
+
+
+def without_rows(state: StateDict, hidden: Tensor) -> StateDict:
+    """The state with zeros in the rows (K,) that are hidden."""
+    changed = {}
+    for name, tensor in state.items():
+        changed[name] = tensor.clone()
+        changed[name][hidden] = 0
+    return changed
