@@ -1,6 +1,6 @@
 """Heartbeats and requests for work, which show the server that a site is alive.
 
-`exchange` has the server's record of them.
+`task_exchange` has the server's record of them.
 
 FLARE's own heartbeat reaches no controller and is missing in its simulator; FLARE's polls for tasks
 come at fixed intervals. A site therefore sends a heartbeat every two seconds while it has a task.

@@ -40,7 +40,7 @@ _RESUME = (
 _FINISHED = "FINISHED:"  # prefix of FLARE's final states
 # From `evaluation.console.round_line`.
 _STEP = r"(?:round \d+/\d+|after round \d+|without training) \w+: .+"
-_SLOW = r"slow: \S+: at work on .+"  # from `exchange`
+_SLOW = r"slow: \S+: at work on .+"  # from `task_exchange`
 _PROGRESS = re.compile(f"(?:{NOTED}(?P<event>.+))|(?P<step>{_STEP}|{_SLOW})")  # in the server's log
 
 _NEW_POLICIES = (
