@@ -86,7 +86,7 @@ class Site:
         self.image_mode = Patches(task) if task.image_mode == "patch" else WholeImages()
         self.annotation = Annotation(task, data.annotated)
         # Each split as it was opened, and as batches are taken from it.
-        self._resident: dict[Split, Split] = {}
+        self._resident: list[tuple[Split, Split]] = []
         self._augmentation = Augmentation(task)
         self._loss = self.annotation.loss().to(self.device)
         self._sampling_weights = {"train": sampling_weights(task, data.train.targets)}
@@ -203,9 +203,11 @@ class Site:
         data = self.data.split(name)
         if data is self.data.test:
             return data
-        if data not in self._resident:
-            self._resident[data] = self.computing.resident(data)
-        return self._resident[data]
+        for opened, resident in self._resident:
+            if opened is data:
+                return resident
+        self._resident.append((data, self.computing.resident(data)))
+        return self._resident[-1][1]
 
     def _batch(self, index: Tensor, images: Tensor, targets: Tensor) -> Batch:
         if self.abort():
