@@ -34,6 +34,10 @@ def test_the_events_of_a_site_have_a_limit() -> None:
     log.add("failed", "the server's words about the site", "A")
     log.extend([{"kind": "at_chance", "message": "no better"}], site="A")
     assert len(log) == 1003 and log.of("at_chance")
+    resumed = EventLog()
+    resumed.restore(log.to_list())
+    resumed.add("failed", "after the resume", "A")
+    assert resumed.to_list() == log.to_list()
 
 
 def test_extend_fills_in_only_what_is_open() -> None:

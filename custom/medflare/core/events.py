@@ -78,9 +78,10 @@ class EventLog:
 
     def restore(self, events: Iterable[Json]) -> None:
         """Put the events of the interrupted run before those of the run that resumes it."""
-        earlier = EventLog(events).to_list()
+        earlier = EventLog(events)
         self.restored = len(earlier)
-        self._events[:0] = earlier
+        self._events[:0] = earlier.to_list()
+        self._of_site += earlier._of_site
 
     def of(self, *kinds: str) -> list[Event]:
         """The events of these kinds."""
