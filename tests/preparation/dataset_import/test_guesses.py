@@ -927,9 +927,12 @@ def test_a_table_beside_the_chosen_one_is_named(tmp_path: Path) -> None:
     table(tmp_path / "split.csv", ("image", "split"), *((name, "train") for name in names))
     labels = [(name, "ab"[number % 2]) for number, name in enumerate(names)]
     chosen = table(tmp_path / "labels.csv", ("image", "label"), *labels)
-    assert (
-        "not used, as --table names another: split.csv" in imported(tmp_path, table=chosen).render()
-    )
+    link = tmp_path.parent / f"{tmp_path.name}-link"
+    link.symlink_to(tmp_path)
+    for path in (chosen, link / "labels.csv"):
+        text = imported(tmp_path, table=path, force=True).render()
+        assert text.count("not used, as --table") == 1
+        assert "not used, as --table names another: split.csv" in text
 
 
 def test_a_column_of_other_texts_in_each_row_is_no_class(tmp_path: Path) -> None:

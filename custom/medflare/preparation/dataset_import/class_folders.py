@@ -314,13 +314,16 @@ def _refuse_masks_of_classes(
         if folders:
             inner = (*folders[1:], stem(image))
             pictures[folders[0]][inner] = image
-    for pair in combinations(names, 2):
-        first, second = (pictures[name] for name in pair)
-        shared = sorted(first.keys() & second.keys())[:SAMPLE_SIZE]
-        if first.keys() != second.keys() or len(shared) < 2:
+    values: dict[str, list[int]] = {}  # class -> how many its first pictures have
+    for first, second in combinations(names, 2):
+        same_names = pictures[first].keys() == pictures[second].keys()
+        if not same_names or len(pictures[first]) < 2:
             continue
-        values = {name: [count_values(pictures[name][file]) for file in shared] for name in pair}
-        of_masks, others = sorted(pair, key=lambda name: max(values[name]))
+        for name in (first, second):
+            if name not in values:
+                sample = sorted(pictures[name])[:SAMPLE_SIZE]
+                values[name] = [count_values(pictures[name][inner]) for inner in sample]
+        of_masks, others = sorted((first, second), key=lambda name: max(values[name]))
         has_few = min(values[of_masks]) > 1 and max(values[of_masks]) <= MAX_CLASSES
         if has_few and min(values[others]) > MAX_CLASSES:
             raise DataError(

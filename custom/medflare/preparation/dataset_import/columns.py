@@ -145,7 +145,7 @@ def _image_columns(table: ImageTable, used: UsedColumns) -> list[str]:
             cells = frame[name]
             names_images = _names_files(cells) or (name in usual and cells.is_unique)
             if named and names_images and name not in named:
-                raise DataError(
+                raise ColumnError(
                     f"{path}: column {name} names no image of the folder, as {cells.iloc[0]!r}; "
                     f"correct the names, or give --image-column {named[0]} if a row is of all "
                     f"images of its {named[0]}"

@@ -462,11 +462,13 @@ def _has_tables_beside(root: Path, sites: Sequence[Path], options: ImportOptions
     if options.table is not None:
         return not any(options.table.is_relative_to(site) for site in sites)
     _, beside = next(walk(root, {}))
-    below = []
+    if not any(map(is_table, beside)):
+        return False
     for site in sites:
         for _, files in walk(site, {}):
-            below += files
-    return any(map(is_table, beside)) and not any(map(is_table, below))
+            if any(map(is_table, files)):
+                return False
+    return True
 
 
 def _part_of(site: Path, folder: ImageFolder, dataset: Dataset) -> tuple[ImageFolder, Dataset]:

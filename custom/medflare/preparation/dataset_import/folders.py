@@ -171,7 +171,7 @@ def scan_folder(root: Path) -> ImageFolder:
     """
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give the folder of the images, unpacked")
-    found: list[Path] = []
+    all_files: list[Path] = []
     headers: dict[Path, _Header] = {}
     slices: dict[Path, tuple[Path, ...]] = {}
     left_out: LeftOut = {}
@@ -189,11 +189,11 @@ def scan_folder(root: Path) -> ImageFolder:
         series_headers, apart = _dicom_series(folder, readable, not beside and folder != root)
         headers |= series_headers
         slices |= apart
-        found += files
-    images = [file for file in found if suffix(file) in read]
+        all_files += files
+    images = [file for file in all_files if suffix(file) in read]
     images += headers
     texts = []
-    for file in found:
+    for file in all_files:
         if suffix(file) in _TEXTS and file.name not in (HEADER, FILE):
             texts.append(file)
     notes = left_out_lines(left_out)
@@ -204,7 +204,7 @@ def scan_folder(root: Path) -> ImageFolder:
         images = [image for image in images if image not in previews]
     if others:
         notes.append(_line_of_objects(others, root))
-    notes += _not_read(found, root)
+    notes += _not_read(all_files, root)
     if not images:
         suffixes = ", ".join((*read, ".dcm"))
         remedy = "; ".join(("give the folder of the images", *notes, *unreadable[:1]))
@@ -220,7 +220,7 @@ def scan_folder(root: Path) -> ImageFolder:
     return ImageFolder(
         root,
         tuple(sorted(images)),
-        tuple(sorted(filter(is_table, found))),
+        tuple(sorted(filter(is_table, all_files))),
         patients,
         segmented,
         slices,

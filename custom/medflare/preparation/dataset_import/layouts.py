@@ -75,9 +75,9 @@ def find_dataset(
         dataset = _by_names(folder, options, tables)
     notes = [*prefixed("not used", _problems(others)), *dataset.notes]
     if options.table is not None:
-        known = [options.table, *(table.path for table in others)]
-        for path in folder.tables:
-            if path not in known:
+        with_columns = [table.path for table in others]
+        for path in _other_tables(folder, options.table):
+            if path not in with_columns:
                 notes.append(f"not used, as --table names another: {folder.relative(path)}")
     return replace(dataset, notes=tuple(notes))
 
@@ -145,8 +145,13 @@ def _with_requested_columns(folder: ImageFolder, options: ImportOptions) -> list
         return []
     columns = options.columns
     named = {columns.patient, columns.site, columns.split} - {"", *table_columns(options.table)}
-    tables = [ImageTable(path, folder) for path in folder.tables if path != options.table]
+    tables = [ImageTable(path, folder) for path in _other_tables(folder, options.table)]
     return [table for table in tables if not named.isdisjoint(table.header)]
+
+
+def _other_tables(folder: ImageFolder, chosen: Path) -> list[Path]:
+    """The tables of the folder but the chosen one, whose path may be written in another way."""
+    return [path for path in folder.tables if path.resolve() != chosen.resolve()]
 
 
 def _refuse_part(
