@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from helpers.fixture_types import Edit, SiteOf, TaskOf
 from medflare.core.errors import DataError
 from medflare.data import decoding
-from medflare.data.datalist import SPLITS
+from medflare.data.datalist import LISTS
 from medflare.data.loading import SiteData, load_site_data
 from medflare.data.local import Bounds, CacheSettings, ImageBounds, cache_with_folder
 from medflare.tasks.config import TaskConfig
@@ -214,7 +214,7 @@ def test_a_case_whose_other_channel_is_missing_is_decoded_again(
     task = make_task(channels=["pre", "post"], missing_channels="zeros")
 
     def move_channel(content: dict[str, Any]) -> None:
-        for split in SPLITS:
+        for split in LISTS:
             for item in content[split]:
                 image = item["image"]
                 item["image"] = image[::-1] if isinstance(image, list) else [image, None]

@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 
 from medflare.core.errors import DataError
-from medflare.data.datalist import (
-    SPLITS,
-    DatalistItem,
-    assign_splits,
-    check_patients,
-    read_datalist,
-)
+from medflare.data.datalist import LISTS, DatalistItem, assign_splits, check_patients, read_datalist
 
 
 def _entries(**patients: list[str]) -> list[DatalistItem]:
@@ -27,7 +21,7 @@ def _entries(**patients: list[str]) -> list[DatalistItem]:
 
 
 def _homes(entries: list[DatalistItem]) -> dict[str, set[str]]:
-    patients: dict[str, set[str]] = {split: set() for split in SPLITS}
+    patients: dict[str, set[str]] = {split: set() for split in LISTS}
     for entry in entries:
         patients[entry.split].add(entry.patient)
     return patients
@@ -183,7 +177,7 @@ def test_resplit_keeps_proportions_and_patients_together() -> None:
         validation=["v0", "v1"],
         test=["x0", "x1", "x2", "x2"],
     )
-    drawn = [assign_splits(entries, SPLITS, "A", resplit=seed) for seed in (0, 1)]
+    drawn = [assign_splits(entries, LISTS, "A", resplit=seed) for seed in (0, 1)]
     for redrawn in drawn:
         homes = _homes(redrawn)
         assert {split: len(patients) for split, patients in homes.items()} == {
@@ -194,7 +188,7 @@ def test_resplit_keeps_proportions_and_patients_together() -> None:
         assert sum(map(len, homes.values())) == 17
         assert [entry.image for entry in redrawn] == [entry.image for entry in entries]
     assert drawn[0] != drawn[1] and drawn[0] != entries
-    assert drawn[1] == assign_splits(entries, SPLITS, "A", resplit=1)
+    assert drawn[1] == assign_splits(entries, LISTS, "A", resplit=1)
 
 
 def test_a_slice_that_links_outside_the_sites_folder_is_refused(tmp_path: Path) -> None:

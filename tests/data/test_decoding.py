@@ -13,7 +13,7 @@ from torch import Tensor
 from helpers.fixture_types import Edit, SiteOf, TaskOf
 from helpers.volume_sites import cube_task, write
 from medflare.core.errors import DataError
-from medflare.data.datalist import SPLITS
+from medflare.data.datalist import LISTS
 from medflare.data.decoding import Decoded, EmbeddedSource, Source, decoded_rows
 from medflare.data.loading import load_site_data
 from medflare.data.local import CacheSettings
@@ -143,7 +143,7 @@ def test_the_embedded_federation(make_task: TaskOf) -> None:
     assert images.shape == (3, 1, 32, 32) and 0.2 < images.max() <= 1 and targets.any()
     source = EmbeddedSource(Path("site-1"), load_task("phantom"))
     entries = source.entries()
-    assert source.listed() == SPLITS and {entry.split for entry in entries} == set(SPLITS)
+    assert source.listed() == LISTS and {entry.split for entry in entries} == set(LISTS)
     image = source.image(entries[0])
     mask = source.mask(entries[0], image)
     assert (

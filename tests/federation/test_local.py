@@ -19,7 +19,7 @@ from medflare.data.local import Bounds, LocalSettings
 from medflare.evaluation.results import load_results, validate_results
 from medflare.evaluation.run_results import RunResults
 from medflare.federation.local import loop
-from medflare.federation.local.loop import SITES, STATE, resume_local
+from medflare.federation.local.loop import SITES_FOLDER, STATE, resume_local
 from medflare.inference.deployed import load_model
 from medflare.methods.catalogue import build_deployed, get_method
 from medflare.methods.fedavg.site import FedAvgSite
@@ -300,7 +300,7 @@ def test_every_site_starts_from_what_the_server_sends(
     results = medflare.run_local(method, task, 2, rounds=1, seed=0, out=tmp_path, weights=model)
     assert results["status"] == "COMPLETED", results["reason"]
     start = load_model(model).message.states["model"]
-    stored = StateStore(tmp_path / SITES / "site-1" / STATE).load("membership")
+    stored = StateStore(tmp_path / SITES_FOLDER / "site-1" / STATE).load("membership")
     assert stored is not None
     for name in start:
         assert torch.equal(stored.states["start"][name], start[name])

@@ -76,7 +76,7 @@ def freeable(run: Path) -> tuple[str, dict[str, list[Path]]]:
     """The status of a run, and what can be deleted: what it is -> files or folders."""
     from medflare.evaluation.results import COMPLETED, RESULTS_FILE, load_results
     from medflare.federation.local.loop import STATE
-    from medflare.federation.run import SITES
+    from medflare.federation.run import SITES_FOLDER
 
     file = run / RESULTS_FILE
     status = load_results(file)["status"] if file.is_file() else "without results"
@@ -85,7 +85,7 @@ def freeable(run: Path) -> tuple[str, dict[str, list[Path]]]:
     if status == COMPLETED:
         if checkpoint.is_file():
             parts["checkpoint"] = [checkpoint]
-        parts["states of the sites"] = sorted(run.glob(f"{SITES}/*/{STATE}"))
+        parts["states of the sites"] = sorted(run.glob(f"{SITES_FOLDER}/*/{STATE}"))
     elif checkpoint.is_file():
         status += ", medflare resume can continue it"
     return status, {what: paths for what, paths in parts.items() if paths}
@@ -111,11 +111,11 @@ def _copies(run: Path) -> Iterator[Path]:
     Of equal models the first one stays, a deployed one if there is any.
     """
     from medflare.core.store import file_digest
-    from medflare.federation.run import MODELS, SITES
+    from medflare.federation.run import MODELS_FOLDER, SITES_FOLDER
     from medflare.inference.deployed import CARD_FILE, WEIGHTS_FILE
 
-    digests = {file_digest(file) for file in run.glob(f"{MODELS}/**/{WEIGHTS_FILE}")}
-    of_sites = sorted(run.glob(f"{SITES}/*/*/{WEIGHTS_FILE}"))
+    digests = {file_digest(file) for file in run.glob(f"{MODELS_FOLDER}/**/{WEIGHTS_FILE}")}
+    of_sites = sorted(run.glob(f"{SITES_FOLDER}/*/*/{WEIGHTS_FILE}"))
     of_sites.sort(key=lambda file: file.parent.name != "deployed")
     for file in of_sites:
         digest = file_digest(file)

@@ -26,7 +26,9 @@ from medflare.data.local import FOLDERS, PLACE, allowed_folders
 FILE = "datalist.json"
 # Of the patients, where splits are drawn by default.
 SHARES = {"training": 7, "validation": 1, "test": 2}
-SPLITS = tuple(SHARES)
+LISTS = tuple(SHARES)
+# The data that they become.
+SPLITS = ("train", "validation", "test")
 _REMEDY = 'an entry is an object {"image": FILE, "label": ...}; complete it or take it out'
 
 _TextOrNull = Annotated[str | int | float | None, takes("a text, or null")]
@@ -154,7 +156,7 @@ def read_content(folder: Path) -> Mapping[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON ({error}); write it again") from error
-    if not isinstance(content, Mapping) or content.keys().isdisjoint(SPLITS):
+    if not isinstance(content, Mapping) or content.keys().isdisjoint(LISTS):
         raise DataError(
             f"{path}: no list named training, validation or test; use the MONAI / Decathlon layout"
         )
@@ -190,7 +192,7 @@ def read_datalist(
     content = read_content(folder)
     unlabelled = annotated_names(content, folder) == ()
     entries = []
-    for split in SPLITS:
+    for split in LISTS:
         listed = content.get(split)
         if listed is None:
             continue
@@ -395,7 +397,7 @@ def assign_splits(
     check_patients(entries)
     if outside and "test" not in listed:
         return [replace(entry, split="test") for entry in entries]
-    missing = [split for split in SPLITS if split not in listed]
+    missing = [split for split in LISTS if split not in listed]
     split_of = {entry.patient: entry.split for entry in entries}
     if missing and not outside:
         if "training" in missing:
@@ -406,7 +408,7 @@ def assign_splits(
         _draw_missing(split_of, missing, site, resplit or 0)
     if resplit is not None:
         patients = sorted(split_of)
-        splits = sorted(split_of.values(), key=SPLITS.index)
+        splits = sorted(split_of.values(), key=LISTS.index)
         order = numpy_generator(resplit, site, "resplit").permutation(len(patients))
         for row, split in zip(order, splits, strict=True):
             split_of[patients[row]] = split

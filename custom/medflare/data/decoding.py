@@ -41,7 +41,7 @@ from medflare.core.text import format_shape
 from medflare.data import mechanisms, phantom
 from medflare.data.acquisition import Acquisition, acquisition_of
 from medflare.data.datalist import (
-    SPLITS,
+    LISTS,
     DatalistItem,
     annotated_names,
     class_numbers,
@@ -121,7 +121,7 @@ class Source:
 
     def listed(self) -> tuple[str, ...]:
         """Splits that datalist.json has; they may be empty."""
-        return tuple(split for split in SPLITS if self._content.get(split) is not None)
+        return tuple(split for split in LISTS if self._content.get(split) is not None)
 
     def names(self) -> Mapping[str, Sequence[int]]:
         """Name -> numbers of classes or structures, by "labels" of datalist.json."""
@@ -234,7 +234,7 @@ class EmbeddedSource(Source):
 
     @cached_property
     def _content(self) -> Mapping[str, Any]:
-        return dict.fromkeys(SPLITS, ())
+        return dict.fromkeys(LISTS, ())
 
     def entries(self) -> list[DatalistItem]:
         """The site's generated images, with their label for classification."""

@@ -26,7 +26,7 @@ from medflare.core.errors import DataError
 from medflare.core.settings import no_such
 from medflare.data.acquisition import Acquisition
 from medflare.data.attributes import groups_of_patients
-from medflare.data.datalist import FILE, SPLITS, DatalistItem, assign_splits, site_name
+from medflare.data.datalist import FILE, LISTS, DatalistItem, assign_splits, site_name
 from medflare.data.decoding import Decoded, EmbeddedSource, Source, decoded_once, decoded_when_used
 from medflare.data.local import CacheSettings, ImageBounds
 from medflare.data.targets import (
@@ -273,7 +273,7 @@ def load_site_data(
     source = open_source(site, task, root, folders, bounds)
     entries, notes, dropped = usable_entries(site, task, source, role=role)
     annotation = annotation_of(source.annotated(), task, f"site {site}: {FILE}")
-    needed = SPLITS if role == "inside" else ("test",)
+    needed = LISTS if role == "inside" else ("test",)
     unlabelled = annotation is not None and not annotation.names
     if unlabelled:
         needed = ("training",)
@@ -290,7 +290,7 @@ def load_site_data(
     _check_not_empty({entries[row.entry].split for row in decoded.rows}, site, needed)
 
     # 3. Loading: the rows of each split as tensors.
-    train, validation, test = (_split(decoded, entries, name, task) for name in SPLITS)
+    train, validation, test = (_split(decoded, entries, name, task) for name in LISTS)
     if unlabelled:
         train = uncounted(train, task)
 

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING
 
 from medflare.core.packages import installed
 from medflare.core.text import Json, printable
+from medflare.data.datalist import SPLITS
 from medflare.evaluation import presentation as text
 from medflare.evaluation.findings import UNUSABLE, findings_of, level_sentence
 from medflare.evaluation.results import (
@@ -19,7 +20,6 @@ from medflare.evaluation.results import (
     FAILED,
     REPORT_FILE,
     RESULTS_FILE,
-    SPLITS,
     find_results,
     load_results,
 )

@@ -17,6 +17,7 @@ from medflare.core.packages import installed
 from medflare.core.palette import structure_colours
 from medflare.core.store import write_atomically, write_json
 from medflare.core.text import Json, JsonDict
+from medflare.data.datalist import SPLITS
 from medflare.evaluation import presentation as text
 from medflare.evaluation.figures import (
     Panel,
@@ -33,7 +34,6 @@ from medflare.evaluation.results import (
     REPORT_FILE,
     RESULTS_FILE,
     ROLES,
-    SPLITS,
     RunRecord,
     SiteRecord,
     build_results,

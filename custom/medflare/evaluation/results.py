@@ -29,6 +29,7 @@ from medflare.core.events import KINDS, Event
 from medflare.core.packages import code_versions, extension_modules, installed_versions
 from medflare.core.store import appending, refuse_link
 from medflare.core.text import NAME, Json, JsonDict, is_name, printable_json
+from medflare.data.datalist import SPLITS
 from medflare.evaluation.findings import findings
 from medflare.evaluation.presentation import CLASSES, STRUCTURES, labels_of, named_metrics
 from medflare.tasks.config import TaskConfig
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 MODELS = ("global", "personal", "deployed")
 ROLES = ("inside", "outside")
-SPLITS = ("train", "validation", "test")
 COMPLETED = "COMPLETED"
 FAILED = "FAILED"
 UNKNOWN = "unknown"  # the method or the task of a job that could not be read

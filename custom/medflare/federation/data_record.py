@@ -17,7 +17,7 @@ from typing import Any
 from medflare.core.errors import ConfigError
 from medflare.core.store import csv_text, file_digest, locked, write_atomically, write_json
 from medflare.core.text import Json
-from medflare.data.datalist import FILE
+from medflare.data.datalist import FILE, SPLITS
 from medflare.data.decoding import reading_settings
 from medflare.data.local import PLACE, Bounds
 from medflare.data.targets import counts_by_image
@@ -246,7 +246,7 @@ def selection_digest(site: Site) -> str:
     """
     task = site.task
     content: dict[str, Any] = {"kind": task.kind, "target": task.target}
-    for name in ("train", "validation", "test"):
+    for name in SPLITS:
         split = site.data.split(name)
         files = [_SLICE.sub("", image) for image in split.names]
         labels: list[Any] = [None] * len(files)

@@ -46,7 +46,7 @@ from medflare.training.montage import fullest_row, overlay, photograph
 from medflare.training.site import Site
 
 PICTURES = "pictures"  # folder of a site's pictures
-SCORES = "scores"  # folder of scores by patient; not beside the models, which may leave the site
+SCORES_FOLDER = "scores"  # of patients; not beside the models, which may leave the site
 Metrics = Mapping[str, float | None]
 
 
@@ -111,7 +111,7 @@ class SiteFolder(ArtifactStore):
             if name in model.meta:
                 card[name] = model.meta[name]
         save_model(self.folder / role, self.task, model, card)
-        write_json(self.folder / SCORES / f"{role}.json", summary.cases.to_dict())
+        write_json(self.folder / SCORES_FOLDER / f"{role}.json", summary.cases.to_dict())
         self.summaries[role] = summary
 
     def show(self, title: str, png: bytes) -> None:

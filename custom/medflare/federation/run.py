@@ -44,8 +44,8 @@ from medflare.methods.method import Method
 from medflare.networks.weights import starting_state
 from medflare.tasks.config import TaskConfig
 
-MODELS = "models"
-SITES = "sites"  # folder of the sites' folders, in the plain loop
+MODELS_FOLDER = "models"
+SITES_FOLDER = "sites"  # folder of the sites' folders, in the plain loop
 # Metadata of a site's final evaluation that results.json has, too.
 _EVALUATION = ("metrics", "reports", "privacy", "classes", "by_label", "intervals", "constant")
 
@@ -169,7 +169,7 @@ class Run:
             path.unlink(missing_ok=True)
         checkpoint.delete(CHECKPOINT)
         if is_of_run:
-            for name in (MODELS, SITES, TENSORBOARD):
+            for name in (MODELS_FOLDER, SITES_FOLDER, TENSORBOARD):
                 shutil.rmtree(folder / name, ignore_errors=True)
 
     def check(self, *, resume: bool = False) -> None:
@@ -271,7 +271,7 @@ class Run:
             }
             if total is not None:
                 card[TRAINED_ON] = total
-            save_model(self.folder / MODELS / path, self.task, model, card)
+            save_model(self.folder / MODELS_FOLDER / path, self.task, model, card)
         for name, content in server.documents().items():
             write_json(self.folder / name, content, public=True)
 
@@ -279,7 +279,7 @@ class Run:
         """The pictures in the sites' folders, which only the plain loop has here."""
         if self.folder is None:
             return []
-        return sorted(self.folder.glob(f"{SITES}/*/{PICTURES}/*.png"))
+        return sorted(self.folder.glob(f"{SITES_FOLDER}/*/{PICTURES}/*.png"))
 
     def _site_record(self, site: str) -> SiteRecord:
         role = "outside" if site in self.settings.outside else "inside"

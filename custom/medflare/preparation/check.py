@@ -22,6 +22,7 @@ from medflare.core.store import make_folder, write_atomically
 from medflare.core.text import format_shape, printable
 from medflare.data.datalist import (
     FILE,
+    SPLITS,
     DatalistItem,
     check_patients,
     folders_without_datalist,
@@ -311,7 +312,7 @@ def _check_folder(
         bounds=local.bounds,
         in_memory=False,
     )
-    for split in ("train", "validation", "test"):
+    for split in SPLITS:
         patients = data.split(split).patients
         report.splits[split] = (len(data.split(split)), len(set(patients)))
     if report.test_only:

@@ -19,7 +19,7 @@ from medflare.evaluation.presentation import (
     task_metric,
 )
 from medflare.evaluation.results import ROLES, load_results
-from medflare.federation.final_models import SCORES as SCORES_FOLDER
+from medflare.federation.final_models import SCORES_FOLDER
 from medflare.studies.references import SCORES
 from medflare.studies.statistics import (
     ALL_SITES,

@@ -15,6 +15,7 @@ from medflare.core.errors import Aborted
 from medflare.core.rng import Key, numpy_random_state
 from medflare.core.states import StateDict
 from medflare.data.acquisition import TrainedOn, range_of
+from medflare.data.datalist import SPLITS
 from medflare.data.decoding import Source
 from medflare.data.loading import Batch, SiteData, Split
 from medflare.data.progress import counted
@@ -94,7 +95,7 @@ class Site:
     @property
     def n(self) -> dict[str, int]:
         """Images per split: train, validation, test."""
-        return {name: len(self.data.split(name)) for name in ("train", "validation", "test")}
+        return {name: len(self.data.split(name)) for name in SPLITS}
 
     @property
     def batch_size(self) -> int:

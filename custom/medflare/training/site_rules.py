@@ -16,6 +16,7 @@ from torch import Tensor
 
 from medflare.core.errors import ConfigError
 from medflare.core.specs import Manifest
+from medflare.data.datalist import SPLITS
 from medflare.data.loading import SiteData
 from medflare.data.local import PLACE, Bounds
 from medflare.data.targets import counts_by_image
@@ -76,7 +77,7 @@ def check_selection(
             number of patients or images: it leaves the site.
     """
     left_out = len(data.dropped) + len(data.left_out)
-    images = left_out + sum(len(data.split(split)) for split in ("train", "validation", "test"))
+    images = left_out + sum(len(data.split(split)) for split in SPLITS)
     if left_out > bounds.drop_share * images:
         raise ConfigError(
             f"site {site} does not train: the task leaves out more of its images than "

@@ -20,7 +20,7 @@ from medflare.federation.final_models import ArtifactStore, SiteFolder
 from medflare.federation.local.exchange import ForkedExchange, LocalExchange, threads_of_a_site
 from medflare.federation.outcome import StepReport
 from medflare.federation.participant import Participant
-from medflare.federation.run import SITES, Run
+from medflare.federation.run import SITES_FOLDER, Run
 from medflare.federation.settings import RULES, RUN_SETTINGS, run_settings
 from medflare.federation.tracking import check_track
 from medflare.methods.catalogue import get_method
@@ -152,7 +152,7 @@ def run_local(
         artifacts = ArtifactStore(delivered=call)
         state: Store = memory.setdefault(name, MemoryStore())
         if folder is not None:
-            site_folder = folder / SITES / name
+            site_folder = folder / SITES_FOLDER / name
             artifacts = SiteFolder(site_folder, name, chosen, config, seed, delivered=call)
             state = StateStore(site_folder / STATE)
         return Participant(
@@ -168,7 +168,7 @@ def run_local(
     names = (*inside, *apart)
     if folder is not None and not resume:  # a new run begins in the folder of an earlier one
         for name in names:
-            shutil.rmtree(folder / SITES / name / STATE, ignore_errors=True)
+            shutil.rmtree(folder / SITES_FOLDER / name / STATE, ignore_errors=True)
     with nullcontext() if workers is None else threads_of_a_site():
         exchange = LocalExchange(names, open_participant, absent or {}, forgetful)
         if workers and workers > 1:

@@ -79,7 +79,7 @@ META_MODEL = TensorSpec(
 TRAINED_GLOBAL = TensorSpec(
     "model", "the site's locally trained global model, for the weighted mean"
 )
-MODELS = (MODEL, PERSONAL, META_MODEL)
+REQUEST = (MODEL, PERSONAL, META_MODEL)
 # Per-FedAvg's personal model is made at the site.
 ADAPTED = TensorSpec(
     "personal", PERSONAL.purpose, when=lambda plan: plan.site_hyper.personalization == "perfedavg"
@@ -99,7 +99,7 @@ class SitePersonal(FedAvgSite[F]):
     accumulates = False
     freezes = False
 
-    @phase(request=MODELS, reply=(TRAINED_GLOBAL, PERSONAL, META_MODEL), meta=(*MEASURED, LOSSES))
+    @phase(request=REQUEST, reply=(TRAINED_GLOBAL, PERSONAL, META_MODEL), meta=(*MEASURED, LOSSES))
     def train(self, round: int, incoming: Message) -> Message:
         """Trains the global model, then the personal one.
 
@@ -122,7 +122,7 @@ class SitePersonal(FedAvgSite[F]):
                 reply[PERSONAL] = self._trained(round, start)
         return reply
 
-    @phase(request=MODELS, reply=(ADAPTED,), meta=MEASURED)
+    @phase(request=REQUEST, reply=(ADAPTED,), meta=MEASURED)
     def validate(self, round: int, incoming: Message) -> Message:
         """The validation metrics of the incoming models.
 

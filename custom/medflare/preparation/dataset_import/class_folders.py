@@ -29,7 +29,7 @@ from medflare.preparation.dataset_import.masks import (
 from medflare.preparation.dataset_import.names import (
     IMAGE_WORDS,
     PATIENT,
-    SPLITS,
+    SPLIT_OF_WORD,
     WORDS,
     numbered,
     refuse_variants,
@@ -228,7 +228,7 @@ def _refuse_names_of_splits(folder: ImageFolder, names: Sequence[str]) -> None:
     """Raise DataError if names of classes differ in the word of a split alone."""
     first_of: dict[tuple[str, ...], str] = {}
     for name in names:
-        without = tuple(word for word in words(name) if word not in SPLITS)
+        without = tuple(word for word in words(name) if word not in SPLIT_OF_WORD)
         other = first_of.setdefault(without, name)
         if other != name:
             raise DataError(

@@ -15,7 +15,7 @@ import pandas as pd
 from PIL import ExifTags, Image
 
 from medflare.core.errors import DataError
-from medflare.data.datalist import FILE, SHARES, SPLITS, check_folder
+from medflare.data.datalist import FILE, LISTS, SHARES, check_folder
 from medflare.data.local import allowed_folders
 from medflare.data.reading import JPEG, PICTURES, explained, read_stored, suffix
 from medflare.preparation.dataset_import.alike_sites import (
@@ -89,7 +89,7 @@ class ImportReport:
 def _counts(sites: Sites, classes: Sequence[str]) -> pd.DataFrame:
     rows = []
     for site, items in sites.items():
-        for split in SPLITS:
+        for split in LISTS:
             listed = [item for item in items if item.split == split]
             row = [site, split, len(listed), len(set(map(patient_of, listed)))]
             for number in range(len(classes)):

@@ -19,10 +19,10 @@ WORDS: dict[str, Any] = read_json(Path(__file__).with_name("words.json"))
 _MASK = frozenset(WORDS["mask"])
 MASK_WORDS = _MASK | {"ground"}
 IMAGE_WORDS = frozenset(WORDS["image"])
-SPLITS: dict[str, str] = WORDS["split"]
-SPLIT_WORDS = frozenset((*SPLITS, "split", "splits"))
+SPLIT_OF_WORD: dict[str, str] = WORDS["split"]
+SPLIT_WORDS = frozenset((*SPLIT_OF_WORD, "split", "splits"))
 _IGNORED_WORDS = IMAGE_WORDS | MASK_WORDS.union(WORDS["other"])
-_NO_NAMES = _IGNORED_WORDS | SPLITS.keys()
+_NO_NAMES = _IGNORED_WORDS | SPLIT_OF_WORD.keys()
 _LOWER = r"[^\W\d_A-Z]"  # a letter, but A to Z
 _WORD = re.compile(rf"[A-Z]?{_LOWER}+|[A-Z]+(?!{_LOWER})|\d+")
 PATIENT = re.compile(r"\d\d|[^\W\d_]\d")  # in the name of a patient's folder
@@ -44,7 +44,7 @@ class FileName(NamedTuple):
     @property
     def names(self) -> tuple[str, str]:
         """The name, and without the word of a split: DRIVE has 21_training and 21_manual1."""
-        return self.name, _without(self.name, SPLITS)
+        return self.name, _without(self.name, SPLIT_OF_WORD)
 
 
 def composed(text: str) -> str:
@@ -75,7 +75,7 @@ def split_name(text: str) -> str:
         >>> split_name("Train"), split_name("val"), split_name("3")
         ('training', 'validation', '')
     """
-    return SPLITS.get(text.strip().lower(), "")
+    return SPLIT_OF_WORD.get(text.strip().lower(), "")
 
 
 def first_split(name: str) -> str:
@@ -93,7 +93,7 @@ def split_folder(name: str) -> str:
     splits = set()
     for word in words(_with_whole_split(name)):
         if len(word) > 1 and not word.isdecimal() and word not in _IGNORED_WORDS:
-            splits.add(SPLITS.get(word, ""))
+            splits.add(SPLIT_OF_WORD.get(word, ""))
     return splits.pop() if len(splits) == 1 else ""
 
 
@@ -127,7 +127,7 @@ def parse_name(path: Path) -> FileName:
     for folder in path.parent.parts:
         folder_words = words(_with_whole_split(folder))
         mask = mask or not _MASK.isdisjoint(folder_words)
-        splits = [SPLITS[word] for word in folder_words if word in SPLITS]
+        splits = [SPLIT_OF_WORD[word] for word in folder_words if word in SPLIT_OF_WORD]
         if splits:
             split = splits[0]
         others = [word for word in folder_words if word not in _NO_NAMES]

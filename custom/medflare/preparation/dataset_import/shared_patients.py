@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from medflare.data.datalist import SPLITS
+from medflare.data.datalist import LISTS
 from medflare.preparation.dataset_import.folders import Item
 
 Sites: TypeAlias = Mapping[str, Sequence[Item]]  # site -> its images
@@ -32,7 +32,7 @@ def across_sites(
     return {site: drawn[site] for site in sites}
 
 
-def shared_warning(sites: Sites, group: str, lists: Sequence[str] = SPLITS) -> str:
+def shared_warning(sites: Sites, group: str, lists: Sequence[str] = LISTS) -> str:
     """A line about patients who are at two sites; "" if there is none.
 
     Args:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from medflare.core.errors import DataError
 from medflare.core.store import make_folder, write_atomically, write_json
-from medflare.data.datalist import FILE, SPLITS
+from medflare.data.datalist import FILE, LISTS
 from medflare.data.progress import counted
 from medflare.data.reading import dicom_files
 from medflare.preparation.dataset_import.folders import Item
@@ -60,7 +60,7 @@ def write_datalist(
     items: Sequence[Item],
     root: Path,
     *,
-    splits: Sequence[str] = SPLITS,
+    splits: Sequence[str] = LISTS,
     header: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a site's datalist.json.

@@ -11,7 +11,7 @@ from sklearn.model_selection import StratifiedGroupKFold
 
 from medflare.core.errors import ConfigError, DataError
 from medflare.core.rng import numpy_random_state
-from medflare.data.datalist import SPLITS
+from medflare.data.datalist import LISTS
 from medflare.preparation.dataset_import.folders import Item
 from medflare.preparation.dataset_import.names import refuse_variants
 from medflare.preparation.dataset_import.options import ImportOptions
@@ -27,12 +27,12 @@ def parse_shares(text: str) -> dict[str, float]:
         numbers = list(map(float, text.split(",")))
     except ValueError:
         numbers = []
-    if len(numbers) != len(SPLITS) or not all(0 < number < float("inf") for number in numbers):
+    if len(numbers) != len(LISTS) or not all(0 < number < float("inf") for number in numbers):
         raise ConfigError(
-            f"--shares {text!r}: give three numbers above 0 for {', '.join(SPLITS)}, "
+            f"--shares {text!r}: give three numbers above 0 for {', '.join(LISTS)}, "
             "for example 70,10,20"
         )
-    return dict(zip(SPLITS, numbers, strict=True))
+    return dict(zip(LISTS, numbers, strict=True))
 
 
 def items_by_site(items: Sequence[Item], options: ImportOptions) -> dict[str, list[Item]]:

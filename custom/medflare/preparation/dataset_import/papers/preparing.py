@@ -10,7 +10,7 @@ import pandas as pd
 from pydantic.dataclasses import dataclass
 
 from medflare.core.errors import ConfigError, DataError
-from medflare.data.datalist import FILE, SPLITS
+from medflare.data.datalist import FILE, LISTS
 from medflare.preparation.dataset_import.folders import Item, prefixed
 from medflare.preparation.dataset_import.frames import read_frame
 from medflare.preparation.dataset_import.names import numbered
@@ -78,7 +78,7 @@ class Preparation:
     shares: Mapping[str, float]
     classes: tuple[str, ...] = ()  # of a classification, in the order of their numbers
     unit: str = "images"  # "images", "volumes" or "patches"
-    splits: tuple[str, ...] = SPLITS  # to write; a missing list is drawn when the data are read
+    splits: tuple[str, ...] = LISTS  # to write; a missing list is drawn when the data are read
     # site -> `IMAGES`, `PATIENTS`, `TRAINED_ON`, `TEST` or a class -> published number
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     total: int | None = None  # published number of images of all sites
