@@ -114,7 +114,7 @@ def classification_ways(proposed: Settings) -> dict[str, Settings]:
 
     return {
         PROPOSED: {},
-        "frozen body, rate 0.003": {"freeze": ["body"], "optimizer": adam(0.003)},
+        "frozen body, rate 0.001": {"freeze": ["body"], "optimizer": adam(0.001)},
         "frozen body, rate 0.01": {"freeze": ["body"], "optimizer": adam(0.01)},
         "fine-tuned, rate 0.0003": {**free, "optimizer": adam(0.0003)},
         "fine-tuned, rate 0.001": {**free, "optimizer": adam(0.001)},
