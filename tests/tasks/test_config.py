@@ -16,15 +16,15 @@ from medflare.tasks.config import load_task, presets
 
 # Of the presets as they are published: results name them, and sites refuse a server whose task has another one.
 FINGERPRINTS = {
-    "brain_lgg": "890fe2c89c4a2b20",
-    "brain_lgg_3d": "e9331d203d5aefc6",
-    "fundus_vessels": "92875d0765330305",
-    "ham10000": "6cc4cc7f801c8b21",
-    "ham10000_3class": "79f4800311e38a11",
-    "lesion_masks": "3e84b140ecea9ae2",
-    "mitosis": "dcc39a148ba9f903",
-    "phantom": "026c8d3468f1f75b",
-    "phantom_grades": "b32efb12630e95ce",
+    "brain_lgg": "35d0510461867d989a5a239a4c1e6d64fd90a107732617f0195203f6eb66eb90",
+    "brain_lgg_3d": "6f3a16d9d491efad20d9e3bfdc9359ff6c4d306401178ab76446e74fbd761beb",
+    "fundus_vessels": "d4f298926b5dfe84831c53fd58e4c42dbddcf5a403735497b31c23cdb4c03fce",
+    "ham10000": "c5e2369b66ca0110ccfc4f9fd27b3e1015b9696273ba9b0126ced36374ced4d9",
+    "ham10000_3class": "a9f733bbecb87f9d37b70fb0b829bdb009a2282992a3c3a7f8a34db0b2eceb6f",
+    "lesion_masks": "e4d9cf8a6a56a81e934baa97cde5e5ab4defbf06aca45225cbf9af58253e0f07",
+    "mitosis": "ed3c39458f5c298d5bd73e4d8381df92bc2c7ff98f40324216314fd5445bdef7",
+    "phantom": "9da6bc628440b2b0d5384aabc8e80d6e40018ffcb1457d8e078ef51e5e5c8d7f",
+    "phantom_grades": "c13bb8b8308ea838627decd20821d8f299ff36fe2b6b3b4bc0e8093ac23a0deb",
 }
 
 

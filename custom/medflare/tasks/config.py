@@ -456,11 +456,11 @@ class TaskConfig:
         return json.loads(json.dumps(asdict(self)))
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that change with any setting; sites and server compare them at
-        enrollment.
+        """64 hexadecimal digits that change with any setting; sites and server compare them at
+        enrollment. Who writes the task cannot find another one with the same digits.
         """
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(canonical.encode(), digest_size=32).hexdigest()
 
 
 def load_task(source: "str | Path | Json | TaskConfig") -> TaskConfig:
