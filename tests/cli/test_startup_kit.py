@@ -64,6 +64,15 @@ def test_a_new_kit_gets_everything(site: Kit, server: Kit) -> None:
         assert set(_actions(set_up(kit, KitSettings())).values()) == {"kept"}
 
 
+def test_processes_of_a_site_with_a_relay_use_mtls(site: Kit) -> None:
+    """FLARE writes "clear" into such a kit."""
+    listener = {"host": "localhost", "connection_security": "clear"}
+    _write(site, "comm_config.json", {"internal": {"scheme": "tcp", "resources": listener}})
+    assert _actions(set_up(site, KitSettings()))["comm_config.json"] == "changed"
+    internal = _read(site, "comm_config.json")["internal"]
+    assert internal["resources"]["connection_security"] == "mtls"
+
+
 def test_a_kit_with_a_link_to_another_one_is_refused(site: Kit, server: Kit) -> None:
     """Root would write the other party's policies, and give them to this account."""
     before = _all(server)

@@ -425,7 +425,7 @@ def _communication(kit: Kit, settings: KitSettings, content: JsonDict | None) ->
     content = content or {}
     internal = content.setdefault("internal", {"scheme": "tcp"})
     resources = internal.setdefault("resources", {"host": "localhost"})
-    resources.setdefault("connection_security", "mtls")
+    resources["connection_security"] = "mtls"  # FLARE sets "clear" where a site has a relay
     return content
 
 
