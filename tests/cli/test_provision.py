@@ -95,6 +95,7 @@ def test_what_is_no_project_is_refused_with_the_remedy(
         ("name: medflare", "name: ../../escaped", "no name of a folder"),
         ("name: site-2", "name: server", "another party"),
         ("name: site-2", "name: Site-1", "another party"),
+        ("name: site-2, type: client", "name: relay-1, type: relay", "give orders"),
     ],
 )
 def test_names_that_lead_elsewhere_or_to_another_party_are_refused(
@@ -107,7 +108,7 @@ def test_names_that_lead_elsewhere_or_to_another_party_are_refused(
     assert main(["provision", "project.yml"]) == 1
     assert named in capsys.readouterr().err
     project.write_text(example)
-    (tmp_path / "site.yml").write_text(f"{{{new}, type: client, org: hospital}}")
+    (tmp_path / "site.yml").write_text(f"{{{new}, org: hospital}}")
     if "site" in old:
         assert main(["provision", "project.yml", "--add-client", "site.yml"]) == 1
         assert named in capsys.readouterr().err

@@ -134,8 +134,8 @@ def _write_example(project: Path) -> None:
 def _project_name(project: Path, added: Path | None) -> str:
     """The federation's name, which is that of its folder in the workspace.
 
-    `added`: file of a further site. ConfigError for a name that is no folder's, and for sites that
-    FLARE would take for another party.
+    `added`: file of a further site. ConfigError for a name that is no folder's, for relays, and for
+    sites that FLARE would take for another party.
     """
     import yaml
 
@@ -150,15 +150,22 @@ def _project_name(project: Path, added: Path | None) -> str:
         content = yaml.safe_load(project.read_text(encoding="utf-8"))
         name = str(content["name"])
         participants = content["participants"]
-        sites = [str(party["name"]) for party in participants if party["type"] == "client"]
         if added is not None:
-            sites.append(str(yaml.safe_load(added.read_text(encoding="utf-8"))["name"]))
+            site = yaml.safe_load(added.read_text(encoding="utf-8"))
+            participants.append({"type": "client", **site})
+        kinds = {party["type"] for party in participants}
+        sites = [str(party["name"]) for party in participants if party["type"] == "client"]
     except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{added or project}: not a project file of FLARE ({one_line(error)}); correct it"
         ) from error
     if PurePath(name).name != name or name == "..":
         raise ConfigError(f"{project}: name {name!r} is no name of a folder; take another")
+    if "relay" in kinds:
+        raise ConfigError(
+            f"{added or project}: through a relay of FLARE a site can give orders to the others; "
+            "take it out and connect the sites to the server"
+        )
     taken = set(_PARTIES)
     for site in sites:
         check_site_name(site)
