@@ -12,6 +12,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from nvflare.apis.fl_constant import ReservedKey, RunProcessKey
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
+from nvflare.apis.workspace import Workspace
 from nvflare.app_common.logging.job_log_receiver import JobLogReceiver
 from nvflare.app_common.np.np_downloader import ArrayConsumer, ArrayDownloadable
 from nvflare.app_common.streamers import file_streamer
@@ -49,11 +51,13 @@ from nvflare.private.defs import CellMessageHeaderKeys, RequestHeader, new_cell_
 from nvflare.private.fed.app.simulator import simulator_runner
 from nvflare.private.fed.client import client_runner
 from nvflare.private.fed.client.admin import FedAdminAgent
+from nvflare.private.fed.client.client_engine import ClientEngine
 from nvflare.private.fed.client.client_run_manager import ClientRunManager
 from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.server.fed_server import FederatedServer
 from nvflare.private.fed.server.server_command_agent import ServerCommandAgent
 from nvflare.private.fed.server.server_runner import ServerRunner
+from nvflare.private.fed.utils.app_deployer import AppDeployer
 
 from helpers.waiting import eventually
 from medflare.flare import other_parties
@@ -67,6 +71,7 @@ from medflare.flare.flare_patches import (
     survive_resends,
 )
 from medflare.flare.other_parties import (
+    authorize_before_deployment,
     bound_arrays,
     bound_files,
     bound_streams,
@@ -117,6 +122,42 @@ def test_a_site_obeys_its_server_alone_and_runs_no_shell_command(
     assert (answer == "done") == (not refusal) == (not events)
     if refusal:
         assert refusal in answer.payload.body and refusal in events[0]
+
+
+@pytest.mark.parametrize("refusal", ["BYOC not permitted", ""])
+def test_a_job_lies_in_its_folder_only_when_it_is_authorized(
+    refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the server could start another job with its code on the path."""
+    for folder in ("startup", "local"):
+        (tmp_path / folder).mkdir()
+    workspace = Workspace(str(tmp_path), "site-1")
+    folder = tmp_path / KIT_JOB
+    seen: list[str] = []
+
+    def deployed(deployer: Any, workspace: Workspace, job_id: str, *words: Any, **more: Any) -> str:
+        code = Path(workspace.get_app_custom_dir(job_id))
+        code.mkdir(parents=True)
+        seen.append(job_id)
+        assert not (folder / "app_site-1" / "custom").exists()
+        return refusal
+
+    monkeypatch.setattr(AppDeployer, "deploy", deployed)
+    monkeypatch.setattr(ClientEngine, "start_app", lambda engine, job_id, **words: "started")
+    authorize_before_deployment.__wrapped__()
+    named = {"app_name": "app", "app_data": b"", "fl_ctx": None}
+    deploy = partial(AppDeployer().deploy, workspace=workspace, job_id=KIT_JOB, **named)
+    folder.mkdir()
+    (folder / "of an earlier deployment").touch()
+    assert "another job" in str(deploy(job_meta={"job_id": str(uuid.uuid4())})) and not seen
+    assert (deploy(job_meta={"job_id": KIT_JOB}) or "") == refusal
+    assert [path.name for path in folder.iterdir()] == [
+        "of an earlier deployment" if refusal else "app_site-1"
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {"startup", "local", KIT_JOB}
+    engine = ClientEngine.__new__(ClientEngine)
+    for job, is_started in ((KIT_JOB, not refusal), (str(uuid.uuid4()), False)):
+        assert (engine.start_app(job, job_meta={}) == "started") == is_started
 
 
 @pytest.fixture

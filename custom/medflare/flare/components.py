@@ -90,7 +90,7 @@ class JobComponents(FLComponent, AppValidator):
         """
         folder = Path(app_folder).resolve()
         name = folder.name.removeprefix(WorkspaceConstants.APP_PREFIX)
-        job = folder.parent.name
+        job = folder.parent.name.partition(".")[0]  # see `authorize_before_deployment`
         workspace = Workspace(str(folder.parents[1]), name)
         try:
             reason = _job_refusal(folder, workspace, name)
@@ -188,9 +188,10 @@ def _extensions_of(task: Any) -> Iterator[tuple[str, str, str]]:
         values = task.get(setting)
         for value in values if isinstance(values, list) else [values]:
             name = str(value.get("name") if isinstance(value, Mapping) else value)
-            module = extension_module(group, name)
             if setting == "network":
                 module = foreign_module({"name": name})
+            else:
+                module = extension_module(group, name)
             if module:
                 yield setting, name, module
 

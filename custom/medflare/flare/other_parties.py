@@ -1,6 +1,8 @@
 """Changes to FLARE 2.9's internals that bound what other parties can do: see docs/flare.md."""
 
 import logging
+import secrets
+import shutil
 import threading
 import time
 from collections import defaultdict
@@ -12,7 +14,9 @@ from zipfile import ZipFile
 
 from nvflare.apis.fl_constant import ReservedKey, RunProcessKey
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.job_def import JobMetaKey
 from nvflare.apis.shareable import Shareable
+from nvflare.apis.workspace import Workspace
 from nvflare.app_common.np.np_downloader import ArrayConsumer
 from nvflare.app_common.streamers import file_streamer
 from nvflare.fuel.f3.cellnet import cell, core_cell, net_agent
@@ -32,6 +36,7 @@ from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDeco
 from nvflare.private.admin_defs import error_reply
 from nvflare.private.defs import (
     AUTH_CLIENT_NAME_FOR_SJ,
+    ERROR_MSG_PREFIX,
     CellChannel,
     CellMessageHeaderKeys,
     JobFailureMsgKey,
@@ -74,6 +79,7 @@ def protect_from_other_parties() -> None:
     connect_nowhere_else()
     limit_other_parties()
     obey_the_server_alone()
+    authorize_before_deployment()
     survive_messages()
     bound_streams()
     bound_arrays()
@@ -449,6 +455,49 @@ def obey_the_server_alone() -> None:
         return new_cell_message({}, error_reply(refusal))
 
     FedAdminAgent._dispatch_request = dispatched
+
+
+@cache
+def authorize_before_deployment() -> None:
+    """Have FLARE unpack a job elsewhere until it is authorized, and a site start only jobs that
+    this process has deployed, each by its own id, in this process.
+
+    FLARE unpacks a job into its folder and then deletes it if its code is refused. Meanwhile the
+    server could start any job whose metadata name this folder: it is on the path of its process.
+    """
+    from nvflare.private.fed.client.client_engine import ClientEngine
+    from nvflare.private.fed.utils.app_deployer import AppDeployer
+
+    deploy = AppDeployer.deploy
+    start = ClientEngine.start_app
+    authorized: set[str] = set()
+
+    def deployed(
+        deployer: AppDeployer, workspace: Workspace, job_id: str, job_meta: Any, **words: Any
+    ) -> str | None:
+        if job_meta.get(JobMetaKey.JOB_ID.value) != job_id:
+            return "the metadata are those of another job"
+        elsewhere = f"{job_id}.{secrets.token_hex(8)}"
+        unpacked = Path(workspace.get_run_dir(elsewhere))
+        try:
+            refusal = deploy(deployer, workspace, elsewhere, job_meta, **words)
+            if refusal:
+                return refusal
+            folder = Path(workspace.get_run_dir(job_id))
+            shutil.rmtree(folder, ignore_errors=True)
+            unpacked.rename(folder)
+            authorized.add(job_id)
+            return None
+        finally:
+            shutil.rmtree(unpacked, ignore_errors=True)
+
+    def started(engine: ClientEngine, job_id: str, *words: Any, **more: Any) -> str:
+        if job_id not in authorized:
+            return f"{ERROR_MSG_PREFIX}: the job is not deployed"
+        return start(engine, job_id, *words, **more)
+
+    AppDeployer.deploy = deployed
+    ClientEngine.start_app = started
 
 
 def _administrative_refusal(cell: str, request: Message) -> str:
