@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from medflare.core.specs import EntrySpec, Spec, TensorSpec
-from medflare.core.states import StateDict, copy_state, state_bytes
+from medflare.core.states import StateDict, aligned, copy_state, state_bytes
 
 T = TypeVar("T")
 Messages = Mapping[str, "Message"]  # by site, or final models by role
@@ -68,6 +68,11 @@ class Message:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(map(state_bytes, self.states.values()))
+
+    def aligned(self) -> "Message":
+        """The message with every state `aligned`."""
+        states = {entry: aligned(state) for entry, state in self.states.items()}
+        return Message(states, self.meta)
 
     def copied(self) -> "Message":
         """A copy with tensors on the CPU that shares no memory with this message."""

@@ -18,6 +18,7 @@ States = Mapping[str, StateDict]  # several by name, most often by site
 CHUNK = 2**15
 # The same for sums that decide about weights: most tensors fit, so that their sums are not split.
 LONG_CHUNK = 2**19
+_ALIGNMENT = 64  # bytes, of torch's tensors on the CPU
 
 
 def iter_chunks(tensors: Sequence[Tensor], size: int = CHUNK) -> Iterator[tuple[Tensor, ...]]:
@@ -32,6 +33,16 @@ def copy_state(state: State) -> StateDict:
     return {
         name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
         for name, tensor in on_cpu(state).items()
+    }
+
+
+def aligned(state: State) -> StateDict:
+    """The state with every tensor at an address as torch gives one; those that have it are not
+    copied. In a part of a buffer, BLAS can round the last bit of the same product differently.
+    """
+    return {
+        name: tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
+        for name, tensor in state.items()
     }
 
 

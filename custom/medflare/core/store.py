@@ -229,7 +229,8 @@ def write_message(path: Path, message: Message) -> None:
     After an OSError the old file is intact.
     """
     tensors = flat(message)
-    content = {"meta": message.meta, "entries": sorted(message.states)}
+    names = {entry: list(state) for entry, state in message.states.items()}
+    content = {"meta": message.meta, "entries": sorted(message.states), "names": names}
     header = json.dumps({**content, "digest": _digest(tensors, content)}, sort_keys=True)
     with replacing(path) as temporary:
         try:
@@ -274,7 +275,7 @@ def read_message(path: Path) -> Message:
             header = json.loads((file.metadata() or {})[_HEADER])
             names = file.keys()
             tensors = {key: file.get_tensor(key) for key in names}
-        content = {"meta": header["meta"], "entries": header["entries"]}
+        content = {name: header[name] for name in ("meta", "entries", "names") if name in header}
         intact = header["digest"] == _digest(tensors, content)
         message = _message(tensors, content)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -301,7 +302,12 @@ def _message(tensors: StateDict, content: JsonDict) -> Message:
     for key, tensor in tensors.items():
         entry, name = key.rsplit(SEPARATOR, 1)
         states[entry][name] = tensor
-    return Message(states, content["meta"])
+    if "names" in content:  # safetensors changes the order
+        for entry, state in states.items():
+            states[entry] = {name: state.pop(name) for name in content["names"][entry]}
+            if state:
+                raise ValueError(f"{entry} has tensors without a name")
+    return Message(states, content["meta"]).aligned()
 
 
 def _digest(tensors: StateDict, content: JsonDict) -> str:

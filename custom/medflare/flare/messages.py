@@ -69,7 +69,7 @@ def to_message(shareable: Shareable) -> "Message":
         if not isinstance(part, DXO) or part.data_kind != DataKind.WEIGHTS:
             raise UpdateError(f"entry {entry!r} is not a state")
         states[entry] = _unpacked(entry, part)
-    return Message(states, dict(parts[META].data))
+    return Message(states, dict(parts[META].data)).aligned()
 
 
 def _collection(shareable: Shareable) -> DXO:
