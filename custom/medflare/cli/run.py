@@ -404,7 +404,7 @@ def _planned(
     from medflare.core.states import state_bytes
     from medflare.evaluation.presentation import format_bytes
 
-    sent = state_bytes(method.plan(task, tuple(sorted(inside)), hyper).template())
+    weights = state_bytes(method.plan(task, tuple(sorted(inside)), hyper).template())
     sites = f"sites that train: {', '.join(inside)}"
     if outside:
         sites += f"; outside sites: {', '.join(outside)}"
@@ -414,9 +414,8 @@ def _planned(
         f"{method.name} on {task.name}, {arguments['rounds']} rounds, seed {arguments['seed']}",
         sites,
         f"task: {task.kind} of {', '.join(task.labels)}; images {size}; metric {task.metric}",
-        f"network: {task.network['name']}; {steps}",
+        f"network: {task.network['name']}, {format_bytes(weights)}; {steps}",
         f"optimizer: {task.optimizer['name']} with lr {task.optimizer['lr']}",
-        f"a round sends {format_bytes(sent)} to each site",
     ]
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ Settings that a method cannot have, and two algorithms whose messages do not mat
 """
 
 from collections.abc import Sequence
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def check_run(
     if method.trains:
         plan = method.plan(task, _SITES, hyper)
         try:
-            problem = _dry_run(method, plan, outside, adapt)
+            problem = _dry_run(method, plan, rounds or 1, outside, adapt)
         except MedflareError:
             raise
         except Exception as error:
@@ -94,10 +95,14 @@ def _names(method: Method) -> str:
     return f"the site algorithm of {of_site!r} does not match the server algorithm of {of_server!r}"
 
 
-def _dry_run(method: Method, plan: Plan, outside: Sequence[str], adapt: str) -> str | None:
-    """What goes wrong in the whole schedule if all replies are zeros, in words, or None."""
+def _dry_run(
+    method: Method, plan: Plan, rounds: int, outside: Sequence[str], adapt: str
+) -> str | None:
+    """What goes wrong in the first step of each phase if all replies are zeros, in words, or
+    None.
+    """
     phases = method.site_class.phases
-    context = ServerContext(plan, 0, 1, tuple(outside), phases=phases)
+    context = ServerContext(plan, 0, rounds, tuple(outside), phases=phases)
     server = method.make_server(context)
     counts = {"n": {"train": 1, "validation": 1, "test": 1}, "class_counts": []}
     context.site_counts |= dict.fromkeys(_SITES, counts)
@@ -147,10 +152,11 @@ def _aggregation_problem(
         server.aggregate(step, {name: _zeros(phase, plan) for name in _SITES})
     except KeyError as missing:
         name = missing.args[0] if missing.args else None
-        if not isinstance(name, str):
-            raise
         declared = [spec.name for spec in (*phase.reply, *phase.meta)]
         if name not in declared:  # zeros hold no metadata of the method's own
+            frame, _ = list(walk_tb(missing.__traceback__))[-1]
+            if frame.f_code is not Message.__getitem__.__code__:
+                raise
             return (
                 f"the server needs {name!r}, which the site's reply to {phase.name!r} does not hold"
             )
