@@ -11,8 +11,9 @@ from medflare.core.hyper import param
 from medflare.core.message import Message
 from medflare.core.phases import extends
 from medflare.core.settings import strict_dataclass
-from medflare.core.specs import MetaSpec
+from medflare.core.specs import MetaSpec, TensorSpec
 from medflare.federation.local.loop import run_local
+from medflare.federation.preflight import check_run
 from medflare.methods import catalogue
 from medflare.methods.aggregation import WeightedMean
 from medflare.methods.base import Step
@@ -137,7 +138,7 @@ class DeafServer(FedAvgServer[Any]):
 
     def aggregate_models(self, step: Step, replies: Any) -> None:
         for reply in replies.values():
-            reply.states["styles"]
+            reply[TensorSpec("styles")]
 
 
 class SilentServer(FedAvgServer[Any]):
@@ -167,7 +168,7 @@ class DividingServer(FedAvgServer[Any]):
 
 class UnknownKeyServer(FedAvgServer[Any]):
     def aggregate_models(self, step: Step, replies: Any) -> None:
-        raise KeyError(1)
+        {"head": 1}["head.bias"]  # not the reply's
 
 
 class ForgetfulSite(FedAvgSite[Any]):
@@ -216,7 +217,11 @@ del UndeclaredSite.phases["finalize"]
         (MoreModelsSite, FedAvgServer, "a model 'personnal', its roles are global, personal, dep"),
         (NamelessSite, FedAvgServer, r"'slip' fails in .* AttributeError.* in finalize\)"),
         (FedAvgSite, DividingServer, r"ZeroDivisionError: .*test_preflight.py, line \d+, in aggr"),
-        (FedAvgSite, UnknownKeyServer, "'slip' fails in the dry run with zeros: KeyError: 1"),
+        (
+            FedAvgSite,
+            UnknownKeyServer,
+            r"KeyError: 'head.bias' .*test_preflight.py, line \d+, in ag",
+        ),
     ],
 )
 def test_a_slip_is_named_before_an_image_is_read(site: Any, server: Any, named: str) -> None:
@@ -227,6 +232,19 @@ def test_a_slip_is_named_before_an_image_is_read(site: Any, server: Any, named: 
 
     with pytest.raises(ConfigError, match=named):
         run_local(method, TASK, 2, rounds=1, seed=0, opener=opener)
+
+
+class LateStyleServer(FedAvgServer[Any]):
+    def steps(self) -> list[Step]:
+        styles = [Step("styles", round) for round in range(2, self.context.rounds)]
+        return [*super().steps(), *styles]
+
+
+def test_a_slip_in_a_later_round_is_named() -> None:
+    method = Method("slip", "A method with a slip", "unpublished", FedAvgSite, LateStyleServer)
+    check_run(method, TASK, {}, rounds=2)
+    with pytest.raises(ConfigError, match="no phase 'styles'"):
+        check_run(method, TASK, {}, rounds=3)
 
 
 def test_hyper_parameters_without_their_decorator_are_refused() -> None:
