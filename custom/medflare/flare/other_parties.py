@@ -23,6 +23,7 @@ from nvflare.fuel.f3.cellnet import cell, core_cell, net_agent
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell, make_reply
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessagePropKey, MessageType, ReturnCode
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
+from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
@@ -437,15 +438,25 @@ def keep_downloads_inside() -> None:
 
 @cache
 def obey_the_server_alone() -> None:
-    """Have FLARE's client refuse administrative requests of other parties than the server, shell
-    commands, and any that names a folder of the kit as its job, in this process.
+    """Have FLARE's client refuse messages of other parties than the server, shell commands, and
+    any request that names a folder of the kit as its job, in this process.
 
     FLARE asks for a right only if the sender wants it, and deletes the folder of the kit that has a
-    job's id.
+    job's id. It connects to whoever is at the server's address with a certificate of the
+    federation: the name of the endpoint is that of the certificate, the origin what it says.
     """
     from nvflare.private.fed.client.admin import FedAdminAgent
 
     dispatch = FedAdminAgent._dispatch_request
+    receive = CoreCell._process_received_msg
+
+    def received(of_cell: CoreCell, endpoint: Endpoint, connection: Any, message: Message) -> Any:
+        name = of_cell.my_info.fqcn
+        is_of_party = FQCN.get_root(endpoint.name) in (FQCN.ROOT_SERVER, FQCN.get_root(name))
+        if is_of_party or of_cell.my_info.is_on_server:
+            return receive(of_cell, endpoint, connection, message)
+        _LOG.warning(f"refused: a message of {endpoint.name}, which is not the server")
+        return None
 
     def dispatched(agent: FedAdminAgent, request: Message) -> Message:
         refusal = _administrative_refusal(agent.cell.get_fqcn(), request)
@@ -454,6 +465,7 @@ def obey_the_server_alone() -> None:
         agent.auditor.add_event(user="", action=f"refused {request.payload.topic}: {refusal}")
         return new_cell_message({}, error_reply(refusal))
 
+    CoreCell._process_received_msg = received
     FedAdminAgent._dispatch_request = dispatched
 
 
